@@ -164,7 +164,7 @@ def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) 
                 judged = None
         finally:
             study.end()
-    report = SensitivityReport(subject=subject, found=found, trade=trade, judged=judged)
+    report = SensitivityReport(subject=subject, sensitivity=found, trade=trade, judged=judged)
     print(fitted(report.render(_written(report, folder), terminal_width())))
     return 0
 
@@ -185,7 +185,9 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
         else:
             with files.Folder.open(folder) as opened:
                 opened.remove("policy.yaml")  # of a call with other batches
-        figure = figures.sensitivity(SensitivityResult(found), figures.damage_grid(report.found))
+        figure = figures.sensitivity(
+            SensitivityResult(found), figures.damage_grid(report.sensitivity)
+        )
         save(figure, figures.STUDY, folder / "sensitivity.png")
     except OSError as error:
         raise UserError(

@@ -27,16 +27,16 @@ class RankRequest:
     """The question that a ranking answers.
 
     Args:
-        runs, steps_at: the checkpoints: of every run those of these steps; None: the newest.
+        runs, steps_at: checkpoints: those of every run at these steps; None: the newest.
         sweep: "recipe=a,b", "policy=…", …: the candidates; the first combination is the reference.
         baseline: the name of the candidate that is the reference instead.
-        forks: for each candidate at each checkpoint.
+        forks: number of forks of each candidate at each checkpoint.
         steps, schedule, lr, batches: see `ForkSettings`; None: for `lr` the rate of the checkpoint,
             for `batches` the run's, for `steps` 24, or with schedule="own" the rest of the run.
         margin: nats per token; differences below it do not matter.
-        processes: that make forks at the same time.
-        out: the folder of the ranking; None: one in RUN/studies.
-        packages, folders: of the user's own classes and options.
+        processes: number of processes that make forks at the same time.
+        out: folder of the ranking; None: one in RUN/studies.
+        packages, folders: packages with the user's own classes, folders with their own options.
         paths: full key → path, of what the runs' configurations have elsewhere, or name and this
             user did not.
     """
@@ -60,10 +60,10 @@ class RankRequest:
     def __post_init__(self) -> None:
         for name in ("forks", "processes"):
             value = getattr(self, name)
-            if not 1 <= value <= MOST:
-                raise ValueError(
-                    f"{name}={value} must be at {'least 1' if value < 1 else f'most {MOST}'}"
-                )
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+            if value > MOST:
+                raise ValueError(f"{name}={value} must be at most {MOST}")
         if not 0 <= self.margin < float("inf"):
             raise ValueError(f"margin={self.margin} must be a number of nats per token, 0 or more")
 
@@ -110,10 +110,10 @@ class Branch:
         equal.
         """
         return tuple(
-            (s.start, s.stop, s.recipe.dtype, name, *each)
-            for s in self.plan.stretches
-            for name, layer in s.layers.items()
-            for each in layer.computation
+            (stretch.start, stretch.stop, stretch.recipe.dtype, name, *gemm)
+            for stretch in self.plan.stretches
+            for name, layer in stretch.layers.items()
+            for gemm in layer.computation
         )
 
     @property
@@ -127,14 +127,14 @@ class Base:
     """A checkpoint.
 
     Args:
-        source, step: the run directory, and the step.
-        settings: of its forks.
+        source, step: run directory, and step of the checkpoint.
+        settings: settings of its forks.
         run: identity of the run; copies of a run have the same.
-        trained: the name of the recipe that the run is trained in.
-        tokens: of the validation batches.
-        identity: of its record.
-        branches: the candidates, in the order of the sweep.
-        subject: the open checkpoint; None: it is opened again when forks are made.
+        trained: name of the recipe that the run is trained in.
+        tokens: number of tokens in the validation batches.
+        identity: identity of its record.
+        branches: candidates, in the order of the sweep.
+        subject: open checkpoint; None: it is opened again when forks are made.
     """
 
     source: Path
@@ -168,5 +168,5 @@ class Base:
     @property
     def elsewhere(self) -> int:
         """The number of other rankings of the run at this step, with other settings."""
-        found = (self.source / STUDIES).glob(f"rank-{self.step}-*/{MEASUREMENTS}")
-        return sum(path.parent != self.folder for path in found)
+        records = (self.source / STUDIES).glob(f"rank-{self.step}-*/{MEASUREMENTS}")
+        return sum(path.parent != self.folder for path in records)

@@ -38,10 +38,10 @@ class RecipeCandidate:
     """One entry of a ranking.
 
     Args:
-        name: what tells it from the others: "nvfp4", "nvfp4 policy=all".
+        name: name that tells it from the others: "nvfp4", "nvfp4 policy=all".
         recipe, policy, phases: plain configuration values.
         asked: False: it is there for the floor of the noise only.
-        same: the names of others that run every GEMM as this one does.
+        same: names of others that run every GEMM as this one does.
     """
 
     name: str
@@ -75,29 +75,26 @@ def sweep_axes(words: Sequence[str], folders: Iterable[Path] = ()) -> list[Axis]
 
     Args:
         words: "recipe=a,b", "policy=…", "phases=…", "policy.last=…".
-        folders: of the user's own options.
+        folders: folders with the user's own options.
 
     Raises:
         UserError: a word that is none of these, or names an option that does not exist.
     """
     folders = list(folders)
-    found = [_texts(override, folders) for override in parse(list(words))]
-    keys = [key for key, _ in found]
+    written = [_texts(override, folders) for override in parse(list(words))]
+    keys = [key for key, _ in written]
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise UserError(
             f"{twice[0]}= is given twice: several values are separated by commas, {twice[0]}=A,B"
         )
-    made = sections({key: texts for key, texts in found if key in SECTIONS}, folders)
-    axes = [
-        (
-            key,
-            [
-                (text, made[key, text] if key in SECTIONS else parse([f"{key}={text}"])[0].value())
-                for text in texts
-            ],
-        )
-        for key, texts in found
-    ]
+    composed = sections({key: texts for key, texts in written if key in SECTIONS}, folders)
+    axes: list[Axis] = []
+    for key, texts in written:
+        if key in SECTIONS:
+            values = [composed[key, text] for text in texts]
+        else:
+            values = [parse([f"{key}={text}"])[0].value() for text in texts]
+        axes.append((key, list(zip(texts, values, strict=True))))
     # a section is chosen before its keys are set
     return sorted(axes, key=lambda axis: axis[0] not in SECTIONS)
 
@@ -109,7 +106,7 @@ def candidates(
     them.
 
     Args:
-        saved: the run's own sections as plain values, for what the axes do not name.
+        saved: sections of the run as plain values, for what the axes do not name.
         baseline: the name of the candidate that comes first, because gaps are to it; None: as the
             sweep has them.
 
@@ -117,7 +114,7 @@ def candidates(
         UserError: `baseline` is the name of no candidate.
     """
     swept = [key for key, values in axes if len(values) > 1]
-    found = []
+    entries = []
     for point in product(*([(key, text, value) for text, value in values] for key, values in axes)):
         chosen = {name: saved[name] for name in SECTIONS}
         for key, _, value in point:
@@ -125,21 +122,21 @@ def candidates(
         shown = {key: text for key, text, _ in point if key in swept or key == "recipe"}
         name = [shown.pop("recipe")] if "recipe" in shown else []
         name += [f"{key}={text}" for key, text in shown.items()]
-        found.append(RecipeCandidate(name=" ".join(name) or "the run's own", **chosen))
+        entries.append(RecipeCandidate(name=" ".join(name) or "the run's own", **chosen))
     floor = [
         RecipeCandidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
         for name, recipe in FLOOR.items()
     ]
     if baseline is not None:
-        names = [candidate.name for candidate in found]
+        names = [candidate.name for candidate in entries]
         if baseline not in names:
-            known = ", ".join(names)
+            listed = ", ".join(names)
             raise UserError(
                 f"baseline={baseline} is no candidate{near_miss(baseline, names)} "
-                f"(candidates: {known})"
+                f"(candidates: {listed})"
             )
-        found.insert(0, found.pop(names.index(baseline)))
-    return [*found, *floor]
+        entries.insert(0, entries.pop(names.index(baseline)))
+    return [*entries, *floor]
 
 
 def _texts(override: Override, folders: list[Path]) -> tuple[str, list[str]]:
@@ -151,26 +148,26 @@ def _texts(override: Override, folders: list[Path]) -> tuple[str, list[str]]:
             f"{near_miss(key, SECTIONS)}"
         )
     if override.is_sweep_override():
-        texts = [str(each) for each in override.sweep_string_iterator()]
+        texts = [str(choice) for choice in override.sweep_string_iterator()]
     else:
         texts = []
     texts = list(dict.fromkeys(texts)) or [str(override.input_line).partition("=")[2]]
     # as Hydra's grammar gives them
     texts = [text.lower() if text in ("True", "False") else text for text in texts]
     if key in SECTIONS:
-        known = groups(folders)[key]
+        options = groups(folders)[key]
         for text in texts:
-            check_option(key, text, known)
+            check_option(key, text, options)
     return key, texts
 
 
 def _with(sections: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     """The section of `key` as it is with `value` there."""
-    section, dot, rest = key.partition(".")
+    section, dot, subkey = key.partition(".")
     if not dot:
         return dict(value)
     changed = OmegaConf.create(dict(sections[section]))
-    OmegaConf.update(changed, rest, value, merge=False, force_add=True)
-    found = OmegaConf.to_container(changed)
-    assert isinstance(found, dict)
-    return {str(name): each for name, each in found.items()}
+    OmegaConf.update(changed, subkey, value, merge=False, force_add=True)
+    updated = OmegaConf.to_container(changed)
+    assert isinstance(updated, dict)
+    return {str(name): setting for name, setting in updated.items()}

@@ -53,13 +53,13 @@ class DamageMap:
     cuts: list[int]
 
 
-def damage_grid(found: Sensitivity) -> DamageMap:
+def damage_grid(study: Sensitivity) -> DamageMap:
     """Layers × operands where single cells were measured; else blocks × the layers of a block."""
-    alone = {each.what: each.nmse.mean - found.floor for each in found.of_kind("layer")}
+    alone = {part.what: part.nmse.mean - study.floor for part in study.of_kind("layer")}
     blocks: dict[int, list[str]] = {}
     for name in alone:
-        blocks.setdefault(found.parts.layers[name].layer.block or 0, []).append(name)
-    if not found.has_cells and all(len(mine) > 1 for mine in blocks.values()):
+        blocks.setdefault(study.parts.layers[name].layer.block or 0, []).append(name)
+    if not study.has_cells and all(len(mine) > 1 for mine in blocks.values()):
         prefixes = [common_prefix(mine) for mine in blocks.values()]
         kinds = {
             name: name.removeprefix(f"{p}.")
@@ -74,59 +74,61 @@ def damage_grid(found: Sensitivity) -> DamageMap:
         return DamageMap(prefixes, columns, damage, [])
     worst = sorted(alone, key=lambda name: -alone[name])[:ROWS]
     layers = [name for name in alone if name in worst]
-    operands = found.parts.operands if found.has_cells else []
+    operands = study.parts.operands if study.has_cells else []
     damage = np.array(
         [
-            [*(found.cell(name, operand) or 0.0 for operand in operands), alone[name]]
+            [*(study.cell(name, operand) or 0.0 for operand in operands), alone[name]]
             for name in layers
         ]
     )
-    place = [found.parts.layers[name].layer.block for name in layers]
+    place = [study.parts.layers[name].layer.block for name in layers]
     cuts = [row for row in range(1, len(layers)) if place[row] != place[row - 1]]
     return DamageMap(layers, [*operands, "all"], damage, cuts)
 
 
-def sensitivity(found: SensitivityResult, grid: DamageMap | None = None) -> Draw:
+def sensitivity(study: SensitivityResult, grid: DamageMap | None = None) -> Draw:
     """Damage of every layer (with a grid: a heat map; without: bars of the worst) and of every
     operand alone, and what sparing layers buys.
     """
-    layers = sorted(found.of_kind("layer"), key=lambda part: -part.nmse.mean)[:BARS]
-    operands = found.of_kind("operand")
+    layers = sorted(study.of_kind("layer"), key=lambda part: -part.nmse.mean)[:BARS]
+    operands = study.of_kind("operand")
 
     def draw(width: float) -> Figure:
         narrow = width <= look.NARROW
         heights = [0.5 + 0.17 * len(layers), 0.5 + 0.17 * len(operands), 1.7]
         if narrow:
             figure = look.new_figure(width, sum(heights) + 0.4)
-            first, second, third = figure.subplots(3, 1, gridspec_kw={"height_ratios": heights})
+            damage_axes, operand_axes, pareto_axes = figure.subplots(
+                3, 1, gridspec_kw={"height_ratios": heights}
+            )
         else:
             if grid is None:
-                least = max(heights[0], heights[1] + heights[2]) + 0.3
+                height = max(heights[0], heights[1] + heights[2]) + 0.3
             else:
-                least = 1.4 + 0.16 * len(grid.rows)
-            figure = look.new_figure(width, least if grid is None else max(4.6, least))
+                height = max(4.6, 1.4 + 0.16 * len(grid.rows))
+            figure = look.new_figure(width, height)
             places = figure.add_gridspec(2, 2, height_ratios=heights[1:])
-            first, second, third = (
+            damage_axes, operand_axes, pareto_axes = (
                 figure.add_subplot(place) for place in (places[:, 0], places[0, 1], places[1, 1])
             )
         if grid is None:
-            _bars(first, layers, "nMSE, one layer at a time", 22 if narrow else 34)
-            _bars(second, operands, "nMSE, one operand at a time", 22)
+            _bars(damage_axes, layers, "nMSE, one layer at a time", 22 if narrow else 34)
+            _bars(operand_axes, operands, "nMSE, one operand at a time", 22)
         else:
-            _damage(first, grid)
+            _damage(damage_axes, grid)
             _bars(
-                second,
+                operand_axes,
                 operands,
                 "one operand at a time, with intervals",
                 22,
-                found.parts["nothing"].nmse.mean,
+                study.parts["nothing"].nmse.mean,
             )
             title = (
-                f"{found.run}, step {found.step}: {found.recipe}, nMSE of the gradient above "
+                f"{study.run}, step {study.step}: {study.recipe}, nMSE of the gradient above "
                 "the floor"
             )
             figure.suptitle(title, fontsize=10)
-        _pareto(third, found, timed=grid is not None and found.gpu is not None)
+        _pareto(pareto_axes, study, timed=grid is not None and study.gpu is not None)
         return figure
 
     return draw
@@ -166,22 +168,24 @@ def _bars(axes: Axes, parts: Sequence[Finding], title: str, room: int, floor: fl
     axes.set_xlim(left=0)
 
 
-def _pareto(axes: Axes, found: SensitivityResult, *, timed: bool) -> None:
-    *xs, x = (
-        (each.time or 0.0) if timed else 100 * each.macs for each in (*found.curve, found.chosen)
-    )
+def _pareto(axes: Axes, study: SensitivityResult, *, timed: bool) -> None:
+    points = (*study.curve, study.chosen)
+    if timed:
+        *xs, x = (point.time or 0.0 for point in points)
+    else:
+        *xs, x = (100 * point.macs for point in points)
     axes.plot(
         xs,
-        [each.nmse for each in found.curve],
+        [point.nmse for point in study.curve],
         color=look.TRAIN,
         linewidth=1.4,
         marker="o",
         markersize=3,
     )
-    half = found.measured.half_width() or 0.0
+    half = study.measured.half_width() or 0.0
     axes.errorbar(
         [x],
-        [found.measured.mean],
+        [study.measured.mean],
         yerr=[half],
         color=look.VALIDATION,
         marker="D",
@@ -192,13 +196,13 @@ def _pareto(axes: Axes, found: SensitivityResult, *, timed: bool) -> None:
     look.few_ticks(axes, 5)
     axes.set_ylim(bottom=0)
     if timed:
-        label = f"time relative to BF16 on {found.gpu}"
+        label = f"time relative to BF16 on {study.gpu}"
     else:
         label = "multiply-adds kept in high precision, %"
     axes.set_xlabel(label)
 
 
-def ranking(found: RankResult, *, named: bool) -> Draw:
+def ranking(study: RankResult, *, named: bool) -> Draw:
     """A row per candidate: the gap in the recipe with its 95 % interval (thick) and the interval
     that holds together with those of all other pairs (thin); a tick for each of several
     checkpoints; below, in grey, the gap in high precision; behind them the floor of the noise.
@@ -207,22 +211,24 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
         named: the figure says what it is of, and has numbers and spikes beside the rows; otherwise
             these stand in a table.
     """
-    shown = [each for each in found.candidates if each.diverged is None]
+    shown = [candidate for candidate in study.candidates if candidate.diverged is None]
 
     def draw(width: float) -> Figure:
-        figure = look.new_figure(
-            width, (1.9 + 0.42 * len(shown)) if named else (0.9 + 0.34 * len(shown))
-        )
+        if named:
+            height = 1.9 + 0.42 * len(shown)
+        else:
+            height = 0.9 + 0.34 * len(shown)
+        figure = look.new_figure(width, height)
         axes = figure.subplots()
         ends = [0.0]
-        for row, each in enumerate(shown):
-            if each.gap is None:
+        for row, candidate in enumerate(shown):
+            if candidate.gap is None:
                 axes.plot([0], [row], marker="D", markersize=6, color=look.INK)
                 continue
-            colour = COLOURS.get(each.verdict, look.TRAIN)
+            colour = COLOURS.get(candidate.verdict, look.TRAIN)
             for gap, at, tone, size in (
-                (each.high, row + 0.26, HIGH, 3.5),
-                (each.gap, row, colour, 6.0),
+                (candidate.high, row + 0.26, HIGH, 3.5),
+                (candidate.gap, row, colour, 6.0),
             ):
                 if gap is not None:
                     reach = gap.interval() or (gap.mean, gap.mean)
@@ -239,24 +245,31 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
                         mew=0.6,
                     )
                     ends += reach
-            if each.simultaneous is not None:
+            if candidate.simultaneous is not None:
                 axes.plot(
-                    each.simultaneous, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1
+                    candidate.simultaneous,
+                    [row, row],
+                    color=colour,
+                    linewidth=0.9,
+                    alpha=0.8,
+                    zorder=1,
                 )
-                ends += each.simultaneous
-            if len(each.gaps) > 1:
+                ends += candidate.simultaneous
+            if len(candidate.gaps) > 1:
                 axes.plot(
-                    each.gaps,
-                    [row] * len(each.gaps),
+                    candidate.gaps,
+                    [row] * len(candidate.gaps),
                     linestyle="",
                     marker="|",
                     markersize=9,
                     color=look.INK,
                 )
-                ends += each.gaps
-            numbers = f"{each.gap.show('+.5f', ' ± –')}  {each.group}"
+                ends += candidate.gaps
+            numbers = f"{candidate.gap.show('+.5f', ' ± –')}  {candidate.group}"
             if named:
-                beside = "\n".join([numbers, *(f"spikes at {place}" for place in each.spikes[:2])])
+                beside = "\n".join(
+                    [numbers, *(f"spikes at {place}" for place in candidate.spikes[:2])]
+                )
                 axes.annotate(
                     beside,
                     (1.01, row),
@@ -267,25 +280,28 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
                 )
         spread = max(ends) - min(ends) or 1e-3
         axes.set_xlim(min(ends) - 0.25 * spread, max(ends) + 0.25 * spread)
-        if found.floor is not None and (floor := found.floor.interval()) is not None:
+        if study.floor is not None and (floor := study.floor.interval()) is not None:
             far = max(map(abs, floor))
             axes.axvspan(-far, far, color=look.LINE, alpha=0.4, zorder=0, linewidth=0)
         axes.axvline(0, color=look.QUIET, linewidth=1.0, zorder=1)
-        title = f"gap to {found.reference if named else shortened(found.reference, 18)}"
-        names = [
-            look.name_lines(each.name, 18 if width <= look.NARROW else CANDIDATE) for each in shown
-        ]
-        of = f"{title}: {found.forks} forks of {found.steps} steps {found.where}"
-        look.row_style(
-            axes,
-            look.name_lines(of, int(width * 10)) if named else "",
-            names,
-            ticks=4 if width <= look.NARROW else 7,
-        )
-        axes.set_ylim(len(shown) - 0.4, -0.6)
-        axes.set_xlabel("nats per token" if named else f"{title}, nats per token", **look.LABEL)
+        narrow = width <= look.NARROW
+        room = 18 if narrow else CANDIDATE
+        names = [look.name_lines(candidate.name, room) for candidate in shown]
         if named:
-            marks = _meanings(shown, floor=found.floor is not None)
+            question = (
+                f"gap to {study.reference}: {study.forks} forks of {study.steps} steps "
+                f"{study.where}"
+            )
+            title = look.name_lines(question, int(width * 10))
+            unit = "nats per token"
+        else:
+            title = ""
+            unit = f"gap to {shortened(study.reference, 18)}, nats per token"
+        look.row_style(axes, title, names, ticks=4 if narrow else 7)
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.set_xlabel(unit, **look.LABEL)
+        if named:
+            marks = _meanings(shown, floor=study.floor is not None)
             columns = max(1, min(3, int(width / 3)))
             figure.legend(
                 *zip(*marks, strict=True),

@@ -42,15 +42,15 @@ class Finding:
     """The measurements of one part.
 
     Args:
-        name, kind, what: as of the part.
+        name, kind, what: name, kind and contents of the part.
         nmse: mean of ‖g − g₀‖²/‖g₀‖² over batches.
-        variance: its share that changes with the random bits; None with a single repeat, or where
+        variance: share of it that changes with the random bits; None with a single repeat, or where
             nothing is random.
-        bias2: the squared systematic bias over |G|²; None where |G|² is not told from 0, as with
+        bias2: squared systematic bias over |G|²; None where |G|² is not told from 0, as with
             one or two batches.
-        cosine, loss, output: see `gradients`; output is None for a model whose last block gives no
-            tensor.
-        layers: the mean share of each layer in nMSE; empty for parts of a single layer.
+        cosine, loss, output: values that `gradients` describes; output is None for a model whose
+            last block gives no tensor.
+        layers: mean share of each layer in nMSE; empty for parts of a single layer.
     """
 
     name: str
@@ -70,13 +70,13 @@ class Sensitivity:
     """The result of the study.
 
     Args:
-        parts: what was measured, whose `layers` are the layers of the findings.
-        findings: by name of part.
+        parts: parts that were measured, whose `layers` are the layers of the findings.
+        findings: findings by name of part.
         shares: kind of part → the sum of its parts' nMSE as a share of that of the whole, both
             above the floor.
         signal: |G|² over the mean ‖g₀‖²: the share of a batch's gradient that is not noise of the
             batch; None with one.
-        batches: the most that a part was measured on.
+        batches: largest number of batches that a part was measured on.
     """
 
     parts: RecipeParts
@@ -97,19 +97,19 @@ class Sensitivity:
         return self.findings[NOTHING].nmse.mean
 
     def of_kind(self, kind: str) -> list[Finding]:
-        return [each for each in self.findings.values() if each.kind == kind]
+        return [finding for finding in self.findings.values() if finding.kind == kind]
 
     def blocks(self) -> dict[int, float]:
         """Block → nMSE above the floor: the sum of its layers one at a time."""
-        found: dict[int, float] = {}
-        for each in self.of_kind(LAYER):
-            block = self.parts.layers[each.what].layer.block or 0
-            found[block] = found.get(block, 0.0) + each.nmse.mean - self.floor
-        return found
+        damage: dict[int, float] = {}
+        for finding in self.of_kind(LAYER):
+            block = self.parts.layers[finding.what].layer.block or 0
+            damage[block] = damage.get(block, 0.0) + finding.nmse.mean - self.floor
+        return damage
 
     @property
     def has_cells(self) -> bool:
-        return any(each.kind == CELL for each in self.findings.values())
+        return any(finding.kind == CELL for finding in self.findings.values())
 
     def cell(self, layer: str, operand: str) -> float | None:
         """nMSE of one operand of one layer above the floor; None if it was not measured.
@@ -136,9 +136,11 @@ class Judgement:
     """A policy on batches that did not choose it.
 
     Args:
-        batches: of them. chosen, everything: the recipe under the policy, and with nothing kept.
-        gain: the nMSE that the policy saves, batch by batch; over_own: than under the policy of the
-            run, if the run has another one than "everything".
+        batches: number of them.
+        chosen, everything: findings of the recipe under the policy, and with nothing kept.
+        gain: nMSE that the policy saves against nothing kept, batch by batch.
+        over_own: nMSE that it saves against the policy of the run, if the run has another one than
+            "everything".
     """
 
     batches: int
@@ -159,11 +161,11 @@ def judgement(
             `reference`.
     """
 
+    def errors(name: str) -> list[float]:
+        return [error for group in measured[name][1] for error in group["error"]]
+
     def less_than(name: str) -> Estimate:
-        own, other = (
-            [e for group in measured[each][1] for e in group["error"]] for each in (CHOSEN, name)
-        )
-        return paired(own, other)
+        return paired(errors(CHOSEN), errors(name))
 
     return Judgement(
         batches=sum(len(group["norm"]) for group in reference),
@@ -180,25 +182,28 @@ def summarise(
     """The findings of what is measured.
 
     Args:
-        listed: the parts that are measured. measured: name of part → the values of its groups of
-            batches, in order; those of the reference cover the groups of all.
+        listed: parts that are measured.
+        measured: name of part → values of its groups of batches, in order; those of the reference
+            cover the groups of all.
     """
     reference = measured[BASELINE]
     grams = [group["gram"] for group in reference]
     kinds = {
-        kind: [each.name for each in listed if each.kind == kind] for kind in (GEMM, OPERAND, LAYER)
+        kind: [part.name for part in listed if part.kind == kind] for kind in (GEMM, OPERAND, LAYER)
     }
+    if any(len(gram) > 1 for gram in grams):
+        signal = _ratio(grams, grams, _pairs, _singles)
+    else:
+        signal = None
     return Sensitivity(
         parts=parts,
         findings={part.name: finding(part, measured[part.name], reference) for part in listed},
         shares={
-            kind: found
+            kind: ratio
             for kind, names in kinds.items()
-            if (found := share(names, measured)) is not None
+            if (ratio := share(names, measured)) is not None
         },
-        signal=_ratio(grams, grams, _pairs, _singles)
-        if any(len(gram) > 1 for gram in grams)
-        else None,
+        signal=signal,
         batches=sum(len(gram) for gram in grams),
     )
 
@@ -210,15 +215,15 @@ def finding(part: RecipePart, groups: Sequence[Reading], reference: Sequence[Rea
         values = [value for group in groups for value in group[key]]
         return None if None in values else estimate(values)
 
-    shares = [each for group in groups for each in group["layers"]]
-    known: Any = {
+    shares = [layer_shares for group in groups for layer_shares in group["layers"]]
+    estimates: Any = {
         name: of(key) for name, key in (("nmse", "error"), ("cosine", "cosine"), ("loss", "loss"))
     }
     return Finding(
         name=part.name,
         kind=part.kind,
         what=part.what,
-        **known,
+        **estimates,
         variance=of("variance"),
         bias2=systematic(
             [group["gram"] for group in groups], [group["gram"] for group in reference]
@@ -254,22 +259,22 @@ def share(names: Sequence[str], measured: Mapping[str, Sequence[Reading]]) -> Es
 
     floor = errors(NOTHING)
     total = [
-        math.fsum(each) - len(names) * f
-        for f, *each in zip(floor, *map(errors, names), strict=True)
+        math.fsum(part_errors) - len(names) * f
+        for f, *part_errors in zip(floor, *map(errors, names), strict=True)
     ]
-    whole = [error - f for error, f in zip(errors(WHOLE), floor, strict=True)]
+    of_whole = [error - f for error, f in zip(errors(WHOLE), floor, strict=True)]
 
     def sum_of(values: Sequence[float]) -> Callable[[Sequence[int]], float]:
         return lambda chosen: math.fsum(values[i] for i in chosen)
 
-    return _quotient(len(floor), sum_of(total), sum_of(whole))
+    return _quotient(len(floor), sum_of(total), sum_of(of_whole))
 
 
 Reduce = Callable[[Sequence[Gram], set[int]], float]
 
 
 def _ratio(
-    above: Sequence[Gram], below: Sequence[Gram], first: Reduce, second: Reduce
+    above: Sequence[Gram], below: Sequence[Gram], reduce_above: Reduce, reduce_below: Reduce
 ) -> Estimate | None:
     """The ratio of two means over the batches, with the jackknife's error; None where a denominator
     is not above 0.
@@ -277,8 +282,8 @@ def _ratio(
     below = below[: len(above)]
     return _quotient(
         sum(len(gram) for gram in above),
-        lambda chosen: first(above, set(chosen)),
-        lambda chosen: max(0.0, second(below, set(chosen))),
+        lambda chosen: reduce_above(above, set(chosen)),
+        lambda chosen: max(0.0, reduce_below(below, set(chosen))),
     )
 
 
@@ -297,11 +302,11 @@ def _quotient(
 def _pairs(grams: Sequence[Gram], chosen: set[int]) -> float:
     """The mean of the products of different batches of one group."""
     products = []
-    before = 0
+    offset = 0
     for gram in grams:
-        inside = [i for i in range(len(gram)) if before + i in chosen]
+        inside = [i for i in range(len(gram)) if offset + i in chosen]
         products += [gram[i][j] for i in inside for j in inside if i < j]
-        before += len(gram)
+        offset += len(gram)
     if products:
         return math.fsum(products) / len(products)
     return 0.0

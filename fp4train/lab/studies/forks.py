@@ -57,12 +57,12 @@ class Fork:
     """How one fork ended. Losses in nats per token; None where it diverged.
 
     Args:
-        recipe, high: on the validation batches, in its recipe and in high precision.
-        train: mean over its steps.
-        parts: the loss in its recipe on each microbatch of the validation batches, whose mean is
+        recipe, high: loss on the validation batches, in its recipe and in high precision.
+        train: mean loss over its steps.
+        parts: loss in its recipe on each microbatch of the validation batches, whose mean is
             `recipe`.
-        problem: of a fork that diverged: the step, the number and the layer.
-        seconds: it took.
+        problem: step, number and layer at which the fork diverged; None where it did not.
+        seconds: seconds that it took.
     """
 
     recipe: float | None
@@ -90,24 +90,25 @@ def open_checkpoint(
     source: Path,
     step: int,
     paths: Mapping[str, str | None] | None = None,
-    known: Mapping[str, Any] | None = None,
+    saved_config: Mapping[str, Any] | None = None,
 ) -> Subject:
     """The checkpoint of step `step` of the run in `source`.
 
     Args:
         paths: full key → path, which the command line gives; the rest are those of the run's
             configuration.
-        known: that configuration, where the command has read it; None: it is read here.
+        saved_config: configuration of the run, where the command has read it; None: it is read
+            here.
 
     Raises:
         UserError: there is none, or it cannot be used; or see `check_paths`.
     """
     paths = paths or {}
-    if known is None:
-        known = plain(read_config(source))
-    saved = saved_with(OmegaConf.create(dict(known)), source, step, paths)
+    if saved_config is None:
+        saved_config = plain(read_config(source))
+    saved = saved_with(OmegaConf.create(dict(saved_config)), source, step, paths)
     check_paths(saved, paths)
-    return open_subject(to_config(saved), saved, known, optimizer=True)
+    return open_subject(to_config(saved), saved, saved_config, optimizer=True)
 
 
 def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings) -> Branch:
@@ -132,9 +133,9 @@ def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings)
         plan = build_plan(
             config, find_layers(subject.run.model), timeline, Device.of(subject.run.device)
         )
-    first = subject.step if settings.schedule == "own" else 0
+    start = subject.step if settings.schedule == "own" else 0
     last = [
-        replace(s, stop=min(s.stop, first + settings.steps)) for s in plan.since(first).stretches
+        replace(s, stop=min(s.stop, start + settings.steps)) for s in plan.since(start).stretches
     ]
     plan = replace(plan, stretches=tuple(s for s in last if s.start < s.stop))
     return Branch(candidate=candidate, config=config, timeline=timeline, plan=plan)
@@ -207,7 +208,8 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
         ledger.settle()
         assert stretch is not None
         highs, parts = microbatch_losses(run, stretch)
-        high, recipe = (sum(each) / len(each) for each in (highs, parts))
+        high = sum(highs) / len(highs)
+        recipe = sum(parts) / len(parts)
         check_evaluation(run, {"val/loss": high, "val/loss_recipe": recipe}, stretch.recipe.name)
     except NonFiniteError as error:
         problem = str(error)
@@ -233,20 +235,20 @@ def here(
     jobs: Sequence[Job],
 ) -> Iterator[tuple[Job, Fork]]:
     """The forks of `jobs` in this process, each as it ends."""
-    before = torch.get_num_threads()
+    earlier_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for index, number in jobs:
             yield (index, number), fork(subject, branches[index], settings, number)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(earlier_threads)
 
 
 class Pool:
     """Processes that make forks. A context manager; leaving it ends them."""
 
     def __init__(self, base: Base, request: RankRequest, threads: int, processes: int) -> None:
-        candidates = [each.candidate for each in base.branches]
+        candidates = [branch.candidate for branch in base.branches]
         task = replace(base, subject=None, branches=()), candidates, request, threads
         context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, Any] = {}
@@ -279,13 +281,13 @@ class Pool:
             self._send(connection, waiting.pop(0))
         while busy:
             ready = wait(busy)
-            for connection in [each for each in busy if each in ready]:
-                job, found = self._receive(connection)
+            for connection in [connection for connection in busy if connection in ready]:
+                job, fork = self._receive(connection)
                 if waiting:
                     self._send(connection, waiting.pop(0))
                 else:
                     busy.remove(connection)
-                yield job, found
+                yield job, fork
 
     def _send(self, connection: Connection, job: Job) -> None:
         try:
@@ -295,12 +297,12 @@ class Pool:
 
     def _receive(self, connection: Connection) -> tuple[Job, Fork]:
         try:
-            job, found = connection.recv()
+            job, outcome = connection.recv()
         except (EOFError, OSError) as error:
             raise self._ended(connection) from error
-        if isinstance(found, str):
-            raise UserError(found)
-        return job, found
+        if isinstance(outcome, str):
+            raise UserError(outcome)
+        return job, outcome
 
     def _ended(self, connection: Connection) -> UserError:
         process = self._processes[connection]
@@ -339,8 +341,12 @@ def _work(
             try:
                 if subject is None:
                     subject = open_checkpoint(base.source, base.step, request.paths)
-                    branches = [branch(subject, each, base.settings) for each in candidates]
-                found: Fork | str = fork(subject, branches[index], base.settings, number)
+                    branches = [
+                        branch(subject, candidate, base.settings) for candidate in candidates
+                    ]
+                outcome: Fork | str = fork(subject, branches[index], base.settings, number)
             except (UserError, MemoryError, RuntimeError) as error:
-                found = f"{candidates[index].name}, fork {number}: {error or type(error).__name__}"
-            connection.send(((index, number), found))
+                outcome = (
+                    f"{candidates[index].name}, fork {number}: {error or type(error).__name__}"
+                )
+            connection.send(((index, number), outcome))

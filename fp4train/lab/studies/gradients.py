@@ -93,23 +93,25 @@ class GradientMeter:
         for batch in batches:
             true = self._true(batch)
             self._begin(part, batch, scaling)
-            found = [
+            comparisons = [
                 self._compare(part, batch, repeat, true, scaling) for repeat in range(part.repeats)
             ]
-            errors = [error for _, error in found]
+            errors = [error for _, error in comparisons]
             mean = {}
             for name in self.layers:
                 mean[name] = sum((error[name] for error in errors[1:]), errors[0][name]) / len(
                     errors
                 )
             norm = _squared(true.gradient)
-            own = math.fsum(_squared(error) for error in errors) / len(errors)
-            values["error"].append(own / norm)
-            spread = (own - _squared(mean)) * len(errors) / max(1, len(errors) - 1)
+            squared_error = math.fsum(_squared(error) for error in errors) / len(errors)
+            values["error"].append(squared_error / norm)
+            spread = (squared_error - _squared(mean)) * len(errors) / max(1, len(errors) - 1)
             values["variance"].append(spread / norm if len(errors) > 1 else None)
             for key in ("cosine", "loss", "output"):
-                each = [number for numbers, _ in found if (number := numbers[key]) is not None]
-                values[key].append(math.fsum(each) / len(each) if each else None)
+                present = [
+                    number for numbers, _ in comparisons if (number := numbers[key]) is not None
+                ]
+                values[key].append(math.fsum(present) / len(present) if present else None)
             named = [] if part.kind in (LAYER, CELL) else self.layers
             values["layers"].append(
                 [
@@ -125,15 +127,15 @@ class GradientMeter:
         layer's share.
         """
         passes = [self._true(batch) for batch in batches]
-        norms = [_squared(each.gradient) for each in passes]
+        norms = [_squared(reference.gradient) for reference in passes]
         layers = [
             [float(p.gradient[n].square().sum()) / norm for n in self.layers]
             for p, norm in zip(passes, norms, strict=True)
         ]
         return {
             "norm": norms,
-            "loss": [each.loss for each in passes],
-            "gram": _gram([each.gradient for each in passes]),
+            "loss": [reference.loss for reference in passes],
+            "gram": _gram([reference.gradient for reference in passes]),
             "layers": layers,
         }
 
@@ -155,19 +157,19 @@ class GradientMeter:
         run = self.subject.run
         run.config = replace(run.config, run=replace(run.config.run, seed=repeat))
         run.load_scaling(scaling)
-        own = self._pass(part, batch)
-        error = {name: own.gradient[name] - true.gradient[name] for name in self.layers}
-        length = math.sqrt(_squared(own.gradient) * _squared(true.gradient))
+        measured = self._pass(part, batch)
+        error = {name: measured.gradient[name] - true.gradient[name] for name in self.layers}
+        length = math.sqrt(_squared(measured.gradient) * _squared(true.gradient))
         output = None
-        if own.output is not None and true.output is not None:
+        if measured.output is not None and true.output is not None:
             size = float(true.output.square().sum())
             if size:
-                output = float((own.output - true.output).square().sum()) / size
+                output = float((measured.output - true.output).square().sum()) / size
             else:
                 output = None
         numbers = {
-            "cosine": _product(own.gradient, true.gradient) / length if length else 0.0,
-            "loss": own.loss - true.loss,
+            "cosine": _product(measured.gradient, true.gradient) / length if length else 0.0,
+            "loss": measured.loss - true.loss,
             "output": output,
         }
         return numbers, error
@@ -178,18 +180,18 @@ class GradientMeter:
             self._known.move_to_end(batch)
             return self._known[batch]
         self._begin(self.reference, batch)
-        found = self._pass(self.reference, batch)
-        if not _squared(found.gradient) > 0:
+        reference = self._pass(self.reference, batch)
+        if not _squared(reference.gradient) > 0:
             raise UserError(
                 f"the gradient of batch {batch} is 0 in high precision: there is nothing to "
                 "compare with"
             )
-        self._known[batch] = found
-        size = sum(each.nbytes for each in found.gradient.values())
-        size += 0 if found.output is None else found.output.nbytes
+        self._known[batch] = reference
+        size = sum(tensor.nbytes for tensor in reference.gradient.values())
+        size += 0 if reference.output is None else reference.output.nbytes
         while len(self._known) > max(4, KEPT_BYTES // max(1, size)):
             self._known.popitem(last=False)
-        return found
+        return reference
 
     def _begin(
         self, part: RecipePart, batch: int, scaling: dict[str, dict[str, Tensor]] | None = None
@@ -254,9 +256,9 @@ class GradientMeter:
             gradient[name] = grad.detach().float() / run.loss_scale
         if not math.isfinite(_squared(gradient)):
             # Backward reaches the last layers first.
-            first = first_non_finite({name: gradient[name] for name in reversed(self.layers)})
+            bad_layer = first_non_finite({name: gradient[name] for name in reversed(self.layers)})
             raise UserError(
-                f"{where}: the gradient of {first or 'the layers together'} is not finite"
+                f"{where}: the gradient of {bad_layer or 'the layers together'} is not finite"
             )
         model.zero_grad(set_to_none=True)
         return Pass(total, gradient, torch.cat(outputs) if outputs else None)
@@ -264,19 +266,19 @@ class GradientMeter:
     @contextmanager
     def _outputs(self) -> Iterator[list[Tensor]]:
         """The outputs of the last block, as it is called."""
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def keep(module: object, args: object, output: object) -> None:
             if isinstance(output, tuple) and output:
-                first = output[0]
+                hidden = output[0]
             else:
-                first = output
-            if isinstance(first, Tensor) and first.dim() > 0:
-                found.append(first.detach().float().flatten())
+                hidden = output
+            if isinstance(hidden, Tensor) and hidden.dim() > 0:
+                outputs.append(hidden.detach().float().flatten())
 
         handle = self._last.register_forward_hook(keep)
         try:
-            yield found
+            yield outputs
         finally:
             handle.remove()
 
@@ -291,8 +293,8 @@ def _squared(a: Vector) -> float:
 
 def _gram(vectors: Sequence[Vector]) -> list[list[float]]:
     """The inner products of all pairs."""
-    found = [[0.0] * len(vectors) for _ in vectors]
+    products = [[0.0] * len(vectors) for _ in vectors]
     for i, a in enumerate(vectors):
         for j, b in enumerate(vectors[: i + 1]):
-            found[i][j] = found[j][i] = _product(a, b)
-    return found
+            products[i][j] = products[j][i] = _product(a, b)
+    return products

@@ -26,9 +26,9 @@ class Estimate:
     """A mean and what is known of its error.
 
     Args:
-        mean: of the values.
-        error: its standard error; None for a single value.
-        count: the values.
+        mean: mean of the values.
+        error: standard error of the mean; None for a single value.
+        count: number of values.
         freedom: degrees of freedom of the error.
     """
 
@@ -57,9 +57,9 @@ class Estimate:
         interval.
         """
         half = self.half_width()
-        return f"{self.mean:{form}}" + (
-            unknown if half is None else f" ± {half:{form.replace('+', '')}}"
-        )
+        if half is None:
+            return f"{self.mean:{form}}{unknown}"
+        return f"{self.mean:{form}} ± {half:{form.replace('+', '')}}"
 
     @property
     def t(self) -> float | None:
@@ -98,15 +98,15 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean=mean, error=math.sqrt(variance / count), count=count, freedom=count - 1)
 
 
-def paired(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """The mean of second − first, pair by pair: what both have in common does not count.
+def paired(base: Sequence[float], compared: Sequence[float]) -> Estimate:
+    """The mean of compared − base, pair by pair: what both have in common does not count.
 
     Raises:
         ValueError: they have different lengths, or none.
     """
-    if len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} values are no pairs")
-    return estimate([b - a for a, b in zip(first, second, strict=True)])
+    if len(base) != len(compared):
+        raise ValueError(f"{len(base)} and {len(compared)} values are no pairs")
+    return estimate([b - a for a, b in zip(base, compared, strict=True)])
 
 
 def over_units(values: Sequence[float], units: Sequence[object]) -> Estimate:
@@ -123,7 +123,7 @@ def over_units(values: Sequence[float], units: Sequence[object]) -> Estimate:
     one unit it is `estimate` of its values, which holds for that unit alone.
 
     Args:
-        values: independent within each unit. units: of each value.
+        values: values that are independent within each unit. units: unit of each value.
     """
     groups = {
         unit: [v for v, u in zip(values, units, strict=True) if u == unit]
@@ -131,9 +131,9 @@ def over_units(values: Sequence[float], units: Sequence[object]) -> Estimate:
     }
     if len(groups) < 2:
         return estimate(values)
-    each = [estimate(group) for group in groups.values()]
-    between = estimate([found.mean for found in each])
-    within = math.sqrt(math.fsum((found.error or 0.0) ** 2 for found in each)) / len(each)
+    means = [estimate(group) for group in groups.values()]
+    between = estimate([unit_mean.mean for unit_mean in means])
+    within = math.sqrt(math.fsum((unit_mean.error or 0.0) ** 2 for unit_mean in means)) / len(means)
     return replace(between, error=max(between.error or 0.0, within))
 
 
@@ -161,15 +161,15 @@ def jackknife(count: int, statistic: Callable[[Sequence[int]], float]) -> Estima
     at a time.
 
     Args:
-        statistic: of the samples with these indices.
+        statistic: function of the samples with these indices.
     """
-    whole = statistic(range(count))
+    of_all = statistic(range(count))
     if count < 3:
-        return Estimate(mean=whole, error=None, count=count, freedom=0)
+        return Estimate(mean=of_all, error=None, count=count, freedom=0)
     left_out = [statistic([j for j in range(count) if j != i]) for i in range(count)]
     centre = math.fsum(left_out) / count
-    variance = (count - 1) / count * math.fsum((each - centre) ** 2 for each in left_out)
-    return Estimate(mean=whole, error=math.sqrt(variance), count=count, freedom=count - 1)
+    variance = (count - 1) / count * math.fsum((value - centre) ** 2 for value in left_out)
+    return Estimate(mean=of_all, error=math.sqrt(variance), count=count, freedom=count - 1)
 
 
 def two_sided(t: float, freedom: int) -> float:
@@ -201,7 +201,10 @@ def quantile(confidence: float, freedom: int) -> float:
         low = high
         high = 2 * high
     while (middle := (low + high) / 2) not in (low, high):
-        low, high = (middle, high) if two_sided(middle, freedom) > 1 - confidence else (low, middle)
+        if two_sided(middle, freedom) > 1 - confidence:
+            low = middle
+        else:
+            high = middle
     return high
 
 

@@ -35,8 +35,9 @@ OPERAND = "operand"
 LAYER = "layer"
 CELL = "cell"
 KINDS = {GEMM: "GEMMs", OPERAND: "operands", LAYER: "layers"}
-"""Kinds of parts of a recipe, in the plural."""
-"""Kinds of parts; the name of a part is its kind, "/" and what is quantised, or the words above."""
+"""Kinds of parts of a recipe → the plural. The name of a part is its kind, "/" and what is
+quantised, or the words above.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,8 @@ class RecipePart:
     Args:
         name: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up",
             "cell/blocks.0.mlp.up/fprop.x", …
-        stretch: the plan of every layer.
-        repeats: passes over each batch, with other random bits; 1 where nothing is rounded
+        stretch: plan of every layer.
+        repeats: number of passes over each batch, with other random bits; 1 where nothing is rounded
             stochastically.
         policy: the policy that it is under, where it is not one of the recipe's own parts.
     """
@@ -152,28 +153,28 @@ class RecipeParts:
         if any(of_the_run[name].table != plan.table for name, plan in self.layers.items()):
             yield self.under(self.subject.run.config.policy, OF_THE_RUN)
         for gemm in self.gemms:
-            others = [each for each in GEMMS if each != gemm]
+            high_precision = [other for other in GEMMS if other != gemm]
             yield self._part(
                 f"{GEMM}/{gemm}",
                 self.recipe,
-                self.resolved(self.recipe.with_high_precision(*others)),
+                self.resolved(self.recipe.with_high_precision(*high_precision)),
             )
-        plans = {operand: self.resolved(one) for operand, one in self._alone.items()}
-        for operand, found in plans.items():
-            yield self._part(f"{OPERAND}/{operand}", self.recipe, found)
+        plans = {operand: self.resolved(recipe) for operand, recipe in self._alone.items()}
+        for operand, layers in plans.items():
+            yield self._part(f"{OPERAND}/{operand}", self.recipe, layers)
         for name in self.layers:
             yield self._part(
                 f"{LAYER}/{name}", self.recipe, {**self._high, name: self._whole[name]}
             )
         if cells:
             for name in self.layers:
-                for operand, found in plans.items():
+                for operand, layers in plans.items():
                     if operand.startswith("wgrad"):
                         # its error stays in the layer: the operand in every layer at once has
                         # measured it
                         continue
                     yield self._part(
-                        f"{CELL}/{name}/{operand}", self.recipe, {**self._high, name: found[name]}
+                        f"{CELL}/{name}/{operand}", self.recipe, {**self._high, name: layers[name]}
                     )
 
     def under(self, policy: LayerPolicy, name: str) -> RecipePart:
@@ -194,13 +195,13 @@ def _operands_alone(recipe: Recipe) -> dict[str, Recipe]:
     """Operand → the recipe that quantises this one alone, of the operands that `recipe`
     quantises.
     """
-    found: dict[str, Recipe] = {}
+    alone: dict[str, Recipe] = {}
     for gemm, pair in recipe.table().items():
         for which, name in zip(("first", "second"), OPERANDS[gemm], strict=True):
             if (spec := getattr(pair, which)) is not None:
                 pairs: dict[str, Any] = dict.fromkeys(GEMMS, HIGH_PRECISION)
                 pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
-                found[f"{gemm}.{name}"] = Custom(
+                alone[f"{gemm}.{name}"] = Custom(
                     label=f"{gemm}.{name} alone", dtype=recipe.dtype, **pairs
                 )
-    return found
+    return alone

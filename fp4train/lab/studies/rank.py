@@ -45,12 +45,12 @@ def open_bases(request: RankRequest) -> list[Base]:
     Raises:
         UserError: there is no such checkpoint or option, or one is named twice.
     """
-    wanted = [
+    requested = [
         (source, step)
         for source in map(run_directory.require_run, request.runs)
         for step in request.steps_at
     ]
-    places = [(source, _step(source, step)) for source, step in wanted]
+    places = [(source, _step(source, step)) for source, step in requested]
     axes = sweep_axes(request.sweep, request.folders)
     bases: dict[str, Base] = {}
     for source, step in places:
@@ -60,17 +60,17 @@ def open_bases(request: RankRequest) -> list[Base]:
     return list(bases.values())
 
 
-def _step(source: Path, wanted: int | None) -> int:
+def _step(source: Path, requested: int | None) -> int:
     have = checkpoint.steps(source / run_directory.CHECKPOINTS)
     if not have:
         raise UserError(
             f"{source} has no checkpoint yet: forks need the weights and the moments of one"
         )
-    if wanted is not None and wanted not in have:
+    if requested is not None and requested not in have:
         raise UserError(
-            f"step={wanted}: {source} has no such checkpoint; it has {', '.join(map(str, have))}"
+            f"step={requested}: {source} has no such checkpoint; it has {', '.join(map(str, have))}"
         )
-    return have[-1] if wanted is None else wanted
+    return have[-1] if requested is None else requested
 
 
 def _open(
@@ -93,7 +93,8 @@ def _open(
         tokens=batches * train.tokens,
         identity={"study": "rank", **subject.identity, **asdict(settings)},
         branches=[
-            branch(subject, each, settings) for each in candidates(axes, sections, request.baseline)
+            branch(subject, candidate, settings)
+            for candidate in candidates(axes, sections, request.baseline)
         ],
         subject=subject if keep else None,
     )
@@ -101,26 +102,32 @@ def _open(
 
 def _settings(request: RankRequest, config: Config, step: int) -> ForkSettings:
     left = config.train.steps - step
-    own = request.schedule == "own"
-    if own and left < 1:
+    own_schedule = request.schedule == "own"
+    if own_schedule and left < 1:
         raise UserError(
             f"schedule=own: the run ends at step {config.train.steps}, no step is left after "
             f"step {step}; give an "
             "earlier step=…, or schedule=linear"
         )
-    if own and request.lr is not None:
+    if own_schedule and request.lr is not None:
         raise UserError(
             "schedule=own has the rates of the run: leave out lr=, or give schedule=linear"
         )
-    if own and request.steps is not None and request.steps > left:
+    if own_schedule and request.steps is not None and request.steps > left:
         raise UserError(f"steps={request.steps}: the run has {left} steps left after step {step}")
+    if request.steps is not None:
+        steps = request.steps
+    elif own_schedule:
+        steps = left
+    else:
+        steps = 24
     if request.lr is None:
         lr = learning_rate(config, min(step, config.train.steps - 1))
     else:
         lr = request.lr
     with user_errors(ValueError):
         return ForkSettings(
-            steps=(left if own else 24) if request.steps is None else request.steps,
+            steps=steps,
             schedule=request.schedule,
             lr=lr,
             batches=config.eval.batches if request.batches is None else request.batches,
@@ -141,19 +148,21 @@ class Forks:
         now = max(1, torch.get_num_threads() // processes)
         if _THREADS not in self.record:
             self.record.add(_THREADS, {_THREADS: now})
-        known = int(self.record[_THREADS][_THREADS])
-        if known != now:
+        recorded = int(self.record[_THREADS][_THREADS])
+        if recorded != now:
             _log.info(
                 "threads: %d in each process, as the ranking began, so that its numbers stay "
                 "the same",
-                known,
+                recorded,
             )
-        return known
+        return recorded
 
     def of(self, key: str, count: int) -> list[Fork | None]:
         """The first `count` forks of a candidate; None for one that is not recorded."""
         keys = [f"{key}/{number}" for number in range(count)]
-        return [Fork(**self.record[each]) if each in self.record else None for each in keys]
+        return [
+            Fork(**self.record[fork_key]) if fork_key in self.record else None for fork_key in keys
+        ]
 
     @property
     def recorded(self) -> int:
@@ -182,12 +191,12 @@ class Forks:
     def make(self, jobs: Sequence[Job], shown: Shown, done: int, most: int) -> None:
         """Make the forks of `jobs`; `done` of `most` are made before."""
         with ExitStack() as stack:
-            for (index, number), found in self._run(jobs, stack):
+            for (index, number), fork in self._run(jobs, stack):
                 branch = self.base.branches[index]
-                self.record.add(f"{branch.key}/{number}", asdict(found))
+                self.record.add(f"{branch.key}/{number}", asdict(fork))
                 done += 1
                 # no loss: that would be a look
-                ended = ", diverged" if found.recipe is None else ""
+                ended = ", diverged" if fork.recipe is None else ""
                 where = "" if self.base.subject else f"{self.base.title}: "
                 shown(done, most, f"{where}{branch.candidate.name}, seed {number}{ended}")
 
@@ -219,7 +228,7 @@ def rank(request: RankRequest) -> tuple[Ranking, list[Path]]:
             for base, folder in zip(bases, folders, strict=True)
         }
         forks = [Forks(request, base, records[base.mark]) for base in bases]
-        count = max(request.forks, min(each.recorded for each in forks))
+        count = max(request.forks, min(base_forks.recorded for base_forks in forks))
         looks = Looks(records, [base.branches[0].key for base in bases])
         _make(forks, count)
         ranking = _ranking(request, forks, count, looks)
@@ -237,39 +246,52 @@ def _folder(base: Base, out: Path | None, *, alone: bool) -> Path:
 
 
 def _make(forks: Sequence[Forks], count: int) -> None:
-    jobs = [each.missing(count) for each in forks]
-    most = count * sum(len(each.base.branches) for each in forks)
+    jobs = [base_forks.missing(count) for base_forks in forks]
+    most = count * sum(len(base_forks.base.branches) for base_forks in forks)
     done = most - sum(map(len, jobs))
     with study_progress("fork") as shown:
         shown(done, most)
-        for each, mine in zip(forks, jobs, strict=True):
-            each.make(mine, shown, done, most)
+        for base_forks, mine in zip(forks, jobs, strict=True):
+            base_forks.make(mine, shown, done, most)
             done += len(mine)
 
 
 def _ranking(request: RankRequest, forks: Sequence[Forks], count: int, looks: Looks) -> Ranking:
     """The ranking, whose look is recorded."""
-    bases = [each.base for each in forks]
+    bases = [base_forks.base for base_forks in forks]
     entries = [
         Entry(
-            name=first.candidate.name,
-            key=first.key,
-            forks=[fork for at in forks for fork in at.of(at.base.branches[index].key, count)],
-            asked=first.candidate.asked,
-            same=first.candidate.same,
+            name=branch.candidate.name,
+            key=branch.key,
+            forks=[
+                fork
+                for base_forks in forks
+                for fork in base_forks.of(base_forks.base.branches[index].key, count)
+            ],
+            asked=branch.candidate.asked,
+            same=branch.candidate.same,
         )
-        for index, first in enumerate(bases[0].branches)
+        for index, branch in enumerate(bases[0].branches)
     ]
-    own = {branch.key for base in bases for branch in base.branches}
-    keys = dict.fromkeys(key for at in forks for key in at.candidates if key not in own)
-    made = {key: [fork for at in forks for fork in at.of(key, count)] for key in keys}
-    hidden = [Entry(name=key, key=key, forks=each) for key, each in made.items() if any(each)]
+    branch_keys = {branch.key for base in bases for branch in base.branches}
+    keys = dict.fromkeys(
+        key for base_forks in forks for key in base_forks.candidates if key not in branch_keys
+    )
+    hidden_forks = {
+        key: [fork for base_forks in forks for fork in base_forks.of(key, count)] for key in keys
+    }
+    hidden = [
+        Entry(name=key, key=key, forks=made_forks)
+        for key, made_forks in hidden_forks.items()
+        if any(made_forks)
+    ]
+    floor = [entry for entry in entries if not entry.asked and entry.key in looks.seen]
     ranking = Ranking(
         bases=bases,
         entries=entries,
-        others=[*(each for each in entries if not each.asked and each.key in looks.seen), *hidden],
+        others=[*floor, *hidden],
         margin=request.margin,
-        first=looks.reference,
+        first_reference=looks.reference,
         earlier=looks.earlier,
         next_look=looks.next,
     )
@@ -299,14 +321,14 @@ def _distinct(bases: Sequence[Base]) -> list[Base]:
     for index in range(len(candidates)):
         alike.setdefault(tuple(base.branches[index].signature for base in bases), []).append(index)
     kept = {}
-    for first, *others in alike.values():
-        names = dict.fromkeys(candidates[index].name for index in others)
-        kept[first] = replace(
-            candidates[first], same=[name for name in names if name != candidates[first].name]
-        )
-    if sum(each.asked for each in kept.values()) == 1:
-        (only,) = (each for each in kept.values() if each.asked)
-        asked = [index for index, each in enumerate(candidates) if each.asked]
+    for leader, *followers in alike.values():
+        name = candidates[leader].name
+        names = dict.fromkeys(candidates[index].name for index in followers)
+        same = [follower for follower in names if follower != name]
+        kept[leader] = replace(candidates[leader], same=same)
+    if sum(candidate.asked for candidate in kept.values()) == 1:
+        (only,) = (candidate for candidate in kept.values() if candidate.asked)
+        asked = [index for index, candidate in enumerate(candidates) if candidate.asked]
         if len(asked) > 1 or "BF16" in only.same:
             named = ", ".join(dict.fromkeys(candidates[index].name for index in asked))
             reasons = [
@@ -321,14 +343,15 @@ def _distinct(bases: Sequence[Base]) -> list[Base]:
             )
         # One recipe is compared with the floor's BF16.
         kept = {
-            index: replace(each, asked=each.asked or each.name == "BF16")
-            for index, each in kept.items()
+            index: replace(candidate, asked=candidate.asked or candidate.name == "BF16")
+            for index, candidate in kept.items()
         }
     return [
         replace(
             base,
             branches=[
-                replace(base.branches[index], candidate=each) for index, each in kept.items()
+                replace(base.branches[index], candidate=candidate)
+                for index, candidate in kept.items()
             ],
         )
         for base in bases

@@ -41,9 +41,9 @@ class Entry:
     """One candidate.
 
     Args:
-        name: what the tables call it.
-        key: what the record calls it.
-        forks: in the order of the checkpoints, and of their seeds; None: not made.
+        name: name in the tables.
+        key: name in the record.
+        forks: forks in the order of the checkpoints, and of their seeds; None: not made.
         asked: False: it is there for the floor of the noise only.
         same: other candidates that run every GEMM as this one does.
     """
@@ -66,7 +66,7 @@ class Entry:
             fork.problem for fork in self.forks if fork is not None and fork.problem is not None
         ]
 
-    def found(self, measure: str) -> list[float | None]:
+    def losses_by_fork(self, measure: str) -> list[float | None]:
         """The losses in the recipe ("recipe") or in high precision ("high") by fork; None where it
         was not made.
         """
@@ -74,7 +74,7 @@ class Entry:
 
     def losses(self, measure: str = "recipe") -> list[float]:
         """The losses of a candidate all of whose forks were made and none diverged."""
-        return [float(loss) for loss in self.found(measure) if loss is not None]
+        return [float(loss) for loss in self.losses_by_fork(measure) if loss is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Spike:
     """A fork whose loss lies far from what its candidate's others and its seed's others say.
 
     Args:
-        fork: its place among all forks. above: nats per token over the median of its candidate.
+        fork: place of the fork among all. above: nats per token over the median of its candidate.
     """
 
     entry: Entry
@@ -97,22 +97,22 @@ class Ranking:
 
     Args:
         bases: the checkpoints.
-        entries: the first one is the reference; then in the order of the sweep.
+        entries: candidates that were asked for: the reference, then the order of the sweep.
         others: candidates of the record that were not asked for: the tests count them, the tables
             do not show them.
         margin: differences below it do not matter.
-        first: the key of the candidate that was the reference when the records began; None: they do
-            not agree.
-        earlier: what earlier looks at these checkpoints found, by the keys of two candidates.
-        look: the number of the look; None: too few forks for one. next_look: the number that a look
-            would have.
+        first_reference: key of the candidate that was the reference when the records began; None:
+            they do not agree.
+        earlier: results of earlier looks at these checkpoints, by the keys of two candidates.
+        look: number of the look; None: too few forks for one.
+        next_look: number that a look would have.
     """
 
     bases: Sequence[Base]
     entries: Sequence[Entry]
     others: Sequence[Entry] = ()
     margin: float
-    first: str | None = None
+    first_reference: str | None = None
     earlier: Mapping[frozenset[str], Found] = field(default_factory=dict)
     look: int | None = None
     next_look: int = 1
@@ -152,8 +152,8 @@ class Ranking:
         """The candidates that were asked for, by their mean loss in the recipe; without those that
         diverged.
         """
-        whole = [entry for entry in self.entries if entry.asked and not entry.diverged]
-        return sorted(whole, key=lambda entry: math.fsum(entry.losses()))
+        finished = [entry for entry in self.entries if entry.asked and not entry.diverged]
+        return sorted(finished, key=lambda entry: math.fsum(entry.losses()))
 
     @cached_property
     def compared_entries(self) -> list[Entry]:
@@ -173,18 +173,18 @@ class Ranking:
     def table(self) -> dict[str, Any]:
         """A description of what is tested: equal tables are one look."""
         entries = self.compared_entries
-        made = {
+        present = {
             entry.key: [entry.forks[i] is not None for i in self._tested_order] for entry in entries
         }
-        return {"forks": made, "first": self.first}
+        return {"forks": present, "first": self.first_reference}
 
     @cached_property
     def compared(self) -> list[Pair]:
         """All pairs of `compared_entries`, named by their keys."""
-        found = {entry.key: entry.found("recipe") for entry in self.compared_entries}
+        recorded = {entry.key: entry.losses_by_fork("recipe") for entry in self.compared_entries}
         return compare(
-            {key: [losses[i] for i in self._tested_order] for key, losses in found.items()},
-            reference=self.first,
+            {key: [losses[i] for i in self._tested_order] for key, losses in recorded.items()},
+            reference=self.first_reference,
             look=self.look,
             margin=self.margin,
             units=[self.units[i] for i in self._tested_order],
@@ -215,8 +215,8 @@ class Ranking:
             return None
         return self._difference(bf16, fp32, "recipe")
 
-    def _difference(self, first: Entry, second: Entry, measure: str) -> Estimate:
-        pairs = zip(first.losses(measure), second.losses(measure), strict=True)
+    def _difference(self, base: Entry, other: Entry, measure: str) -> Estimate:
+        pairs = zip(base.losses(measure), other.losses(measure), strict=True)
         return over_units([b - a for a, b in pairs], self.units)
 
     def gap(self, entry: Entry, measure: str = "recipe") -> Estimate:
@@ -257,17 +257,17 @@ class Ranking:
         """The spikes of the candidates that were asked for. What a seed does to all of them is
         taken off first.
         """
-        whole = [entry for entry in self.entries if not entry.diverged]
+        finished = [entry for entry in self.entries if not entry.diverged]
         seeds = [
-            median(losses) for losses in zip(*(entry.losses() for entry in whole), strict=True)
+            median(losses) for losses in zip(*(entry.losses() for entry in finished), strict=True)
         ]
-        found = []
+        all_spikes = []
         for entry in self.ranked:
             left = [loss - seed for loss, seed in zip(entry.losses(), seeds, strict=True)]
-            found += [
+            all_spikes += [
                 Spike(entry=entry, fork=i, above=left[i] - median(left)) for i in spikes(left)
             ]
-        return [spike for spike in found if spike.above > self.margin]
+        return [spike for spike in all_spikes if spike.above > self.margin]
 
     def place(self, fork: int) -> str:
         """ "runs/a, step 200, seed 3": where a fork was made."""
@@ -275,58 +275,59 @@ class Ranking:
 
     def against_reference(self, entry: Entry) -> Pair | None:
         """The pair of a candidate and the reference; None for the reference itself."""
-        wanted = {entry.name, self.reference.name}
-        return next((pair for pair in self.pairs if {pair.first, pair.second} == wanted), None)
+        names = {entry.name, self.reference.name}
+        return next((pair for pair in self.pairs if {pair.first, pair.second} == names), None)
 
     def neighbours(self) -> list[Pair]:
         """The pairs of candidates that follow each other in the order."""
         order = pairwise(entry.name for entry in self.ranked)
-        return [next(p for p in self.pairs if (p.first, p.second) == each) for each in order]
+        return [next(p for p in self.pairs if (p.first, p.second) == names) for names in order]
 
 
-def render(found: Ranking, width: int | None = None) -> str:
+def render(ranking: Ranking, width: int | None = None) -> str:
     """One screen: the table, the order, the floor, and what the words mean (ranking.txt), in tables
     of `width`.
     """
-    units = len(set(found.units))
+    units = len(set(ranking.units))
     gaps = [
-        [e.name, *(f"{at.mean:+.5f}" for at in found.by_base(e))]
-        for e in found.ranked
-        if e != found.reference
+        [e.name, *(f"{at.mean:+.5f}" for at in ranking.by_base(e))]
+        for e in ranking.ranked
+        if e != ranking.reference
     ]
+    neighbours = ranking.neighbours() if ranking.tested else []
     order = [
         [
-            f"{p.first} < {p.second}",
-            _show(p.difference),
-            f"t {_t(p.difference)}",
-            p_value(p.p),
-            VERDICTS[p.verdict],
+            f"{pair.first} < {pair.second}",
+            _show(pair.difference),
+            f"t {_t(pair.difference)}",
+            p_value(pair.p),
+            VERDICTS[pair.verdict],
         ]
-        for p in (found.neighbours() if found.tested else ())
+        for pair in neighbours
     ]
     return screen(
         __package__,
         "ranking.txt",
-        found=found,
+        ranking=ranking,
         units=units,
-        table=_table(found, width),
-        by_base=columns(gaps, right=range(1, len(found.bases) + 1), width=width),
+        table=_table(ranking, width),
+        by_base=columns(gaps, right=range(1, len(ranking.bases) + 1), width=width),
         neighbours=columns(order, right=(1,), width=width),
         errors=quantile(CONFIDENCE, max(units - 1, 1)),
-        least=-(-needed(found.next_look) // len(found.bases)),
+        least=-(-needed(ranking.next_look) // len(ranking.bases)),
         confidence=f"{CONFIDENCE:.0%}",
         alpha=ALPHA,
         share=share,
     )
 
 
-def _table(found: Ranking, width: int | None) -> list[str]:
+def _table(ranking: Ranking, width: int | None) -> list[str]:
     header = ["", "", "in the recipe", "± tokens", "high precision", "t", "p", "verdict", "group"]
     rows = []
-    for place, entry in enumerate(found.ranked, start=1):
-        pair = found.against_reference(entry)
+    for place, entry in enumerate(ranking.ranked, start=1):
+        pair = ranking.against_reference(entry)
         if pair is None:
-            mean = math.fsum(entry.losses()) / found.forks
+            mean = math.fsum(entry.losses()) / ranking.forks
             rows.append(
                 [
                     str(place),
@@ -337,36 +338,43 @@ def _table(found: Ranking, width: int | None) -> list[str]:
                     "",
                     "",
                     "",
-                    found.groups[entry.name],
+                    ranking.groups[entry.name],
                 ]
             )
             continue
-        gap = found.gap(entry)
-        tokens = found.sampling(entry)
-        p, verdict = (p_value(pair.p), VERDICTS[pair.verdict]) if found.tested else ("–", "–")
+        gap = ranking.gap(entry)
+        tokens = ranking.sampling(entry)
+        if ranking.tested:
+            p = p_value(pair.p)
+            verdict = VERDICTS[pair.verdict]
+        else:
+            p = "–"
+            verdict = "–"
         sampled = "–" if tokens is None else f"± {tokens:.5f}"
         cells = [
             _show(gap),
             sampled,
-            _show(found.gap(entry, "high")),
+            _show(ranking.gap(entry, "high")),
             _t(gap),
             p,
             verdict,
-            found.groups[entry.name],
+            ranking.groups[entry.name],
         ]
         rows.append([str(place), entry.name, *cells])
-    rows += [["–", entry.name, "diverged", *[""] * 6] for entry in found.entries if entry.diverged]
+    rows += [
+        ["–", entry.name, "diverged", *[""] * 6] for entry in ranking.entries if entry.diverged
+    ]
     return tabulate([header, *rows], right=(0, 2, 3, 4, 5, 6), width=width)
 
 
-def _show(found: Estimate) -> str:
+def _show(gap: Estimate) -> str:
     """ "+0.00092 ± 0.00041", or without an interval where there is none."""
-    return found.show("+.5f", " ± –")
+    return gap.show("+.5f", " ± –")
 
 
-def _t(found: Estimate) -> str:
-    if found.t is None:
+def _t(gap: Estimate) -> str:
+    if gap.t is None:
         return "–"
-    if abs(found.t) < 1000:
-        return f"{found.t:.1f}"
+    if abs(gap.t) < 1000:
+        return f"{gap.t:.1f}"
     return ">999"

@@ -50,7 +50,9 @@ class StudyRecord:
     """The finished measurements of one study, by key; `open_record` makes one.
 
     Args:
-        path: the file. identity: of the study. step: of the checkpoint that is studied.
+        path: file of the record.
+        identity: identity of the study.
+        step: step of the checkpoint that is studied.
 
     Raises:
         UserError: the record is of another study, is damaged, or cannot be read or written.
@@ -61,29 +63,29 @@ class StudyRecord:
         self.step = step
         self.known: dict[str, Reading] = {}
         """Key → values."""
-        first = {**identity, "format": FORMAT, "fp4train": __version__}
-        first = json.loads(json.dumps(first, allow_nan=False))
+        header = {**identity, "format": FORMAT, "fp4train": __version__}
+        header = json.loads(json.dumps(header, allow_nan=False))
         with Folder.open(path.parent, create=True) as folder:
             if folder.status(path.name) is not None:
                 lines = _lines(path)
             else:
                 lines = []
         for number, line in enumerate(lines, start=1):
-            if not ({"identity"} if number == 1 else {"key", "values"}) <= set(line):
+            needed = {"identity"} if number == 1 else {"key", "values"}
+            if not needed <= set(line):
                 raise UserError(f"{path}, line {number}: no measurement of a study; {REMEDY}")
             if number == 1:
-                self._check(line["identity"], first)
+                self._check(line["identity"], header)
             else:
                 self.known[line["key"]] = line["values"]
         self._log = MetricsLog(path)
         if not lines:
-            self._log.log_event(self.step, "study", {"identity": first})
+            self._log.log_event(self.step, "study", {"identity": header})
 
-    def _check(self, found: Any, wanted: Mapping[str, Any]) -> None:
-        found = found if isinstance(found, dict) else {}
-        was, now = (
-            f"{each.get('fp4train')}, format {each.get('format')}" for each in (found, wanted)
-        )
+    def _check(self, recorded: Any, expected: Mapping[str, Any]) -> None:
+        recorded = recorded if isinstance(recorded, dict) else {}
+        was = _version(recorded)
+        now = _version(expected)
         if was != now:
             raise UserError(
                 f"{self.path} is a record of fp4train {was}; this is {now}. Figures of two "
@@ -92,8 +94,8 @@ class StudyRecord:
                 "with that version, remove the "
                 "file to measure anew, or give this study another folder, out=…"
             )
-        old = flattened(found)
-        new = flattened(wanted)
+        old = flattened(recorded)
+        new = flattened(expected)
         if other := [key for key in {**new, **old} if old.get(key) != new.get(key)]:
             shown = "; ".join(_difference(key, old, new) for key in other[:SHOWN])
             raise UserError(
@@ -142,6 +144,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         raise OlderForm(path, error.difference, cure) from error
 
 
+def _version(identity: Mapping[str, Any]) -> str:
+    return f"{identity.get('fp4train')}, format {identity.get('format')}"
+
+
 def _difference(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """ "settings.train.seq_len: 128 there, the default here"; a class by its own name."""
     named = key.endswith("._target_")
@@ -161,7 +167,7 @@ def open_record(folder: Path, identity: Mapping[str, Any], step: int) -> Iterato
     """The record of the study in `folder`, which is created; one process at a time has it open.
 
     Raises:
-        UserError: another process works on the study; or as `StudyRecord`.
+        UserError: another process works on the study; or an error of `StudyRecord`.
     """
     with run_directory.locked(
         folder, "another process works on this study; give this one another folder, out=…"
@@ -181,7 +187,7 @@ class Shown(Protocol):
         made, or comes next.
 
         The first call says how many there were before: the time that is left follows from those
-            made since.
+        made since.
         """
 
 
@@ -190,7 +196,7 @@ def study_progress(unit: str, every: float = 0.0) -> Iterator[Shown]:
     """Show what a study makes.
 
     Args:
-        unit: what is counted, in the singular: "fork".
+        unit: name of a thing that is counted, in the singular: "fork".
         every: seconds between two lines where there is no terminal; 0: a line for each.
     """
     terminal = sys.stderr.isatty()
@@ -202,8 +208,9 @@ def study_progress(unit: str, every: float = 0.0) -> Iterator[Shown]:
         nonlocal begun, last
         now = time.perf_counter()
         if begun is None:
-            begun, bar.initial = (now, done), done
-        began, before = begun
+            begun = (now, done)
+            bar.initial = done
+        began, done_before = begun
         with suppress(OSError):  # a terminal that was closed is no reason to end a study
             bar.total = total
             bar.n = done
@@ -215,10 +222,10 @@ def study_progress(unit: str, every: float = 0.0) -> Iterator[Shown]:
                 counted = f"{done} of {total} {unit}s"
             else:
                 counted = f"{done} {unit}s"
-            if total is not None and done != before:
+            if total is not None and done != done_before:
                 counted += (
                     ", "
-                    f"{tqdm.format_interval((now - began) / (done - before) * (total - done))} "
+                    f"{tqdm.format_interval((now - began) / (done - done_before) * (total - done))} "
                     "left"
                 )
             _log.info("%s: %s", counted, what)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4train.files import Folder
 from fp4train.lab.analysis.figure import plain
-from fp4train.lab.studies.findings import Finding
+from fp4train.lab.studies.findings import Finding, Judgement
 from fp4train.lab.studies.intervals import CONFIDENCE, Estimate
 from fp4train.lab.studies.parts import KINDS
 from fp4train.lab.studies.sequential import ALPHA, VERDICTS
@@ -47,22 +47,26 @@ class SensitivityResult:
         ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not.
     """
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        policy = found["policy"]
-        gpu = found["gpu"]
-        self.run = plain(Path(str(found["run"])).name, NAME)
-        self.step, self.batches = int(found["step"]), int(found["batches"])
-        self.recipe = plain(found["recipe"], NAME)
+    def __init__(self, saved: Mapping[str, Any]) -> None:
+        policy = saved["policy"]
+        gpu = saved["gpu"]
+        self.run = plain(Path(str(saved["run"])).name, NAME)
+        self.step = int(saved["step"])
+        self.batches = int(saved["batches"])
+        self.recipe = plain(saved["recipe"], NAME)
         self.parts = {
-            name: _read_finding(plain(name, NAME), each) for name, each in found["parts"].items()
+            name: _read_finding(plain(name, NAME), finding)
+            for name, finding in saved["parts"].items()
         }
         """Findings by name of part."""
-        self.curve = [_read_point(each) for each in found["pareto"]]
+        self.curve = [_read_point(point) for point in saved["pareto"]]
         """Points of time and error, from nothing kept to everything that is worth it."""
         self.gpu = None if gpu is None else plain(gpu, NAME)
         """The GPU of its times."""
-        self.keep, self.chosen = [plain(each, NAME) for each in policy["keep"]], _read_point(policy)
-        """The patterns of the policy, and its point."""
+        self.keep = [plain(pattern, NAME) for pattern in policy["keep"]]
+        """The patterns of the policy."""
+        self.chosen = _read_point(policy)
+        """The point of the policy."""
         self.measured = _read_finding("", policy["measured"]).nmse
         """The policy's nMSE on batches that did not choose it."""
         if (judged := policy["judged"]) is None:
@@ -82,54 +86,59 @@ class RankResult:
         ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not.
     """
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        self.body = {key: value for key, value in found.items() if key != "identity"}
+    def __init__(self, saved: Mapping[str, Any]) -> None:
+        self.body = {key: value for key, value in saved.items() if key != "identity"}
         """Equal for the results of one ranking in the folders of its runs."""
-        checkpoints = found["checkpoints"]
-        entries = found["candidates"]
-        units = int(found["units"])
+        checkpoints = saved["checkpoints"]
+        entries = saved["candidates"]
+        units = int(saved["units"])
         settings = checkpoints[0]["settings"]
-        of = str(found["reference"])
+        reference = str(saved["reference"])
         self.checkpoints = [
-            plain(f"{each['run']}, step {int(each['step'])}, trained in {each['trained']}", NAME)
-            for each in checkpoints
+            plain(f"{base['run']}, step {int(base['step'])}, trained in {base['trained']}", NAME)
+            for base in checkpoints
         ]
         """ "runs/a, step 200", …, with what trained them."""
-        self.forks, self.steps = int(found["forks"]), int(settings["steps"])
-        """The forks of each candidate at each checkpoint, and their steps."""
+        self.forks = int(saved["forks"])
+        """The forks of each candidate at each checkpoint."""
+        self.steps = int(settings["steps"])
+        """The steps of a fork."""
         self._count = self.forks * len(checkpoints)
         self._freedom = (units if units > 1 else self._count) - 1
         if settings["schedule"] == "own":
             rate = "own schedule"
         else:
             rate = f"rate {settings['lr']:.3g} → 0"
-        one = f"from step {int(checkpoints[0]['step'])}, {rate}"
+        origin = f"from step {int(checkpoints[0]['step'])}, {rate}"
         if len(checkpoints) == 1:
-            self.where = one
+            self.where = origin
         else:
             self.where = f"at each of {len(checkpoints)} checkpoints"
-        self.reference, self.floor = plain(of, NAME), self.gap(found["floor"])
-        pairs = {frozenset((str(p["first"]), str(p["second"]))): p for p in found["pairs"]}
-        asked = {str(each["name"]): each for each in entries if each["asked"]}
-        names = dict.fromkeys((*map(str, found["order"]), *asked))
+        self.reference = plain(reference, NAME)
+        self.floor = self.gap(saved["floor"])
+        pairs = {frozenset((str(p["first"]), str(p["second"]))): p for p in saved["pairs"]}
+        asked = {str(entry["name"]): entry for entry in entries if entry["asked"]}
+        names = dict.fromkeys((*map(str, saved["order"]), *asked))
         self.candidates = [
-            CandidateResult(self, asked[name], pairs.get(frozenset((name, of)))) for name in names
+            CandidateResult(self, asked[name], pairs.get(frozenset((name, reference))))
+            for name in names
         ]
         """Results of the candidates in their order, diverged ones last."""
 
-    def gap(self, each: Mapping[str, Any] | None) -> Estimate | None:
+    def gap(self, saved: Mapping[str, Any] | None) -> Estimate | None:
         """A gap with the freedom of its base runs."""
-        if each is None:
+        if saved is None:
             return None
-        return _read_estimate({**each, "count": self._count, "freedom": self._freedom})
+        return _read_estimate({**saved, "count": self._count, "freedom": self._freedom})
 
 
 class CandidateResult:
     """One candidate; gaps in nats per token, None for the reference and for what diverged.
 
     Args:
-        ranking: of it. entry: the candidate. pair: of it and the reference; None for the reference
-            itself.
+        ranking: ranking that it is part of.
+        entry: saved values of the candidate.
+        pair: saved values of it and the reference; None for the reference itself.
     """
 
     def __init__(
@@ -138,21 +147,23 @@ class CandidateResult:
         reference = str(ranking.body["reference"])
         tested = pair if ranking.body["tested"] else None
         is_reference = str(entry["name"]) == reference
-        of: Mapping[str, Any] = {} if is_reference else entry
+        gaps: Mapping[str, Any] = {} if is_reference else entry
         self.name = plain(str(entry["name"]), NAME)
-        self.gap, self.high = ranking.gap(of.get("gap")), ranking.gap(of.get("gap_high"))
-        """Gaps to the reference's loss, evaluated in the recipe and in high precision."""
+        self.gap = ranking.gap(gaps.get("gap"))
+        """Gap to the reference's loss, evaluated in the recipe."""
+        self.high = ranking.gap(gaps.get("gap_high"))
+        """Gap to the reference's loss, evaluated in high precision."""
         if pair and str(pair["first"]) == reference:
             sign = 1
         else:
             sign = -1
         if pair:
-            ends = sorted(sign * _number(each) for each in pair["together"] if each is not None)
+            ends = sorted(sign * _number(end) for end in pair["together"] if end is not None)
         else:
             ends = []
         self.simultaneous = (ends[0], ends[1]) if len(ends) == 2 else None
         """The simultaneous interval of the gap and those of all other pairs."""
-        self.gaps = [_number(each) for each in of.get("gaps", ())]
+        self.gaps = [_number(gap) for gap in gaps.get("gaps", ())]
         """The gap at each checkpoint of the forks."""
         self.p = None if tested is None else _number(tested["p"])
         """The p-value of the gap; None for the reference, and before there are enough forks for a
@@ -165,7 +176,7 @@ class CandidateResult:
             )
         self.group = str(entry["group"] or "")
         self.diverged = str(entry["diverged"][0]) if entry["diverged"] else None
-        self.spikes = [plain(each, NAME) for each in entry["spikes"]]
+        self.spikes = [plain(place, NAME) for place in entry["spikes"]]
         """Places at which forks of it spiked, in words."""
 
 
@@ -232,96 +243,106 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
 
 
 def _parsed(run: Folder, folder: Folder, name: str) -> dict[str, Any]:
-    found = unsealed(folder.read(name, LIMIT))
-    own = identity(run)
-    whose = found["identity"]["run"]
-    if own is not None and whose not in (None, own):
+    saved = unsealed(folder.read(name, LIMIT))
+    run_identity = identity(run)
+    whose = saved["identity"]["run"]
+    if run_identity is not None and whose not in (None, run_identity):
         raise ValueError(f"it is of run {whose}, not of this one")
-    return found
+    return saved
 
 
 def sensitivity_json(report: SensitivityReport) -> dict[str, Any]:
     """Plain values of everything that a sensitivity study found."""
     subject = report.subject
-    found = report.found
+    study = report.sensitivity
     trade = report.trade
     judged = report.judged
-    layers = found.parts.layers
-    operands = found.parts.operands
+    layers = study.parts.layers
+    operands = study.parts.operands
+    cells = None
+    if study.has_cells:
+        cells = {
+            layer: {operand: study.cell(layer, operand) for operand in operands} for layer in layers
+        }
     return {
         "run": subject.title,
         "step": subject.step,
-        "recipe": found.parts.recipe.name,
+        "recipe": study.parts.recipe.name,
         "identity": subject.identity,
         "confidence": CONFIDENCE,
-        "batches": found.batches,
+        "batches": study.batches,
         "tokens_per_batch": subject.run.config.train.tokens,
-        "signal": _estimate(found.signal),
-        "parts": {name: _finding(each) for name, each in found.findings.items()},
-        "shares": {KINDS[kind]: _estimate(each) for kind, each in found.shares.items()},
-        "blocks": {str(block): damage for block, damage in found.blocks().items()},
-        "cells": {
-            layer: {operand: found.cell(layer, operand) for operand in operands} for layer in layers
-        }
-        if found.has_cells
-        else None,
+        "signal": _estimate(study.signal),
+        "parts": {name: _finding(finding) for name, finding in study.findings.items()},
+        "shares": {KINDS[kind]: _estimate(share) for kind, share in study.shares.items()},
+        "blocks": {str(block): damage for block, damage in study.blocks().items()},
+        "cells": cells,
         "gpu": None if trade.gpu is None else trade.gpu.name,
-        "pareto": [_point(each) for each in trade.curve],
+        "pareto": [_point(point) for point in trade.curve],
         "policy": {
             **_point(trade.chosen),
             "keep": list(trade.policy.keep),
-            "measured": _finding(found.whole if judged is None else judged.chosen),
-            "judged": None
-            if judged is None
-            else {
-                "batches": judged.batches,
-                "everything": _finding(judged.everything),
-                "gain": _estimate(judged.gain),
-                "over_the_runs": _estimate(judged.over_own),
-            },
+            "measured": _finding(study.whole if judged is None else judged.chosen),
+            "judged": None if judged is None else _judgement(judged),
         },
     }
 
 
-def _estimate(each: Estimate | None) -> dict[str, Any] | None:
-    if each is None:
+def _judgement(judged: Judgement) -> dict[str, Any]:
+    return {
+        "batches": judged.batches,
+        "everything": _finding(judged.everything),
+        "gain": _estimate(judged.gain),
+        "over_the_runs": _estimate(judged.over_own),
+    }
+
+
+def _estimate(estimate: Estimate | None) -> dict[str, Any] | None:
+    if estimate is None:
         return None
-    return {**asdict(each), "interval": each.interval()}
+    return {**asdict(estimate), "interval": estimate.interval()}
 
 
-def _read_estimate(each: Mapping[str, Any]) -> Estimate:
-    count = int(each["count"])
-    freedom = int(each["freedom"])
-    error = _known(each["error"])
+def _read_estimate(saved: Mapping[str, Any]) -> Estimate:
+    count = int(saved["count"])
+    freedom = int(saved["freedom"])
+    error = _known(saved["error"])
     if error is not None and not 1 <= freedom <= count < 1 << 31:
         raise ValueError(f"{freedom} degrees of freedom of {count} values")
-    return Estimate(mean=_number(each["mean"]), error=error, count=count, freedom=freedom)
+    return Estimate(mean=_number(saved["mean"]), error=error, count=count, freedom=freedom)
 
 
-def _finding(each: Finding) -> dict[str, Any]:
-    return {"kind": each.kind, **{key: _estimate(getattr(each, key)) for key in MEASURED}}
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {"kind": finding.kind, **{key: _estimate(getattr(finding, key)) for key in MEASURED}}
 
 
-def _read_finding(name: str, each: Mapping[str, Any]) -> Finding:
-    found: Any = {
-        key: _read_estimate(each[key]) if key in NEEDED or each[key] is not None else None
+def _read_finding(name: str, saved: Mapping[str, Any]) -> Finding:
+    estimates: dict[str, Any] = dict.fromkeys(MEASURED)
+    estimates |= {
+        key: _read_estimate(saved[key])
         for key in MEASURED
+        if key in NEEDED or saved[key] is not None
     }
-    return Finding(name=name, kind=str(each["kind"]), what=name.partition("/")[2] or name, **found)
-
-
-def _point(each: Point) -> dict[str, Any]:
-    kept = [{"layer": unit.layer, "gemms": list(unit.gemms)} for unit in each.kept]
-    return {"kept": kept, "macs": each.macs, "nmse": each.nmse, "time": each.time}
-
-
-def _read_point(each: Mapping[str, Any]) -> Point:
-    return Point(
-        kept=(), macs=_number(each["macs"]), nmse=_number(each["nmse"]), time=_known(each["time"])
+    return Finding(
+        name=name, kind=str(saved["kind"]), what=name.partition("/")[2] or name, **estimates
     )
 
 
-def rank_json(found: Ranking) -> dict[str, Any]:
+def _point(point: Point) -> dict[str, Any]:
+    kept = [{"layer": unit.layer, "gemms": list(unit.gemms)} for unit in point.kept]
+    return {"kept": kept, "macs": point.macs, "nmse": point.nmse, "time": point.time}
+
+
+def _read_point(saved: Mapping[str, Any]) -> Point:
+    return Point(
+        kept=(),
+        macs=_number(saved["macs"]),
+        nmse=_number(saved["nmse"]),
+        time=_known(saved["time"]),
+    )
+
+
+def rank_json(ranking: Ranking) -> dict[str, Any]:
     """Everything that a ranking found, as JSON values; an interval that is not known is null."""
     return {
         "checkpoints": [
@@ -331,56 +352,58 @@ def rank_json(found: Ranking) -> dict[str, Any]:
                 "trained": base.trained,
                 "settings": asdict(base.settings),
             }
-            for base in found.bases
+            for base in ranking.bases
         ],
-        "units": len(set(found.units)),
-        "reference": found.reference.name,
-        "forks": found.per_base,
-        "look": found.look,
-        "tested": found.tested,
-        "recorded": len(found.compared_entries),
-        "margin": found.margin,
+        "units": len(set(ranking.units)),
+        "reference": ranking.reference.name,
+        "forks": ranking.per_base,
+        "look": ranking.look,
+        "tested": ranking.tested,
+        "recorded": len(ranking.compared_entries),
+        "margin": ranking.margin,
         "alpha": ALPHA,
-        "validation_tokens": found.bases[0].tokens,
-        "floor": None if found.floor is None else _gap(found.floor),
-        "candidates": [_candidate(found, entry) for entry in found.entries],
-        "order": [entry.name for entry in found.ranked],
-        "pairs": [_pair(pair) for pair in found.pairs],
+        "validation_tokens": ranking.bases[0].tokens,
+        "floor": None if ranking.floor is None else _gap(ranking.floor),
+        "candidates": [_candidate(ranking, entry) for entry in ranking.entries],
+        "order": [entry.name for entry in ranking.ranked],
+        "pairs": [_pair(pair) for pair in ranking.pairs],
     }
 
 
 def _pair(pair: Pair) -> dict[str, Any]:
     values = {
-        "together" if name == "simultaneous" else name: each for name, each in asdict(pair).items()
+        "together" if name == "simultaneous" else name: value
+        for name, value in asdict(pair).items()
     }
     return {**_gap(pair.difference), **values, "together": list(map(_finite, pair.simultaneous))}
 
 
-def _candidate(found: Ranking, entry: Entry) -> dict[str, Any]:
+def _candidate(ranking: Ranking, entry: Entry) -> dict[str, Any]:
     gaps: dict[str, Any] = {}
     if not entry.diverged:
-        gaps = {"gap": _gap(found.gap(entry)), "gap_high": _gap(found.gap(entry, "high"))}
-        gaps |= {"gaps": [at.mean for at in found.by_base(entry)], "tokens": found.sampling(entry)}
+        gaps = {"gap": _gap(ranking.gap(entry)), "gap_high": _gap(ranking.gap(entry, "high"))}
+        gaps["gaps"] = [gap.mean for gap in ranking.by_base(entry)]
+        gaps["tokens"] = ranking.sampling(entry)
     return {
         "name": entry.name,
         "asked": entry.asked,
         "same": list(entry.same),
-        "group": found.groups.get(entry.name),
+        "group": ranking.groups.get(entry.name),
         "diverged": entry.diverged,
-        "spikes": [found.place(spike.fork) for spike in found.spikes if spike.entry is entry],
+        "spikes": [ranking.place(spike.fork) for spike in ranking.spikes if spike.entry is entry],
         **gaps,
         "forks": [asdict(fork) for fork in entry.forks if fork is not None],
     }
 
 
-def _gap(found: Estimate) -> dict[str, Any]:
-    low, high = found.interval() or (None, None)
+def _gap(gap: Estimate) -> dict[str, Any]:
+    low, high = gap.interval() or (None, None)
     return {
-        "mean": found.mean,
-        "error": found.error,
+        "mean": gap.mean,
+        "error": gap.error,
         "low": low,
         "high": high,
-        "t": _finite(found.t),
+        "t": _finite(gap.t),
     }
 
 
@@ -391,10 +414,10 @@ def _finite(value: float | None) -> float | None:
 
 
 def _number(value: Any) -> float:
-    found = float(value)
-    if not abs(found) < LARGEST:
+    number = float(value)
+    if not abs(number) < LARGEST:
         raise ValueError(f"{value} is no number of a study")
-    return found
+    return number
 
 
 def _known(value: Any) -> float | None:

@@ -38,12 +38,12 @@ class Effort:
     """How much is measured.
 
     Args:
-        batches: of every part; None: as many as the budget allows.
-        repeats: of each batch with other random bits, for parts that round stochastically and are
-            no single layer.
-        budget: seconds; spent, after a first group of batches for every part, where the intervals
+        batches: number of batches of every part; None: as many as the budget allows.
+        repeats: number of passes over each batch with other random bits, for parts that round
+            stochastically and are no single layer.
+        budget: seconds that are spent, after a first group of batches for every part, where the intervals
             are widest. Judging the policy is part of it.
-        cells: also one operand of one layer at a time.
+        cells: True: also one operand of one layer at a time.
     """
 
     batches: int | None = 8
@@ -94,9 +94,10 @@ class Study:
     """Measures parts on batches, and keeps what is measured in the record.
 
     Args:
-        subject: the model; `end` leaves it as it was. recipe: to study. effort: how much is
-            measured.
-        record: of measurements, opened with `identity_of`.
+        subject: model to study; `end` leaves it as it was.
+        recipe: recipe to study.
+        effort: number of batches and repeats, or seconds.
+        record: record of the measurements, opened with `identity_of`.
 
     Raises:
         UserError: the recipe or the model has nothing to measure, or the data has too few batches.
@@ -177,42 +178,43 @@ class Study:
         longest = 0.0
         for number, part in enumerate(self._listed):
             shown(number, None, part.name)
-            before = time.perf_counter()
-            if before - began > budget:
-                each = (before - began) / number
+            started = time.perf_counter()
+            if started - began > budget:
+                seconds = (started - began) / number
                 raise UserError(
                     f"budget={budget:g}s is too small: {number} of the {len(self._listed)} "
                     "first measurements took "
-                    f"{before - began:.0f} s, all of them take about "
-                    f"{each * len(self._listed):.0f} s. They "
+                    f"{started - began:.0f} s, all of them take about "
+                    f"{seconds * len(self._listed):.0f} s. They "
                     f"are kept in {self.record.path}: the same command goes on with them"
                 )
             self._measure(part)
-            longest = max(longest, time.perf_counter() - before)
+            longest = max(longest, time.perf_counter() - started)
         number = len(self._listed)
         while open_parts := [
             part for part in self._listed if len(self._measured[part.name]) < len(self._groups)
         ]:
-            judging = (1 + sum(each.name in (WHOLE, OF_THE_RUN) for each in self._listed)) * len(
-                self._measured[WHOLE]
-            )
+            compared = sum(listed.name in (WHOLE, OF_THE_RUN) for listed in self._listed)
+            judging = (1 + compared) * len(self._measured[WHOLE])
             if time.perf_counter() - began + (1 + judging) * longest > budget:
                 return
             part = max(open_parts, key=self._width)
             shown(number, None, part.name)
-            before = time.perf_counter()
+            started = time.perf_counter()
             number = number + 1
             self._measure(part)
-            longest = max(longest, time.perf_counter() - before)
+            longest = max(longest, time.perf_counter() - started)
 
     def _width(self, part: RecipePart) -> float:
         """The interval of a part's nMSE, relative to it or, where that is larger, to an equal share
         of the whole.
         """
-        found = estimate([error for group in self._measured[part.name] for error in group["error"]])
-        whole = estimate([error for group in self._measured[WHOLE] for error in group["error"]])
-        half = found.half_width()
-        layers = max(1, sum(each.kind == LAYER for each in self._listed))
+        nmse = estimate([error for group in self._measured[part.name] for error in group["error"]])
+        whole_nmse = estimate(
+            [error for group in self._measured[WHOLE] for error in group["error"]]
+        )
+        half = nmse.half_width()
+        layers = max(1, sum(listed.kind == LAYER for listed in self._listed))
         if half is None:
             return float("inf")
-        return half / max(found.mean, whole.mean / layers)
+        return half / max(nmse.mean, whole_nmse.mean / layers)

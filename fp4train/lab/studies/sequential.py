@@ -120,12 +120,12 @@ def deviates(differences: Array, signs: Array) -> Array:
     values = np.nan_to_num(differences)
     squares = (freedom + 1) * (values**2).sum(axis=0)
     r2 = (signs @ values) ** 2 / np.where(squares > 0, squares, 1)
-    found: Array = (
+    normal_deviates: Array = (
         (8 * freedom + 1)
         / (8 * freedom + 3)
         * np.sqrt(-freedom * np.log(np.maximum(1 - r2, 1e-15)))
     )
-    return found
+    return normal_deviates
 
 
 def corrected(differences: Array, weights: Sequence[float]) -> list[float]:
@@ -133,13 +133,13 @@ def corrected(differences: Array, weights: Sequence[float]) -> list[float]:
 
     Args:
         differences: forks × pairs; NaN where a pair lacks a fork; at least two of each.
-        weights: of the pairs.
+        weights: weights of the pairs.
     """
-    found = deviates(differences, sign_patterns(len(differences))) * np.asarray(weights)
-    order = np.argsort(-found[0], kind="stable")
-    found = found[:, order]
-    left = np.maximum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
-    shares = (left >= found[0] * (1 - 1e-9)).mean(axis=0)
+    scores = deviates(differences, sign_patterns(len(differences))) * np.asarray(weights)
+    order = np.argsort(-scores[0], kind="stable")
+    scores = scores[:, order]
+    left = np.maximum.accumulate(scores[:, ::-1], axis=1)[:, ::-1]
+    shares = (left >= scores[0] * (1 - 1e-9)).mean(axis=0)
     result = np.empty(len(order))
     result[order] = np.maximum.accumulate(shares)
     return [float(p) for p in result]
@@ -150,12 +150,13 @@ class Pair:
     """The paired difference of two candidates, `second` − `first`.
 
     Args:
-        difference: with the spread between base runs in its error where there are several.
-        p: that the two are exchangeable on these checkpoints: by sign flips, corrected for all
-            pairs and looks; 1 before the first look.
-        beyond: that they are equal over base runs like these, corrected likewise; 1 where one base
-            run alone has forks of both.
-        simultaneous: the confidence interval on these checkpoints that holds together with those of
+        difference: mean difference, with the spread between base runs in its error where there are
+            several.
+        p: probability, if the two are exchangeable on these checkpoints, by sign flips, corrected
+            for all pairs and looks; 1 before the first look.
+        beyond: probability, if they are equal over base runs like these, corrected likewise; 1
+            where one base run alone has forks of both.
+        simultaneous: confidence interval on these checkpoints that holds together with those of
             all other pairs and looks; infinite before the first look.
         verdict: "different": told apart, p and `beyond` ≤ α; "here": told apart on these
             checkpoints, p ≤ α; "alike": on these checkpoints within ±margin, whatever the sign;
@@ -183,27 +184,25 @@ def compare(
     """All pairs of candidates that have two forks in common.
 
     Args:
-        losses: by candidate the loss of each fork, None where it was not made; the k-th of every
-            candidate come from the same checkpoint and seed.
+        losses: candidate → loss of each fork, None where it was not made; the k-th losses of all
+            candidates come from the same checkpoint and seed.
         reference: the candidate with which comparisons come first, chosen before any fork was made;
             None: none.
         look: the number of this look; None: no test is made.
-        margin: differences below it do not matter; 0: every difference does.
-        units: the base run of each fork; empty: one.
+        margin: largest difference that does not matter; 0: every difference does.
+        units: base run of each fork; empty: one.
         earlier: (p, beyond) of earlier looks at the same checkpoints.
     """
     values = {
-        name: np.array([math.nan if x is None else x for x in each])
-        for name, each in losses.items()
+        name: np.array([math.nan if loss is None else loss for loss in losses[name]])
+        for name in losses
     }
     gaps = {(a, b): values[b] - values[a] for a, b in combinations(losses, 2)}
-    gaps = {
-        pair: each for pair, each in gaps.items() if np.isfinite(each).sum() > 1 or len(each) == 1
-    }
+    gaps = {pair: gap for pair, gap in gaps.items() if np.isfinite(gap).sum() > 1 or len(gap) == 1}
     base = np.array(list(units) or [0] * max(map(len, losses.values()), default=0), dtype=object)
     differences = {
-        pair: over_units(each[np.isfinite(each)].tolist(), base[np.isfinite(each)].tolist())
-        for pair, each in gaps.items()
+        pair: over_units(gap[np.isfinite(gap)].tolist(), base[np.isfinite(gap)].tolist())
+        for pair, gap in gaps.items()
     }
     p = beyond = [1.0] * len(gaps)
     if look is not None and gaps:
@@ -212,26 +211,26 @@ def compare(
             min(1.0, x / share(look))
             for x in corrected(np.stack(list(gaps.values()), axis=1), weights)
         ]
-        several = {pair: len(set(base[np.isfinite(each)])) > 1 for pair, each in gaps.items()}
+        several = {pair: len(set(base[np.isfinite(gap)])) > 1 for pair, gap in gaps.items()}
         over = [
-            each.p if several[pair] and each.p is not None else 1.0
-            for pair, each in differences.items()
+            difference.p if several[pair] and difference.p is not None else 1.0
+            for pair, difference in differences.items()
         ]
         beyond = [min(1.0, x / share(look)) for x in holm(over)]
-    found = []
+    compared = []
     for pair, here, further in zip(gaps, p, beyond, strict=True):
         simultaneous = (-math.inf, math.inf)
         if look is not None:
             alone = estimate(gaps[pair][np.isfinite(gaps[pair])].tolist())
             simultaneous = alone.interval(1 - ALPHA * share(look) / len(gaps)) or simultaneous
-        before = (earlier or {}).get(frozenset(pair), (1.0, 1.0))
-        least = min(here, before[0]), min(further, before[1])
+        earlier_p = (earlier or {}).get(frozenset(pair), (1.0, 1.0))
+        least = min(here, earlier_p[0]), min(further, earlier_p[1])
         verdict: Verdict = "open"
         if least[0] <= ALPHA:
             verdict = "different" if least[1] <= ALPHA else "here"
         elif -margin <= simultaneous[0] and simultaneous[1] <= margin:
             verdict = "alike"
-        found.append(
+        compared.append(
             Pair(
                 first=pair[0],
                 second=pair[1],
@@ -242,7 +241,7 @@ def compare(
                 verdict=verdict,
             )
         )
-    return found
+    return compared
 
 
 def groups(order: Sequence[str], pairs: Sequence[Pair]) -> dict[str, str]:
@@ -256,15 +255,17 @@ def groups(order: Sequence[str], pairs: Sequence[Pair]) -> dict[str, str]:
     for pair in pairs:
         if pair.verdict in ("different", "here"):
             split: list[frozenset[str]] = []
-            for each in sets:
-                both = pair.first in each and pair.second in each
-                split += [each - {pair.first}, each - {pair.second}] if both else [each]
+            for alike in sets:
+                if pair.first in alike and pair.second in alike:
+                    split += [alike - {pair.first}, alike - {pair.second}]
+                else:
+                    split.append(alike)
             sets = [s for s in dict.fromkeys(split) if s and not any(s < other for other in split)]
-    sets.sort(key=lambda each: sorted(order.index(name) for name in each))
+    sets.sort(key=lambda alike: sorted(order.index(name) for name in alike))
     letters = "abcdefghijklmnopqrstuvwxyz"
     named = [letters[i] if i < len(letters) else f"({i + 1})" for i in range(len(sets))]
     return {
-        name: "".join(letter for letter, each in zip(named, sets, strict=True) if name in each)
+        name: "".join(letter for letter, alike in zip(named, sets, strict=True) if name in alike)
         for name in order
     }
 
@@ -283,18 +284,19 @@ class Looks:
     same look, whatever is shown of it.
 
     Args:
-        records: by the digest of each checkpoint.
-        reference: the key of the reference in each, which is recorded in those that have none yet:
+        records: records by the digest of their checkpoint.
+        reference: key of the reference in each, which is recorded in those that have none yet:
             what comes first is chosen before there are forks.
     """
 
     def __init__(self, records: Mapping[str, StudyRecord], reference: Sequence[str]) -> None:
-        self.records, self.of = records, sorted(records)
+        self.records = records
+        self.of = sorted(records)
         for record, key in zip(records.values(), reference, strict=True):
             if _REFERENCE not in record:
                 record.add(_REFERENCE, {"key": key})
-        first = {str(record[_REFERENCE]["key"]) for record in records.values()}
-        self.reference = first.pop() if len(first) == 1 else None
+        references = {str(record[_REFERENCE]["key"]) for record in records.values()}
+        self.reference = references.pop() if len(references) == 1 else None
         self._every = [
             values
             for record in records.values()
@@ -305,25 +307,27 @@ class Looks:
     @property
     def next(self) -> int:
         """The number of the next look."""
-        return 1 + max((each["number"] for each in self._every), default=0)
+        return 1 + max((look["number"] for look in self._every), default=0)
 
     @property
     def seen(self) -> set[str]:
         """The keys of all candidates of these looks."""
-        return {key for each in self._every for key in each["candidates"]}
+        return {key for look in self._every for key in look["candidates"]}
 
     @property
     def earlier(self) -> dict[frozenset[str], Found]:
         """The least (p, beyond) of all looks at exactly these checkpoints, by the keys of two
         candidates.
         """
-        found: dict[frozenset[str], Found] = {}
-        for look in (each for each in self._every if each["of"] == self.of):
+        least: dict[frozenset[str], Found] = {}
+        for look in self._every:
+            if look["of"] != self.of:
+                continue
             for words, (p, beyond) in look["found"].items():
                 pair = frozenset(words.split())
-                before = found.get(pair, (1.0, 1.0))
-                found[pair] = min(before[0], p), min(before[1], beyond)
-        return found
+                smallest = least.get(pair, (1.0, 1.0))
+                least[pair] = min(smallest[0], p), min(smallest[1], beyond)
+        return least
 
     def number(self, table: Any, forks: int) -> int | None:
         """The number of the look at a table, which is any description of what is tested; None where
@@ -335,7 +339,7 @@ class Looks:
         """Record the look at a table, if it is a new one. The pairs are named by keys."""
         if self._known(table) is not None:
             return
-        found = {
+        probabilities = {
             f"{pair.first} {pair.second}": [pair.p, pair.beyond] for pair in pairs if pair.p < 1
         }
         number = self.next
@@ -344,14 +348,18 @@ class Looks:
             "of": self.of,
             "table": digest(table),
             "candidates": list(candidates),
-            "found": found,
+            "found": probabilities,
         }
         for record in self.records.values():
             record.add(f"{_LOOK}{number}", look)
 
     def _known(self, table: Any) -> int | None:
-        wanted = self.of, digest(table)
+        table_key = self.of, digest(table)
         return next(
-            (int(each["number"]) for each in self._every if (each["of"], each["table"]) == wanted),
+            (
+                int(look["number"])
+                for look in self._every
+                if (look["of"], look["table"]) == table_key
+            ),
             None,
         )

@@ -41,18 +41,17 @@ STUDIES = "studies"
 """The folder of a run directory that holds its studies."""
 _NOT_OF_THE_SUBJECT = (
     *run_directory.CONTINUED,
-    *(
-        "resume_step",
-        "recipe",
-        "policy",
-        "phases",
-        "optim.",
-        "schedule.",
-        "train.steps",
-        "init",
-        "init_step",
-    ),
-    *("data.path", "data.val_path"),
+    "resume_step",
+    "recipe",
+    "policy",
+    "phases",
+    "optim.",
+    "schedule.",
+    "train.steps",
+    "init",
+    "init_step",
+    "data.path",
+    "data.val_path",
 )
 """Keys that change neither the model, nor its batches, nor how a gradient of it is computed. A
 study has what it varies (recipes, policies, rates) in the identity of its record itself; the data
@@ -105,7 +104,9 @@ class Subject:
     @property
     def studies(self) -> Path:
         """The folder of its studies."""
-        return (self.run.config.run.dir.parent if self.source is None else self.source) / STUDIES
+        if self.source is None:
+            return self.run.config.run.dir.parent / STUDIES
+        return self.source / STUDIES
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -123,7 +124,7 @@ class Subject:
 def open_subject(
     config: Config,
     cfg: DictConfig,
-    known: Mapping[str, Any] | None,
+    saved_config: Mapping[str, Any] | None,
     *,
     fresh: bool = False,
     optimizer: bool = False,
@@ -132,11 +133,12 @@ def open_subject(
     newest); where it names none, the model of the configuration as it is initialised.
 
     Args:
-        config: the typed configuration, that of the run with changes that a resume allows; cfg: the
-            composed one.
-        known: the saved one of the run, where the command has read it; None: it is read here.
-        fresh: the model as the run initialised it, without a checkpoint.
-        optimizer: keep the moments, so that `run.restore(start)` puts everything back.
+        config: typed configuration, that of the run with changes that a resume allows.
+        cfg: composed configuration.
+        saved_config: configuration of the run, where the command has read it; None: it is read
+            here.
+        fresh: True: the model as the run initialised it, without a checkpoint.
+        optimizer: True keeps the moments, so that `run.restore(start)` puts everything back.
 
     Raises:
         UserError: there is no usable checkpoint, it is of another run, model or data; or what it
@@ -145,12 +147,12 @@ def open_subject(
     if config.resume is None:
         source = None
     else:
-        source = _source(config, cfg, known, Path(config.resume), fresh)
+        source = _source(config, cfg, saved_config, Path(config.resume), fresh)
     world = World(device=choose_device(config.device))
     if fresh or source is None:
         start = None
     else:
-        start = find_start(config, cfg, world, known)
+        start = find_start(config, cfg, world, saved_config)
     if start is not None and source is not None:
         check_belongs(start, source, mend=False)
     timeline = build_timeline(config, source)
@@ -179,7 +181,11 @@ def open_subject(
 
 
 def _source(
-    config: Config, cfg: DictConfig, known: Mapping[str, Any] | None, source: Path, fresh: bool
+    config: Config,
+    cfg: DictConfig,
+    saved_config: Mapping[str, Any] | None,
+    source: Path,
+    fresh: bool,
 ) -> Path:
     """The run directory, which has what is asked for.
 
@@ -197,19 +203,19 @@ def _source(
             f"{source} has no checkpoint yet; step=0 studies its model as it was initialised"
         )
     if fresh:
-        check_source(source, cfg, known)
+        check_source(source, cfg, saved_config)
     return source
 
 
 def _checksum_of_weights(model: nn.Module) -> str:
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if isinstance(tensor, torch.Tensor):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            found.update(
+            checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            checksum.update(
                 tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             )
-    return found.hexdigest()
+    return checksum.hexdigest()
 
 
 def described(value: Any) -> Any:
@@ -223,9 +229,9 @@ def described(value: Any) -> Any:
         }
         return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **changed}
     if isinstance(value, Mapping):
-        return {str(key): described(each) for key, each in value.items()}
+        return {str(key): described(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [described(each) for each in value]
+        return [described(entry) for entry in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return str(value)

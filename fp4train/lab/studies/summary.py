@@ -25,12 +25,13 @@ class SensitivityReport:
     """The findings of a study, and the conclusions from them.
 
     Args:
-        trade: the curve and the chosen policy. judged: that policy on batches that did not choose
-            it; None if it keeps nothing.
+        sensitivity: findings of the study.
+        trade: curve and chosen policy.
+        judged: that policy on batches that did not choose it; None if it keeps nothing.
     """
 
     subject: Subject
-    found: Sensitivity
+    sensitivity: Sensitivity
     trade: Tradeoff
     judged: Judgement | None
 
@@ -38,21 +39,21 @@ class SensitivityReport:
         """The screen (summary.txt), its table in lines of `width`; `files` are named in its last
         line.
         """
-        found = self.found
-        blocks = self.found.blocks()
+        study = self.sensitivity
+        blocks = study.blocks()
         rows = [
-            _row("nothing (floor)", found.findings[NOTHING]),
-            _row("everything", found.findings[WHOLE]),
+            _row("nothing (floor)", study.findings[NOTHING]),
+            _row("everything", study.findings[WHOLE]),
         ]
-        if (own := found.findings.get(OF_THE_RUN)) is not None:
-            rows.append(_row("under the run's policy", own))
+        if (under_policy := study.findings.get(OF_THE_RUN)) is not None:
+            rows.append(_row("under the run's policy", under_policy))
         rows += [
-            _row(f"{each.what} alone", each)
+            _row(f"{finding.what} alone", finding)
             for kind in (GEMM, OPERAND)
-            for each in found.of_kind(kind)
+            for finding in study.of_kind(kind)
         ]
-        layers = sorted(found.of_kind(LAYER), key=lambda each: -each.nmse.mean)
-        rows += [_row(each.what, each) for each in layers[:LISTED]]
+        layers = sorted(study.of_kind(LAYER), key=lambda finding: -finding.nmse.mean)
+        rows += [_row(finding.what, finding) for finding in layers[:LISTED]]
         if self.judged is not None:
             rows.append(_row("everything, on batches that judge", self.judged.everything))
             rows.append(_row("under the chosen policy, on these", self.judged.chosen))
@@ -64,8 +65,8 @@ class SensitivityReport:
             table=tabulate([_HEADER, *rows], right=range(1, len(_HEADER)), width=width),
             layers=len(layers),
             total=sum(blocks.values()),
-            worst=sorted(blocks.items(), key=lambda each: -each[1]),
-            far=[KINDS[kind] for kind, each in found.shares.items() if abs(each.mean - 1) > NEAR],
+            worst=sorted(blocks.items(), key=lambda block_damage: -block_damage[1]),
+            far=[KINDS[kind] for kind, share in study.shares.items() if abs(share.mean - 1) > NEAR],
             near=f"{NEAR:.0%}",
             kinds=KINDS,
             confidence=f"{CONFIDENCE:.0%}",
@@ -74,13 +75,13 @@ class SensitivityReport:
 
     def policy_file(self) -> str | None:
         """The chosen policy as YAML, which `policy=FILE.yaml` takes; None if it keeps nothing."""
-        found = self.found
+        study = self.sensitivity
         chosen = self.trade.chosen
         judged = self.judged
         if judged is None:
             return None
         return (
-            f"# Chosen by fp4train sensitivity for {found.parts.recipe.name} at step "
+            f"# Chosen by fp4train sensitivity for {study.parts.recipe.name} at step "
             f"{self.subject.step} of "
             f"{self.subject.name}:\n"
             f"# keeps {chosen.macs:.1%} of the multiply-adds; nMSE "
@@ -103,13 +104,13 @@ def policy_yaml(policy: LayerPolicy) -> str:
     return text
 
 
-def _row(title: str, each: Finding) -> tuple[str, ...]:
+def _row(title: str, finding: Finding) -> tuple[str, ...]:
     return (
         title,
-        each.nmse.show(".4f"),
-        "" if each.variance is None else f"{each.variance.mean:.4f}",
-        "" if each.bias2 is None else each.bias2.show(".4f"),
-        f"{each.cosine.mean:.4f}",
-        each.loss.show("+.4f"),
-        "" if each.output is None else f"{each.output.mean:.5f}",
+        finding.nmse.show(".4f"),
+        "" if finding.variance is None else f"{finding.variance.mean:.4f}",
+        "" if finding.bias2 is None else finding.bias2.show(".4f"),
+        f"{finding.cosine.mean:.4f}",
+        finding.loss.show("+.4f"),
+        "" if finding.output is None else f"{finding.output.mean:.5f}",
     )

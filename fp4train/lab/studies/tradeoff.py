@@ -36,9 +36,10 @@ class Unit:
     Args:
         layer, gemms: "blocks.0.mlp.up" and the GEMMs of it.
         damage: nMSE that it causes alone, above the floor.
-        clear: whether the damage is told apart from 0; without intervals, whether it is above 0.
-        macs: its share of the multiply-adds of the layers that the recipe quantises.
-        seconds: per step longer in high precision than in the recipe; None without a GPU.
+        clear: True: the damage is told apart from 0, or without intervals, is above 0.
+        macs: share of the multiply-adds of the layers that the recipe quantises.
+        seconds: seconds per step that it takes longer in high precision than in the recipe; None
+            without a GPU.
     """
 
     layer: str
@@ -54,10 +55,10 @@ class Point:
     """A set of units that are kept.
 
     Args:
-        kept: the units.
-        macs: their share of the multiply-adds.
-        nmse: predicted.
-        time: of the linear layers of the blocks relative to BF16; None without a GPU.
+        kept: units that are kept.
+        macs: share of the multiply-adds that they have.
+        nmse: nMSE that is predicted.
+        time: time of the linear layers of the blocks relative to BF16; None without a GPU.
     """
 
     kept: tuple[Unit, ...] = field(repr=False)
@@ -79,21 +80,25 @@ class Tradeoff:
 
 
 def trade_off(
-    found: Sensitivity, *, keep: float | None, cost: float | None, gpu: Gpu | None
+    study: Sensitivity, *, keep: float | None, cost: float | None, gpu: Gpu | None
 ) -> Tradeoff:
     """The Pareto curve and its point for a cost.
 
     Args:
         keep: the largest share of multiply-adds to keep.
         cost: the longest time of the layers, relative to BF16 on `gpu`.
-        gpu: for times; None gives none.
+        gpu: GPU whose times are estimated; None gives none.
 
     Raises:
         UserError: `cost` is below the shortest time.
     """
-    parts = found.parts
-    seconds, base, bf16 = _seconds(parts, gpu) if gpu is not None else ({}, 0.0, 0.0)
-    units = _units(found, seconds)
+    parts = study.parts
+    seconds: dict[tuple[str, str], float] = {}
+    base = 0.0
+    bf16 = 0.0
+    if gpu is not None:
+        seconds, base, bf16 = _seconds(parts, gpu)
+    units = _units(study, seconds)
     if cost is not None:
         price = [unit.seconds or 0.0 for unit in units]
     else:
@@ -116,7 +121,7 @@ def trade_off(
         return Point(
             kept=kept,
             macs=macs,
-            nmse=found.floor + (found.whole.nmse.mean - found.floor) * left,
+            nmse=study.floor + (study.whole.nmse.mean - study.floor) * left,
             time=time,
         )
 
@@ -166,9 +171,10 @@ def as_policy(parts: RecipeParts, kept: Sequence[Unit]) -> LayerPolicy:
             patterns.append(prefix)
             continue
         for name in (name for name in mine if name in gemms):
-            patterns.append(
-                name if name in full else f"{name}:{'+'.join(g for g in GEMMS if g in gemms[name])}"
-            )
+            if name in full:
+                patterns.append(name)
+            else:
+                patterns.append(f"{name}:{'+'.join(g for g in GEMMS if g in gemms[name])}")
     return LayerPolicy(first=0, last=0, keep=patterns)
 
 
@@ -178,17 +184,17 @@ def common_prefix(names: Sequence[str]) -> str:
     return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns))
 
 
-def _units(found: Sensitivity, seconds: dict[tuple[str, str], float]) -> list[Unit]:
-    parts = found.parts
+def _units(study: Sensitivity, seconds: dict[tuple[str, str], float]) -> list[Unit]:
+    parts = study.parts
     sizes = {name: plan.layer.active for name, plan in parts.layers.items()}
-    whole = 3 * sum(sizes.values())
+    total = 3 * sum(sizes.values())
 
     def unit(layer: str, gemms: tuple[str, ...], damage: float, clear: bool) -> Unit:
         if seconds:
             longer = math.fsum(seconds[layer, gemm] for gemm in gemms)
         else:
             longer = None
-        macs = sizes[layer] * len(gemms) / whole
+        macs = sizes[layer] * len(gemms) / total
         return Unit(
             layer=layer,
             gemms=gemms,
@@ -198,34 +204,34 @@ def _units(found: Sensitivity, seconds: dict[tuple[str, str], float]) -> list[Un
             seconds=longer,
         )
 
-    if not found.has_cells:
+    if not study.has_cells:
         units = []
-        for each in found.of_kind(LAYER):
-            low = each.nmse.interval()
-            clear = (each.nmse.mean if low is None else low[0]) > found.floor
-            gemms = tuple(g.name for g in parts.layers[each.what].gemms if g.operands.quantised)
-            units.append(unit(each.what, gemms, each.nmse.mean - found.floor, clear))
+        for finding in study.of_kind(LAYER):
+            low = finding.nmse.interval()
+            clear = (finding.nmse.mean if low is None else low[0]) > study.floor
+            gemms = tuple(g.name for g in parts.layers[finding.what].gemms if g.operands.quantised)
+            units.append(unit(finding.what, gemms, finding.nmse.mean - study.floor, clear))
         return units
     cells = []
     for layer in parts.layers:
         for gemm in parts.gemms:
             mine = [operand for operand in parts.operands if operand.startswith(gemm)]
-            damage = math.fsum(found.cell(layer, operand) or 0.0 for operand in mine)
+            damage = math.fsum(study.cell(layer, operand) or 0.0 for operand in mine)
             cells.append(
-                unit(layer, (gemm,), damage, any(_clear(found, layer, operand) for operand in mine))
+                unit(layer, (gemm,), damage, any(_clear(study, layer, operand) for operand in mine))
             )
     return cells
 
 
-def _clear(found: Sensitivity, layer: str, operand: str) -> bool:
+def _clear(study: Sensitivity, layer: str, operand: str) -> bool:
     """Whether the damage of a cell is told apart from 0; without an interval, whether it is above
     0.
     """
-    cell = found.findings.get(f"{CELL}/{layer}/{operand}")
+    cell = study.findings.get(f"{CELL}/{layer}/{operand}")
     low = None if cell is None else cell.nmse.interval()
     if low is None:
-        return (found.cell(layer, operand) or 0.0) > 0
-    return low[0] > found.floor
+        return (study.cell(layer, operand) or 0.0) > 0
+    return low[0] > study.floor
 
 
 def _seconds(parts: RecipeParts, gpu: Gpu) -> tuple[dict[tuple[str, str], float], float, float]:
@@ -234,7 +240,7 @@ def _seconds(parts: RecipeParts, gpu: Gpu) -> tuple[dict[tuple[str, str], float]
     """
     config = parts.subject.run.config.train
     plan = make_plan(
-        [each.layer for each in parts.layers.values()],
+        [layer_plan.layer for layer_plan in parts.layers.values()],
         Timeline(recipe=parts.recipe, steps=1),
         EVERY_LAYER,
         tokens=config.rows(1) * config.seq_len,

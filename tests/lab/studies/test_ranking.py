@@ -64,7 +64,9 @@ def ranking(
     ]
     look = 1 if forks * runs >= 6 else None
     bases = [base(f"runs/{'abcdef'[i]}") for i in range(runs)]
-    found = Ranking(bases=bases, entries=entries, margin=5e-4, look=look, first=entries[0].key)
+    found = Ranking(
+        bases=bases, entries=entries, margin=5e-4, look=look, first_reference=entries[0].key
+    )
     return replace(found, **changes)  # type: ignore[arg-type]
 
 

@@ -163,7 +163,10 @@ def test_a_policy_is_judged_by_the_interval_of_what_it_saves_batch_by_batch(
     trade = trade_off(found, keep=0.15, cost=None, gpu=find_gpu("B200"))
     gain = Estimate(mean=0.06, error=error, count=8, freedom=7)
     report = SensitivityReport(
-        subject=parts.subject, found=replace(found, signal=ONE), trade=trade, judged=judged(gain)
+        subject=parts.subject,
+        sensitivity=replace(found, signal=ONE),
+        trade=trade,
+        judged=judged(gain),
     )
     said = report.render([])
     assert (
@@ -183,7 +186,7 @@ def test_a_study_that_finds_no_layer_asks_for_more_batches_and_has_no_policy(
 ) -> None:
     found = sensitivity(parts, {})
     trade = trade_off(found, keep=0.15, cost=None, gpu=None)
-    report = SensitivityReport(subject=parts.subject, found=found, trade=trade, judged=None)
+    report = SensitivityReport(subject=parts.subject, sensitivity=found, trade=trade, judged=None)
     assert report.policy_file() is None and sensitivity_json(report)["policy"]["judged"] is None
     said = report.render([])
     assert (
@@ -195,7 +198,7 @@ def test_a_study_that_finds_no_layer_asks_for_more_batches_and_has_no_policy(
 def test_a_share_too_small_for_any_layer_says_what_the_least_costs(parts: RecipeParts) -> None:
     found = sensitivity(parts, {"blocks.0.mlp.up": 0.05})
     trade = trade_off(found, keep=0.0001, cost=None, gpu=None)
-    report = SensitivityReport(subject=parts.subject, found=found, trade=trade, judged=None)
+    report = SensitivityReport(subject=parts.subject, sensitivity=found, trade=trade, judged=None)
     said = report.render([])
     assert (
         "no policy: of what is worth keeping blocks.0.mlp.up costs least" in said
