@@ -295,7 +295,7 @@ def _plan(
         made = [made_by(each.producers.values()) for each in norms]
         options: Any = {
             "microbatches": config.train.microbatches,
-            "made": made,
+            "produced": made,
             "sharing": not config.train.compile,
         }
         print("", fitted(estimate(plan, gpu, **options).render(width)), sep="\n")

@@ -61,7 +61,7 @@ class BlockCost:
         saved: bytes kept for backward.
         routed: part of `saved` that every tensor-parallel rank has of all tokens: the input of a
             router.
-        whole: part of `saved` that tensor parallelism without sequence parallelism repeats on every
+        unsplit: part of `saved` that tensor parallelism without sequence parallelism repeats on every
             rank: tensors of the residual stream and the inputs of column-wise split layers.
         input: bytes of the residual stream: the block's input, or what a pipeline stage sends.
     """
@@ -70,7 +70,7 @@ class BlockCost:
     backward: PassWork
     saved: float
     routed: float
-    whole: float
+    unsplit: float
     input: float
 
 
@@ -269,7 +269,7 @@ class _MetaRun:
             backward=backward,
             saved=sum(sizes.values()),
             routed=sum(sizes[key] for key in routed),
-            whole=sum(sizes[key] for key in repeated),
+            unsplit=sum(sizes[key] for key in repeated),
             input=x.untyped_storage().nbytes(),
         )
 
@@ -291,12 +291,12 @@ class _MetaRun:
         x: Tensor,
         specs: list[tuple[QuantSpec | None, int]],
         plan: LayerPlan,
-        given: bool,
+        in_any_case: bool,
     ) -> Tensor:
         """Codes or values of so many channels of x each, as bytes; layers with one spec for all
-        share them, those that are given the codes in any case."""
+        share them, those of norms and gates in any case."""
         whole_layer = plan.layer_backend is not None
-        shares = given or not whole_layer or (len(plan.readers) > 1 and shares_x(plan))
+        shares = in_any_case or not whole_layer or (len(plan.readers) > 1 and shares_x(plan))
         shares = shares and self._sharing and len(specs) == 1
         key = (_storage(x), specs[0][0])
         if shares and self._last_codes is not None and self._last_codes[:2] == key:

@@ -83,7 +83,8 @@ def _of_quantised(weight: ModelWeight, execution: Execution, mesh: Mesh) -> floa
     if _alone(mesh) or not writes_float32:
         return moved + WIDENED * microbatches
     if whole_layer:
-        return moved + ZEROS * (1 if product_adds else microbatches)
+        zeroed = 1 if product_adds else microbatches
+        return moved + ZEROS * zeroed
     return moved
 
 
@@ -97,10 +98,15 @@ def _of_plain(weight: ModelWeight, execution: Execution, mesh: Mesh) -> float:
     else:
         moved = ADDED * (microbatches - 1.0)
     if mesh.shard == 1:
-        moved += ROUNDED * (microbatches * (1 + execution.recomputed) if each_pass else 1)
+        rounded = 1.0
+        if each_pass:
+            rounded = microbatches * (1 + execution.recomputed)
+        moved += ROUNDED * rounded
     elif weight.wire(mesh).dtype == torch.float32:
         moved += ROUNDED * microbatches * (2 + execution.recomputed)
-    return moved + (WIDENED * microbatches if each_pass else 0)
+    if each_pass:
+        moved += WIDENED * microbatches
+    return moved
 
 
 def _alone(mesh: Mesh) -> bool:
@@ -113,7 +119,9 @@ def of_ends(load: Workload, mesh: Mesh, *, first: bool, last: bool) -> float:
     microbatches = mesh.microbatches
     moved = 0.0
     if first:
-        embedded = sum(weight.of_rank(mesh) for weight in load.before if len(weight.shape) > 1)
+        embedded = sum(
+            weight.of_rank(mesh) for weight in load.before_blocks if len(weight.shape) > 1
+        )
         moved += embedded * (ZEROS * microbatches + ADDED * (microbatches - 1))
     if last:
         head = load.vocabulary * load.width / mesh.tensor
@@ -127,5 +135,7 @@ def of_ends(load: Workload, mesh: Mesh, *, first: bool, last: bool) -> float:
 
 def of_optimizer(execution: Execution) -> int:
     """Bytes per parameter and step of the norm, clipping and AdamW."""
-    clips_before = execution.moment_bytes == 8 and not execution.fused
-    return OPTIMIZER_BYTES[execution.moment_bytes] + (CLIPPED if clips_before else 0)
+    moved = OPTIMIZER_BYTES[execution.moment_bytes]
+    if execution.moment_bytes == 8 and not execution.fused:  # a pass before AdamW clips
+        moved += CLIPPED
+    return moved

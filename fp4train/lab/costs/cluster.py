@@ -90,7 +90,7 @@ class BlockPass:
 
     Args:
         seconds: seconds by what they are spent on, those of `sent` that nothing hides included.
-        sent: what ranks of tensor parallelism send each other: gathers and scatters of the residual
+        sent: bytes that ranks of tensor parallelism send each other: gathers and scatters of the residual
             stream (TENSOR), and maxima of operands whose scale is that of a tensor on several ranks
             (AMAX).
     """
@@ -210,7 +210,7 @@ class ClusterCost:
                 weight_passes=passes,
                 weight_bytes=2 if in_bf16 else 4,
                 layers=parts,
-                made=self.workload.made,
+                produced=self.workload.produced,
                 sharing=not self.workload.execution.compiled,
             )
             for row in rows:

@@ -98,7 +98,7 @@ def estimate(
     gpu: Gpu,
     *,
     microbatches: int = 1,
-    made: Iterable[Made] = (),
+    produced: Iterable[Made] = (),
     sharing: bool = True,
 ) -> CostEstimate:
     """Estimate the time of every GEMM of `plan` on `gpu`.
@@ -106,7 +106,7 @@ def estimate(
     Args:
         plan: a plan for `gpu` (`Device.elsewhere(gpu)`), with the tokens of one microbatch.
         microbatches: forward passes per step.
-        made: operands that norms and gates quantise in each stretch; none: nothing.
+        produced: operands that norms and gates quantise in each stretch; none: nothing.
         sharing: whether layers that read one x quantise it once; not under train.compile.
 
     Raises:
@@ -116,8 +116,8 @@ def estimate(
         raise ValueError(f"microbatches={microbatches} must be at least 1")
     stretches = []
     points: dict[str, int | None] = {}
-    made_by_stretch = list(made) or [NOTHING_MADE] * len(plan.stretches)
-    for stretch, made_here in zip(plan.stretches, made_by_stretch, strict=True):
+    produced_by_stretch = list(produced) or [NOTHING_MADE] * len(plan.stretches)
+    for stretch, in_stretch in zip(plan.stretches, produced_by_stretch, strict=True):
         rows: list[GemmCost] = []
         for layer in stretch.layers.values():
             rows += layer_costs(
@@ -126,7 +126,7 @@ def estimate(
                 plan.tokens,
                 microbatches,
                 layers=stretch.layers,
-                made=made_here,
+                produced=in_stretch,
                 sharing=sharing,
             )
             for gemm, _ in layer.products:

@@ -86,8 +86,8 @@ def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
 
 def saved(block: BlockCost, mesh: Mesh) -> float:
     """Bytes that a rank keeps of one block and microbatch."""
-    divided = (block.saved - block.whole - block.routed) / mesh.tensor
-    repeated = block.whole / (mesh.tensor if mesh.sequence else 1)
+    divided = (block.saved - block.unsplit - block.routed) / mesh.tensor
+    repeated = block.unsplit / (mesh.tensor if mesh.sequence else 1)
     return (repeated + block.routed + divided) / mesh.context
 
 

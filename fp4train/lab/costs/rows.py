@@ -136,7 +136,7 @@ def layer_costs(
     weight_passes: float = 1,
     weight_bytes: int = 4,
     layers: Mapping[str, LayerPlan] = MappingProxyType({}),
-    made: Made = NOTHING_MADE,
+    produced: Made = NOTHING_MADE,
     sharing: bool = True,
 ) -> list[GemmCost]:
     """The GEMMs of one layer; of channels that are multiplied apart as rows of their own.
@@ -149,7 +149,7 @@ def layer_costs(
         weight_bytes: bytes of an element of the weight that is quantised: float32, or gathered
             BF16.
         layers: plans of the layers that may share the x of this one, by name.
-        made: operands that norms and gates quantise.
+        produced: operands that norms and gates quantise.
         sharing: whether layers that read one x quantise it once (`shares_x`); not under
             train.compile.
     """
@@ -173,11 +173,13 @@ def layer_costs(
     quantise = dict.fromkeys(GEMMS, 0.0)
     for tensor in FORMS:
         operand = _Operand(plan, gpu, tensor, tokens)
-        source = made.get((plan.layer.name, tensor))
+        source = produced.get((plan.layer.name, tensor))
         if source is not None:
             seconds = operand.from_source(source)
         else:
-            seconds = operand.quantised(weight_bytes) / (readers if tensor == "x" else 1)
+            seconds = operand.quantised(weight_bytes)
+            if tensor == "x":
+                seconds /= readers
         times = weight_passes if tensor == "w" else microbatches
         for gemm, spec in operand.uses:
             quantise[gemm.name] += times * seconds / len(operand.uses)
@@ -277,8 +279,10 @@ def _gemm_cost(
     """A row, with the seconds of quantising its operands by name of the GEMM."""
     members = _members(plan, tokens)
     rows, columns, contraction = plan.size(gemm.name, tokens)
-    by_token = (rows, columns, contraction / members)  # of wgrad, which sums over tokens
-    shape = by_token if gemm.name == "wgrad" else (rows / members, columns, contraction)
+    if gemm.name == "wgrad":  # it sums over tokens
+        shape = (rows, columns, contraction / members)
+    else:
+        shape = (rows / members, columns, contraction)
     emulated = why_emulated(gemm)
     if emulated is None:
         elements = gemm.elements

@@ -42,7 +42,7 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]], width: int | N
 
     Args:
         costs: (title, steps, cost) of every stretch of the run.
-        width: of a line.
+        width: most characters of a line.
     """
     title, _, cost = costs[0]
     weights = cost.workload.distinct
@@ -174,7 +174,7 @@ def render_candidates(
     """Meshes of a search, and the command that asks for the best.
 
     Args:
-        width: of a line.
+        width: most characters of a line.
         candidates: all meshes of the search.
         shown: the best, and the fastest that do not fit.
     """

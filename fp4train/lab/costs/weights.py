@@ -116,8 +116,8 @@ class ModelWeight:
         if (why := self.wire(mesh).why) is not None:
             return why
         assert self.plan is not None
-        for whole, cut in ((self.plan.fprop, part.fprop), (self.plan.dgrad, part.dgrad)):
-            if whole.operands.second and not cut.operands.second:
+        for uncut, cut in ((self.plan.fprop, part.fprop), (self.plan.dgrad, part.dgrad)):
+            if uncut.operands.second and not cut.operands.second:
                 return cut.why
         return None
 

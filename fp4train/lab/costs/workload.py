@@ -64,14 +64,14 @@ class Workload:
         order: index into `kinds` of every block.
         multiplied: multiplications of every block per token (`models.common.cut.multiplied`).
         last_multiplied: multiplications besides, as of the head, on a pipeline's last stage.
-        before, after: weights that stand before and after the blocks.
+        before_blocks, after_blocks: weights that stand before and after the blocks.
         outside: plans of linear layers outside the blocks.
         row_wise: layers whose inputs tensor parallelism splits.
         segments: rows of each segment of other weights, where each of them is split; by name.
         tokens: tokens of a microbatch, over all ranks that share it.
         vocabulary, width: size of the head; 0 where the model has none.
         tied: whether the head uses the weight of the embedding.
-        made: operands that norms and gates quantise.
+        produced: operands that norms and gates quantise.
         execution: how the run executes it.
     """
 
@@ -79,8 +79,8 @@ class Workload:
     order: tuple[int, ...]
     multiplied: tuple[int, ...]
     last_multiplied: int
-    before: tuple[ModelWeight, ...]
-    after: tuple[ModelWeight, ...]
+    before_blocks: tuple[ModelWeight, ...]
+    after_blocks: tuple[ModelWeight, ...]
     outside: tuple[LayerPlan, ...]
     row_wise: frozenset[str]
     segments: Mapping[str, tuple[int, ...]]
@@ -88,7 +88,7 @@ class Workload:
     vocabulary: int
     width: int
     tied: bool
-    made: Made
+    produced: Made
     execution: Execution
 
     @property
@@ -100,7 +100,7 @@ class Workload:
     def weights(self) -> list[ModelWeight]:
         """All weights of the model; alike blocks have those of the first of them."""
         blocks = [weight for kind in self.order for weight in self.kinds[kind].weights]
-        return [*blocks, *self.before, *self.after]
+        return [*blocks, *self.before_blocks, *self.after_blocks]
 
     @cached_property
     def parameters(self) -> int:
@@ -120,7 +120,11 @@ class Workload:
     @property
     def distinct(self) -> list[ModelWeight]:
         """The weights of every kind of block, and those outside."""
-        return [*(w for kind in self.kinds for w in kind.weights), *self.before, *self.after]
+        return [
+            *(w for kind in self.kinds for w in kind.weights),
+            *self.before_blocks,
+            *self.after_blocks,
+        ]
 
     def shares(self, mesh: Mesh) -> list[list[range]]:
         """The blocks of every rank of a pipeline, as `parallel.stages` shares them out: a range per
@@ -140,10 +144,12 @@ class Workload:
         first and the last."""
         last = stage == mesh.pipeline - 1
         if stage == 0 or (self.tied and last):
-            before = self.before
+            weights = list(self.before_blocks)
         else:
-            before = ()
-        return [*before, *(self.after if last else ())]
+            weights = []
+        if last:
+            weights += self.after_blocks
+        return weights
 
     def not_coded(self, mesh: Mesh) -> dict[str, dict[str, int]]:
         """Quantised weights that are not gathered as codes: why → layer in its block
@@ -218,8 +224,8 @@ def workload(
         order=tuple(order),
         multiplied=multiplied_by_block,
         last_multiplied=besides,
-        before=tuple(by_block.get(BEFORE_BLOCKS, ())),
-        after=tuple(by_block.get(None, ())),
+        before_blocks=tuple(by_block.get(BEFORE_BLOCKS, ())),
+        after_blocks=tuple(by_block.get(None, ())),
         outside=outside,
         row_wise=frozenset(cut.in_),
         segments=cut.segments,
@@ -227,6 +233,6 @@ def workload(
         vocabulary=vocabulary,
         width=width,
         tied=any(id(model.get_submodule(p.layer.name).weight) in embeddings for p in outside),
-        made=made_by(produced.producers.values()),
+        produced=made_by(produced.producers.values()),
         execution=execution,
     )

@@ -9,7 +9,7 @@ rounding of the reference product, where both draw the same random bits.
 from collections.abc import Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 
@@ -57,7 +57,8 @@ class RecipeCheck:
         name: name that `recipe=` takes.
         runs: backends that its GEMMs run on here: "TE", "native", "emulated", "torch", or several.
         why: reasons of the plan for the backends of its quantised GEMMs.
-        kernels: kernels that quantise its operands: "C", "Triton", "torch" (the readable reference).
+        kernels: kernels that quantise its operands: "C", "Triton", or "torch", the readable
+            reference.
         codes: whether they equal the reference; None: it quantises nothing.
         distance: largest distance of y, dx and dw from the reference; None: it failed earlier.
         native_on: GPUs that run all its GEMMs on their own kernels.
@@ -216,9 +217,8 @@ def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Ten
     x = _normal(TOKENS, FEATURES, seed=3).to(torch.bfloat16).to(device).requires_grad_()
     dy = _normal(TOKENS, FEATURES, seed=4).to(torch.bfloat16).to(device)
     layer_backend = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
-    if layer_backend is None:
-        region = nullcontext()
-    else:
+    region: AbstractContextManager[object] = nullcontext()
+    if layer_backend is not None:
         region = LAYER_BACKENDS[layer_backend].region([recipe.table()], None)
     with region, autocast(recipe, step=0):
         y = layer(x)

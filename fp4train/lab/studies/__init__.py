@@ -3,8 +3,11 @@ with error bars.
 
 subject      the checkpoint that is studied, opened as a run that trains nothing
 record       finished measurements in a file, so that a killed study goes on, and how far it is
-statistics   means, intervals, paired differences, corrections for several comparisons
-sensitivity  what a recipe harms: parts, gradients, findings, tradeoff;  summary  its table and policy
-rank         which recipe is better: candidates, forks, sequential;  ranking  its result and table
-results      rank.json and sensitivity.json, written and read;  figures  drawn from them
+intervals    means, intervals, paired differences, corrections for several comparisons
+sensitivity  what a recipe harms: parts, gradients, findings, tradeoff
+summary      the table and the policy file of a sensitivity
+rank         which recipe is better: candidates, forks, sequential
+ranking      the result of a ranking, and its table
+results      rank.json and sensitivity.json, written and read
+figures      pictures of both
 """

@@ -1,7 +1,7 @@
 """The candidates of a ranking: every combination of the recipes, policies and phases of a sweep.
 
     recipe=bf16,nvfp4 policy=last15,all        four candidates, the first of which is the reference
-    recipe=nvfp4 policy.last=0,1,2             keys of a section, too; what is not named is the run's own
+    recipe=nvfp4 policy.last=0,1,2             keys of a section, too; the rest is the run's own
 
 Options and values are those of the command line of `fp4train`; several are separated by commas, as
 in Hydra's sweeps.

@@ -3,12 +3,13 @@
 With g₀ the FP32 gradient of a batch, g that of the part and e = g − g₀, over the weights of the
 layers that the recipe quantises:
 
-    error      ‖e‖²/‖g₀‖², the normalised squared error of a batch; over stochastic repeats, their mean
-    variance   of g over the repeats, Σ‖gᵣ − ḡ‖²/(R − 1), as a share of ‖g₀‖²
-    gram       ⟨ē_b, ē_b'⟩ of the batches of a group, ē the mean over repeats: the products of different batches are
-               unbiased for the squared systematic error, because what varies with the batch cancels
-               in them
-    cosine     of g and g₀
+    error      ‖e‖²/‖g₀‖², the normalised squared error of a batch; the mean over stochastic
+               repeats
+    variance   the variance of g over the repeats, Σ‖gᵣ − ḡ‖²/(R − 1), as a share of ‖g₀‖²
+    gram       ⟨ē_b, ē_b'⟩ of the batches of a group, ē the mean over repeats: the products of
+               different batches are unbiased for the squared systematic error, because what varies
+               with the batch cancels in them
+    cosine     the cosine of g and g₀
     loss       the change of the loss, nats per token
     layers     the part of each layer in the error (not of parts that are a single layer)
     output     ‖y − y₀‖²/‖y₀‖² of the output of the last block: the error of the forward pass

@@ -1,8 +1,11 @@
 """Means with intervals, paired differences, and the correction for several comparisons.
 
-    mean ± t(n − 1) · s/√n     Student's interval for the mean of n independent values of standard deviation s
-    mean ± t(u − 1) · error    for values of u units (base runs) that scatter about means of their own (`over_units`)
-    jackknife                  the same for any function of n samples: s² = (n − 1)/n · Σ (θ₍ᵢ₎ − θ̄)²
+    mean ± t(n − 1) · s/√n     Student's interval for the mean of n independent values of standard
+                               deviation s
+    mean ± t(u − 1) · error    the interval for values of u units (base runs) that scatter about
+                               means of their own (`over_units`)
+    jackknife                  the interval for any function of n samples: s² = (n − 1)/n ·
+                               Σ (θ₍ᵢ₎ − θ̄)²
 
 A single value has no interval: `Estimate.error` and its bounds are then None, and say so wherever
 they are shown. The distribution function of Student's t is the regularised incomplete beta function
@@ -112,11 +115,11 @@ def paired(base: Sequence[float], compared: Sequence[float]) -> Estimate:
 def over_units(values: Sequence[float], units: Sequence[object]) -> Estimate:
     """The mean over units (base runs), each of which has a mean of its own: a random effect.
 
-        mean   of the means of the units
-        error  √(s²/u), s the standard deviation of the u means of the units: what scatters between the units and what
-               scatters within them are both in it. Never less than what the scatter within them
-               alone comes to, √(Σ s_i²/n_i)/u, so that units that agree by chance make no narrow
-               interval
+        mean     the mean of the means of the units
+        error    √(s²/u), s the standard deviation of the u means of the units: the scatter between
+                 the units and the scatter within them are both in it. It is never less than what
+                 the scatter within them alone comes to, √(Σ s_i²/n_i)/u, so that units that agree
+                 by chance make no narrow interval
         freedom  u − 1
 
     With two units an interval is 12.7 errors to either side, with three 4.3, with four 3.2. With

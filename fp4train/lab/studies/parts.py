@@ -48,8 +48,8 @@ class RecipePart:
         name: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up",
             "cell/blocks.0.mlp.up/fprop.x", …
         stretch: plan of every layer.
-        repeats: number of passes over each batch, with other random bits; 1 where nothing is rounded
-            stochastically.
+        repeats: number of passes over each batch, with other random bits; 1 where nothing is
+            rounded stochastically.
         policy: the policy that it is under, where it is not one of the recipe's own parts.
     """
 

@@ -223,11 +223,8 @@ def study_progress(unit: str, every: float = 0.0) -> Iterator[Shown]:
             else:
                 counted = f"{done} {unit}s"
             if total is not None and done != done_before:
-                counted += (
-                    ", "
-                    f"{tqdm.format_interval((now - began) / (done - done_before) * (total - done))} "
-                    "left"
-                )
+                seconds = (now - began) / (done - done_before) * (total - done)
+                counted += f", {tqdm.format_interval(seconds)} left"
             _log.info("%s: %s", counted, what)
 
     try:

@@ -41,8 +41,8 @@ class Effort:
         batches: number of batches of every part; None: as many as the budget allows.
         repeats: number of passes over each batch with other random bits, for parts that round
             stochastically and are no single layer.
-        budget: seconds that are spent, after a first group of batches for every part, where the intervals
-            are widest. Judging the policy is part of it.
+        budget: seconds that are spent, after a first group of batches for every part, where the
+            intervals are widest. Judging the policy is part of it.
         cells: True: also one operand of one layer at a time.
     """
 

@@ -237,7 +237,7 @@ def test_tensor_parallelism_divides_activations_and_sequence_parallelism_the_res
         for mesh in (Mesh(), Mesh(tensor=8, sequence=False), Mesh(tensor=8))
     )
     assert all_parts == pytest.approx(whole / 8)
-    assert part == pytest.approx(80 * (cost.whole + (cost.saved - cost.whole) / 8))
+    assert part == pytest.approx(80 * (cost.unsplit + (cost.saved - cost.unsplit) / 8))
 
 
 def test_activations_sent_as_codes_are_a_quarter_of_bf16_and_a_little() -> None:
@@ -288,7 +288,7 @@ def test_a_stage_rounds_its_weights_to_bf16_once_whatever_is_in_flight() -> None
 def test_embedding_and_head_count_in_what_is_sent() -> None:
     """In float32, once per microbatch, and their gradients once per step."""
     load = measured("8B", NVFP4(), GB200, backend="emulate")
-    outside = 4 * sum(weight.count for weight in (*load.before, *load.after))
+    outside = 4 * sum(weight.count for weight in (*load.before_blocks, *load.after_blocks))
     blocks = sum(
         w.wire_bytes(Mesh(shard=8)) for kind in load.order for w in load.kinds[kind].weights
     )

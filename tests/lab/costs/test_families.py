@@ -150,7 +150,9 @@ def test_a_token_multiplies_the_weights_of_its_experts_and_of_the_router_once() 
         and found.active_parameters == active
     )
     blocks = [w for kind in found.order for w in found.kinds[kind].weights]
-    vectors = sum(w.count for w in (*blocks, *found.before, *found.after) if len(w.shape) == 1)
+    vectors = sum(
+        w.count for w in (*blocks, *found.before_blocks, *found.after_blocks) if len(w.shape) == 1
+    )
     assert found.flops_per_token == 6 * (active - vectors) + attention
 
 

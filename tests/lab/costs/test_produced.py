@@ -145,7 +145,7 @@ def test_what_is_quantised_where_it_is_made_is_charged_once_from_its_sources(
     layers = plan.stretches[0].layers
     found = made_by(wanted.produced(plan)[0].producers.values())
     assert len(found) == 2 * (3 + 2 + 1 + 2)
-    fused, plain = (estimate(plan, B200, made=made).stretches[0].rows for made in ([found], ()))
+    fused, plain = (estimate(plan, B200, produced=made).stretches[0].rows for made in ([found], ()))
     table = layers["blocks.0.mlp.up"].table
     x = table["fprop"].first, table["wgrad"].second
     dy = table["dgrad"].first, table["wgrad"].first
@@ -205,8 +205,8 @@ def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
     assert other.backward.operators - one.backward.operators == 6 * elements
     assert one.saved == other.saved
     costs = [
-        ClusterCost(replace(fused, made=made), B200, interconnect(B200), Mesh())
-        for made in (fused.made, {})
+        ClusterCost(replace(fused, produced=made), B200, interconnect(B200), Mesh())
+        for made in (fused.produced, {})
     ]
     assert costs[0].parts["quantising"] != costs[1].parts["quantising"]
     assert {each.parts["elementwise"] for each in costs} == {costs[0].parts["elementwise"]}
@@ -240,7 +240,7 @@ def test_a_plan_of_another_gpu_charges_what_a_run_there_quantises(
 
 def test_phases_differ_in_what_they_quantise_and_each_is_charged_for_its_own() -> None:
     wanted, plan = planned("recipe=nvfp4", "phases=cooldown_bf16", "train.steps=100")
-    first, last = (load.made for _, _, load in wanted.workloads(plan, 1, wanted.produced(plan)))
+    first, last = (load.produced for _, _, load in wanted.workloads(plan, 1, wanted.produced(plan)))
     assert first and not last
 
 
