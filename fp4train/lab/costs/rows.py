@@ -279,6 +279,7 @@ def _gemm_cost(
     """A row, with the seconds of quantising its operands by name of the GEMM."""
     members = _members(plan, tokens)
     rows, columns, contraction = plan.size(gemm.name, tokens)
+    shape: tuple[float, float, float]
     if gemm.name == "wgrad":  # it sums over tokens
         shape = (rows, columns, contraction / members)
     else:
