@@ -2,6 +2,7 @@
 backend.
 """
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -418,3 +419,25 @@ def test_normal_numbers_down_to_the_smallest_are_multiplied(size: int, dtype: to
         y = matmul(Decoded(x, None), Decoded(torch.eye(size).bfloat16(), None), out_dtype=dtype)
         allowed = {value} if exponent >= -126 else {value, 0.0}
         assert set(y.double().unique().tolist()) <= allowed, exponent
+
+
+@pytest.mark.parametrize("exponent", [-60, -100, -117, -126])
+def test_emulated_products_of_normal_numbers_are_exact(exponent: int) -> None:
+    """As docs/numerics.md says: elements and products from 2⁻¹²⁶ on are not lost, with the BF16
+    instructions of a CPU or without them.
+    """
+    said = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text("utf-8")
+    assert "elements and products below 2⁻¹²⁶ (without\nBF16 instructions, elements below" in said
+    integer = integers(7, 32, 0)
+    a = torch.ldexp(integer.double(), torch.tensor(exponent)).bfloat16()
+    b = integers(9, 32, 1)
+    found = matmul(Decoded(a, None), Decoded(b, None), out_dtype=torch.float32)
+    assert torch.equal(found.double(), a.double() @ b.double().T) and found.any()
+
+
+@pytest.mark.parametrize("exponent", [-130, -140])
+def test_below_them_a_product_is_exact_or_lost(exponent: int) -> None:
+    a = torch.full((4, 32), 2.0**exponent, dtype=torch.bfloat16)
+    b = torch.ones(4, 32, dtype=torch.bfloat16)
+    found = matmul(Decoded(a, None), Decoded(b, None), out_dtype=torch.float32)
+    assert all(value in (0.0, 32 * float(a[0, 0])) for value in found.flatten().tolist())

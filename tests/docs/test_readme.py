@@ -4,13 +4,16 @@ somewhere.
 
 import re
 import shlex
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fp4train.cli.main import VERBS
-from fp4train.config import composition, overrides
+from fp4train.config import composition, overrides, to_config
+from fp4train.exchange.formats import LAYOUTS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -64,3 +67,52 @@ def test_links_and_pictures_of_the_readme_exist() -> None:
 def test_the_readme_links_every_page_of_the_documentation() -> None:
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", README))
     assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def run_of(*words: str) -> Any:
+    return to_config(composition.compose(list(words)))
+
+
+def cools_fprop_down(config: Any) -> bool:
+    return [phase.gemms for phase in config.phases.values()] == [("fprop",)]
+
+
+HERE: dict[str, tuple[str, Callable[[], bool]]] = {
+    "NVFP4 training": (
+        "any machine, by emulation",
+        lambda: run_of().recipe.name == "NVFP4" and run_of("backend=emulate").backend == "emulate",
+    ),
+    "BF16 for fprop alone from a step on": (
+        "yes, the default",
+        lambda: cools_fprop_down(run_of()),
+    ),
+    "another recipe for a running job": ("yes", lambda: "swap" in VERBS),
+    "which layers and recipes cost how much, with tests": (
+        "yes",
+        lambda: {"sensitivity", "rank"} <= set(VERBS),
+    ),
+    "export of packed NVFP4": ("yes", lambda: {"modelopt", "compressed-tensors"} <= set(LAYOUTS)),
+    "context and expert parallelism, profiler, mixtures of data": (
+        "no",
+        lambda: not {"cp", "ep"} & set(vars(run_of().parallel)) and "profile" not in VERBS,
+    ),
+}
+"""What the table of the README says that this has, or lacks, and what shows it."""
+
+
+def test_the_table_of_what_others_lack_says_of_this_what_it_has() -> None:
+    header, _, *rows = re.findall(r"^\|(.*)\|$", README.partition("others lack")[2], re.MULTILINE)[
+        : len(HERE) + 2
+    ]
+    others = [cell.strip() for cell in header.split("|")]
+    assert others[1] == "fp4train" and len(others) == 7
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    assert {row[0]: row[1] for row in cells} == {name: said for name, (said, _) in HERE.items()}
+    assert all(len(row) == len(others) and all(row) for row in cells)
+    assert all(shown() for _, shown in HERE.values())
+
+
+def test_the_cooldown_that_the_readme_calls_the_default_is_it() -> None:
+    said = " ".join(README.split())
+    assert "A cooldown of fprop alone is the default here" in said
+    assert cools_fprop_down(run_of())

@@ -189,6 +189,29 @@ def test_a_tensor_that_the_run_has_not_and_other_tables_are_named(
     assert "hf_quant_config.json is missing" in others and len(others) == 4
 
 
+def test_the_last_sentence_says_what_differs_and_what_does_not(
+    exported: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fp4train.cli import main
+
+    folder, run = exported("modelopt")
+    more = changed(folder, tmp_path / "a", lambda tensors: None)
+    (more / "adapter_config.json").write_text("{}")
+    both = changed(folder, tmp_path / "b", add_an_ulp)
+    (both / "hf_quant_config.json").unlink()
+    (both / "adapter_config.json").write_text("{}")
+    sentences = {
+        more: "1 difference outside of the modules; all 20 modules are equal",
+        both: "1 of 20 modules and 2 differences outside of the modules",
+    }
+    for place, sentence in sentences.items():
+        with pytest.raises(SystemExit):
+            main(["verify", str(place), f"against={run}"])
+        said = capsys.readouterr().out.splitlines()[-1]
+        assert said.startswith(f"{place} differs from {run} at step ")
+        assert said.endswith(f": {sentence}")
+
+
 def set_in(name: str, **values: Any) -> Callable[[Path], object]:
     """Give a table of the folder other values."""
 

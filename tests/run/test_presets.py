@@ -2,12 +2,15 @@
 warnings about sizes.
 """
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import Cli
 
 from fp4train.config import CONFIGS, composition, to_config
+from fp4train.run.build import build_model
 
 PRESETS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*_fineweb.yaml"))
 TOKENS = {"llama_125m": 9.9e9, "llama_1b": 28.8e9, "llama_8b": 137.8e9, "moe_30b": 1.0e12}
@@ -55,6 +58,43 @@ def test_a_preset_has_the_tokens_of_its_source_and_is_planned_without_a_network(
     assert "arXiv:" in header or "karpathy/" in header
     ended = cli.raw("plan", f"experiment={name}", "gpu=B200")
     assert ended.code == 0 and "NVFP4" in ended.out and "warning" not in ended.err
+
+
+SHAPES = {"llama_125m": 121e6, "llama_1b": 1.08e9, "llama_8b": 7.4e9, "moe_30b": 30.5e9}
+RATES = {
+    "llama_125m": "learning rate 0.0006, warm-up 700 steps, then Cosine",
+    "llama_1b": "learning rate 0.003, warm-up 5,000 steps, then Cosine",
+    "llama_8b": "learning rate 0.002, warm-up 5,000 steps, then Cosine",
+    "moe_30b": "learning rate 0.0016, warm-up 333 steps, then WSD",
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_first_lines_of_a_preset_and_of_its_plan_say_what_it_is(cli: Cli, name: str) -> None:
+    config = to_config(composition.compose([f"experiment={name}"]))
+    short = name.removesuffix("_fineweb")
+    first = (CONFIGS / "experiment" / f"{name}.yaml").read_text("utf-8").splitlines()[1]
+    ((size, unit),) = re.findall(r"^# ([\d.]+) ([MB]) parameters", first)
+    model = build_model(config, config.model.vocab_size, torch.device("meta"))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert float(size) * {"M": 1e6, "B": 1e9}[unit] == SHAPES[short]
+    assert parameters == pytest.approx(SHAPES[short], rel=0.005)
+    ((number, unit),) = re.findall(r"([\d.]+) ([BT]) tokens of FineWeb", first)
+    tokens = config.train.steps * config.train.tokens
+    assert tokens == pytest.approx(float(number) * {"B": 1e9, "T": 1e12}[unit], rel=0.005)
+
+    train = config.train
+    said = cli.raw("plan", f"experiment={name}", "gpu=B200").out.splitlines()[0]
+    steps = f"{train.steps:,} steps of {train.batch_size} × {train.seq_len:,} tokens, "
+    assert said.startswith(steps)
+    assert f"in ids of Pretrained {config.data.tokenizer.name}; {RATES[short]}; check" in said
+    assert said.endswith(f"checkpoints every {config.checkpoint.every:,} steps")
+
+
+@pytest.mark.parametrize("name", ["llama_125m_fineweb", "llama_1b_fineweb"])
+def test_the_length_of_a_preset_is_not_called_a_default(cli: Cli, name: str) -> None:
+    ended = cli.raw("plan", f"experiment={name}", "gpu=B200", "parallel.dp_shard=8")
+    assert ended.code == 0 and "is the default" not in ended.out + ended.err
 
 
 @pytest.mark.parametrize("name", PRESETS)
