@@ -31,16 +31,15 @@ class OlderForm(UserError):
 
     Args:
         path: the file.
-        difference: how its form differs from that of today, as what follows "it" in a sentence.
-        cure: what else one can do.
+        difference: predicate that says how its form differs from that of today: "has …".
+        cure: advice on what else one can do.
     """
 
     def __init__(self, path: Path, difference: str, cure: str = NEW_RUN) -> None:
         self.difference = difference
         super().__init__(
             f"{path} is of an older fp4train: it {difference}, which this one does not read. "
-            "Go on with the commit "
-            f"{LAST_READER}, the last that reads it, or {cure}"
+            f"Go on with the commit {LAST_READER}, the last that reads it, or {cure}"
         )
 
 
@@ -76,10 +75,13 @@ def user_errors(
     """A context whose errors of these kinds are the user's to correct.
 
     Args:
-        message: the part of the error that is said.
+        kinds: classes of the errors.
+        before, after: texts around the error's message.
+        message: function from the error to its message.
+        raised: class of the error that is raised in its place.
 
     Raises:
-        UserError: that, between `before` and `after`; or another class of them, `raised`.
+        UserError: the message, between `before` and `after`; of the class `raised`.
     """
     try:
         yield

@@ -5,8 +5,7 @@ A run directory may come from a download, a shared disk or another user. So ever
 reached relative to the descriptor of its open directory, and no name in it leads elsewhere:
 
 - links are not followed, neither to files nor to folders (``O_NOFOLLOW``); the directory itself may
-  be a link, because
-  the user named it;
+  be a link, because the user named it;
 - only regular files are opened, checked on the open descriptor: a pipe or a device would block or
   act;
 - what is read is bounded, and takes no more memory than it has bytes: a huge file costs an error;
@@ -54,8 +53,8 @@ class Folder:
     """An open directory. A context manager; `close` it otherwise.
 
     Args:
-        path: for messages.
-        descriptor: of the open directory; owned from here on.
+        path: its path, for messages.
+        descriptor: descriptor of the open directory; owned from here on.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -102,12 +101,12 @@ class Folder:
             return None
 
     def has_file(self, name: str) -> bool:
-        found = self.status(name)
-        return found is not None and stat.S_ISREG(found.st_mode)
+        status = self.status(name)
+        return status is not None and stat.S_ISREG(status.st_mode)
 
     def has_folder(self, name: str) -> bool:
-        found = self.status(name)
-        return found is not None and stat.S_ISDIR(found.st_mode)
+        status = self.status(name)
+        return status is not None and stat.S_ISDIR(status.st_mode)
 
     def folder(self, name: str, *, create: bool = False) -> Folder:
         """A folder in it; never one that a link leads to. `create` makes a missing one, durably."""
@@ -163,17 +162,17 @@ class Folder:
 
         The last one may have none: a kill has torn it, or it is longer than `LINE` and cut there.
         """
-        rest = b""
+        unfinished = b""
         for piece in self.pieces(name, limit):
-            first, *others = piece.split(b"\n")
-            rest += first
-            for other in others:
-                yield rest + b"\n"
-                rest = other
-            if len(rest) >= LINE:
+            head, *following = piece.split(b"\n")
+            unfinished += head
+            for line in following:
+                yield unfinished + b"\n"
+                unfinished = line
+            if len(unfinished) >= LINE:
                 break
-        if rest:
-            yield rest
+        if unfinished:
+            yield unfinished
 
     def write(self, name: str, data: Buffer | Iterable[Buffer], *, sync: bool = True) -> None:
         """Put `data`, or its pieces, under `name`, replacing a file (or a link itself) that is
@@ -183,14 +182,17 @@ class Folder:
         try:
             descriptor = self.descriptor_of(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                for piece in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
-                    write_all(descriptor, piece)
+                if isinstance(data, bytes | bytearray | memoryview):
+                    write_all(descriptor, data)
+                else:
+                    for piece in data:
+                        write_all(descriptor, piece)
                 if sync:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            found = self.status(name)
-            if found is not None and stat.S_ISDIR(found.st_mode):
+            status = self.status(name)
+            if status is not None and stat.S_ISDIR(status.st_mode):
                 raise self._strange(name, "a file")
             self.rename(temporary, name)
             if sync:
@@ -219,17 +221,17 @@ class Folder:
         """Remove a folder and all that is in it, links themselves and never where they lead;
         missing is no error.
         """
-        found = self.status(name)
-        if found is None:
+        status = self.status(name)
+        if status is None:
             return
-        if not stat.S_ISDIR(found.st_mode):
+        if not stat.S_ISDIR(status.st_mode):
             raise self._strange(name, "a folder")
         with self.folder(name) as inner:
-            for each in inner.names():
-                if inner.has_folder(each):
-                    inner.remove_folder(each)
+            for entry in inner.names():
+                if inner.has_folder(entry):
+                    inner.remove_folder(entry)
                 else:
-                    inner.remove(each)
+                    inner.remove(entry)
         self.remove_empty(name)
 
     def remove_empty(self, name: str) -> None:
@@ -241,15 +243,12 @@ class Folder:
         younger than that.
         """
         for name in self.names():
-            if _TEMPORARY.fullmatch(name):
-                found = self.status(name)
-            else:
-                found = None
-            if (
-                found
-                and stat.S_ISREG(found.st_mode)
-                and time.time() - found.st_mtime > _STALE_SECONDS
-            ):
+            if not _TEMPORARY.fullmatch(name):
+                continue
+            status = self.status(name)
+            if status is None or not stat.S_ISREG(status.st_mode):
+                continue
+            if time.time() - status.st_mtime > _STALE_SECONDS:
                 self.remove(name)
 
     # -- errors ------------------------------------------------------------------------------------
@@ -263,22 +262,24 @@ class Folder:
     def _at(self, name: str) -> str:
         return str(self.path / name)
 
-    def _explained(self, name: str, error: OSError, wanted: str) -> OSError:
+    def _explained(self, name: str, error: OSError, expected: str) -> OSError:
         """ELOOP and ENOTDIR of a link, ENXIO of a pipe: in words."""
         if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENODEV):
-            return self._strange(name, wanted)
+            return self._strange(name, expected)
         return type(error)(error.errno, error.strerror, self._at(name))
 
-    def _strange(self, name: str, wanted: str) -> NotPlain:
-        found = self.status(name)
+    def _strange(self, name: str, expected: str) -> NotPlain:
+        status = self.status(name)
         kinds = ((stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"))
-        mode = 0 if found is None else found.st_mode
+        mode = 0 if status is None else status.st_mode
         kind = next(
             (text for is_kind, text in kinds if is_kind(mode)),
             "a file" if stat.S_ISREG(mode) else "a device",
         )
         return NotPlain(
-            errno.EINVAL, f"it is {kind}, not {wanted}; links are not followed here", self._at(name)
+            errno.EINVAL,
+            f"it is {kind}, not {expected}; links are not followed here",
+            self._at(name),
         )
 
 
@@ -301,9 +302,9 @@ def _make(path: Path) -> None:
 
 def write_all(descriptor: int, data: Buffer) -> None:
     """Write all of `data`: a nearly full disk takes a part first, and then refuses."""
-    rest = memoryview(data).cast("B")
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    unwritten = memoryview(data).cast("B")
+    while unwritten:
+        unwritten = unwritten[os.write(descriptor, unwritten) :]
 
 
 @contextmanager
@@ -327,7 +328,8 @@ def new_folder(path: Path) -> Iterator[Folder]:
     """
     with parent(path, create=True) as (above, name):
         _remove_unfinished(above, name)
-        made = temporary = f".{name}.{secrets.token_hex(8)}.tmp"
+        temporary = f".{name}.{secrets.token_hex(8)}.tmp"
+        current = temporary
         _refuse_existing(above, name)
         os.mkdir(temporary, dir_fd=above.descriptor)
         try:
@@ -338,11 +340,11 @@ def new_folder(path: Path) -> Iterator[Folder]:
                 folder.sync()
                 _refuse_existing(above, name)
                 above.rename(temporary, name)
-                made = name
+                current = name
             above.sync()
         except BaseException:
             with suppress(OSError):
-                above.remove_folder(made)
+                above.remove_folder(current)
             raise
 
 
@@ -355,13 +357,13 @@ def _refuse_existing(folder: Folder, name: str) -> None:
 
 def _remove_unfinished(above: Folder, name: str) -> None:
     """Remove what killed processes left of a new folder; one that is being filled is locked."""
-    for each in above.names():
-        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp", each) and above.has_folder(
-            each
+    for entry in above.names():
+        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp", entry) and above.has_folder(
+            entry
         ):
-            with suppress(OSError), above.folder(each) as folder:
+            with suppress(OSError), above.folder(entry) as folder:
                 fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                above.remove_folder(each)
+                above.remove_folder(entry)
 
 
 def read(path: Path, limit: int) -> bytes:

@@ -7,6 +7,7 @@ the marks of a text are counted before it is read, and its nesting before the va
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 VALUES = 1 << 22
@@ -44,15 +45,18 @@ def _check_depth(parsed: Any) -> None:
         level = [
             value
             for parent in level
-            for value in (
-                parent.values()
-                if isinstance(parent, dict)
-                else parent
-                if isinstance(parent, list)
-                else ()
-            )
+            for value in _values_in(parent)
             if isinstance(value, dict | list)
         ]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
+
+
+def _values_in(parent: Any) -> Iterable[Any]:
+    """The values of a table or list; none of another value."""
+    if isinstance(parent, dict):
+        return parent.values()
+    if isinstance(parent, list):
+        return parent
+    return ()

@@ -43,11 +43,12 @@ class Gpu:
         name: name on the command line.
         peaks: dense FLOP/s by rate: FP4, FP6, FP8, FP16, BF16, TF32, FP32 (FP32 without tensor
             cores). A missing rate is a format that the GPU does not multiply.
-        bandwidth: of the memory, bytes/s (reads and writes together).
-        capacity: of the memory, bytes.
+        bandwidth: bandwidth of the memory, bytes/s (reads and writes together).
+        capacity: capacity of the memory, bytes.
         l2: capacity of the level-2 cache, bytes.
         capability: compute capability.
-        pattern: matches `torch.cuda.get_device_name()` of this GPU and no other.
+        pattern: regular expression that matches `torch.cuda.get_device_name()` of this GPU and no
+            other.
     """
 
     name: str
@@ -116,21 +117,21 @@ def find_gpu(name: str) -> Gpu:
             nearest name.
     """
     word = re.sub(r"^nvidia[\s_-]*", "", str(name).strip(), flags=re.IGNORECASE)
-    wanted = (
+    table_name = (
         re.sub(r"[\s_-]*sxm\d?", "", word, flags=re.IGNORECASE)
         .upper()
         .replace(" ", "-")
         .replace("_", "-")
     )
     for gpu in GPUS:
-        if wanted == gpu.name or (wanted, gpu.name) == ("A100-80GB", "A100"):
+        if table_name == gpu.name or (table_name, gpu.name) == ("A100-80GB", "A100"):
             return gpu
-    found = detect(str(name))
-    if found is not None:
-        return found
+    detected = detect(str(name))
+    if detected is not None:
+        return detected
     names = [gpu.name for gpu in GPUS]
     raise ValueError(
-        f"gpu={name!r} is not a GPU whose peak rates are known{near_miss(wanted, names)} "
+        f"gpu={name!r} is not a GPU whose peak rates are known{near_miss(table_name, names)} "
         f"(known: {', '.join(names)})"
     )
 
@@ -165,7 +166,7 @@ class Device:
         type: device type of torch: "cpu", "cuda", "meta", …
         name: name of the GPU; empty for other devices.
         capability: compute capability of a CUDA device, else None.
-        here: False for a GPU that is not in this machine, for planning.
+        here: whether it is in this machine; False for a GPU that is planned for.
     """
 
     type: str
@@ -202,8 +203,8 @@ def driver_version() -> str | None:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"\b(\d{3}\.[\d.]+)", text)
-    return found[1] if found else "unknown"
+    version = re.search(r"\b(\d{3}\.[\d.]+)", text)
+    return version[1] if version else "unknown"
 
 
 def why_no_gpu() -> str:
@@ -234,6 +235,6 @@ def memory_asked(error: BaseException) -> str | None:
         and "can't allocate memory" not in text
     ):
         return None
-    if found := re.search(r"you tried to allocate (\d+) bytes", text):
-        return f"{int(found[1]) / 2**30:,.1f} GiB were asked for"
+    if request := re.search(r"you tried to allocate (\d+) bytes", text):
+        return f"{int(request[1]) / 2**30:,.1f} GiB were asked for"
     return text.rstrip(".") or "no more can be had"

@@ -11,8 +11,7 @@ record of a run.
   first line follows the identity of the run, that of a journal nothing. Metrics, the journal and
   studies' records are such lines; a block of the statistics says the same of itself in its header.
 - What is appended to a file cannot show that its end is cut off. So each checkpoint holds the
-  length and the checksum
-  of every record (`Rolling`), and `unlike` compares them.
+  length and the checksum of every record (`Rolling`), and `unlike` compares them.
 
 A record that is appended to is read as `Scanned` parts (lines, blocks), each whole or damaged;
 `cut` leaves the whole ones that a run goes on from, and `Appended` adds to them.
@@ -62,8 +61,8 @@ def checksum(body: Mapping[str, Any]) -> str:
     Raises:
         ValueError: a number in it is not finite.
     """
-    rest = {key: value for key, value in body.items() if key != "sha256"}
-    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    content = {key: value for key, value in body.items() if key != "sha256"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -102,12 +101,14 @@ class Chain:
     """Seals the parts of a record, lines or blocks, or checks them, one after another.
 
     Args:
-        first: what the first part follows: the identity of the run; empty: nothing; None: it is not
-            compared.
+        start: text that the first part follows: the identity of the run, or an empty one; None: it
+            is not compared.
     """
 
-    def __init__(self, first: str | None = None) -> None:
-        self.last: int | None = None if first is None else zlib.crc32(first.encode())
+    def __init__(self, start: str | None = None) -> None:
+        self.last: int | None = None
+        if start is not None:
+            self.last = zlib.crc32(start.encode())
         """Checksum of the part before; None: not known, and not compared."""
 
     @property
@@ -115,14 +116,15 @@ class Chain:
         """The checksum of the part before, as the next one says it."""
         return f"{self.last or 0:08x}"
 
-    def follow(self, own: int, after: str) -> bool:
+    def follow(self, crc: int, after: str) -> bool:
         """Whether a part follows the one before, as which it counts from now on.
 
         Args:
-            own: its checksum. after: that of the one before, as the part says it.
+            crc: checksum of the part.
+            after: checksum of the part before, as this one says it.
         """
         follows = self.last is None or after == self.after
-        self.last = own
+        self.last = crc
         return follows
 
     def seal(self, text: bytes) -> bytes:
@@ -144,24 +146,24 @@ class Chain:
             ValueError, RecursionError: it is no line, or not as it was written.
         """
         raw = raw.removesuffix(b"\n")
-        before = self.last
+        previous = self.last
         self.last = None
         line = json.loads(raw)
         if not isinstance(line, dict):
             raise ValueError("it is no object")
-        own = zlib.crc32(raw[:-_CRC_BYTES])
-        if "crc" not in line and not _almost_sealed(raw, _CRC % own):
+        crc = zlib.crc32(raw[:-_CRC_BYTES])
+        if "crc" not in line and not _almost_sealed(raw, _CRC % crc):
             raise NoChecksum("it has no checksum")
-        if raw[-_CRC_BYTES:] != _CRC % own:
+        if raw[-_CRC_BYTES:] != _CRC % crc:
             raise ValueError("its checksum differs")
         after = str(line.pop("after", ""))
         if raw[-_LINKED:-_CRC_BYTES] != _AFTER % after.encode():
             raise NoChecksum("it has no checksum of the line before")
         del line["crc"]
-        self.last = before
-        return line, "" if self.follow(
-            own, after
-        ) else "a line before it is missing, or it is of another file"
+        self.last = previous
+        if self.follow(crc, after):
+            return line, ""
+        return line, "a line before it is missing, or it is of another file"
 
 
 def _almost_sealed(raw: bytes, end: bytes) -> bool:
@@ -184,7 +186,9 @@ def split_config(data: bytes) -> tuple[Header | None, bytes]:
         raise ValueError("was changed after the run had written it (its first line is damaged)")
     if header is None:
         return None, data
-    signed = None if header[3] is None else header[3].decode()
+    signed = None
+    if header[3] is not None:
+        signed = header[3].decode()
     return (header[1].decode(), header[2].decode(), signed), data[header.end() :]
 
 
@@ -205,12 +209,11 @@ def saved_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or was changed.
     """
-    found, body = config_parts(path)
-    if found is not None and hashlib.sha256(body).hexdigest() != found[1]:
+    header, body = config_parts(path)
+    if header is not None and hashlib.sha256(body).hexdigest() != header[1]:
         raise UserError(
             f"{path} was changed after the run had written it (its checksum differs): undo "
-            "that, or remove its first "
-            "line to take the file as it stands"
+            "that, or remove its first line to take the file as it stands"
         )
     strange = (yaml.YAMLError, RecursionError, ValueError)
     refused = f"{path} cannot be read as a configuration: "
@@ -238,9 +241,9 @@ def identity(folder: Folder) -> str | None:
     """
     with suppress(OSError, ValueError):
         if folder.has_file(CONFIG) and (
-            found := split_config(folder.read(CONFIG, CONFIG_LIMIT))[0]
+            header := split_config(folder.read(CONFIG, CONFIG_LIMIT))[0]
         ):
-            return found[0]
+            return header[0]
     return None
 
 
@@ -248,7 +251,8 @@ class Rolling:
     """Length and checksum of a file that is only appended to."""
 
     def __init__(self, pieces: Iterable[bytes] = ()) -> None:
-        self.size, self._digest = 0, hashlib.sha256()
+        self.size = 0
+        self._digest = hashlib.sha256()
         for piece in pieces:
             self.add(piece)
 
@@ -265,9 +269,10 @@ class Scanned(NamedTuple):
     """A part of a record: a line, or a block.
 
     Args:
-        number: of the line. raw: as it is in the file.
-        value: what it holds; None: it is damaged.
-        why: what is wrong with it, or with what is before it; empty: nothing.
+        number: number of the line, from 1; 0 of a block.
+        raw: bytes of the part in the file.
+        value: content of the part; None: it is damaged.
+        why: sentence about the damage to it, or to what is before it; empty: there is none.
     """
 
     number: int
@@ -288,7 +293,9 @@ def cut(
     only if that differs.
 
     Args:
-        scanned: its parts. again: a part as the next one of a new chain.
+        scanned: parts of the file.
+        again: function that gives the bytes of a part as the next one of a new chain.
+        keep: whether the content of a part stays.
         damaged: the name under which the file is kept as it was, if something was wrong with it.
 
     Returns:
@@ -299,12 +306,12 @@ def cut(
     same = True
     if (status := folder.status(name)) is None:
         return Rolling(), []
-    for each in scanned:
-        if each.why:
-            wrong.append(each)
-        if each.value is not None and keep(each.value):
-            kept.append(again(each))
-            same = same and kept[-1] == each.raw
+    for part in scanned:
+        if part.why:
+            wrong.append(part)
+        if part.value is not None and keep(part.value):
+            kept.append(again(part))
+            same = same and kept[-1] == part.raw
     left = Rolling(kept)
     if wrong and damaged is not None:
         folder.write(damaged, folder.pieces(name, status.st_size))
@@ -319,7 +326,7 @@ class Appended:
     A file that has another name, too (a hard link), is left alone under that one.
 
     Args:
-        size: the bytes that stay; what is behind them is cut off.
+        size: number of bytes that stay; what is behind them is cut off.
     """
 
     def __init__(self, folder: Folder, name: str, size: int) -> None:
@@ -360,24 +367,22 @@ class Appended:
 
 
 def unlike(folder: Folder, name: str, mark: object, limit: int) -> str | None:
-    """How the file `name`, of up to `limit` bytes, is not as `mark` remembers its beginning, in
-    words.
-
-    None: it is, or nothing is remembered.
+    """The difference, in words, of the file `name`, of up to `limit` bytes, from its beginning as
+    `mark` remembers it; None: there is none, or nothing is remembered.
     """
-    if isinstance(mark, Mapping):
-        size = mark.get("bytes")
-    else:
-        size = None
-    if not isinstance(mark, Mapping) or type(size) is not int:
+    if not isinstance(mark, Mapping):
         return None
-    found = Rolling()
-    for piece in folder.pieces(name, limit) if folder.status(name) is not None else ():
-        found.add(piece[: size - found.size])
-        if found.size == size:
-            break
-    if found.size < size:
-        return f"is cut off ({found.size} bytes of {size})"
-    if found.mark() == {"bytes": size, "sha256": mark.get("sha256")}:
+    size = mark.get("bytes")
+    if type(size) is not int:
+        return None
+    beginning = Rolling()
+    if folder.status(name) is not None:
+        for piece in folder.pieces(name, limit):
+            beginning.add(piece[: size - beginning.size])
+            if beginning.size == size:
+                break
+    if beginning.size < size:
+        return f"is cut off ({beginning.size} bytes of {size})"
+    if beginning.mark() == {"bytes": size, "sha256": mark.get("sha256")}:
         return None
     return "was changed"

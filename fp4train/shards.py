@@ -39,24 +39,24 @@ class RowOrder:
     segments: tuple[int, ...]
     ranks: int
 
-    def runs(self, first: int, count: int) -> Runs:
-        """The runs of rows in the tensor that are `count` rows of the DTensor, from `first` on."""
+    def runs(self, begin: int, count: int) -> Runs:
+        """The runs of rows in the tensor that are `count` rows of the DTensor, from `begin` on."""
         starts = list(accumulate(self.segments, initial=0))
-        found: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         at = 0  # of a rank's part of a segment in the DTensor
         for rank in range(self.ranks):
             for start, size in zip(starts, self.segments, strict=False):
                 part = size // self.ranks
-                low = max(first, at)
-                high = min(first + count, at + part)
+                low = max(begin, at)
+                high = min(begin + count, at + part)
                 if low < high:
                     row = start + rank * part + low - at
-                    if found and sum(found[-1]) == row:
-                        row, before = found.pop()
-                        low -= before
-                    found.append((row, high - low))
+                    if runs and sum(runs[-1]) == row:
+                        row, length = runs.pop()
+                        low -= length
+                    runs.append((row, high - low))
                 at += part
-        return tuple(found)
+        return tuple(runs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,11 @@ class TensorShard:
     """A box of a tensor, or some runs of its rows.
 
     Args:
-        shape: of the whole tensor.
-        offsets: where the box begins, by dimension.
+        shape: shape of the whole tensor.
+        offsets: first index of the box in each dimension.
         tensor: the box itself; its shape is the box's sizes.
-        runs: of rows, where the rows of the box do not follow each other; `offsets` then begin with
-            the first one's.
+        runs: runs of rows, where the rows of the box do not follow each other; `offsets` then begin
+            with the first row of the first run.
     """
 
     shape: tuple[int, ...]
@@ -82,13 +82,12 @@ class TensorShard:
                 raise ValueError(
                     f"{self.runs} are not the rows of a part of shape {list(self.tensor.shape)}"
                 )
-            for _ in self.boxes():  # each checks itself
-                pass
+            list(self.boxes())  # a box checks itself
             return
         sizes = tuple(self.tensor.shape)
         if not len(self.shape) == len(self.offsets) == len(sizes) or not all(
-            first >= 0 and first + size <= full
-            for first, size, full in zip(self.offsets, sizes, self.shape, strict=True)
+            offset >= 0 and offset + size <= full
+            for offset, size, full in zip(self.offsets, sizes, self.shape, strict=True)
         ):
             raise ValueError(
                 f"a part of shape {list(sizes)} at {list(self.offsets)} does not lie in a "
@@ -103,9 +102,9 @@ class TensorShard:
     def boxes(self) -> Iterator[TensorShard]:
         """The boxes that it consists of, with which it shares memory."""
         at = 0
-        for first, count in self.runs:
+        for row, count in self.runs:
             part = self.tensor.narrow(0, at, count)
-            yield TensorShard(shape=self.shape, offsets=(first, *self.offsets[1:]), tensor=part)
+            yield TensorShard(shape=self.shape, offsets=(row, *self.offsets[1:]), tensor=part)
             at += count
         if not self.runs:
             yield self
@@ -115,7 +114,7 @@ def shard_of(tensor: Tensor, order: RowOrder | None = None) -> TensorShard:
     """This rank's shard of `tensor`, with which it shares memory.
 
     Args:
-        order: of the rows of a DTensor; None: that of the tensor.
+        order: order of the rows of a DTensor; None: that of the tensor.
 
     Raises:
         TypeError: a DTensor with values that are still to be summed over ranks, or whose box is not
@@ -125,27 +124,28 @@ def shard_of(tensor: Tensor, order: RowOrder | None = None) -> TensorShard:
         return TensorShard(
             shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor.detach()
         )
-    each: Any = tensor.detach()
-    if any(placement.is_partial() for placement in each.placements):
+    dtensor: Any = tensor.detach()
+    if any(placement.is_partial() for placement in dtensor.placements):
         raise TypeError(
-            f"{each.placements}: its values are still to be summed over ranks; redistribute "
+            f"{dtensor.placements}: its values are still to be summed over ranks; redistribute "
             "it first"
         )
-    (chunk,) = each.__create_chunk_list__()
-    held = each.to_local()
-    if held.numel() == 0:  # torch places an empty box anywhere
-        return TensorShard(shape=tuple(each.shape), offsets=(0,) * each.dim(), tensor=held)
-    if tuple(held.shape) != tuple(chunk.sizes):
+    (chunk,) = dtensor.__create_chunk_list__()
+    box = dtensor.to_local()
+    if box.numel() == 0:  # torch places an empty box anywhere
+        return TensorShard(shape=tuple(dtensor.shape), offsets=(0,) * dtensor.dim(), tensor=box)
+    if tuple(box.shape) != tuple(chunk.sizes):
         raise TypeError(
-            f"a DTensor of {list(each.shape)} over {each.placements}: its parts are no boxes"
+            f"a DTensor of {list(dtensor.shape)} over {dtensor.placements}: its parts are no boxes"
         )
-    found = TensorShard(shape=tuple(each.shape), offsets=tuple(chunk.offsets), tensor=held)
+    shard = TensorShard(shape=tuple(dtensor.shape), offsets=tuple(chunk.offsets), tensor=box)
     if order is None:
-        return found
-    runs = order.runs(found.offsets[0], held.shape[0])
-    return replace(
-        found, offsets=(runs[0][0], *found.offsets[1:]), runs=runs if len(runs) > 1 else ()
-    )
+        return shard
+    runs = order.runs(shard.offsets[0], box.shape[0])
+    offsets = (runs[0][0], *shard.offsets[1:])
+    if len(runs) == 1:
+        return replace(shard, offsets=offsets)
+    return replace(shard, offsets=offsets, runs=runs)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -162,22 +162,22 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def like(tensor: Tensor, held: Tensor) -> Tensor:
-    """`held`, this rank's part, as a tensor of the shape, mesh and placements of `tensor`."""
+def like(tensor: Tensor, part: Tensor) -> Tensor:
+    """`part`, which this rank holds, as a tensor of the shape, mesh and placements of `tensor`."""
     if not is_sharded(tensor):
-        return held
+        return part
     from torch.distributed.tensor import DTensor
 
-    each: Any = tensor
-    made: Tensor = DTensor.from_local(
-        held,
-        each.device_mesh,
-        each.placements,
+    dtensor: Any = tensor
+    sharded: Tensor = DTensor.from_local(
+        part,
+        dtensor.device_mesh,
+        dtensor.placements,
         run_check=False,
-        shape=each.shape,
-        stride=each.stride(),
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
     )
-    return made
+    return sharded
 
 
 def owned(
@@ -190,22 +190,22 @@ def owned(
     many bytes each.
 
     Args:
-        leads: this rank writes the plain tensors, which all ranks hold alike.
-        orders: of rows, by the name of a DTensor or of what it is in: those with another order than
-            the tensor's.
+        leads: whether this rank writes the plain tensors, which all ranks hold alike.
+        orders: orders of rows other than the tensor's, by the name of a DTensor or of what it is
+            in.
 
     Returns:
         The parts by name; names of one tensor (tied weights) have one part.
     """
-    held = {
+    shards = {
         name: shard_of(tensor, order_of(name, tensor, orders or {}))
         for name, tensor in tensors.items()
     }
-    unique, aliases = separate({name: part.tensor for name, part in held.items()})
-    mine: dict[str, TensorShard] = {}
+    unique, aliases = separate({name: part.tensor for name, part in shards.items()})
+    written: dict[str, TensorShard] = {}
     loads: dict[tuple[object, ...], list[int]] = {}
     for name in unique:
-        part = held[name]
+        part = shards[name]
         tensor = tensors[name]
         if is_sharded(tensor):
             index, count, kind = _replica(tensor)
@@ -216,8 +216,10 @@ def owned(
         else:
             writes = leads
         if writes and (part.tensor.numel() or not math.prod(part.shape)):
-            mine[name] = part
-    return mine | {name: mine[target] for name, target in aliases.items() if target in mine}
+            written[name] = part
+    return written | {
+        name: written[target] for name, target in aliases.items() if target in written
+    }
 
 
 def row_orders(model: nn.Module) -> Mapping[str, RowOrder]:
@@ -231,9 +233,9 @@ def order_of(name: str, tensor: Tensor, orders: Mapping[str, RowOrder]) -> RowOr
     """The order of rows of the tensor of a name like `model/weight` or `optimizer/state/3/moment`;
     None: its own.
     """
-    found = orders.get(name) or orders.get(name.rpartition("/")[0])
-    if found is not None and tensor.dim() and tensor.shape[0] == sum(found.segments):
-        return found
+    order = orders.get(name) or orders.get(name.rpartition("/")[0])
+    if order is not None and tensor.dim() and tensor.shape[0] == sum(order.segments):
+        return order
     return None
 
 

@@ -48,7 +48,7 @@ def columns(
     Args:
         width: characters of a line; wider tables fold the cells of their widest columns between
             words. None: any.
-        indent: of every line.
+        indent: text before every line.
     """
     room = None if width is None else width - len(indent)
     rows = _folded(_one_line_each(rows), right, room)
@@ -75,8 +75,8 @@ def tabulate(
     """`columns` with the first row underlined as the header.
 
     Args:
-        headings: of each further row, a line that stands above it and above those after it that
-            have the same; none: no such lines.
+        headings: heading of each row but the first; it stands in a line of its own above
+            neighbouring rows that share it. Empty: there are no such lines.
     """
     cells = _one_line_each(rows)
     room = None if width is None else width - len(indent)
@@ -91,11 +91,11 @@ def tabulate(
         return lines
     at = len(header) + 1
     parted = lines[:at]
-    before = None
+    current = None
     for row, heading in zip(cells[1:], headings, strict=True):
-        if heading != before:
+        if heading != current:
             parted.append(heading)
-        before = heading
+        current = heading
         height = len(_folded([row], right, room, sizes))
         parted += lines[at : at + height]
         at += height
@@ -208,15 +208,15 @@ def screen(
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    found = Environment(
+    environment = Environment(
         loader=PackageLoader(package or "", "."),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=lambda value: "\n".join(value) if isinstance(value, list) else value,
     )
-    found.filters |= {"form": format, **filters}
-    return found.get_template(name).render(values).rstrip("\n")
+    environment.filters |= {"form": format, **filters}
+    return environment.get_template(name).render(values).rstrip("\n")
 
 
 def whole_number(text: str) -> int | None:
@@ -228,27 +228,29 @@ def whole_number(text: str) -> int | None:
 
 def ranges(numbers: Iterable[int], *, comma: str = ", ", least: int = 2) -> str:
     """ "1–3, 7" for 1, 2, 3, 7; a range stands for at least `least` numbers."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
         else:
-            found.append([number])
-    return comma.join(
-        f"{each[0]}–{each[-1]}" if len(each) >= least else comma.join(map(str, each))
-        for each in found
-    )
+            runs.append([number])
+    texts: list[str] = []
+    for run in runs:
+        if len(run) >= least:
+            texts.append(f"{run[0]}–{run[-1]}")
+        else:
+            texts.extend(map(str, run))
+    return comma.join(texts)
 
 
 def first_few(
-    words: Sequence[str], most: int, *, joined: str = ", ", rest: str = " and {} more"
+    words: Sequence[str], most: int, *, joined: str = ", ", remark: str = " and {} more"
 ) -> str:
-    """ "a, b and 3 more": the first words, and how many others there are."""
+    """ "a, b and 3 more": the first words, and a remark on the number of others."""
+    text = joined.join(words[:most])
     if len(words) > most:
-        more = rest.format(len(words) - most)
-    else:
-        more = ""
-    return joined.join(words[:most]) + more
+        return text + remark.format(len(words) - most)
+    return text
 
 
 def shortened(text: str, room: int) -> str:
@@ -275,17 +277,19 @@ def p_value(p: float) -> str:
     return f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
 
 
-def nearest(word: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
-    """The word of `known` most similar to `word`, ignoring case; None if none is `alike`."""
-    by_lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
-    return by_lower[found[0]] if found else None
+def nearest(word: str, words: Iterable[str], alike: float = _ALIKE) -> str | None:
+    """The word of `words` most similar to `word`, ignoring case; None if none is `alike`."""
+    by_lower = {candidate.lower(): candidate for candidate in words}
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
+    return by_lower[matches[0]] if matches else None
 
 
-def near_miss(word: str, known: Iterable[str]) -> str:
+def near_miss(word: str, words: Iterable[str]) -> str:
     """ "; did you mean 'nvfp4'?", or an empty string."""
-    found = nearest(word, known)
-    return f"; did you mean {found!r}?" if found else ""
+    suggestion = nearest(word, words)
+    if suggestion:
+        return f"; did you mean {suggestion!r}?"
+    return ""
 
 
 def check_least(owner: object, section: str, *names: str, least: int = 1, must: str = "") -> None:
@@ -294,7 +298,8 @@ def check_least(owner: object, section: str, *names: str, least: int = 1, must: 
 
     Args:
         names: fields; None is no number, and is left alone.
-        must: what it must be; the default is "at least" and the number.
+        least: smallest allowed number.
+        must: words of the error for what is allowed; the default is "at least" and the number.
     """
     for name in names:
         if (value := getattr(owner, name)) is not None and value < least:
@@ -306,8 +311,7 @@ def check_choice(key: str, value: object, allowed: Collection[object]) -> None:
     the nearest one.
     """
     if value not in allowed:
+        hint = ""
         if isinstance(value, str):
-            hint = near_miss(value, [each for each in allowed if isinstance(each, str)])
-        else:
-            hint = ""
+            hint = near_miss(value, [choice for choice in allowed if isinstance(choice, str)])
         raise ValueError(f"{key}={value!r} is not one of {', '.join(map(str, allowed))}{hint}")

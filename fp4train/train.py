@@ -2,7 +2,6 @@
 
 import logging
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,10 +32,10 @@ class Result:
     Args:
         step: optimizer steps done.
         metrics: the last value of every logged key.
-        seconds: spent in the loop.
-        signal: the one that ended it early, or None.
+        seconds: seconds spent in the loop.
+        signal: number of the signal that ended it early, or None.
         saved: whether the last checkpoint could be written.
-        diverged: what is said of a loss that ended far too high; None: it did not.
+        diverged: sentence about a loss that ended far too high; None: it did not.
     """
 
     step: int
@@ -152,16 +151,13 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     seed_model(run)
     scaling = run.scaling()
     try:
-        with (
-            watching(run, recipe)
-            if every and (run.step + 1) % every == 0
-            else nullcontext() as watched
-        ):
-            queued = run.runner.step(recipe, step_rows(run))
-        if watched is None:
-            late = []
-        else:
+        late = []
+        if every and (run.step + 1) % every == 0:
+            with watching(run, recipe) as watched:
+                queued = run.runner.step(recipe, step_rows(run))
             late = queue_statistics(run, recipe, watched, queued)
+        else:
+            queued = run.runner.step(recipe, step_rows(run))
     except Exception:
         if not run.mid_update:
             run.load_scaling(scaling)
@@ -182,16 +178,16 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     return step
 
 
-def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:
+def enter_stretch(run: Run, previous: PlannedStretch | None) -> PlannedStretch:
     """The stretch of the coming step. Where one begins, its plan is applied to the model; a change
     is logged.
     """
     stretch = run.plan.at(run.step)
-    if stretch is before:
+    if stretch is previous:
         return stretch
     run.apply(stretch)
-    if before is None or (stretch.recipe, stretch.reason) != (before.recipe, before.reason):
-        if before is not None:  # the plan that was just printed says it for the start
+    if previous is None or (stretch.recipe, stretch.reason) != (previous.recipe, previous.reason):
+        if previous is not None:  # the plan that was just printed says it for the start
             _log.info("step %d: %s (%s)", run.step, stretch.recipe.name, stretch.reason)
         run.tracker.log_event(
             run.step + 1, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason}

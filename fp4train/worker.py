@@ -19,16 +19,16 @@ IDLE_SECONDS = 5.0
 
 def within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
     """`ask()`, or `otherwise` if that fails or takes longer."""
-    found: list[T] = []
+    answers: list[T] = []
 
     def run() -> None:
         with suppress(Exception):
-            found.append(ask())
+            answers.append(ask())
 
     asking = threading.Thread(target=run, daemon=True)
     asking.start()
     asking.join(seconds)
-    return found[0] if found else otherwise
+    return answers[0] if answers else otherwise
 
 
 class Worker:
@@ -37,9 +37,9 @@ class Worker:
     A call that raises is reported to `failed`, in the thread, and the next one follows.
 
     Args:
-        name: of the thread.
-        failed: what to do with an exception of a call.
-        capacity: how many calls may wait; None: any number.
+        name: name of the thread.
+        failed: function that takes the exception of a call.
+        capacity: number of calls that may wait; None: any number.
     """
 
     def __init__(

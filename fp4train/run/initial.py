@@ -29,7 +29,7 @@ from fp4train.shards import local, row_orders
 from fp4train.text import first_few, near_miss
 
 _ROWS = 1024
-_listed = partial(first_few, most=3, joined="; ", rest="; and {} more")
+_listed = partial(first_few, most=3, joined="; ", remark="; and {} more")
 
 
 class InitialWeights(Protocol):
