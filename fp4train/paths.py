@@ -12,6 +12,7 @@ type that says what a text is, in the classes of plugins, too.
 
 import glob
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +32,8 @@ class NamesDestination:
     """Marks a text that says where data of the run are sent."""
 
 
+_OF_WEIGHTS = re.compile(r"(.+?)(?:@(\d{1,18}))?(?::([a-z]\w*))?", re.ASCII | re.DOTALL)
+
 PathText = Annotated[str, NamesPath()]
 PathOrHubName = Annotated[str, NamesPath(hub=True)]
 DestinationText = Annotated[str, NamesDestination()]
@@ -45,10 +48,26 @@ def is_hub_name(text: str) -> bool:
     return not os.path.exists(os.path.expanduser(text))
 
 
-def lies_in(text: str, folder: Path) -> bool:
-    """Whether the path that `text` names is `folder` or lies in it, wherever links lead; a pattern
-    leads anywhere.
+def split_weights(text: str) -> tuple[str, int | None, str | None]:
+    """(Path, step, kind) of a text that names weights, PATH@STEP:KIND; None for what it does not
+    name. A text that is the name of a file or folder is a path.
     """
+    if os.path.lexists(text):
+        found = None
+    else:
+        found = _OF_WEIGHTS.fullmatch(text)
+    if found is None:
+        return text, None, None
+    path, step, kind = found.groups()
+    return path, None if step is None else int(step), kind
+
+
+def lies_in(text: str, folder: Path) -> bool:
+    """Whether the path that `text` names, as itself or of weights, is `folder` or lies in it,
+    wherever links lead; a pattern leads anywhere.
+    """
+    if (path := split_weights(text)[0]) != text and not lies_in(path, folder):
+        return False
     try:
         if glob.has_magic(text) and not os.path.lexists(os.path.expanduser(text)):
             return False

@@ -103,6 +103,10 @@ class LayerState(Protocol):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`."""
 
+    def release(self) -> None:
+        """Drop what is kept of the weight, if anything is."""
+        return None
+
     @staticmethod
     def join(states: Sequence[Any], ranks: DataRanks) -> None:
         """Join states of this kind over the ranks after the last backward of a step; nothing to do
@@ -156,9 +160,6 @@ class LayerKernels(LayerState, Protocol):
         [K, N] for dgrad (True); `weight` has only its shape and gradient then. None: the kernels
         quantise it.
         """
-
-    def release(self) -> None:
-        """Drop what is kept of the weight."""
 
 
 class ExpertKernels(LayerState, Protocol):

@@ -6,7 +6,7 @@ Layout, one directory a step::
                                   tensors.safetensors    all other tensors: moments, random states, scales
                                   state.json             version, step, checksums, and all that is not a tensor
 
-Who wants the weights alone neither reads nor verifies the moments (`load(…, weights=True)`).
+Who wants the weights alone neither reads nor verifies the moments (`load(…, kind=WEIGHTS)`).
 
 Several ranks write two files each, `weights-00003-of-00008.safetensors` and
 `tensors-00003-of-00008.safetensors`, with the parts of the tensors that the rank owns; no rank ever
@@ -44,7 +44,7 @@ from fp4train.checkpoint import layout
 from fp4train.checkpoint.layout import ALONE, CheckpointGroup, opened_folder
 from fp4train.checkpoint.reading import StoredTensors, Unusable, read
 from fp4train.checkpoint.tree import JSON
-from fp4train.checkpoint.writing import Writing
+from fp4train.checkpoint.writing import KINDS, Writing
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.shards import TensorShard
@@ -95,6 +95,7 @@ def save(
     unproven: bool = False,
     beside: Beside | None = None,
     ranks: CheckpointGroup = ALONE,
+    kinds: Mapping[str, str] = KINDS,
 ) -> Path:
     """Write the checkpoint of `step` into `folder` and keep the newest `keep`.
 
@@ -116,6 +117,8 @@ def save(
             `keep`: `prune` removes what is too many once it is known to be good.
         beside: which of the older ones stay beside those.
         ranks: who writes it.
+        kinds: key of a state → the kind of file of its tensors; those of other keys are in files of
+            `layout.TENSORS`.
 
     Returns:
         The directory of the new checkpoint.
@@ -133,7 +136,7 @@ def save(
     else:
         place = Path(folder)
     try:
-        Writing(folder, step, ranks).write(tensors, state)
+        Writing(folder, step, ranks, kinds).write(tensors, state)
         if ranks.first:
             prune(folder, step, keep + unproven, beside=beside)
     except OSError as error:
@@ -152,7 +155,7 @@ def load(
     folder: Path,
     step: int | None = None,
     *,
-    weights: bool = False,
+    kind: str | None = None,
     ranks: CheckpointGroup = ALONE,
     verify: bool = True,
 ) -> Checkpoint:
@@ -162,8 +165,8 @@ def load(
     and find the same checkpoint. A warning names every newer one that is skipped.
 
     Args:
-        weights: verify and find the tensors of the model alone, whatever has become of the files of
-            the others.
+        kind: verify and find the tensors in files of this kind alone, whatever has become of the
+            others; None: all.
         verify: compare the files with their checksums; without it their headers alone are read.
 
     Raises:
@@ -183,7 +186,7 @@ def load(
         newer = None
         try:
             with opened_folder(folder) as opened, opened.folder(path.name) as each:
-                tensors, state = read(each, candidate, ranks if verify else None, weights=weights)
+                tensors, state = read(each, candidate, ranks if verify else None, kind=kind)
         except Unusable as reason:
             problem = str(reason)
         except OSError as error:

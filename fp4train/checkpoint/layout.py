@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FORMAT = "fp4train.checkpoint"
-VERSION = 2
+VERSION = 3
 """The format version that is written and read."""
 WEIGHTS = "weights"
 TENSORS = "tensors"
-"""The two kinds of files: of the tensors whose names begin with `OF_THE_MODEL`, and of all
-others.
-"""
-OF_THE_MODEL = "model/"
+"""Kinds of files: of the weights, and of all tensors that have no kind of their own."""
+MODEL = "model"
+"""Key of the weights in a state, and the first part of their paths."""
 STATE = "state.json"
 STATE_LIMIT = 1 << 26
 """Bytes of a state that are read at most; the largest of fp4train's own have some hundred
@@ -50,6 +49,16 @@ def opened_folder(folder: Path | Folder, *, create: bool = False) -> Iterator[Fo
             above.folder(name, create=create) as opened,
         ):
             yield opened
+
+
+def key_of(kind: str) -> str:
+    """The key of the state whose tensors files of a `kind` hold; weights apart, it is the kind."""
+    return MODEL if kind == WEIGHTS else kind
+
+
+def kind_of(file: str) -> str:
+    """The kind of a file that has a name of `file_name`."""
+    return re.split(r"[-.]", file, maxsplit=1)[0]
 
 
 def file_name(kind: str, rank: int, size: int) -> str:

@@ -189,11 +189,11 @@ class Unusable(Exception):
 
 
 def read(
-    folder: Folder, step: int, ranks: CheckpointGroup | None, *, weights: bool = False
+    folder: Folder, step: int, ranks: CheckpointGroup | None, *, kind: str | None = None
 ) -> tuple[StoredTensors, dict[str, JSON]]:
     """The checkpoint in `folder`, of whose files this rank verifies a part, and without ranks the
-    state alone; nothing here waits for another rank. `weights`: the other tensors are left out,
-    where they lie in files of their own.
+    state alone; nothing here waits for another rank. `kind`: tensors in files of another kind are
+    left out.
     """
     try:
         body = json.loads(folder.read(STATE, layout.STATE_LIMIT))
@@ -209,8 +209,8 @@ def read(
                 f"up to {VERSION}. "
                 "Update fp4train to resume from it."
             )
-        if version == 1:
-            raise OlderForm(folder.path, "has checkpoint format version 1")
+        if version in range(1, VERSION):
+            raise OlderForm(folder.path, f"has checkpoint format version {version}")
         if version != VERSION:
             raise Unusable(f"{STATE} has no format version")
         if body["step"] != step:
@@ -221,16 +221,15 @@ def read(
             raise Unusable(f"{STATE} holds no state")
         aliases = described["aliases"]
         files = described["files"]
-        with_weights = {
-            name: file for name, file in files.items() if name.startswith(layout.WEIGHTS)
-        }
-        if "model" in state and not with_weights:
-            raise OlderForm(folder.path, "has weights and moments in one file")
-        if weights:
-            files = with_weights
-            aliases = {
-                name: aliases[name] for name in aliases if name.startswith(layout.OF_THE_MODEL)
-            }
+        if kind is not None:
+            kinds = sorted({layout.kind_of(name) for name in files} - {layout.TENSORS})
+            if kind not in kinds:
+                raise UserError(
+                    f"{folder.path} holds no {kind}: it has {', '.join(kinds) or 'none'}"
+                )
+            files = {name: file for name, file in files.items() if layout.kind_of(name) == kind}
+            key = layout.key_of(kind)
+            aliases = {name: aliases[name] for name in aliases if name.startswith(f"{key}/")}
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
         if ranks is None:
             verified = set()

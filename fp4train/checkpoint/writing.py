@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -19,16 +20,25 @@ from fp4train.files import Folder
 from fp4train.sealed import sealed
 from fp4train.shards import TensorShard, owned, separate
 
+KINDS = MappingProxyType({layout.MODEL: layout.WEIGHTS})
+"""Key of a state → the kind of file of its tensors, where nobody says."""
 ENDED = "a rank has ended, or does not answer"
 
 
 class Writing:
     """The checkpoint of one step, written by all of `ranks` in the same order of steps."""
 
-    def __init__(self, folder: Path | Folder, step: int, ranks: CheckpointGroup) -> None:
+    def __init__(
+        self,
+        folder: Path | Folder,
+        step: int,
+        ranks: CheckpointGroup,
+        kinds: Mapping[str, str] = KINDS,
+    ) -> None:
         self.folder = folder
         self.step = step
         self.ranks = ranks
+        self.kinds = kinds
         self.name = layout.directory_name(step)
         self.temporary = f"{layout.LEFTOVER}{self.name}"
 
@@ -71,15 +81,14 @@ class Writing:
         whole = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
         parts |= owned(whole, leads=self.ranks.leads)
         described: dict[str, Any] = {"files": {}, "aliases": {}, **stage}
-        of_model = {name for name in parts if name.startswith(layout.OF_THE_MODEL)}
+        by_kind: dict[str, list[str]] = {}
+        for name in parts:
+            by_kind.setdefault(self.kinds.get(name.partition("/")[0], layout.TENSORS), []).append(
+                name
+            )
         with opened_folder(self.folder) as opened, self._shared(opened) as new:
-            for kind, names in (
-                (layout.WEIGHTS, of_model),
-                (layout.TENSORS, parts.keys() - of_model),
-            ):
-                stored, aliases = separate(
-                    {name: part.tensor for name, part in parts.items() if name in names}
-                )
+            for kind, names in by_kind.items():
+                stored, aliases = separate({name: parts[name].tensor for name in names})
                 if stored:
                     file = layout.file_name(kind, self.ranks.rank, self.ranks.size)
                     described["files"][file] = self._file(

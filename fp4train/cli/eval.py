@@ -5,7 +5,7 @@ FOLDER is a model of Hugging Face, for task= and text=.
 
   recipe=A,B       and recipe.KEY=VALUE, policy=NAME; the default is high precision, and the recipe that the forward
                    pass was trained in
-  step=200         the checkpoint; the default is the newest
+  step=200         the checkpoint, as RUN@200; the default is the newest. RUN:ema is the run's average of weights
   batches=8        of held-out text; the default is the run's, which gives its val/loss
   text=PATH        instead of held-out text: a text file, or those of a folder
   task=NAME        tasks of lm_eval, or a YAML file of your own; several are separated by commas

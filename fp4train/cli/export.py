@@ -6,7 +6,7 @@ A run as a folder that other software loads: configuration, weights, tokenizer a
   to=compressed-tensors, to=modelopt  the codes and scales of NVFP4, MXFP8 or FP8 that training used, for vLLM, SGLang
                                       and TensorRT-LLM
   out=FOLDER       a new folder; it is whole, or not there
-  step=200         the checkpoint; the default is the newest
+  step=200         the checkpoint, as RUN@200; the default is the newest. RUN:ema is the run's average of weights
   dtype=float32    of the weights: float32 keeps every bit, bf16 rounds to half the size; of codes bf16 is the default,
                    for what is in high precision
   shard=5GB        largest file of weights
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.cli.output import fitted, usage
-from fp4train.cli.trained import named_paths
+from fp4train.cli.trained import named_paths, source_named
 from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, count, read_options
 from fp4train.errors import UserError
@@ -92,16 +92,16 @@ def main(arguments: list[str]) -> int:
         plugins.using(overrides.plugins(line.overrides), folders),
         study_progress("tensor", every=10.0) as shown,
     ):
-        how: dict[str, Any] = {"step": step, "dtype": DTYPES[dtype], "shard": shard, "tell": shown}
+        how: dict[str, Any] = {"dtype": DTYPES[dtype], "shard": shard, "tell": shown}
         if to == "hf":
-            made = export_huggingface(Path(line.runs[0]), out, **how)
+            made = export_huggingface(source_named(line.runs[0], step), out, **how)
         else:
             from fp4train.exchange.quantised import Measures, export_quantised
 
             stretch, calibrate, losses = of_codes
             measures = Measures(calibrate=calibrate, losses=losses is not False, paths=paths)
             made = export_quantised(
-                Path(line.runs[0]), out, to, stretch=stretch, measures=measures, **how
+                source_named(line.runs[0], step), out, to, stretch=stretch, measures=measures, **how
             )
     for note in made.notes:
         print(fitted(note))

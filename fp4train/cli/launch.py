@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.output import explained
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind, path_values, unknown_keys
@@ -266,9 +267,13 @@ def _with_run(cfg: DictConfig, changed: Sequence[str]) -> DictConfig:
     Raises:
         UserError: the run's configuration cannot be used.
     """
-    if not isinstance(cfg.init, str) or not (Path(cfg.init) / run_directory.CONFIG).is_file():
+    if isinstance(cfg.init, str):
+        run = WeightSource.parse(cfg.init).path
+    else:
+        run = None
+    if run is None or not (run / run_directory.CONFIG).is_file():
         return cfg
-    saved = plain(run_directory.read_config(Path(cfg.init)))
+    saved = plain(run_directory.read_config(run))
     found = OmegaConf.create(plain(cfg))
     with open_dict(found):
         if "model" not in changed:

@@ -31,7 +31,6 @@ from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn.conversion import weight_groups
-from fp4train.optim.adamw import moment_bytes
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
@@ -54,6 +53,9 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
+from fp4train.run.state.moments import Moments
+from fp4train.run.state.weights import ModelWeights
+from fp4train.run.states import bytes_per_parameter
 from fp4train.text import columns, tabulate, three_digits
 
 if TYPE_CHECKING:
@@ -272,7 +274,7 @@ def _plan(
         render(plan, full=True, width=width) if full else summarise(plan, width),
         sep="\n\n",
     )
-    print("", _weights(model), "", fitted(_checkpoint(model, moment_bytes(config.optim))), sep="\n")
+    print("", _weights(model), "", fitted(_checkpoint(model, config)), sep="\n")
     if gpu is None:
         layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
         layers += operations_in_c(
@@ -353,18 +355,21 @@ def _weights(model: nn.Module) -> str:
     return "\n".join(tabulate([header, *rows], right={1, 2, 3}, width=terminal_width()))
 
 
-def _checkpoint(model: nn.Module, moments: int) -> str:
-    """Size of a checkpoint in words: weights, and the moments of the optimizer, `moments` bytes per
-    parameter.
-    """
-    held = sum(p.numel() * (p.element_size() + moments) for p in model.parameters())
+def _checkpoint(model: nn.Module, config: Config) -> str:
+    """Size of a checkpoint in words."""
+    states = bytes_per_parameter(config)
+    beside = sum(size for title, size in states.items() if title != ModelWeights.title)
+    held = sum(p.numel() * (p.element_size() + beside) for p in model.parameters())
+    what = " and ".join(
+        {ModelWeights.title: "weights", Moments.title: "two moments"}.get(title, title)
+        for title in states
+    )
     if held >= 1e9:
         size = f"{held / 1e9:,.2f} GB"
     else:
         size = f"{held / 1e6:,.1f} MB"
     return (
-        f"A checkpoint holds about {size} (weights and two moments); main memory holds a copy "
-        "while it is written."
+        f"A checkpoint holds about {size} ({what}); main memory holds a copy while it is written."
     )
 
 

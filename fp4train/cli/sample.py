@@ -9,7 +9,7 @@ Text that the model of a run, or of a Hugging Face folder, writes after a prompt
   top_p=0.9        only the most likely tokens that together have this probability
   seed=0           of the random numbers: the same command writes the same text
   recipe=bf16      and recipe.KEY=VALUE, policy=NAME; the default is the recipe that the forward pass was trained in
-  step=200         the checkpoint; the default is the newest
+  step=200         the checkpoint, as RUN@200; the default is the newest. RUN:ema is the run's average of weights
   plugins=[NAME]   packages of the classes of your own that the run uses
   --json           as data, with the token ids
 """

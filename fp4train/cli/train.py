@@ -8,7 +8,7 @@ Train a run, or go on with it; the keys are listed below.
   data=hf data.name=NAME     of Hugging Face, or data.path=FILE.jsonl|FILE.parquet; data.column=text, data.max_tokens=…
   data=tokens data.path=PATH data.vocab_size=N    ids of tokens, data.val_path=PATH those of validation
   resume=RUN       go on from its newest checkpoint, or resume_step=200; with run.name=NAME as another run
-  init=RUN         a new run with the weights of another, of its newest checkpoint or init_step=200
+  init=RUN         a new run with the weights of another, of its newest checkpoint or init_step=200 (RUN@200)
   init=FOLDER      a new run with the weights, model and tokenizer of a Hugging Face folder (docs/exchange.md)
   parallel.KEY=N   how the ranks that torchrun or srun starts share the run (docs/scale.md)
   plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: options of your own

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.override_parser.types import Override
 
+from fp4train.checkpoint.source import WeightSource
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.overrides import CommandLine, Option
 from fp4train.config.schema import Config
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.precision import LayerPolicy, Recipe
 from fp4train.text import near_miss, whole_number
 
@@ -29,6 +29,16 @@ STEP = Option(whole_number, "step={!r} must be the step of a checkpoint")
 CHOSEN = ("recipe", "policy")
 _PATHS = {field.name for field in fields(Config)} - {"plugins", *CHOSEN}
 """Sections of a run's configuration, whose paths may be given."""
+
+
+def source_named(word: str, step: int | None) -> WeightSource:
+    """The weights that a word of a command names, and an option step=.
+
+    Raises:
+        UserError: each names a step.
+    """
+    with user_errors(ValueError):
+        return WeightSource.parse(word, step)
 
 
 def with_model(
@@ -61,7 +71,7 @@ def with_model(
         from fp4train.lab.studies.candidates import sweep_axes
 
         axes = sweep_axes(overrides.with_files(chosen), folders)
-        trained = load_trained(Path(line.runs[0]), step, paths)
+        trained = load_trained(source_named(line.runs[0], step), paths)
         return task(trained, _named(trained, axes))
 
 

@@ -4,7 +4,7 @@ Whether a folder that `export` wrote has the numbers of the run: codes, block sc
 precision, names, shapes and configuration; a line for each layer, and for each file that an export does not write,
 since other software may read it. Exit code 0: all are equal; 1: not.
 
-  against=RUN      the run directory
+  against=RUN      the run directory, or RUN@200:ema as for export
   step=200         the checkpoint; the default is the one that the folder names, or the newest
   stretch=100      a step of the steps whose codes the folder has; the default is as it says
   loss=8           also the loss of the folder in transformers, on so many batches of held-out text, beside the run's,
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp4train.cli.output import fitted, terminal_width, usage
-from fp4train.cli.trained import named_paths
+from fp4train.cli.trained import named_paths, source_named
 from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 USAGE = usage(__doc__)
 OPTIONS = {
-    "against": Option(Path),
+    "against": Option(),
     "step": Option(whole_number, "step={!r} must be the step of a checkpoint"),
     "stretch": Option(
         whole_number, "stretch={!r} must be a step of the steps whose codes the folder has"
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"verify needs one folder and the run that it was made from: {USAGE}")
     paths = named_paths(overrides.parse(line.overrides), tuple(OPTIONS))
     with plugins.using(overrides.plugins(line.overrides)):
-        found = verify(Path(line.runs[0]), run, step=step, stretch=stretch)
+        found = verify(Path(line.runs[0]), source_named(run, step), stretch=stretch)
         losses: dict[str, float] = {}
         if batches and found.equal:
             from fp4train.exchange.served import served_losses
@@ -88,7 +88,7 @@ def _show(found: Verified, losses: dict[str, float], batches: int | None) -> Non
             )
         )
     wrong = sum(bool(each.differences) for each in found.layers)
-    of = f"{found.run} at step {found.step}" + (f", {found.stretch}" if found.stretch else "")
+    of = found.title + (f", {found.stretch}" if found.stretch else "")
     if found.equal:
         print(
             fitted(

@@ -22,10 +22,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fp4train.checkpoint.source import WeightSource
 from fp4train.config import foreign, overrides
 from fp4train.config.binding import complete, key_fields
 from fp4train.config.folders import CONFIGS, own_options, register_recipes
-from fp4train.config.from_folder import names_folder
 from fp4train.config.schema import Config, keys, plain
 from fp4train.errors import UserError, user_errors
 from fp4train.sealed import CONFIG
@@ -126,10 +126,12 @@ def _model_brought(words: Iterable[Override]) -> bool:
     """Whether init=… brings the model: it names a Hugging Face folder, or a run, and no model=… is
     chosen.
     """
-    sources = [str(word.value()) for word in words if word.key_or_group == "init"]
-    if any(names_folder(source) for source in sources):
+    sources = [
+        WeightSource.parse(str(word.value())) for word in words if word.key_or_group == "init"
+    ]
+    if any(source.is_folder for source in sources):
         return True
-    runs = [source for source in sources if (Path(source) / CONFIG).is_file()]
+    runs = [source for source in sources if (source.path / CONFIG).is_file()]
     return bool(runs) and not any(word.key_or_group == "model" for word in words)
 
 

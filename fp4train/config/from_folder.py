@@ -12,8 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from fp4train import sealed
 from fp4train.checkpoint import model_folder
+from fp4train.checkpoint.source import WeightSource
 from fp4train.config import foreign
 from fp4train.config.binding import MISSING
 from fp4train.config.plugins import named
@@ -24,15 +24,6 @@ from fp4train.models.families import Family, family_for
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-
-
-def names_folder(init: str | None) -> bool:
-    """Whether `init` names a Hugging Face folder, and no run directory."""
-    return (
-        init is not None
-        and not (Path(init) / sealed.CONFIG).is_file()
-        and model_folder.is_model_folder(Path(init))
-    )
 
 
 def with_folder(cfg: DictConfig, changed: Iterable[str]) -> DictConfig:
@@ -47,14 +38,17 @@ def with_folder(cfg: DictConfig, changed: Iterable[str]) -> DictConfig:
         UserError: the folder's model is not supported, the command line contradicts it, or it has
             no tokenizer.
     """
-    if not isinstance(cfg.init, str) or not names_folder(cfg.init):
+    if not isinstance(cfg.init, str) or not (source := WeightSource.parse(cfg.init)).is_folder:
         return cfg
-    folder = Path(cfg.init)
+    folder = source.path
     changed = set(changed)
-    if cfg.init_step is not None:
+    if cfg.init_step is not None or source != WeightSource(path=folder):
+        if cfg.init_step is not None:
+            named = f"init_step={cfg.init_step}"
+        else:
+            named = f"init={source}"
         raise UserError(
-            f"init_step={cfg.init_step} is the step of a checkpoint, and init={folder} is no "
-            "run: leave it out"
+            f"{named} is the step of a checkpoint, and init={folder} is no run: leave it out"
         )
     values = plain(cfg) | {"model": _model(cfg, folder, changed)}
     if (section := _tokenizer(cfg, folder, changed)) is not None:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fp4train.backends import CHOICES
+from fp4train.checkpoint.source import WeightSource
 from fp4train.config.binding import bind
 from fp4train.config.plugins import walk
 from fp4train.data import Source
@@ -109,6 +110,9 @@ class TrainSettings:
             on, "stop" ends the run, "rewind" goes back to the last good checkpoint and past the
             batches since (`run/supervise/divergence.py`).
         rewinds: number of times that a run goes back; the next divergence ends it.
+        ema: decay per step of an exponential moving average of the weights, between 0 and 1
+            (`run/state/average.py`): evaluated beside them, saved, and named RUN:ema. None: none is
+            kept.
     """
 
     steps: int
@@ -124,10 +128,13 @@ class TrainSettings:
     document_mask: bool = False
     on_divergence: str = "warn"
     rewinds: int = 5
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("train.kernels", self.kernels, ("auto", "torch", "liger"))
         check_choice("train.on_divergence", self.on_divergence, ("warn", "stop", "rewind"))
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"train.ema={self.ema} must lie between 0 and 1, or be null for none")
         check_least(self, "train.", "rewinds", least=0, must="a number of times, or 0 for none")
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             raise ValueError(
@@ -269,12 +276,12 @@ class Config:
         resume: the run directory to go on from.
         plugins: packages that the command line named; kept with the run for information.
         resume_step: the kept checkpoint of `resume` to go on from; None: the newest.
-        init: the run directory, or Hugging Face folder, whose weights a new run begins with; data,
-            schedule and step are its own, and of a folder it has model and tokenizer
-            (`config/from_folder.py`).
+        init: the weights that a new run begins with (`checkpoint/source.py`): of a run, RUN or
+            RUN@STEP:KIND, or of a Hugging Face folder; data, schedule and step are its own, and of
+            a folder it has model and tokenizer (`config/from_folder.py`).
         init_step: the kept checkpoint of `init`; None: the newest.
-        teacher: the run directory or Hugging Face folder of the model whose distribution the run
-            learns.
+        teacher: the weights of the model whose distribution the run learns, named as those of
+            `init`.
         teacher_step: the kept checkpoint of `teacher`; None: the newest.
         (The other fields hold one object for each section of `configs/train.yaml`.)
     """
@@ -305,6 +312,20 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     oscillation: OscillationReset = field(default_factory=OscillationReset)
 
+    @property
+    def init_weights(self) -> WeightSource | None:
+        """The weights that a new run begins with; None: it draws its own."""
+        if self.init is None:
+            return None
+        return WeightSource.parse(self.init, self.init_step)
+
+    @property
+    def teacher_weights(self) -> WeightSource | None:
+        """The weights of the teacher; None: there is none."""
+        if self.teacher is None:
+            return None
+        return WeightSource.parse(self.teacher, self.teacher_step)
+
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, CHOICES)
         if self.gpu is not None:
@@ -315,6 +336,8 @@ class Config:
                 raise ValueError(
                     f"{name}_step={step} is the step of a checkpoint of {name}=RUN: give both"
                 )
+        for name in ("init_weights", "teacher_weights"):
+            getattr(self, name)  # refused where the text and the option name a step each
 
 
 def to_config(cfg: DictConfig) -> Config:

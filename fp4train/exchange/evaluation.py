@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp4train.checkpoint.layout import WEIGHTS
 from fp4train.config.schema import plain
 from fp4train.data import Loader
 from fp4train.data.encoding import encode_document
@@ -247,8 +248,13 @@ def record(trained: TrainedModel, scores: Sequence[Score]) -> str:
     source = trained.source
     if not os.access(source, os.W_OK):
         return f"{source} cannot be written: not recorded"
+    of = "" if trained.kind == WEIGHTS else f" of {trained.kind}"
     entries = [
-        {"task": s.task, "recipe": s.recipe, **{f"eval/{k}": v for k, v in s.values.items()}}
+        {
+            "task": f"{s.task}{of}",
+            "recipe": s.recipe,
+            **{f"eval/{k}": v for k, v in s.values.items()},
+        }
         for s in scores
     ]
     if run_directory.is_running(source):

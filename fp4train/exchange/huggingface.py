@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fp4train.checkpoint.layout import WEIGHTS
+from fp4train.checkpoint.source import WeightSource
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.data.template import kept_template
 from fp4train.data.tokens import begin_of_document
@@ -54,10 +56,9 @@ class Exported:
 
 
 def export_huggingface(
-    run: Path,
+    source: WeightSource | Path,
     out: Path,
     *,
-    step: int | None = None,
     dtype: torch.dtype = torch.float32,
     shard: int = SHARD_BYTES,
     tell: Tell = silent,
@@ -65,7 +66,7 @@ def export_huggingface(
     """Write the folder `out`: whole, or not at all.
 
     Args:
-        step: of a checkpoint; None: the newest.
+        source: the weights of a run; of a path the newest.
         dtype: of the weights in the folder, float32 or BF16.
         shard: bytes of weights in one file, at most.
         tell: hears how far it is.
@@ -76,7 +77,7 @@ def export_huggingface(
     """
     with new_export(out) as folder:
         tell(0, None, "verifying the checkpoint")
-        model = open_stored(run, step)
+        model = open_stored(source)
         exact = all(model.dtype(name) == dtype for name in model.names)
         if exact:
             how = "every bit kept"
@@ -115,6 +116,10 @@ def write_model(
         notes: what differs from the run, a sentence each; those of the tokenizer are added.
     """
     notes = [*notes, *write_tables(folder, model, config)]
+    if (kind := model.source.kind) != WEIGHTS:
+        notes.append(
+            f"The weights are those that the run keeps as {kind}; its losses are of others."
+        )
     tokenizer = stored_tokenizer(model.config, model.run)
     notes += [f"{difference}. {CURE}." for difference in loaded_differently(folder.path, tokenizer)]
     found = measured(model)

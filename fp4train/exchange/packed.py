@@ -24,8 +24,6 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import HIGH_PRECISION
-from fp4train.checkpoint import escaped
-from fp4train.checkpoint.layout import OF_THE_MODEL
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT, Format, format_of
@@ -254,7 +252,7 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
     kept: list[str] = []
     ran = _recorded(model, stretch)
     for name, plan in stretch.layers.items():
-        stored = f"{OF_THE_MODEL}{escaped(f'{name}.weight')}"
+        stored = model.path(f"{name}.weight")
         parts = model.parts_of(stored)
         operands = plan.fprop.operands
         if plan.why_no_codes is not None and operands.second is not None:
@@ -294,7 +292,7 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
     kept += [
         model.module_of(each)
         for each in model.names
-        if len(model.shape(each)) == 2 and each not in packed and each != EMBEDDING
+        if len(model.shape(each)) == 2 and each not in packed and each != model.path(EMBEDDING)
     ]
     formats = {each.format.name: each.format for each in packed.values()}
     if len(formats) != 1:
@@ -382,8 +380,8 @@ def _renamed(module: str) -> str:
 
 def planned(model: StoredModel) -> Plan:
     """The plan of a run, of a model without weights."""
-    config, (rows, _) = model.config, model.found.tensors.shape(f"{OF_THE_MODEL}embed.weight")
-    layers = find_layers(build_model(config, rows, torch.device("meta"))).values()
+    config = model.config
+    layers = find_layers(build_model(config, model.vocab_size, torch.device("meta"))).values()
     timeline = build_timeline(config, model.run)
     with user_errors(ValueError, before=f"{model.run}: "):
         return make_plan(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from fp4train.checkpoint.source import WeightSource
 from fp4train.errors import UserError
 from fp4train.exchange import activations
 from fp4train.exchange.evaluation import held_out
@@ -59,11 +60,10 @@ class Measures:
 
 
 def export_quantised(
-    run: Path,
+    source: WeightSource | Path,
     out: Path,
     layout: str,
     *,
-    step: int | None = None,
     stretch: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     measures: Measures = Measures(),
@@ -73,8 +73,8 @@ def export_quantised(
     """Write the folder `out`: whole, or not at all.
 
     Args:
+        source: the weights of a run; of a path the newest.
         layout: "compressed-tensors" or "modelopt".
-        step: of a checkpoint; None: the newest whose weights are whole.
         stretch: a step of the stretch whose codes are packed; None: of the last one in which fprop
             quantised weights.
         dtype: of what is in high precision.
@@ -86,7 +86,7 @@ def export_quantised(
     """
     with new_export(out) as folder:
         tell(0, None, "verifying the checkpoint")
-        model = open_stored(run, step)
+        model = open_stored(source)
         if model.family.loaded is not None:
             kind = type(model.config.model).__name__
             raise UserError(
@@ -101,11 +101,8 @@ def export_quantised(
         if layout == MODELOPT:
             write_json(folder, "hf_quant_config.json", modelopt_configuration(packed.format, kept))
         own = packed.stretch
-        record = {
-            "step": packed.model.found.step,
-            "stretch": [own.start, own.stop],
-            "recipe": own.recipe.name,
-        }
+        record = {"step": model.found.step, "weights": model.source.kind, "recipe": own.recipe.name}
+        record["stretch"] = [own.start, own.stop]
         write_json(
             folder, RECORD, {**record, "requantised": len(packed.requantised), "losses": found}
         )
@@ -146,7 +143,7 @@ def _measured(
         scales = f"the last {known[1]} measured steps of training"
     losses: dict[str, float] = {}
     if measures.losses or (packed.format.static and known is None):
-        trained = load_trained(model.run, model.found.step, measures.paths)
+        trained = load_trained(model.source, measures.paths)
         own = NamedRecipe(
             name=stretch.recipe.name, recipe=stretch.recipe, policy=trained.config.policy
         )

@@ -47,7 +47,7 @@ def served_losses(
         raise UserError(
             f"loss={batches}: transformers does not load the codes of experts; vLLM runs the folder"
         )
-    trained = load_trained(found.run, found.step, paths)
+    trained = load_trained(found.source, paths)
     loss, tokens = transformers_loss(
         found.folder, trained, batches, compressed=found.layout == COMPRESSED_TENSORS
     )

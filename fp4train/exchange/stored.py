@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fp4train import checkpoint
-from fp4train.checkpoint.layout import OF_THE_MODEL
+from fp4train.checkpoint.layout import key_of
+from fp4train.checkpoint.source import WeightSource
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.config import Config, to_config
 from fp4train.errors import UserError, user_errors
@@ -27,7 +28,7 @@ PIECE_BYTES = 1 << 22
 """Bytes of a tensor that are held at a time. Larger pieces leave gaps in the heap: 1 GB for codes
 of 1 G weights.
 """
-EMBEDDING = f"{OF_THE_MODEL}embed.weight"
+EMBEDDING = "embed.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +59,24 @@ class StoredModel:
     own name.
 
     Args:
-        run: its directory.
+        source: the run, the step and the kind of the weights.
         found: the checkpoint; weights are read when they are asked for.
         family: the form of the model in `transformers`.
         parts: what is stored, by name.
         names: part → name in `transformers`, each once.
     """
 
-    run: Path
+    source: WeightSource
     config: Config
     found: checkpoint.Checkpoint = field(repr=False)
     family: Family
     parts: dict[str, Part] = field(repr=False)
     names: dict[str, str] = field(repr=False)
+
+    @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self.source.path
 
     @property
     def parameters(self) -> int:
@@ -85,7 +91,11 @@ class StoredModel:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding, padded ones included."""
-        return self.found.tensors.shape(EMBEDDING)[0]
+        return self.found.tensors.shape(self.path(EMBEDDING))[0]
+
+    def path(self, name: str) -> str:
+        """The path in the checkpoint of the tensor that the model calls `name`."""
+        return f"{key_of(self.source.kind)}/{checkpoint.escaped(name)}"
 
     def described(self) -> dict[str, Any]:
         """The `config.json`, without dtype and ids of tokens.
@@ -150,14 +160,17 @@ class StoredModel:
             yield self.rows(name, first, min(step, rows - first)).to(dtype)
 
 
-def open_stored(run: Path, step: int | None = None) -> StoredModel:
-    """The model of a run at the checkpoint of `step`; None: the newest, and no older one in its
-    place.
+def open_stored(named: WeightSource | Path) -> StoredModel:
+    """The weights of a run that are named; of the newest checkpoint where no step is, and no older
+    one in its place.
 
     Raises:
         UserError: there is no run or no such checkpoint, or its weights are damaged; or the model
             has no form in `transformers`.
     """
+    source = WeightSource.of(named)
+    run = source.path
+    step = source.step
     config = to_config(run_directory.read_config(run_directory.require_run(run)))
     with user_errors(ValueError, before=f"{run}: "):
         family = family_of(config.model)
@@ -170,20 +183,18 @@ def open_stored(run: Path, step: int | None = None) -> StoredModel:
     if step is None and steps:
         step = steps[-1]
     with user_errors(UserError, after=cure):
-        found = checkpoint.load(folder, step, weights=True)
+        found = checkpoint.load(folder, step, kind=source.kind)
     check_belongs(found, run, mend=False)
     with user_errors(ValueError, before=f"{run}: "):
         described = family.names_of(config.model)
-    known = {
-        f"{OF_THE_MODEL}{checkpoint.escaped(own)}": theirs for own, theirs in described.items()
-    }
-    stored = {name for name in found.tensors if name.startswith(OF_THE_MODEL)}
-    if strange := sorted(known.keys() ^ stored):
+    above = f"{key_of(source.kind)}/"
+    known = {f"{above}{checkpoint.escaped(own)}": theirs for own, theirs in described.items()}
+    if strange := sorted(known.keys() ^ set(found.tensors)):
         if strange[0] in known:
             what = "lacks"
         else:
             what = "holds, beside the weights of its model,"
-        raise UserError(f"{found.path} {what} {first_few(strange, 1).removeprefix(OF_THE_MODEL)}")
+        raise UserError(f"{found.path} {what} {first_few(strange, 1).removeprefix(above)}")
     parts: dict[str, Part] = {}
     names: dict[str, str] = {}
     seen: set[str] = set()
@@ -193,7 +204,14 @@ def open_stored(run: Path, step: int | None = None) -> StoredModel:
                 parts[key] = part
                 names[key] = other
                 seen.add(other)
-    return StoredModel(run=run, config=config, found=found, family=family, parts=parts, names=names)
+    return StoredModel(
+        source=source.at(found.step),
+        config=config,
+        found=found,
+        family=family,
+        parts=parts,
+        names=names,
+    )
 
 
 def _parts(name: str, theirs: Stored, shape: tuple[int, ...]) -> Iterator[tuple[str, Part, str]]:

@@ -17,9 +17,11 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from fp4train import checkpoint
+from fp4train.checkpoint.layout import WEIGHTS, key_of
+from fp4train.checkpoint.source import WeightSource
 from fp4train.config import Config, to_config
 from fp4train.config.composition import compose
-from fp4train.config.from_folder import names_folder, with_folder
+from fp4train.config.from_folder import with_folder
 from fp4train.config.overrides import quoted
 from fp4train.data.source import planned_vocab_size
 from fp4train.data.tokens import Tokenizer, borders_of
@@ -29,10 +31,11 @@ from fp4train.precision.phases import Timeline
 from fp4train.run.build import build_model, build_timeline
 from fp4train.run.checks import set_masks
 from fp4train.run.host import choose_device
-from fp4train.run.initial import load_init
+from fp4train.run.initial import open_source
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs, check_paths, own_tokenizer, saved_with
-from fp4train.run.restored import check_model, restored
+from fp4train.run.state.base import saved_part
+from fp4train.run.state.weights import check_weights, load_weights
 
 CONTEXT = 32768
 """Most tokens of a sequence of a folder's model: tables of positions are made for all of them."""
@@ -54,6 +57,7 @@ class TrainedModel:
     Args:
         source: the run directory, or the folder.
         step: optimizer steps done; None: it is of a folder.
+        kind: of the weights (`WeightSource`).
         model: in evaluation mode.
         tokenizer: None for token files that came without one.
         vocab_size: ids that the tokenizer has; the model's head may have more, which stand for
@@ -73,6 +77,7 @@ class TrainedModel:
     device: torch.device
     cfg: DictConfig = field(repr=False)
     paths: Mapping[str, str | None]
+    kind: str = WEIGHTS
 
     @property
     def high_precision(self) -> NamedRecipe:
@@ -130,9 +135,10 @@ class TrainedModel:
     @property
     def title(self) -> str:
         """The origin of the model: the run and its step, or the folder."""
+        kind = "" if self.kind == WEIGHTS else f", {self.kind}"
         if self.step is None:
             return str(self.source)
-        return f"{self.source} at step {self.step}"
+        return f"{self.source} at step {self.step}{kind}"
 
     @property
     def context(self) -> int:
@@ -154,12 +160,12 @@ class TrainedModel:
 
 
 def load_trained(
-    source: Path, step: int | None = None, paths: Mapping[str, str | None] | None = None
+    named: WeightSource | Path, paths: Mapping[str, str | None] | None = None
 ) -> TrainedModel:
     """The model of a run, or of a Hugging Face folder.
 
     Args:
-        step: of a checkpoint; None: the newest.
+        named: its weights; of a path the newest.
         paths: full key → path, which the command line gives; the rest are those of the run's
             configuration.
 
@@ -167,8 +173,11 @@ def load_trained(
         UserError: there is no run or no such checkpoint, or it does not fit the configuration, or
             is not finite.
     """
-    if names_folder(str(source)):
-        if step is not None or paths:
+    weights = WeightSource.of(named)
+    source = weights.path
+    step = weights.step
+    if weights.is_folder:
+        if weights != WeightSource(path=source) or paths:
             raise UserError(
                 f"{source} is a Hugging Face folder and no run: leave out step= and keys of a run"
             )
@@ -180,7 +189,7 @@ def load_trained(
     config = replace(
         config, train=replace(config.train, compile=False, cuda_graph=False, kernels=kernels)
     )
-    found = checkpoint.load(source / run_directory.CHECKPOINTS, step, weights=True)
+    found = checkpoint.load(source / run_directory.CHECKPOINTS, step, kind=weights.kind)
     check_belongs(found, source, mend=False)
     tokenizer = own_tokenizer(config, source, lambda lost: check_paths(cfg, paths or {}))
     device = choose_device(config.device)
@@ -191,13 +200,14 @@ def load_trained(
     model = build_model(config, vocab_size, device)
     strange = (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError)
     with user_errors(*strange, before=f"{found.path} does not fit the model of {source}: "):
-        weights = restored(found, model)["model"]
-        check_model(model, weights)
-    model.load_state_dict(weights)
+        saved = saved_part(found, key_of(weights.kind), model)
+        check_weights(model, saved)
+    load_weights(model, saved)
     return TrainedModel(
         source=source,
         config=config,
         step=found.step,
+        kind=weights.kind,
         model=model.eval(),
         tokenizer=tokenizer,
         vocab_size=vocab_size,
@@ -234,8 +244,7 @@ def _of_folder(folder: Path) -> TrainedModel:
     else:
         cfg.train.seq_len = min(int(positions), CONTEXT)
     config = to_config(cfg)
-    found = load_init(config, checkpoint.ALONE)
-    assert found is not None
+    found = open_source(WeightSource(path=folder), config.model)
     tokenizer = _of_texts(config.data.tokenizer)  # type: ignore[attr-defined]
     device = choose_device(config.device)
     model = build_model(config, tokenizer.vocab_size, device)

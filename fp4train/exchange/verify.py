@@ -9,16 +9,17 @@ numbers of training. They must be finite, above 0, and one for layers that are f
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp4train.checkpoint.layout import OF_THE_MODEL, STATE_LIMIT
+from fp4train.checkpoint.layout import STATE_LIMIT
 from fp4train.checkpoint.model_folder import has_file, open_weights, read_config, read_table
 from fp4train.checkpoint.reading import StoredTensors
+from fp4train.checkpoint.source import WeightSource
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.errors import UserError
 from fp4train.exchange.folder import write_json
@@ -66,12 +67,26 @@ class Verified:
     """The comparison of a folder with a run; `others`: differences that are of no layer."""
 
     folder: Path
-    run: Path
-    step: int
+    source: WeightSource
     layout: str
     stretch: str | None
     layers: list[VerifiedLayer] = field(repr=False)
     others: list[str]
+
+    @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self.source.path
+
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint."""
+        return self.source.step
+
+    @property
+    def title(self) -> str:
+        """The origin of the weights."""
+        return self.source.title
 
     @property
     def equal(self) -> bool:
@@ -98,13 +113,11 @@ class Verified:
         }
 
 
-def verify(
-    folder: Path, run: Path, *, step: int | None = None, stretch: int | None = None
-) -> Verified:
+def verify(folder: Path, source: WeightSource | Path, *, stretch: int | None = None) -> Verified:
     """Compare a folder that `fp4train export` wrote with a run.
 
     Args:
-        step: of the checkpoint; None: the one that the folder names, or the newest.
+        source: the weights of the run; of a path those that the folder names, or the newest.
         stretch: a step of the stretch of the codes; None: as the folder says, or as the export
             chooses.
 
@@ -114,13 +127,17 @@ def verify(
     """
     config = read_config(folder)
     layout = layout_of(folder, config)
+    source = WeightSource.of(source)
     if has_file(folder, RECORD):
         record = read_table(folder, RECORD)
-        step = _whole(record.get("step"), step)
+        kind = record.get("weights")
+        if source == WeightSource(path=source.path) and isinstance(kind, str):
+            source = replace(source, kind=kind)
+        source = replace(source, step=_whole(record.get("step"), source.step))
         began = record.get("stretch")
         stretch = _whole(began[0] if isinstance(began, list) and began else None, stretch)
     found = open_weights(folder)
-    model = open_stored(run, step)
+    model = open_stored(source)
     dtype = next((each for each, name in SPELLED.items() if config.get("dtype") == name), None)
     if dtype is None:
         raise UserError(
@@ -133,8 +150,7 @@ def verify(
     tables = [*_tables(folder, found, model, packed, dtype)]
     return Verified(
         folder=folder,
-        run=run,
-        step=model.found.step,
+        source=model.source,
         layout=layout,
         stretch=None if packed is None else packed.stretch.title,
         layers=[*_layers(found, model, packed, dtype)],
@@ -188,7 +204,7 @@ def _layers(
             parts.append(part)
             differences += problem
         yield VerifiedLayer(
-            name=stored.removeprefix(OF_THE_MODEL).removesuffix(".weight"),
+            name=stored.partition("/")[2].removesuffix(".weight"),
             module=expected[0].name.rpartition(".")[0],
             form=SPELLED[expected[0].dtype] if layer is None else layer.format.name,
             parts=tuple(parts),

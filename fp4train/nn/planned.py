@@ -134,6 +134,8 @@ class PlannedLayer(nn.Module):
         set by `convert`.
         """
         self.keeps_forms = True
+        self.drops: list[Callable[[], None]] = []
+        """Functions that drop what others keep of the weight (`drop_made`)."""
         self._sums: Sums = None
         self._was_in_context = False
         self._calls, self._tokens = 0, TokenCount()
@@ -352,6 +354,16 @@ class PlannedLayer(nn.Module):
         """
         self.keeps_forms = keep
         self._prepared.clear()
+
+    def drop_made(self) -> None:
+        """Drop what was made of the weight, which was written since: see
+        `parallel.weights.changed`.
+        """
+        self._prepared.clear()
+        for layer_state in self.states.values():
+            layer_state.release()
+        for drop in self.drops:
+            drop()
 
     def sum_gradients(self, sums: bool, *, in_product: bool = True) -> None:
         """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is

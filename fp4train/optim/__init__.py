@@ -13,6 +13,11 @@ from torch import nn
 
 from fp4train.precision.layers import elementwise
 
+DECAYS = "decays"
+"""Key of a group of parameters: whether they have weight decay. A checkpoint has it by parameter,
+and another choice than the one that a run began with is refused.
+"""
+
 
 class Optimizer(Protocol):
     """The constants of an optimizer.
@@ -88,10 +93,11 @@ class Constants:
         for mesh in dict.fromkeys(getattr(p, "device_mesh", None) for p in parameters):
             here = [p for p in parameters if getattr(p, "device_mesh", None) == mesh]
             free = {p for p in here if p.dim() < 2 or p in spared}
+            decayed = [p for p in here if p not in free]
+            groups.append({"params": decayed, "weight_decay": self.weight_decay, DECAYS: True})
             groups.append(
-                {"params": [p for p in here if p not in free], "weight_decay": self.weight_decay}
+                {"params": [p for p in here if p in free], "weight_decay": 0.0, DECAYS: False}
             )
-            groups.append({"params": [p for p in here if p in free], "weight_decay": 0.0})
         return [group for group in groups if group["params"]]
 
 

@@ -10,12 +10,12 @@ is about 1 where the value follows the weight, and large where it oscillates. At
 watch every weight with ratio ≥ `ratio` becomes Q(w), the middle of its bin, from where it takes
 many steps to reach a threshold again.
 
-What is watched is state of the optimizer, float32 of the weight's shape, and so part of every
+What is watched is kept by parameter, float32 of the weight's shape, and is part of every
 checkpoint:
 
-    oscillation_seen    the weight after the step before
-    oscillation_moved   Σ |w_t − w_{t−1}|
-    oscillation_jumped  Σ |Q(w_t) − Q(w_{t−1})|
+    seen    the weight after the step before
+    moved   Σ |w_t − w_{t−1}|
+    jumped  Σ |Q(w_t) − Q(w_{t−1})|
 """
 
 from collections.abc import Callable, Iterable
@@ -27,12 +27,15 @@ from torch import Tensor, nn
 from fp4train.quantize import QuantSpec, quantizer
 from fp4train.text import check_least
 
-SEEN = "oscillation_seen"
-MOVED = "oscillation_moved"
-JUMPED = "oscillation_jumped"
+SEEN = "seen"
+MOVED = "moved"
+JUMPED = "jumped"
 
-Watched = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
-"""A weight, and what gives Q(w) of it (`values_of`)."""
+Watched = tuple[str, nn.Parameter, Callable[[Tensor], Tensor]]
+"""A weight's name, the weight, and what gives Q(w) of it (`values_of`)."""
+
+Paths = dict[str, dict[str, Tensor]]
+"""Name of a weight → what is kept of it between the steps of a watch: `SEEN`, `MOVED`, `JUMPED`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ def values_of(weight: Tensor, spec: QuantSpec) -> Tensor:
 @torch.no_grad()
 def follow(
     settings: OscillationReset,
-    optimizer: torch.optim.Optimizer,
+    paths: Paths,
     watched: Iterable[Watched],
     done: int,
     failed: Tensor,
@@ -104,6 +107,7 @@ def follow(
     The device decides all but the end, for which the host waits.
 
     Args:
+        paths: of the weights; changed here, and empty between two watches.
         watched: the weights that the optimizer has stepped.
         done: optimizer steps done, this one included.
         failed: bool [], the step changed no weight since its gradients are not finite.
@@ -121,16 +125,15 @@ def follow(
         return None
     count = torch.zeros((), device=failed.device)
     total = 0
-    for weight, quantised in watched:
-        state = optimizer.state[weight]
+    for name, weight, quantised in watched:
         now = weight.detach()
         if since == 0:
-            state[SEEN] = now.clone()
-            state[MOVED] = torch.zeros_like(now)
-            state[JUMPED] = torch.zeros_like(now)
+            zeros = torch.zeros_like(now)
+            paths[name] = {SEEN: now.clone(), MOVED: zeros, JUMPED: zeros.clone()}
             continue
-        if SEEN not in state:  # the watch began in another recipe
+        if name not in paths:  # the watch began in another recipe
             continue
+        state = paths[name]
         value = quantised(now)
         state[MOVED] += (now - state[SEEN]).abs_()
         state[JUMPED] += (value - quantised(state[SEEN])).abs_()
@@ -143,7 +146,5 @@ def follow(
             total = total + reset.numel()
     if not ending:
         return None
-    for state in optimizer.state.values():
-        for name in (SEEN, MOVED, JUMPED):
-            state.pop(name, None)
+    paths.clear()
     return float(count) / total if total else None

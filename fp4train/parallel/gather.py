@@ -99,13 +99,19 @@ class WeightGather:
         self._received_at: RunStep | None = None
         self._layout: list[tuple[int, torch.dtype]] = []
         self._repeats = False
-        self._version = -1
 
     @property
     def shard(self) -> Tensor:
         """This rank's rows of the float32 master."""
         shard: Tensor = self.parameter._sharded_local_tensor
         return shard
+
+    def drop(self) -> None:
+        """Forget what was made of the shard, and what arrived: the shard was written."""
+        self.step = None
+        self._made.clear()
+        self.amaxes.clear()
+        self._received = {}
 
     # -- before a forward pass ---------------------------------------------------------------------
 
@@ -123,12 +129,10 @@ class WeightGather:
             shard.fsdp_pre_all_gather = self.send  # type: ignore[attr-defined]
             shard.fsdp_post_all_gather = self.receive  # type: ignore[attr-defined]
             self.parameter._init_extensions()
-        version = shard._version
-        if step is None or step != self.step or version != self._version:
+        if step is None or step != self.step:
             self._made.clear()
             self.amaxes.clear()
         self.step = step
-        self._version = version
         forward, backward = self._parts(plan, step)
         self.forward = forward
         if training:
@@ -446,6 +450,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
     by_name = {each.layer.layer.name: each for each in gathers}
     for each in gathers:
         each.fused = by_name
+        each.layer.drops.append(each.drop)
     alone = world.mesh.tensor == 1 or any(
         each.layer.layer_shard is not None and each.layer.layer_shard.amax == "local"
         for each in gathers

@@ -52,6 +52,7 @@ from fp4train.run.record.generation import belongs_to, keep_generation
 from fp4train.run.record.journal import read_journal, read_swaps, recorded_formats
 from fp4train.run.record.trust import check_belongs, identity_of
 from fp4train.run.run import Run
+from fp4train.run.states import states_of
 from fp4train.run.step import EagerSteps
 from fp4train.run.supervise.divergence import take_over
 from fp4train.run.supervise.saving import Saver
@@ -254,7 +255,7 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             if begun.rewind is not None:
                 take_over(run, begun.rewind)
             if init is not None:
-                init.load(run.model, None if run.pipeline is None else run.pipeline.inventory)
+                init.load(run.model, run.inventory)
         with world.together():
             if world.lead and overwriting:
                 run_directory.start_over(directory)
@@ -385,6 +386,7 @@ def equipped(run: Run) -> Run:
     """`run`, new or a copy with other parts, with what writes its checkpoints, queues its steps,
     and follows them.
     """
+    run.states = states_of(run)
     run.saver = Saver(run, run.world.ranks)
     run.runner = EagerSteps(run)
     run.hooks = hooks(run)
@@ -407,7 +409,7 @@ def inspect(
     """
     with user_errors(ValueError):
         cut = cut_of(model, config.parallel)
-        return cut, Inventory.of(model, config.optim.build(model), layers, tied_weights(model, cut))
+        return cut, Inventory.of(model, layers, tied_weights(model, cut))
 
 
 def _built_or_deferred(

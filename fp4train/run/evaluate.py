@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fp4train.parallel.weights import replaced
 from fp4train.precision import Recipe
 from fp4train.precision.plan import PlannedStretch
 from fp4train.run.finite import first_non_finite
@@ -22,10 +23,25 @@ _log = logging.getLogger(__name__)
 
 
 def evaluate(run: Run, stretch: PlannedStretch) -> Values:
-    """Validation loss in high precision and, beside it, in the recipe of `stretch`."""
-    high, in_recipe = (sum(pair) / len(pair) for pair in microbatch_losses(run, stretch))
+    """Validation loss in high precision and, beside it, in the recipe of `stretch`; of the weights,
+    and of what the run keeps beside them as weights.
+    """
+    high, in_recipe = _means(run, stretch)
     _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, high, in_recipe)
-    return {"val/loss": high, "val/loss_recipe": in_recipe}
+    values: Values = {"val/loss": high, "val/loss_recipe": in_recipe}
+    for state in run.states:
+        if (weights := state.weights()) is None:
+            continue
+        with replaced(run.model, weights):
+            high, in_recipe = _means(run, stretch)
+        values |= {f"val/loss_{state.key}": high, f"val/loss_{state.key}_recipe": in_recipe}
+    return values
+
+
+def _means(run: Run, stretch: PlannedStretch) -> tuple[float, float]:
+    """The mean losses of `microbatch_losses`."""
+    high, in_recipe = microbatch_losses(run, stretch)
+    return sum(high) / len(high), sum(in_recipe) / len(in_recipe)
 
 
 def microbatch_losses(run: Run, stretch: PlannedStretch) -> tuple[list[float], list[float]]:

@@ -13,18 +13,28 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fp4train.checkpoint import Checkpoint, CheckpointGroup, StoredTensors, load, unflatten
+from fp4train.checkpoint import (
+    ALONE,
+    Checkpoint,
+    CheckpointGroup,
+    StoredTensors,
+    layout,
+    load,
+    unflatten,
+)
 from fp4train.checkpoint.model_folder import open_weights
+from fp4train.checkpoint.source import WeightSource
 from fp4train.config import Config
-from fp4train.config.from_folder import names_folder
 from fp4train.errors import UserError, user_errors
 from fp4train.models import Architecture
 from fp4train.models.families import family_of
 from fp4train.models.weightless import build_weightless
 from fp4train.parallel.held import Inventory
+from fp4train.parallel.weights import changed
 from fp4train.paths import is_hub_name
 from fp4train.run.record import directory as run_directory
-from fp4train.run.restored import check_finite, check_layout, restored
+from fp4train.run.state.base import saved_part
+from fp4train.run.state.weights import check_finite, check_layout, load_weights
 from fp4train.shards import local, row_orders
 from fp4train.text import first_few, near_miss
 
@@ -68,26 +78,45 @@ def load_init(
     """The weights that a new run begins with, opened and not read; None: it draws its own.
 
     Args:
+        verify: as of `open_source`.
+
+    Raises:
+        UserError: as `open_source`.
+    """
+    source = config.init_weights
+    if source is None:
+        return None
+    return open_source(source, config.model, ranks, verify=verify)
+
+
+def open_source(
+    source: WeightSource,
+    shape: Architecture,
+    ranks: CheckpointGroup = ALONE,
+    *,
+    verify: bool = True,
+) -> InitialWeights:
+    """The weights that `source` names, opened and not read.
+
+    Args:
+        shape: of the model that they are for.
         verify: compare the checkpoint with its checksums, which reads all of it.
 
     Raises:
-        UserError: `init` is neither a run directory with a usable checkpoint, nor a folder with the
-            model's weights.
+        UserError: `source` is neither a run directory with a usable checkpoint, nor a folder with
+            the model's weights.
     """
-    if config.init is None:
-        return None
-    source = Path(config.init)
-    if names_folder(config.init):
-        return open_folder(source, config.model)
-    if not (source / run_directory.CONFIG).is_file() and not source.is_dir():
-        raise UserError(f"init={source}: there is no such folder{_advice(source)}")
+    path = source.path
+    if source.is_folder:
+        return open_folder(path, shape)
+    if not (path / run_directory.CONFIG).is_file() and not path.is_dir():
+        raise UserError(f"init={path}: there is no such folder{_advice(path)}")
     with user_errors(
         UserError, before="init: ", after="; a Hugging Face folder would have a config.json"
     ):
-        run = run_directory.require_run(source)
-    return RunWeights(
-        load(run / run_directory.CHECKPOINTS, config.init_step, ranks=ranks, verify=verify)
-    )
+        run = run_directory.require_run(path)
+    found = load(run / run_directory.CHECKPOINTS, source.step, ranks=ranks, verify=verify)
+    return RunWeights(found, layout.key_of(source.kind))
 
 
 def _advice(source: Path) -> str:
@@ -165,6 +194,7 @@ class FolderWeights:
             if not local(part).isfinite().all():
                 raise UserError(f"{self.path}: {stored} is not finite")
             tensor.copy_(part.to(tensor.dtype))
+        changed(model)
 
 
 def open_folder(folder: Path, shape: Architecture) -> FolderWeights:
@@ -236,9 +266,14 @@ def _equal(stored: StoredTensors, a: str, b: str) -> bool:
 
 @dataclass(frozen=True)
 class RunWeights:
-    """Weights of another run's checkpoint."""
+    """Weights of another run's checkpoint.
+
+    Args:
+        key: of the state in it that has them.
+    """
 
     checkpoint: Checkpoint
+    key: str = layout.MODEL
 
     @property
     def path(self) -> Path:
@@ -258,20 +293,29 @@ class RunWeights:
                 name: torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device="meta")
                 for name in tensors
             }
-            self._check(
-                model, unflatten(headers, {"model": self.checkpoint.state["model"]})["model"]
-            )
+            self._check(model, unflatten(headers, {self.key: self._table()})[self.key])
 
     def load(self, model: nn.Module, inventory: Inventory | None = None) -> None:
         """Read each tensor in this rank's part alone, and take them over when all of them fit."""
         with self._strange():
-            saved = restored(self.checkpoint, model, inventory=inventory)["model"]
+            self._table()
+            saved = saved_part(self.checkpoint, self.key, model, inventory)
         self._check(model, saved)
         with user_errors(
             ValueError, before=f"init: the weights of {self.path} do not fit this model: "
         ):
             check_finite(model, saved)
-        model.load_state_dict(saved)
+        load_weights(model, saved)
+
+    def _table(self) -> Any:
+        """The names of the weights in the checkpoint.
+
+        Raises:
+            LookupError: it has none of this kind.
+        """
+        if self.key not in self.checkpoint.state:
+            raise LookupError(f"the run keeps no {self.key}")
+        return self.checkpoint.state[self.key]
 
     def _strange(self) -> AbstractContextManager[None]:
         """What reading a checkpoint that somebody else wrote may raise, as an error of the

@@ -1,5 +1,5 @@
-"""Observations of a run's steps: layers that the first step calls, statistics of operands in
-measured steps, and weights that oscillate.
+"""Observations of a run's steps: layers that the first step calls, and statistics of operands in
+measured steps.
 
 "FP4 All the Way" (arXiv 2505.19115) finds that quantised training becomes less effective once the
 norm of the gradient falls below √3 times the norm of its quantisation noise. Both are in the
@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from fp4train.measure.statistics import NAMES, RAW, Measured, WatchedLayers
 from fp4train.measure.statistics import watch as watch_operands
 from fp4train.nn.called import check_called
 from fp4train.nn.planned import PlannedLayer
-from fp4train.optim.oscillation import Watched, follow, values_of, why_not
 from fp4train.precision import Recipe
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.determinism import seed_model
@@ -44,12 +41,17 @@ THRESHOLD: Final = math.sqrt(3)
 
 
 def hooks(run: Run) -> list[Callable[[Run, Step], None]]:
-    """Functions that are called with each step after it is queued: a check of the first one, and
-    those that the configuration turns on.
+    """Functions that are called with each step after it is queued: a check of the first one, the
+    balance of experts where there are any, and the run's states.
     """
     routed = isinstance(run.model, Routed)
-    watched = run.config.oscillation.every > 0
-    return [check_layers, *[even_out] * routed, *[reset_oscillating] * watched]
+    return [check_layers, *[even_out] * routed, follow]
+
+
+def follow(run: Run, step: Step) -> None:
+    """Let every state of the run follow the step."""
+    for state in run.states:
+        state.after_step(step)
 
 
 @contextmanager
@@ -224,41 +226,3 @@ def check_layers(run: Run, step: Step) -> None:
     with run.world.together():
         check_called(run.plan, run.linears, called, lambda layer: id(layer.weight) in trained)
     check_asked(run.model)
-
-
-def reset_oscillating(run: Run, step: Step) -> None:
-    """Watch the weights after an optimizer step, and reset those that oscillate where that is
-    due.
-    """
-    assert run.failed is not None
-    share = follow(
-        run.config.oscillation, run.optimizer, watched(run, step.names), step.index + 1, run.failed
-    )
-    if share is not None:
-        step.values["train/oscillating"] = share
-
-
-def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
-    """The weights among `trained` that the current stretch quantises for fprop with fixed
-    thresholds. Weights stored as [in_features, out_features] (`Conv1D`) and those of experts are
-    left alone.
-
-    Args:
-        trained: the parameters that had gradients. The others have no state of the optimizer yet,
-            and AdamW makes its moments only where a parameter's state is empty.
-    """
-    layers = run.plan.at(run.step).layers
-    parameters = dict(run.model.named_parameters())
-    stepped = {id(parameters[name]) for name in trained}
-    for module in run.linears:
-        spec = layers[module.layer.name].fprop.operands.second
-        if module.layer.experts:
-            continue
-        if (
-            spec is not None
-            and why_not(spec) is None
-            and id(module.weight) in stepped
-            and not module.transposed
-        ):
-            assert isinstance(module.weight, nn.Parameter)
-            yield module.weight, partial(module.values, quantised=partial(values_of, spec=spec))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ from torch import nn
 from fp4train import checkpoint
 from fp4train.backends import LAYER_BACKENDS, LayerBackend, Table
 from fp4train.config import Config
-from fp4train.config.binding import bind
 from fp4train.data.loader import Feed, Loader
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.formats import BF16
 from fp4train.hardware import detect, peak_flops
 from fp4train.nn.planned import PlannedLayer
-from fp4train.parallel.held import modules_in_order
+from fp4train.parallel.held import Inventory, modules_in_order
 from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
 from fp4train.precision import GEMMS, Timeline
@@ -33,15 +32,7 @@ from fp4train.precision.report import gathers
 from fp4train.run.queued import Step, StepRunner
 from fp4train.run.record.inbox import Inbox
 from fp4train.run.record.journal import Journal, SwapEntry
-from fp4train.run.restored import (
-    check_model,
-    check_optimizer,
-    check_scaling,
-    checked_count,
-    checked_scale,
-    restored,
-    state_orders,
-)
+from fp4train.run.state.base import PlainState, RunState, orders_of, saved_part
 from fp4train.run.supervise.checkpoints import Checkpoints
 from fp4train.run.supervise.loss_history import Divergence
 from fp4train.run.teacher import Teacher
@@ -74,7 +65,8 @@ class Run:
         world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
 
     Attributes:
-        saver: writes its checkpoints. runner: queues its steps.
+        saver: writes its checkpoints. runner: queues its steps. states: what it keeps
+            (`run/states.py`).
         hooks: functions that are called with each step after it is queued.
     """
 
@@ -107,6 +99,7 @@ class Run:
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
     saver: Checkpoints = field(init=False, repr=False, compare=False)
     runner: StepRunner = field(init=False, repr=False, compare=False)
+    states: list[RunState] = field(default_factory=list, repr=False, compare=False)
     hooks: list[Callable[[Run, Step], None]] = field(
         default_factory=list, repr=False, compare=False
     )
@@ -221,6 +214,13 @@ class Run:
         return stack
 
     @property
+    def inventory(self) -> Inventory | None:
+        """Names of the whole model, where this rank holds some stages of it."""
+        if self.pipeline is None:
+            return None
+        return self.pipeline.inventory
+
+    @property
     def layers(self) -> Mapping[str, Layer]:
         """The linear layers of the whole model, by name."""
         if self.pipeline is None:
@@ -273,32 +273,34 @@ class Run:
         """Everything that the future of the run depends on, and what it was trained with; of a
         pipeline the share of this rank's stages.
         """
-        weights = self.model.state_dict()
-        moments = self.optimizer.state_dict()
-        if self.pipeline is not None:
-            inventory = self.pipeline.inventory
-            weights = inventory.weights(weights)
-            moments = inventory.moments(self.model, self.optimizer)
-        held = {"model": weights, "optimizer": moments, "scaling": self.scaling()}
-        if self.world.stage:
-            return held
+        first = not self.world.stage
+        states = {
+            state.key: state.saved()
+            for state in self.states
+            if first or not isinstance(state, PlainState)
+        }
+        if not first:
+            return states
         return {
-            **held,
-            "loss_scale": self.loss_scale,
-            "good_steps": self.good_steps,
+            **states,
             "data": self.fingerprint,
             "run": {"id": self.identity, "config": _checksum(self.saved_config)},
             "history": self.journal.last,
             "swaps": self.swaps,
-            "divergence": asdict(self.divergence),
             **({} if self.teacher is None else {"teacher": self.teacher.fingerprint}),
         }
 
+    def must_be_finite(self, path: str) -> bool:
+        """Whether a checkpoint is worthless if the tensor of this path in `state` is not finite."""
+        key, _, below = path.partition("/")
+        return any(state.must_be_finite(below) for state in self.states if state.key == key)
+
     def row_orders(self) -> dict[str, RowOrder]:
         """The orders of rows in `state`, where tensor parallelism cuts weights in segments."""
-        return state_orders(
-            self.model, self.optimizer, None if self.pipeline is None else self.pipeline.inventory
-        )
+        orders: dict[str, RowOrder] = {}
+        for state in self.states:
+            orders |= orders_of(state.key, self.model)
+        return orders
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint.
@@ -308,31 +310,15 @@ class Run:
                 or by another teacher.
         """
         try:
-            if self.pipeline is None:
-                inventory = None
-            else:
-                inventory = self.pipeline.inventory
-            state = restored(found, self.model, self.optimizer, inventory)
-            check_model(self.model, state["model"])
-            check_optimizer(self.optimizer, state["optimizer"])
-            check_scaling(self.scaling(), state["scaling"])
-            loss_scale = checked_scale(state["loss_scale"])
-            good_steps = checked_count(state["good_steps"])
-            self.model.load_state_dict(state["model"])
-            # Its constants are the configuration's, which a resume may change; its moments are the
-            # checkpoint's.
-            constants = [
-                {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+            tables = [
+                saved_part(found, state.key, self.model, self.inventory) for state in self.states
             ]
-            self.optimizer.load_state_dict(state["optimizer"])
-            for group, values in zip(self.optimizer.param_groups, constants, strict=True):
-                group |= values
-            self.load_scaling(state["scaling"])
-            self.divergence = bind(state["divergence"], Divergence, "divergence")
+            for state, table in zip(self.states, tables, strict=True):
+                state.check(table)
+            for state, table in zip(self.states, tables, strict=True):
+                state.load(table)
             self.step = found.step
-            self.loss_scale = loss_scale
-            self.good_steps = good_steps
-            data = state["data"]
+            data = found.state["data"]
         except (
             LookupError,
             TypeError,
@@ -350,10 +336,11 @@ class Run:
                 f"{self.fingerprint}): "
                 "give the run the data that it began with"
             )
-        if (
-            self.teacher is not None
-            and state.get("teacher", self.teacher.fingerprint) != self.teacher.fingerprint
-        ):
+        if self.teacher is None:
+            teacher = None
+        else:
+            teacher = self.teacher.fingerprint
+        if found.state.get("teacher", teacher) != teacher and teacher is not None:
             raise UserError(
                 f"{found.path} was trained with a teacher of other weights than "
                 f"teacher={self.config.teacher} has: "

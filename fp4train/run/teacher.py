@@ -9,14 +9,13 @@ gets no gradients.
 
 import inspect
 import zlib
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from fp4train.checkpoint.source import WeightSource
 from fp4train.config import Config, to_config
-from fp4train.config.from_folder import model_of, names_folder
+from fp4train.config.from_folder import model_of
 from fp4train.data.tokens import TokenData
 from fp4train.errors import UserError
 from fp4train.models import Architecture
@@ -25,7 +24,7 @@ from fp4train.models.common.distillation import TeacherStates
 from fp4train.parallel.world import World
 from fp4train.precision.context import use
 from fp4train.run.checks import set_masks
-from fp4train.run.initial import load_init
+from fp4train.run.initial import open_source
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_paths, own_tokenizer, saved_with
 
@@ -104,25 +103,25 @@ def load_teacher(
 
 def _build(config: Config, data: TokenData, world: World) -> nn.Module:
     """The teacher with its weights."""
-    source = Path(str(config.teacher))
+    named = config.teacher_weights
+    assert named is not None
+    source = named.path
     try:
-        shape = _shape(config, data)
-        wanted = replace(config, model=shape, init=config.teacher, init_step=config.teacher_step)
-        begun = load_init(wanted, world.ranks)
-        assert begun is not None
+        shape = _shape(named, data)
+        weights = open_source(named, shape, world.ranks)
         with torch.random.fork_rng(devices=[]):  # drawn, and then replaced
             model = shape.build(vocab_size=data.vocab_size, seq_len=config.train.seq_len)
-        begun.load(model)
+        weights.load(model)
     except (UserError, ValueError) as error:
         said = str(error).removeprefix("init: ").replace(f"init={source}", str(source))
         raise UserError(f"teacher={source}: {said}") from error
     return model
 
 
-def _shape(config: Config, data: TokenData) -> Architecture:
+def _shape(named: WeightSource, data: TokenData) -> Architecture:
     """The `model=…` of the teacher."""
-    source = Path(str(config.teacher))
-    if names_folder(config.teacher):
+    source = named.path
+    if named.is_folder:
         shape: Architecture = model_of(source)[1]
         return shape
     cfg = saved_with(run_directory.read_config(source), source, None, {})

@@ -87,15 +87,15 @@ def test_a_step_asked_for_is_given_or_refused_but_never_another(tmp_path: Path) 
 def test_a_newer_format_is_refused_instead_of_skipped(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20)
     file = tmp_path / "step_00000020" / "state.json"
-    reseal(file, lambda body: body.update(version=3))
-    with pytest.raises(UserError, match=r"version 3; this fp4train reads up to 2. Update"):
+    reseal(file, lambda body: body.update(version=4))
+    with pytest.raises(UserError, match=r"version 4; this fp4train reads up to 3. Update"):
         load(tmp_path)
 
 
 def test_a_damaged_version_digit_is_damage_and_no_newer_fp4train(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20)
     file = tmp_path / "step_00000020" / "state.json"
-    file.write_text(file.read_text().replace('"version": 2', '"version": 3'))
+    file.write_text(file.read_text().replace('"version": 3', '"version": 4'))
     found = load(tmp_path)
     assert found.step == 10 and "damaged (checksum differs)" in found.skipped[0][1]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError, flatten, load, save, steps, unflatten
+from fp4train.checkpoint.layout import WEIGHTS
 from fp4train.checkpoint.reading import File, StoredTensors
 from fp4train.checkpoint.tensors import DTYPES, Box
 from fp4train.checkpoint.tree import merged
@@ -82,31 +83,28 @@ def test_weights_lie_apart_and_are_read_without_the_rest(tmp_path: Path) -> None
     assert set(safetensors.torch.load_file(path / "weights.safetensors")) == {"model/w"}
     assert dict(load(tmp_path).tensors).keys() == (BOTH | tied).keys()
     (path / "tensors.safetensors").write_bytes(b"damaged")
-    found = load(tmp_path, weights=True)
+    found = load(tmp_path, kind=WEIGHTS)
     assert found.state == {"n": 1} and set(found.tensors) == {"model/w", "model/head"}
     assert torch.equal(found.tensors["model/head"], BOTH["model/w"])
     with pytest.raises(UserError, match=r"tensors\.safetensors has 7 bytes"):
         load(tmp_path)
     flip(path / "weights.safetensors")
     with pytest.raises(UserError, match=r"weights\.safetensors is damaged"):
-        load(tmp_path, weights=True)
+        load(tmp_path, kind=WEIGHTS)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("weights", [False, True])
-def test_a_checkpoint_with_weights_and_moments_in_one_file_is_refused(
-    tmp_path: Path, version: int, weights: bool
+@pytest.mark.parametrize("kind", [None, WEIGHTS])
+def test_a_checkpoint_of_an_older_form_is_refused(
+    tmp_path: Path, version: int, kind: str | None
 ) -> None:
     save(tmp_path, 1, BOTH, {"model": {}}, keep=1)
     in_one_file(save(tmp_path, 2, BOTH, {"model": {}}, keep=2), version)
-    said = (
-        "of an older fp4train: it has (checkpoint format version 1|weights and moments in one "
-        "file), which this one"
-    )
+    said = "of an older fp4train: it has checkpoint format version [12], which this one"
     with pytest.raises(
         UserError, match=f"step_00000002 is {said} does not read. Go on with the commit"
     ):
-        load(tmp_path, weights=weights)
+        load(tmp_path, kind=kind)
 
 
 def test_an_optimiser_with_numbered_parameters_and_tuples_survives_the_tree(tmp_path: Path) -> None:
@@ -155,7 +153,7 @@ def test_files_are_strict_json_and_hold_no_pickle(tmp_path: Path) -> None:
         raise AssertionError(token)
 
     body = json.loads((path / "state.json").read_text(), parse_constant=refuse)
-    assert body["version"] == 2 and body["step"] == 1
+    assert body["version"] == 3 and body["step"] == 1
 
 
 def test_other_programs_read_the_tensors(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_the_glossary_has_every_key_that_a_run_logs_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["train.steps=4", "eval.every=2", "eval.errors_every=2", "policy.last=0"]
-    options += ["oscillation.every=2", "oscillation.watch=1"]
+    options += ["oscillation.every=2", "oscillation.watch=1", "train.ema=0.9"]
     seen: set[str] = set()
     for recipe in ("nvfp4", "fp16"):
         arguments = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tokenizer_kinds import KEEPS, TEXT, tokenizer
 
+from fp4train.checkpoint.source import WeightSource
 from fp4train.data.tokenizers import Bytes
 from fp4train.errors import UserError
 from fp4train.exchange.generation import Sampling, TextStream, generate
@@ -185,4 +186,4 @@ def test_a_folder_of_hugging_face_writes_what_the_run_does(small_run: Path, tmp_
         folder.title == str(tmp_path / "folder") and folder.own.name == "high precision (bfloat16)"
     )
     with pytest.raises(UserError, match="is a Hugging Face folder and no run: leave out step="):
-        load_trained(tmp_path / "folder", step=3)
+        load_trained(WeightSource(path=tmp_path / "folder", step=3))

@@ -29,7 +29,9 @@ from fp4train.models.llama import Llama
 from fp4train.nn import convert
 from fp4train.optim.schedule import Constant
 from fp4train.parallel.world import World
-from fp4train.run.restored import check_model, check_optimizer, restored
+from fp4train.run.state.base import RunState, saved_part
+from fp4train.run.state.moments import Moments
+from fp4train.run.state.weights import ModelWeights
 from fp4train.track import NullTracker
 
 
@@ -73,14 +75,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[RunState]:
+    run: Any = SimpleNamespace(model=model, optimizer=optimizer, inventory=None)
+    return [ModelWeights(run), Moments(run)]
+
+
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     scales = {"blocks.0": {"history.x": torch.tensor([1.0, 2.0])}}
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scaling": scales,
-        "loss_scale": 1.0,
-    }
+    saved = {state.key: state.saved() for state in states(model, optimizer)}
+    return {**saved, "scaling": scales, "loss_scale": 1.0}
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -145,13 +148,12 @@ def task_load(folder: Path, ranks: CheckpointGroup) -> Any:
         if found.tensors.dtype(n) != t.dtype or not same(found.tensors[n], t)
     ]
     model, optimizer = built(seed=9, mesh=init_device_mesh("cpu", (ranks.size,)))
-    back = restored(found, model, optimizer)
-    check_model(model, back["model"])
-    check_optimizer(optimizer, back["optimizer"])
-    sharded = [t for t in back["optimizer"]["state"][0].values() if isinstance(t, DTensor)]
+    for each in states(model, optimizer):
+        table = saved_part(found, each.key, model)
+        each.check(table)
+        each.load(table)
+    sharded = [t for t in table["embed.weight"].values() if isinstance(t, DTensor)]
     assert len(sharded) == 2, "the moments lie as the parameter does"
-    model.load_state_dict(back["model"])
-    optimizer.load_state_dict(back["optimizer"])
     again, _ = checkpoint.flatten(state(model, optimizer))
     different += [
         name for name, tensor in again.items() if not same(full(tensor), whole.tensors[name])
@@ -295,6 +297,8 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
     )
     run.state = lambda: state(model, optimizer)
     run.row_orders = dict
+    run.states = states(model, optimizer)
+    run.must_be_finite = lambda path: path.startswith(("model/", "optimizer/"))
     settings = CheckpointSettings(every=0, keep=10, also=folder / "also")
     parts = {
         "run": SimpleNamespace(name="a"),

@@ -15,13 +15,14 @@ from fp4train.optim.oscillation import (
     MOVED,
     SEEN,
     OscillationReset,
+    Paths,
     follow,
     values_of,
     why_not,
 )
 from fp4train.precision import NVFP4, TetraJetV2
 from fp4train.quantize import Hadamard, QuantSpec, quantize
-from fp4train.run.observe import watched
+from fp4train.run.state.oscillation import watched
 
 SPEC = QuantSpec(global_scale="block")
 QUANTISED = partial(values_of, spec=SPEC)
@@ -52,11 +53,11 @@ def walk(steps: int) -> list[torch.Tensor]:
 def test_it_equals_the_algorithm_written_down_independently() -> None:
     weights = walk(17)
     own = nn.Parameter(weights[9].clone())
-    optimizer = torch.optim.SGD([own], lr=0.1)
+    paths: Paths = {}
     share = None
     for done in range(10, 17):  # the watch begins after step 10 and ends after step 16
         own.data.copy_(weights[done])
-        share = follow(SETTINGS, optimizer, [(own, QUANTISED)], done, GOOD)
+        share = follow(SETTINGS, paths, [("w", own, QUANTISED)], done, GOOD)
         assert (share is None) == (done < 16)
     path_w = np.zeros((4, 256), np.float32)
     path_q = np.zeros((4, 256), np.float32)
@@ -75,7 +76,7 @@ def test_it_equals_the_algorithm_written_down_independently() -> None:
         and (ratio >= 8)[:, 5::16].all()
         and not (ratio >= 8)[:, 7::16].any()
     )
-    assert not optimizer.state[own], "what was watched is not kept until the next watch"
+    assert not paths, "what was watched is not kept until the next watch"
 
 
 def test_a_reset_weight_lies_on_its_value_and_values_stay_as_they_were() -> None:
@@ -88,30 +89,27 @@ def test_a_reset_weight_lies_on_its_value_and_values_stay_as_they_were() -> None
 @pytest.mark.parametrize("done", [5, 9, 17, 19])
 def test_between_watches_and_before_the_first_nothing_is_kept(done: int) -> None:
     own = nn.Parameter(torch.randn(2, 128))
-    optimizer = torch.optim.SGD([own], lr=0.1)
+    paths: Paths = {}
     before = own.detach().clone()
-    assert follow(SETTINGS, optimizer, [(own, QUANTISED)], done, GOOD) is None
-    assert follow(OscillationReset(), optimizer, [(own, QUANTISED)], 10, GOOD) is None, (
+    assert follow(SETTINGS, paths, [("w", own, QUANTISED)], done, GOOD) is None
+    assert follow(OscillationReset(), paths, [("w", own, QUANTISED)], 10, GOOD) is None, (
         "off is the default"
     )
-    assert not optimizer.state and torch.equal(own, before)
+    assert not paths and torch.equal(own, before)
 
 
 def test_a_failed_step_resets_nothing_and_keeps_what_was_watched() -> None:
     weights = walk(17)
     own = nn.Parameter(weights[10].clone())
-    optimizer = torch.optim.SGD([own], lr=0.1)
+    paths: Paths = {}
     for done in range(10, 17):
         own.data.copy_(weights[done])
-        follow(SETTINGS, optimizer, [(own, QUANTISED)], done, torch.tensor(done == 16))
+        follow(SETTINGS, paths, [("w", own, QUANTISED)], done, torch.tensor(done == 16))
     assert torch.equal(own.detach(), weights[16])
-    assert set(optimizer.state[own]) == {SEEN, MOVED, JUMPED}
+    assert set(paths["w"]) == {SEEN, MOVED, JUMPED}
 
 
 def test_a_weight_without_a_gradient_is_not_watched() -> None:
-    """AdamW makes its moments where a parameter's state is empty: entries of ours before that would
-    stop it.
-    """
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     layers = {name: Namespace(fprop=Namespace(operands=Namespace(second=SPEC))) for name in model}
     linears = [
@@ -125,7 +123,8 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
     ]
     plan = Namespace(at=lambda step: Namespace(layers=layers))
     run = Namespace(model=model, step=10, plan=plan, linears=linears)
-    assert [weight for weight, *_ in watched(run, ["b.weight", "b.bias"])] == [model["b"].weight]  # type: ignore[arg-type]
+    found = watched(run, ["b.weight", "b.bias"])  # type: ignore[arg-type]
+    assert [(name, weight) for name, weight, _ in found] == [("b.weight", model["b"].weight)]
     for each in linears:
         each.transposed = True
     assert not list(watched(run, ["b.weight"])), "a Conv1D's blocks do not lie along its rows"  # type: ignore[arg-type]
@@ -136,7 +135,9 @@ def test_experts_are_not_watched_beside_layers_that_are() -> None:
     f4.convert(model)
     plan = f4.plan(model, NVFP4())
     run = Namespace(model=model, step=0, plan=plan, linears=list(model.values()))
-    found = [weight for weight, *_ in watched(run, [name for name, _ in model.named_parameters()])]  # type: ignore[arg-type]
+    found = [
+        weight for _, weight, _ in watched(run, [name for name, _ in model.named_parameters()])
+    ]  # type: ignore[arg-type]
     assert len(found) == 1 and found[0] is model["wq"].weight
 
 

@@ -45,7 +45,7 @@ FAMILIES = {
         width=32, pattern="SDH*SDH*H", heads=2, hidden=48, filters=FilterShape(groups=8)
     ),
 }
-NO_STATE = Inventory(state=frozenset(), groups=(), layers={}, modules=())
+NO_STATE = Inventory(state=frozenset(), layers={}, modules=())
 
 
 def built(shape: Any, time: int) -> nn.Module:

@@ -218,7 +218,7 @@ def test_undivided_runs_call_nothing_of_what_divides_runs(
     assert [each.code for each in ended] == [0, 0]
     assert {
         "run/build.py:assemble",
-        "run/restored.py:restored",
+        "run/state/base.py:saved_part",
         "checkpoint/writing.py:_own",
     } <= called
     divided = {name for name in called if name.startswith((*DIVIDING, "parallel/agree.py"))}

@@ -1,7 +1,7 @@
 """The memory of one rank: weights, moments, gradients, activations, and what a running block needs.
 
-    weights           4 bytes per float32 master weight of the rank's shard
-    moments           of AdamW: 8 bytes, or 4 with optim.moments=bfloat16
+    states            of the rank's shard, per parameter (`run.states`): float32 weights 4 bytes;
+                      moments of AdamW 8, or 4 with optim.moments=bfloat16; what else the run keeps
     gradients         4 bytes; while microbatches add up, those of the whole stage, unsharded
     codes             of weights that stay on the rank: those of its shard, or without shards both
                       forms of every weight
@@ -16,7 +16,7 @@
                       gradient of its input
     reserve           RESERVE: the CUDA context, NCCL's buffers, workspaces of the GEMMs
 
-The host holds a copy of weights and moments while a checkpoint is written.
+The host holds a copy of the states while a checkpoint is written.
 """
 
 from collections import Counter
@@ -60,8 +60,7 @@ class RankMemory:
         adds_up = mesh.microbatches > 1 and mesh.shard > 1
         last = stage == mesh.pipeline - 1
         self.parts: dict[str, float] = {
-            "weights, float32": 4 * self.parameters,
-            "moments": load.execution.moment_bytes * self.parameters,
+            **{title: n * self.parameters for title, n in load.execution.states.items()},
             "gradients": 4 * self.parameters + (4 * unsharded if adds_up else 0.0),
             "codes of weights": sum(n * _codes(kind.weights, mesh) for kind, n in kinds),
             "activations": _activations(load, mesh, stage, kinds),

@@ -17,7 +17,6 @@ from fp4train.lab.costs.workload import Execution, Workload, workload
 from fp4train.models.common.cut import tensor_cut
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.ranks import Ranks
-from fp4train.optim.adamw import moment_bytes
 from fp4train.parallel.config import REST, Mesh, Parallel
 from fp4train.parallel.stages import cut_of, tied_weights
 from fp4train.parallel.tensor import tensor_cut_of
@@ -30,6 +29,7 @@ from fp4train.run.build import build_plan
 from fp4train.run.checks import check_cut, check_oscillation, divided_blocks
 from fp4train.run.fuse import kernels_of
 from fp4train.run.produced import ProducedNorms, produced_by, produced_in
+from fp4train.run.states import bytes_per_parameter
 
 SMALL_SEQ_LEN = 512
 """Tokens of a sequence up to which the default, which no large model trains at, is pointed out."""
@@ -138,7 +138,7 @@ class MeshPlan:
             compiled=train.compile,
             recorded=train.cuda_graph,
             recomputed=1.0 if getattr(self.config.model, "recompute", False) else 0.0,
-            moment_bytes=moment_bytes(self.config.optim),
+            states=bytes_per_parameter(self.config),
             liger=self.kernels[0],
             fused=train.kernels != "torch",
         )

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -18,6 +18,8 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.recipe import Recipe
 from fp4train.run.produced import ProducedNorms
+from fp4train.run.state.moments import Moments
+from fp4train.run.state.weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Execution:
         recorded: whether a CUDA graph has the step.
         recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks'
             inputs are kept.
-        moment_bytes: bytes of the optimizer's moments per parameter.
+        states: title of what the run keeps (`run.states`) → its bytes per parameter.
         liger: whether Liger's kernels run the loss and, where they are not compiled, what they can
             of the blocks.
         fused: whether products that can add dw to the gradients do, and the optimizer's pass clips;
@@ -40,10 +42,17 @@ class Execution:
     compiled: bool = False
     recorded: bool = False
     recomputed: float = 0.0
-    moment_bytes: int = 8
+    states: Mapping[str, int] = field(
+        default_factory=lambda: {ModelWeights.title: 4, Moments.title: 8}
+    )
     liger: bool = False
     fused: bool = True
     logit_bytes: float = LOGIT_BYTES
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the optimizer's moments per parameter."""
+        return self.states[Moments.title]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +102,8 @@ class Workload:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes per parameter of a checkpoint: the float32 weight and the moments."""
-        return 4 + self.execution.moment_bytes
+        """Bytes per parameter of a checkpoint."""
+        return sum(self.execution.states.values())
 
     @cached_property
     def weights(self) -> list[ModelWeight]:

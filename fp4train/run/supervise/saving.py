@@ -118,8 +118,7 @@ class Saver:
         if not run.world.stage:
             state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
             state["good"] = step if proven else self.good
-        weights = {f"model/{checkpoint.escaped(name)}" for name, _ in run.model.named_parameters()}
-        checked = [n for n in tensors if n in weights or n.startswith("optimizer/")]
+        checked = [name for name in tensors if run.must_be_finite(name)]
         parts = owned(tensors, leads=self.ranks.leads, orders=run.row_orders())
         kept = {n: parts[n].tensor for n in checked if n in parts}
         if run.device.type != "cpu":
@@ -290,8 +289,6 @@ class Saver:
                         place.folder(run_directory.CHECKPOINTS, create=True)
                     )
                 )
-                beside = self._beside
-                ranks = self.ranks
                 checkpoint.save(
                     folder,
                     step,
@@ -299,8 +296,9 @@ class Saver:
                     state,
                     keep=settings.keep,
                     unproven=unproven,
-                    beside=beside,
-                    ranks=ranks,
+                    beside=self._beside,
+                    ranks=self.ranks,
+                    kinds={each.key: each.file for each in run.states},
                 )
 
         try:

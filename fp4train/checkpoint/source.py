@@ -1,0 +1,79 @@
+"""Which weights: of a run at a step and of a kind, or of a Hugging Face folder.
+
+    RUN             the newest checkpoint       runs/a
+    RUN@STEP        the checkpoint of a step    runs/a@200
+    RUN@STEP:KIND   another kind of weights     runs/a@200:ema, runs/a:ema
+    FOLDER          a Hugging Face folder       models/llama
+
+Every option that names weights is read here, an option for the step beside it too (`init_step=`,
+`step=`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fp4train import sealed
+from fp4train.checkpoint import model_folder
+from fp4train.checkpoint.layout import WEIGHTS
+from fp4train.paths import split_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSource:
+    """Weights by name; nothing is opened.
+
+    Args:
+        path: the run directory, or the folder.
+        step: of the checkpoint; None: the newest.
+        kind: the kind of weights that the checkpoint has: "weights", those that were trained, or
+            what a state of the run keeps beside them.
+    """
+
+    path: Path
+    step: int | None = None
+    kind: str = WEIGHTS
+
+    @classmethod
+    def parse(cls, text: str, step: int | None = None) -> WeightSource:
+        """The weights that a text names; a file or folder of that name is meant whatever is in its
+        name.
+
+        Args:
+            step: that an option beside the text names.
+
+        Raises:
+            ValueError: the text and the option name a step each.
+        """
+        path, in_text, kind = split_weights(text)
+        if in_text is not None and step is not None:
+            raise ValueError(f"{text} names the step {in_text}, and step {step} is named beside it")
+        return cls(path=Path(path), step=step if in_text is None else in_text, kind=kind or WEIGHTS)
+
+    @classmethod
+    def of(cls, source: WeightSource | Path) -> WeightSource:
+        """`source`; of a path, the newest weights there."""
+        if isinstance(source, WeightSource):
+            return source
+        return cls(path=source)
+
+    def at(self, step: int) -> WeightSource:
+        """The same weights at another step."""
+        return replace(self, step=step)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a Hugging Face folder, and no run directory."""
+        is_run = (self.path / sealed.CONFIG).is_file()
+        return not is_run and model_folder.is_model_folder(self.path)
+
+    @property
+    def title(self) -> str:
+        """The source in words: the folder, or the run with its step and, if it is another, the kind."""
+        step = "" if self.step is None else f" at step {self.step}"
+        return f"{self.path}{step}" + ("" if self.kind == WEIGHTS else f", {self.kind}")
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f"@{self.step}"
+        return f"{self.path}{step}" + ("" if self.kind == WEIGHTS else f":{self.kind}")

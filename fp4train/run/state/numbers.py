@@ -1,0 +1,60 @@
+"""States that are plain numbers: the loss scale, and what the loss of the run was."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fp4train.config.binding import bind
+from fp4train.run.state.base import PlainState
+from fp4train.run.supervise.loss_history import Divergence
+
+SCALE = "scale"
+GOOD_STEPS = "good_steps"
+
+
+class LossScale(PlainState):
+    """The factor of the loss under `recipe.loss_scaling`, and the good steps since it last
+    changed.
+    """
+
+    key = "loss_scale"
+
+    def saved(self) -> Mapping[str, Any]:
+        """See `RunState.saved`."""
+        return {SCALE: self.run.loss_scale, GOOD_STEPS: self.run.good_steps}
+
+    def check(self, saved: Any) -> None:
+        """See `RunState.check`."""
+        if not isinstance(saved, dict):
+            raise ValueError("it holds no loss scale")
+        scale = saved[SCALE]
+        count = saved[GOOD_STEPS]
+        number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if not number or not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"its loss scale is {scale!r}")
+        if type(count) is not int or count < 0:
+            raise ValueError(f"its number of good steps is {count!r}")
+
+    def load(self, saved: Any) -> None:
+        """See `RunState.load`."""
+        self.run.loss_scale = float(saved[SCALE])
+        self.run.good_steps = saved[GOOD_STEPS]
+
+
+class LossHistory(PlainState):
+    """The loss so far, by which a divergence is noticed, and what was skipped after one."""
+
+    key = "divergence"
+
+    def saved(self) -> Mapping[str, Any]:
+        """See `RunState.saved`."""
+        return asdict(self.run.divergence)
+
+    def check(self, saved: Any) -> None:
+        """See `RunState.check`."""
+        bind(saved, Divergence, self.key)
+
+    def load(self, saved: Any) -> None:
+        """See `RunState.load`."""
+        self.run.divergence = bind(saved, Divergence, self.key)

@@ -1,0 +1,87 @@
+"""The weights of a model, with its buffers (the biases that balance experts among them)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fp4train.checkpoint import escaped
+from fp4train.checkpoint.layout import MODEL, WEIGHTS
+from fp4train.config import Config
+from fp4train.parallel.weights import changed
+from fp4train.run.finite import first_non_finite
+from fp4train.run.state.base import RunState, Trained, check_tensor
+
+
+class ModelWeights(RunState):
+    """The model's state dict, in float32 as it is trained."""
+
+    key = MODEL
+    file = WEIGHTS
+    title = "weights, float32"
+
+    def __init__(self, run: Trained) -> None:
+        super().__init__(run)
+        self._parameters = {escaped(name) for name, _ in run.model.named_parameters()}
+
+    @classmethod
+    def bytes_per_parameter(cls, config: Config) -> int:
+        """4: float32."""
+        return 4
+
+    def saved(self) -> Mapping[str, Any]:
+        """See `RunState.saved`; a tied weight is the first stage's."""
+        weights = self.run.model.state_dict()
+        inventory = self.run.inventory
+        if inventory is None:
+            return weights
+        return inventory.weights(weights)
+
+    def check(self, saved: Any) -> None:
+        """See `RunState.check`."""
+        check_weights(self.run.model, saved)
+
+    def load(self, saved: Any) -> None:
+        """See `RunState.load`."""
+        load_weights(self.run.model, saved)
+
+    def must_be_finite(self, path: str) -> bool:
+        """Parameters must be; buffers may hold what was not computed yet."""
+        return path in self._parameters
+
+
+def load_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Give a model the weights and buffers that `check_weights` accepted."""
+    model.load_state_dict(saved)
+    changed(model)
+
+
+def check_weights(model: nn.Module, saved: Any) -> None:
+    """Raises ValueError, which names the first tensor that does not fit or is not finite."""
+    check_layout(model, saved)
+    check_finite(model, saved)
+
+
+def check_layout(model: nn.Module, saved: Any) -> None:
+    """Raises ValueError, which names the first tensor that the model lacks, or has in another shape
+    or dtype."""
+    expected = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    if not isinstance(saved, dict):
+        raise ValueError("it holds no weights")
+    if strange := sorted(set(saved) ^ set(expected)):
+        have = "it has" if strange[0] in saved else "it lacks"
+        if len(strange) > 1:
+            more = f", and {len(strange) - 1} more differ"
+        else:
+            more = ""
+        raise ValueError(f"{have} {strange[0]}{more}")
+    for name, tensor in expected.items():
+        check_tensor(name, saved[name], tensor.shape, tensor.dtype)
+
+
+def check_finite(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Raises ValueError, which names the first parameter of the model that is not finite."""
+    parameters = {name for name, _ in model.named_parameters()}
+    weights = {name: tensor for name, tensor in saved.items() if name in parameters}
+    if bad := first_non_finite(weights):
+        raise ValueError(f"{bad} is not finite")

@@ -1,0 +1,36 @@
+"""The states of a run: a new one is a class in `run/state/` and a line in `STATES`.
+
+Saving, restoring, resharding, the stages of a pipeline, checks and the plan's memory go over this
+list.
+"""
+
+from fp4train.config import Config
+from fp4train.run.state.average import Average
+from fp4train.run.state.base import RunState, Trained
+from fp4train.run.state.layers import LayerStates
+from fp4train.run.state.moments import Moments
+from fp4train.run.state.numbers import LossHistory, LossScale
+from fp4train.run.state.oscillation import Oscillation
+from fp4train.run.state.weights import ModelWeights
+
+STATES: tuple[type[RunState], ...] = (
+    ModelWeights,
+    Moments,
+    LayerStates,
+    Oscillation,
+    Average,
+    LossScale,
+    LossHistory,
+)
+"""All states, in the order in which they are checked, restored, and follow a step."""
+
+
+def states_of(run: Trained) -> list[RunState]:
+    """The states of a run whose model lies on its ranks."""
+    return [state(run) for state in STATES if state.used(run.config)]
+
+
+def bytes_per_parameter(config: Config) -> dict[str, int]:
+    """Title of a state → its bytes per parameter of the model, where it has any."""
+    sizes = {s.title: s.bytes_per_parameter(config) for s in STATES if s.used(config)}
+    return {title: size for title, size in sizes.items() if size}
