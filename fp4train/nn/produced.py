@@ -230,63 +230,24 @@ class Producer:
         return None
 
 
-class LeftSum(NamedTuple):
-    """h = x + change, which the kernel of `producer` is to write when it makes the norm of h.
-
-    h: the sum in the graph of autograd, in memory that is not written.
-    found: see `Producer.ready`.
-    """
-
-    producer: NormProducer
-    h: Tensor
-    x: Tensor
-    change: Tensor
-    found: tuple[list[Executor], State]
-
-    def write(self) -> None:
-        """Write h by torch, which gives it no other version: recomputed blocks may have saved it
-        for backward.
-        """
-        torch.add(self.x, self.change, out=self.h.data)
-
-
 class NormProducer(Producer):
     """RMSNorm, or one of the kind "root"."""
 
     def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        change: Tensor | None = None,
-        left: LeftSum | None = None,
+        self, x: Tensor, weight: Tensor, eps: float, change: Tensor | None = None
     ) -> TensorPair | None:
         """(A carrier of the norm of h = x + change, or of h = x, and h, for who reads the residual
         stream after the norm); None: it cannot be made here.
-
-        Args:
-            left: x is this sum, which the kernel writes.
         """
-        found = self.ready(x) if left is None else left.found
+        found = self.ready(x)
         if type(weight) not in PLAIN or found is None or not (change is None or _adds(x, change)):
             return None
         takers, now = found
         if self.by_backend:
             h = x if change is None else x + change
             return backend_sources.norm(h, weight, eps, takers[0], now), h
-        given = None if left is None else (left.x, left.change)
-        made: TensorPair = _Norm.apply(
-            x, change, weight, eps, self.kind, _taker(takers[0]), now, given
-        )  # type: ignore[no-untyped-call]
+        made: TensorPair = _Norm.apply(x, change, weight, eps, self.kind, _taker(takers[0]), now)  # type: ignore[no-untyped-call]
         return made
-
-    def leave(self, x: Tensor, change: Tensor) -> LeftSum | None:
-        """x + change, which nothing reads before this norm is made of it; None: the kernel would
-        not write it.
-        """
-        if not _adds(x, change) or (found := self.ready(x)) is None or self.by_backend:
-            return None
-        return LeftSum(self, unwritten_sum(x, change), x.detach(), change.detach(), found)
 
 
 class GateProducer(Producer):
@@ -379,23 +340,6 @@ def _provide(source: SourceTensors, executor: Taker, now: State, like: Tensor) -
     return carrier
 
 
-def unwritten_sum(x: Tensor, change: Tensor) -> Tensor:
-    """x + change in the graph of autograd, in memory that somebody else writes."""
-    h: Tensor = _Unwritten.apply(x, change)  # type: ignore[no-untyped-call]
-    return h
-
-
-class _Unwritten(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Tensor) -> Tensor:
-        return x.new_empty(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: Tensor) -> TensorPair:
-        return dh, dh
-
-
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -407,10 +351,9 @@ class _Norm(torch.autograd.Function):
         kind: str,
         executor: Taker,
         now: State,
-        left: TensorPair | None,
     ) -> TensorPair:
         h = x if change is None else x.new_empty(x.shape)
-        terms = left or (() if change is None else (x, change))
+        terms = () if change is None else (x, change)
         h_MK = matrix(h)
         rstd_M = torch.empty(h_MK.shape[0], dtype=torch.float32, device=h.device)
         source = SourceTensors(kind, (h_MK, weight_K.detach(), rstd_M, *map(matrix, terms)), eps)
@@ -433,7 +376,7 @@ class _Norm(torch.autograd.Function):
             )
             dh = dh.view(h.shape)
             dweight = dweight.to(weight_K.dtype)
-        return dh, dh if ctx.needs_input_grad[1] else None, dweight, None, None, None, None, None
+        return dh, dh if ctx.needs_input_grad[1] else None, dweight, None, None, None, None
 
 
 class _Gate(torch.autograd.Function):

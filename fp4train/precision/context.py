@@ -60,10 +60,6 @@ class Context(metaclass=GraphInput):
     """Cache for layers that read the same input in one forward pass, and in it one for each expert;
     `forget` clears them.
     """
-    stream: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The norm that reads the residual stream after the block that runs, and the sum that a block
-    has left to it (`models/common/stream.py`).
-    """
     compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
     """Calls made from compiled graphs, by layer, for graphs that recompute activations."""
     met: dict[object, bool] | None = field(default=None, repr=False)
@@ -372,7 +368,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
     return _Region(lambda _: outer._replace(recording=(*outer.recording, record))), _Region(again)
 
 
-def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+def recompute(function: Callable[..., T], *args: object) -> T:
     """`function(*args)`, saving only `args` for backward, which recomputes the activations.
 
     This is `torch.utils.checkpoint` with the context of the forward pass restored. The recomputed
@@ -382,12 +378,12 @@ def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Ten
     if torch.compiler.is_dynamo_compiling():
         from fp4train.precision import compile_context
 
-        result: torch.Tensor = compile_context.recompute(function, *args)
+        result: T = compile_context.recompute(function, *args)
         return result
     return recompute_eagerly(function, *args)
 
 
-def recompute_eagerly(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+def recompute_eagerly(function: Callable[..., T], *args: object) -> T:
     """`recompute` outside torch.compile.
 
     With `counters` the state of torch's generator, which the host would read, is left alone: see
@@ -402,6 +398,4 @@ def recompute_eagerly(function: Callable[..., torch.Tensor], *args: object) -> t
         "context_fn": recompute_contexts,
         "preserve_rng_state": kept,
     }
-    result = checkpoint(function, *args, **options)
-    assert isinstance(result, torch.Tensor)
-    return result
+    return cast(T, checkpoint(function, *args, **options))

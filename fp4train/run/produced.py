@@ -10,8 +10,6 @@ from typing import NamedTuple
 from torch import nn
 
 from fp4train.config.schema import TrainSettings
-from fp4train.models.common.decoder import Decoder
-from fp4train.models.common.stream import readers_between
 from fp4train.nn.executors import make_executor
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
@@ -90,12 +88,10 @@ class ProducedNorms(NamedTuple):
 
     producers: by module, of those that quantise their results; writing: why others write BF16, by
         name.
-    between: norms that add up the stream at the end of the block before theirs.
     """
 
     producers: dict[nn.Module, Producer]
     writing: dict[str, str]
-    between: frozenset[nn.Module] = frozenset()
 
 
 def produced_in(
@@ -138,9 +134,7 @@ def produced_in(
                 found.producers[owner] = producer
         if reason is not None:
             found.writing[names[owner]] = _LAYER.sub("a layer", reason)
-    lists = [[*part.blocks] for part in model.modules() if isinstance(part, Decoder)]
-    own = {owner for owner, producer in found.producers.items() if not producer.by_backend}
-    return found._replace(between=frozenset(own.intersection(*map(readers_between, lists))))
+    return found
 
 
 def produced_by(
@@ -182,11 +176,6 @@ def produced_by(
                 adds = f"; {which} norms also add what a layer returns to the residual stream"
             else:
                 adds = ""
-            adds += (
-                f", {len(found.between)} of them the last sum of the block before"
-                if found.between
-                else ""
-            )
             lines.insert(0, f"{done}, and not written in BF16{adds}.")
         said[stretch.title.partition(":")[0]] = lines
     if len({tuple(lines) for lines in said.values()}) == 1:

@@ -36,14 +36,13 @@ from fp4train.lab.costs.stand_ins import (
     FunctionStandIns,
     KernelStandIns,
     LayerStandIn,
-    NextNorm,
     PassWork,
     WorkCounter,
     norm_by_backend,
     norm_in_kernels,
 )
 from fp4train.models.common.operators import Fusible
-from fp4train.models.common.stream import StreamNorm, readers_between
+from fp4train.models.common.stream import StreamNorm, StreamTerms, summed
 from fp4train.precision.context import Context, use
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
@@ -105,16 +104,19 @@ def measure_blocks(
     norms = produced or ProducedNorms({}, {})
     names = {module: name for name, module in model.named_modules()}
     blocks = find_blocks(model)
-    # A norm that adds up the stream at the end of the block before its own.
-    sums = [norm if norm in norms.between else None for norm in readers_between(blocks)]
     inputs = _block_inputs(model, blocks, recipe, tokens)
-    measured: dict[object, BlockCost] = {}
-    costs = []
+    measured: dict[object, tuple[BlockCost, bool]] = {}
+    costs: list[BlockCost] = []
+    hands_on = False
+    own = {part for part, producer in norms.producers.items() if not producer.by_backend}
+    adding = [liger or not own.isdisjoint(block.modules()) for block in blocks]
 
     def relative(part: nn.Module) -> str:
         return str(names[part].removeprefix(names[block]))
 
-    for block, entrance, leaves in zip(blocks, [None, *sums], [*sums, None], strict=False):
+    for block, adds, after in zip(blocks, adding, [*adding[1:], False], strict=True):
+        begins = hands_on and adds
+        ends = not after
         layers = {part: plans[names[part]] for part in block.modules() if names[part] in plans}
         producing = [part for part in block.modules() if part in norms.producers]
         key = (
@@ -122,13 +124,14 @@ def measure_blocks(
             tuple((name, parameter.shape) for name, parameter in block.named_parameters()),
             tuple((relative(part), plan.products) for part, plan in layers.items()),
             tuple((relative(part), norms.producers[part].by_backend) for part in producing),
-            (entrance is None, leaves is None),
+            (begins, ends),
         )
         if key not in measured:
             run = _MetaRun(layers, row_wise, compiled)
-            run.kernels_of(block, liger, norms, entrance)
-            measured[key] = run.measure(block, inputs[block], recipe, leaves_sum=leaves is not None)
-        costs.append(measured[key])
+            run.kernels_of(block, liger, norms)
+            measured[key] = run.measure(block, inputs[block], recipe, begins=begins, ends=ends)
+        cost, hands_on = measured[key]
+        costs.append(next((known for known in costs if known == cost), cost))
     return costs
 
 
@@ -186,13 +189,8 @@ class _MetaRun:
         block: nn.Module,
         liger: bool,
         norms: ProducedNorms,
-        entrance: nn.Module | None,
     ) -> None:
-        """Have kernels run norms, gates and rotations of the block.
-
-        Args:
-            entrance: the norm of the block that also adds up the stream that comes in.
-        """
+        """Have kernels run norms, gates and rotations of the block."""
         readers: list[nn.Module] = []
         for part in block.modules():
             producer = norms.producers.get(part)
@@ -203,10 +201,11 @@ class _MetaRun:
                 continue
             readers += producer.readers
             if isinstance(part, StreamNorm):
-                of_stream = partial(norm_in_kernels, self.counter, part is entrance)
                 if producer.by_backend:
-                    of_stream = partial(norm_by_backend, self.counter)
-                self._replaced.append((part, "of_stream", of_stream))
+                    stand_in = norm_by_backend
+                else:
+                    stand_in = norm_in_kernels
+                self._replaced.append((part, "of_stream", partial(stand_in, self.counter)))
         self._given = frozenset(readers)
 
     def measure(
@@ -215,10 +214,20 @@ class _MetaRun:
         inputs: tuple[Any, ...],
         recipe: Recipe,
         *,
-        leaves_sum: bool,
-    ) -> BlockCost:
-        """Run the block, whose last sum the next block makes if it `leaves_sum`."""
+        begins: bool,
+        ends: bool,
+    ) -> tuple[BlockCost, bool]:
+        """(The cost of the block, whether it hands on a `StreamTerms`).
+
+        Args:
+            begins: whether a kernel of its first norm makes the last sum of the block before.
+            ends: whether torch makes its own last sum.
+        """
         x = inputs[0].detach().clone().requires_grad_()
+        if begins:
+            stream = StreamTerms(x, x.detach().clone())  # whose gradient is that of x
+        else:
+            stream = x
         not_kept = {_storage(value) for value in inputs[1:] if isinstance(value, Tensor)}
         not_kept |= {_storage(parameter) for parameter in block.parameters()}
         kept: dict[int, Tensor] = {}
@@ -229,7 +238,6 @@ class _MetaRun:
             return tensor
 
         context = Context(recipe=recipe)
-        context.stream["norm"] = NextNorm() if leaves_sum else None
         counter = self.counter
         with ExitStack() as stack:
             for part, name, value in self._replaced:
@@ -237,13 +245,16 @@ class _MetaRun:
             stack.enter_context(use(context))
             stack.enter_context(FunctionStandIns(counter))
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
-                y = block(x, *inputs[1:])
+                y = block(stream, *inputs[1:])
+                hands_on = isinstance(y, StreamTerms)
+                y = summed(y) if ends else y
             forward = counter.work
             counter.work = PassWork(attention=BACKWARD_OF_ATTENTION * forward.attention)
             with counter:
-                torch.autograd.backward(y, torch.empty_like(y))
+                results = list(y) if isinstance(y, StreamTerms) else [y]
+                torch.autograd.backward(results, [torch.empty_like(result) for result in results])
         block.zero_grad(set_to_none=True)
-        return self._cost(x, kept, forward, counter.work)
+        return self._cost(x, kept, forward, counter.work), hands_on
 
     def _cost(
         self,

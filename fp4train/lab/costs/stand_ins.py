@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp4train.models.common.liger import Liger
+from fp4train.models.common.stream import StreamTerms, summed
 from fp4train.quantize.produced import ADDED, NORM_BACKWARD, SUM
 
 
@@ -208,38 +208,23 @@ def _norm(counter: WorkCounter, x: Tensor, moves: tuple[float, float] | None = N
     return _kernel(counter, moves, _keep_input, 1, 1, x)
 
 
-def norm_by_backend(counter: WorkCounter, x: Tensor, change: Tensor | None = None) -> Any:
+def norm_by_backend(counter: WorkCounter, stream: Tensor | StreamTerms) -> Any:
     """Stand in for a norm whose backend quantises its result; torch makes the sum and its
     gradient."""
-    h = x if change is None else x + change
+    h = summed(stream)
     return _norm(counter, h, (0.0, _bytes([h, h, h]))), h
 
 
-def norm_in_kernels(
-    counter: WorkCounter,
-    left: bool,
-    x: Tensor,
-    change: Tensor | None = None,
-) -> Any:
-    """Stand in for a norm that quantises its result: the sum and its gradient are in its kernels.
-
-    Args:
-        left: whether the block before has left its sum to the norm.
+def norm_in_kernels(counter: WorkCounter, stream: Tensor | StreamTerms) -> Any:
+    """Stand in for a norm that quantises its result: the sum and its gradient are in its
+    kernels.
     """
-    summed = SUM if left or change is not None else 0
-    moves = (float(summed * x.numel()), (NORM_BACKWARD + ADDED) * x.numel())
-    if change is None:
-        keep = _keep_input
-        return _kernel(counter, moves, keep, 2, 1, x, torch.empty_like(x))
-    return _kernel(counter, moves, _keep_sum, 2, 1, x, change)
-
-
-class NextNorm:
-    """Stands in for the norm of the next block, which makes the last sum of this one."""
-
-    def leave(self, x: Tensor, change: Tensor) -> Any:
-        h = _kernel(WorkCounter(), (0.0, 0.0), _keep_nothing, 1, 1, x, change)
-        return SimpleNamespace(h=h)
+    x = stream.x if isinstance(stream, StreamTerms) else stream
+    backward = (NORM_BACKWARD + ADDED) * x.numel()
+    if isinstance(stream, StreamTerms):
+        moves = (float(SUM * x.numel()), backward)
+        return _kernel(counter, moves, _keep_sum, 2, 1, *stream)
+    return _kernel(counter, (0.0, backward), _keep_input, 2, 1, x, torch.empty_like(x))
 
 
 class FunctionStandIns(TorchFunctionMode):

@@ -22,7 +22,7 @@ from fp4train.models.common.cache import KeyValues, seen_mask
 from fp4train.models.common.cut import shared_by
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible
-from fp4train.models.common.stream import StreamNorm
+from fp4train.models.common.stream import StreamNorm, StreamTerms
 from fp4train.nn.planned import is_watched
 from fp4train.parameters import ParameterSpec, Split, inside, linear, norm
 
@@ -35,15 +35,12 @@ class RMSNorm(Fusible, StreamNorm):
     def normalised(self, x: Tensor) -> Tensor:
         return self.operators.rms_norm(x, self._weight(x.dtype), self.eps)
 
-    def _unfused(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        if (
-            change is not None
-            and isinstance(self.operators, Liger)
-            and self.eps is not None
-            and not is_watched(self)
-        ):
-            return self.operators.add_rms_norm(x, change, self._weight(x.dtype), self.eps)
-        return super()._unfused(x, change)
+    def _unfused(self, stream: Tensor | StreamTerms) -> tuple[Tensor, Tensor]:
+        if not isinstance(stream, StreamTerms) or not isinstance(self.operators, Liger):
+            return super()._unfused(stream)
+        if self.eps is None or is_watched(self):
+            return super()._unfused(stream)
+        return self.operators.add_rms_norm(*stream, self._weight(stream.x.dtype), self.eps)
 
     def fp4train_operations(self) -> Sequence[tuple[str, int]]:
         """Itself."""

@@ -18,9 +18,8 @@ is read twice, the second time from the L2 cache at best. torch's operators move
 
 Products are not theirs: a recipe's layers stay as they are, and the head is multiplied as before,
 in high precision. Results differ from torch's operators in the last digits, since sums have another
-order and rotations round less often. Only the sum within a block is fused with the norm after it;
-the last one of a block is left to the next norm where that quantises (`stream.py`). RMSNorms with ε
-outside of the root (StripedHyena) have no kernel here.
+order and rotations round less often. RMSNorms with ε outside of the root (StripedHyena) have no
+kernel here.
 
 Liger's own linear cross-entropy is not used: it counts targets on the host, which no CUDA graph can
 record, and takes so few tokens at a time that the float32 gradient of the head is read and written

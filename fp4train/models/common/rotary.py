@@ -21,7 +21,7 @@ from fp4train.models.common.layers import (
 )
 from fp4train.models.common.operators import Fusible
 from fp4train.models.common.shape import DecoderShape
-from fp4train.models.common.stream import Produced, end_of_block, produced_norms
+from fp4train.models.common.stream import Produced, StreamTerms, handed_on, produced_norms
 from fp4train.parameters import Computed, ParameterSpec, Split, inside, linear, norm
 
 if TYPE_CHECKING:
@@ -144,8 +144,6 @@ def attention_block_parameters(shape: RotaryShape) -> list[ParameterSpec]:
 class RotaryBlock(Fusible, nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    entrance = "attention_norm"
-
     def __init__(self, shape: RotaryShape, mlp: nn.Module, *, qkv_bias: bool = False) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(shape.width, eps=shape.norm_eps)
@@ -170,17 +168,16 @@ class RotaryBlock(Fusible, nn.Module):
 
     def forward(
         self,
-        x_BTD: Tensor,
+        stream: Tensor | StreamTerms,
         cos_TE: Tensor,
         sin_TE: Tensor,
         cache: KeyValues | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor:
-        y_BTD, x_BTD = self.attention_norm.of_stream(x_BTD)
-        y_BTD, x_BTD = self.mlp_norm.of_stream(
-            x_BTD, self.attention(y_BTD, cos_TE, sin_TE, cache, mask)
-        )
-        return end_of_block(x_BTD, self.transformed(y_BTD, cos_TE.shape[0]))
+    ) -> Tensor | StreamTerms:
+        y_BTD, x_BTD = self.attention_norm.of_stream(stream)
+        mixed_BTD = self.attention(y_BTD, cos_TE, sin_TE, cache, mask)
+        y_BTD, x_BTD = self.mlp_norm.of_stream(StreamTerms(x_BTD, mixed_BTD))
+        return handed_on(x_BTD, self.transformed(y_BTD, cos_TE.shape[0]))
 
     def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
         """The MLP's output; `time` is T, which a tensor-parallel rank's share of the tokens does

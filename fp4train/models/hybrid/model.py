@@ -35,7 +35,7 @@ from fp4train.models.common.layers import Attention, RMSNorm, attention_paramete
 from fp4train.models.common.scan import STEP, Mamba2, ScanState, step_before_softplus
 from fp4train.models.common.scan_kernels import CHOICES
 from fp4train.models.common.shape import DecoderShape, check_pattern
-from fp4train.models.common.stream import Produced, end_of_block, produced_norms
+from fp4train.models.common.stream import Produced, StreamTerms, handed_on, produced_norms
 from fp4train.parameters import (
     ONES,
     Initial,
@@ -202,8 +202,6 @@ class SquaredReluMLP(nn.Module):
 class HybridBlock(nn.Module):
     """x + mixer(norm(x))."""
 
-    entrance = "norm"
-
     def __init__(self, shape: Hybrid, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -226,16 +224,20 @@ class HybridBlock(nn.Module):
         return produced_norms((self.norm, self.mixer))
 
     def forward(
-        self, x_BTD: Tensor, time: int, kept: Any = None, mask_BTT: Tensor | None = None
-    ) -> Tensor:
-        y, x_BTD = self.norm.of_stream(x_BTD)
+        self,
+        stream: Tensor | StreamTerms,
+        time: int,
+        kept: Any = None,
+        mask_BTT: Tensor | None = None,
+    ) -> Tensor | StreamTerms:
+        y, x_BTD = self.norm.of_stream(stream)
         if self.kind == "-":
             y = self.mixer(y)
         elif self.kind == "M":
             y = self.mixer(y, time, kept, mask_BTT)
         else:
             y = self.mixer(y, None, None, kept, mask_BTT, time=time)
-        return end_of_block(x_BTD, y)
+        return handed_on(x_BTD, y)
 
     def cache(self, length: int) -> KeyValues | ScanState | None:
         """An empty cache for up to `length` tokens."""

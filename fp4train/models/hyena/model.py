@@ -31,7 +31,13 @@ from fp4train.models.common.cut import shared_by
 from fp4train.models.common.initialise import initialise
 from fp4train.models.common.rotary import RotatedDecoder, gated_mlp_parameters
 from fp4train.models.common.shape import DecoderShape, check_pattern
-from fp4train.models.common.stream import Produced, StreamNorm, end_of_block, produced_norms
+from fp4train.models.common.stream import (
+    Produced,
+    StreamNorm,
+    StreamTerms,
+    handed_on,
+    produced_norms,
+)
 from fp4train.models.hyena.mixer import (
     KINDS,
     ConvolutionState,
@@ -157,8 +163,6 @@ class GatedMLP(nn.Module):
 class HyenaBlock(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    entrance = "norm"
-
     def __init__(self, shape: Hyena, index: int) -> None:
         super().__init__()
         self.kind = shape.pattern[index]
@@ -179,19 +183,19 @@ class HyenaBlock(nn.Module):
 
     def forward(
         self,
-        x_BTD: Tensor,
+        stream: Tensor | StreamTerms,
         cos_TE: Tensor,
         sin_TE: Tensor,
         kept: Any = None,
         mask_BTT: Tensor | None = None,
-    ) -> Tensor:
-        y, x_BTD = self.norm.of_stream(x_BTD)
+    ) -> Tensor | StreamTerms:
+        y, x_BTD = self.norm.of_stream(stream)
         if isinstance(self.mixer, FusedAttention):
             y = self.mixer(y, cos_TE, sin_TE, kept, mask_BTT)
         else:
             y = self.mixer(y, cos_TE.shape[0], kept, mask_BTT)
-        y, x_BTD = self.mlp_norm.of_stream(x_BTD, y)
-        return end_of_block(x_BTD, self.mlp(y))
+        y, x_BTD = self.mlp_norm.of_stream(StreamTerms(x_BTD, y))
+        return handed_on(x_BTD, self.mlp(y))
 
     def cache(self, length: int) -> KeyValues | ConvolutionState:
         """An empty cache for up to `length` tokens."""

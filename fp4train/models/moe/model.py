@@ -108,8 +108,6 @@ class MixtureOfExperts(RotaryShape):
 class ExpertBlock(RotaryBlock):
     """A block whose MLP is a layer of experts."""
 
-    entrance = RotaryBlock.entrance
-
     def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
         out: Tensor = self.mlp(x_BTD, time)
         return out

@@ -39,7 +39,7 @@ from fp4train.hardware import Device
 from fp4train.models.llama import Llama
 from fp4train.nn import operands, scaling, weight_form, weights
 from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.produced import LeftSum, NormProducer
+from fp4train.nn.produced import NormProducer
 from fp4train.precision import MXFP8, NVFP4
 from fp4train.precision.context import autocast
 from fp4train.precision.layers import find_layers
@@ -148,16 +148,18 @@ def noted(self: Any, *pointers: Any, **words: Any) -> Any:
 
 
 triton_launch.Launch.__call__ = noted  # type: ignore[method-assign]
-leave = NormProducer.leave
+call = NormProducer.__call__
 
 
-def left(self: NormProducer, x: Tensor, change: Tensor) -> LeftSum | None:
-    made = leave(self, x, change)
-    launched.extend(["left"] * (made is not None))
+def counted(
+    self: NormProducer, x: Tensor, weight: Tensor, eps: float, change: Tensor | None = None
+) -> Any:
+    made = call(self, x, weight, eps, change)
+    launched.extend(["sums"] * (made is not None and change is not None and not self.by_backend))
     return made
 
 
-NormProducer.leave = left  # type: ignore[method-assign]
+NormProducer.__call__ = counted  # type: ignore[method-assign]
 for module in (operands, scaling, sharded, weight_form, weights):
     module.quantizer = lambda spec, device: quantizer(spec, device, "triton")  # type: ignore[attr-defined]
 TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))

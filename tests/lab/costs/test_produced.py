@@ -179,8 +179,8 @@ def test_what_is_quantised_where_it_is_made_is_charged_once_from_its_sources(
 
 def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
     """Only the sum that a norm is of, and a norm's gradients with those of the residual stream, are
-    elementwise; of the latter torch adds those of Liger's first norm. The norm at the entrance of
-    the second block makes the sum at the end of the first. A block keeps the same for backward: h
+    elementwise; of the latter torch adds those of Liger's norm of a stream that comes as one tensor.
+    The first norm of the second block makes the sum at the end of the first. A block keeps the same for backward: h
     or the sum, gate and up, and codes.
     """
     wanted, plan = planned("recipe=nvfp4", "backend=native", "phases=none")
@@ -188,7 +188,7 @@ def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
         wanted.workloads(plan, 1, each)[0][2]
         for each in (wanted.produced(plan), [ProducedNorms({}, {})])
     )
-    (one, last), (other,) = ([kind.cost for kind in each.kinds] for each in (fused, plain))
+    (one, last), (other, end) = ([kind.cost for kind in each.kinds] for each in (fused, plain))
     elements = TOKENS * WIDTH
     gates = TOKENS * HIDDEN
     # a float32 factor per row of each norm, which NORM_BACKWARD does not count
@@ -199,10 +199,12 @@ def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
     assert backward == (6 + 8 - 2 * (NORM_BACKWARD + ADDED)) * elements + 10 * gates
     assert (SUM, NORM_BACKWARD, ADDED) == (4, 6 + 2 * 4 / STRIP, 2)
     casts = 2 * 6 * WIDTH  # of the norms' weights
-    assert other.forward.operators - last.forward.operators == casts
+    assert other.forward.operators - one.forward.operators == casts
+    assert end.forward.operators - last.forward.operators == casts
     assert last.forward.operators - one.forward.operators == 6 * elements
     assert last.forward.kernels - one.forward.kernels == SUM * elements
     assert other.backward.operators - one.backward.operators == 6 * elements
+    assert end.backward.operators == last.backward.operators
     assert one.saved == other.saved
     costs = [
         ClusterCost(replace(fused, produced=made), B200, interconnect(B200), Mesh())
