@@ -26,7 +26,7 @@ class WeightSource:
 
     Args:
         path: the run directory, or the folder.
-        step: of the checkpoint; None: the newest.
+        step: optimizer steps of the checkpoint; None: the newest.
         kind: the kind of weights that the checkpoint has: "weights", those that were trained, or
             what a state of the run keeps beside them.
     """
@@ -41,7 +41,7 @@ class WeightSource:
         name.
 
         Args:
-            step: that an option beside the text names.
+            step: step that an option beside the text names.
 
         Raises:
             ValueError: the text and the option name a step each.

@@ -39,6 +39,7 @@ from fp4train.lab.studies.sensitivity import Effort, Study, groups_of, identity_
 from fp4train.lab.studies.subject import open_subject
 from fp4train.lab.studies.summary import SensitivityReport
 from fp4train.lab.studies.tradeoff import trade_off
+from fp4train.paths import INIT_KEYS
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_paths
@@ -105,7 +106,7 @@ def main(arguments: list[str]) -> int:
                 f"step={step} is of a run: give its directory; model=… alone is studied as "
                 "initialised"
             )
-        if init := [a for a in rest if a.startswith(("init=", "init_step="))]:
+        if init := [a for a in rest if a.partition("=")[0] in INIT_KEYS]:
             raise UserError(f"{init[0]}: to study the weights of a run give its directory")
     else:
         rest = [f"resume={run}", *([] if fresh or step is None else [f"resume_step={step}"]), *rest]

@@ -57,7 +57,7 @@ class TrainedModel:
     Args:
         source: the run directory, or the folder.
         step: optimizer steps done; None: it is of a folder.
-        kind: of the weights (`WeightSource`).
+        kind: kind of the weights (`WeightSource`).
         model: in evaluation mode.
         tokenizer: None for token files that came without one.
         vocab_size: ids that the tokenizer has; the model's head may have more, which stand for

@@ -107,7 +107,7 @@ def follow(
     The device decides all but the end, for which the host waits.
 
     Args:
-        paths: of the weights; changed here, and empty between two watches.
+        paths: paths of the weights; changed here, and empty between two watches.
         watched: the weights that the optimizer has stepped.
         done: optimizer steps done, this one included.
         failed: bool [], the step changed no weight since its gradients are not finite.

@@ -78,10 +78,10 @@ def load_init(
     """The weights that a new run begins with, opened and not read; None: it draws its own.
 
     Args:
-        verify: as of `open_source`.
+        verify: see `open_source`.
 
     Raises:
-        UserError: as `open_source`.
+        UserError: see `open_source`.
     """
     source = config.init_weights
     if source is None:
@@ -99,7 +99,7 @@ def open_source(
     """The weights that `source` names, opened and not read.
 
     Args:
-        shape: of the model that they are for.
+        shape: architecture of the model that they are for.
         verify: compare the checkpoint with its checksums, which reads all of it.
 
     Raises:
@@ -269,7 +269,7 @@ class RunWeights:
     """Weights of another run's checkpoint.
 
     Args:
-        key: of the state in it that has them.
+        key: key of the state that has them.
     """
 
     checkpoint: Checkpoint

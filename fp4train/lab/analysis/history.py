@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4train.errors import UserError
+from fp4train.paths import INIT_KEYS
 from fp4train.sealed import CONFIG, saved_config
 from fp4train.text import near_miss
 from fp4train.track.config import METRICS
@@ -39,8 +40,7 @@ NOT_THE_SAME_RUN = (
     "resume_step",
     "track",
     "checkpoint",
-    "init",
-    "init_step",
+    *INIT_KEYS,
 )
 """Sections of a configuration in which runs of another seed may differ."""
 

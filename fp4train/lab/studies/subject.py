@@ -29,6 +29,7 @@ from fp4train.config import Config
 from fp4train.config.binding import default_of, flattened
 from fp4train.errors import UserError
 from fp4train.parallel.world import World
+from fp4train.paths import INIT_KEYS
 from fp4train.run.begin import check_source, find_start
 from fp4train.run.build import assemble, build_timeline
 from fp4train.run.host import choose_device
@@ -48,8 +49,7 @@ _NOT_OF_THE_SUBJECT = (
     "optim.",
     "schedule.",
     "train.steps",
-    "init",
-    "init_step",
+    *INIT_KEYS,
     "data.path",
     "data.val_path",
 )

@@ -44,6 +44,10 @@ class Trained(Protocol):
     @property
     def linears(self) -> Sequence[PlannedLayer]: ...
 
+    def scaling(self) -> dict[str, dict[str, Tensor]]: ...
+
+    def load_scaling(self, state: dict[str, dict[str, Tensor]]) -> None: ...
+
 
 class RunState:
     """A part of what the future of a run depends on; saved, restored, resharded and counted alike.

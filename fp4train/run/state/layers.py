@@ -19,7 +19,7 @@ class LayerStates(RunState):
 
     def saved(self) -> Mapping[str, Any]:
         """See `RunState.saved`; empty tables where a layer carries nothing."""
-        return {layer.layer.name: layer.scaling_state() for layer in self.run.linears}
+        return self.run.scaling()
 
     def check(self, saved: Any) -> None:
         """See `RunState.check`."""
@@ -34,8 +34,7 @@ class LayerStates(RunState):
 
     def load(self, saved: Any) -> None:
         """See `RunState.load`."""
-        for layer in self.run.linears:
-            layer.load_scaling_state(saved.get(layer.layer.name, {}))
+        self.run.load_scaling(saved)
 
 
 def _check_entry(what: str, name: str, tensor: Any) -> None:
