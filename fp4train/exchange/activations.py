@@ -42,10 +42,10 @@ def calibrated(trained: TrainedModel, named: NamedRecipe, batches: int) -> dict[
     def see(module: PlannedLayer, inputs: tuple[Any, ...]) -> None:
         name = module.layer.name
         amax = inputs[0].detach().abs().amax().float()
-        seen[name] = torch.maximum(seen[name], amax) if name in seen else amax
+        seen[name] = torch.maximum(seen.get(name, amax), amax)
 
-    layers = [each for each in trained.model.modules() if isinstance(each, PlannedLayer)]
-    handles = [each.register_forward_pre_hook(see) for each in layers]
+    layers = [layer for layer in trained.model.modules() if isinstance(layer, PlannedLayer)]
+    handles = [layer.register_forward_pre_hook(see) for layer in layers]
     try:
         with trained.masked():
             for batch in range(batches):
@@ -64,7 +64,7 @@ def measured(packed: PackedModel) -> tuple[dict[str, float], int] | None:
     run = packed.model.run
     stretch = packed.stretch
     if not (run / STATISTICS).is_file() or any(
-        each.layer.experts for each in packed.layers.values()
+        matrix.layer.experts for matrix in packed.layers.values()
     ):
         return None
     columns = read_statistics(run).operands
@@ -72,15 +72,16 @@ def measured(packed: PackedModel) -> tuple[dict[str, float], int] | None:
     last = min(stretch.stop, packed.model.found.step)
     here = (columns["operand"] == "fprop.x") & (steps > stretch.start) & (steps <= last)
     chosen = sorted(set(steps[here].tolist()))[-MEASURED:]
-    here &= steps >= (chosen[0] if chosen else 0)
-    found: dict[str, float] = {}
+    if chosen:
+        here &= steps >= chosen[0]
+    amaxes: dict[str, float] = {}
     for name, amax in zip(
         columns["layer"][here].tolist(), columns["amax"][here].tolist(), strict=True
     ):
-        found[name] = max(found.get(name, 0.0), amax)
-    names = {each.layer.name for each in packed.layers.values()}
-    if names <= found.keys():
-        return (found, len(chosen))
+        amaxes[name] = max(amaxes.get(name, 0.0), amax)
+    names = {matrix.layer.name for matrix in packed.layers.values()}
+    if names <= amaxes.keys():
+        return (amaxes, len(chosen))
     return None
 
 
@@ -91,13 +92,13 @@ def joint(packed: PackedModel, amaxes: Mapping[str, float]) -> dict[str, float]:
     Raises:
         UserError: one is zero or not finite.
     """
-    found = {}
-    for each in packed.layers.values():
-        name = each.layer.name
-        found[name] = max(amaxes.get(other, 0.0) for other in each.layer.fused or (name,))
-        if not 0 < found[name] < math.inf:
+    joint_amaxes = {}
+    for matrix in packed.layers.values():
+        name = matrix.layer.name
+        joint_amaxes[name] = max(amaxes.get(other, 0.0) for other in matrix.layer.fused or (name,))
+        if not 0 < joint_amaxes[name] < math.inf:
             raise UserError(
-                f"the largest |x| of {name} is {found[name]}: no scale of its activations can "
+                f"the largest |x| of {name} is {joint_amaxes[name]}: no scale of its activations can "
                 "be made of it"
             )
-    return found
+    return joint_amaxes

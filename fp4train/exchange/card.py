@@ -34,8 +34,8 @@ class RecordedResults:
     """What a run's metrics say up to a checkpoint.
 
     Args:
-        evaluated: the last line of each recipe that has a validation loss.
-        tasks: of the checkpoint's step the last results of each task and recipe (`fp4train eval`).
+        evaluated: last line of each recipe that has a validation loss.
+        tasks: last results of each task and recipe at the checkpoint's step (`fp4train eval`).
         damaged: number of lines that cannot be read.
     """
 
@@ -55,20 +55,22 @@ class RecordedResults:
 
 
 def model_card(
-    model: StoredModel, found: RecordedResults, *, made: str, loaded: str, notes: Sequence[str]
+    model: StoredModel, results: RecordedResults, *, made: str, loaded: str, notes: Sequence[str]
 ) -> str:
     """The text of the folder's README.md (card.md).
 
     Args:
-        found: the losses and results of the run.
+        results: losses and results of the run.
         made: how the weights became what the folder holds, a sentence or more.
         loaded: Python that loads the folder.
-        notes: what differs from the run, a sentence each.
+        notes: differences from the run, a sentence each.
     """
     step = model.found.step
     records = read_journal(model.run)
     ran = [
-        replace(each, stop=min(each.stop, step)) for each in stretches(records) if each.start < step
+        replace(stretch, stop=min(stretch.stop, step))
+        for stretch in stretches(records)
+        if stretch.start < step
     ]
     text = screen(
         __package__,
@@ -76,7 +78,7 @@ def model_card(
         {"inline": _inline},
         tags=[
             "fp4train",
-            *dict.fromkeys(re.sub(r"[^a-z0-9]+", "-", each.recipe.lower()) for each in ran),
+            *dict.fromkeys(re.sub(r"[^a-z0-9]+", "-", stretch.recipe.lower()) for stretch in ran),
         ],
         run=model.run.resolve().name,
         kind=type(model.config.model).__name__,
@@ -86,11 +88,11 @@ def model_card(
         made=made,
         loaded=loaded,
         losses=LOSSES,
-        evaluated=found.evaluated,
-        damaged=found.damaged,
-        tasks=[(line.get("task"), line.get("recipe"), _results(line)) for line in found.tasks],
+        evaluated=results.evaluated,
+        damaged=results.damaged,
+        tasks=[(line.get("task"), line.get("recipe"), _results(line)) for line in results.tasks],
         ran=ran,
-        plan="\n\n".join(each.render(full=False) for each in ran).replace("```", "'''"),
+        plan="\n\n".join(stretch.render(full=False) for stretch in ran).replace("```", "'''"),
         notes=notes,
         environment=next(
             (r.values["environment"] for r in reversed(records) if "environment" in r.values), None

@@ -84,16 +84,16 @@ def write_weights(
         TypeError, ValueError: a tensor is not what its description says.
     """
     shards = list(_shards(tensors, shard))
-    total = sum(each.size for group in shards for each in group)
+    total = sum(tensor.size for group in shards for tensor in group)
     count = sum(map(len, shards))
     done = itertools.count()
 
-    def with_progress(each: StreamedTensor) -> StreamedTensor:
+    def with_progress(tensor: StreamedTensor) -> StreamedTensor:
         def pieces() -> Iterator[Tensor]:
-            tell(next(done), count, each.name)
-            yield from each.pieces()
+            tell(next(done), count, tensor.name)
+            yield from tensor.pieces()
 
-        return replace(each, pieces=pieces)
+        return replace(tensor, pieces=pieces)
 
     if len(shards) == 1:
         _write(folder, WEIGHTS, map(with_progress, shards[0]))
@@ -102,7 +102,7 @@ def write_weights(
     for number, group in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write(folder, name, map(with_progress, group))
-        places |= {each.name: name for each in group}
+        places |= {tensor.name: name for tensor in group}
     write_json(
         folder,
         INDEX,
@@ -113,14 +113,14 @@ def write_weights(
 
 def _shards(tensors: Iterable[StreamedTensor], most: int) -> Iterator[list[StreamedTensor]]:
     group: list[StreamedTensor] = []
-    held = 0
-    for each in tensors:
-        if group and held + each.size > most:
+    size = 0
+    for tensor in tensors:
+        if group and size + tensor.size > most:
             yield group
             group = []
-            held = 0
-        group.append(each)
-        held += each.size
+            size = 0
+        group.append(tensor)
+        size += tensor.size
     yield group
 
 

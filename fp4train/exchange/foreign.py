@@ -57,9 +57,11 @@ def foreign_files(folder: Path, written: Collection[str]) -> Iterator[str]:
     Raises:
         UserError: the folder cannot be read.
     """
-    known = {*written, *(() if WEIGHTS in written else (INDEX,))}
+    expected = set(written)
+    if WEIGHTS not in written:
+        expected.add(INDEX)
     with user_errors(OSError, before=f"{folder}: "), Folder.open(folder) as opened:
-        strange = [name for name in opened.names() if name not in known]
+        strange = [name for name in opened.names() if name not in expected]
         for name in strange[:_MOST]:
             kind = "folder" if opened.has_folder(name) else "file"
             does = next(

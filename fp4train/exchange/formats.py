@@ -60,14 +60,14 @@ class Format:
     """How other software stores a weight and quantises the activations that meet it.
 
     Args:
-        weight, x: the kinds of the two operands of fprop (`kind_of`).
+        weight, x: kinds of the two operands of fprop (`kind_of`).
         compressed: name of the format in compressed-tensors, and the arguments of its two operands.
-        modelopt: what ModelOpt's configuration says; None: it has no such format.
-        static: whether a scale of the activations is stored.
-        modelopt_experts: whether ModelOpt's folders have it for experts, too: vLLM's
+        modelopt: entries of ModelOpt's configuration; None: it has no such format.
+        static: True: a scale of the activations is stored.
+        modelopt_experts: True: ModelOpt's folders have it for experts, too: vLLM's
             `ModelOptFp8MoEMethod` takes one scale per weight, also where `quant_algo` says that
             rows have their own.
-        group: in features that share a scale, which the layer must fill; 1: any number.
+        group: number of in features that share a scale, a divisor of the layer's; 1: any number.
     """
 
     weight: str
@@ -170,28 +170,27 @@ def kind_of(spec: QuantSpec | None) -> str:
         raise ValueError("is transformed before it is quantised")
     if element_range(spec) != spec.format.max:
         raise ValueError(f"leaves a guard of its range free (guard={spec.guard:g})")
-    (rows, columns), shared = spec.block, spec.block[0] in (1, spec.block[1])
-    if (spec.format, spec.scale, spec.global_scale, columns) == (
-        E2M1,
-        "e4m3",
-        "tensor",
-        16,
-    ) and shared:
+    rows, columns = spec.block
+    shared = rows in (1, columns)
+    nvfp4 = (E2M1, "e4m3", "tensor", 16)
+    if shared and (spec.format, spec.scale, spec.global_scale, columns) == nvfp4:
         return "NVFP4"
     if (spec.scale, columns) == ("e8m0", 32) and spec.format in (E4M3, E2M1) and shared:
-        return "MXFP8" if spec.format == E4M3 else "MXFP4"
+        if spec.format == E4M3:
+            return "MXFP8"
+        return "MXFP4"
     if spec.format == E4M3 and spec.scale in ("fp32", "pow2"):
-        found = {
+        names = {
             (None, None): "FP8",
             (1, None): "FP8 rows",
             (128, 128): "FP8 128×128",
             (1, 128): "FP8 1×128",
         }
-        if (rows, columns) in found:
-            return found[rows, columns]
-    scale = f"{spec.scale} scales" + (
-        f" under one per {spec.global_scale}" if spec.global_scale else ""
-    )
+        if (rows, columns) in names:
+            return names[rows, columns]
+    scale = f"{spec.scale} scales"
+    if spec.global_scale:
+        scale += f" under one per {spec.global_scale}"
     raise ValueError(
         f"is {spec.element} in blocks {spec.block} with {scale}, which is none of their formats"
     )
@@ -203,7 +202,7 @@ def format_of(
     """The format of a layer whose fprop has these operands; None: its weight is in high precision.
 
     Args:
-        experts: whether the layer is a group of experts.
+        experts: True: the layer is a group of experts.
 
     Raises:
         ValueError: `layout` has none; the message says why.
@@ -216,21 +215,23 @@ def format_of(
             kinds.append(kind_of(spec))
         except ValueError as error:
             raise ValueError(f"{what} {error}") from error
-    found = next((each for each in FORMATS if [each.weight, each.x] == kinds), None)
-    if found is None:
+    form = next(
+        (candidate for candidate in FORMATS if [candidate.weight, candidate.x] == kinds), None
+    )
+    if form is None:
         raise ValueError(
             f"weights in {kinds[0]} with activations in {kinds[1]} are none of their formats"
         )
-    if layout == MODELOPT and found.modelopt is None:
-        raise ValueError(f"ModelOpt's folders have no {found.name}; to=compressed-tensors has it")
-    if layout == MODELOPT and experts and not found.modelopt_experts:
+    if layout == MODELOPT and form.modelopt is None:
+        raise ValueError(f"ModelOpt's folders have no {form.name}; to=compressed-tensors has it")
+    if layout == MODELOPT and experts and not form.modelopt_experts:
         raise ValueError(
-            f"ModelOpt's folders have no {found.name} for experts; to=compressed-tensors has it"
+            f"ModelOpt's folders have no {form.name} for experts; to=compressed-tensors has it"
         )
-    return found
+    return form
 
 
-def configuration(found: Format, layout: str, kept: Sequence[str]) -> dict[str, Any]:
+def configuration(form: Format, layout: str, kept: Sequence[str]) -> dict[str, Any]:
     """`quantization_config` of a config.json.
 
     Args:
@@ -239,10 +240,10 @@ def configuration(found: Format, layout: str, kept: Sequence[str]) -> dict[str, 
     if layout == MODELOPT:
         return {
             "quant_method": "modelopt",
-            **modelopt_configuration(found, kept)["quantization"],
+            **modelopt_configuration(form, kept)["quantization"],
             "ignore": [*kept],
         }
-    name, weight, x = found.compressed
+    name, weight, x = form.compressed
     group = {
         "targets": ["Linear"],
         "weights": weight,
@@ -261,11 +262,11 @@ def configuration(found: Format, layout: str, kept: Sequence[str]) -> dict[str, 
     }
 
 
-def modelopt_configuration(found: Format, kept: Sequence[str]) -> dict[str, Any]:
+def modelopt_configuration(form: Format, kept: Sequence[str]) -> dict[str, Any]:
     """`hf_quant_config.json` of ModelOpt's folders."""
-    assert found.modelopt is not None
+    assert form.modelopt is not None
     algorithm: Mapping[str, Any] = {
-        **found.modelopt,
+        **form.modelopt,
         "kv_cache_quant_algo": None,
         "exclude_modules": [*kept],
     }

@@ -30,11 +30,11 @@ class Sampling:
 
     Args:
         tokens: most tokens that are generated.
-        temperature: what the logits are divided by; 0: the most likely token.
-        top_k: only so many of the most likely tokens; None: all.
-        top_p: only the most likely tokens that together have this probability (arXiv:1904.09751);
+        temperature: divisor of the logits; 0: the most likely token.
+        top_k: number of the most likely tokens to choose from; None: all.
+        top_p: choose only from the most likely tokens that together have this probability (arXiv:1904.09751);
             1: all.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
     """
 
     tokens: int = 64
@@ -59,8 +59,8 @@ class Sampling:
         """The next token.
 
         Args:
-            logits_V: of the tokens that there are, on the CPU.
-            draws: whose next number decides; none is taken at temperature 0.
+            logits_V: logits of the tokens that there are, on the CPU.
+            draws: generator whose next number decides; none is taken at temperature 0.
         """
         if self.temperature == 0:
             return int(logits_V.argmax())
@@ -108,28 +108,30 @@ def generate(
     draws = [
         torch.Generator().manual_seed((sampling.seed + row) % 2**63) for row in range(len(prompts))
     ]
-    given = torch.tensor([prompt[:begun] for prompt in prompts])
+    inputs = torch.tensor([prompt[:begun] for prompt in prompts])
     left = [sampling.tokens] * len(prompts)
     for position in range(begun, longest):
         logits_BV = (
-            trained.forward(named, given, cache=cache)[:, -1, : trained.vocab_size].float().cpu()
+            trained.forward(named, inputs, cache=cache)[:, -1, : trained.vocab_size].float().cpu()
         )
-        found: list[int | None] = [None] * len(prompts)
+        sampled: list[int | None] = [None] * len(prompts)
         following = [0] * len(prompts)
         for row, prompt in enumerate(prompts):
             if position < len(prompt):
                 following[row] = prompt[position]
             elif left[row]:
                 check_logits(logits_BV[row], trained, named)
-                found[row] = token = sampling.draw(logits_BV[row], draws[row])
-                following[row], left[row] = token, 0 if token in ends else left[row] - 1
-        yield found
+                token = sampling.draw(logits_BV[row], draws[row])
+                sampled[row] = token
+                following[row] = token
+                left[row] = 0 if token in ends else left[row] - 1
+        yield sampled
         for row in range(len(prompts)):
-            if found[row] is not None and stops(row):
+            if sampled[row] is not None and stops(row):
                 left[row] = 0
         if not any(left):
             return
-        given = torch.tensor(following)[:, None]
+        inputs = torch.tensor(following)[:, None]
 
 
 def check_prompt(prompt: Sequence[int], context: int) -> None:

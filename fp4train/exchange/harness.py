@@ -76,21 +76,21 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         parts = [
-            list(windows(self.text.encode(each.args[0]), self.text, self.trained.context))
-            for each in requests
+            list(windows(self.text.encode(request.args[0]), self.text, self.trained.context))
+            for request in requests
         ]
         totals = iter(
             log_likelihoods(
-                self.trained, self.named, [one for each in parts for one in each], self.rows
+                self.trained, self.named, [window for part in parts for window in part], self.rows
             )
         )
-        return [sum(next(totals)[0] for _ in each) for each in parts]
+        return [sum(next(totals)[0] for _ in part) for part in parts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         alike: dict[str, list[int]] = {}
-        for number, each in enumerate(requests):
-            alike.setdefault(json.dumps(each.args[1], sort_keys=True, default=str), []).append(
+        for number, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(
                 number
             )
         for numbers in alike.values():
@@ -101,21 +101,21 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             numbers.sort(key=lambda number: len(ids[number]))
             for start in range(0, len(numbers), self.rows):
                 batch = numbers[start : start + self.rows]
-                made = self._generated(
+                generated = self._generated(
                     [ids[number] for number in batch], requests[batch[0]].args[1]
                 )
-                found |= dict(zip(batch, made, strict=True))
-        return [found[number] for number in range(len(requests))]
+                texts |= dict(zip(batch, generated, strict=True))
+        return [texts[number] for number in range(len(requests))]
 
     def _generated(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
         """The texts after `prompts`, without the word that stopped each."""
-        wanted = normalize_gen_kwargs(settings, GENERATED)
-        until = [word for word in wanted["until"] if word]
+        options = normalize_gen_kwargs(settings, GENERATED)
+        until = [word for word in options["until"] if word]
         sampling = Sampling(
-            tokens=wanted["max_gen_toks"],
-            temperature=wanted.get("temperature") or 0.0,
-            top_k=wanted.get("top_k") or None,
-            top_p=wanted.get("top_p") or 1.0,
+            tokens=options["max_gen_toks"],
+            temperature=options.get("temperature") or 0.0,
+            top_k=options.get("top_k") or None,
+            top_p=options.get("top_p") or 1.0,
         )
         room = self.trained.context - sampling.tokens
         if room < 1:
@@ -158,9 +158,9 @@ def tasks(
     """The scores on tasks.
 
     Args:
-        names: of tasks, groups or tags, or paths of YAML files, each with a task.
-        limit: only so many documents of each task. shots: examples before each question; None: the
-            task's own number.
+        names: names of tasks, groups or tags, or paths of YAML files, each with a task.
+        limit: most documents of each task; None: all.
+        shots: number of examples before each question; None: the task's own.
 
     Raises:
         UserError: there is no such task, or its data cannot be had.
@@ -178,7 +178,7 @@ def tasks(
     for named in recipes:
         model = HarnessModel(trained, named, rows)
         try:
-            found = simple_evaluate(
+            results = simple_evaluate(
                 model,
                 tasks=list(names),
                 task_manager=manager,
@@ -190,15 +190,13 @@ def tasks(
             raise
         except (OSError, ValueError, LookupError, TypeError, ConnectionError, YAMLError) as error:
             raise UserError(f"task={','.join(names)}: {type(error).__name__}: {error}") from error
-        for task, values in found["results"].items():
+        for task, values in results["results"].items():
             kept = {
                 key.removesuffix(",none"): float(value)
                 for key, value in values.items()
                 if isinstance(value, float | int) and math.isfinite(value)
             }
-            size = found.get("n-samples", {}).get(task, {}).get("effective")
-            yield Score(
-                task=task,
-                recipe=named.name,
-                values={**kept, **({} if size is None else {"documents": size})},
-            )
+            size = results.get("n-samples", {}).get(task, {}).get("effective")
+            if size is not None:
+                kept["documents"] = size
+            yield Score(task=task, recipe=named.name, values=kept)

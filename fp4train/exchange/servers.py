@@ -15,8 +15,8 @@ class Server:
     """A server of models.
 
     Args:
-        version: whose code was read.
-        lacks: the layout and the format's name of what it refuses.
+        version: version whose code was read.
+        lacks: pairs of a layout and a format's name that it refuses.
     """
 
     name: str
@@ -44,15 +44,15 @@ Glm4MoeForCausalLM.
 """
 
 
-def lacking(server: Server, found: Format, layout: str) -> bool:
+def lacking(server: Server, form: Format, layout: str) -> bool:
     """Whether a server refuses folders of a format."""
-    return (layout, found.name) in server.lacks
+    return (layout, form.name) in server.lacks
 
 
-def not_served(found: Format, layout: str) -> list[str]:
+def not_served(form: Format, layout: str) -> list[str]:
     """A sentence for each server that refuses folders of a format."""
     return [
-        f"{server.name} {server.version} does not serve {found.name} of {layout}."
+        f"{server.name} {server.version} does not serve {form.name} of {layout}."
         for server in SERVERS
-        if lacking(server, found, layout)
+        if lacking(server, form, layout)
     ]

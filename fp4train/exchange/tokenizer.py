@@ -51,9 +51,9 @@ def stored_tokenizer(config: Config, run: Path) -> FileTokenizer | None:
                 f"{run} has lost its {lost}: put it back; another tokenizer may have other ids"
             )
 
-    found = own_tokenizer(config, run, refuse)
-    if hasattr(found, "to_json") and hasattr(found, "end"):
-        return cast(FileTokenizer, found)
+    tokenizer = own_tokenizer(config, run, refuse)
+    if hasattr(tokenizer, "to_json") and hasattr(tokenizer, "end"):
+        return cast(FileTokenizer, tokenizer)
     return None
 
 
@@ -63,13 +63,15 @@ def write_tokenizer(
     """Write the files of a tokenizer; returns what differs from the run's, a sentence each.
 
     Args:
-        most: tokens of the longest sequence.
-        template: of conversations.
+        most: number of tokens of the longest sequence.
+        template: template of conversations.
     """
     begin: str | None = getattr(tokenizer, "begin", None)
     text, notes = _with_additions(tokenizer.to_json(), begin)
     folder.write(TOKENIZER, text.encode())
-    special = {"eos_token": tokenizer.end} | ({} if begin is None else {"bos_token": begin})
+    special = {"eos_token": tokenizer.end}
+    if begin is not None:
+        special["bos_token"] = begin
     if template is not None:
         folder.write("chat_template.jinja", template.source.encode())
         named = {name: token for name, token in template.variables.items() if token}
@@ -98,19 +100,20 @@ def _with_additions(text: str, begin: str | None) -> tuple[str, list[str]]:
     from tokenizers import processors
 
     with library_errors("the tokenizer cannot encode the text"):
-        made = File.from_str(text)
-        added, plain = (made.encode("a", add_special_tokens=each).tokens for each in (True, False))
+        file_tokenizer = File.from_str(text)
+        added = file_tokenizer.encode("a", add_special_tokens=True).tokens
+    plain = file_tokenizer.encode("a", add_special_tokens=False).tokens
     trained = plain if begin is None else [begin, *plain]
     if added == trained:
         return text, []
     rule = None
     if begin is not None:
         pair = f"{begin} $A {begin} $B"
-        number = made.token_to_id(begin)
-        made.post_processor = processors.TemplateProcessing(
+        number = file_tokenizer.token_to_id(begin)
+        file_tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{begin} $A", pair=pair, special_tokens=[(begin, number)]
         )
-        rule = json.loads(made.to_str())["post_processor"]
+        rule = json.loads(file_tokenizer.to_str())["post_processor"]
     written = json.dumps(json.loads(text) | {"post_processor": rule}, ensure_ascii=False)
     if extra := [f"`{token}`" for token in added if token not in trained]:
         return written, [

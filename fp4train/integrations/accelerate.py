@@ -22,10 +22,10 @@ class AcceleratePrecision(Precision):
     `accelerator.save_state` and `load_state` save and restore it.
 
     Args:
-        accelerator: of the loop.
-        model: that `prepare` returned.
-        optimizer: that `prepare` returned, or several; each step of one counts.
-        steps: optimizer steps of the run.
+        accelerator: accelerator of the loop.
+        model: model that `prepare` returned.
+        optimizer: optimizer that `prepare` returned, or several; each step of one counts.
+        steps: number of optimizer steps of the run.
         arguments, options: those of `Precision`.
 
     Raises:
@@ -46,18 +46,18 @@ class AcceleratePrecision(Precision):
             optimizers = list(optimizer)
         else:
             optimizers = [optimizer]
-        for each in optimizers:
-            if not isinstance(each, AcceleratedOptimizer):
+        for prepared in optimizers:
+            if not isinstance(prepared, AcceleratedOptimizer):
                 raise UserError(
-                    f"{type(each).__name__} is not prepared, so its steps cannot be told from "
+                    f"{type(prepared).__name__} is not prepared, so its steps cannot be told from "
                     "those that gradient "
                     "accumulation leaves out: pass what accelerator.prepare(model, "
                     "optimizer, …) returned"
                 )
         sums = accelerator.gradient_accumulation_steps * accelerator.num_processes > 1
         self.attach(accelerator.unwrap_model(model), steps=steps, sums=sums)
-        for each in optimizers:
-            vars(each)["step"] = self._counting(each, each.step)
+        for prepared in optimizers:
+            vars(prepared)["step"] = self._counting(prepared, prepared.step)
         accelerator.register_for_checkpointing(self)
 
     def _counting(

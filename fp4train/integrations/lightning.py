@@ -31,8 +31,8 @@ class LightningPrecision(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         sums = trainer.accumulate_grad_batches * trainer.world_size > 1
-        known = trainer.estimated_stepping_batches
-        steps = int(known) if 0 < known < math.inf else None
+        estimated = trainer.estimated_stepping_batches
+        steps = int(estimated) if 0 < estimated < math.inf else None
         self.precision.attach(pl_module, steps=steps, sums=sums, entrances=entrances_of(pl_module))
         self.precision.step = trainer.global_step
         for optimizer in trainer.optimizers:

@@ -47,22 +47,22 @@ class Precision:
     """Recipe, policy and phases of a model's layers while another loop trains it.
 
     Args:
-        recipe: the name of one, as in `recipe=` ("nvfp4"), an object, or its configuration.
-        policy: which layers keep high precision: a name as in `policy=`, an object, its
-            configuration, or None (each layer follows the recipe).
+        recipe: name of one, as in `recipe=` ("nvfp4"), an object, or its configuration.
+        policy: choice of the layers that keep high precision: a name as in `policy=`, an object,
+            its configuration, or None (each layer follows the recipe).
         phases: recipe changes over the run: a name as in `phases=`, a list of `Phase`, or its
             configuration.
         cooldown: first step of the learning rate's cooldown, or a share of the run, for phases that
             start there.
         seed: seed of the random bits of stochastic rounding.
-        evaluates: whether passes in eval mode run in the recipe too, as in fp4train's own loop;
+        evaluates: True: passes in eval mode run in the recipe too, as in fp4train's own loop;
             False: outside of it, like the model without fp4train.
         unconverted: largest share of the model's matrix weights that may lie outside of fp4train's
             layers; a model with more (experts in 3-D parameters) is refused.
 
     Attributes:
         step: optimizer steps done.
-        plan: what each layer runs in each stretch of the run; None before `attach`.
+        plan: plan of each layer in each stretch of the run; None before `attach`.
 
     Raises:
         UserError: a name is unknown, or a configuration is wrong.
@@ -80,14 +80,13 @@ class Precision:
         evaluates: bool = True,
         unconverted: float = 0.5,
     ) -> None:
-        self.recipe: Recipe = _made("recipe", recipe, Recipe)
-        self.policy: LayerPolicy | None = (
-            None if policy is None else _made("policy", policy, LayerPolicy)
-        )
+        self.recipe: Recipe = _object("recipe", recipe, Recipe)
+        self.policy: LayerPolicy | None = None
+        if policy is not None:
+            self.policy = _object("policy", policy, LayerPolicy)
         self.phases = _phases(phases)
-        if cooldown is not None and not 0 <= cooldown <= (
-            1 if isinstance(cooldown, float) else _MOST_STEPS
-        ):
+        last = 1 if isinstance(cooldown, float) else _MOST_STEPS
+        if cooldown is not None and not 0 <= cooldown <= last:
             raise UserError(
                 f"cooldown={cooldown!r} must be a step (integer ≥ 0) or a share of the run "
                 "(0.0 to 1.0)"
@@ -138,12 +137,12 @@ class Precision:
                 "nothing: call "
                 "model = fp4train.convert(model) before the loop is made"
             )
-        found = report(model)
-        if 1 - found.share > self.unconverted:
+        coverage = report(model)
+        if 1 - coverage.share > self.unconverted:
             raise UserError(
-                f"{what}: {found.summary()}. Recipe {self.recipe.name} would reach "
-                f"{found.share:.0%} of them; to train "
-                f"so all the same give unconverted={min(1.0, 1.01 - found.share):.2f}"
+                f"{what}: {coverage.summary()}. Recipe {self.recipe.name} would reach "
+                f"{coverage.share:.0%} of them; to train "
+                f"so all the same give unconverted={min(1.0, 1.01 - coverage.share):.2f}"
             )
         for layer in layers:
             if isinstance(layer.weight, DTensor) or layer.weight.numel() != layer.layer.weights:
@@ -167,9 +166,9 @@ class Precision:
         attached before.
 
         Args:
-            model: converted, on its device, and not wrapped (`accelerator.unwrap_model`).
-            steps: optimizer steps of the run; None: the loop does not know.
-            sums: whether gradients of several passes are summed: of microbatches or ranks.
+            model: converted model on its device, not wrapped (`accelerator.unwrap_model`).
+            steps: number of optimizer steps of the run; None: the loop does not know.
+            sums: True: gradients of several passes are summed: of microbatches or ranks.
             entrances: modules of the model whose calls enter the recipe; None: the model itself.
 
         Raises:
@@ -190,12 +189,15 @@ class Precision:
         self._recomputed = [
             module for module in model.modules() if hasattr(module, "gradient_checkpointing")
         ]
+        rank = 0
+        ranks = 1
         if dist.is_initialized():
+            rank = dist.get_rank()
             ranks = dist.get_world_size()
-        else:
-            ranks = 1
-        self._start = (dist.get_rank() if ranks > 1 else 0) * (_TOKENS // ranks // 8 * 8)
-        for module in [model] if entrances is None else entrances:
+        self._start = rank * (_TOKENS // ranks // 8 * 8)
+        if entrances is None:
+            entrances = [model]
+        for module in entrances:
             for hook in list(module._forward_pre_hooks.values()):
                 if isinstance(other := getattr(hook, "__self__", None), Precision):
                     other.detach()
@@ -226,9 +228,9 @@ class Precision:
                     "the phase a step, or the loop its steps (max_steps)"
                 )
             steps = _MOST_STEPS
-        cooldown = (
-            round(self.cooldown * steps) if isinstance(self.cooldown, float) else self.cooldown
-        )
+        cooldown = self.cooldown
+        if isinstance(cooldown, float):
+            cooldown = round(cooldown * steps)
         if cooldown is None and any(phase.start == "cooldown" for phase in self.phases):
             raise UserError(
                 "a phase starts at the cooldown, and this loop does not say where that is: "
@@ -266,8 +268,8 @@ class Precision:
         else:
             enter(None)
         if module.training:
-            for each in self._recomputed:
-                _recompute_exactly(each)
+            for checkpointed in self._recomputed:
+                _recompute_exactly(checkpointed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, module: nn.Module, arguments: object, output: object) -> None:
@@ -310,7 +312,7 @@ class Precision:
         """
         if self._called is None or self.plan is None:
             return
-        called = {each.layer.name for each in self._called if isinstance(each, PlannedLayer)}
+        called = {module.layer.name for module in self._called if isinstance(module, PlannedLayer)}
         self._called = None
         elsewhere = (
             ", or it was called outside of the forward pass of the model that fp4train was "
@@ -354,8 +356,8 @@ class Precision:
         self._saved = None
         self.step = int(saved["step"])
         tensors = saved["layers"]
-        known = {layer.layer.name for layer in self._layers}
-        if strange := sorted(tensors.keys() - known):
+        names = {layer.layer.name for layer in self._layers}
+        if strange := sorted(tensors.keys() - names):
             raise UserError(
                 f"the checkpoint has scales of layer {strange[0]}, which this model does not "
                 "have: resume with the "
@@ -370,31 +372,34 @@ class Precision:
                 _log.warning("resumed with another %s than the checkpoint was trained with", name)
 
 
-def _made(group: str, given: Any, kind: type) -> Any:
+def _object(group: str, choice: Any, kind: type) -> Any:
     """The object that a name of an option, an object or its configuration stand for."""
-    if isinstance(given, kind):
-        return given
-    if isinstance(given, type) and issubclass(given, kind):
-        raise TypeError(f"{group}={given.__name__}: give an object, {given.__name__}()")
-    if not isinstance(given, (str, Mapping)):
+    if isinstance(choice, kind):
+        return choice
+    if isinstance(choice, type) and issubclass(choice, kind):
+        raise TypeError(f"{group}={choice.__name__}: give an object, {choice.__name__}()")
+    if not isinstance(choice, (str, Mapping)):
         raise TypeError(
-            f"{group}={given!r} must be a name, such as those of `fp4train {group}=`, or a "
+            f"{group}={choice!r} must be a name, such as those of `fp4train {group}=`, or a "
             f"{kind.__name__}"
         )
-    return bind(named(group, given) if isinstance(given, str) else given, kind, group)
+    if isinstance(choice, str):
+        return bind(named(group, choice), kind, group)
+    return bind(choice, kind, group)
 
 
-def _phases(given: Any) -> tuple[Phase, ...]:
-    if isinstance(given, str):
-        found = named("phases", given)
+def _phases(choice: Any) -> tuple[Phase, ...]:
+    if isinstance(choice, str):
+        phases = named("phases", choice)
     else:
-        found = given
-    if not isinstance(found, Iterable):
+        phases = choice
+    if not isinstance(phases, Iterable):
         raise TypeError(
-            f"phases={given!r} must be a name, such as cooldown_fprop, or a list of Phase objects"
+            f"phases={choice!r} must be a name, such as cooldown_fprop, or a list of Phase objects"
         )
-    each = found.values() if isinstance(found, Mapping) else found
-    return tuple(_made("phases", phase, Phase) for phase in each)
+    if isinstance(phases, Mapping):
+        phases = phases.values()
+    return tuple(_object("phases", phase, Phase) for phase in phases)
 
 
 def _recompute_exactly(module: nn.Module) -> None:
@@ -417,7 +422,7 @@ def entrances_of(model: nn.Module) -> Iterator[nn.Module]:
     yield model
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from (each for each in entrances_of(child) if each is not child)
+            yield from (entrance for entrance in entrances_of(child) if entrance is not child)
         elif any(isinstance(part, PlannedLayer) for part in child.modules()):
             yield child
 
@@ -426,6 +431,6 @@ def on_cpu(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a `state_dict`'s layers under flat names, on the CPU."""
     return {
         f"{name}/{key}": t.detach().cpu()
-        for name, each in state["layers"].items()
-        for key, t in each.items()
+        for name, tensors in state["layers"].items()
+        for key, t in tensors.items()
     }

@@ -24,7 +24,7 @@ class TrainerPrecision(TrainerCallback, ExportableState):
         train_dataset=data, callbacks=[TrainerPrecision("nvfp4")])
 
     Attributes:
-        precision: the core, with the plan once training has begun.
+        precision: core, with the plan once training has begun.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -57,12 +57,12 @@ class TrainerPrecision(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Entry of this callback in `trainer_state.json`."""
-        found = self.precision.state_dict()
-        if found["layers"]:
-            tensors = base64.b64encode(save(on_cpu(found))).decode()
+        state_dict = self.precision.state_dict()
+        if state_dict["layers"]:
+            tensors = base64.b64encode(save(on_cpu(state_dict))).decode()
         else:
             tensors = ""
-        return {"args": found["settings"], "attributes": {"tensors": tensors}}
+        return {"args": state_dict["settings"], "attributes": {"tensors": tensors}}
 
     def _load(self, saved: Any) -> None:
         """Take over what `state` gave, read again; None: the checkpoint is of a run without
@@ -75,11 +75,12 @@ class TrainerPrecision(TrainerCallback, ExportableState):
             return
         layers: dict[str, dict[str, Any]] = {}
         try:
-            found = saved["attributes"]["tensors"]
+            encoded = saved["attributes"]["tensors"]
             settings = saved["args"]
-            for name, tensor in (
-                load(base64.b64decode(found, validate=True)).items() if found else ()
-            ):
+            tensors: dict[str, Any] = {}
+            if encoded:
+                tensors = load(base64.b64decode(encoded, validate=True))
+            for name, tensor in tensors.items():
                 layer, _, key = name.rpartition("/")
                 layers.setdefault(layer, {})[key] = tensor
         except (LookupError, TypeError, ValueError, SafetensorError) as error:
