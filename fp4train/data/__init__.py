@@ -9,7 +9,7 @@ from fp4train.data.loader import Loader as Loader
 from fp4train.data.source import Source as Source
 from fp4train.data.stdlib import Stdlib as Stdlib
 from fp4train.data.text import Text as Text
+from fp4train.data.token_array import TokenArray as TokenArray
 from fp4train.data.token_file import Tokens as Tokens
-from fp4train.data.tokens import TokenArray as TokenArray
 from fp4train.data.tokens import TokenData as TokenData
 from fp4train.errors import DataError as DataError

@@ -29,11 +29,11 @@ from fp4train.data.packing import Learned, pack
 from fp4train.data.records import holds_text, name_of, parsed, read_objects
 from fp4train.data.stored import TokenIds
 from fp4train.data.template import MARKERS, find_template
+from fp4train.data.token_array import TokenArray
 from fp4train.data.tokenizers import Bytes, Pretrained
 from fp4train.data.tokens import (
     Ids,
     Piece,
-    TokenArray,
     TokenData,
     Tokenizer,
     TokenizerConfig,

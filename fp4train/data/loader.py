@@ -32,7 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fp4train.data.tokens import TokenArray
+from fp4train.data.token_array import TokenArray
 from fp4train.errors import DataError
 
 IGNORED = -100
@@ -98,6 +98,10 @@ class Loader:
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.seed = seed
+
+    def with_seed(self, seed: int) -> "Loader":
+        """The same batches in another order."""
+        return Loader(self.tokens, batch_size=self.batch_size, seq_len=self.seq_len, seed=seed)
 
     @property
     def sequences_per_epoch(self) -> int:

@@ -14,14 +14,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fp4train.data.loader import Loader
 from fp4train.data.stored import Ids as Ids
 from fp4train.data.stored import TokenIds
+from fp4train.data.token_array import TokenArray
 from fp4train.errors import DataError
 
 CHECKED = 1 << 24
 """Ids of each part that are checked before a run begins."""
 AT_ONCE = 1 << 20
 """Ids that are read at once."""
+VALIDATION_SEED = 0
+"""The seed of validation sequences, the same for all runs, so that the losses of seeds compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,40 +160,6 @@ def borders_of(source: object, tokenizer: Tokenizer | None) -> Borders:
 
 
 @dataclass(frozen=True)
-class TokenArray:
-    """Token ids, in memory or in files; `name` is what an error calls them.
-
-    `scored` says of each id whether it counts in the loss, not 0 or 0; None: all do. `inner_ends`
-    says of each whether it is the id that ends a document and yet ends none, as after a turn of a
-    conversation; None: there is no such id.
-    """
-
-    ids: TokenIds
-    vocab_size: int
-    name: str
-    scored: TokenIds | None = None
-    inner_ends: TokenIds | None = None
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def check(self, ids: Ids, what: str) -> None:
-        """Refuse ids that the model has no embedding for."""
-        if not len(ids):
-            return
-        low = int(ids.min())
-        high = int(ids.max())
-        if low < 0 or high >= self.vocab_size:
-            raise DataError(
-                f"{what} hold token id {low if low < 0 else high}, but the vocabulary has "
-                f"{self.vocab_size} ids "
-                f"(0 … {self.vocab_size - 1}). Set data.vocab_size to that of the tokenizer "
-                "that wrote the tokens, or "
-                "data.dtype to the type they were written in."
-            )
-
-
-@dataclass(frozen=True)
 class TokenData:
     """Training and validation tokens of a run.
 
@@ -218,6 +188,14 @@ class TokenData:
         if self.digest is None:
             return sampled
         return f"{sampled}-{self.digest}"
+
+    def training(self, *, batch_size: int, seq_len: int, seed: int) -> Loader:
+        """Batches of the training tokens, in the order of the run's `seed`."""
+        return Loader(self.train, batch_size=batch_size, seq_len=seq_len, seed=seed)
+
+    def validation(self, *, batch_size: int, seq_len: int) -> Loader:
+        """Batches of the validation tokens, in the order that all runs share."""
+        return Loader(self.val, batch_size=batch_size, seq_len=seq_len, seed=VALIDATION_SEED)
 
 
 def check_val(val: float) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4train.data import Loader
 from fp4train.errors import UserError
 from fp4train.exchange.evaluation import data_of
 from fp4train.exchange.packed import PackedModel
@@ -33,9 +32,8 @@ def calibrated(trained: TrainedModel, named: NamedRecipe, batches: int) -> dict[
         UserError: the data is not there.
     """
     config = trained.config
-    text = data_of(trained).train
-    train = Loader(
-        text, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=config.run.seed
+    train = data_of(trained).training(
+        batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=config.run.seed
     )
     seen: dict[str, Tensor] = {}
 

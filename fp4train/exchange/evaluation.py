@@ -38,13 +38,11 @@ from torch import Tensor
 
 from fp4train.checkpoint.layout import WEIGHTS
 from fp4train.config.schema import plain
-from fp4train.data import Loader
 from fp4train.data.encoding import encode_document
 from fp4train.data.files import existing_path, files_of, read_pieces
 from fp4train.data.tokens import Ids, TokenData, Tokenizer, begin_of_document, token_bytes
 from fp4train.errors import UserError
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
-from fp4train.run.build import VALIDATION_SEED
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import EVALUATION, ask, cancel_request, wait_for_answer
 from fp4train.run.record.trust import check_paths
@@ -100,9 +98,7 @@ def held_out(
     config = trained.config
     settings = trained.config.train
     data = data_of(trained)
-    loader = Loader(
-        data.val, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED
-    )
+    loader = data.validation(batch_size=settings.batch_size, seq_len=settings.seq_len)
     # A validation text of less than a batch is shown more than once, as in the run's evaluations.
     count = (
         min(batches or config.eval.batches, max(1, loader.batches_per_epoch)) * settings.batch_size

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp4train.data import Loader
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange.evaluation import data_of, held_out
 from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT
 from fp4train.exchange.trained import TrainedModel, load_trained
 from fp4train.exchange.verify import Verified
-from fp4train.run.build import VALIDATION_SEED
 from fp4train.text import printable, shortened
 
 _REASON = 300
@@ -82,9 +80,10 @@ def transformers_loss(
                 folder, dtype=torch.bfloat16 if compressed else torch.float32
             ).eval()
         settings = trained.config.train
-        text = replace(data_of(trained).val, inner_ends=None)  # these models read ids alone
-        loader = Loader(
-            text, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED
+        data = data_of(trained)
+        ids_alone = replace(data.val, inner_ends=None)  # these models read nothing else
+        loader = replace(data, val=ids_alone).validation(
+            batch_size=settings.batch_size, seq_len=settings.seq_len
         )
         count = min(batches, max(1, loader.batches_per_epoch))
         total = 0.0

@@ -18,7 +18,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tqdm import tqdm
 
 from fp4train.config import Config
-from fp4train.data import Loader
 from fp4train.errors import user_errors
 from fp4train.files import Folder
 from fp4train.hardware import Device
@@ -63,9 +62,6 @@ _log = logging.getLogger(__name__)
 
 EVERY = 10.0
 """Seconds between two messages of what takes long to build."""
-
-VALIDATION_SEED = 0
-"""Chooses the validation sequences of every run, whatever its run.seed."""
 
 
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
@@ -318,17 +314,9 @@ def assemble(
             cut = None
         else:
             cut = inspect(model, config, layers)
-        loaders = {
-            name: Loader(
-                tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed
-            )
-            # The validation sequences are the same for every seed, so that the losses of seeds
-            # compare.
-            for name, tokens, seed in (
-                ("train", data.train, config.run.seed),
-                ("val", data.val, VALIDATION_SEED),
-            )
-        }
+        batch = {"batch_size": config.train.batch_size, "seq_len": config.train.seq_len}
+        train_data = data.training(**batch, seed=config.run.seed)
+        val_data = data.validation(**batch)
     for each in model.modules():
         if isinstance(each, PlannedLayer):
             sums = config.train.rows(mesh.data) < config.train.batch_size
@@ -364,8 +352,8 @@ def assemble(
         device=world.device,
         model=model,
         optimizer=optimizer,
-        train_data=loaders["train"],
-        val_data=loaders["val"],
+        train_data=train_data,
+        val_data=val_data,
         timeline=timeline,
         plan=plan,
         tracker=NullTracker(),

@@ -33,7 +33,6 @@ import torch
 from omegaconf import OmegaConf
 
 from fp4train.config import plain, plugins, to_config
-from fp4train.data import Loader
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.lab.studies.base import Base, Branch, ForkSettings, RankRequest
@@ -155,16 +154,10 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
         branch.config,
         run=replace(branch.config.run, seed=fork_seed(subject.run.config.run.seed, number)),
     )
-    batches = subject.run.train_data
     forked = replace(
         subject.run,
         config=config,
-        train_data=Loader(
-            batches.tokens,
-            batch_size=batches.batch_size,
-            seq_len=batches.seq_len,
-            seed=config.run.seed,
-        ),
+        train_data=subject.run.train_data.with_seed(config.run.seed),
         timeline=branch.timeline,
         plan=branch.plan,
         mid_update=False,

@@ -1,0 +1,40 @@
+"""Token ids with what a loss needs to know of each, and the check that a vocabulary has them."""
+
+from dataclasses import dataclass
+
+from fp4train.data.stored import Ids, TokenIds
+from fp4train.errors import DataError
+
+
+@dataclass(frozen=True)
+class TokenArray:
+    """Token ids, in memory or in files; `name` is what an error calls them.
+
+    `scored` says of each id whether it counts in the loss, not 0 or 0; None: all do. `inner_ends`
+    says of each whether it is the id that ends a document and yet ends none, as after a turn of a
+    conversation; None: there is no such id.
+    """
+
+    ids: TokenIds
+    vocab_size: int
+    name: str
+    scored: TokenIds | None = None
+    inner_ends: TokenIds | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def check(self, ids: Ids, what: str) -> None:
+        """Refuse ids that the model has no embedding for."""
+        if not len(ids):
+            return
+        low = int(ids.min())
+        high = int(ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise DataError(
+                f"{what} hold token id {low if low < 0 else high}, but the vocabulary has "
+                f"{self.vocab_size} ids "
+                f"(0 … {self.vocab_size - 1}). Set data.vocab_size to that of the tokenizer "
+                "that wrote the tokens, or "
+                "data.dtype to the type they were written in."
+            )
