@@ -12,9 +12,9 @@ from fp4train.run.determinism import seed_model
 from fp4train.run.evaluate import check_evaluation, evaluate
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.observe import queue_statistics, watching
-from fp4train.run.queued import Numbers, Step, Values
+from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.run import Run
-from fp4train.run.step import due, step_rows
+from fp4train.run.step import step_rows
 from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
 from fp4train.run.supervise.divergence import DivergedError, follow, verdict
 from fp4train.run.supervise.guard import NonFiniteError

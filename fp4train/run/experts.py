@@ -7,17 +7,14 @@ rank, and alike for any number of ranks and microbatches.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fp4train.models.common.experts import BALANCE, DROPPED, Z
-from fp4train.run.queued import Numbers, Step, Values
-from fp4train.run.step import due
-
-if TYPE_CHECKING:
-    from fp4train.run.run import Run
+from fp4train.run.queued import Numbers, Step, Values, due
+from fp4train.run.state.base import Trained
 
 
 @runtime_checkable
@@ -36,7 +33,7 @@ class Routed(Protocol):
         """
 
 
-def even_out(run: Run, step: Step) -> None:
+def even_out(run: Trained, step: Step) -> None:
     """Balance the experts after an optimizer step, and log their load.
 
     | key | meaning |

@@ -25,7 +25,7 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.precision import Recipe
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.determinism import seed_model
-from fp4train.run.experts import Routed, even_out
+from fp4train.run.experts import Routed
 from fp4train.run.produced import check_asked
 from fp4train.run.queued import Numbers, Queued, Step, Values
 from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses
@@ -41,11 +41,10 @@ THRESHOLD: Final = math.sqrt(3)
 
 
 def hooks(run: Run) -> list[Callable[[Run, Step], None]]:
-    """Functions that are called with each step after it is queued: a check of the first one, the
-    balance of experts where there are any, and the run's states.
+    """Functions that are called with each step after it is queued: a check of the first one, and
+    the run's states.
     """
-    routed = isinstance(run.model, Routed)
-    return [check_layers, *[even_out] * routed, follow]
+    return [check_layers, follow]
 
 
 def follow(run: Run, step: Step) -> None:

@@ -37,6 +37,13 @@ class StepRunner(Protocol):
         """Queue the step that `run.step` is at, on its microbatches."""
 
 
+def due(step: int, every: int, steps: int) -> bool:
+    """Whether something done every `every` steps (0: never) and at the end is due after `step`
+    steps.
+    """
+    return step == steps or (every > 0 and step % every == 0)
+
+
 class Numbers:
     """A few numbers on their way from the device to the host.
 

@@ -109,13 +109,6 @@ def eagerly(run: Run) -> Iterator[None]:
         run.runner = runner
 
 
-def due(step: int, every: int, steps: int) -> bool:
-    """Whether something done every `every` steps (0: never) and at the end is due after `step`
-    steps.
-    """
-    return step == steps or (every > 0 and step % every == 0)
-
-
 def microbatch_share(run: Run) -> float:
     """The factor of a microbatch's loss in the current step: the loss of the step is the mean over
     the targets of the whole batch that count, wherever they lie.

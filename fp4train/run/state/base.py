@@ -19,10 +19,12 @@ from fp4train.checkpoint.layout import TENSORS
 from fp4train.config import Config
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.held import Inventory
+from fp4train.parallel.world import World
 from fp4train.precision.plan import Plan
 from fp4train.run.queued import Step
 from fp4train.run.supervise.loss_history import Divergence
 from fp4train.shards import RowOrder, order_of, row_orders
+from fp4train.track import Tracker
 
 
 class Trained(Protocol):
@@ -37,6 +39,8 @@ class Trained(Protocol):
     loss_scale: float
     good_steps: int
     divergence: Divergence
+    tracker: Tracker
+    world: World
 
     @property
     def inventory(self) -> Inventory | None: ...

@@ -56,9 +56,8 @@ class Moments(RunState):
             if entries.get(DECAYS) != decays[name]:
                 raise ValueError(
                     f"its optimizer chose otherwise whether {name} has weight decay: the code that "
-                    "wrote it was another. Go on with that code, or begin a new run with the "
-                    "weights: "
-                    "init=RUN"
+                    "wrote it was another (filters of Mamba-2's convolutions had, and have none "
+                    "now). Go on with that code, or begin a new run with the weights: init=RUN"
                 )
         for name, parameter in zip(self.names, self._parameters(), strict=True):
             self._check_moments(name, parameter, saved[name])

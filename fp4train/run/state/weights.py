@@ -1,4 +1,6 @@
-"""The weights of a model, with its buffers (the biases that balance experts among them)."""
+"""The weights of a model, with its buffers; the biases that balance experts, which follow the load
+after each step, are among them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +11,9 @@ from fp4train.checkpoint import escaped
 from fp4train.checkpoint.layout import MODEL, WEIGHTS
 from fp4train.config import Config
 from fp4train.parallel.weights import changed
+from fp4train.run.experts import Routed, even_out
 from fp4train.run.finite import first_non_finite
+from fp4train.run.queued import Step
 from fp4train.run.state.base import RunState, Trained, check_tensor
 
 
@@ -22,6 +26,7 @@ class ModelWeights(RunState):
 
     def __init__(self, run: Trained) -> None:
         super().__init__(run)
+        self._routed = isinstance(run.model, Routed)
         self._parameters = {escaped(name) for name, _ in run.model.named_parameters()}
 
     @classmethod
@@ -48,6 +53,11 @@ class ModelWeights(RunState):
     def must_be_finite(self, path: str) -> bool:
         """Parameters must be; buffers may hold what was not computed yet."""
         return path in self._parameters
+
+    def after_step(self, step: Step) -> None:
+        """Balance the experts, if there are any."""
+        if self._routed:
+            even_out(self.run, step)
 
 
 def load_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:

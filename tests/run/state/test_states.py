@@ -1,0 +1,50 @@
+"""The list of states says what a run keeps: bytes as in its checkpoints, and every tensor by a name
+of the model.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from command_line import STEADY, Cli
+
+from fp4train import checkpoint
+from fp4train.config import to_config
+from fp4train.run.record.directory import read_config
+from fp4train.run.states import STATES, bytes_per_parameter
+
+WATCHED = ("oscillation.every=4", "oscillation.watch=3", "policy=all", "recipe=tetrajet_v2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("train.ema=0.9",), ("optim.moments=bfloat16",), ("optim=sgd", "optim.momentum=0")],
+)
+def test_the_plan_counts_the_bytes_that_a_checkpoint_has(
+    cli: Cli, options: tuple[str, ...]
+) -> None:
+    run = cli.trained("run.name=a", "train.steps=2", *options, *STEADY)
+    sizes: Counter[str] = Counter()
+    stored = checkpoint.load(run / "checkpoints").tensors
+    shapes = {name.removeprefix("model/"): stored.shape(name) for name in stored}
+    parameters = 0
+    for path in stored:
+        key, name, *_ = path.split("/")
+        if name in shapes and stored.shape(path) == shapes[name] and name != "head.weight":
+            sizes[key] += stored[path].nbytes
+            parameters += stored[path].numel() if key == "model" else 0
+    planned = bytes_per_parameter(to_config(read_config(run)))
+    if "optim=sgd" in options:
+        planned.pop("moments")  # counted as AdamW's
+    counted = {state.title: size for state in STATES if (size := sizes[state.key])}
+    assert counted == {title: size * parameters for title, size in planned.items()}
+
+
+def test_what_is_kept_goes_by_names_of_the_model_and_is_placed_by_them(cli: Cli) -> None:
+    run = cli.trained("run.name=a", "train.steps=6", "train.ema=0.9", *WATCHED, *STEADY)
+    stored = checkpoint.load(Path(run) / "checkpoints")
+    names = set(stored.state["model"])  # type: ignore[arg-type]
+    assert {state.key for state in STATES} <= stored.state.keys()
+    for key in ("optimizer", "oscillation", "ema"):
+        table = stored.state[key]
+        assert isinstance(table, dict) and table and table.keys() <= names, key
