@@ -72,7 +72,7 @@ class Checkpoint:
         step: optimiser steps done when it was written.
         tensors: name to CPU tensor, whole or by parts, read when asked for; each has memory of its
             own.
-        state: what was passed to `save` as `state`.
+        state: values that were passed to `save` as `state`.
         path: the directory it came from.
         skipped: newer checkpoints that could not be used, each with the reason; `load` has warned
             of them.
@@ -145,8 +145,7 @@ def save(
             there = steps(place)
         raise CheckpointError(
             f"checkpoint of step {step} not written to {place}: {error}. Earlier checkpoints "
-            "are untouched: "
-            f"{_list(there)}."
+            f"are untouched: {_list(there)}."
         ) from error
     return place / layout.directory_name(step)
 
@@ -174,14 +173,18 @@ def load(
             fp4train.
     """
     folder = Path(folder)
-    found = _found_by_the_first(folder, ranks)
-    if step is not None and step not in found:
-        raise UserError(f"{folder} has no checkpoint of step {step}; it has {_list(found)}")
-    if not found:
+    names = _found_by_the_first(folder, ranks)
+    if step is not None and step not in names:
+        raise UserError(f"{folder} has no checkpoint of step {step}; it has {_list(names)}")
+    if not names:
         raise UserError(f"no checkpoint in {folder}")
     skipped: list[tuple[Path, str]] = []
-    for candidate in sorted(found, reverse=True) if step is None else [step]:
-        path = folder / found[candidate]
+    if step is None:
+        candidates = sorted(names, reverse=True)
+    else:
+        candidates = [step]
+    for candidate in candidates:
+        path = folder / names[candidate]
         problem = None
         newer = None
         try:
@@ -202,12 +205,11 @@ def load(
             _warn(skipped, path)
         return Checkpoint(step=candidate, tensors=tensors, state=state, path=path, skipped=skipped)
     reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
-    if step is None or len(found) == 1:
+    if step is None or len(names) == 1:
         raise UserError(f"no usable checkpoint in {folder}: {reasons}")
     raise UserError(
         f"the checkpoint of step {step} in {folder} cannot be used: {reasons}. Others in the "
-        "folder: "
-        f"{_list(set(found) - {step})}"
+        f"folder: {_list(set(names) - {step})}"
     )
 
 
@@ -277,15 +279,16 @@ def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | Non
 
 def _found_by_the_first(folder: Path, ranks: CheckpointGroup) -> dict[int, str]:
     """The checkpoints by step; of several ranks the first looks, so that all try the same ones."""
-    found = {}
+    names: dict[int, str] = {}
     problem = None
     try:
-        found = _directories(folder) if ranks.first else {}
+        if ranks.first:
+            names = _directories(folder)
     except UserError as error:
         problem = str(error)
     if problem := ranks.agree(problem):
         raise UserError(problem)
-    return ranks.gathered(found)[0]
+    return ranks.gathered(names)[0]
 
 
 def _directories(folder: Path) -> dict[int, str]:
@@ -299,12 +302,12 @@ def _directories(folder: Path) -> dict[int, str]:
 
 
 def _steps_in(folder: Folder) -> dict[int, str]:
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name in folder.names():  # ".old_..." sorts before "step_...", which therefore wins
         match = layout.NAME.fullmatch(name.removeprefix(layout.REPLACED))
         if match and folder.has_folder(name):
-            found[int(match[1])] = name
-    return found
+            names[int(match[1])] = name
+    return names
 
 
 def _list(steps: Iterable[int]) -> str:

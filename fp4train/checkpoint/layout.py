@@ -80,8 +80,8 @@ class CheckpointGroup:
 
     Args:
         group: `torch.distributed.new_group(backend="gloo")`, called by all ranks.
-        leads: this rank writes what several hold alike and no mesh describes; None: the first rank
-            does. With a pipeline the first rank of each stage does.
+        leads: whether this rank writes what several hold alike and no mesh describes; None: the
+            first rank does. With a pipeline the first rank of each stage does.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, leads: bool | None = None) -> None:
@@ -105,38 +105,42 @@ class CheckpointGroup:
             return [value]
         from torch.distributed import all_gather_object
 
-        found = [value] * self.size
-        all_gather_object(found, value, group=self.group)
-        return found
+        values = [value] * self.size
+        all_gather_object(values, value, group=self.group)
+        return values
 
     def agree(self, problem: str | None) -> str | None:
         """The first rank's problem, named by rank and machine; None where no rank has one."""
-        alone = self.group is None or problem is None
-        if alone:
-            named = problem
-        else:
+        named = problem
+        if self.group is not None and problem is not None:
             named = f"rank {self.rank} on {socket.gethostname()}: {problem}"
-        return next((each for each in self.gathered(named) if each is not None), None)
+        return next(
+            (rank_problem for rank_problem in self.gathered(named) if rank_problem is not None),
+            None,
+        )
 
     def together(self, task: Callable[[], T]) -> T:
         """Result of `task`, which all ranks do and wait for; where it fails on one, all raise that
         rank's reason.
 
         Raises:
-            OSError: that.
-            RuntimeError: as `gathered`.
+            OSError: the task failed on a rank.
+            RuntimeError: a rank has ended, or did not come within the group's time.
         """
         if self.size == 1:
             return task()
-        given: list[T] = []
+        results: list[T] = []
         raised = None
         try:
-            given.append(task())
+            results.append(task())
         except Exception as error:
             raised = error
-        if problem := self.agree(None if raised is None else str(raised) or type(raised).__name__):
+        failure = None
+        if raised is not None:
+            failure = str(raised) or type(raised).__name__
+        if problem := self.agree(failure):
             raise OSError(problem) from raised
-        return given[0]
+        return results[0]
 
 
 ALONE = CheckpointGroup()

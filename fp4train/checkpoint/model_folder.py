@@ -109,10 +109,8 @@ def _files(folder: Folder) -> dict[str, File]:
         if pickled := [name for name in _PICKLED if name in have]:
             raise UserError(
                 f"{folder.path} has its weights in {pickled[0]}, a pickle, which can run code "
-                "and is not opened. "
-                "Convert it where you trust it: load it in transformers and "
-                "save_pretrained(…), which writes "
-                "safetensors"
+                "and is not opened. Convert it where you trust it: load it in transformers and "
+                "save_pretrained(…), which writes safetensors"
             )
         raise UserError(f"{folder.path} has no weights: neither {WEIGHTS} nor {INDEX}")
     places = _table(folder, INDEX).get("weight_map")
@@ -159,30 +157,28 @@ def _file(folder: Folder, name: str) -> File:
 
 
 def _check_names(
-    path: Path, stored: StoredTensors, known: set[str], spare: Callable[[str], bool]
+    path: Path, stored: StoredTensors, described: set[str], spare: Callable[[str], bool]
 ) -> None:
-    lost = sorted(known - set(stored))
-    strange = sorted(name for name in set(stored) - known if not spare(name))
-    for found, what in (
-        (lost, "lacks"),
-        (strange, f"holds tensors that its {CONFIG} does not describe:"),
-    ):
-        if found:
-            raise UserError(f"{path} {what} {first_few(found, 1)}")
-    for name in sorted(known):
+    if lost := sorted(described - set(stored)):
+        raise UserError(f"{path} lacks {first_few(lost, 1)}")
+    if strange := sorted(name for name in set(stored) - described if not spare(name)):
+        raise UserError(
+            f"{path} holds tensors that its {CONFIG} does not describe: {first_few(strange, 1)}"
+        )
+    for name in sorted(described):
         if stored.dtype(name) not in DTYPES:
             raise UserError(
                 f"{path}: {name} is of {stored.dtype(name)}; weights are read in "
-                f"{', '.join(str(each).removeprefix('torch.') for each in DTYPES)}"
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
             )
 
 
 def _table(folder: Folder, name: str) -> dict[str, Any]:
     with user_errors(ValueError, before=f"{folder.path / name} is no JSON that is read: "):
-        found = foreign_json.parse(folder.read(name, STATE_LIMIT))
-    if not isinstance(found, dict):
+        table = foreign_json.parse(folder.read(name, STATE_LIMIT))
+    if not isinstance(table, dict):
         raise UserError(f"{folder.path / name} is no table")
-    return found
+    return table
 
 
 @contextmanager
@@ -192,6 +188,7 @@ def _opened(path: Path) -> Iterator[Folder]:
         with Folder.open(path) as folder:
             yield folder
     except OSError as error:
-        links = f". If you trust where its links lead, copy the files: cp -rL {path} COPY"
-        more = links if isinstance(error, NotPlain) else ""
-        raise UserError(f"{error.filename or path}: {reason(error)}{more}") from error
+        message = f"{error.filename or path}: {reason(error)}"
+        if isinstance(error, NotPlain):
+            message += f". If you trust where its links lead, copy the files: cp -rL {path} COPY"
+        raise UserError(message) from error

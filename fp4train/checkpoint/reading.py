@@ -39,7 +39,7 @@ class File:
 
     Args:
         status: device, inode, size and time of change.
-        boxes: by name of a tensor, what it holds of it.
+        boxes: boxes that it holds of each tensor, by the tensor's name.
     """
 
     status: tuple[int, int, int, int]
@@ -50,8 +50,8 @@ def status_of(descriptor: int) -> tuple[int, int, int, int]:
     """Device, inode, size and time of change: they differ once the file was replaced or written
     to.
     """
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -59,7 +59,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     Args:
         folder: the checkpoint's directory.
-        files: by name.
+        files: files of tensors, by name.
         aliases: names of tensors that are stored under another name.
 
     Raises:
@@ -72,11 +72,11 @@ class StoredTensors(Mapping[str, Tensor]):
         self.path = folder.path
         self._files = files
         self._boxes: dict[str, list[tuple[str, Box]]] = {}
-        for file, each in files.items():
-            for name, boxes in each.boxes.items():
+        for file, stored in files.items():
+            for name, boxes in stored.boxes.items():
                 self._boxes.setdefault(name, []).extend((file, box) for box in boxes)
-        for name, held in self._boxes.items():
-            _check_whole(name, [box for _, box in held])
+        for name, places in self._boxes.items():
+            _check_whole(name, [box for _, box in places])
         if lost := next(
             (name for name, target in aliases.items() if target not in self._boxes), None
         ):
@@ -92,32 +92,32 @@ class StoredTensors(Mapping[str, Tensor]):
         Raises:
             ValueError: they are no matrices that make a tensor, or were stored in parts.
         """
-        first = self._boxes[parts[0][0]][0][1]
-        rows = sum(self.shape(each)[0] for each in parts[0])
-        shape = (len(parts), rows, *first.shape[1:])
-        made = []
+        columns = self.shape(parts[0][0])[1:]
+        rows = sum(self.shape(part)[0] for part in parts[0])
+        shape = (len(parts), rows, *columns)
+        placed = []
         for index, names in enumerate(parts):
             above = 0
-            for each in names:
-                ((file, box), *more) = self._boxes[each]
+            for part in names:
+                ((file, box), *more) = self._boxes[part]
                 if (
                     more
                     or len(box.shape) != 2
                     or above + box.shape[0] > rows
-                    or box.shape[1:] != first.shape[1:]
+                    or box.shape[1:] != columns
                 ):
                     raise ValueError(
-                        f"{each} of shape {list(box.shape)} is no part of a tensor {list(shape)}"
+                        f"{part} of shape {list(box.shape)} is no part of a tensor {list(shape)}"
                     )
-                made.append(
+                placed.append(
                     (
                         file,
                         replace(box, shape=shape, offsets=(index, above, 0), sizes=(1, *box.shape)),
                     )
                 )
                 above += box.shape[0]
-        _check_whole(name, [box for _, box in made])
-        self._boxes[name] = made
+        _check_whole(name, [box for _, box in placed])
+        self._boxes[name] = placed
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shape(name)
@@ -153,13 +153,13 @@ class StoredTensors(Mapping[str, Tensor]):
             ValueError: the box is not covered by the parts.
         """
         into = torch.empty(sizes, dtype=self.dtype(name))
-        wanted = math.prod(sizes)
-        found = 0
+        count = math.prod(sizes)
+        done = 0
         for file, box in self._boxes[name]:
-            if found < wanted and _overlap(box, offsets, sizes):
-                found += read_box(self._descriptor(file), box, into, offsets)
-        if found != wanted:
-            raise ValueError(f"{name}: {found} of {wanted} elements are in {self.path.name}")
+            if done < count and _overlap(box, offsets, sizes):
+                done += read_box(self._descriptor(file), box, into, offsets)
+        if done != count:
+            raise ValueError(f"{name}: {done} of {count} elements are in {self.path.name}")
         return into
 
     def read_like(self, name: str, tensor: Tensor, order: RowOrder | None = None) -> Tensor:
@@ -167,8 +167,10 @@ class StoredTensors(Mapping[str, Tensor]):
         order of rows.
         """
         boxes = shard_of(tensor, order).boxes()
-        found = [self.read(name, box.offsets, tuple(box.tensor.shape)) for box in boxes]
-        return like(tensor, found[0] if len(found) == 1 else torch.cat(found))
+        parts = [self.read(name, box.offsets, tuple(box.tensor.shape)) for box in boxes]
+        if len(parts) == 1:
+            return like(tensor, parts[0])
+        return like(tensor, torch.cat(parts))
 
     def _descriptor(self, file: str) -> int:
         if file in self._open:
@@ -265,22 +267,23 @@ def _file(folder: Folder, name: str, described: Mapping[str, Any], *, verify: bo
 
 
 def _check_whole(name: str, boxes: list[Box]) -> None:
-    first = boxes[0]
-    if any((box.shape, box.dtype) != (first.shape, first.dtype) for box in boxes):
+    """Raises ValueError where the boxes of a tensor do not tile it."""
+    shape = boxes[0].shape
+    dtype = boxes[0].dtype
+    if any((box.shape, box.dtype) != (shape, dtype) for box in boxes):
         raise ValueError(f"the parts of {name} differ in shape or dtype")
-    if (stored := sum(math.prod(box.sizes) for box in boxes)) != math.prod(first.shape):
-        raise ValueError(f"the parts of {name} have {stored} elements of {math.prod(first.shape)}")
+    if (stored := sum(math.prod(box.sizes) for box in boxes)) != math.prod(shape):
+        raise ValueError(f"the parts of {name} have {stored} elements of {math.prod(shape)}")
     if len(boxes) == 1:
         return
-    if len(first.shape) > _MOST_DIMENSIONS:
-        raise ValueError(
-            f"{name} has {len(first.shape)} dimensions; parts may have {_MOST_DIMENSIONS}"
-        )
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(shape)} dimensions; parts may have {_MOST_DIMENSIONS}")
     # A box is a sum of orthants at its corners with the signs of the corners. So boxes tile the
     # whole where these sums are equal, which needs no comparison of each with each.
     corners: Counter[tuple[int, ...]] = Counter()
-    whole = ((0,) * len(first.shape), first.shape)
-    for sign, (offsets, sizes) in [(-1, whole), *((1, (box.offsets, box.sizes)) for box in boxes)]:
+    outline = ((0,) * len(shape), shape)
+    signed = [(-1, outline), *((1, (box.offsets, box.sizes)) for box in boxes)]
+    for sign, (offsets, sizes) in signed:
         for ends in product((0, 1), repeat=len(sizes)):
             corner = tuple(o + end * n for o, n, end in zip(offsets, sizes, ends, strict=True))
             corners[corner] += sign * (-1) ** sum(ends)

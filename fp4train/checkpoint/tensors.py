@@ -55,9 +55,11 @@ class Box:
     """A part of a tensor as it lies in a file.
 
     Args:
-        dtype: of its elements.
-        shape: of the whole tensor; `offsets` and `sizes`: of the part, by dimension.
-        start: its first byte in the file.
+        dtype: dtype of its elements.
+        shape: shape of the whole tensor.
+        offsets: first index of the part in each dimension.
+        sizes: size of the part in each dimension.
+        start: place of its first byte in the file.
     """
 
     dtype: torch.dtype
@@ -72,8 +74,8 @@ class StreamedTensor:
     """A tensor to write, whose values are made when they are written.
 
     Args:
-        pieces: gives its elements in row-major order, as tensors of `dtype` and any shape; each is
-            made when the one before is written.
+        pieces: function that gives its elements in row-major order, as tensors of `dtype` and any
+            shape; a piece is made when the one before is written.
     """
 
     name: str
@@ -111,9 +113,10 @@ def write_parts(descriptor: int, parts: Mapping[str, TensorShard]) -> tuple[int,
             name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=lambda: [tensor]
         )
 
-    size = write_tensors(
-        put, map(streamed, sorted(parts)), {_PARTS: _compact(places)} if places else {}
-    )
+    metadata = {}
+    if places:
+        metadata[_PARTS] = _compact(places)
+    size = write_tensors(put, map(streamed, sorted(parts)), metadata)
     return size, digest.hexdigest()
 
 
@@ -128,46 +131,48 @@ def write_tensors(
     Tensors of larger dtypes come first, those of one size in the order given.
 
     Args:
-        metadata: for the header's `__metadata__`.
+        metadata: entries of the header's `__metadata__`.
 
     Raises:
         TypeError: a dtype that the format does not know.
         ValueError: pieces that do not make their tensor.
     """
-    order = sorted(tensors, key=lambda each: -each.dtype.itemsize)
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    order = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header: dict[str, object] = {}
+    if metadata:
+        header["__metadata__"] = dict(metadata)
     end = 0
-    for each in order:
-        if each.dtype not in _NAMES:
+    for tensor in order:
+        if tensor.dtype not in _NAMES:
             raise TypeError(
-                f"{each.name}: a tensor of {each.dtype} cannot be in a file of safetensors"
+                f"{tensor.name}: a tensor of {tensor.dtype} cannot be in a file of safetensors"
             )
-        first = end
-        end = end + each.size
-        header[each.name] = {
-            "dtype": _NAMES[each.dtype],
-            "shape": list(each.shape),
-            "data_offsets": [first, end],
+        begin = end
+        end = end + tensor.size
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
         }
     text = _compact(header).encode()
     text += b" " * (-len(text) % 8)
     put(len(text).to_bytes(8, "little") + text)
-    for each in order:
-        left = each.size
-        for piece in each.pieces():
-            held = piece.cpu().contiguous()
+    for tensor in order:
+        left = tensor.size
+        for piece in tensor.pieces():
+            on_cpu = piece.cpu().contiguous()
             left = left - piece.nbytes
-            if held.dtype != each.dtype or left < 0:
+            if on_cpu.dtype != tensor.dtype or left < 0:
                 raise ValueError(
-                    f"{each.name}: a piece of {held.dtype} {list(held.shape)} is none of "
-                    f"{each.described}"
+                    f"{tensor.name}: a piece of {on_cpu.dtype} {list(on_cpu.shape)} is none of "
+                    f"{tensor.described}"
                 )
-            if held.numel():
-                data = _bytes(held.reshape(-1).view(torch.uint8))
+            if on_cpu.numel():
+                data = _bytes(on_cpu.reshape(-1).view(torch.uint8))
                 for start in range(0, len(data), _CHUNK):
                     put(data[start : start + _CHUNK])
         if left:
-            raise ValueError(f"{each.name}: {left} bytes of {each.described} are missing")
+            raise ValueError(f"{tensor.name}: {left} bytes of {tensor.described} are missing")
     return 8 + len(text) + end
 
 
@@ -238,32 +243,32 @@ def read_box(descriptor: int, box: Box, into: Tensor, offsets: tuple[int, ...]) 
     Raises:
         ValueError: the file is too short.
     """
-    first = tuple(max(a, b) for a, b in zip(box.offsets, offsets, strict=True))
-    last = tuple(
+    low = tuple(max(a, b) for a, b in zip(box.offsets, offsets, strict=True))
+    high = tuple(
         min(a + m, b + n)
         for a, m, b, n in zip(box.offsets, box.sizes, offsets, into.shape, strict=True)
     )  # exclusive
-    if any(a >= b for a, b in zip(first, last, strict=True)):
+    if any(a >= b for a, b in zip(low, high, strict=True)):
         return 0
-    if not first:
+    if not low:
         into.copy_(_read(descriptor, box, box.start, ()))
         return 1
     row = math.prod(box.sizes[1:])
     inner_box = tuple(
-        slice(a - o, b - o) for a, b, o in zip(first[1:], last[1:], box.offsets[1:], strict=True)
+        slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], box.offsets[1:], strict=True)
     )
     inner_into = tuple(
-        slice(a - o, b - o) for a, b, o in zip(first[1:], last[1:], offsets[1:], strict=True)
+        slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], offsets[1:], strict=True)
     )
     step = max(1, _CHUNK // (row * box.dtype.itemsize))
-    for begin in range(first[0], last[0], step):
-        end = min(begin + step, last[0])
+    for begin in range(low[0], high[0], step):
+        end = min(begin + step, high[0])
         start = box.start + (begin - box.offsets[0]) * row * box.dtype.itemsize
         rows = _read(descriptor, box, start, (end - begin, *box.sizes[1:]))
         into[(slice(begin - offsets[0], end - offsets[0]), *inner_into)] = rows[
             (slice(None), *inner_box)
         ]
-    return math.prod(b - a for a, b in zip(first, last, strict=True))
+    return math.prod(b - a for a, b in zip(low, high, strict=True))
 
 
 def _read(descriptor: int, box: Box, start: int, sizes: tuple[int, ...]) -> Tensor:
@@ -300,10 +305,9 @@ def _place(part: TensorShard) -> dict[str, object]:
 
 def _boxes(name: str, entry: object, place: object, begin: int, size: int) -> Iterator[Box]:
     """The boxes of a tensor in a file: one, or one for each run of rows."""
+    runs = None
     if isinstance(place, dict):
         runs = place.pop("runs", None)
-    else:
-        runs = None
     if runs is None or not isinstance(place, dict):
         yield _box(name, entry, place, begin, size)
         return
@@ -322,11 +326,11 @@ def _boxes(name: str, entry: object, place: object, begin: int, size: int) -> It
         raise ValueError(f"{name}: {runs!r} are not the rows of a part of {list(part.sizes)}")
     start = part.start
     row = math.prod(part.sizes[1:]) * part.dtype.itemsize
-    for first, count in runs:
+    for first_row, count in runs:
         box = replace(
             part,
             shape=shape,
-            offsets=(first, *offsets[1:]),
+            offsets=(first_row, *offsets[1:]),
             sizes=(count, *part.sizes[1:]),
             start=start,
         )

@@ -53,8 +53,8 @@ def merged(first: JSON, other: JSON, path: str = "state") -> JSON:
                 for row in theirs:
                     assert isinstance(row, list)
                     key, value = row
-                    known = rows.setdefault(json.dumps(key), [key, value])
-                    known[1] = merged(known[1], value, f"{path}/{key}")
+                    stored_row = rows.setdefault(json.dumps(key), [key, value])
+                    stored_row[1] = merged(stored_row[1], value, f"{path}/{key}")
                 return {"$items": list(rows.values())}
         both = {
             key: merged(first[key], other[key], f"{path}/{key}") for key in first if key in other
@@ -119,8 +119,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> JSON:
         return {"$items": items}
     raise TypeError(
         f"{path}: {type(value).__name__} cannot be in a checkpoint; allowed are tensors, "
-        "None, bool, int, float, str, "
-        "lists, tuples and dicts of these"
+        "None, bool, int, float, str, lists, tuples and dicts of these"
     )
 
 
@@ -130,8 +129,8 @@ def _replaced(value: Any, kinds: Mapping[str, Callable[[Any], Any]]) -> Any:
         return [_replaced(item, kinds) for item in value]
     if not isinstance(value, dict):
         return value
-    found = {key: _replaced(item, kinds) for key, item in value.items()}
-    mark = next(iter(found)) if len(found) == 1 else ""
+    content = {key: _replaced(item, kinds) for key, item in value.items()}
+    mark = next(iter(content)) if len(content) == 1 else ""
     if mark in kinds:
-        return kinds[mark](found[mark])
-    return found
+        return kinds[mark](content[mark])
+    return content

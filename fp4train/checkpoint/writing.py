@@ -113,8 +113,7 @@ class Writing:
             raise OSError(
                 errno.ENOENT,
                 "the first rank made this folder, and this rank does not see it: is it on a "
-                "disk that "
-                "all machines share?",
+                "disk that all machines share?",
                 str(opened.path / self.temporary),
             ) from None
 
@@ -122,12 +121,14 @@ class Writing:
         """Describe all files and rename: from here on the checkpoint exists."""
         if not self.ranks.first:
             return
-        aliases = {name: target for each in described for name, target in each["aliases"].items()}
-        files = {name: each["files"][name] for each in described for name in each["files"]}
+        aliases = {
+            name: target for of_rank in described for name, target in of_rank["aliases"].items()
+        }
+        files = {name: of_rank["files"][name] for of_rank in described for name in of_rank["files"]}
         union: JSON = dict(state)
-        for each in described:
-            if "state" in each:
-                union = merged(union, from_strict(each["state"]))
+        for of_rank in described:
+            if "state" in of_rank:
+                union = merged(union, from_strict(of_rank["state"]))
         body = {
             "format": layout.FORMAT,
             "version": layout.VERSION,
