@@ -54,13 +54,10 @@ def split_weights(text: str) -> tuple[str, int | None, str | None]:
     """(Path, step, kind) of a text that names weights, PATH@STEP:KIND; None for what it does not
     name. A text that is the name of a file or folder is a path.
     """
-    if os.path.lexists(text):
-        found = None
-    else:
-        found = _OF_WEIGHTS.fullmatch(text)
-    if found is None:
+    match = _OF_WEIGHTS.fullmatch(text)
+    if match is None or os.path.lexists(text):
         return text, None, None
-    path, step, kind = found.groups()
+    path, step, kind = match.groups()
     return path, None if step is None else int(step), kind
 
 

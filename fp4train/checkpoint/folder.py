@@ -188,8 +188,8 @@ def load(
         problem = None
         newer = None
         try:
-            with opened_folder(folder) as opened, opened.folder(path.name) as each:
-                tensors, state = read(each, candidate, ranks if verify else None, kind=kind)
+            with opened_folder(folder) as opened, opened.folder(path.name) as checkpoint:
+                tensors, state = read(checkpoint, candidate, ranks if verify else None, kind=kind)
         except Unusable as reason:
             problem = str(reason)
         except OSError as error:

@@ -49,7 +49,9 @@ class WeightSource:
         path, in_text, kind = split_weights(text)
         if in_text is not None and step is not None:
             raise ValueError(f"{text} names the step {in_text}, and step {step} is named beside it")
-        return cls(path=Path(path), step=step if in_text is None else in_text, kind=kind or WEIGHTS)
+        if in_text is not None:
+            step = in_text
+        return cls(path=Path(path), step=step, kind=kind or WEIGHTS)
 
     @classmethod
     def of(cls, source: WeightSource | Path) -> WeightSource:
@@ -70,10 +72,18 @@ class WeightSource:
 
     @property
     def title(self) -> str:
-        """The source in words: the folder, or the run with its step and, if it is another, the kind."""
-        step = "" if self.step is None else f" at step {self.step}"
-        return f"{self.path}{step}" + ("" if self.kind == WEIGHTS else f", {self.kind}")
+        """The source in words: the folder, or the run with its step and a kind other than the
+        weights that were trained.
+        """
+        return self._joined(" at step ", ", ")
 
     def __str__(self) -> str:
-        step = "" if self.step is None else f"@{self.step}"
-        return f"{self.path}{step}" + ("" if self.kind == WEIGHTS else f":{self.kind}")
+        return self._joined("@", ":")
+
+    def _joined(self, before_step: str, before_kind: str) -> str:
+        text = str(self.path)
+        if self.step is not None:
+            text += f"{before_step}{self.step}"
+        if self.kind != WEIGHTS:
+            text += f"{before_kind}{self.kind}"
+        return text

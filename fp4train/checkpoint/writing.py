@@ -73,19 +73,21 @@ class Writing:
         self, tensors: Mapping[str, Tensor] | Mapping[str, TensorShard], state: Mapping[str, JSON]
     ) -> dict[str, Any]:
         """Write this rank's files; what it says of the state where it leads a stage of its own."""
+        described: dict[str, Any] = {"files": {}, "aliases": {}}
         if self.ranks.leads and not self.ranks.first:
-            stage = {"state": to_strict(dict(state))}
-        else:
-            stage = {}
-        parts = {name: each for name, each in tensors.items() if isinstance(each, TensorShard)}
-        whole = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
-        parts |= owned(whole, leads=self.ranks.leads)
-        described: dict[str, Any] = {"files": {}, "aliases": {}, **stage}
+            described["state"] = to_strict(dict(state))
+        parts: dict[str, TensorShard] = {}
+        to_divide: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, TensorShard):
+                parts[name] = tensor
+            else:
+                to_divide[name] = tensor
+        parts |= owned(to_divide, leads=self.ranks.leads)
         by_kind: dict[str, list[str]] = {}
         for name in parts:
-            by_kind.setdefault(self.kinds.get(name.partition("/")[0], layout.TENSORS), []).append(
-                name
-            )
+            kind = self.kinds.get(name.partition("/")[0], layout.TENSORS)
+            by_kind.setdefault(kind, []).append(name)
         with opened_folder(self.folder) as opened, self._shared(opened) as new:
             for kind, names in by_kind.items():
                 stored, aliases = separate({name: parts[name].tensor for name in names})
