@@ -70,7 +70,7 @@ class CalledLayer(Protocol):
 
     Attributes:
         layer: name, sizes and place in the model.
-        states: what executors carry from step to step, by name.
+        states: tensors that executors carry from step to step, by name.
         joined: whether the loop joins the states over the ranks.
         common: data that the states of all layers of a model have in common.
         keeps_forms: whether prepared forms of the weight are kept within a step.
@@ -109,10 +109,10 @@ class Executor(ABC):
     """Runs what the plan of a layer says.
 
     Args:
-        plan: of the layer.
+        plan: the layer's plan.
         device: device type of its tensors.
-        shard: where the layer's shard lies in the whole layer; None: it is whole and alone.
-        sums: what adds dw up, which is then not rounded to the recipe's dtype; None: it is no sum.
+        shard: place of the layer's shard in the whole layer; None: it is whole and alone.
+        sums: the sum to which dw is added, unrounded; None: dw is returned in the recipe's dtype.
 
     Attributes:
         adds: whether wgrad is a product that adds dw to the sum of the weight's gradients
@@ -170,7 +170,7 @@ class Executor(ABC):
             layer: whose states and position in the run count.
             weights, biases: one of each; of a group of E weights two tensors, [E, N, K] and [E, N].
             now: the state of this thread, in a context.
-            counts: of a group; x may have more rows, which count for nothing: those of y are zero.
+            counts: rows of every group; x may have more rows, which count for nothing: those of y are zero.
         """
 
     def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,7 +267,7 @@ class Call:
     """The state of one call, shared by forward and backward; tensors are passed separately.
 
     Args:
-        executor: what runs the layer's GEMMs.
+        executor: executor of the layer's GEMMs.
         position: the place of its tokens in the run.
         layer_key: the layer's part of the random key.
         weights: the layer's prepared weights; an empty cache if the context has no step.
@@ -276,7 +276,7 @@ class Call:
         shared: the context's cache of forms that several layers read; None: this x is no other
             layer's, or is that of a compiled graph, which reuses the memory of its tensors.
         parameter: the parameter whose shard or part w is, if w is new in each call.
-        gradients: what backward computes; set by each forward pass.
+        gradients: gradients that backward computes; set by each forward pass.
         amaxes: the delayed amaxes of this call, by tensor.
         fused: the weights that share a global scale with this layer's.
         member: the place of the weight in the layer's group.

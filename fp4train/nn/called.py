@@ -33,7 +33,7 @@ def check_called(
     frozen ones that other code multiplies.
 
     Args:
-        plan: of the run; a layer is planned if a GEMM of it is quantised in any stretch.
+        plan: the run's plan; a layer is planned if a GEMM of it is quantised in any stretch.
         layers: the converted layers of the model, or of this rank's part of it.
         called: names of the layers that were called.
         trained: whether the weight of a layer has a gradient.

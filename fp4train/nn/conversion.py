@@ -165,7 +165,7 @@ class WeightGroup(NamedTuple):
     """Parameters that a plan treats alike.
 
     Args:
-        kind: where they are: in planned layers, or class and name of others.
+        kind: "planned layers", or class and name of other modules.
         tensors, parameters: how many; tied ones count once.
         active: parameters that a token meets; of experts those to which it is routed.
         why: why no recipe touches them; None: GEMMs of the plan multiply them.
@@ -183,7 +183,7 @@ def weight_groups(model: nn.Module) -> list[WeightGroup]:
     largest group first.
 
     Raises:
-        TypeError, ValueError: as `find_layers`.
+        TypeError, ValueError: see `find_layers`.
     """
     modules = dict(model.named_modules())
     spared = _spared(model)

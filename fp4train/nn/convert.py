@@ -33,7 +33,7 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     lists them.
 
     Args:
-        backend: what executes the GEMMs, see `fp4train.nn.Linear`.
+        backend: backend of the GEMMs, see `fp4train.nn.Linear`.
 
     Raises:
         TypeError: `model` is not a module, or a subclass of nn.Linear uses names that fp4train's

@@ -39,7 +39,7 @@ class Experts(PlannedLayer):
         bias: whether each expert has a bias; parameter `bias` [experts, out_features].
         per_token: how many of the experts a token is routed to, for costs and for the sizes in a
             plan.
-        layer, backend: as for `nn.Linear`.
+        layer, backend: see `nn.Linear`.
 
     Raises:
         ValueError: a size is not positive, or a token has more experts than there are.
@@ -283,10 +283,10 @@ def by_expert(
     """The weighted sum [M, N] of the experts of each token, in the dtype of y·weight.
 
     Args:
-        weights_MK: of a token's experts.
+        weights_MK: weights of a token's experts.
         key: int64 [M·K], those experts; what is not below `experts` counts for none.
         function: y of rows of x, sorted by expert, and of the rows that each expert has.
-        shard: of the experts that this rank has, `experts` of them: the sum is over these, the
+        shard: part of the experts that this rank has, `experts` of them: the sum is over these, the
             gradient of x over those of all ranks. None: it has them all.
         whole_MD: with a shard, x of the tokens of all ranks, of which it is this rank's share.
     """

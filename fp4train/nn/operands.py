@@ -42,7 +42,7 @@ class Form:
         codes: prepare codes, to save them or for a backend that multiplies codes; else decoded
             values.
         tiles: prepare block scales of codes in tiles, where a kernel does.
-        shard: where the tensor lies in the whole layer's; None: it is whole.
+        shard: place of the tensor in the whole layer's; None: it is whole.
         tokens: whether the tensor is this rank's tokens only, of those that the ranks of `shard`
             share.
     """

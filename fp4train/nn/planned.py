@@ -91,7 +91,7 @@ class PlannedLayer(nn.Module):
     Attributes:
         weight: [out_features, in_features] or, of a group, one such weight after the other.
         layer: its name and position in the model; they key the random bits and the policy.
-        backend: what executes its GEMMs; see `nn.Linear`.
+        backend: backend of its GEMMs; see `nn.Linear`.
     """
 
     is_fp4train_layer = True

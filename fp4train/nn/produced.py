@@ -170,7 +170,7 @@ class Producer:
         readers: layers that read it, and alone do.
         writers: layers whose outputs it is made of, if their gradients are to be quantised here,
             too.
-        kind: of the source (`SourceTensors`).
+        kind: kind of the source (`SourceTensors`).
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class WeightForm:
     Args:
         operand: the operand; that of dgrad is the form of wᵀ, blocked along out features.
         device: device type of the weight.
-        shard: where the weight lies in the whole layer's; None: it is whole.
+        shard: place of the weight in the whole layer's; None: it is whole.
         fused: names of the layers whose weights share a global scale with this one, itself
             included; none: it has its own.
     """

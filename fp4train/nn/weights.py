@@ -182,7 +182,7 @@ class PreparedWeights:
         """The weight in the given form; `group` and `rounded` as for `form`.
 
         Args:
-            both: what makes the transposed form with it, for backward; `newest` is its.
+            both: function that makes the transposed form with it, for backward; `newest` is its.
         """
         spec = form.spec
         w = w_NK.T if form.of_transpose else w_NK

@@ -56,12 +56,12 @@ class Inventory:
             parameters=count,
         )
 
-    def weights(self, own: dict[str, Any]) -> dict[str, Any]:
+    def weights(self, local: dict[str, Any]) -> dict[str, Any]:
         """The state dict of this rank's stages as its part of the whole: a tied weight is the first
         stage's.
         """
-        given = {name: tensor for name, tensor in own.items() if name not in self.tied}
-        return given | {copy: given[name] for copy, name in self.tied.items() if name in given}
+        untied = {name: tensor for name, tensor in local.items() if name not in self.tied}
+        return untied | {copy: untied[name] for copy, name in self.tied.items() if name in untied}
 
     def elsewhere(self, model: nn.Module) -> set[str]:
         """Names in the whole model's state dict, and of its layers, that this rank's stages do not

@@ -70,12 +70,12 @@ class WireForm(NamedTuple):
         )
 
 
-def effective(gather: str, *, whole: bool, blocks: bool = True) -> str:
+def effective(gather: str, *, fully_gathered: bool, blocks: bool = True) -> str:
     """One of `GATHERS`, the effective one where `gather` is configured: graphs, of torch.compile
     and of CUDA, take float32 weights (`whole`), and so does a model without blocks, which is
     gathered once and stays whole.
     """
-    return gather if blocks and not whole else "fp32"
+    return gather if blocks and not fully_gathered else "fp32"
 
 
 def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:

@@ -70,7 +70,7 @@ def gathers(
         whole: the option for which blocks take plain weights; None: none. blocks: whether there are
             any.
     """
-    sent = effective(gather, whole=fully_gathered is not None, blocks=blocks)
+    sent = effective(gather, fully_gathered=fully_gathered is not None, blocks=blocks)
     start = f"weights of the blocks are gathered from {shards} shards"
     if sent == "fp32":
         if sent == gather:

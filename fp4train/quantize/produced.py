@@ -308,7 +308,7 @@ def _plan(
     """
     from fp4train.kernels.triton.both import quantize_produced
 
-    (tensors, results), given = _counts(kind), len(dtypes)
+    (tensors, results), dtype_count = _counts(kind), len(dtypes)
     measured = row.global_scale or column.global_scale
     features = x_MK.shape[1]
     place = _MEASURED if measured else _PLACES[kind]
@@ -317,10 +317,10 @@ def _plan(
     amax = None
     if measured:
         place = triton_launch.column_tile(column.block[1] or 0, column)
-        amax = _plan_amax(column, x_MK, (place[0], 1 if eps else place[1]), kind, eps, given)
+        amax = _plan_amax(column, x_MK, (place[0], 1 if eps else place[1]), kind, eps, dtype_count)
     old = plan.launch
     own_eps = 0.0 if measured else eps
-    tensors = tensors if measured else given
+    tensors = tensors if measured else dtype_count
     if own_eps:
         programs = old.programs // -(-features // old.constants["C"].tile_rows)
     else:

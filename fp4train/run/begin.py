@@ -74,20 +74,20 @@ class RunStart:
 
 
 def find_start(
-    config: Config, cfg: DictConfig, world: World, known: Mapping[str, Any] | None = None
+    config: Config, cfg: DictConfig, world: World, saved_config: Mapping[str, Any] | None = None
 ) -> Checkpoint | None:
     """The checkpoint to go on from, the lead's choice on every rank; None starts at step 0. Nothing
     is changed yet.
 
     Args:
-        known: see `find_source`.
+        saved_config: see `find_source`.
 
     Raises:
         UserError: see `find_source`; or no checkpoint is usable.
     """
     with world.together():
         if world.lead:
-            source = find_source(config, cfg, known)
+            source = find_source(config, cfg, saved_config)
         else:
             source = None
         if source is None:
@@ -107,13 +107,13 @@ def start_step(config: Config, source: Path) -> int:
         UserError: `resume_step` names no checkpoint.
     """
     have = checkpoint.steps(source / run_directory.CHECKPOINTS)
-    wanted = _chosen_step(config, source)
-    if wanted is not None and wanted not in have:
+    chosen = _chosen_step(config, source)
+    if chosen is not None and chosen not in have:
         raise UserError(
-            f"resume_step={wanted}: {source} has no such checkpoint; it has "
+            f"resume_step={chosen}: {source} has no such checkpoint; it has "
             f"{', '.join(map(str, have))}"
         )
-    return have[-1] if wanted is None else wanted
+    return have[-1] if chosen is None else chosen
 
 
 def _chosen_step(config: Config, source: Path) -> int | None:
@@ -126,13 +126,13 @@ def _chosen_step(config: Config, source: Path) -> int | None:
 
 
 def find_source(
-    config: Config, cfg: DictConfig, known: Mapping[str, Any] | None = None
+    config: Config, cfg: DictConfig, saved_config: Mapping[str, Any] | None = None
 ) -> Path | None:
     """The run directory whose checkpoints the run goes on from; None where it starts at step 0.
     Only looks.
 
     Args:
-        known: the saved configuration of `config.resume`, where the command has read it; None: it
+        saved_config: the saved configuration of `config.resume`, where the command has read it; None: it
             is read here.
 
     Raises:
@@ -146,8 +146,8 @@ def find_source(
         raise UserError(
             f"resume={source} and run.overwrite=true contradict each other: leave one of them out"
         )
-    held = (directory / run_directory.CONFIG).is_file()
-    if not held and (
+    is_run = (directory / run_directory.CONFIG).is_file()
+    if not is_run and (
         strange := [name for name in run_directory.PARTS if (directory / name).exists()]
     ):
         raise UserError(
@@ -156,8 +156,8 @@ def find_source(
         )
     if config.run.overwrite and not branching:
         return None
-    if held and not config.run.overwrite:
-        saved = _saved(directory, None if branching else known)
+    if is_run and not config.run.overwrite:
+        saved = _saved(directory, None if branching else saved_config)
         if branching and Path(str(saved.get("resume"))).resolve() != source.resolve():
             raise UserError(
                 f"{directory} holds a run already: choose another run.name for the branch of "
@@ -172,29 +172,31 @@ def find_source(
             )
     if config.resume is None:
         return None
-    check_source(source, cfg, known)
+    check_source(source, cfg, saved_config)
     if not checkpoint.steps(source / run_directory.CHECKPOINTS):
         raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
     return source
 
 
-def _saved(run: Path, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if known is None:
+def _saved(run: Path, saved_config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if saved_config is None:
         return plain(run_directory.read_config(run))
-    return known
+    return saved_config
 
 
-def check_source(source: Path, cfg: DictConfig, known: Mapping[str, Any] | None = None) -> None:
+def check_source(
+    source: Path, cfg: DictConfig, saved_config: Mapping[str, Any] | None = None
+) -> None:
     """Refuse a configuration that is not one of the run in `source` with changes that a resume
     allows.
 
     Args:
-        known: the saved configuration of `source`; None: it is read here.
+        saved_config: the saved configuration of `source`; None: it is read here.
 
     Raises:
         UserError: it would be another run, or the saved configuration was edited to be one.
     """
-    _check_same(_saved(source, known), cfg, source, resuming=True)
+    _check_same(_saved(source, saved_config), cfg, source, resuming=True)
 
 
 def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resuming: bool) -> None:
@@ -286,7 +288,7 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
         )
     record = _start_record(begun, init, records)
     if start is not None:
-        for at in (each["step"] for each in swapped if each["step"] > start.step):
+        for at in (swap["step"] for swap in swapped if swap["step"] > start.step):
             _log.warning(
                 "the swap at step %d, asked for earlier, stays; fp4train swap %s lists swaps",
                 at,
@@ -296,7 +298,7 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
             record |= {"name": swap.name, "at": start.step, "recipe": swap.recipe}
     if rewind is not None:
         record |= {"event": "rewind", **rewind.record}
-    found = list[str]()
+    warnings = list[str]()
     lost = list[str]()
     if start is None:
         run.folder.remove(METRICS)
@@ -305,7 +307,7 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
         if not begun.branching:
             run.saver.saved, run.saver.good = start.step, start.state.get("good")  # type: ignore[assignment]
         lost = list(lost_records(run.folder, start.state, run.journal.records).values())
-        found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
+        warnings = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
     ran_on = environment(run.device, run.fingerprint, run.world.size)
     if start is not None:
         _say_other_bits(records, ran_on, on_cpu=run.device.type == "cpu")
@@ -319,10 +321,10 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
         resume_step=None if start is None else start.step,
     )
     if start is not None:
-        for what in (*(f"{directory / METRICS}: {each}" for each in found), *lost):
+        for what in (*(f"{directory / METRICS}: {warning}" for warning in warnings), *lost):
             _log.warning("%s", what)
-        if found or lost:
-            run.tracker.log_event(start.step + 1, "metrics mended", {"found": [*found, *lost]})
+        if warnings or lost:
+            run.tracker.log_event(start.step + 1, "metrics mended", {"found": [*warnings, *lost]})
         changed = {key: f"{old} → {new}" for key, (old, new) in record.get("changed", {}).items()}
         run.tracker.log_event(
             start.step + 1,
@@ -415,10 +417,10 @@ def _start_record(
     record = {"event": "resume", "step": start.step, "from": start.path.name}
     if begun.branching:
         record |= {"event": "branch", "from": str(start.path)}
-    before = journal.configuration(records)
-    if before is None:
+    earlier_config = journal.configuration(records)
+    if earlier_config is None:
         return record | {"config": cfg}
-    changed = journal.changes(before, journal.flat(cfg))
+    changed = journal.changes(earlier_config, journal.flat(cfg))
     for key, (old, new) in changed.items():
         if key not in ("run.name", "run.dir"):
             _log.info("changed: %s: %s → %s", key, old, new)

@@ -68,17 +68,17 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
     meta = device.type == "meta"
     with torch.random.fork_rng(devices=[]):
-        whole = None
+        parameters = None
         if not meta:
             # it reads values of tensors while it is built: its size is not known before
             with suppress(RuntimeError):
-                whole = checks.check_memory(_built(config, vocab_size, "meta"))
+                parameters = checks.check_memory(_built(config, vocab_size, "meta"))
         torch.manual_seed(config.run.seed)
-        with _logging_progress("building the model", whole):
+        with _logging_progress("building the model", parameters):
             # Drawn on the CPU whatever the device, so that a seed gives the same weights
             # everywhere.
             model = _built(config, vocab_size, "meta" if meta else "cpu")
-    with _logging_progress("converting its linear layers", whole):
+    with _logging_progress("converting its linear layers", parameters):
         model = convert(model.to(device), backend=config.backend)
     if not meta:
         fuse(model, config.train, device.type)
@@ -93,13 +93,13 @@ def _built(config: Config, vocab_size: int, device: str) -> nn.Module:
 
 
 @contextmanager
-def _logging_progress(doing: str, whole: int | None) -> Iterator[None]:
+def _logging_progress(doing: str, parameters: int | None) -> Iterator[None]:
     """Log every few seconds how many parameters were registered since this began, and how long the
     rest will take.
 
     Args:
         doing: "building the model".
-        whole: parameters of the model; None: nobody has counted them.
+        parameters: number of parameters of the model; None: nobody has counted them.
     """
     began = last = time.monotonic()
     done = 0
@@ -109,11 +109,11 @@ def _logging_progress(doing: str, whole: int | None) -> Iterator[None]:
         done += 0 if parameter is None else parameter.numel()
         if (now := time.monotonic()) - last < EVERY:
             return
-        last, rest = now, ""
-        if whole and done:
-            left = (now - began) * max(0.0, whole / done - 1)
-            rest = f" of {checks.short(whole)}, about {tqdm.format_interval(left)} left"
-        _log.info("%s: %s parameters%s", doing, checks.short(done), rest)
+        last, estimate = now, ""
+        if parameters and done:
+            left = (now - began) * max(0.0, parameters / done - 1)
+            estimate = f" of {checks.short(parameters)}, about {tqdm.format_interval(left)} left"
+        _log.info("%s: %s parameters%s", doing, checks.short(done), estimate)
 
     handle = register_module_parameter_registration_hook(count)
     try:
@@ -204,12 +204,12 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             check_belongs(start, source, mend=world.lead and not branching)
         timeline = build_timeline(config, source if start or not config.run.overwrite else None)
         if start is not None and begun.swap is not None:
-            wanted = begun.swap.at(start.step)
-            before = [s.recipe for s in timeline.swaps if s.step <= start.step]
-            if before and before[-1] == wanted.recipe:
+            due_swap = begun.swap.at(start.step)
+            earlier_recipes = [s.recipe for s in timeline.swaps if s.step <= start.step]
+            if earlier_recipes and earlier_recipes[-1] == due_swap.recipe:
                 begun = replace(begun, swap=None)  # the same command again: that swap is on record
             else:
-                timeline = with_swap(timeline, wanted)
+                timeline = with_swap(timeline, due_swap)
         if start is None:
             init = load_init(config, world.ranks)
         else:
@@ -317,11 +317,11 @@ def assemble(
         batch = {"batch_size": config.train.batch_size, "seq_len": config.train.seq_len}
         train_data = data.training(**batch, seed=config.run.seed)
         val_data = data.validation(**batch)
-    for each in model.modules():
-        if isinstance(each, PlannedLayer):
+    for module in model.modules():
+        if isinstance(module, PlannedLayer):
             sums = config.train.rows(mesh.data) < config.train.batch_size
-            each.sum_gradients(sums, in_product=config.train.kernels != "torch")
-    whole = model
+            module.sum_gradients(sums, in_product=config.train.kernels != "torch")
+    full_model = model
     if cut is None:
         pipeline = None
     else:
@@ -329,7 +329,9 @@ def assemble(
     if pipeline is not None:
         model = pipeline.model
     if world.size > 1:
-        gather = effective(config.parallel.gather, whole=config.train.whole_weights is not None)
+        gather = effective(
+            config.parallel.gather, fully_gathered=config.train.whole_weights is not None
+        )
         for part in (model,) if pipeline is None else pipeline.stages.values():
             distribute(part, world, gather, config.parallel.reduce)
     if deferred:
@@ -338,10 +340,10 @@ def assemble(
                 draw = getattr(config.model, "draw", "torch")
             else:
                 draw = None
-            materialise(model, world.device, seed=config.run.seed, draw=draw, whole=whole)
+            materialise(model, world.device, seed=config.run.seed, draw=draw, whole=full_model)
     with user_errors(ValueError):
         optimizer = config.optim.build(model)
-    keep_bounds(optimizer, model, largest_values(whole))
+    keep_bounds(optimizer, model, largest_values(full_model))
     if pipeline is not None:
         pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())

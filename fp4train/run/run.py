@@ -181,7 +181,11 @@ class Run:
                 stretch.layers[module.layer.name], stretch.recipe, self.config.policy, self.device
             )
         tables = ((backend, stretch.tables(name)) for name, backend in LAYER_BACKENDS.items())
-        self._regions = [(backend, each) for backend, each in tables if each]
+        self._regions = [
+            (backend, tables_of_backend)
+            for backend, tables_of_backend in tables
+            if tables_of_backend
+        ]
 
     def in_high_precision(self, stretch: PlannedStretch) -> PlannedStretch:
         """`stretch` with all GEMMs in high precision, resolved when it is first asked for; itself
@@ -193,7 +197,7 @@ class Run:
             timeline = Timeline(
                 recipe=stretch.recipe.with_high_precision(*GEMMS), steps=stretch.stop
             )
-            layers = [each.layer for each in stretch.layers.values()]
+            layers = [layer_plan.layer for layer_plan in stretch.layers.values()]
             plan = make_plan(
                 layers,
                 timeline,
@@ -273,13 +277,13 @@ class Run:
         """Everything that the future of the run depends on, and what it was trained with; of a
         pipeline the share of this rank's stages.
         """
-        first = not self.world.stage
+        first_stage = not self.world.stage
         states = {
             state.key: state.saved()
             for state in self.states
-            if first or not isinstance(state, PlainState)
+            if first_stage or not isinstance(state, PlainState)
         }
-        if not first:
+        if not first_stage:
             return states
         return {
             **states,
@@ -302,7 +306,7 @@ class Run:
             orders |= orders_of(state.key, self.model)
         return orders
 
-    def restore(self, found: checkpoint.Checkpoint) -> None:
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint.
 
         Raises:
@@ -311,14 +315,14 @@ class Run:
         """
         try:
             tables = [
-                saved_part(found, state.key, self.model, self.inventory) for state in self.states
+                saved_part(saved, state.key, self.model, self.inventory) for state in self.states
             ]
             for state, table in zip(self.states, tables, strict=True):
                 state.check(table)
             for state, table in zip(self.states, tables, strict=True):
                 state.load(table)
-            self.step = found.step
-            data = found.state["data"]
+            self.step = saved.step
+            data = saved.state["data"]
         except (
             LookupError,
             TypeError,
@@ -328,11 +332,11 @@ class Run:
             AttributeError,
             RecursionError,
         ) as error:
-            said = first_line(error) + (" is missing" if isinstance(error, LookupError) else "")
-            raise UserError(f"{found.path} does not fit this model: {said}") from error
+            reason = first_line(error) + (" is missing" if isinstance(error, LookupError) else "")
+            raise UserError(f"{saved.path} does not fit this model: {reason}") from error
         if data != self.fingerprint:
             raise UserError(
-                f"{found.path} was trained on other data (fingerprint {data}, now "
+                f"{saved.path} was trained on other data (fingerprint {data}, now "
                 f"{self.fingerprint}): "
                 "give the run the data that it began with"
             )
@@ -340,9 +344,9 @@ class Run:
             teacher = None
         else:
             teacher = self.teacher.fingerprint
-        if found.state.get("teacher", teacher) != teacher and teacher is not None:
+        if saved.state.get("teacher", teacher) != teacher and teacher is not None:
             raise UserError(
-                f"{found.path} was trained with a teacher of other weights than "
+                f"{saved.path} was trained with a teacher of other weights than "
                 f"teacher={self.config.teacher} has: "
                 "name the weights that the run began with (teacher=FOLDER, or of a run "
                 "teacher_step=STEP)"

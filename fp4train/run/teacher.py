@@ -86,10 +86,10 @@ def load_teacher(
             f"{what}: {type(model).__name__} has no hidden states to learn from (Decoder)"
         )
     rows = model.head.weight.shape[0]
-    own = student.head.out_features
-    if rows != own:
+    student_vocabulary = student.head.out_features
+    if rows != student_vocabulary:
         raise UserError(
-            f"{what} has {rows:,} ids and the student {own:,}: both need the same vocabulary"
+            f"{what} has {rows:,} ids and the student {student_vocabulary:,}: both need the same vocabulary"
         )
     if config.recipe.dtype == "float32":
         dtype = torch.float32
@@ -113,8 +113,8 @@ def _build(config: Config, data: TokenData, world: World) -> nn.Module:
             model = shape.build(vocab_size=data.vocab_size, seq_len=config.train.seq_len)
         weights.load(model)
     except (UserError, ValueError) as error:
-        said = str(error).removeprefix("init: ").replace(f"init={source}", str(source))
-        raise UserError(f"teacher={source}: {said}") from error
+        reason = str(error).removeprefix("init: ").replace(f"init={source}", str(source))
+        raise UserError(f"teacher={source}: {reason}") from error
     return model
 
 

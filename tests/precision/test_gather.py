@@ -214,7 +214,7 @@ def test_a_part_whose_cut_divides_blocks_is_what_a_run_resolves() -> None:
 
 def test_graphs_and_models_without_blocks_take_float32() -> None:
     assert [
-        effective("recipe", whole=c, blocks=b)
+        effective("recipe", fully_gathered=c, blocks=b)
         for c, b in ((False, True), (True, True), (False, False))
     ] == [*("recipe", "fp32", "fp32")]
 

@@ -78,8 +78,8 @@ def norm_backward(
     total = tl.sum(total, 1)
     mean = tl.div_rn(total, tl.full((ROWS,), 1.0, tl.float32) * cols)[:, None]
     if OUTSIDE > 0.0:
-        rest = 1.0 - OUTSIDE * rstd
-        mean = tl.where(rest > 0.0, tl.div_rn(mean, tl.where(rest > 0.0, rest, 1.0)), 0.0)
+        normal = 1.0 - OUTSIDE * rstd
+        mean = tl.where(normal > 0.0, tl.div_rn(mean, tl.where(normal > 0.0, normal, 1.0)), 0.0)
     for start in range(0, cols, COLS):
         col = (start + tl.arange(0, COLS))[None, :]
         mask = inside[:, None] & (col < cols)

@@ -99,7 +99,7 @@ class MeshPlan:
                 instead = f"parallel.dp_shard={gpus // other_ranks} fills it, or gpus={fitting}"
             raise UserError(f"gpus={gpus} is not {factors} = {other_ranks * shard}: {instead}")
         takes_float32 = self.config.train.whole_weights is not None
-        gather = effective(parallel.gather, whole=takes_float32)
+        gather = effective(parallel.gather, fully_gathered=takes_float32)
         return replace(parallel.mesh(gpus), microbatches=microbatches, gather=gather)
 
     def plan(self, sequences: int, tensors: int, stages: int = 1, data_ranks: int = 1) -> Plan:

@@ -50,7 +50,7 @@ class DecodeCache:
     """The caches of a model's blocks.
 
     Args:
-        blocks: of each block, in order.
+        blocks: caches of the blocks, in order.
         seen: tokens of each sequence so far.
     """
 

@@ -76,8 +76,8 @@ def long_convolution(x_BTC: Tensor, filter_CK: Tensor, document_BT: Tensor | Non
     itself.
 
     Args:
-        filter_CK: of any length; taps beyond T change nothing.
-        document_BT: where the document of each token begins; a token sees none of another document.
+        filter_CK: taps of any number; those beyond T change nothing.
+        document_BT: begin of every token's document; a token sees none of another document.
     """
     if document_BT is not None:
         return _by_document(lambda part: long_convolution(part, filter_CK), x_BTC, document_BT)

@@ -43,7 +43,7 @@ class TensorCut:
             cut or not.
         rows: parameters, by name, cut along their first dimension, which is that of heads, groups
             or channels: each rank computes with its own.
-        segments: by the name of a layer of `out` or of a parameter of `rows` how many of its rows
+        segments: for a layer of `out` or a parameter of `rows`, by name, the number of its rows
             belong together, from the first on: each rank has its part of each segment. Without an
             entry all are one.
         counts: (module, attribute, key of the configuration) of numbers that are divided by p.
@@ -160,7 +160,7 @@ class StageCut:
             so that names stay).
         first: attributes with the modules that the first stage alone has.
         last: attributes with those that the last stage alone has.
-        width: of the residual stream, which stages send each other: [B, T, width], or the share of
+        width: width of the residual stream, which stages send each other: [B, T, width], or the share of
             a tensor-parallel rank [B·T / p, width] (`TokenRanks.stream`).
     """
 
@@ -242,7 +242,7 @@ def share_blocks(costs: Sequence[int], last: int, parts: int) -> list[range]:
     first parts are the shortest: early stages keep the activations of the most microbatches.
 
     Args:
-        costs: of each block, at least as many as `parts`; such as `multiplications`.
+        costs: costs of the blocks, at least as many as `parts`; such as `multiplications`.
         last: cost of what the last part does besides, such as the head.
 
     Returns:
@@ -309,7 +309,7 @@ class Stage:
 
     Args:
         first, last: whether it begins with tokens, and whether it ends with the loss.
-        tie: where the weights of embedding and head are one and lie on two stages.
+        tie: the tie of embedding and head where they are one weight on two stages.
     """
 
     first: bool = True

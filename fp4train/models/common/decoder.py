@@ -124,7 +124,7 @@ class Decoder(Fusible, nn.Module):
                 where tensor-parallel ranks share the tokens this rank's rows of it [B·T / p, D].
             targets_BT: tokens.
             time: T, for a later stage; None: the second dimension of `input`.
-            cache: of the tokens before those of `input`, which are added to it.
+            cache: cache of the tokens before those of `input`, which are added to it.
             teacher: with targets, what the loss is against.
         """
         time = input.shape[1] if time is None else time

@@ -57,13 +57,13 @@ class ExpertShape:
     """Shape of the layers of experts.
 
     Args:
-        count: of experts in a layer.
+        count: number of experts in a layer.
         top: experts per token.
         hidden: width of an expert.
         shared: experts that every token goes to, as one MLP of that many widths.
         scores: `softmax` or `sigmoid` of the router's logits.
         normalised: whether the weights of a token's experts sum to 1, before `scale`.
-        scale: of the sum of the routed experts.
+        scale: factor of the sum of the routed experts.
         bias: whether a bias is added to the scores where experts are chosen.
     """
 
@@ -95,7 +95,7 @@ class Balance:
 
     Args:
         loss: factor of the loss of balance of each layer; 0: there is none.
-        speed: of the bias per optimizer step; 0: it stays. Above 0 it needs `experts.bias`.
+        speed: change of the bias per optimizer step; 0: it stays. Above 0 it needs `experts.bias`.
         z_loss: factor of the mean of logsumexp(logits)², which keeps logits small
             (arXiv:2202.08906); 0: there is none.
         capacity: assignments that an expert takes in training, per assignments of an even load;

@@ -199,7 +199,7 @@ def agreed(values: Mapping[str, Any]) -> Any:
     """The value that all keys name which name one; None: none does.
 
     Args:
-        values: by key, in one spelling; None: the configuration does not have the key.
+        values: values by key, in one spelling; None: the configuration does not have the key.
 
     Raises:
         ValueError: two keys name different ones. Which of them counts depends on the software that
@@ -224,7 +224,7 @@ def check_matrices(config: Mapping[str, Any], experts: int) -> None:
     has a name.
 
     Args:
-        experts: of a layer.
+        experts: number of experts in a layer.
     """
     layers = count(config, "num_hidden_layers")
     if layers * experts > _EXPERTS:
@@ -303,7 +303,7 @@ def read_rotary(
     """Arguments of a shape that decoders with rotary attention share.
 
     Args:
-        eps, longest, rope_base: of norms, of positions and of rotations where the configuration
+        eps, longest, rope_base: values for norms, positions and rotations where the configuration
             does not say.
     """
     heads = count(config, "num_attention_heads")

@@ -57,7 +57,7 @@ class ScanShape:
     """Shape of a Mamba-2 block.
 
     Args:
-        heads, head_dim: of the scan; the inner width is their product.
+        heads, head_dim: sizes of the scan; the inner width is their product.
         state: elements of a head's state per element of the head.
         groups: heads that share B and C; divides `heads`.
         kernel: tokens of the convolution.

@@ -40,7 +40,7 @@ class Llama(RotaryShape):
     Args:
         hidden: width of the SwiGLU; None: 8/3 of the width, rounded up to a multiple of 32.
         qkv_bias: whether the projections to queries, keys and values have biases.
-        draw: where initial weights come from. `torch`: torch's generator on the CPU, in sequence.
+        draw: source of the initial weights. `torch`: torch's generator on the CPU, in sequence.
             `counter`: each from the seed, its parameter's name and its position, so that ranks draw
             their parts alone; for large models.
     """

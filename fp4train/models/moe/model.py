@@ -48,7 +48,7 @@ class MixtureOfExperts(RotaryShape):
         dense: number of first blocks that have an MLP in place of experts.
         hidden: width of the MLPs of those blocks.
         experts: shape of the layers of experts.
-        balance: what keeps their load even.
+        balance: method that keeps their load even.
     """
 
     dense: int = 0

@@ -125,9 +125,9 @@ def sum_so_far(w_NK: Tensor, node: Any) -> Tensor | None:
     parameter is to see, and all in passes that leave `.grad` as it is (`accumulates`).
 
     Args:
-        w_NK: as the layer was called with it, of tensor-parallel ranks the parameter: what autograd
+        w_NK: the weight that the layer was called with; of tensor-parallel ranks the parameter: what autograd
             saved is another tensor where it is recomputed.
-        node: of the graph, to which autograd would give dw.
+        node: node of the graph, to which autograd would give dw.
     """
     if (
         not w_NK.is_leaf
@@ -145,7 +145,7 @@ class Gemms(Executor):
     """The GEMMs of one layer, ready to run: its plan with backends and quantizers looked up.
 
     Args:
-        plan, device, shard, sums: as for `Executor`.
+        plan, device, shard, sums: see `Executor`.
 
     Attributes:
         y_dtype: dtype of y.
@@ -251,7 +251,7 @@ class Gemms(Executor):
         tensor, so that its memory is not reused meanwhile.
 
         Args:
-            prepare: what makes both forms of x; None: `TensorForms.prepare`.
+            prepare: function that makes both forms of x; None: `TensorForms.prepare`.
         """
         # Tensor.to takes a microsecond where nothing is to be done.
         if x_MK.dtype is self.dtype:
@@ -296,8 +296,8 @@ class Gemms(Executor):
 
         Args:
             saved: the second result of `forward`.
-            prepare: what makes both forms of dy; None: `TensorForms.prepare`.
-            total_NK: to which dw is added, float32, if the executor `adds`; it is not returned
+            prepare: function that makes both forms of dy; None: `TensorForms.prepare`.
+            total_NK: sum to which dw is added, float32, if the executor `adds`; it is not returned
                 then.
         """
         if dy_MN.dtype is self.dtype:

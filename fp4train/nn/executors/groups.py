@@ -55,7 +55,7 @@ class GroupGemms(Executor):
 
     Args:
         member: the class of that executor.
-        plan, device, shard, sums: as for `Executor`.
+        plan, device, shard, sums: see `Executor`.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class TorchLayer(Executor):
         """(y [M, N] in the dtype of x, what backward needs of x).
 
         Args:
-            call: of the layer, whose prepared weights hold the rounded one for all calls of a step;
+            call: the layer's call, whose prepared weights hold the rounded one for all calls of a step;
                 None: each call rounds it.
         """
         bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
@@ -108,7 +108,7 @@ class TorchLayer(Executor):
         """The gradients of those of x, w and bias that are wanted, or that `call` says.
 
         Args:
-            total_NK: to which dw is added, float32; it is not returned then.
+            total_NK: sum to which dw is added, float32; it is not returned then.
         """
         (x_MK,), dx, dw, dbias = saved, None, None, None
         wanted = wanted or (() if call is None else call.gradients)
@@ -276,7 +276,7 @@ class BackendLayer(Executor):
             into: see `LayerKernels`; None: autograd has dw.
             readers: layers that read this x, each in a call of its own.
             parts: the parameters that w is the rows of; none: it is one.
-            codes: of the weight, see `LayerKernels`.
+            codes: codes of the weight, see `LayerKernels`.
         """
         context = now.context
         if context is not None and layer.keeps_forms:

@@ -122,14 +122,14 @@ def locked(
     """
     missing = [path for path in (run, *run.parents) if not path.exists()]
     with user_errors(OSError, before=f"{run} cannot be written: "):
-        folder, descriptor, before = _locked_folder(run, taken)
+        folder, descriptor, earlier_files = _locked_folder(run, taken)
     try:
         with suppress(OSError):
             folder.remove_litter()
         yield
     finally:
         with suppress(OSError):
-            if LOCK not in before and set(folder.names()) <= before | {LOCK}:
+            if LOCK not in earlier_files and set(folder.names()) <= earlier_files | {LOCK}:
                 folder.remove(LOCK)
                 for path in missing:
                     with files.parent(path) as (above, name):
@@ -148,7 +148,7 @@ def _locked_folder(run: Path, taken: str) -> tuple[Folder, int, set[str]]:
     for _ in range(100):
         with ExitStack() as opened:
             folder = opened.enter_context(Folder.open(run, create=True))
-            before = set(folder.names())
+            earlier_files = set(folder.names())
             try:
                 descriptor = folder.descriptor_of(LOCK, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:
@@ -158,7 +158,7 @@ def _locked_folder(run: Path, taken: str) -> tuple[Folder, int, set[str]]:
                 raise UserError(f"{run} is in use: {taken}")
             if os.fstat(descriptor).st_nlink:  # else it went with a start that was refused
                 opened.pop_all()
-                return folder, descriptor, before
+                return folder, descriptor, earlier_files
     raise UserError(f"{run} is in use: {taken}")
 
 

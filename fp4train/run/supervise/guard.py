@@ -102,6 +102,6 @@ def blame(run: Run, recipe: Recipe) -> str:
     # Ranks that share a sum see what came from another one: the earliest module of the whole model
     # is where it began.
     origin = run.world.least(
-        where, lambda found: (found.what != "weight", run.place_of(found.module))
+        where, lambda origin: (origin.what != "weight", run.place_of(origin.module))
     )
     return str(origin or "the loss itself")

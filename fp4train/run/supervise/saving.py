@@ -298,7 +298,7 @@ class Saver:
                     unproven=unproven,
                     beside=self._beside,
                     ranks=self.ranks,
-                    kinds={each.key: each.file for each in run.states},
+                    kinds={state.key: state.file for state in run.states},
                 )
 
         try:
