@@ -67,7 +67,7 @@ def measured(packed: PackedModel) -> tuple[dict[str, float], int] | None:
         return None
     columns = read_statistics(run).operands
     steps = columns["step"]
-    last = min(stretch.stop, packed.model.found.step)
+    last = min(stretch.stop, packed.model.saved.step)
     here = (columns["operand"] == "fprop.x") & (steps > stretch.start) & (steps <= last)
     chosen = sorted(set(steps[here].tolist()))[-MEASURED:]
     if chosen:
@@ -96,7 +96,7 @@ def joint(packed: PackedModel, amaxes: Mapping[str, float]) -> dict[str, float]:
         joint_amaxes[name] = max(amaxes.get(other, 0.0) for other in matrix.layer.fused or (name,))
         if not 0 < joint_amaxes[name] < math.inf:
             raise UserError(
-                f"the largest |x| of {name} is {joint_amaxes[name]}: no scale of its activations can "
-                "be made of it"
+                f"the largest |x| of {name} is {joint_amaxes[name]}: no scale of its activations "
+                "can be made of it"
             )
     return joint_amaxes

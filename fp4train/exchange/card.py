@@ -55,17 +55,17 @@ class RecordedResults:
 
 
 def model_card(
-    model: StoredModel, results: RecordedResults, *, made: str, loaded: str, notes: Sequence[str]
+    model: StoredModel, results: RecordedResults, *, origin: str, loaded: str, notes: Sequence[str]
 ) -> str:
     """The text of the folder's README.md (card.md).
 
     Args:
         results: losses and results of the run.
-        made: how the weights became what the folder holds, a sentence or more.
+        origin: one or more sentences on how the weights became what the folder holds.
         loaded: Python that loads the folder.
         notes: differences from the run, a sentence each.
     """
-    step = model.found.step
+    step = model.saved.step
     records = read_journal(model.run)
     ran = [
         replace(stretch, stop=min(stretch.stop, step))
@@ -85,7 +85,7 @@ def model_card(
         model=model,
         step=step,
         train=model.config.train,
-        made=made,
+        origin=origin,
         loaded=loaded,
         losses=LOSSES,
         evaluated=results.evaluated,
@@ -117,7 +117,7 @@ def measured(model: StoredModel) -> RecordedResults:
     tasks: dict[tuple[Any, Any], dict[str, Any]] = {}
     damaged = 0
     with suppress(FileNotFoundError), Folder.open(model.run) as folder:
-        if changed := unlike(folder, METRICS, model.found.state.get("metrics"), LIMIT):
+        if changed := unlike(folder, METRICS, model.saved.state.get("metrics"), LIMIT):
             _log.warning(
                 "%s %s since the checkpoint: the model card may lack losses",
                 model.run / METRICS,
@@ -131,9 +131,9 @@ def measured(model: StoredModel) -> RecordedResults:
                 continue
             try:
                 line = parse_line(raw)
-                if line.get("event") == EVALUATION and line["step"] == model.found.step:
+                if line.get("event") == EVALUATION and line["step"] == model.saved.step:
                     tasks[line.get("task"), line.get("recipe")] = line
-                elif "val/loss" in line and line["step"] <= model.found.step:
+                elif "val/loss" in line and line["step"] <= model.saved.step:
                     evaluated.pop(recipe := line.get("precision/recipe"), None)
                     evaluated[recipe] = line
             except (ValueError, RecursionError, LookupError, TypeError):

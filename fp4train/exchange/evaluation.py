@@ -90,7 +90,7 @@ def held_out(
     """The scores on the run's held-out text.
 
     Args:
-        batches: of the run's batch size; None: those of the run's evaluations.
+        batches: number of batches of the run's size; None: that of the run's evaluations.
 
     Raises:
         UserError: the data is not there, or a loss is not finite.
@@ -110,8 +110,8 @@ def held_out(
         losses = []
         size = 0
         with trained.masked():
-            for first in range(0, count, rows):
-                tokens, targets = loader.rows(first, rows)
+            for start in range(0, count, rows):
+                tokens, targets = loader.rows(start, rows)
                 losses.append(float(trained.forward(named, tokens, targets) * factor))
                 size += _bytes(table, targets[targets >= 0].numpy())
         loss = sum(losses) / len(losses)
@@ -144,7 +144,7 @@ def texts(
     tokens = sum(map(len, documents))
     if not tokens:
         raise UserError(f"text={path} holds no text")
-    size = sum(_bytes(table, np.asarray(each)) for each in documents)
+    size = sum(_bytes(table, np.asarray(document)) for document in documents)
     for named in recipes:
         loss = -sum(total for total, _ in log_likelihoods(trained, named, ids, rows)) / tokens
         _check_finite(loss, trained, named)
@@ -179,10 +179,10 @@ def windows(tokens: Sequence[int], tokenizer: Tokenizer, context: int) -> Iterat
     first one after the id that stands before a document; the last window reaches back as far as it
     can.
     """
-    whole = [before_document(tokenizer), *tokens]
-    for first in range(1, len(whole), context):
-        end = min(first + context, len(whole))
-        yield whole[max(0, end - context - 1) : end], end - first
+    sequence = [before_document(tokenizer), *tokens]
+    for start in range(1, len(sequence), context):
+        end = min(start + context, len(sequence))
+        yield sequence[max(0, end - context - 1) : end], end - start
 
 
 def log_likelihoods(
@@ -194,7 +194,7 @@ def log_likelihoods(
     Args:
         rows: most sequences of a batch; those of a batch have the same length.
     """
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+    scores: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
     by_length: dict[int, list[int]] = {}
     for number, (tokens, scored) in enumerate(requests):
         if scored:
@@ -206,8 +206,8 @@ def log_likelihoods(
             inputs = torch.tensor([list(requests[number][0]) for number in batch])
             logits_BTV = trained.forward(named, inputs[:, :-1]).float().cpu()
             for number, logits_TV, tokens_T in zip(batch, logits_BTV, inputs, strict=True):
-                found[number] = _scored(logits_TV, tokens_T[1:], requests[number][1])
-    return found
+                scores[number] = _scored(logits_TV, tokens_T[1:], requests[number][1])
+    return scores
 
 
 def _scored(logits_TV: Tensor, targets_T: Tensor, scored: int) -> tuple[float, bool]:

@@ -32,8 +32,8 @@ class Sampling:
         tokens: most tokens that are generated.
         temperature: divisor of the logits; 0: the most likely token.
         top_k: number of the most likely tokens to choose from; None: all.
-        top_p: choose only from the most likely tokens that together have this probability (arXiv:1904.09751);
-            1: all.
+        top_p: probability that the tokens to choose from, the most likely ones, have together
+            (arXiv:1904.09751); 1: all.
         seed: seed of the random numbers.
     """
 

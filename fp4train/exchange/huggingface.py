@@ -66,8 +66,8 @@ def export_huggingface(
     """Write the folder `out`: whole, or not at all.
 
     Args:
-        source: the weights of a run; of a path the newest.
-        dtype: of the weights in the folder, float32 or BF16.
+        source: weights of a run; of a path the newest.
+        dtype: dtype of the weights in the folder, float32 or BF16.
         shard: bytes of weights in one file, at most.
         tell: hears how far it is.
 
@@ -88,7 +88,7 @@ def export_huggingface(
             model,
             (model.streamed(name, dtype) for name in model.names),
             config={"dtype": SPELLED[dtype]},
-            made="Written by `fp4train export RUN to=hf`; the weights are in "
+            origin="Written by `fp4train export RUN to=hf`; the weights are in "
             f"{SPELLED[dtype]}, {how}.",
             loaded=model.family.loaded or _LOADED,
             shard=shard,
@@ -102,7 +102,7 @@ def write_model(
     tensors: Iterable[StreamedTensor],
     *,
     config: Mapping[str, Any],
-    made: str,
+    origin: str,
     loaded: str,
     notes: Sequence[str] = (),
     shard: int = SHARD_BYTES,
@@ -111,9 +111,9 @@ def write_model(
     """Write into a new folder what every export has: configuration, tokenizer, card and weights.
 
     Args:
-        config: what its `config.json` says beside the model's shape and tokens.
-        made, loaded: for the model card.
-        notes: what differs from the run, a sentence each; those of the tokenizer are added.
+        config: entries of its `config.json` beside the model's shape and tokens.
+        origin, loaded: texts of the model card.
+        notes: differences from the run, a sentence each; those of the tokenizer are added.
     """
     notes = [*notes, *write_tables(folder, model, config)]
     if (kind := model.source.kind) != WEIGHTS:
@@ -122,12 +122,12 @@ def write_model(
         )
     tokenizer = stored_tokenizer(model.config, model.run)
     notes += [f"{difference}. {CURE}." for difference in loaded_differently(folder.path, tokenizer)]
-    found = measured(model)
-    notes += found.notes
-    card = model_card(model, found, made=made, loaded=loaded, notes=notes)
+    results = measured(model)
+    notes += results.notes
+    card = model_card(model, results, origin=origin, loaded=loaded, notes=notes)
     folder.write(CARD, card.encode())
     size = write_weights(folder, tensors, shard=shard, tell=tell)
-    return Exported(step=model.found.step, parameters=model.parameters, size=size, notes=notes)
+    return Exported(step=model.saved.step, parameters=model.parameters, size=size, notes=notes)
 
 
 def write_tables(folder: Folder, model: StoredModel, config: Mapping[str, Any]) -> list[str]:
@@ -135,7 +135,7 @@ def write_tables(folder: Folder, model: StoredModel, config: Mapping[str, Any]) 
     the run, a sentence each.
 
     Args:
-        config: what its `config.json` says beside the model's shape and tokens.
+        config: entries of its `config.json` beside the model's shape and tokens.
     """
     tokenizer = stored_tokenizer(model.config, model.run)
     if tokenizer is None:

@@ -51,10 +51,10 @@ class PackedLayer:
     Args:
         stored: name of the part of the checkpoint that it is.
         module: its name in the folder.
-        expert: whose it is; None: the layer has one weight.
-        spec: how fprop quantises the weight.
-        amax: what the scale of the whole weight is made of, float32 0-d; None: there is none.
-        own: the amax that the weight has in training without `recipe.fused_scales`.
+        expert: index of its expert; None: the layer has one weight.
+        spec: spec by which fprop quantises the weight.
+        amax: amax that the scale of the whole weight is made of, float32 0-d; None: there is none.
+        own_amax: amax that the weight has in training without `recipe.fused_scales`.
     """
 
     layer: Layer
@@ -64,14 +64,14 @@ class PackedLayer:
     spec: QuantSpec
     format: Format
     amax: Tensor | None = None
-    own: Tensor | None = None
+    own_amax: Tensor | None = None
 
     @property
     def shares(self) -> bool:
         """Whether its scale is of a larger weight than its own."""
-        return (
-            self.amax is not None and self.own is not None and not torch.equal(self.amax, self.own)
-        )
+        if self.amax is None or self.own_amax is None:
+            return False
+        return not torch.equal(self.amax, self.own_amax)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,11 @@ class PackedModel:
     keeps its dtype.
 
     Args:
-        stretch: whose plan it is.
-        layers: the matrices that are packed, by the name of their part of the checkpoint.
+        stretch: stretch whose plan it is.
+        layers: matrices that are packed, by the name of their part of the checkpoint.
         kept: names of all other modules with a matrix, whose weights stay in high precision: in the
             folder, and in software that renames them as it loads (`_renamed`).
-        trained_fused: whether the stretch trained fused layers with one scale.
+        trained_fused: True: the stretch trained fused layers with one scale.
     """
 
     model: StoredModel
@@ -100,14 +100,14 @@ class PackedModel:
         """The layers whose codes are others than training had."""
         if self.trained_fused:
             return []
-        return [each for each in self.layers.values() if each.shares]
+        return [matrix for matrix in self.layers.values() if matrix.shares]
 
     @property
     def divided(self) -> list[tuple[str, ...]]:
         """Names of layers that serving software multiplies as one, by group, where some are packed
         and others not: fused ones, and the products of one layer of experts.
         """
-        names = {each.layer.name for each in self.layers.values()}
+        names = {matrix.layer.name for matrix in self.layers.values()}
         experts = [name for name, plan in self.stretch.layers.items() if plan.layer.experts]
 
         def group(layer: Layer) -> tuple[str, ...]:
@@ -116,24 +116,25 @@ class PackedModel:
                 return tuple(n for n in experts if n.startswith(inside))
             return layer.fused
 
-        return sorted(
-            {each for p in self.layers.values() if not names.issuperset(each := group(p.layer))}
-        )
+        groups = {group(matrix.layer) for matrix in self.layers.values()}
+        return sorted(layers for layers in groups if not names.issuperset(layers))
 
     @property
     def bytes_per_weight(self) -> float:
         """Bytes of codes and scales for each quantised weight."""
-        sizes = [(math.prod(self.model.shape(each.stored)), each) for each in self.layers.values()]
-        stored = sum(tensor.size for _, each in sizes for tensor in self.tensors_of(each, 1.0))
+        sizes = [
+            (math.prod(self.model.shape(matrix.stored)), matrix) for matrix in self.layers.values()
+        ]
+        stored = sum(tensor.size for _, matrix in sizes for tensor in self.tensors_of(matrix, 1.0))
         return stored / sum(count for count, _ in sizes)
 
     def streamed(self, x_amax: Mapping[str, float], dtype: torch.dtype) -> Iterator[StreamedTensor]:
         """All tensors of the folder.
 
         Args:
-            x_amax: the largest |x| of each packed layer, by the layer's name; needed where the
+            x_amax: largest |x| of each packed layer, by the layer's name; needed where the
                 format stores it.
-            dtype: of what is in high precision.
+            dtype: dtype of the weights in high precision.
         """
         for name in self.model.names:
             packed = self.layers.get(name)
@@ -152,10 +153,10 @@ class PackedModel:
         if four:
             codes = ("weight_packed" if compressed else "weight", (n, k // 2), torch.uint8)
         yield self._tensor(packed, *codes, partial(self._pieces, packed, partial(_codes, k)))
-        one = (1,) if compressed else ()
+        scalar = (1,) if compressed else ()
         if kind == "FP8":
             yield self._tensor(
-                packed, "weight_scale", one, torch.float32, partial(self._scale, packed, one)
+                packed, "weight_scale", scalar, torch.float32, partial(self._scale, packed, scalar)
             )
         else:
             shape: tuple[int, ...] = (n, k // packed.format.group)
@@ -173,14 +174,16 @@ class PackedModel:
                 name = "weight_global_scale"
             else:
                 name = "weight_scale_2"
-            yield self._tensor(packed, name, one, torch.float32, partial(self._global, packed, one))
+            yield self._tensor(
+                packed, name, scalar, torch.float32, partial(self._global, packed, scalar)
+            )
         if packed.format.static and x_amax is not None:
             largest = element_range(spec) * (448.0 if four else 1.0)
             inverted = compressed and four
-            value = torch.full(one, x_amax, dtype=torch.float32)
+            value = torch.full(scalar, x_amax, dtype=torch.float32)
             value = largest / value if inverted else value / largest
             name = "input_global_scale" if inverted else "input_scale"
-            yield self._tensor(packed, name, one, torch.float32, lambda: iter([value]))
+            yield self._tensor(packed, name, scalar, torch.float32, lambda: iter([value]))
 
     @staticmethod
     def _tensor(
@@ -196,8 +199,8 @@ class PackedModel:
 
     def _scale(self, packed: PackedLayer, shape: tuple[int, ...]) -> Iterator[Tensor]:
         """The factor that decodes a weight with one scale."""
-        one = quantize(torch.zeros(1, 1), packed.spec, amax=packed.amax)
-        yield one.scales.reshape(shape)
+        quantised = quantize(torch.zeros(1, 1), packed.spec, amax=packed.amax)
+        yield quantised.scales.reshape(shape)
 
     def _global(self, packed: PackedLayer, shape: tuple[int, ...]) -> Iterator[Tensor]:
         """The scale over block scales: 2688/amax, which divides; or amax/2688, which multiplies."""
@@ -229,8 +232,8 @@ def rows_of(model: StoredModel, stored: str) -> Iterator[Tensor]:
     """A stored matrix, some rows at a time."""
     rows, columns = model.shape(stored)
     step = max(1, PIECE_BYTES // (columns * model.dtype(stored).itemsize) // _ROWS) * _ROWS
-    for first in range(0, rows, step):
-        yield model.rows(stored, first, min(step, rows - first))
+    for start in range(0, rows, step):
+        yield model.rows(stored, start, min(step, rows - start))
 
 
 # -- what is packed --------------------------------------------------------------------------------
@@ -268,36 +271,37 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
             operands = HIGH_PRECISION  # tensor parallelism cut through its blocks
         experts = plan.layer.experts > 0
         with user_errors(ValueError, before=f"to={layout}: {name} in {stretch.title}: "):
-            found = format_of(operands.second, operands.first, layout, experts=experts)
-        if found is None or operands.second is None:
-            kept += [] if parts else ["lm_head"]
+            form = format_of(operands.second, operands.first, layout, experts=experts)
+        if form is None or operands.second is None:
+            if not parts:
+                kept.append("lm_head")
             continue
-        if why := _why_not(
-            plan.layer, operands.second, found, [model.shape(each)[0] for each in parts]
-        ):
+        rows = [model.shape(part)[0] for part in parts]
+        if why := _why_not(plan.layer, operands.second, form, rows):
             raise UserError(
                 f"to={layout}: {name} has {why}: a run that keeps it in high precision "
                 "(policy.keep) can be exported "
                 "so, and to=hf always"
             )
-        for each in parts:
-            packed[each] = PackedLayer(
+        for part in parts:
+            packed[part] = PackedLayer(
                 layer=plan.layer,
-                stored=each,
-                module=model.module_of(each),
-                expert=model.parts[each].expert if experts else None,
+                stored=part,
+                module=model.module_of(part),
+                expert=model.parts[part].expert if experts else None,
                 spec=operands.second,
-                format=found,
+                format=form,
             )
     kept += [
-        model.module_of(each)
-        for each in model.names
-        if len(model.shape(each)) == 2 and each not in packed and each != model.path(EMBEDDING)
+        model.module_of(part)
+        for part in model.names
+        if len(model.shape(part)) == 2 and part not in packed and part != model.path(EMBEDDING)
     ]
-    formats = {each.format.name: each.format for each in packed.values()}
+    kept += [*map(_renamed, kept), *(_kept_experts(kept, packed) if layout == MODELOPT else ())]
+    formats = {matrix.format.name: matrix.format for matrix in packed.values()}
     if len(formats) != 1:
         counts = {
-            name: sum(each.format.name == name for each in packed.values()) for name in formats
+            name: sum(matrix.format.name == name for matrix in packed.values()) for name in formats
         }
         listed = ", ".join(f"{count} layers in {name}" for name, count in counts.items())
         raise UserError(
@@ -311,25 +315,19 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
         stretch=stretch,
         format=next(iter(formats.values())),
         layers=_with_amaxes(model, packed),
-        kept=sorted(
-            {
-                *kept,
-                *map(_renamed, kept),
-                *(_kept_experts(kept, packed) if layout == MODELOPT else ()),
-            }
-        ),
+        kept=sorted(set(kept)),
         trained_fused=stretch.recipe.fused_scales,
     )
 
 
-def _why_not(layer: Layer, spec: QuantSpec, found: Format, rows: list[int]) -> str | None:
-    """Part of a layer's matrices, with so many rows each, that does not fit `found`, in words;
+def _why_not(layer: Layer, spec: QuantSpec, form: Format, rows: list[int]) -> str | None:
+    """Part of a layer's matrices, with so many rows each, that does not fit `form`, in words;
     None: all fit.
     """
-    if layer.in_features % found.group:
+    if layer.in_features % form.group:
         return (
-            f"{layer.in_features} in features, which the groups of {found.group} that share a "
-            f"scale in {found.name} "
+            f"{layer.in_features} in features, which the groups of {form.group} that share a "
+            f"scale in {form.name} "
             "must fill"
         )
     block = spec.block[0] or 1
@@ -358,10 +356,10 @@ def _kept_experts(kept: Iterable[str], packed: Mapping[str, PackedLayer]) -> Ite
     """
 
     def above(modules: Iterable[str]) -> set[str]:
-        found = (module.rpartition(".experts.") for module in modules)
-        return {f"{before}.experts" for before, dot, _ in found if dot}
+        split = (module.rpartition(".experts.") for module in modules)
+        return {f"{owner}.experts" for owner, dot, _ in split if dot}
 
-    for module in above(kept) - above(each.module for each in packed.values()):
+    for module in above(kept) - above(matrix.module for matrix in packed.values()):
         yield module
         yield _renamed(module)
 
@@ -370,12 +368,12 @@ def _renamed(module: str) -> str:
     """The name of a module in other software: it calls the part of a model below its head `model`,
     and vLLM looks for the experts of Mixtral by the names that other models give them.
     """
-    first, dot, rest = module.partition(".")
-    found = f"model.{rest}" if dot else first
-    above, dot, last = found.rpartition(".")
-    if ".experts." in found:
+    head, dot, inner = module.partition(".")
+    name = f"model.{inner}" if dot else head
+    above, dot, last = name.rpartition(".")
+    if ".experts." in name:
         return f"{above}.{_OF_EXPERTS.get(last, last)}"
-    return found
+    return name
 
 
 def planned(model: StoredModel) -> Plan:
@@ -391,14 +389,18 @@ def planned(model: StoredModel) -> Plan:
 
 def _stretch(model: StoredModel, at: int | None) -> PlannedStretch:
     plan = planned(model)
-    done = max(model.found.step, 1)
-    ran = [replace(each, stop=min(each.stop, done)) for each in plan.stretches if each.start < done]
-    quantised = [
-        each
-        for each in ran
-        if any(p.fprop.operands.second is not None for p in each.layers.values())
+    done = max(model.saved.step, 1)
+    ran = [
+        replace(stretch, stop=min(stretch.stop, done))
+        for stretch in plan.stretches
+        if stretch.start < done
     ]
-    listed = "; ".join(each.title for each in quantised)
+    quantised = [
+        stretch
+        for stretch in ran
+        if any(p.fprop.operands.second is not None for p in stretch.layers.values())
+    ]
+    listed = "; ".join(stretch.title for stretch in quantised)
     if not quantised:
         raise UserError(
             f"{model.run} quantised no weight of fprop in its {done} steps "
@@ -407,46 +409,50 @@ def _stretch(model: StoredModel, at: int | None) -> PlannedStretch:
         )
     if at is None:
         return quantised[-1]
-    found = next((each for each in quantised if each.start <= at < each.stop), None)
-    if found is None:
+    chosen = next((stretch for stretch in quantised if stretch.start <= at < stretch.stop), None)
+    if chosen is None:
         raise UserError(
             f"stretch={at}: fprop quantised weights in: {listed}; name a step of one of them"
         )
-    return found
+    return chosen
 
 
 def _recorded(model: StoredModel, stretch: PlannedStretch) -> dict[str, str]:
     """Layer → elements of fprop, as the run's journal has them for `stretch`; empty for runs
     without one.
     """
-    found = [
-        each
-        for each in stretches(read_journal(model.run))
-        if each.start <= stretch.start < each.stop
+    recorded = [
+        entry
+        for entry in stretches(read_journal(model.run))
+        if entry.start <= stretch.start < entry.stop
     ]
-    rows = found[0].rows if found else ()
+    rows = recorded[0].rows if recorded else ()
     return {layer: elements for layer, gemm, _, elements, *_ in rows if gemm == "fprop"}
 
 
 def _with_amaxes(model: StoredModel, packed: Mapping[str, PackedLayer]) -> dict[str, PackedLayer]:
     """The layers with the amaxes of their weights, the largest of each group."""
-    own: dict[tuple[str, int | None], Tensor] = {}
-    for stored, each in packed.items():
+    own_amaxes: dict[tuple[str, int | None], Tensor] = {}
+    for stored, matrix in packed.items():
         amax = torch.stack(
-            [measure_amax(w_RK, each.spec).amax() for w_RK in rows_of(model, stored)]
+            [measure_amax(w_RK, matrix.spec).amax() for w_RK in rows_of(model, stored)]
         ).amax()
         if not bool(amax.isfinite()):
-            raise UserError(f"{model.found.path}: the weight of {each.layer.name} is not finite")
-        if has_tensor_amax(each.spec):
-            key = each.layer.name, each.expert
-            own[key] = torch.maximum(own.get(key, amax), amax)
-    found = {}
-    for stored, each in packed.items():
-        names = each.layer.fused or (each.layer.name,)
-        group = [own[name, each.expert] for name in names if (name, each.expert) in own]
+            raise UserError(f"{model.saved.path}: the weight of {matrix.layer.name} is not finite")
+        if has_tensor_amax(matrix.spec):
+            key = matrix.layer.name, matrix.expert
+            own_amaxes[key] = torch.maximum(own_amaxes.get(key, amax), amax)
+    complete = {}
+    for stored, matrix in packed.items():
+        names = matrix.layer.fused or (matrix.layer.name,)
+        group = [
+            own_amaxes[name, matrix.expert] for name in names if (name, matrix.expert) in own_amaxes
+        ]
         if group:
-            each = replace(
-                each, own=own[each.layer.name, each.expert], amax=torch.stack(group).amax()
+            matrix = replace(
+                matrix,
+                own_amax=own_amaxes[matrix.layer.name, matrix.expert],
+                amax=torch.stack(group).amax(),
             )
-        found[stored] = each
-    return found
+        complete[stored] = matrix
+    return complete

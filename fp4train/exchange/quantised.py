@@ -47,9 +47,9 @@ class Measures:
     losses.
 
     Args:
-        calibrate: batches over which the activations' scales are taken; None: those that the run
-            measured, or 4.
-        losses: whether the validation losses are measured: in high precision, in the recipe, and as
+        calibrate: number of batches over which the activations' scales are taken; None: those that
+            the run measured, or 4.
+        losses: True: the validation losses are measured: in high precision, in the recipe, and as
             served.
         paths: full key → path of the run's data, as the command line gives it.
     """
@@ -73,11 +73,11 @@ def export_quantised(
     """Write the folder `out`: whole, or not at all.
 
     Args:
-        source: the weights of a run; of a path the newest.
+        source: weights of a run; of a path the newest.
         layout: "compressed-tensors" or "modelopt".
         stretch: a step of the stretch whose codes are packed; None: of the last one in which fprop
             quantised weights.
-        dtype: of what is in high precision.
+        dtype: dtype of the weights in high precision.
 
     Raises:
         UserError: there is no run, checkpoint or stretch; the layout has no format for what the
@@ -95,23 +95,27 @@ def export_quantised(
             )
         packed = pack(model, layout, stretch)
         tell(0, None, "measuring losses and activations")
-        x_amax, notes, found = _measured(packed, measures)
+        x_amax, notes, losses = _measured(packed, measures)
         kept = packed.kept
         config = {"quantization_config": configuration(packed.format, layout, kept)}
         if layout == MODELOPT:
             write_json(folder, "hf_quant_config.json", modelopt_configuration(packed.format, kept))
-        own = packed.stretch
-        record = {"step": model.found.step, "weights": model.source.kind, "recipe": own.recipe.name}
-        record["stretch"] = [own.start, own.stop]
-        write_json(
-            folder, RECORD, {**record, "requantised": len(packed.requantised), "losses": found}
-        )
+        packed_stretch = packed.stretch
+        record = {
+            "step": model.saved.step,
+            "weights": model.source.kind,
+            "recipe": packed_stretch.recipe.name,
+            "stretch": [packed_stretch.start, packed_stretch.stop],
+            "requantised": len(packed.requantised),
+            "losses": losses,
+        }
+        write_json(folder, RECORD, record)
         return write_model(
             folder,
             packed.model,
             packed.streamed(x_amax, dtype),
             config={**config, "dtype": SPELLED[dtype]},
-            made=f"Written by `fp4train export RUN to={layout}`: the weights of "
+            origin=f"Written by `fp4train export RUN to={layout}`: the weights of "
             f"{len(packed.layers)} linear layers as "
             f"{packed.format.name}, {packed.bytes_per_weight:.4f} bytes each; the rest in "
             f"{SPELLED[dtype]}.",
@@ -131,34 +135,37 @@ def _measured(
     model = packed.model
     stretch = packed.stretch
     if packed.format.static and measures.calibrate is None:
-        known = activations.measured(packed)
+        recorded = activations.measured(packed)
     else:
-        known = None
+        recorded = None
     scales = ""
-    if known is None:
-        x_amax = {}
-    else:
-        x_amax = activations.joint(packed, known[0])
-    if known is not None:
-        scales = f"the last {known[1]} measured steps of training"
+    x_amax: dict[str, float] = {}
+    if recorded is not None:
+        amaxes, steps = recorded
+        x_amax = activations.joint(packed, amaxes)
+        scales = f"the last {steps} measured steps of training"
     losses: dict[str, float] = {}
-    if measures.losses or (packed.format.static and known is None):
+    if measures.losses or (packed.format.static and recorded is None):
         trained = load_trained(model.source, measures.paths)
-        own = NamedRecipe(
+        trained_recipe = NamedRecipe(
             name=stretch.recipe.name, recipe=stretch.recipe, policy=trained.config.policy
         )
-        if packed.format.static and known is None:
+        if packed.format.static and recorded is None:
             if measures.calibrate is None:
                 batches = CALIBRATION
             else:
                 batches = measures.calibrate
-            x_amax = activations.joint(packed, activations.calibrated(trained, own, batches))
+            amaxes = activations.calibrated(trained, trained_recipe, batches)
+            x_amax = activations.joint(packed, amaxes)
             scales = f"{batches} batches of training text"
         if measures.losses:
-            recipes = {"high precision": trained.high_precision, stretch.recipe.name: own}
+            recipes = {
+                "high precision": trained.high_precision,
+                stretch.recipe.name: trained_recipe,
+            }
             if packed.requantised:
                 served = replace(stretch.recipe, fused_scales=True)
-                recipes |= {served.name: replace(own, name=served.name, recipe=served)}
+                recipes |= {served.name: replace(trained_recipe, name=served.name, recipe=served)}
             scores = held_out(trained, list(recipes.values()), None)
             losses = {
                 name: score.values["loss"] for name, score in zip(recipes, scores, strict=True)

@@ -27,7 +27,7 @@ def one_line(error: Exception) -> str:
 
 
 def served_losses(
-    found: Verified, batches: int, paths: Mapping[str, str | None] | None = None
+    verified: Verified, batches: int, paths: Mapping[str, str | None] | None = None
 ) -> dict[str, float]:
     """Nats per token on so many batches of the run's held-out text, by what computed them.
 
@@ -35,26 +35,28 @@ def served_losses(
         UserError: transformers, or what it needs for the folder, is not installed, or does not read
             the layout; or the data is not there.
     """
-    if found.layout == MODELOPT:
+    if verified.layout == MODELOPT:
         raise UserError(
             f"loss={batches}: transformers does not run folders of ModelOpt; export "
             "to=compressed-tensors has the same "
             "codes, and vLLM runs both"
         )
-    if found.layout != "hf" and any(".experts." in each.module for each in found.layers):
+    if verified.layout != "hf" and any(".experts." in layer.module for layer in verified.layers):
         raise UserError(
             f"loss={batches}: transformers does not load the codes of experts; vLLM runs the folder"
         )
-    trained = load_trained(found.source, paths)
+    trained = load_trained(verified.source, paths)
     loss, tokens = transformers_loss(
-        found.folder, trained, batches, compressed=found.layout == COMPRESSED_TENSORS
+        verified.folder, trained, batches, compressed=verified.layout == COMPRESSED_TENSORS
     )
-    recipes = [trained.high_precision] + ([trained.own] if trained.trained_in is not None else [])
-    own = {
+    recipes = [trained.high_precision]
+    if trained.trained_in is not None:
+        recipes.append(trained.own)
+    run_losses = {
         f"the run in {score.recipe}": score.values["loss"]
         for score in held_out(trained, recipes, batches)
     }
-    return {f"the folder in transformers, {tokens:,} tokens": loss, **own}
+    return {f"the folder in transformers, {tokens:,} tokens": loss, **run_losses}
 
 
 def transformers_loss(

@@ -36,19 +36,21 @@ class Part:
     """A tensor of a checkpoint, or a matrix of one [E, N, K].
 
     Args:
-        tensor: its name in the checkpoint.
-        first: where the matrix begins, (e, row); None: all of the tensor.
-        shape: of the part.
+        tensor: name of the tensor in the checkpoint.
+        start: position at which the matrix begins, (e, row); None: all of the tensor.
+        shape: shape of the part.
     """
 
     tensor: str
-    first: tuple[int, int] | None
+    start: tuple[int, int] | None
     shape: tuple[int, ...]
 
     @property
     def expert(self) -> int | None:
         """The index of the expert whose matrix it is; None: it is of no expert."""
-        return None if self.first is None else self.first[0]
+        if self.start is None:
+            return None
+        return self.start[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +61,16 @@ class StoredModel:
     own name.
 
     Args:
-        source: the run, the step and the kind of the weights.
-        found: the checkpoint; weights are read when they are asked for.
-        family: the form of the model in `transformers`.
-        parts: what is stored, by name.
+        source: run, step and kind of the weights.
+        saved: checkpoint; weights are read when they are asked for.
+        family: form of the model in `transformers`.
+        parts: parts that are stored, by name.
         names: part → name in `transformers`, each once.
     """
 
     source: WeightSource
     config: Config
-    found: checkpoint.Checkpoint = field(repr=False)
+    saved: checkpoint.Checkpoint = field(repr=False)
     family: Family
     parts: dict[str, Part] = field(repr=False)
     names: dict[str, str] = field(repr=False)
@@ -91,7 +93,7 @@ class StoredModel:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding, padded ones included."""
-        return self.found.tensors.shape(self.path(EMBEDDING))[0]
+        return self.saved.tensors.shape(self.path(EMBEDDING))[0]
 
     def path(self, name: str) -> str:
         """The path in the checkpoint of the tensor that the model calls `name`."""
@@ -125,18 +127,18 @@ class StoredModel:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a part."""
-        return self.found.tensors.dtype(self.parts[name].tensor)
+        return self.saved.tensors.dtype(self.parts[name].tensor)
 
-    def rows(self, name: str, first: int, count: int) -> Tensor:
+    def rows(self, name: str, start: int, count: int) -> Tensor:
         """Some rows of a part."""
         part = self.parts[name]
-        if part.first is None:
-            return self.found.tensors.read(
-                name, (first, *(0 for _ in part.shape[1:])), (count, *part.shape[1:])
+        if part.start is None:
+            return self.saved.tensors.read(
+                name, (start, *(0 for _ in part.shape[1:])), (count, *part.shape[1:])
             )
-        expert, above = part.first
-        return self.found.tensors.read(
-            part.tensor, (expert, above + first, 0), (1, count, part.shape[1])
+        expert, above = part.start
+        return self.saved.tensors.read(
+            part.tensor, (expert, above + start, 0), (1, count, part.shape[1])
         )[0]
 
     def streamed(self, name: str, dtype: torch.dtype) -> StreamedTensor:
@@ -152,12 +154,12 @@ class StoredModel:
 
     def _pieces(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         if not self.shape(name):
-            yield self.found.tensors[name].to(dtype)
+            yield self.saved.tensors[name].to(dtype)
             return
         rows, *inner = self.shape(name)
         step = max(1, PIECE_BYTES // max(1, math.prod(inner) * self.dtype(name).itemsize))
-        for first in range(0, rows, step):
-            yield self.rows(name, first, min(step, rows - first)).to(dtype)
+        for start in range(0, rows, step):
+            yield self.rows(name, start, min(step, rows - start)).to(dtype)
 
 
 def open_stored(named: WeightSource | Path) -> StoredModel:
@@ -183,31 +185,33 @@ def open_stored(named: WeightSource | Path) -> StoredModel:
     if step is None and steps:
         step = steps[-1]
     with user_errors(UserError, after=cure):
-        found = checkpoint.load(folder, step, kind=source.kind)
-    check_belongs(found, run, mend=False)
+        saved = checkpoint.load(folder, step, kind=source.kind)
+    check_belongs(saved, run, mend=False)
     with user_errors(ValueError, before=f"{run}: "):
         described = family.names_of(config.model)
     above = f"{key_of(source.kind)}/"
-    known = {f"{above}{checkpoint.escaped(own)}": theirs for own, theirs in described.items()}
-    if strange := sorted(known.keys() ^ set(found.tensors)):
-        if strange[0] in known:
+    expected = {
+        f"{above}{checkpoint.escaped(parameter)}": theirs for parameter, theirs in described.items()
+    }
+    if strange := sorted(expected.keys() ^ set(saved.tensors)):
+        if strange[0] in expected:
             what = "lacks"
         else:
             what = "holds, beside the weights of its model,"
-        raise UserError(f"{found.path} {what} {first_few(strange, 1).removeprefix(above)}")
+        raise UserError(f"{saved.path} {what} {first_few(strange, 1).removeprefix(above)}")
     parts: dict[str, Part] = {}
     names: dict[str, str] = {}
     seen: set[str] = set()
-    for name, theirs in known.items():
-        for key, part, other in _parts(name, theirs, found.tensors.shape(name)):
+    for name, theirs in expected.items():
+        for key, part, other in _parts(name, theirs, saved.tensors.shape(name)):
             if other not in seen:
                 parts[key] = part
                 names[key] = other
                 seen.add(other)
     return StoredModel(
-        source=source.at(found.step),
+        source=source.at(saved.step),
         config=config,
-        found=found,
+        saved=saved,
         family=family,
         parts=parts,
         names=names,
@@ -217,10 +221,10 @@ def open_stored(named: WeightSource | Path) -> StoredModel:
 def _parts(name: str, theirs: Stored, shape: tuple[int, ...]) -> Iterator[tuple[str, Part, str]]:
     """(Name of a part, the part, its name in `transformers`) of one tensor of the checkpoint."""
     if isinstance(theirs, str):
-        yield name, Part(tensor=name, first=None, shape=shape), theirs
+        yield name, Part(tensor=name, start=None, shape=shape), theirs
         return
     for expert, matrices in enumerate(theirs):
         rows = shape[1] // len(matrices)
         for number, other in enumerate(matrices):
-            part = Part(tensor=name, first=(expert, number * rows), shape=(rows, *shape[2:]))
+            part = Part(tensor=name, start=(expert, number * rows), shape=(rows, *shape[2:]))
             yield f"{name}[{expert}, {number * rows}:{(number + 1) * rows}]", part, other

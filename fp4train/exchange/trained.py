@@ -55,16 +55,16 @@ class TrainedModel:
     """The weights of a run at one of its checkpoints.
 
     Args:
-        source: the run directory, or the folder.
-        step: optimizer steps done; None: it is of a folder.
+        source: run directory, or folder.
+        step: number of optimizer steps done; None: it is of a folder.
         kind: kind of the weights (`WeightSource`).
-        model: in evaluation mode.
-        tokenizer: None for token files that came without one.
-        vocab_size: ids that the tokenizer has; the model's head may have more, which stand for
+        model: model in evaluation mode.
+        tokenizer: tokenizer of its text; None for token files that came without one.
+        vocab_size: number of ids that the tokenizer has; the model's head may have more, which stand for
             nothing.
-        trained_in: the recipe of the last steps whose forward pass was quantised; None: there are
+        trained_in: recipe of the last steps whose forward pass was quantised; None: there are
             none.
-        cfg: the run's configuration as it was saved, with the paths that the command line gives.
+        cfg: configuration of the run as it was saved, with the paths that the command line gives.
     """
 
     source: Path
@@ -109,8 +109,8 @@ class TrainedModel:
             torch.no_grad(),
             autocast(named.recipe, policy=named.policy, seed=seed, step=self.step),
         ):
-            found: Tensor = self.model(*(each.to(self.device) for each in args), **more)
-        return found
+            output: Tensor = self.model(*(tensor.to(self.device) for tensor in args), **more)
+        return output
 
     @contextmanager
     def masked(self) -> Iterator[None]:
@@ -118,8 +118,7 @@ class TrainedModel:
         targets that count there.
 
         Elsewhere it attends to all that it is given, as the model of its export does: the id that
-            ends a document is
-        then seen by the text after it.
+        ends a document is then seen by the text after it.
         """
         model: Any = self.model
         set_masks(model, self.config, borders_of(self.config.data, self.tokenizer))
@@ -165,7 +164,7 @@ def load_trained(
     """The model of a run, or of a Hugging Face folder.
 
     Args:
-        named: its weights; of a path the newest.
+        named: source of its weights; of a path the newest.
         paths: full key → path, which the command line gives; the rest are those of the run's
             configuration.
 
@@ -189,8 +188,8 @@ def load_trained(
     config = replace(
         config, train=replace(config.train, compile=False, cuda_graph=False, kernels=kernels)
     )
-    found = checkpoint.load(source / run_directory.CHECKPOINTS, step, kind=weights.kind)
-    check_belongs(found, source, mend=False)
+    stored = checkpoint.load(source / run_directory.CHECKPOINTS, step, kind=weights.kind)
+    check_belongs(stored, source, mend=False)
     tokenizer = own_tokenizer(config, source, lambda lost: check_paths(cfg, paths or {}))
     device = choose_device(config.device)
     if tokenizer is None:
@@ -199,19 +198,19 @@ def load_trained(
         vocab_size = tokenizer.vocab_size
     model = build_model(config, vocab_size, device)
     strange = (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError)
-    with user_errors(*strange, before=f"{found.path} does not fit the model of {source}: "):
-        saved = saved_part(found, key_of(weights.kind), model)
+    with user_errors(*strange, before=f"{stored.path} does not fit the model of {source}: "):
+        saved = saved_part(stored, key_of(weights.kind), model)
         check_weights(model, saved)
     load_weights(model, saved)
     return TrainedModel(
         source=source,
         config=config,
-        step=found.step,
+        step=stored.step,
         kind=weights.kind,
         model=model.eval(),
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        trained_in=trained_recipe(build_timeline(config, source), found.step),
+        trained_in=trained_recipe(build_timeline(config, source), stored.step),
         device=device,
         cfg=cfg,
         paths=paths,
@@ -244,11 +243,11 @@ def _of_folder(folder: Path) -> TrainedModel:
     else:
         cfg.train.seq_len = min(int(positions), CONTEXT)
     config = to_config(cfg)
-    found = open_source(WeightSource(path=folder), config.model)
+    weights = open_source(WeightSource(path=folder), config.model)
     tokenizer = _of_texts(config.data.tokenizer)  # type: ignore[attr-defined]
     device = choose_device(config.device)
     model = build_model(config, tokenizer.vocab_size, device)
-    found.load(model)
+    weights.load(model)
     return TrainedModel(
         source=folder,
         config=config,
@@ -267,5 +266,5 @@ def trained_recipe(timeline: Timeline, step: int) -> Recipe | None:
     """The recipe of the last of the first `step` steps whose forward pass was quantised; None:
     there is none.
     """
-    ran = [each.recipe for each in timeline.stretches() if each.start < max(step, 1)]
+    ran = [stretch.recipe for stretch in timeline.stretches() if stretch.start < max(step, 1)]
     return next((recipe for recipe in reversed(ran) if recipe.table()["fprop"].quantised), None)

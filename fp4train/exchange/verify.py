@@ -49,9 +49,10 @@ class VerifiedLayer:
     """Comparison of one layer, or of another module with weights, between run and folder.
 
     Args:
-        name: in the run; module: in the folder.
+        name: name in the run.
+        module: name in the folder.
         form: "NVFP4", "bfloat16".
-        parts: the tensors that were compared, by the last part of their names.
+        parts: tensors that were compared, by the last part of their names.
         differences: a sentence each; none: all are equal.
     """
 
@@ -90,22 +91,22 @@ class Verified:
 
     @property
     def equal(self) -> bool:
-        return not self.others and not any(each.differences for each in self.layers)
+        return not self.others and not any(layer.differences for layer in self.layers)
 
     def as_json(self) -> dict[str, Any]:
         """The verification as plain values."""
-        own = {
+        origin = {
             "folder": str(self.folder),
             "run": str(self.run),
             "step": self.step,
             "to": self.layout,
         }
         layers = [
-            {**vars(each), "parts": [*each.parts], "differences": [*each.differences]}
-            for each in self.layers
+            {**vars(layer), "parts": [*layer.parts], "differences": [*layer.differences]}
+            for layer in self.layers
         ]
         return {
-            **own,
+            **origin,
             "stretch": self.stretch,
             "equal": self.equal,
             "differences": self.others,
@@ -117,7 +118,7 @@ def verify(folder: Path, source: WeightSource | Path, *, stretch: int | None = N
     """Compare a folder that `fp4train export` wrote with a run.
 
     Args:
-        source: the weights of the run; of a path those that the folder names, or the newest.
+        source: weights of the run; of a path those that the folder names, or the newest.
         stretch: a step of the stretch of the codes; None: as the folder says, or as the export
             chooses.
 
@@ -133,12 +134,14 @@ def verify(folder: Path, source: WeightSource | Path, *, stretch: int | None = N
         kind = record.get("weights")
         if source == WeightSource(path=source.path) and isinstance(kind, str):
             source = replace(source, kind=kind)
-        source = replace(source, step=_whole(record.get("step"), source.step))
-        began = record.get("stretch")
-        stretch = _whole(began[0] if isinstance(began, list) and began else None, stretch)
-    found = open_weights(folder)
+        source = replace(source, step=_named_or(record.get("step"), source.step))
+        steps = record.get("stretch")
+        if isinstance(steps, list) and steps:
+            stretch = _named_or(steps[0], stretch)
+    tensors = open_weights(folder)
     model = open_stored(source)
-    dtype = next((each for each, name in SPELLED.items() if config.get("dtype") == name), None)
+    dtypes = {name: dtype for dtype, name in SPELLED.items()}
+    dtype = dtypes.get(str(config.get("dtype")))
     if dtype is None:
         raise UserError(
             f"{folder}: dtype={config.get('dtype')!r} in config.json is none of {', '.join(DTYPES)}"
@@ -147,14 +150,14 @@ def verify(folder: Path, source: WeightSource | Path, *, stretch: int | None = N
         packed = None
     else:
         packed = pack(model, layout, stretch)
-    tables = [*_tables(folder, found, model, packed, dtype)]
+    tables = [*_tables(folder, tensors, model, packed, dtype)]
     return Verified(
         folder=folder,
         source=model.source,
         layout=layout,
         stretch=None if packed is None else packed.stretch.title,
-        layers=[*_layers(found, model, packed, dtype)],
-        others=[*_names(found, model, packed, dtype), *tables, *_loaded(folder, model, tables)],
+        layers=[*_layers(tensors, model, packed, dtype)],
+        others=[*_names(tensors, model, packed, dtype), *tables, *_loaded(folder, model, tables)],
     )
 
 
@@ -179,16 +182,17 @@ def layout_of(folder: Path, config: Mapping[str, Any]) -> str:
     return str(method)
 
 
-def _whole(found: object, given: int | None) -> int | None:
-    if given is not None:
-        return given
-    if type(found) is int and found >= 0:
-        return found
+def _named_or(recorded: object, named: int | None) -> int | None:
+    """The step that is named, or else the recorded one, where it is a step."""
+    if named is not None:
+        return named
+    if type(recorded) is int and recorded >= 0:
+        return recorded
     return None
 
 
 def _layers(
-    found: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
+    tensors: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
 ) -> Iterator[VerifiedLayer]:
     beside = {} if packed is None else _beside(packed)
     for stored in model.names:
@@ -197,10 +201,12 @@ def _layers(
         else:
             layer = packed.layers.get(stored)
         expected = [*_expected(stored, model, packed, dtype)]
-        differences = [each for tensor in expected for each in _differences(found, tensor)]
+        differences = [
+            difference for tensor in expected for difference in _differences(tensors, tensor)
+        ]
         parts = [tensor.name.rpartition(".")[2] for tensor in expected]
         if packed is not None and layer is not None and layer.format.static:
-            part, problem = _of_activations(found, packed, layer, beside[stored])
+            part, problem = _of_activations(tensors, packed, layer, beside[stored])
             parts.append(part)
             differences += problem
         yield VerifiedLayer(
@@ -222,49 +228,50 @@ def _expected(
         yield model.streamed(stored, dtype)
 
 
-def _differences(found: StoredTensors, expected: StreamedTensor) -> Iterator[str]:
+def _differences(tensors: StoredTensors, expected: StreamedTensor) -> Iterator[str]:
     """Differences of one tensor from the expected one: presence, shape, dtype, or the first unequal
     row.
     """
     part = expected.name.rpartition(".")[2]
-    if expected.name not in found:
+    if expected.name not in tensors:
         yield f"{part} is missing"
         return
-    shape = found.shape(expected.name)
-    dtype = found.dtype(expected.name)
+    shape = tensors.shape(expected.name)
+    dtype = tensors.dtype(expected.name)
     if (shape, dtype) != (expected.shape, expected.dtype):
         yield f"{part} is {dtype} {list(shape)} instead of {expected.described}"
         return
     if not shape or shape == (1,):
-        (wanted,) = expected.pieces()
-        yield from _of_one(part, found[expected.name].reshape(()), wanted.reshape(()))
+        (value,) = expected.pieces()
+        yield from _of_one(part, tensors[expected.name].reshape(()), value.reshape(()))
         return
     count = 0
-    first = -1
+    first_row = -1
     row = 0
     for piece in expected.pieces():
         rows = piece.shape[0]
-        box = found.read(expected.name, (row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+        box = tensors.read(expected.name, (row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
         unequal = _bits(box) != _bits(piece)
-        if first < 0 and bool(unequal.any()):
-            first = row + int(unequal.reshape(rows, -1).any(1).int().argmax())
+        if first_row < 0 and bool(unequal.any()):
+            first_row = row + int(unequal.reshape(rows, -1).any(1).int().argmax())
         count = count + int(unequal.sum())
         row = row + rows
     if count:
-        yield f"{count:,} of {box.numel() // rows * row:,} values of {part} differ, from row {first} on"
+        values = box.numel() // rows * row
+        yield f"{count:,} of {values:,} values of {part} differ, from row {first_row} on"
 
 
-def _of_one(part: str, value: Tensor, wanted: Tensor) -> Iterator[str]:
-    if torch.equal(_bits(value.reshape(1)), _bits(wanted.reshape(1))):
+def _of_one(part: str, value: Tensor, expected: Tensor) -> Iterator[str]:
+    if torch.equal(_bits(value.reshape(1)), _bits(expected.reshape(1))):
         return
-    inverse = wanted.float().reciprocal()
+    inverse = expected.float().reciprocal()
     how = ""
     if torch.isclose(value.float(), inverse, rtol=1e-6, atol=0.0):
         how = ", which is its reciprocal: one layout divides by it, the other multiplies"
     elif value.dtype == torch.float32:
-        ulps = abs(int(value.view(torch.int32)) - int(wanted.view(torch.int32)))
+        ulps = abs(int(value.view(torch.int32)) - int(expected.view(torch.int32)))
         how = f", {ulps} ulp apart" if ulps < 1000 else ""
-    yield f"{part} is {float(value):.9g} instead of {float(wanted):.9g}{how}"
+    yield f"{part} is {float(value):.9g} instead of {float(expected):.9g}{how}"
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -278,55 +285,55 @@ def _beside(packed: PackedModel) -> dict[str, str]:
     fused layers, or of a layer's experts; its own where there is no other.
     """
     groups: dict[tuple[str, ...], list[PackedLayer]] = {}
-    for each in packed.layers.values():
-        groups.setdefault(each.layer.fused or (each.layer.name,), []).append(each)
+    for matrix in packed.layers.values():
+        groups.setdefault(matrix.layer.fused or (matrix.layer.name,), []).append(matrix)
     return {
-        each.stored: group[n - 1].module
+        matrix.stored: group[n - 1].module
         for group in groups.values()
-        for n, each in enumerate(group)
+        for n, matrix in enumerate(group)
     }
 
 
 def _of_activations(
-    found: StoredTensors, packed: PackedModel, layer: PackedLayer, beside: str
+    tensors: StoredTensors, packed: PackedModel, layer: PackedLayer, beside: str
 ) -> tuple[str, list[str]]:
     """(The name of the scale of a layer's activations, what is wrong with it)."""
     part = next(
-        each.name for each in packed.tensors_of(layer, 1.0) if ".input_" in each.name
+        tensor.name for tensor in packed.tensors_of(layer, 1.0) if ".input_" in tensor.name
     ).rpartition(".")[2]
     name = f"{layer.module}.{part}"
     other = f"{beside}.{part}"
-    if name not in found:
+    if name not in tensors:
         return part, [f"{part} is missing"]
-    value = found[name]
+    value = tensors[name]
     if value.numel() != 1 or not bool(((value > 0) & value.isfinite()).all()):
         return part, [f"{part} is {value.tolist()}: it must be a finite number above 0"]
-    if other in found and not torch.equal(found[other], value):
+    if other in tensors and not torch.equal(tensors[other], value):
         return part, [f"{part} differs from that of {beside}, which is multiplied with it"]
     return part, []
 
 
 def _names(
-    found: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
+    tensors: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
 ) -> Iterator[str]:
     """Tensors of the folder that the run has not."""
-    known = {
+    expected = {
         tensor.name for stored in model.names for tensor in _expected(stored, model, packed, dtype)
     }
     if packed is not None:
-        known |= {
+        expected |= {
             tensor.name
             for layer in packed.layers.values()
             for tensor in packed.tensors_of(layer, 1.0)
         }
-    strange = sorted(name for name in found if name not in known)
+    strange = sorted(name for name in tensors if name not in expected)
     if strange:
         yield f"the run has no {first_few(strange, _NAMED)}"
 
 
 def _tables(
     folder: Path,
-    found: StoredTensors,
+    tensors: StoredTensors,
     model: StoredModel,
     packed: PackedModel | None,
     dtype: torch.dtype,
@@ -335,14 +342,14 @@ def _tables(
     config: dict[str, Any] = {"dtype": SPELLED[dtype]}
     if packed is not None:
         config["quantization_config"] = configuration(packed.format, packed.layout, packed.kept)
-    with tempfile.TemporaryDirectory() as place, Folder.open(Path(place)) as made:
-        write_tables(made, model, config)
+    with tempfile.TemporaryDirectory() as place, Folder.open(Path(place)) as export:
+        write_tables(export, model, config)
         if packed is not None and packed.layout == MODELOPT:
             table = modelopt_configuration(packed.format, packed.kept)
-            write_json(made, "hf_quant_config.json", {_QUANTISED[1]: table[_QUANTISED[1]]})
-        written = made.names()
+            write_json(export, "hf_quant_config.json", {_QUANTISED[1]: table[_QUANTISED[1]]})
+        written = export.names()
         yield from foreign_files(
-            folder, {*written, *found.files, CARD, *(() if packed is None else (RECORD,))}
+            folder, {*written, *tensors.files, CARD, *(() if packed is None else (RECORD,))}
         )
         for name in sorted(written):
             if not has_file(folder, name):
@@ -351,7 +358,7 @@ def _tables(
                 yield from _of_table(name, read_table(folder, name), read_table(Path(place), name))
             else:
                 with Folder.open(folder) as theirs:
-                    if theirs.read(name, STATE_LIMIT) != made.read(name, STATE_LIMIT):
+                    if theirs.read(name, STATE_LIMIT) != export.read(name, STATE_LIMIT):
                         yield f"{name} is not that of the run"
 
 
@@ -361,17 +368,21 @@ def _loaded(folder: Path, model: StoredModel, tables: list[str]) -> Iterator[str
         yield from loaded_differently(folder, stored_tokenizer(model.config, model.run))
 
 
-def _of_table(name: str, theirs: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
+def _of_table(name: str, theirs: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
     have = _flat(theirs)
-    known = _flat(wanted)
-    for key, value in known.items():
+    expected_values = _flat(expected)
+    for key, value in expected_values.items():
         if have.get(key) != value:
-            large = name == TOKENIZER
-            one, other = (shortened(repr(each), _SHOWN) for each in (have.get(key), value))
-            yield f"{name}: {key} is " + (
-                "not that of the run" if large else f"{one} instead of {other}"
-            )
-    more = {key: value for key, value in have.items() if key not in known and value is not None}
+            if name == TOKENIZER:
+                yield f"{name}: {key} is not that of the run"
+                continue
+            actual = shortened(repr(have.get(key)), _SHOWN)
+            yield f"{name}: {key} is {actual} instead of {shortened(repr(value), _SHOWN)}"
+    more = {
+        key: value
+        for key, value in have.items()
+        if key not in expected_values and value is not None
+    }
     for key in sorted(key for key in more if key.startswith(_QUANTISED)):
         yield f"{name}: {key} is {more.pop(key)!r}, and the export has none"
     if name in SETTINGS:
@@ -382,8 +393,10 @@ def _of_table(name: str, theirs: dict[str, Any], wanted: dict[str, Any]) -> Iter
 
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a table by their keys; what says how weights are quantised key by key."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in table.items():
-        inner = key in _QUANTISED and isinstance(value, dict)
-        found |= {f"{key}.{each}": deep for each, deep in value.items()} if inner else {key: value}
-    return found
+        if key in _QUANTISED and isinstance(value, dict):
+            flat |= {f"{key}.{inner}": inner_value for inner, inner_value in value.items()}
+        else:
+            flat[key] = value
+    return flat
