@@ -1,20 +1,18 @@
-"""Norms and gates whose results are quantised where they are made: layers that read one get its
-codes, and the result in BF16 is neither written nor read (`quantize/produced.py`).
+"""Norms whose results are quantised where they are made, and what gates have in common with them
+(`gated_mlp.py`): layers that read one get its codes, and the result in BF16 is neither written nor
+read (`quantize/produced.py`).
 
-    h ─ RMSNorm ─ x ─ layers       x's codes from h, weight and the 1/√(mean + ε) of each token; h may be the sum of a
-                                   residual stream and its change, and goes on as the stream
-    gate, up ─ silu·⊙ ─ h ─ down   h's codes from gate and up; in backward the codes of both their gradients from dh,
-                                   gate and up, for the two layers that made these
+    h ─ RMSNorm ─ x ─ layers    x's codes from h, weight and the 1/√(mean + ε) of each token; h may be
+                                the sum of a residual stream and its change, and goes on as the stream
 
 The graph of autograd is that of the model, but that the residual stream goes through the norm: its
 sum is made in the kernel that normalises, and the gradients of both its readers are added in that
 of the norm's backward pass. In the place of x stands a *carrier*: one NaN, expanded to the shape of
 x, so that whatever would read it by mistake shows. The layers find the codes where those of a
-tensor that several layers read lie, in the context's cache. Gradients of three GEMMs of one's own
-are carriers, too, whose codes come with the executor that the call has in its backward pass. A
-layer whose GEMMs a backend runs together (Transformer Engine) gets the codes as the backend's own
-tensor, also as its gradient; where a kernel of the backend writes codes alone, it makes them
-(`backend_sources.py`), and the sum and that of its gradients are torch's.
+tensor that several layers read lie, in the context's cache. A layer whose GEMMs a backend runs
+together (Transformer Engine) gets the codes as the backend's own tensor, also as its gradient;
+where a kernel of the backend writes codes alone, it makes them (`backend_sources.py`), and the sum
+and that of its gradients are torch's.
 
 Whether it can be done is asked in each call, of the executors that the layers hold then
 (`why_not`), and of the call itself: no gradients, torch.compile, torch.autocast, hooks that watch a
@@ -26,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,8 +34,8 @@ from fp4train.backends import Prepared
 from fp4train.backends.protocol import Forms
 from fp4train.nn import backend_sources
 from fp4train.nn.backend_sources import carrier_of, matrix
-from fp4train.nn.call import Call, Executor, gradient_dtypes
-from fp4train.nn.executors.gemms import Gemms, Gradients, Saved, torch_autocasts
+from fp4train.nn.call import Call, Executor
+from fp4train.nn.executors.gemms import Gemms, torch_autocasts
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.planned import PlannedLayer, is_watched
@@ -48,7 +46,7 @@ from fp4train.quantize.quantizer import PLAIN
 
 FormPair = tuple[Prepared, Prepared]
 TensorPair = tuple[Tensor, Tensor]
-Taker = Gemms | BackendLayer
+CodeReader = Gemms | BackendLayer
 """Executors that take codes; those of subclasses do not."""
 
 
@@ -71,25 +69,25 @@ def why_not(
     for executors, tensor in ((readers, "x"), (writers, "dy")):
         for each in executors:
             name = each.plan.layer.name
-            taker = _taker(each)
-            if taker is None:
-                return f"{name} {_why_no_taker(each)}"
-            if type(taker) is not type(_taker(executors[0])):
+            reader = code_reader(each)
+            if reader is None:
+                return f"{name} {_why_no_codes(each)}"
+            if type(reader) is not type(code_reader(executors[0])):
                 return f"{executors[0].plan.layer.name} and {name} run in different backends"
-            operand: TensorForms = getattr(taker, tensor)
+            operand: TensorForms = getattr(reader, tensor)
             if operand.row.spec is None or operand.column.spec is None:
                 return f"a GEMM of {name} is in high precision and needs the values of {tensor}"
-            if isinstance(taker, BackendLayer):
-                why_not_given = taker.backend.sources.why_not_given(taker.table, here=here)
+            if isinstance(reader, BackendLayer):
+                why_not_given = reader.backend.sources.why_not_given(reader.table, here=here)
                 if why_not_given is not None:
                     if kind == "norm":
                         return why_no_kernel
                     return why_not_given
             if (reason := _why_no_source(operand, here)) is not None:
                 return f"{tensor} of {name}: {reason}"
-            if taker.dtype is not torch.bfloat16:
-                return f"{name} has operands in {taker.dtype}"
-            if operand.wants[1] != getattr(_taker(executors[0]), tensor).wants[1]:
+            if reader.dtype is not torch.bfloat16:
+                return f"{name} has operands in {reader.dtype}"
+            if operand.wants[1] != getattr(code_reader(executors[0]), tensor).wants[1]:
                 return f"{executors[0].plan.layer.name} and {name} do not quantise {tensor} alike"
     return None
 
@@ -116,14 +114,14 @@ def why_padded(executors: Sequence[Executor], tokens: int) -> str | None:
     return None
 
 
-def _taker(executor: Executor) -> Taker | None:
+def code_reader(executor: Executor) -> CodeReader | None:
     """The executor if it takes the codes of x and dy, else None."""
-    if isinstance(executor, Taker) and type(executor) in (Gemms, BackendLayer):
+    if isinstance(executor, CodeReader) and type(executor) in (Gemms, BackendLayer):
         return executor
     return None
 
 
-def _why_no_taker(executor: Executor) -> str:
+def _why_no_codes(executor: Executor) -> str:
     """Why an executor takes no codes, in words that follow the name of its layer."""
     if any(gemm.operands.quantised for gemm, _ in executor.plan.products):
         return "quantises its operands in parts (of experts, outlier channels or ranks)"
@@ -146,12 +144,12 @@ def _why_no_source(operand: TensorForms, here: bool) -> str | None:
     )
 
 
-def _produce(
-    taker: Taker, tensor: str, source: SourceTensors, calls: Sequence[Call | None]
+def forms_from(
+    source: SourceTensors, reader: CodeReader, tensor: str, calls: Sequence[Call | None]
 ) -> list[FormPair]:
     """Both forms of each result of the source, with the random bits of its call."""
-    operand: TensorForms = getattr(taker, tensor)
-    turned = isinstance(taker, BackendLayer) and taker.turned
+    operand: TensorForms = getattr(reader, tensor)
+    turned = isinstance(reader, BackendLayer) and reader.turned
     tokens = source.tensors[0].shape[0]
     forms = (operand.row, operand.column)
     keys = [
@@ -242,30 +240,14 @@ class NormProducer(Producer):
         found = self.ready(x)
         if type(weight) not in PLAIN or found is None or not (change is None or _adds(x, change)):
             return None
-        takers, now = found
+        readers, now = found
         if self.by_backend:
             h = x if change is None else x + change
-            return backend_sources.norm(h, weight, eps, takers[0], now), h
-        made: TensorPair = _Norm.apply(x, change, weight, eps, self.kind, _taker(takers[0]), now)  # type: ignore[no-untyped-call]
+            return backend_sources.norm(h, weight, eps, readers[0], now), h
+        made: TensorPair = _Norm.apply(
+            x, change, weight, eps, self.kind, code_reader(readers[0]), now
+        )  # type: ignore[no-untyped-call]
         return made
-
-
-class GateProducer(Producer):
-    """silu(gate) ⊙ up, whose readers are one layer, and whose writers are those of gate and of
-    up.
-    """
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor | None:
-        """A carrier of silu(gate) ⊙ up; None: it cannot be made here."""
-        if (found := self.ready(gate)) is None:
-            return None
-        (taker, *executors), now = found
-        made = zip(self.writers, executors, (gate, up), strict=True)
-        first, second = (_call_of(layer, executor, y, now) for layer, executor, y in made)
-        if first is None or second is None or not _alike(first, second):
-            return None
-        carrier: Tensor = _Gate.apply(gate, up, (first, second), _taker(taker), now)  # type: ignore[no-untyped-call]
-        return carrier
 
 
 def _adds(x: Tensor, change: Tensor) -> bool:
@@ -273,60 +255,9 @@ def _adds(x: Tensor, change: Tensor) -> bool:
     return (type(change), change.dtype, change.shape) == (type(x), x.dtype, x.shape)
 
 
-def _call_of(layer: PlannedLayer, executor: Executor, y: Tensor, now: State) -> Call | None:
-    """The call of the layer whose output y is, as it is or as a view. Of a backend's layer, which
-    has none of its own, one that says where its random bits begin.
-    """
-    if isinstance(executor, BackendLayer):
-        call = layer.call_in(now, executor, y.numel() // y.shape[-1])
-        if isinstance(layer.bias, Tensor):
-            bias = layer.bias
-        else:
-            bias = None
-        call.gradients = gradient_dtypes(y, layer.weight, bias, (y.requires_grad, True, True))
-        return call
-    node: Any = y.grad_fn
-    if node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
-        node = node.next_functions[0][0]
-    found = getattr(node, "call", None)
-    return found if isinstance(found, Call) else None
-
-
-def _alike(gate: Call, up: Call) -> bool:
-    """Whether both calls want all gradients but those of biases, and draw their random bits for the
-    same tokens.
-    """
-    wanted = [
-        each.gradients.x and each.gradients.w and not each.gradients.bias for each in (gate, up)
-    ]
-    return all(wanted) and gate.position == up.position
-
-
-class _WithCodes(NamedTuple):
-    """The executor of a call in one backward pass, where the codes of dy are there already.
-
-    carrier_MN: what stands in the place of dy.
-    """
-
-    executor: Gemms
-    carrier_MN: Tensor
-    forms: FormPair
-
-    @property
-    def adds(self) -> bool:
-        """Whether a product adds dw to what is there: none of codes does."""
-        return False
-
-    def backward(self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call) -> Gradients:
-        """See `Gemms.backward`."""
-        call.executor = self.executor
-        found = (lambda *_: self.forms) if self.carrier_MN.is_set_to(dy_MN) else None
-        return self.executor.backward(dy_MN, w_NK, saved, call, found)
-
-
-def _provide(source: SourceTensors, executor: Taker, now: State, like: Tensor) -> Tensor:
+def provide(source: SourceTensors, executor: CodeReader, now: State, like: Tensor) -> Tensor:
     """Quantise x of a source for the layers that read it next, and return its carrier."""
-    (forms,) = _produce(executor, "x", source, (None,))
+    (forms,) = forms_from(source, executor, "x", (None,))
     carrier = carrier_of(like)
     assert now.context is not None
     x_MK = carrier.reshape(-1, like.shape[-1])
@@ -349,7 +280,7 @@ class _Norm(torch.autograd.Function):
         weight_K: Tensor,
         eps: float,
         kind: str,
-        executor: Taker,
+        executor: CodeReader,
         now: State,
     ) -> TensorPair:
         h = x if change is None else x.new_empty(x.shape)
@@ -357,7 +288,7 @@ class _Norm(torch.autograd.Function):
         h_MK = matrix(h)
         rstd_M = torch.empty(h_MK.shape[0], dtype=torch.float32, device=h.device)
         source = SourceTensors(kind, (h_MK, weight_K.detach(), rstd_M, *map(matrix, terms)), eps)
-        carrier = _provide(source, executor, now, h)
+        carrier = provide(source, executor, now, h)
         ctx.save_for_backward(h, weight_K, rstd_M)
         ctx.set_materialize_grads(False)
         ctx.backward_of = partial(produced.norm_backward, outside=eps if kind == "root" else 0.0)
@@ -377,33 +308,3 @@ class _Norm(torch.autograd.Function):
             dh = dh.view(h.shape)
             dweight = dweight.to(weight_K.dtype)
         return dh, dh if ctx.needs_input_grad[1] else None, dweight, None, None, None, None
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor, calls: tuple[Call, Call], executor: Taker, now: State
-    ) -> Tensor:
-        carrier = _provide(SourceTensors("gate", (matrix(gate), matrix(up))), executor, now, gate)
-        ctx.save_for_backward(gate, up)
-        ctx.calls = calls
-        ctx.executors = [call.executor for call in calls]
-        return carrier
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        source = SourceTensors("gradients", tuple(map(matrix, (dh, gate, up))))
-        made = _produce(ctx.executors[0], "dy", source, ctx.calls)
-        if isinstance(first := ctx.executors[0], BackendLayer):
-            return (
-                *(first.backend.sources.given(cast(Forms, each), gate.shape) for each in made),
-                None,
-                None,
-                None,
-            )
-        carriers = [carrier_of(gate) for _ in made]
-        for call, *given in zip(ctx.calls, ctx.executors, carriers, made, strict=True):
-            call.executor = _WithCodes(given[0], given[1].reshape(-1, gate.shape[-1]), given[2])
-        return *carriers, None, None, None

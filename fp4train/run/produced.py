@@ -5,15 +5,17 @@ stretch, and why others do not.
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import nn
 
 from fp4train.config.schema import TrainSettings
 from fp4train.nn.executors import make_executor
+from fp4train.nn.gated_mlp import FusedGatedMLP
 from fp4train.nn.layer_shard import LayerShard
+from fp4train.nn.linear import Linear
 from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.produced import GateProducer, NormProducer, Producer, why_padded
+from fp4train.nn.produced import NormProducer, Producer, why_padded
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize import triton, triton_launch
 from fp4train.text import first_few, ranges
@@ -44,12 +46,12 @@ def producers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Producer | str]]
             elif others:
                 yield owner, f"a module that takes no codes ({others[0]}) reads the same"
             else:
-                yield (
-                    owner,
-                    GateProducer(readers, writers, "gate")
-                    if writers
-                    else NormProducer(readers, kind=getattr(owner, "source", "norm")),
-                )
+                producer: Producer
+                if writers:
+                    producer = FusedGatedMLP(*cast(Sequence[Linear], (*writers, *readers)))
+                else:
+                    producer = NormProducer(readers, kind=getattr(owner, "source", "norm"))
+                yield owner, producer
 
 
 def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = False) -> str | None:

@@ -25,7 +25,7 @@ from fp4train.models.common.stream import Produced, StreamTerms, handed_on, prod
 from fp4train.parameters import Computed, ParameterSpec, Split, inside, linear, norm
 
 if TYPE_CHECKING:
-    from fp4train.nn.produced import GateProducer
+    from fp4train.nn.gated_mlp import FusedGatedMLP
 
 MOST_LAYERS = 4096
 """Largest number of layers; the deepest models have some hundred."""
@@ -104,8 +104,10 @@ class SwiGLU(Fusible, nn.Module):
     """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
 
     reads = ("gate", "up")
-    producer: "GateProducer | None" = None
-    """The producer that quantises the product for `down`; None: there is none."""
+    producer: "FusedGatedMLP | None" = None
+    """Its layers as one, whose product is quantised where it is made; None: they are called one by
+    one.
+    """
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -118,12 +120,12 @@ class SwiGLU(Fusible, nn.Module):
         return ((self, (self.down,), (self.gate, self.up)),)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.producer is not None and (out := self.producer(x_BTD)) is not None:
+            return out
         gate = self.gate(x_BTD)
         up = self.up(x_BTD)
-        if self.producer is not None and (made := self.producer(gate, up)) is not None:
-            return self.down(made)  # type: ignore[no-any-return]
-        out: Tensor = self.down(self.operators.silu_product(gate, up))
-        return out
+        product: Tensor = self.down(self.operators.silu_product(gate, up))
+        return product
 
     def fp4train_operations(self) -> Sequence[tuple[str, int]]:
         """The product."""
