@@ -17,7 +17,7 @@ The characters of tokens cost two to three times the tokens themselves. So they 
 edges of windows alone: an edge is encoded once more with its characters, and its tokens are those
 of the window as far as both have the same ones, counted from the end that both share. Where an edge
 does not settle it, as in a long run of letters and digits, the characters of both windows are asked
-for.
+for, in vain for no more characters than the document has.
 
 Where windows do not agree (a pre-token is longer than the overlap), they are encoded as one, and so
 on until the whole document is, up to `LONGEST` characters. What stays unseen is a pre-tokenizer
@@ -250,6 +250,10 @@ class _Join:
         """The window that `text` ends with."""
         self.growing: list[_Part] = []
         """Windows after `text` that are to be encoded with it."""
+        self.seen = 0
+        """Characters of the document so far."""
+        self.in_vain = 0
+        """Those that were encoded with their characters, and whose windows did not agree."""
 
     def add(self, batch: Sequence[Window]) -> Iterator[tuple[Ids, bool]]:
         """The ids that more windows settle."""
@@ -273,6 +277,7 @@ class _Join:
 
     def _add(self, part: _Part) -> Iterator[tuple[Ids, bool]]:
         window = part.window
+        self.seen += len(window.text) - window.shared
         if self.ids is None:
             self._begin(part, 0)
         elif not self.growing and (seam := self._seam(self.ids, part)) is not None:
@@ -287,6 +292,7 @@ class _Join:
             assert self.ids is not None
             yield self.ids[self.given_out :], True
             self.ids = None
+            self.seen = self.in_vain = 0
 
     def _begin(self, part: _Part, given_out: int) -> None:
         self.text = part.window.text
@@ -316,30 +322,41 @@ class _Join:
         self.growing = []
 
     def _seam(self, ids: Ids, part: _Part) -> _Seam | None:
-        """Where `part` is joined to the text before it, which has `ids`; None: they do not
-        agree.
+        """Where `part` is joined to the text before it, which has `ids`; None: they do not agree,
+        or it would cost too much to see.
         """
-        shared = part.window.shared
-        if (seam := self._seam_of_edges(ids, part)) is not None:
+        edges = self.end.tail_text, self.end.tail, part.head
+        if (seam := self._seam_of(ids, part, *edges)) is not None:
             return seam
-        left, right = self.tokenizer.encode_spans([self.text, part.window.text])
-        return self._place(left, right, len(self.text) - shared, shared)
+        tail = self.text[-self.windows.length :]
+        window = part.window.text
+        if self.in_vain + len(tail) + len(window) > self.seen:
+            return None
+        seam = self._seam_of(ids, part, tail, *self.tokenizer.encode_spans([tail, window]))
+        if seam is None:
+            self.in_vain += len(tail) + len(window)
+        return seam
 
-    def _seam_of_edges(self, ids: Ids, part: _Part) -> _Seam | None:
-        """As `_seam`, by the tokens at the edges that are those of the texts that have these
-        edges.
+    def _seam_of(
+        self, ids: Ids, part: _Part, text: str, left: Encoded, right: Encoded
+    ) -> _Seam | None:
+        """As `_seam`, by those tokens of the end of the text before and of the beginning of `part`
+        that are tokens of the whole of both, too.
+
+        Args:
+            text: the end of the text before; left: its tokens; right: tokens of a beginning of
+                `part`.
         """
-        tail = self.end.tail
-        before = len(tail.ids) - _equal_at_start(tail.ids[::-1], ids[::-1])
-        left = tail.part(slice(before, None))
-        right = part.head.part(slice(_equal_at_start(part.head.ids, part.ids)))
-        text = self.end.tail_text
+        before = len(left.ids) - _equal_at_start(left.ids[::-1], ids[::-1])
+        left = left.part(slice(before, None))
+        right = right.part(slice(_equal_at_start(right.ids, part.ids)))
         seam = self._place(left, right, len(text) - part.window.shared, part.window.shared)
         if seam is None:
             return None
-        # a run of letters and digits may be cut by counting from a beginning that the edge does not
+        # a run of letters and digits may be cut by counting from a beginning that `text` does not
         # hold
-        if text[int(left.starts[0]) : int(left.starts[seam.left])].isalnum():
+        counted = text[int(left.starts[0]) : int(left.starts[seam.left])]
+        if counted.isalnum() and len(text) < len(self.text):
             return None
         return _Seam(len(ids) - len(left.ids) + seam.left, seam.right)
 

@@ -141,6 +141,39 @@ def test_a_document_of_a_megabyte_costs_what_its_text_costs(kind: str) -> None:
     assert ids.tolist() == tokenizer(kind).encode(text)
 
 
+@pytest.mark.parametrize("megabytes", [0.6, 1.0, 3.0])
+def test_a_document_whose_windows_never_agree_costs_a_few_times_its_text(megabytes: float) -> None:
+    """Without any border tokens are those of the whole alone: windows are encoded as one, twice as
+    much each time, and their characters are asked for no more often than the text has them.
+    """
+    size = int(megabytes * 1_000_000)
+
+    class Unlike:
+        """Every text has ids of its own."""
+
+        splits_words = True
+        plain = 0
+        with_spans = 0
+
+        def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+            self.plain += sum(map(len, texts))
+            return [np.full(len(text), len(text), np.uint32) for text in texts]
+
+        def encode_spans(self, texts: Sequence[str]) -> list[Encoded]:
+            self.with_spans += sum(map(len, texts))
+            places = [np.arange(len(text)) for text in texts]
+            ids = [np.full(len(text), len(text), np.uint32) for text in texts]
+            return [
+                Encoded(number, place, place + 1, np.ones(len(place), np.bool_))
+                for number, place in zip(ids, places, strict=True)
+            ]
+
+    counting = Unlike()
+    ids = encode_document([Piece("a" * size)], cast(Tokenizer, counting))
+    assert np.array_equal(ids, np.full(size, size))
+    assert counting.plain < 3.1 * size and counting.with_spans < 1.1 * size
+
+
 def test_digits_whose_groups_no_token_shows_have_the_ids_of_the_whole() -> None:
     """Groups of three are counted from the beginning of a number, and all that an edge shows are
     single digits.
