@@ -27,7 +27,7 @@ from fp4train.cli.launch import Start, launch
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.overrides import Option, read_options, truth
 from fp4train.config.schema import Config
-from fp4train.data.source import planned_vocab_size
+from fp4train.data.source import planned_tokenizer, planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn.conversion import weight_groups
@@ -56,6 +56,7 @@ from fp4train.run.record.trust import check_paths
 from fp4train.run.state.moments import Moments
 from fp4train.run.state.weights import ModelWeights
 from fp4train.run.states import bytes_per_parameter
+from fp4train.run.teacher import check_teacher
 from fp4train.text import columns, tabulate, three_digits
 
 if TYPE_CHECKING:
@@ -219,6 +220,9 @@ def _plan(
     model = build_model(config, vocab_size, torch.device("meta"))
     if init is not None:
         init.check(model)
+    if config.teacher is not None:
+        tokenizer = planned_tokenizer(config.data, tokenizer_of)
+        check_teacher(config, model, vocab_size, tokenizer)
     warn_of_schedule(config)
     for warning in scale_warnings(config, model):
         _log.warning("%s", warning)

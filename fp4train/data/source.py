@@ -74,19 +74,40 @@ def planned_vocab_size(source: Source, rows: int | None = None, run: Path | None
     tokenizer = getattr(source, "tokenizer", None)
     if isinstance(size, int):
         return size
+    if (known := planned_tokenizer(source, run)) is not None:
+        return known.vocab_size
     if tokenizer is None:
         raise DataError(
             f"{type(source).__name__} has neither vocab_size nor tokenizer: the vocabulary is "
             "unknown"
         )
-    if run is not None and keeps_tokenizer(run):
-        return int(tokenizer.build(lambda: iter(()), run).vocab_size)
     if isinstance(tokenizer, BytePairs):
         return tokenizer.vocab_size
     if rows is not None and isinstance(tokenizer, Pretrained) and is_hub_name(tokenizer.name):
         return rows
     with tempfile.TemporaryDirectory() as folder:
         return int(tokenizer.build(lambda: iter(()), Path(folder)).vocab_size)
+
+
+def planned_tokenizer(source: Source, run: Path | None = None) -> Tokenizer | None:
+    """The tokenizer of `source`; None: it has none, or one that is still to be trained or
+    downloaded.
+
+    Args:
+        run: the run directory whose tokenizer is taken over, if it keeps one.
+    """
+    tokenizer = getattr(source, "tokenizer", None)
+    if tokenizer is None:
+        return None
+    if run is not None and keeps_tokenizer(run):
+        found: Tokenizer = tokenizer.build(lambda: iter(()), run)
+        return found
+    to_train = isinstance(tokenizer, BytePairs)
+    if to_train or (isinstance(tokenizer, Pretrained) and is_hub_name(tokenizer.name)):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        found = tokenizer.build(lambda: iter(()), Path(folder))
+        return found
 
 
 def text_data(

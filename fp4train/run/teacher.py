@@ -9,6 +9,9 @@ gets no gradients.
 
 import inspect
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from fp4train.checkpoint.source import WeightSource
 from fp4train.config import Config, to_config
 from fp4train.config.from_folder import model_of
-from fp4train.data.tokens import TokenData
+from fp4train.data.tokens import TokenData, Tokenizer
 from fp4train.errors import UserError
 from fp4train.models import Architecture
 from fp4train.models.common.decoder import Decoder
@@ -78,19 +81,7 @@ def load_teacher(
             f"{mesh.tensor} and parallel.pp={mesh.pipeline}; use data parallelism "
             "(parallel.dp_shard) alone"
         )
-    if "teacher" not in inspect.signature(student.forward).parameters:
-        raise UserError(f"{what}: {type(student).__name__} does not take a teacher (Decoder.leave)")
-    model = _build(config, data, world)
-    if not isinstance(model, Decoder) or not isinstance(student, Decoder):
-        raise UserError(
-            f"{what}: {type(model).__name__} has no hidden states to learn from (Decoder)"
-        )
-    rows = model.head.weight.shape[0]
-    student_vocabulary = student.head.out_features
-    if rows != student_vocabulary:
-        raise UserError(
-            f"{what} has {rows:,} ids and the student {student_vocabulary:,}: both need the same vocabulary"
-        )
+    model = _fitting(config, _build(config, data, world), student)
     if config.recipe.dtype == "float32":
         dtype = torch.float32
     else:
@@ -101,40 +92,91 @@ def load_teacher(
     return Teacher(model, config)
 
 
+def check_teacher(
+    config: Config, student: nn.Module, vocab_size: int, tokenizer: Tokenizer | None
+) -> None:
+    """Refuse a teacher that a start would refuse, as far as that is seen without its weights.
+
+    Args:
+        vocab_size: token ids of the run.
+        tokenizer: of the run; None: it is not known before a start.
+
+    Raises:
+        UserError: as of `load_teacher`.
+    """
+    named = config.teacher_weights
+    if named is None:
+        return
+    with _named(named.path):
+        shape = _shape(named, tokenizer)
+        with torch.device("meta"):
+            model = shape.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
+        open_source(named, shape, verify=False).check(model)
+    _fitting(config, model, student)
+
+
+def _fitting(config: Config, model: nn.Module, student: nn.Module) -> Decoder:
+    """The teacher `model`, if the student can learn from it.
+
+    Raises:
+        UserError: one of them is no model for that, or their vocabularies differ.
+    """
+    what = f"teacher={config.teacher}"
+    if "teacher" not in inspect.signature(student.forward).parameters:
+        raise UserError(f"{what}: {type(student).__name__} does not take a teacher (Decoder.leave)")
+    if not isinstance(model, Decoder) or not isinstance(student, Decoder):
+        raise UserError(
+            f"{what}: {type(model).__name__} has no hidden states to learn from (Decoder)"
+        )
+    rows = model.head.weight.shape[0]
+    student_rows = student.head.out_features
+    if rows != student_rows:
+        raise UserError(
+            f"{what} has {rows:,} ids and the student {student_rows:,}: both need the same "
+            "vocabulary"
+        )
+    return model
+
+
+@contextmanager
+def _named(source: Path) -> Iterator[None]:
+    """Errors of the teacher's weights, as those of `teacher`."""
+    try:
+        yield
+    except (UserError, ValueError) as error:
+        reason = str(error).removeprefix("init: ").replace(f"init={source}", str(source))
+        raise UserError(f"teacher={source}: {reason}") from error
+
+
 def _build(config: Config, data: TokenData, world: World) -> nn.Module:
     """The teacher with its weights."""
     named = config.teacher_weights
     assert named is not None
-    source = named.path
-    try:
-        shape = _shape(named, data)
+    with _named(named.path):
+        shape = _shape(named, data.tokenizer)
         weights = open_source(named, shape, world.ranks)
         with torch.random.fork_rng(devices=[]):  # drawn, and then replaced
             model = shape.build(vocab_size=data.vocab_size, seq_len=config.train.seq_len)
         weights.load(model)
-    except (UserError, ValueError) as error:
-        reason = str(error).removeprefix("init: ").replace(f"init={source}", str(source))
-        raise UserError(f"teacher={source}: {reason}") from error
     return model
 
 
-def _shape(named: WeightSource, data: TokenData) -> Architecture:
-    """The `model=…` of the teacher."""
+def _shape(named: WeightSource, tokenizer: Tokenizer | None) -> Architecture:
+    """The `model=…` of the teacher.
+
+    Args:
+        tokenizer: of the run; None: it has none, or is not known.
+    """
     source = named.path
     if named.is_folder:
         shape: Architecture = model_of(source)[1]
         return shape
     cfg = saved_with(run_directory.read_config(source), source, None, {})
     theirs = to_config(cfg)
-    if data.tokenizer is None:
-        tokenizer = None
-    else:
-        tokenizer = own_tokenizer(theirs, source, lambda lost: check_paths(cfg, ()))
-    if (
-        tokenizer is not None
-        and data.tokenizer is not None
-        and tokenizer.identity != data.tokenizer.identity
-    ):
+    if tokenizer is None:
+        return theirs.model
+    teacher_tokenizer = own_tokenizer(theirs, source, lambda lost: check_paths(cfg, ()))
+    if teacher_tokenizer is not None and teacher_tokenizer.identity != tokenizer.identity:
         raise UserError(
             "its tokenizer is another than the run's, so that their tokens are not the same"
         )

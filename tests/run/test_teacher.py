@@ -162,6 +162,36 @@ def test_what_cannot_be_taught_is_refused(
     assert found.code == 1 and said in found.message and not Path("runs/a/metrics.jsonl").exists()
 
 
+PLANNED = {
+    "another vocabulary": (("model.vocab_multiple=512",), "both need the same vocabulary"),
+    "no such folder": (("teacher=gone",), "teacher=gone: "),
+    "no such checkpoint": (("teacher_step=7",), "has no checkpoint of step 7"),
+    "a folder of another vocabulary": (
+        ("teacher=folder", "model.vocab_multiple=512"),
+        "teacher=folder has 320 ids and the student 512: both need the same vocabulary",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), PLANNED.values(), ids=PLANNED.keys())
+def test_a_plan_refuses_the_teacher_that_a_start_would_refuse(
+    cli: Cli, teacher: Path, words: tuple[str, ...], said: str
+) -> None:
+    if "teacher=folder" in words:
+        assert cli.raw("export", str(teacher), "to=hf", "out=folder").code == 0
+    given = () if words[0].startswith("teacher=") else (f"teacher={teacher}",)
+    assert said in cli("plan", *given, *words).message
+
+
+def test_a_plan_compares_the_tokenizer_of_the_teacher(cli: Cli) -> None:
+    bpe = ("data/tokenizer=bpe", "data.tokenizer.vocab_size=290")
+    run = cli.trained("run.name=of_words", *bpe)
+    tokenizer = ("data/tokenizer=pretrained", f"data.tokenizer.name={run}/tokenizer.json")
+    assert cli("plan", f"teacher={run}", *bpe).code == 0, "known when it is trained"
+    assert "is another than the run's" in cli("plan", f"teacher={run}").message
+    assert cli("plan", f"teacher={run}", *tokenizer, "device=cpu").code == 0
+
+
 def test_weights_that_are_not_there_are_refused(cli: Cli, teacher: Path) -> None:
     shutil.rmtree(teacher / "checkpoints")
     assert f"teacher={teacher}: no checkpoint in" in cli("run.name=a", f"teacher={teacher}").message
