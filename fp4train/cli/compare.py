@@ -47,7 +47,10 @@ def main(arguments: list[str]) -> int:
         check_out(out, OUTPUTS)
     comparison = compare(runs, quantised_share)
     print(fitted(comparison.render(terminal_width())))
-    print(comparison.draw(width=width) if out is None else comparison.write(out, width))
+    if out is None:
+        print(comparison.draw(width=width))
+    else:
+        print(comparison.write(out, width))
     return 0
 
 

@@ -49,9 +49,10 @@ class Console:
         """
         with self._lock:
             *lines, begun = (self._begun.get(stream, "") + text).split("\n")
-            self._begun[stream] = (
-                begun[-WAITING:].rpartition("\r")[2] if "\r" in begun[:-1] else begun[-WAITING:]
-            )
+            state = begun[-WAITING:]
+            if "\r" in begun[:-1]:
+                state = state.rpartition("\r")[2]
+            self._begun[stream] = state
             self._append("".join(f"{line.rstrip().rpartition(chr(13))[2]}\n" for line in lines))
 
     def close(self) -> None:

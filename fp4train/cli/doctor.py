@@ -33,29 +33,28 @@ def main(arguments: list[str]) -> int:
     # the screen says which kernels there are
     logging.getLogger("fp4train").setLevel(logging.WARNING)
     rank, world = ranks.started()
-    found = []
+    collectives = []
     if world > 1:
         with ranks.meeting():
-            found = ranks.collectives(device().type)
+            collectives = ranks.collectives(device().type)
         if rank:
-            return 1 if any(each.problem for each in found) else 0
+            return 1 if any(collective.problem for collective in collectives) else 0
     if device().type == "cuda" and world == 1:
         processes = min(os.cpu_count() or 1, MOST)
     else:
         processes = 1
     report = examine(
-        _recipes(), DEFAULT, Path("runs"), ranks=world, collectives=found, processes=processes
+        _recipes(), DEFAULT, Path("runs"), ranks=world, collectives=collectives, processes=processes
     )
-    print(
-        json.dumps(report.as_json(), indent=2)
-        if "--json" in arguments
-        else report.render(terminal_width())
-    )
+    if "--json" in arguments:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        print(report.render(terminal_width()))
     return 1 if report.problems else 0
 
 
 def _recipes() -> dict[str, Recipe]:
     """Every file of recipes/, as `recipe=` composes it."""
 
-    found = sections({"recipe": own_options()["recipe"]})
-    return {name: bind(node, Recipe, "recipe") for (_, name), node in found.items()}
+    bodies = sections({"recipe": own_options()["recipe"]})
+    return {name: bind(node, Recipe, "recipe") for (_, name), node in bodies.items()}

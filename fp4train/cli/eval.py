@@ -61,27 +61,26 @@ def main(arguments: list[str]) -> int:
     """Print the scores and record them; returns the exit code."""
     as_data = "--json" in arguments
     line = read_options([a for a in arguments if a != "--json"], OPTIONS)
-    given = line.options
-    if given["task"] is not None and given["text"] is not None:
+    options = line.options
+    if options["task"] is not None and options["text"] is not None:
         raise UserError("task=… and text=… are two evaluations: give one of them")
-    kind = (
-        "task=…"
-        if given["task"] is not None
-        else "text=…"
-        if given["text"] is not None
-        else "held-out text"
-    )
+    kind = "held-out text"
+    for key in ("task", "text"):
+        if options[key] is not None:
+            kind = f"{key}=…"
     for key, of in _OF.items():
-        if given[key] != OPTIONS[key].default and kind not in of:
+        if options[key] != OPTIONS[key].default and kind not in of:
             raise UserError(f"{key}=… is of {of}, not of {kind}")
 
     def task(trained: TrainedModel, named: Sequence[NamedRecipe]) -> int:
         from fp4train.exchange.evaluation import record
 
-        own = [trained.high_precision, *([] if trained.trained_in is None else [trained.own])]
+        default_recipes = [trained.high_precision]
+        if trained.trained_in is not None:
+            default_recipes.append(trained.own)
         began = time.perf_counter()
         scores = []
-        for score in _scores(trained, named or own, given):
+        for score in _scores(trained, named or default_recipes, options):
             scores.append(score)
         seconds = time.perf_counter() - began
         if as_data:
@@ -90,32 +89,39 @@ def main(arguments: list[str]) -> int:
         else:
             print(f"{trained.title}, {seconds:.1f} s\n")
             print(_tables(scores))
-        said = record(trained, scores) if given["record"] else ""
-        if said and not as_data:
-            print(f"\nrecorded in {said}" if said.endswith("jsonl") else f"\n{said}")
+        note = record(trained, scores) if options["record"] else ""
+        if note.endswith("jsonl"):
+            note = f"recorded in {note}"
+        if note and not as_data:
+            print(f"\n{note}")
         return 0
 
-    return with_model("eval", USAGE, line, list(OPTIONS), given["step"], task)
+    return with_model("eval", USAGE, line, list(OPTIONS), options["step"], task)
 
 
 def _scores(
-    trained: TrainedModel, recipes: Sequence[NamedRecipe], given: dict[str, Any]
+    trained: TrainedModel, recipes: Sequence[NamedRecipe], options: dict[str, Any]
 ) -> Iterator[Score]:
     from fp4train.exchange.evaluation import held_out, texts
 
-    if given["text"] is not None:
-        return texts(trained, recipes, given["text"], given["rows"])
-    if given["task"] is None:
-        return held_out(trained, recipes, given["batches"])
+    if options["text"] is not None:
+        return texts(trained, recipes, options["text"], options["rows"])
+    if options["task"] is None:
+        return held_out(trained, recipes, options["batches"])
     with user_errors(
         ImportError, before="task=… needs lm_eval (", after="): pip install 'fp4train[lm-eval]'"
     ):
         from fp4train.exchange.harness import tasks
-    names = [name for name in given["task"].split(",") if name]
+    names = [name for name in options["task"].split(",") if name]
     if not names:
         raise UserError("task= names no task")
     return tasks(
-        trained, recipes, names, rows=given["rows"], limit=given["limit"], shots=given["shots"]
+        trained,
+        recipes,
+        names,
+        rows=options["rows"],
+        limit=options["limit"],
+        shots=options["shots"],
     )
 
 

@@ -43,9 +43,9 @@ _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def _bytes(text: str) -> int | None:
-    found = re.fullmatch(r"([1-9][0-9]{0,8})(kB|MB|GB)", text)
-    if found:
-        return int(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"([1-9][0-9]{0,8})(kB|MB|GB)", text)
+    if match:
+        return int(match[1]) * _UNITS[match[2]]
     return None
 
 
@@ -75,9 +75,9 @@ def main(arguments: list[str]) -> int:
     dtype = dtype or ("float32" if to == "hf" else "bf16")
     for key, value, allowed in (("to", to, TARGETS), ("dtype", dtype, tuple(DTYPES))):
         if value not in allowed:
-            given = f"{key}={value}" if value else f"{key}= is missing"
+            setting = f"{key}={value}" if value else f"{key}= is missing"
             raise UserError(
-                f"{given}: allowed are {', '.join(allowed)}{near_miss(value or '', allowed)}"
+                f"{setting}: allowed are {', '.join(allowed)}{near_miss(value or '', allowed)}"
             )
     paths = named_paths(overrides.parse(line.overrides), tuple(OPTIONS))
     if to == "hf" and (
@@ -94,21 +94,21 @@ def main(arguments: list[str]) -> int:
     ):
         how: dict[str, Any] = {"dtype": DTYPES[dtype], "shard": shard, "tell": shown}
         if to == "hf":
-            made = export_huggingface(source_named(line.runs[0], step), out, **how)
+            exported = export_huggingface(source_named(line.runs[0], step), out, **how)
         else:
             from fp4train.exchange.quantised import Measures, export_quantised
 
             stretch, calibrate, losses = of_codes
             measures = Measures(calibrate=calibrate, losses=losses is not False, paths=paths)
-            made = export_quantised(
+            exported = export_quantised(
                 source_named(line.runs[0], step), out, to, stretch=stretch, measures=measures, **how
             )
-    for note in made.notes:
+    for note in exported.notes:
         print(fitted(note))
     if to == "hf":
         what = "of weights"
     else:
         what = "of codes, scales and weights"
-    size = f"{made.parameters:,} parameters, {made.size / 1e6:,.1f} MB {what} in {dtype}"
-    print(fitted(f"{out}: step {made.step}, {size}"))
+    size = f"{exported.parameters:,} parameters, {exported.size / 1e6:,.1f} MB {what} in {dtype}"
+    print(fitted(f"{out}: step {exported.step}, {size}"))
     return 0

@@ -70,13 +70,13 @@ class Topics:
             if equals:
                 return self._of_option(group)
             return self._of_group(group)
-        found = [key for key in self.keys if key.path == name]
-        if not found and "." not in name:
-            found = [
+        matching = [key for key in self.keys if key.path == name]
+        if not matching and "." not in name:
+            matching = [
                 key for key in self.keys if key.name == name and not isinstance(key.value, Mapping)
             ]
-        if found:
-            return "\n\n".join(self._of_key(key) for key in found)
+        if matching:
+            return "\n\n".join(self._of_key(key) for key in matching)
         return self._elsewhere(name)
 
     def _of_key(self, key: KeyField) -> str:
@@ -85,8 +85,10 @@ class Topics:
             head = f"{key.path}: {self.describe(key)}".rstrip(": ")
             return "\n".join([*_wrapped(head), *self.listing(key.path)])
         group, option = self.place(key)
-        rows = [("value", f"{_shown(key.value)}{f', with {group}={option}' if group else ''}")]
-        rows += [("takes", key.allowed), *self._others(key, group, option)]
+        value = _shown(key.value)
+        if group:
+            value += f", with {group}={option}"
+        rows = [("value", value), ("takes", key.allowed), *self._others(key, group, option)]
         lines = [key.path, *_wrapped(self.describe(key), "  ")]
         return "\n".join(
             [*lines, "", *(line for name, text in rows for line in _entry(f"  {name}", text, 10))]
@@ -106,7 +108,7 @@ class Topics:
     def _values(self, group: str, key: str) -> dict[str, Any]:
         """Option → the value that it gives a key, of the options of a group that set it."""
         below = key.removeprefix(group.replace("/", ".") + ".").split(".")
-        found: dict[str, Any] = {}
+        by_option: dict[str, Any] = {}
         for (_, option), section in self._sections(group).items():
             node: Any = section
             for part in below:
@@ -115,8 +117,8 @@ class Topics:
                 else:
                     node = KeyError
             if node is not KeyError:
-                found[option] = node
-        return found
+                by_option[option] = node
+        return by_option
 
     def _sections(self, group: str) -> dict[tuple[str, str], Any]:
         if group == "experiment":
@@ -142,15 +144,15 @@ class Topics:
 
     def other_keys(self, name: str) -> list[str]:
         """The keys that the options of the group of a key have, whichever is chosen."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for group in self.groups:
             section = group.replace("/", ".")
             if name.startswith(f"{section}.") and group != "experiment":
                 for body in self._sections(group).values():
-                    found |= dict.fromkeys(
+                    names |= dict.fromkeys(
                         f"{section}.{key}" for key in flattened(dict(body)) if "_target_" not in key
                     )
-        return list(found)
+        return list(names)
 
     def _of_group(self, group: str) -> str:
         """The options of a group, and the keys of the chosen one."""
@@ -160,8 +162,9 @@ class Topics:
         for option in self.groups[group]:
             mark = "* " if option == chosen else "  "
             lines += _entry(f"{mark}{option}", self.descriptions.option(group, option))
-        keys = self.listing(group.replace("/", "."))
-        return "\n".join([*lines, *(["", f"keys, with {group}={chosen}", *keys] if keys else [])])
+        if keys := self.listing(group.replace("/", ".")):
+            lines += ["", f"keys, with {group}={chosen}", *keys]
+        return "\n".join(lines)
 
     def _of_option(self, group: str) -> str:
         """The chosen option of a group, and its keys."""
@@ -186,11 +189,11 @@ class Topics:
             and group != "experiment"
             and plain_run.choices.get(group) != option
         ]
-        own = self.descriptions.set_by("experiment", experiment)
+        keys_named = self.descriptions.set_by("experiment", experiment)
         for key in self.keys:
             if isinstance(key.value, Mapping) or key.path in _NAMES:
                 continue
-            if key.path in own or usual.get(key.path) != key.value:
+            if key.path in keys_named or usual.get(key.path) != key.value:
                 room = terminal_width() - len(key.path) - 3
                 lines += _entry(f"  {key.path}={_shown(key.value, room)}", self.describe(key))
         return lines
@@ -229,16 +232,17 @@ def topics(arguments: list[str]) -> Topics:
     with plugins.using(overrides.plugins(words), folders):
         command = next(iter(composed(words)))
         groups = {group: names for group, names in overrides.groups(folders).items() if names}
-        found = Topics(command, groups, Descriptions(folders=tuple(folders)), tuple(words))
-        _ = found.keys  # the classes of plugins are at hand here alone
-        return found
+        described = Topics(command, groups, Descriptions(folders=tuple(folders)), tuple(words))
+        _ = described.keys  # the classes of plugins are at hand here alone
+        return described
 
 
 def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
     """Help of a verb, or of one of its options.
 
     Args:
-        screen: the help of the verb, which names its options; words: what else the command says.
+        screen: the help of the verb, which names its options.
+        words: the other words of the command.
         keys: whether the verb takes the keys of a run, which are then listed, too.
 
     Raises:
@@ -246,30 +250,29 @@ def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
     """
     flags, plain_words = overrides.flags_and_words(list(words))
     asked = [word for word in plain_words if "=" not in word and not _names_run(word)]
-    others = [*flags, *(word for word in plain_words if "=" in word)]
+    settings = [*flags, *(word for word in plain_words if "=" in word)]
     if not asked:
         lines = fitted(_joined(screen)).splitlines()
-        return "\n".join([*lines, "", *topics(others).overview()] if keys else lines)
-    known = topics(others) if keys else None
-    found = []
+        if keys:
+            lines += ["", *topics(settings).overview()]
+        return "\n".join(lines)
+    described = topics(settings) if keys else None
+    texts = []
     for word in asked:
         option = _option(screen, word)
         text = fitted(_joined(option)) if option else None
-        if text is None and known is not None:
-            text = known.topic(word)
+        if text is None and described is not None:
+            text = described.topic(word)
         if text is None:
             options = _options(screen)
-            if known is not None:
-                names = [*options, *(key.path for key in known.keys)]
-            else:
-                names = options
-            listed = f" ({', '.join(options)})" if options else ""
-            raise UserError(
-                f"{verb} has no option "
-                f"{word!r}{near_miss(word, names) or f'; fp4train help {verb} lists them'}{listed}"
-            )
-        found.append(text)
-    return "\n\n".join(found)
+            names = list(options)
+            if described is not None:
+                names += [key.path for key in described.keys]
+            hint = near_miss(word, names) or f"; fp4train help {verb} lists them"
+            listing = f" ({', '.join(options)})" if options else ""
+            raise UserError(f"{verb} has no option {word!r}{hint}{listing}")
+        texts.append(text)
+    return "\n\n".join(texts)
 
 
 def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
@@ -279,37 +282,39 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
         UserError: there is nothing of such a name; the message suggests a verb or a key.
     """
     flags, asked = overrides.flags_and_words(list(words))
-    found = []
+    texts = []
     for word in asked:
         if "=" in word and word.partition("=")[0] in overrides.groups():
             chosen = [word]
         else:
             chosen = []
-        known = topics([*flags, *chosen])
-        text = known.topic(word if chosen else word.partition("=")[0])
+        described = topics([*flags, *chosen])
+        text = described.topic(word if chosen else word.partition("=")[0])
         if text is None:
-            raise _unknown(word.partition("=")[0], known, list(verbs))
-        found.append(text)
-    return "\n\n".join(found)
+            raise _unknown(word.partition("=")[0], described, list(verbs))
+        texts.append(text)
+    return "\n\n".join(texts)
 
 
-def _unknown(word: str, known: Topics, verbs: list[str]) -> UserError:
+def _unknown(word: str, described: Topics, verbs: list[str]) -> UserError:
     """Error about a word of help that is neither a verb nor a key."""
-    options = [f"{group}={word}" for group, names in known.groups.items() if word in names]
+    options = [f"{group}={word}" for group, names in described.groups.items() if word in names]
     if options:
         asked = " or ".join(f"fp4train help {option}" for option in options)
         return UserError(f"{word!r} is an option of a group: {asked}")
     verb, dot, option = word.partition(".")
-    if dot and verb in verbs and not any(key.path.startswith(f"{verb}.") for key in known.keys):
+    if dot and verb in verbs and not any(key.path.startswith(f"{verb}.") for key in described.keys):
         return UserError(f"options of a verb follow it: fp4train help {verb} {option}")
     holders = _verbs_with(word, verbs)
     if holders:
         return UserError(
             f"{word!r} is an option of {' and '.join(holders)}: fp4train help {holders[0]} {word}"
         )
-    names = list(dict.fromkeys([*(key.path for key in known.keys), *known.other_keys(word)]))
-    leaves = [key.name for key in known.keys]
-    alike = nearest(word, [*verbs, *known.groups, *names, *leaves], _ALIKE)
+    names = list(
+        dict.fromkeys([*(key.path for key in described.keys), *described.other_keys(word)])
+    )
+    leaves = [key.name for key in described.keys]
+    alike = nearest(word, [*verbs, *described.groups, *names, *leaves], _ALIKE)
     if "." not in word and (alike in verbs or alike is None):
         if alike:
             hint = f"; did you mean {alike!r}?"
@@ -317,7 +322,7 @@ def _unknown(word: str, known: Topics, verbs: list[str]) -> UserError:
             hint = "; fp4train help lists verbs and keys"
         return UserError(f"unknown verb {word!r}{hint}")
     try:
-        foreign.check_keys([word], [*known.groups, *names])
+        foreign.check_keys([word], [*described.groups, *names])
     except UserError as error:
         return error
     return UserError(f"unknown key {word!r}{near_miss(word, names)}")
@@ -331,16 +336,16 @@ def _joined(screen: str) -> str:
     for line in screen.strip("\n").splitlines():
         text = line.strip()
         indent = len(line) - len(line.lstrip())
-        before = lines[-1] if lines else ""
+        previous = lines[-1] if lines else ""
         prose = (
-            bool(before)
+            bool(previous)
             and not indent
-            and "  " not in f"{before}{line}"
-            and not before.startswith("fp4train ")
+            and "  " not in f"{previous}{line}"
+            and not previous.startswith("fp4train ")
         )
-        goes_on = indent >= 10 and before.startswith("  ")
+        goes_on = indent >= 10 and previous.startswith("  ")
         if text and (prose or goes_on):
-            alone = goes_on and "  " not in before.strip()
+            alone = goes_on and "  " not in previous.strip()
             lines[-1] += f"{'  ' if alone else ' '}{text}"
         else:
             lines.append(line)
@@ -369,8 +374,8 @@ def _options(screen: str) -> list[str]:
 def _option(screen: str, name: str) -> str | None:
     """The lines of a verb's help about one of its options."""
     pattern = rf"^  {re.escape(name.partition('=')[0])}(?=[= ]).*(?:\n {{10,}}.*)*"
-    found = re.search(pattern, screen.partition("\n\n")[2], re.MULTILINE)
-    return found[0] if found else None
+    match = re.search(pattern, screen.partition("\n\n")[2], re.MULTILINE)
+    return match[0] if match else None
 
 
 def _shown(value: Any, room: int = _LONGEST_VALUE) -> str:

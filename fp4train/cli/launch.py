@@ -37,11 +37,12 @@ class Start:
     """The configuration that a command starts from.
 
     Args:
-        config: the typed configuration; cfg: the plain one, to be kept with the run.
+        config: the typed configuration.
+        cfg: the plain configuration, to be kept with the run.
         saved: with resume=RUN, the configuration that RUN holds, as it was read.
         swap: with resume=RUN, the recipe to swap to.
         named: the keys that the command line gives.
-        point: of a sweep, the overrides that other jobs do not share.
+        point: overrides of this job of a sweep that its other jobs do not share.
     """
 
     config: Config
@@ -61,62 +62,59 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
     Raises:
         UserError: the arguments do not fit the configuration, or a plugin cannot be imported.
     """
-    given = {
-        argument.partition("=")[0] if argument.startswith("-") else argument
-        for argument in arguments
-    }
+    flags, words = overrides.flags_and_words(arguments)
+    asked_for = {*(flag.partition("=")[0] for flag in flags), *words}
     check_flags(arguments)
     arguments = overrides.with_files(arguments)
-    if given & overrides.SWEEP and given & _SHOW:
+    if asked_for & overrides.SWEEP and asked_for & _SHOW:
         raise UserError(
             "--cfg and --info: Hydra shows one configuration, not a sweep's; leave out -m"
         )
     resumed = overrides.resumed_run(arguments)
     if resumed == "resume=":
         raise UserError("resume= names no run: resume=RUN")
-    if resumed and given & _SHOW:
+    if resumed and asked_for & _SHOW:
         run = Path(resumed.removeprefix("resume="))
         raise UserError(
             f"--cfg and --info show what a command composes: {run / run_directory.CONFIG} is "
-            "the configuration of the "
-            f"run, fp4train plan {run} what it ran"
+            f"the configuration of the run, fp4train plan {run} what it ran"
         )
     for slip in (a for a in arguments if a.startswith(("resume.", "init."))):
         key = slip.partition("=")[0].replace(".", "_").replace("init_from", "init")
         raise UserError(f"unknown key {slip.partition('=')[0]!r}; did you mean {key!r}?")
     folders = overrides.own_folders(arguments)
-    if not given & _SHOW and (alone := sorted(given & {"--resolve", "--package", "-p"})):
+    if not asked_for & _SHOW and (alone := sorted(asked_for & {"--resolve", "--package", "-p"})):
         raise UserError(
             f"{alone[0]} belongs to --cfg job, which shows the configuration: --cfg job {alone[0]}"
         )
-    if "--hydra-help" in given:
+    if "--hydra-help" in asked_for:
         return _hydra(["--hydra-help"])
-    if given & _SHOW:
+    if asked_for & _SHOW:
         with plugins.using(overrides.plugins(arguments), folders):
             return _show(arguments)
     with plugins.using(overrides.plugins(arguments), folders):
         starts = []
         wrong = []
-        for each in composed(arguments):
-            if each.point and not resumed:
-                _group(each.cfg, arguments)
-            if resumed and each.point and not {"run.name", "run.dir"} & set(each.changed):
-                others = [key for key in overrides.swept_keys(arguments) if key != "resume"]
-                if others:
+        for command in composed(arguments):
+            if command.point and not resumed:
+                _group(command.cfg, arguments)
+            if resumed and command.point and not {"run.name", "run.dir"} & set(command.changed):
+                swept = [key for key in overrides.swept_keys(arguments) if key != "resume"]
+                if swept:
                     raise UserError(
-                        f"a sweep over {others[0]} makes a branch of {resumed} at each point: "
+                        f"a sweep over {swept[0]} makes a branch of {resumed} at each point: "
                         "name them, run.name=…"
                     )
             try:
-                starts.append(settings(each))
+                starts.append(settings(command))
             except UserError as error:
-                if not each.point:
+                if not command.point:
                     raise
-                wrong.append(f"{each.point}: {error}")
+                wrong.append(f"{command.point}: {error}")
+        if len(wrong) == 1:
+            raise UserError(f"the sweep is not started: {wrong[0]}")
         if wrong:
-            raise UserError(
-                "the sweep is not started: " + "\n  ".join(["", *wrong] if wrong[1:] else wrong)
-            )
+            raise UserError("\n  ".join(["the sweep is not started: ", *wrong]))
         codes = [0]
         for start in starts:
             codes.append(_run(task, start))
@@ -160,9 +158,9 @@ def _show(arguments: list[str]) -> int:
             raise UserError(f"--package {package}: the configuration has no such section")
         print(f"# @package {package}")
         shown = section
-    print(
-        OmegaConf.to_yaml(shown) if isinstance(shown, (DictConfig, ListConfig)) else shown, end=""
-    )
+    if isinstance(shown, (DictConfig, ListConfig)):
+        shown = OmegaConf.to_yaml(shown)
+    print(shown, end="")
     return 0
 
 
@@ -175,11 +173,12 @@ def _hydra(arguments: list[str]) -> int:
 
     register_recipes()
     # its parser does not accept flags between overrides
-    saved, sys.argv = sys.argv, ["fp4train", *arguments]
+    own_arguments = sys.argv
+    sys.argv = ["fp4train", *arguments]
     try:
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(job)()
     finally:
-        sys.argv = saved
+        sys.argv = own_arguments
     return 0
 
 
@@ -197,7 +196,7 @@ def _run(task: Callable[[Start], int], start: Start) -> int:
         return 1
 
 
-def settings(made: Composed) -> Start:
+def settings(command: Composed) -> Start:
     """The configuration that a command starts from.
 
     Without resume=RUN it is the composed configuration, with init=FOLDER with that folder's model
@@ -208,27 +207,27 @@ def settings(made: Composed) -> Start:
     Raises:
         UserError: a value does not fit, or RUN cannot be resumed with these overrides.
     """
-    resolved = made.cfg
-    changed = made.changed
+    resolved = command.cfg
+    changed = command.changed
     _check_plugins(resolved)
     if not resolved.resume:
         resolved = _with_run(with_folder(resolved, changed), changed)
-        return Start(config=to_config(resolved), cfg=resolved, named=changed, point=made.point)
+        return Start(config=to_config(resolved), cfg=resolved, named=changed, point=command.point)
     source = Path(str(resolved.resume))
     saved = run_directory.read_config(source)
-    before = plain(saved)
+    saved_values = plain(saved)
     if "experiment" in changed:
         raise UserError("resume=… takes single keys (train.steps=…, policy.last=…), no experiment=")
     if "init" in changed and resolved.init != saved.get("init"):
         raise UserError("resume=… goes on with a run, init=… begins one: leave one of them out")
     swap = None
     if "recipe" in changed:
-        swap = RecipeChoice(made.choices["recipe"], plain(resolved)["recipe"])
+        swap = RecipeChoice(command.choices["recipe"], plain(resolved)["recipe"])
     elif options := [key for key in changed if key.startswith("recipe.")]:
         raise UserError(
             f"resume=… {options[0]}=… is a swap: name its recipe, too (recipe=NAME {options[0]}=…)"
         )
-    unknown = set(unknown_keys(before, Config))
+    unknown = set(unknown_keys(saved_values, Config))
     with open_dict(saved):
         saved.run.overwrite = False
         saved.resume_step = None
@@ -246,8 +245,7 @@ def settings(made: Composed) -> Start:
     if gone := [key for key in unknown_keys(plain(saved), Config) if key in unknown]:
         raise UserError(
             f"{source / run_directory.CONFIG} holds {gone[0]}, which is no longer an option: "
-            "take it out of that file "
-            "to go on without it"
+            "take it out of that file to go on without it"
         )
     try:
         config = to_config(saved)
@@ -255,7 +253,9 @@ def settings(made: Composed) -> Start:
         if str(error).endswith(" is missing"):
             raise UserError(f"{source / run_directory.CONFIG}: {error}; put it back") from error
         raise
-    return Start(config=config, cfg=saved, saved=before, swap=swap, named=changed, point=made.point)
+    return Start(
+        config=config, cfg=saved, saved=saved_values, swap=swap, named=changed, point=command.point
+    )
 
 
 def _with_run(cfg: DictConfig, changed: Sequence[str]) -> DictConfig:
@@ -274,23 +274,23 @@ def _with_run(cfg: DictConfig, changed: Sequence[str]) -> DictConfig:
     if run is None or not (run / run_directory.CONFIG).is_file():
         return cfg
     saved = plain(run_directory.read_config(run))
-    found = OmegaConf.create(plain(cfg))
-    with open_dict(found):
+    combined = OmegaConf.create(plain(cfg))
+    with open_dict(combined):
         if "model" not in changed:
-            found.model = saved["model"]
+            combined.model = saved["model"]
             for key in changed:
                 if key.startswith("model."):
                     OmegaConf.update(
-                        found, key, OmegaConf.select(cfg, key), merge=False, force_add=True
+                        combined, key, OmegaConf.select(cfg, key), merge=False, force_add=True
                     )
         if isinstance(saved.get("data"), dict):
             section = saved["data"].get("tokenizer")
         else:
             section = None
         named = any(key == "data.tokenizer" or key.startswith("data.tokenizer.") for key in changed)
-        if section and "tokenizer" in found.data and not named and not _names_paths(section):
-            found.data.tokenizer = section
-    return found
+        if section and "tokenizer" in combined.data and not named and not _names_paths(section):
+            combined.data.tokenizer = section
+    return combined
 
 
 def _names_paths(section: Mapping[str, Any]) -> bool:
@@ -300,10 +300,9 @@ def _names_paths(section: Mapping[str, Any]) -> bool:
 
 def _check_plugins(cfg: DictConfig) -> None:
     """Refuse plugins that only a YAML file names: it would decide which code runs."""
-    wanted: tuple[str, ...] = bind(plain(cfg).get("plugins", []), tuple[str, ...], "plugins")
-    if others := [name for name in wanted if name not in plugins.named()]:
+    configured: tuple[str, ...] = bind(plain(cfg).get("plugins", []), tuple[str, ...], "plugins")
+    if unnamed := [name for name in configured if name not in plugins.named()]:
         raise UserError(
-            f"plugins=[{', '.join(others)}] comes from a YAML file, which cannot import "
-            "packages: add it to the "
-            "command line"
+            f"plugins=[{', '.join(unnamed)}] comes from a YAML file, which cannot import "
+            "packages: add it to the command line"
         )

@@ -43,20 +43,19 @@ from fp4train.text import near_miss
 USAGE = __doc__ or ""
 
 VERBS = (
-    *(
-        "train",
-        "plan",
-        "swap",
-        "compare",
-        "sensitivity",
-        "rank",
-        "report",
-        "export",
-        "verify",
-        "sample",
-        "eval",
-    ),
-    *("formats", "doctor"),
+    "train",
+    "plan",
+    "swap",
+    "compare",
+    "sensitivity",
+    "rank",
+    "report",
+    "export",
+    "verify",
+    "sample",
+    "eval",
+    "formats",
+    "doctor",
 )
 """Each is a module of this package, which is imported when it is asked for: its docstring is the
 help, `main` runs it.

@@ -43,8 +43,11 @@ class _Printable:
 
     def write(self, text: str) -> int:
         body = text.strip("\r")
-        first, _, last = text.partition(body) if body else (text, "", "")
-        self._stream.write(f"{first}{printable(body)}{last}")
+        if body:
+            begin, _, end = text.partition(body)
+            self._stream.write(f"{begin}{printable(body)}{end}")
+        else:
+            self._stream.write(text)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -122,19 +122,19 @@ def main(arguments: list[str]) -> int:
     line = read_options([a for a in arguments if a != "--json"], OPTIONS)
     full, gpus, auto = (line.options[key] for key in OPTIONS)
     as_data = "--json" in arguments
-    rest = [*line.flags, *line.words]
-    if line.runs and rest[0] == line.runs[0]:
+    remaining = [*line.flags, *line.words]
+    if line.runs and remaining[0] == line.runs[0]:
         if gpus is not None or auto or as_data:
             raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
-        if rest[1:]:
+        if remaining[1:]:
             raise UserError(
-                f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} "
-                f"{rest[1]}"
+                f"plan RUN shows the run as it is; with {remaining[1]} write plan "
+                f"resume={remaining[0]} {remaining[1]}"
             )
-        print(fitted(_of_run(run_directory.require_run(Path(rest[0])), full=full)))
+        print(fitted(_of_run(run_directory.require_run(Path(remaining[0])), full=full)))
         return 0
     return launch(
-        rest, partial(_plan, full=full, gpus=gpus, auto=auto, as_data=as_data, words=rest)
+        remaining, partial(_plan, full=full, gpus=gpus, auto=auto, as_data=as_data, words=remaining)
     )
 
 
@@ -149,13 +149,13 @@ def _of_run(run: Path, *, full: bool) -> str:
             f"run by plan resume={run}"
         )
     done = run_directory.steps_done(run)
-    known = journal.stretches(records)
-    steps = known[-1].stop if known else 0
+    stretches = journal.stretches(records)
+    steps = stretches[-1].stop if stretches else 0
     entries = [
         (f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records
     ]
     head = [f"{run}: {done} of {steps} steps are done", "", *columns(entries), ""]
-    split = [part for stretch in known for part in _split(stretch, done)]
+    split = [part for stretch in stretches for part in _split(stretch, done)]
     if full:
         body = [f"{_state(s, done)}: {s.render(full=True)}\n" for s in split]
         return "\n".join([*head, *body]).rstrip()
@@ -258,8 +258,8 @@ def _plan(
     if source is not None and start:
         past = [
             s
-            for each in journal.stretches(journal.read_journal(source))
-            for s in _split(each, start)
+            for stretch in journal.stretches(journal.read_journal(source))
+            for s in _split(stretch, start)
         ]
         ran = [s.title for s in past if s.stop <= start]
         print(
@@ -273,11 +273,11 @@ def _plan(
         )
     width = terminal_width()
     print(fitted(_whole_run(config)), end="\n\n")
-    print(
-        config.recipe.shown(width),
-        render(plan, full=True, width=width) if full else summarise(plan, width),
-        sep="\n\n",
-    )
+    if full:
+        shown = render(plan, full=True, width=width)
+    else:
+        shown = summarise(plan, width)
+    print(config.recipe.shown(width), shown, sep="\n\n")
     print("", _weights(model), "", fitted(_checkpoint(model, config)), sep="\n")
     if gpu is None:
         layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
@@ -285,8 +285,8 @@ def _plan(
             model, config.train, device.type, plan.stretches[0].recipe.torch_dtype, plan.tokens
         )
         norms = [
-            produced_in(model, each, config.train, device.type, plan.tokens)
-            for each in plan.stretches
+            produced_in(model, stretch, config.train, device.type, plan.tokens)
+            for stretch in plan.stretches
         ]
         for sentence in (kernels, *layers, *produced_by(model, plan.stretches, norms, device.type)):
             print(fitted(sentence))
@@ -296,18 +296,19 @@ def _plan(
         from fp4train.lab.costs.rows import made_by
         from fp4train.lab.costs.screen import render_step, step_costs
 
-        one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
-        norms = one.produced(plan)
-        made = [made_by(each.producers.values()) for each in norms]
+        on_one_gpu = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
+        norms = on_one_gpu.produced(plan)
+        producers = [made_by(norm.producers.values()) for norm in norms]
         options: Any = {
             "microbatches": config.train.microbatches,
-            "produced": made,
+            "produced": producers,
             "sharing": not config.train.compile,
         }
         print("", fitted(estimate(plan, gpu, **options).render(width)), sep="\n")
-        said = produced_by(model, plan.stretches, norms, "cuda")
+        sentences = produced_by(model, plan.stretches, norms, "cuda")
         print("")
-        for text in (render_step(step_costs(one, plan, norms), width), one.kernels[1], *said):
+        step = render_step(step_costs(on_one_gpu, plan, norms), width)
+        for text in (step, on_one_gpu.kernels[1], *sentences):
             print(fitted(text))
     return 0
 
@@ -363,15 +364,15 @@ def _checkpoint(model: nn.Module, config: Config) -> str:
     """Size of a checkpoint in words."""
     states = bytes_per_parameter(config)
     beside = sum(size for title, size in states.items() if title != ModelWeights.title)
-    held = sum(p.numel() * (p.element_size() + beside) for p in model.parameters())
+    total = sum(p.numel() * (p.element_size() + beside) for p in model.parameters())
     what = " and ".join(
         {ModelWeights.title: "weights", Moments.title: "two moments"}.get(title, title)
         for title in states
     )
-    if held >= 1e9:
-        size = f"{held / 1e9:,.2f} GB"
+    if total >= 1e9:
+        size = f"{total / 1e9:,.2f} GB"
     else:
-        size = f"{held / 1e6:,.1f} MB"
+        size = f"{total / 1e6:,.1f} MB"
     return (
         f"A checkpoint holds about {size} ({what}); main memory holds a copy while it is written."
     )
@@ -383,16 +384,16 @@ def _json(value: object) -> str:
 
 def _data(plan: Plan, model: nn.Module) -> dict[str, object]:
     """Parameters by group, and one entry per GEMM."""
-    own = ("gemm", "size", "elements", "backend", "why")
+    fields_shown = ("gemm", "size", "elements", "backend", "why")
     rows = [
         {
             "steps": [row.start, row.stop],
             "layer": row.layer.name,
-            **{key: getattr(row, key) for key in own},
+            **{key: getattr(row, key) for key in fields_shown},
         }
         for row in plan.rows
     ]
-    return {"weights": [each._asdict() for each in weight_groups(model)], "gemms": rows}
+    return {"weights": [group._asdict() for group in weight_groups(model)], "gemms": rows}
 
 
 def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
@@ -401,7 +402,7 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
 
     plan, costs = mesh_plan.costs()
     if as_data:
-        stretches = [cluster_json(*each) for each in costs]
+        stretches = [cluster_json(*stretch_cost) for stretch_cost in costs]
         head = {
             "recipe": mesh_plan.config.recipe.name,
             "notes": mesh_plan.notes,
@@ -426,21 +427,23 @@ def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
     from fp4train.lab.costs.screen import cluster_json, render_candidates
     from fp4train.lab.costs.search import distinct
 
-    found, batch = mesh_plan.search()
-    fitting = distinct([each for each in found if each.cost.fits], 6)
-    others = distinct([each for each in found if not each.cost.fits], 3)
+    candidates, batch = mesh_plan.search()
+    fitting = distinct([candidate for candidate in candidates if candidate.cost.fits], 6)
+    too_large = distinct([candidate for candidate in candidates if not candidate.cost.fits], 3)
     if not fitting:
-        others = distinct(sorted(found, key=lambda each: each.cost.memory.total), 6)
+        by_memory = sorted(candidates, key=lambda candidate: candidate.cost.memory.total)
+        too_large = distinct(by_memory, 6)
     kept = [
         a
         for a in command
         if a.partition("=")[0] not in ("train.batch_size", "train.microbatch", "model.recompute")
     ]
-    best = (fitting or others)[0]
+    best = (fitting or too_large)[0]
     text = " ".join(["fp4train plan", *kept, f"train.batch_size={batch}", *best.overrides()])
     if as_data:
         listed = [
-            {"overrides": c.overrides(), **cluster_json("", 0, c.cost)} for c in (*fitting, *others)
+            {"overrides": candidate.overrides(), **cluster_json("", 0, candidate.cost)}
+            for candidate in (*fitting, *too_large)
         ]
         print(
             _json(
@@ -448,7 +451,7 @@ def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
             )
         )
     else:
-        print(fitted(render_candidates(found, [*fitting, *others], text, terminal_width())))
+        print(fitted(render_candidates(candidates, [*fitting, *too_large], text, terminal_width())))
         for note in mesh_plan.notes:
             print(fitted(f"note: {note}"))
     return 0 if fitting else 1

@@ -80,12 +80,12 @@ PICTURES = {
 
 def main(arguments: list[str]) -> int:
     """Rank, print the table, and write rank.json and rank.png; returns the exit code."""
-    wanted = read_options(arguments, PICTURES)
-    paper = wanted.options["picture"]
-    width = wanted.options["width"]
+    line = read_options(arguments, PICTURES)
+    paper = line.options["picture"]
+    width = line.options["width"]
     if paper is not None:
         check_out(paper, FIGURES)
-    request = _request([*wanted.flags, *wanted.words])
+    request = _request([*line.flags, *line.words])
     keep_freed_memory()
     with plugins.using(request.packages, request.folders):
         try:
@@ -96,12 +96,12 @@ def main(arguments: list[str]) -> int:
             )
             raise
     print(fitted(render(ranking, terminal_width())) + "\n")
-    found = rank_json(ranking)
+    contents = rank_json(ranking)
     for folder, base in zip(folders, ranking.bases, strict=False):
-        body = {**found, "identity": {"run": run_directory.identity(base.source)}}
+        body = {**contents, "identity": {"run": run_directory.identity(base.source)}}
         run_directory.write_text(folder / RANKING, sealed(body, indent=1).decode())
     pictures = [folder / FIGURE for folder in folders]
-    draw = figures.ranking(RankResult(found), named=True)
+    draw = figures.ranking(RankResult(contents), named=True)
     save(draw, PICTURE, *pictures)
     if paper is not None:
         save(draw, width, paper)
@@ -120,7 +120,7 @@ def _request(arguments: list[str]) -> RankRequest:
         raise UserError(f"rank takes the directories of runs: {USAGE}")
     folders = overrides.own_folders(line.flags)
     values: dict[str, Any] = {}
-    others = []
+    path_words = []
     sweep = list[str]()
     for override in overrides.parse(line.overrides):
         key = override.key_or_group
@@ -135,10 +135,12 @@ def _request(arguments: list[str]) -> RankRequest:
                     f"{override.input_line}: a ranking has one {key}; it sweeps over "
                     f"{', '.join(SECTIONS)}"
                 )
-            each = override.sweep_iterator() if swept else [override.value()]
-            values[key] = [bind(value, OPTIONS[key], key) for value in each]
+            points: list[Any] = [override.value()]
+            if swept:
+                points = list(override.sweep_iterator())
+            values[key] = [bind(value, OPTIONS[key], key) for value in points]
         else:
-            others.append(override)
+            path_words.append(override)
     steps_at = values.pop(STEP, [None])
     values = {key: value for key, (value,) in values.items()}
     if values.get("out") is not None:
@@ -150,6 +152,6 @@ def _request(arguments: list[str]) -> RankRequest:
             sweep=sweep or [DEFAULT],
             packages=overrides.plugins(line.overrides),
             folders=folders,
-            paths=named_paths(others, (*SECTIONS, *OPTIONS)),
+            paths=named_paths(path_words, (*SECTIONS, *OPTIONS)),
             **values,
         )

@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     def task(trained: TrainedModel, named: Sequence[NamedRecipe]) -> int:
         if len(named) > 1:
             raise UserError(
-                f"sample writes in one recipe, not in {', '.join(each.name for each in named)}"
+                f"sample writes in one recipe, not in {', '.join(recipe.name for recipe in named)}"
             )
         return _sample(trained, named[0] if named else trained.own, prompt, sampling, as_data)
 
@@ -92,10 +92,10 @@ def _sample(
         grown = stream.add(token)
         if not as_data:
             print(grown, end="", flush=True)
-    rest = stream.end()
+    ending = stream.end()
     seconds = time.perf_counter() - began
     if as_data:
-        made = {
+        outcome = {
             "ids": written,
             "ended": written[-1] == tokenizer.end_of_document,
             "seconds": round(seconds, 3),
@@ -106,11 +106,11 @@ def _sample(
             "recipe": named.name,
             "prompt": prompt,
         }
-        print(json.dumps({**about, **asdict(sampling), "text": stream.text, **made}))
+        print(json.dumps({**about, **asdict(sampling), "text": stream.text, **outcome}))
         return 0
-    print(rest)
-    whole = len(written) == sampling.tokens or written[-1] == tokenizer.end_of_document
-    ended = "" if whole else "; the context is full"
+    print(ending)
+    complete = len(written) == sampling.tokens or written[-1] == tokenizer.end_of_document
+    ended = "" if complete else "; the context is full"
     where = f"{trained.title} in {named.name}"
     print(f"{where}: {len(written)} tokens in {seconds:.2f} s{ended}", file=sys.stderr)
     return 0

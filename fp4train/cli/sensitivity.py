@@ -47,7 +47,8 @@ from fp4train.sealed import sealed
 from fp4train.text import whole_number
 
 USAGE = usage(__doc__)
-WRITTEN = ("policy.yaml", "sensitivity.json", "sensitivity.png")
+POLICY = "policy.yaml"
+WRITTEN = (POLICY, "sensitivity.json", "sensitivity.png")
 KEEP = 0.15
 """Share of the multiply-adds that the policy may keep, unless another is asked for."""
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -55,9 +56,9 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h)?")
 
 
 def _seconds(text: str) -> float | None:
-    found = _DURATION.fullmatch(text)
-    if found:
-        return float(found[1]) * SECONDS[found[2] or "s"] or None
+    match = _DURATION.fullmatch(text)
+    if match:
+        return float(match[1]) * SECONDS[match[2] or "s"] or None
     return None
 
 
@@ -95,7 +96,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(
             f"sensitivity RUN names the run; step=… chooses its checkpoint, not {other[0]}"
         )
-    rest = [*line.flags, *line.overrides]
+    remaining = [*line.flags, *line.overrides]
     step = line.options["step"]
     if line.options["budget"] is not None and line.options["batches"] is not None:
         raise UserError("budget=… decides how many batches are measured: leave batches=… out")
@@ -106,11 +107,16 @@ def main(arguments: list[str]) -> int:
                 f"step={step} is of a run: give its directory; model=… alone is studied as "
                 "initialised"
             )
-        if init := [a for a in rest if a.partition("=")[0] in INIT_KEYS]:
+        if init := [a for a in remaining if a.partition("=")[0] in INIT_KEYS]:
             raise UserError(f"{init[0]}: to study the weights of a run give its directory")
     else:
-        rest = [f"resume={run}", *([] if fresh or step is None else [f"resume_step={step}"]), *rest]
-    return launch(rest, partial(_study, options=line.options, fresh=fresh, of_run=run is not None))
+        of_checkpoint = [f"resume={run}"]
+        if not fresh and step is not None:
+            of_checkpoint.append(f"resume_step={step}")
+        remaining = [*of_checkpoint, *remaining]
+    return launch(
+        remaining, partial(_study, options=line.options, fresh=fresh, of_run=run is not None)
+    )
 
 
 def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) -> int:
@@ -156,16 +162,16 @@ def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) 
     ):
         study = Study(subject, recipe, effort, record)
         try:
-            found = study.run(shown)
+            sensitivity = study.run(shown)
             share = KEEP if keep is None and cost is None else keep
-            trade = trade_off(found, keep=share, cost=cost, gpu=gpu)
+            trade = trade_off(sensitivity, keep=share, cost=cost, gpu=gpu)
             if trade.policy.keep:
                 judged = study.judge(trade.policy, shown)
             else:
                 judged = None
         finally:
             study.end()
-    report = SensitivityReport(subject=subject, sensitivity=found, trade=trade, judged=judged)
+    report = SensitivityReport(subject=subject, sensitivity=sensitivity, trade=trade, judged=judged)
     print(fitted(report.render(_written(report, folder), terminal_width())))
     return 0
 
@@ -178,23 +184,21 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
     """
 
     policy = report.policy_file()
-    found = sensitivity_json(report)
+    results = sensitivity_json(report)
     try:
-        files.write(folder / SENSITIVITY, sealed(found, indent=1))
+        files.write(folder / SENSITIVITY, sealed(results, indent=1))
         if policy is not None:
-            files.write(folder / "policy.yaml", policy.encode())
+            files.write(folder / POLICY, policy.encode())
         else:
             with files.Folder.open(folder) as opened:
-                opened.remove("policy.yaml")  # of a call with other batches
+                opened.remove(POLICY)  # of a call with other batches
         figure = figures.sensitivity(
-            SensitivityResult(found), figures.damage_grid(report.sensitivity)
+            SensitivityResult(results), figures.damage_grid(report.sensitivity)
         )
         save(figure, figures.STUDY, folder / "sensitivity.png")
     except OSError as error:
         raise UserError(
             f"{folder}: the results cannot be written ({error}); what is on record is kept, "
-            "and the same command goes "
-            "on when there is room"
+            "and the same command goes on when there is room"
         ) from error
-    names = ("sensitivity.json", "sensitivity.png") if policy is None else WRITTEN
-    return [str(folder / each) for each in names]
+    return [str(folder / name) for name in WRITTEN if name != POLICY or policy is not None]

@@ -47,33 +47,31 @@ def main(arguments: list[str]) -> int:
             "your own are"
         )
     if len(line.runs) != 1:
-        raise UserError(
-            f"swap needs one run directory: {USAGE}"
-            + (f", not {' '.join(arguments)}" if arguments else "")
-        )
+        instead = f", not {' '.join(arguments)}" if arguments else ""
+        raise UserError(f"swap needs one run directory: {USAGE}{instead}")
     run = run_directory.require_run(Path(line.runs[0]))
     at, wait, cancel = (line.options[key] for key in OPTIONS)
-    wanted = [a for a in line.overrides if not a.startswith("plugins=")]
-    with plugins.using(overrides.plugins([a for a in line.overrides if a not in wanted]), folders):
+    words = [a for a in line.overrides if not a.startswith("plugins=")]
+    with plugins.using(overrides.plugins([a for a in line.overrides if a not in words]), folders):
         if cancel is not None:
-            if others := [*wanted, *([] if at is None else [f"at={at}"])]:
-                raise UserError(f"swap cancel={cancel} stands alone, not with {others[0]}")
+            if beside := [*words, *([] if at is None else [f"at={at}"])]:
+                raise UserError(f"swap cancel={cancel} stands alone, not with {beside[0]}")
             return _cancel(run, cancel, wait)
-        if not wanted and (at, wait) == (None, WAIT):
+        if not words and (at, wait) == (None, WAIT):
             print(_listed(run))
             return 0
         return _swap(run, line.flags, line.overrides, at, wait)
 
 
-def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: float) -> int:
-    names = [a.partition("=")[2] for a in wanted if a.startswith("recipe=")]
+def _swap(run: Path, flags: list[str], words: list[str], at: int | None, wait: float) -> int:
+    names = [a.partition("=")[2] for a in words if a.startswith("recipe=")]
     if len(names) != 1:
         raise UserError("swap needs recipe=NAME, once")
-    others = [a for a in wanted if not a.startswith(("recipe=", "recipe.", "plugins="))]
-    if others:
-        raise UserError(f"swap changes the recipe only, not {others[0]!r}")
-    (made,) = composed([*flags, *wanted])
-    recipe = plain(made.cfg)["recipe"]
+    strange = [a for a in words if not a.startswith(("recipe=", "recipe.", "plugins="))]
+    if strange:
+        raise UserError(f"swap changes the recipe only, not {strange[0]!r}")
+    (command,) = composed([*flags, *words])
+    recipe = plain(command.cfg)["recipe"]
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
     RecipeChoice(names[0], recipe).at(0)
     saved = run_directory.read_config(run)
@@ -129,29 +127,28 @@ def _ask(run: Path, body: dict[str, Any], wait: float, what: str, later: str) ->
 def _listed(run: Path) -> str:
     """The recorded swaps, and the requests that no process has taken."""
     done = run_directory.steps_done(run)
-    rows = [
-        (
-            str(swap.step),
-            swap.name,
-            "took effect" if swap.step < done else f"recorded, cancel={swap.step}",
-            "",
-        )
-        for swap in read_swaps(run)
-    ]
+    rows = []
+    for swap in read_swaps(run):
+        if swap.step < done:
+            state = "took effect"
+        else:
+            state = f"recorded, cancel={swap.step}"
+        rows.append((str(swap.step), swap.name, state, ""))
     for request, body in pending(run).items():
-        if "cancel" in body:
+        if EVALUATION in body:
+            what = "results to record"
+        elif "cancel" in body:
             what = f"cancel step {body['cancel']}"
         else:
             what = str(body.get("name", "not readable"))
-        what = "results to record" if EVALUATION in body else what
         at = body.get("at")
         rows.append(("next" if at is None else str(at), what, "pending", f"cancel={request}"))
     lost = ""
     if not read_journal(run) and done:
         lost = (
             f"{run / run_directory.HISTORY} is missing or empty: which swaps took effect in "
-            f"{done} steps is not on "
-            "record. Put it back; a resume takes the swaps from the newest checkpoint"
+            f"{done} steps is not on record. Put it back; a resume takes the swaps from the "
+            "newest checkpoint"
         )
     if not rows:
         return lost or f"{run}: no swap is recorded, none is pending"
@@ -180,11 +177,11 @@ def _cancel(run: Path, what: str, wait: float) -> int:
         return 0
     if (number := whole_number(what)) is not None and number in recorded:
         return _forget(run, number, wait)
-    known = [*open_requests, *map(str, recorded)]
-    raise UserError(
-        f"cancel={what}: {run} has no such pending swap; "
-        + (f"it has {', '.join(known)}" if known else "none is pending (what has begun stays)")
-    )
+    if names := [*open_requests, *map(str, recorded)]:
+        there = f"it has {', '.join(names)}"
+    else:
+        there = "none is pending (what has begun stays)"
+    raise UserError(f"cancel={what}: {run} has no such pending swap; {there}")
 
 
 def _forget(run: Path, step: int, wait: float) -> int:

@@ -41,8 +41,9 @@ def table(jobs: Sequence[SweepJob]) -> str:
     ]
     header = ("job", "recipe", "train loss", "val loss", "directory", "")
     lines = tabulate([header, *rows], right=(2, 3), width=terminal_width())
-    means = _means([(job, history) for job, history in logged if history is not None])
-    return "\n".join([*lines, *(["", *means] if means else [])])
+    if means := _means([(job, history) for job, history in logged if history is not None]):
+        lines += ["", *means]
+    return "\n".join(lines)
 
 
 def _means(logged: Sequence[tuple[SweepJob, History]]) -> list[str]:
@@ -65,10 +66,9 @@ def _means(logged: Sequence[tuple[SweepJob, History]]) -> list[str]:
 
 def _last(history: History) -> tuple[float | None, float | None]:
     """The training loss and the last validation loss of a run; None where it has none."""
+    training = float(history.loss("train/loss").values[-1])
     validation = history.series("val/loss").values
-    return float(history.loss("train/loss").values[-1]), float(validation[-1]) if len(
-        validation
-    ) else None
+    return training, float(validation[-1]) if len(validation) else None
 
 
 def _losses(history: History | None) -> tuple[str, str]:
@@ -81,11 +81,11 @@ def _number(loss: float | None) -> str:
 
 
 def _spread(losses: Sequence[float | None]) -> str:
-    known = [loss for loss in losses if loss is not None]
-    if len(known) < len(losses):
+    logged = [loss for loss in losses if loss is not None]
+    if len(logged) < len(losses):
         return "-"
-    if len(known) > 1:
-        deviation = f" ± {np.std(known, ddof=1):.4f}"
+    if len(logged) > 1:
+        deviation = f" ± {np.std(logged, ddof=1):.4f}"
     else:
         deviation = ""
-    return f"{np.mean(known):.4f}{deviation}"
+    return f"{np.mean(logged):.4f}{deviation}"

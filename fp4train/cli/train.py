@@ -125,8 +125,7 @@ def _as_rank(arguments: list[str], place: ProcessRank) -> int:
         if overrides.SWEEP & set(arguments):
             raise UserError(
                 f"-m trains one run after another, and {place.size} ranks train one together: "
-                "start each point of the "
-                "sweep by itself"
+                "start each point of the sweep by itself"
             )
         code = launch(arguments, task)
     except UserError as error:
@@ -170,31 +169,31 @@ def _trained(command: Start, world: World, console: Console | None) -> int:
         if world.size > 1:
             check_shared(world, directory)
         try:
-            found = find_start(config, chosen, world, command.saved)
+            checkpoint = find_start(config, chosen, world, command.saved)
         except OtherRunError:
             check_possible(config)  # what is wrong with the command itself comes first
             raise
-        start = RunStart(config=config, cfg=chosen, checkpoint=found, swap=command.swap)
-        if found is not None and found.step >= config.train.steps:
+        start = RunStart(config=config, cfg=chosen, checkpoint=checkpoint, swap=command.swap)
+        if checkpoint is not None and checkpoint.step >= config.train.steps:
             if world.lead:
-                print(message(_finished(config, start.source, found.step), sys.stdout))
+                print(message(_finished(config, start.source, checkpoint.step), sys.stdout))
             return 0
         with world.together():
-            if found is None or command.saved is None:
-                before = config
+            if checkpoint is None or command.saved is None:
+                earlier = config
             else:
-                before = _as_it_was(start, command.saved)
-        if found is not None and (jump := rate_jump(before, config, found.step)):
-            _log.warning("%s; %s", jump, before_cooldown(start.source, before))
+                earlier = _as_it_was(start, command.saved)
+        if checkpoint is not None and (jump := rate_jump(earlier, config, checkpoint.step)):
+            _log.warning("%s; %s", jump, before_cooldown(start.source, earlier))
         try:
             result: Result | Rewind = _to_its_end(start, world, console)
             while isinstance(result, Rewind):
                 again = replace(config.run, overwrite=False)
                 config = replace(config, resume=str(directory), resume_step=result.step, run=again)
                 gc.collect()  # what the diverged run held, before as much is built again
-                found = find_start(config, chosen, world)
+                checkpoint = find_start(config, chosen, world)
                 result = _to_its_end(
-                    RunStart(config=config, cfg=chosen, checkpoint=found, rewind=result),
+                    RunStart(config=config, cfg=chosen, checkpoint=checkpoint, rewind=result),
                     world,
                     console,
                 )
@@ -248,13 +247,13 @@ def _to_its_end(start: RunStart, world: World, console: Console | None) -> Resul
         layers = kernels_of_layers(
             run.model, run.device.type, deterministic=run.config.train.deterministic
         )
-        said = "\n".join(
+        summary = "\n".join(
             [
                 summarise(run.plan, terminal_width()),
                 *(fitted(line) for line in (*run.gathers(), *layers)),
             ]
         )
-        _log.info("%s\nevery layer and GEMM: %s\n", said, run.directory / run_directory.PLAN)
+        _log.info("%s\nevery layer and GEMM: %s\n", summary, run.directory / run_directory.PLAN)
         if start.checkpoint is not None:
             _log.info("going on from step %d of %s", run.step, start.source)
         try:
@@ -319,13 +318,11 @@ def _summary(directory: Path, result: Result) -> str:
         name: float(result.metrics[key]) for key, name in LOSSES.items() if key in result.metrics
     }
     window = ""
-    if (found := training_loss(directory)) is not None:
+    if (mean_loss := training_loss(directory)) is not None:
         values.pop("last batch", None)
-        values = {"train loss": found.loss, **values}
-        if found.steps > 1:
-            window = f" (mean of the last {found.steps} steps)"
-        else:
-            window = ""
+        values = {"train loss": mean_loss.loss, **values}
+        if mean_loss.steps > 1:
+            window = f" (mean of the last {mean_loss.steps} steps)"
     losses = ", ".join(
         f"{name} {value:.4f}{window if name == 'train loss' else ''}"
         for name, value in values.items()

@@ -42,14 +42,14 @@ def source_named(word: str, step: int | None) -> WeightSource:
 
 
 def with_model(
-    verb: str, usage: str, line: CommandLine, known: Sequence[str], step: int | None, task: Task
+    verb: str, usage: str, line: CommandLine, options: Sequence[str], step: int | None, task: Task
 ) -> int:
     """Load the model of the one run that a command names, and do `task`; returns its exit code.
 
     Args:
-        line: the command line, of which the verb has taken its own options (`known`, for
-            suggestions).
-        step: of the checkpoint; None: the newest.
+        line: the command line, of which the verb has taken its own options.
+        options: names of these options, for suggestions.
+        step: step of the checkpoint; None: the newest.
 
     Raises:
         UserError: another number of runs, an unknown key or option, or what `load_trained` refuses.
@@ -61,11 +61,14 @@ def with_model(
     if len(line.runs) != 1:
         raise UserError(f"{verb} takes the directory of one run: {usage}")
     words = overrides.parse(line.overrides)
-    ours = [word.key_or_group.partition(".")[0] in CHOSEN for word in words]
-    chosen = [str(word.input_line) for word, own in zip(words, ours, strict=True) if own]
-    paths = named_paths(
-        [word for word, own in zip(words, ours, strict=True) if not own], (*CHOSEN, *known)
-    )
+    chosen = []
+    path_words = []
+    for word in words:
+        if word.key_or_group.partition(".")[0] in CHOSEN:
+            chosen.append(str(word.input_line))
+        else:
+            path_words.append(word)
+    paths = named_paths(path_words, (*CHOSEN, *options))
     with plugins.using(overrides.plugins(line.overrides), folders):
         from fp4train.exchange.trained import load_trained
         from fp4train.lab.studies.candidates import sweep_axes
@@ -75,12 +78,12 @@ def with_model(
         return task(trained, _named(trained, axes))
 
 
-def named_paths(words: Iterable[Override], known: Sequence[str]) -> dict[str, str | None]:
+def named_paths(words: Iterable[Override], options: Sequence[str]) -> dict[str, str | None]:
     """Paths of the run's configuration that a command names, by their full keys.
 
     Args:
-        words: of the command line, without the verb's own options, which are `known`, for
-            suggestions.
+        words: overrides of the command line, without the verb's own options.
+        options: names of these options, for suggestions.
 
     Raises:
         UserError: a key is no path, and is not `plugins`.
@@ -91,7 +94,7 @@ def named_paths(words: Iterable[Override], known: Sequence[str]) -> dict[str, st
         if key.partition(".")[0] in _PATHS and isinstance(path := word.value(), str | None):
             paths[key] = path
         elif key != "plugins":
-            every = (*known, "plugins")
+            every = (*options, "plugins")
             raise UserError(
                 f"unknown key {key!r}{near_miss(key, every)} (known: {', '.join(every)})"
             )
@@ -114,10 +117,10 @@ def _named(
     alone = not any(key.partition(".")[0] == "recipe" for key, _ in axes)
     return [
         NamedRecipe(
-            name=trained.own.name if alone else each.name,
-            recipe=trained.own.recipe if alone else bind(each.recipe, Recipe, "recipe"),
-            policy=bind(each.policy, LayerPolicy, "policy"),
+            name=trained.own.name if alone else candidate.name,
+            recipe=trained.own.recipe if alone else bind(candidate.recipe, Recipe, "recipe"),
+            policy=bind(candidate.policy, LayerPolicy, "policy"),
         )
-        for each in candidates(axes, saved)
-        if each.asked
+        for candidate in candidates(axes, saved)
+        if candidate.asked
     ]

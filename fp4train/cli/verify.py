@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     """Compare, and print a line for each layer; returns the exit code."""
     from fp4train.exchange.verify import verify
 
-    line = read_options([each for each in arguments if each != "--json"], OPTIONS)
+    line = read_options([argument for argument in arguments if argument != "--json"], OPTIONS)
     run, step, stretch, batches = (line.options[key] for key in OPTIONS)
     if line.flags:
         raise UserError(f"verify knows no flag {line.flags[0]}: {USAGE}")
@@ -53,61 +53,61 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"verify needs one folder and the run that it was made from: {USAGE}")
     paths = named_paths(overrides.parse(line.overrides), tuple(OPTIONS))
     with plugins.using(overrides.plugins(line.overrides)):
-        found = verify(Path(line.runs[0]), source_named(run, step), stretch=stretch)
+        verified = verify(Path(line.runs[0]), source_named(run, step), stretch=stretch)
         losses: dict[str, float] = {}
-        if batches and found.equal:
+        if batches and verified.equal:
             from fp4train.exchange.served import served_losses
 
-            losses = served_losses(found, batches, paths)
+            losses = served_losses(verified, batches, paths)
     if "--json" in arguments:
-        print(json.dumps({**found.as_json(), "losses": losses}, indent=1))
+        print(json.dumps({**verified.as_json(), "losses": losses}, indent=1))
     else:
-        _show(found, losses, batches)
-    return 0 if found.equal else 1
+        _show(verified, losses, batches)
+    return 0 if verified.equal else 1
 
 
-def _show(found: Verified, losses: dict[str, float], batches: int | None) -> None:
+def _show(verified: Verified, losses: dict[str, float], batches: int | None) -> None:
     rows = [
         (
-            each.name,
-            each.module,
-            each.form,
-            "; ".join(each.differences) or f"equal: {', '.join(each.parts)}",
+            module.name,
+            module.module,
+            module.form,
+            "; ".join(module.differences) or f"equal: {', '.join(module.parts)}",
         )
-        for each in found.layers
+        for module in verified.layers
     ]
     print("\n".join(columns(rows, width=terminal_width())))
-    for each in found.others:
-        print(fitted(each))
+    for sentence in verified.others:
+        print(fitted(sentence))
     for name, loss in losses.items():
         print(fitted(f"loss {loss:.4f}: {name}"))
-    if batches and not found.equal:
+    if batches and not verified.equal:
         print(
             fitted(
                 f"loss={batches}: not measured, since the folder is another model than the run's"
             )
         )
-    wrong = sum(bool(each.differences) for each in found.layers)
-    of = found.title + (f", {found.stretch}" if found.stretch else "")
-    if found.equal:
+    wrong = sum(bool(module.differences) for module in verified.layers)
+    of = verified.title + (f", {verified.stretch}" if verified.stretch else "")
+    if verified.equal:
         print(
             fitted(
-                f"{found.folder} has the numbers of {of}: {len(found.layers)} modules are "
+                f"{verified.folder} has the numbers of {of}: {len(verified.layers)} modules are "
                 "equal in every bit"
             )
         )
     else:
         files = (
-            f"{len(found.others)} difference{'s' if len(found.others) > 1 else ''} outside of "
+            f"{len(verified.others)} difference{'s' if len(verified.others) > 1 else ''} outside of "
             "the modules"
         )
         if wrong:
-            modules = f"{wrong} of {len(found.layers)} modules"
+            modules = f"{wrong} of {len(verified.layers)} modules"
         else:
             modules = ""
-        where = " and ".join(filter(None, (modules, files if found.others else "")))
+        where = " and ".join(filter(None, (modules, files if verified.others else "")))
         if wrong:
             equal = ""
         else:
-            equal = f"; all {len(found.layers)} modules are equal"
-        print(fitted(f"{found.folder} differs from {of}: {where}{equal}"))
+            equal = f"; all {len(verified.layers)} modules are equal"
+        print(fitted(f"{verified.folder} differs from {of}: {where}{equal}"))
