@@ -108,8 +108,8 @@ def measure_blocks(
     measured: dict[object, tuple[BlockCost, bool]] = {}
     costs: list[BlockCost] = []
     hands_on = False
-    own = {part for part, producer in norms.producers.items() if not producer.by_backend}
-    adding = [liger or not own.isdisjoint(block.modules()) for block in blocks]
+    by_fp4train = {part for part, producer in norms.producers.items() if not producer.by_backend}
+    adding = [liger or not by_fp4train.isdisjoint(block.modules()) for block in blocks]
 
     def relative(part: nn.Module) -> str:
         return str(names[part].removeprefix(names[block]))
@@ -131,7 +131,7 @@ def measure_blocks(
             run.kernels_of(block, liger, norms)
             measured[key] = run.measure(block, inputs[block], recipe, begins=begins, ends=ends)
         cost, hands_on = measured[key]
-        costs.append(next((known for known in costs if known == cost), cost))
+        costs.append(next((earlier for earlier in costs if earlier == cost), cost))
     return costs
 
 

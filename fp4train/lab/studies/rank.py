@@ -289,7 +289,7 @@ def _ranking(request: RankRequest, forks: Sequence[Forks], count: int, looks: Lo
     ranking = Ranking(
         bases=bases,
         entries=entries,
-        others=[*floor, *hidden],
+        unasked=[*floor, *hidden],
         margin=request.margin,
         first_reference=looks.reference,
         earlier=looks.earlier,

@@ -98,7 +98,7 @@ class Ranking:
     Args:
         bases: the checkpoints.
         entries: candidates that were asked for: the reference, then the order of the sweep.
-        others: candidates of the record that were not asked for: the tests count them, the tables
+        unasked: candidates of the record that were not asked for: the tests count them, the tables
             do not show them.
         margin: differences below it do not matter.
         first_reference: key of the candidate that was the reference when the records began; None:
@@ -110,7 +110,7 @@ class Ranking:
 
     bases: Sequence[Base]
     entries: Sequence[Entry]
-    others: Sequence[Entry] = ()
+    unasked: Sequence[Entry] = ()
     margin: float
     first_reference: str | None = None
     earlier: Mapping[frozenset[str], Found] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Ranking:
     @cached_property
     def compared_entries(self) -> list[Entry]:
         """`ranked`, then all others that the record holds."""
-        return [*self.ranked, *(entry for entry in self.others if not entry.diverged)]
+        return [*self.ranked, *(entry for entry in self.unasked if not entry.diverged)]
 
     @cached_property
     def _tested_order(self) -> list[int]:

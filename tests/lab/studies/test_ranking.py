@@ -176,11 +176,11 @@ def test_the_order_in_which_checkpoints_are_named_makes_no_other_test() -> None:
     asked = found.entries[:2]
     hidden = found.entries[2]
     hidden = replace(hidden, forks=[*hidden.forks[:8], *[None] * 16])
-    found = replace(found, entries=[*asked, found.entries[-1]], others=[hidden])
+    found = replace(found, entries=[*asked, found.entries[-1]], unasked=[hidden])
     entries, others = (
-        [replace(e, forks=turned(e.forks)) for e in each] for each in (found.entries, found.others)
+        [replace(e, forks=turned(e.forks)) for e in each] for each in (found.entries, found.unasked)
     )
-    other = replace(found, bases=found.bases[::-1], entries=entries, others=others)
+    other = replace(found, bases=found.bases[::-1], entries=entries, unasked=others)
     assert found.table == other.table
     assert [pair.p for pair in found.compared] == [pair.p for pair in other.compared]
 
