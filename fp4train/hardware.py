@@ -9,10 +9,10 @@ H100       NVIDIA H100 data sheet (SXM, 80 GB); L2: Hopper architecture white pa
 H200       NVIDIA H200 data sheet (SXM): H100's compute with other memory.
 B200       NVIDIA Blackwell data sheet, "HGX B200", per GPU at 1000 W; L2 as the driver reports it (129,536 KiB).
 GB200      NVIDIA Blackwell data sheet, "GB200 NVL72", per GPU at 1200 W.
-B300       NVIDIA Blackwell Ultra data sheet, "HGX B300". FP4: 15 PFLOP/s dense, as NVIDIA gives for the chip
-           ("Inside NVIDIA Blackwell Ultra", 2025); the data sheets of HGX boards say 13 to 14. FP8
-           and BF16 did not grow over B200, so FP4 is 3.3 times FP8 here where it is twice FP8 on
-           B200.
+B300       NVIDIA Blackwell Ultra data sheet, "HGX B300". FP4: 15 PFLOP/s dense, as NVIDIA gives
+           for the chip ("Inside NVIDIA Blackwell Ultra", 2025); the data sheets of HGX boards say
+           13 to 14. FP8 and BF16 did not grow over B200, so FP4 is 3.3 times FP8 here where it is
+           twice FP8 on B200.
 GB300      NVIDIA GB300 NVL72 data sheet, per GPU at 1400 W.
 """
 

@@ -112,13 +112,13 @@ def save(
         state: plain JSON values (see `flatten` for anything nested with tensors, tuples or integer
             keys); of several ranks the first one's, joined with those of the ranks that lead a
             stage.
-        keep: how many to keep, this one included; at least 1.
-        unproven: nothing has been computed from this state yet, so that it does not count among the
-            `keep`: `prune` removes what is too many once it is known to be good.
-        beside: which of the older ones stay beside those.
-        ranks: who writes it.
-        kinds: key of a state → the kind of file of its tensors; those of other keys are in files of
-            `layout.TENSORS`.
+        keep: number of checkpoints to keep, this one included; at least 1.
+        unproven: whether nothing has been computed from this state yet. It does not count among the
+            `keep` then: `prune` removes what is too many once it is known to be good.
+        beside: choice of the older ones that stay beside those.
+        ranks: the ranks that write it.
+        kinds: kind of file of a state's tensors, by the state's key; those of other keys are in
+            files of `layout.TENSORS`.
 
     Returns:
         The directory of the new checkpoint.
@@ -164,9 +164,11 @@ def load(
     and find the same checkpoint. A warning names every newer one that is skipped.
 
     Args:
-        kind: verify and find the tensors in files of this kind alone, whatever has become of the
-            others; None: all.
-        verify: compare the files with their checksums; without it their headers alone are read.
+        kind: kind of the files that are verified and whose tensors are found, whatever has become
+            of the others; None: all kinds.
+        ranks: the ranks that read it.
+        verify: whether the files are compared with their checksums; without it their headers alone
+            are read.
 
     Raises:
         UserError: nothing usable (every checkpoint is named with its reason), or written by a newer

@@ -39,8 +39,8 @@ class Start:
     Args:
         config: the typed configuration.
         cfg: the plain configuration, to be kept with the run.
-        saved: with resume=RUN, the configuration that RUN holds, as it was read.
-        swap: with resume=RUN, the recipe to swap to.
+        saved: configuration that RUN of resume=RUN holds, as it was read; None without it.
+        swap: recipe that a resumed run swaps to; None: it keeps its own.
         named: the keys that the command line gives.
         point: overrides of this job of a sweep that its other jobs do not share.
     """

@@ -18,8 +18,8 @@ class SweepJob:
     """A point of a sweep.
 
     Args:
-        point: the overrides that other points do not share.
-        ending: how it ended where that is not well.
+        point: overrides that other points do not share.
+        ending: remark on an end that is not as it should be; empty: there is none.
     """
 
     point: str

@@ -10,9 +10,10 @@ It reads requests from its standard input and writes replies to its standard out
 of eight bytes and JSON. The first request names the template; the others hold conversations to
 render:
 
-    {"source": "{% for …", "now": "2026-01-31T12:00:00"}               → {"generation": false, "names": […]}
-    {"renders": [{"messages": […], "prompt": false}], "variables": {…}} → {"texts": ["…"], "marks":
-    [[[5, 9]]]}
+    {"source": "{% for …", "now": "2026-01-31T12:00:00"}
+        → {"generation": false, "names": […]}
+    {"renders": [{"messages": […], "prompt": false}], "variables": {…}}
+        → {"texts": ["…"], "marks": [[[5, 9]]]}
 
 or `{"error": "…"}`. The environment is that of transformers (`render_jinja_template`): Jinja's
 immutable sandbox with `trim_blocks` and `lstrip_blocks`, `break` and `continue`, `{% generation

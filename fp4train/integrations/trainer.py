@@ -20,8 +20,9 @@ from fp4train.integrations.loop import Precision, on_cpu
 class TrainerPrecision(TrainerCallback, ExportableState):
     """Runs the model of a Trainer in a recipe; the arguments are those of `Precision`.
 
-        model = fp4train.convert(model) trainer = Trainer(model=model, args=args,
-        train_dataset=data, callbacks=[TrainerPrecision("nvfp4")])
+        model = fp4train.convert(model)
+        precision = TrainerPrecision("nvfp4")
+        trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[precision])
 
     Attributes:
         precision: core, with the plan once training has begun.

@@ -4,8 +4,8 @@ Emulated products are exact up to the rounding of float32 sums. A tensor core al
 a block, and the sum so far, at the largest exponent E among them, cuts each off below 2^(E -
 fraction), and adds the rest exactly:
 
-    sum <- cut( sum over the block of trunc(a·b · 2^(fraction-E)) + trunc(sum · 2^(fraction-E)) ) ·
-    2^(E-fraction)
+    terms <- sum over the block of trunc(a·b · 2^(fraction-E))
+    sum <- cut( terms + trunc(sum · 2^(fraction-E)) ) · 2^(E-fraction)
 
 `cut` keeps so many bits below the leading one, toward zero. The exponent of a product is the sum of
 the exponents of its factors, scales included; a subnormal factor has the exponent of its format's

@@ -49,7 +49,7 @@ class Constants:
 
     Args:
         lr: peak learning rate; the schedule multiplies it.
-        weight_decay: for parameters with two or more dimensions; norms, biases and filters
+        weight_decay: decay of parameters with two or more dimensions; norms, biases and filters
             (`ParameterSpec.elementwise`) have none.
         clip: largest global gradient norm; None does not clip.
     """

@@ -4,9 +4,8 @@ logged.
 This file is the truth about a run: a kill loses at most the line being written. Two kinds of
 lines::
 
-    {"step": 120, "train/loss": 2.31, "precision/recipe": "nvfp4", "after": "03b1c9e7", "crc":
-    "5f0e2d1a"} {"step": 120, "event": "swap", "recipe": "bf16", "after": "5f0e2d1a", "crc":
-    "81d2c3aa"}
+    {"step": 120, "train/loss": 2.31, "after": "03b1c9e7", "crc": "5f0e2d1a"}
+    {"step": 120, "event": "swap", "recipe": "bf16", "after": "5f0e2d1a", "crc": "81d2c3aa"}
 
 "crc" is the CRC-32 of the line without it, and "after" that of the line before (`fp4train.sealed`):
 `read_metrics` names a line in which a digit is not as it was written, and one before which lines

@@ -222,7 +222,7 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
     """All whole blocks of RUN/statistics.bin, also of a run that is running or was killed.
 
     Args:
-        say: takes a sentence for what is damaged or missing.
+        say: function that takes a sentence about what is damaged or missing.
 
     Raises:
         UserError: the run has none, or the file cannot be read.

@@ -52,9 +52,9 @@ class WandbTracker:
         run_dir: wandb writes below RUN/wandb.
         run_name: the run's name in the charts.
         config: the resolved configuration.
-        offline: do not even try to go online.
+        offline: whether it stays offline without a try to go online.
         timeout: seconds to wait for the server at the start, and again for the upload at the end.
-        resumed: continue the run whose id is in the run directory.
+        resumed: whether it continues the run whose id is in the run directory.
         named: project, entity, group and tags, as in `wandb.init`.
     """
 
