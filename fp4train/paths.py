@@ -4,6 +4,8 @@ of the types here.
     path: PathText                    # a file or folder
     name: PathOrHubName               # or the name of a data set or model on the Hugging Face hub
     entity: DestinationText           # an account or project of a service that gets what the run measures
+    path: DataPaths                   # files or folders of data, which may move
+    cache_dir: CacheFolder            # a folder of what can be made again
 
 They are text to everything else. A configuration that somebody else wrote may by itself name no
 path outside of its run, nor where its numbers are sent (`fp4train.run.record.trust`), and it is the
@@ -13,9 +15,12 @@ type that says what a text is, in the classes of plugins, too.
 import glob
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+
+from fp4train.keys import CHANGES_NOTHING, MOVABLE
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ _OF_WEIGHTS = re.compile(r"(.+?)(?:@(\d{1,18}))?(?::([a-z]\w*))?", re.ASCII | re
 PathText = Annotated[str, NamesPath()]
 PathOrHubName = Annotated[str, NamesPath(hub=True)]
 DestinationText = Annotated[str, NamesDestination()]
+DataPaths = Annotated[PathText | Sequence[PathText], MOVABLE]
+CacheFolder = Annotated[PathText, CHANGES_NOTHING]
 
 
 def is_hub_name(text: str) -> bool:

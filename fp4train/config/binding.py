@@ -21,6 +21,7 @@ from fp4train.config.folders import own_options
 from fp4train.config.foreign import suggestion
 from fp4train.config.plugins import own_class
 from fp4train.errors import UserError, user_errors
+from fp4train.keys import MayDiffer
 from fp4train.paths import NamesDestination, NamesPath, is_hub_name
 from fp4train.text import near_miss
 
@@ -109,6 +110,12 @@ class KeyField:
         return int in options and float not in options
 
     @property
+    def may_differ(self) -> MayDiffer:
+        """The uses for which the key, or every key of the section, may differ."""
+        marks = (mark for mark in _marks(self.hint) if isinstance(mark, MayDiffer))
+        return next(marks, MayDiffer(0))
+
+    @property
     def allowed(self) -> str:
         """What the key takes, in words; empty for a section."""
         if isinstance(self.value, Mapping):
@@ -128,6 +135,11 @@ def key_fields(node: Any, hint: Any, path: str = "") -> Iterator[KeyField]:
         needed = hints(str(key))
         yield KeyField(path=where, owner=kind, hint=needed, value=value)
         yield from key_fields(value, needed, where)
+
+
+def differing_keys(node: Any, hint: Any, use: MayDiffer) -> tuple[str, ...]:
+    """The full keys and sections of `node` that may differ for `use`, as their fields are marked."""
+    return tuple(key.path for key in key_fields(complete(node, hint), hint) if use & key.may_differ)
 
 
 def flattened(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -214,15 +226,31 @@ def _texts(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str, Any
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    return tuple(
-        get_args(o)[0] if get_origin(o) is Annotated else o for o in _annotated_options(hint)
-    )
+    return tuple(map(_unmarked, _annotated_options(hint)))
 
 
 def _annotated_options(hint: Any) -> tuple[Any, ...]:
-    if get_origin(hint) in (Union, UnionType):
-        return get_args(hint)
-    return (hint,)
+    """The types that a value may have; those of texts with their marks."""
+    base = _unmarked(hint)
+    if get_origin(base) in (Union, UnionType):
+        return tuple(o for option in get_args(base) for o in _annotated_options(option))
+    return (hint if base is str else base,)
+
+
+def _unmarked(hint: Any) -> Any:
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[0]
+    return hint
+
+
+def _marks(hint: Any) -> Iterator[Any]:
+    """The marks of a field's type and of the types that it joins."""
+    base = _unmarked(hint)
+    if base is not hint:
+        yield from get_args(hint)[1:]
+    if get_origin(base) in (Union, UnionType):
+        for option in get_args(base):
+            yield from _marks(option)
 
 
 def _described(node: Mapping[Any, Any], hint: Any) -> tuple[type | None, Callable[[str], Any]]:

@@ -8,7 +8,7 @@ works with typed objects only.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,6 +20,7 @@ from fp4train.config.plugins import walk
 from fp4train.data import Source
 from fp4train.errors import user_errors
 from fp4train.hardware import find_gpu
+from fp4train.keys import CHANGES_COURSE, CHANGES_DIGITS, CHANGES_NOTHING, CHANGES_START
 from fp4train.models import Architecture
 from fp4train.optim import Optimizer
 from fp4train.optim.oscillation import OscillationReset
@@ -48,10 +49,10 @@ class RunSettings:
     a run.
     """
 
-    name: str
-    dir: Path
+    name: Annotated[str, CHANGES_NOTHING]
+    dir: Annotated[Path, CHANGES_NOTHING]
     seed: int = 0
-    overwrite: bool = False
+    overwrite: Annotated[bool, CHANGES_NOTHING] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dir", Path(self.dir))
@@ -115,19 +116,19 @@ class TrainSettings:
             kept.
     """
 
-    steps: int
+    steps: Annotated[int, CHANGES_COURSE]
     batch_size: int
-    microbatch: int | None
+    microbatch: Annotated[int | None, CHANGES_DIGITS]
     seq_len: int
-    compile: bool = False
-    step_timeout: float = 0.0
-    deterministic: bool = False
+    compile: Annotated[bool, CHANGES_DIGITS] = False
+    step_timeout: Annotated[float, CHANGES_NOTHING] = 0.0
+    deterministic: Annotated[bool, CHANGES_DIGITS] = False
     cuda_graph: bool = False
-    threads: int | None = None
-    kernels: str = "auto"
+    threads: Annotated[int | None, CHANGES_DIGITS] = None
+    kernels: Annotated[str, CHANGES_DIGITS] = "auto"
     document_mask: bool = False
-    on_divergence: str = "warn"
-    rewinds: int = 5
+    on_divergence: Annotated[str, CHANGES_NOTHING] = "warn"
+    rewinds: Annotated[int, CHANGES_NOTHING] = 5
     ema: float | None = None
 
     def __post_init__(self) -> None:
@@ -288,28 +289,28 @@ class Config:
 
     run: RunSettings
     train: TrainSettings
-    eval: EvalSettings
-    checkpoint: CheckpointSettings
+    eval: Annotated[EvalSettings, CHANGES_NOTHING]
+    checkpoint: Annotated[CheckpointSettings, CHANGES_NOTHING]
     model: Architecture
     data: Source
-    optim: Optimizer
-    schedule: Schedule
-    recipe: Recipe
-    policy: LayerPolicy
-    phases: Mapping[str, Phase]
-    track: Tracking
-    backend: str
-    device: str
-    gpu: str | None
-    resume: PathText | None
-    plugins: tuple[str, ...] = ()
-    resume_step: int | None = None
-    init: PathText | None = None
-    init_step: int | None = None
-    teacher: PathText | None = None
-    teacher_step: int | None = None
+    optim: Annotated[Optimizer, CHANGES_COURSE]
+    schedule: Annotated[Schedule, CHANGES_COURSE]
+    recipe: Annotated[Recipe, CHANGES_COURSE]
+    policy: Annotated[LayerPolicy, CHANGES_COURSE]
+    phases: Annotated[Mapping[str, Phase], CHANGES_COURSE]
+    track: Annotated[Tracking, CHANGES_NOTHING]
+    backend: Annotated[str, CHANGES_DIGITS]
+    device: Annotated[str, CHANGES_DIGITS]
+    gpu: Annotated[str | None, CHANGES_NOTHING]
+    resume: Annotated[PathText | None, CHANGES_NOTHING]
+    plugins: Annotated[tuple[str, ...], CHANGES_NOTHING] = ()
+    resume_step: Annotated[int | None, CHANGES_NOTHING] = None
+    init: Annotated[PathText | None, CHANGES_START] = None
+    init_step: Annotated[int | None, CHANGES_START] = None
+    teacher: Annotated[PathText | None, CHANGES_DIGITS] = None
+    teacher_step: Annotated[int | None, CHANGES_DIGITS] = None
     distillation: DistillationSettings = field(default_factory=DistillationSettings)
-    parallel: Parallel = field(default_factory=Parallel)
+    parallel: Annotated[Parallel, CHANGES_DIGITS] = field(default_factory=Parallel)
     oscillation: OscillationReset = field(default_factory=OscillationReset)
 
     @property

@@ -42,7 +42,7 @@ from fp4train.data.tokens import (
     ids_dtype,
 )
 from fp4train.errors import DataError, data_errors
-from fp4train.paths import PathText, is_hub_name
+from fp4train.paths import CacheFolder, DataPaths, PathText, is_hub_name
 
 _RENDERED = ("tools", "documents", "functions", "system", "chat_template_kwargs")
 """Keys of a record, beside the messages, that templates write, or that say what the first message
@@ -68,13 +68,13 @@ class Chat:
         val: the last conversations, held out for validation: a share below 1.
     """
 
-    path: PathText | Sequence[PathText]
+    path: DataPaths
     column: str = "messages"
     template: PathText | None = None
     tokenizer: TokenizerConfig = field(default_factory=Bytes)
     val: float = 0.05
     answers_only: ClassVar[bool] = True
-    cache_dir: PathText = "~/.cache/fp4train"
+    cache_dir: CacheFolder = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
         check_tokenizer(self.tokenizer)

@@ -19,7 +19,7 @@ from fp4train.data.files import PIECE_CHARACTERS, input_files, shown, stamp
 from fp4train.data.source import TextSource, tokenised
 from fp4train.data.tokens import Documents, Piece, TokenData, token_data
 from fp4train.errors import DataError
-from fp4train.paths import PathText
+from fp4train.paths import CacheFolder, DataPaths
 from fp4train.text import check_choice, near_miss, shortened
 
 SUFFIXES = (".fa", ".fasta", ".fna", ".ffn", ".frn", ".fas", ".gz")
@@ -51,12 +51,12 @@ class Dna(TextSource):
         val: held out where `held_out` names no record: a share below 1, or a number of bases.
     """
 
-    path: PathText | Sequence[PathText]
+    path: DataPaths
     case: str = "upper"
     unknown: str = "keep"
     reverse_complement: bool = False
     held_out: Sequence[str] = ()
-    cache_dir: PathText = "~/.cache/fp4train"
+    cache_dir: CacheFolder = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
         super().__post_init__()

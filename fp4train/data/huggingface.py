@@ -23,7 +23,7 @@ from fp4train.data.records import PlacedValue, read_records
 from fp4train.data.source import TextSource, text_data
 from fp4train.data.tokens import Piece, TokenData
 from fp4train.errors import DataError, data_errors, reason
-from fp4train.paths import PathOrHubName, PathText
+from fp4train.paths import CacheFolder, DataPaths, PathOrHubName
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
 STATE_LIMIT = 1 << 22
@@ -39,12 +39,12 @@ class HuggingFace(TextSource):
     config: str | None = None
     split: str = "train"
     revision: str | None = None
-    path: PathText | Sequence[PathText] | None = None
+    path: DataPaths | None = None
     column: str = "text"
     max_tokens: int | None = 200_000_000
     max_documents: int | None = None
     val: float = 0.01
-    cache_dir: PathText = "~/.cache/fp4train"
+    cache_dir: CacheFolder = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
         super().__post_init__()

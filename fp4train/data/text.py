@@ -13,7 +13,7 @@ from fp4train.data.compressed import plain_name
 from fp4train.data.files import input_files, read_pieces, shown, stamp
 from fp4train.data.source import TextSource, text_data
 from fp4train.data.tokens import TokenData
-from fp4train.paths import PathText
+from fp4train.paths import CacheFolder, DataPaths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class Text(TextSource):
     matches, or several of these; plain, gzip or zstd.
     """
 
-    path: PathText | Sequence[PathText]
+    path: DataPaths
     suffixes: Sequence[str] = (".txt", ".md")
-    cache_dir: PathText = "~/.cache/fp4train"
+    cache_dir: CacheFolder = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,7 +22,7 @@ from fp4train.data.token_tables import SUFFIXES as TABLES
 from fp4train.data.token_tables import hold_tables, table_ids
 from fp4train.data.tokens import Borders, TokenData, check_val, hold_out, token_data
 from fp4train.errors import DataError
-from fp4train.paths import PathText
+from fp4train.paths import CacheFolder, DataPaths
 
 SUFFIXES = (".bin", ".npy")
 """Of the files of a folder that are read."""
@@ -39,15 +39,15 @@ class Tokens:
         cache_dir: where the ids of such files are kept.
     """
 
-    path: PathText | Sequence[PathText]
+    path: DataPaths
     vocab_size: int
-    val_path: PathText | Sequence[PathText] | None = None
+    val_path: DataPaths | None = None
     dtype: str | None = None
     end_id: int | None = None
     begin_id: int | None = None
     column: str = "input_ids"
     val: float = 0.01
-    cache_dir: PathText = "~/.cache/fp4train"
+    cache_dir: CacheFolder = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
         check_val(self.val)

@@ -14,8 +14,9 @@ from omegaconf import DictConfig
 from fp4train import checkpoint
 from fp4train.checkpoint import Checkpoint
 from fp4train.config import Config, plain
-from fp4train.config.binding import unknown_keys
+from fp4train.config.binding import differing_keys, unknown_keys
 from fp4train.errors import OtherRunError, UserError
+from fp4train.keys import MayDiffer, lies_in
 from fp4train.parallel.world import World
 from fp4train.run.bits import differences
 from fp4train.run.host import environment
@@ -206,14 +207,15 @@ def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resumin
     A missing key counts as its class's default: options that are newer than a saved run did not
     change it.
     """
-    allowed = run_directory.RESUMED if resuming else run_directory.CONTINUED
+    use = MayDiffer.RESUMED if resuming else MayDiffer.REPEATED
+    allowed = differing_keys(plain(cfg), Config, use)
     gone = set(unknown_keys(saved, Config))
     changed = [
         f"{key}: {was} → {'no longer an option' if key in gone else now}"
         for key, (was, now) in journal.changes(
             journal.flat(saved), journal.flat(plain(cfg))
         ).items()
-        if not key.startswith(allowed)
+        if not lies_in(key, allowed)
     ]
     if changed:
         shown = "; ".join(changed[:4]) + ("; …" if len(changed) > 4 else "")
@@ -244,8 +246,9 @@ def _check_edits(run: Path, saved: Mapping[str, Any]) -> None:
         return
     edits = journal.changes(recorded, journal.flat(saved))
     path = run / run_directory.CONFIG
+    allowed = differing_keys(saved, Config, MayDiffer.RESUMED)
     for key, (old, new) in edits.items():
-        if not key.startswith(run_directory.RESUMED):
+        if not lies_in(key, allowed):
             raise UserError(
                 f"{path} was edited: {key} is {new}, the run was trained with {old}; put it back"
             )

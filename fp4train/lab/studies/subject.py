@@ -26,10 +26,10 @@ from torch import nn
 
 from fp4train import checkpoint
 from fp4train.config import Config
-from fp4train.config.binding import default_of, flattened
+from fp4train.config.binding import default_of, differing_keys, flattened
 from fp4train.errors import UserError
+from fp4train.keys import MayDiffer, lies_in
 from fp4train.parallel.world import World
-from fp4train.paths import INIT_KEYS
 from fp4train.run.begin import check_source, find_start
 from fp4train.run.build import assemble, build_timeline
 from fp4train.run.host import choose_device
@@ -40,23 +40,6 @@ from fp4train.run.run import Run
 
 STUDIES = "studies"
 """The folder of a run directory that holds its studies."""
-_NOT_OF_THE_SUBJECT = (
-    *run_directory.CONTINUED,
-    "resume_step",
-    "recipe",
-    "policy",
-    "phases",
-    "optim.",
-    "schedule.",
-    "train.steps",
-    *INIT_KEYS,
-    "data.path",
-    "data.val_path",
-)
-"""Keys that change neither the model, nor its batches, nor how a gradient of it is computed. A
-study has what it varies (recipes, policies, rates) in the identity of its record itself; the data
-is known by its fingerprint.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,14 +151,15 @@ def open_subject(
     if not optimizer:
         run.optimizer.state.clear()
     run.model.train()
-    settings = flattened(described(config))
+    settings = described(config)
+    varied = differing_keys(settings, Config, MayDiffer.STUDIED)
     return Subject(
         source=source,
         run=run,
         start=start,
         weights=_checksum_of_weights(run.model),
         settings={
-            key: value for key, value in settings.items() if not key.startswith(_NOT_OF_THE_SUBJECT)
+            key: value for key, value in flattened(settings).items() if not lies_in(key, varied)
         },
     )
 

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
+from fp4train.keys import CHANGES_DIGITS
 from fp4train.parameters import ONES, Initial, Normal, ParameterSpec, Split, Spread
 from fp4train.text import check_least
 
@@ -38,7 +40,7 @@ class DecoderShape:
     tied: bool = True
     max_positions: int | None = None
     norm_eps: float = 1e-5
-    recompute: bool = False
+    recompute: Annotated[bool, CHANGES_DIGITS] = False
     vocab_multiple: int = 64
     vocab_size: int | None = None
 

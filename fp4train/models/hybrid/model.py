@@ -22,12 +22,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp4train.keys import CHANGES_DIGITS
 from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.decoder import Decoder
 from fp4train.models.common.initialise import initialise
@@ -74,7 +75,7 @@ class ScanShape:
     kernel: int = 4
     chunk: int = 64
     least_step: float = 0.0
-    kernels: str = "auto"
+    kernels: Annotated[str, CHANGES_DIGITS] = "auto"
 
     def __post_init__(self) -> None:
         check_least(self, "model.scan.", "heads", "head_dim", "state", "groups", "kernel", "chunk")

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
+from fp4train.keys import CHANGES_DIGITS
 from fp4train.models.common.initialise import DRAWS, initialise
 from fp4train.models.common.rotary import (
     RotaryBlock,
@@ -47,7 +49,7 @@ class Llama(RotaryShape):
 
     hidden: int | None = None
     qkv_bias: bool = False
-    draw: str = "torch"
+    draw: Annotated[str, CHANGES_DIGITS] = "torch"
 
     def __post_init__(self) -> None:
         super().__post_init__()

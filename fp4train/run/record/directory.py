@@ -70,30 +70,6 @@ _TAIL = 1 << 20
 PARTS = (CHECKPOINTS, METRICS)
 """The results in a run directory; a new run never replaces them unasked."""
 
-CONTINUED = (
-    *("run.name", "run.dir", "run.overwrite", "resume", "gpu", "plugins", "eval.", "checkpoint."),
-    *("train.step_timeout", "train.on_divergence", "train.rewinds", "track", "data.cache_dir"),
-)
-"""Keys that may differ when the same command is repeated: they do not change what is computed."""
-RESUMED = (
-    *CONTINUED,
-    *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
-    *(
-        "train.steps",
-        "train.microbatch",
-        "train.threads",
-        "train.compile",
-        "train.deterministic",
-        "train.kernels",
-    ),
-    *("model.recompute", "model.draw", "model.scan.kernels"),
-    *("data.path", "data.val_path", "teacher", "parallel."),
-)
-"""Keys that `resume=` may change as well; any other would make it another run. The data and the
-teacher may be at another path, because their fingerprints are compared with those in the
-checkpoint.
-"""
-
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically.

@@ -15,7 +15,7 @@ that was lost is mended.
 
 What ran, with which configuration and swaps, is what the records say. RUN/config.yaml is a copy of
 the configuration that a user may edit, and from which a resume begins: an edit of a key that a
-resume may change (`directory.RESUMED`) is taken over, logged, and recorded as changed; an edit of
+resume may change (`fp4train.keys`) is taken over, logged, and recorded as changed; an edit of
 any other is refused. Swaps are in the journal alone.
 """
 
