@@ -12,7 +12,7 @@ train.seq_len tokens (`packing.py`), and attends to itself alone (`train.documen
 
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,17 +27,17 @@ from fp4train.data.files import shown, stamp
 from fp4train.data.huggingface import record_files
 from fp4train.data.packing import Learned, pack
 from fp4train.data.records import holds_text, name_of, parsed, read_objects
+from fp4train.data.source import TextSource
 from fp4train.data.stored import TokenIds
-from fp4train.data.template import MARKERS, find_template
+from fp4train.data.template import MARKERS, ChatTemplate, find_template
 from fp4train.data.token_array import TokenArray
-from fp4train.data.tokenizers import Bytes, Pretrained
+from fp4train.data.tokenizers import Pretrained
 from fp4train.data.tokens import (
+    Documents,
     Ids,
     Piece,
     TokenData,
     Tokenizer,
-    TokenizerConfig,
-    check_tokenizer,
     fingerprint,
     ids_dtype,
 )
@@ -58,7 +58,7 @@ conversation.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class Chat(TextSource):
     """Conversations of a file of records, or of those below a folder.
 
     Args:
@@ -71,80 +71,53 @@ class Chat:
     path: DataPaths
     column: str = "messages"
     template: PathText | None = None
-    tokenizer: TokenizerConfig = field(default_factory=Bytes)
-    val: float = 0.05
     answers_only: ClassVar[bool] = True
     cache_dir: CacheFolder = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
-        check_tokenizer(self.tokenizer)
         if not 0 < self.val < 1:
             raise ValueError(
                 f"data.val={self.val}: conversations are held out by their share, between 0 and 1"
             )
+        super().__post_init__()
 
-    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+    def corpus(self, run_dir: Path) -> "_Conversations":
         paths = record_files(self.path)
-        if isinstance(self.tokenizer, Pretrained):
-            own = self.tokenizer.name
-        else:
-            own = None
-        place = None if own is None or is_hub_name(own) else own
-        template = find_template(self.template, place, run_dir)
-        rendered = {*_RENDERED, *template.names} - {self.column, "messages"}
-        lines = sum(1 for _ in _talks(paths, self.column, rendered))
-        if lines < 2:
+        folder = None
+        if isinstance(self.tokenizer, Pretrained) and not is_hub_name(self.tokenizer.name):
+            folder = self.tokenizer.name
+        template = find_template(self.template, folder, run_dir)
+        return _Conversations(self, paths, template)
+
+
+class _Conversations:
+    """The conversations of all files, in the text that a template makes of them.
+
+    Raises:
+        DataError: there are too few.
+    """
+
+    def __init__(self, settings: Chat, paths: Sequence[Path], template: ChatTemplate) -> None:
+        self.settings = settings
+        self.paths = paths
+        self.template = template
+        self.rendered = {*_RENDERED, *template.names} - {settings.column, "messages"}
+        self.count = sum(1 for _ in _talks(paths, settings.column, self.rendered))
+        if self.count < 2:
             raise DataError(
-                f"data.path={shown(self.path)} holds {lines} conversations: at least 2 are "
-                "needed, one held out"
+                f"data.path={shown(settings.path)} holds {self.count} conversations: at least 2 "
+                "are needed, one held out"
             )
-        held = min(max(1, round(lines * self.val)), lines - 1)
 
-        finder = template.finder()
+    @property
+    def documents(self) -> Documents:
+        return self._texts
 
-        def texts() -> Iterator[Piece]:
-            for at, messages in self._conversations(paths, range(lines), rendered, ()):
-                yield Piece(_conversation(finder, messages, at).text)
-
-        tokenizer = self.tokenizer.build(texts, run_dir)
-        dtype = ids_dtype(tokenizer.vocab_size)
-
-        def part(name: str, first: int, last: int) -> tuple[TokenArray, TokenIds]:
-            key = {
-                "source": "chat",
-                "part": [first, last],
-                "files": stamp(paths),
-                "column": self.column,
-                "seq_len": seq_len,
-                "template": template.key,
-                "parts": PARTS,
-                **encoding_key(tokenizer),
-            }
-
-            def packed() -> Iterator[Ids]:
-                markers = MARKERS if MARKERS[0] in template.source else ()
-                special = (*getattr(tokenizer, "special_tokens", ()), *markers)
-                finder = template.finder(special)
-                chosen = self._conversations(paths, range(first, last), rendered, special)
-                learned = (
-                    _learned(tokenizer, _conversation(finder, messages, at), at)
-                    for at, messages in chosen
-                )
-                yield from pack(learned, tokenizer.end_of_document, seq_len, dtype)
-
-            cached = cached_tokens(self.cache_dir, key, packed, dtype=dtype)
-            length = len(cached) // PARTS
-            ids, scored, inner = (
-                cached[length * number : length * (number + 1)] for number in range(PARTS)
-            )
-            return TokenArray(
-                ids, tokenizer.vocab_size, name, scored=scored, inner_ends=inner
-            ), scored
-
-        (train, answers), (val, held_answers) = (
-            part("train", 0, lines - held),
-            part("val", lines - held, lines),
-        )
+    def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
+        held = min(max(1, round(self.count * self.settings.val)), self.count - 1)
+        cut = self.count - held
+        train, answers = self._part("train", range(cut), tokenizer, seq_len)
+        val, held_answers = self._part("val", range(cut, self.count), tokenizer, seq_len)
         size = (
             f"{len(train):,} training and {len(val):,} validation tokens, vocabulary "
             f"{tokenizer.vocab_size:,}"
@@ -155,22 +128,59 @@ class Chat:
             train,
             val,
             tokenizer,
-            f"{shown(self.path)}, {lines:,} conversations: {size}; {share:.0%} of the "
-            "training tokens are answers",
+            f"{shown(self.settings.path)}, {self.count:,} conversations: {size}; {share:.0%} of "
+            "the training tokens are answers",
             digest=fingerprint(answers) + fingerprint(held_answers),
         )
 
-    def _conversations(
-        self,
-        paths: Sequence[Path],
-        numbers: range,
-        rendered: Container[str],
-        special: Sequence[str],
+    def _texts(self) -> Iterator[Piece]:
+        finder = self.template.finder()
+        for at, messages in self._messages(range(self.count), ()):
+            yield Piece(_conversation(finder, messages, at).text)
+
+    def _part(
+        self, name: str, numbers: range, tokenizer: Tokenizer, seq_len: int
+    ) -> tuple[TokenArray, TokenIds]:
+        """The tokens of some conversations, and of each whether it is learned."""
+        dtype = ids_dtype(tokenizer.vocab_size)
+        key = {
+            "source": "chat",
+            "part": [numbers.start, numbers.stop],
+            "files": stamp(self.paths),
+            "column": self.settings.column,
+            "seq_len": seq_len,
+            "template": self.template.key,
+            "parts": PARTS,
+            **encoding_key(tokenizer),
+        }
+
+        def packed() -> Iterator[Ids]:
+            markers = MARKERS if MARKERS[0] in self.template.source else ()
+            special = (*getattr(tokenizer, "special_tokens", ()), *markers)
+            finder = self.template.finder(special)
+            learned = (
+                _learned(tokenizer, _conversation(finder, messages, at), at)
+                for at, messages in self._messages(numbers, special)
+            )
+            yield from pack(learned, tokenizer.end_of_document, seq_len, dtype)
+
+        cached = cached_tokens(self.settings.cache_dir, key, packed, dtype=dtype)
+        length = len(cached) // PARTS
+        ids, scored, inner = (
+            cached[length * number : length * (number + 1)] for number in range(PARTS)
+        )
+        array = TokenArray(ids, tokenizer.vocab_size, name, scored=scored, inner_ends=inner)
+        return array, scored
+
+    def _messages(
+        self, numbers: range, special: Sequence[str]
     ) -> Iterator[tuple[str, list[dict[str, str]]]]:
-        for number, (at, record) in enumerate(_talks(paths, self.column, rendered)):
+        """The place and the messages of the conversations of these `numbers`."""
+        column = self.settings.column
+        for number, (at, record) in enumerate(_talks(self.paths, column, self.rendered)):
             if number in numbers:
                 with data_errors(ValueError, RecursionError, before=f"{at}: "):
-                    messages = _messages(record, self.column, rendered, special)
+                    messages = _messages(record, column, self.rendered, special)
                 yield at, messages
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from fp4train.data.compressed import unpacked
 from fp4train.data.files import PIECE_CHARACTERS, input_files, shown, stamp
 from fp4train.data.source import TextSource, tokenised
-from fp4train.data.tokens import Documents, Piece, TokenData, token_data
+from fp4train.data.tokens import Documents, Piece, TokenData, Tokenizer, token_data
 from fp4train.errors import DataError
 from fp4train.paths import CacheFolder, DataPaths
 from fp4train.text import check_choice, near_miss, shortened
@@ -68,60 +68,67 @@ class Dna(TextSource):
                 f"data.held_out=[{self.held_out}]"
             )
 
-    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
-        paths = input_files(self.path, SUFFIXES, "data.path")
-        records = _Records(self, paths)
-        tokenizer = self.tokenizer.build(records.training, run_dir)
+    def corpus(self, run_dir: Path) -> "_Records":
+        return _Records(self, input_files(self.path, SUFFIXES, "data.path"))
+
+
+class _Records:
+    """The documents of both parts; a tokenizer is trained on those of training.
+
+    Args:
+        paths: the files.
+    """
+
+    def __init__(self, settings: Dna, paths: Sequence[Path]) -> None:
+        self.settings = settings
+        self.paths = paths
+
+    @property
+    def documents(self) -> Documents:
+        return self.training
+
+    def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
+        settings = self.settings
         key = {
             "source": "dna",
-            "files": stamp(paths),
+            "files": stamp(self.paths),
             "settings": [
-                self.case,
-                self.unknown,
-                self.reverse_complement,
-                self.val,
-                *self.held_out,
+                settings.case,
+                settings.unknown,
+                settings.reverse_complement,
+                settings.val,
+                *settings.held_out,
             ],
         }
         parts: tuple[tuple[str, Documents], ...] = (
-            ("train", records.training),
-            ("val", records.validation),
+            ("train", self.training),
+            ("val", self.validation),
         )
         train, val = (
-            tokenised(documents, tokenizer, self.cache_dir, {**key, "part": part})
+            tokenised(documents, tokenizer, settings.cache_dir, {**key, "part": part})
             for part, documents in parts
         )
-        if self.held_out:
-            held = f"data.held_out=[{','.join(self.held_out)}]"
+        if settings.held_out:
+            held = f"data.held_out=[{','.join(settings.held_out)}]"
         else:
-            held = f"data.val={self.val:g}"
-        if self.unknown == "split" and not len(train):
+            held = f"data.val={settings.val:g}"
+        named = shown(settings.path)
+        if settings.unknown == "split" and not len(train):
             raise DataError(
-                f"data.unknown=split leaves nothing of {shown(self.path)} to train on: all "
+                f"data.unknown=split leaves nothing of {named} to train on: all "
                 f"bases that {held} does not "
                 "hold out are unknown (N). data.unknown=keep reads N as a letter"
             )
+        count = len(self.paths)
         return token_data(
             train,
             val,
             vocab_size=tokenizer.vocab_size,
             seq_len=seq_len,
             tokenizer=tokenizer,
-            description=f"{shown(self.path)}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
+            description=f"{named}, {count} file{'s' if count > 1 else ''}",
             whole=f"{held} is held out",
         )
-
-
-class _Records:
-    """The documents of both parts.
-
-    Args:
-        paths: of the files.
-    """
-
-    def __init__(self, settings: Dna, paths: Sequence[Path]) -> None:
-        self.settings = settings
-        self.paths = paths
 
     def training(self) -> Iterator[Piece]:
         for bases in self._chosen(held_out=False):

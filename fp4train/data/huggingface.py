@@ -20,8 +20,8 @@ from fp4train import files
 from fp4train.data.compressed import plain_name
 from fp4train.data.files import expanded, input_files, shown, stamp
 from fp4train.data.records import PlacedValue, read_records
-from fp4train.data.source import TextSource, text_data
-from fp4train.data.tokens import Piece, TokenData
+from fp4train.data.source import Texts, TextSource
+from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.paths import CacheFolder, DataPaths, PathOrHubName
 
@@ -72,7 +72,7 @@ class HuggingFace(TextSource):
                     f"data.{key}={bound}: allowed are whole numbers from 1, or null for no bound"
                 )
 
-    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+    def corpus(self, run_dir: Path) -> Texts:
         if self.path is None:
             named = {
                 "path": self.name,
@@ -94,12 +94,10 @@ class HuggingFace(TextSource):
                 rows = read_rows(paths, self.column, self.path)
             return islice(rows, self.max_documents)
 
-        return text_data(
-            self,
-            documents,
-            run_dir,
-            seq_len,
-            what,
+        return Texts(
+            documents=documents,
+            val=self.val,
+            description=what,
             cache_dir=self.cache_dir,
             key={"source": key, "column": self.column, "max_documents": self.max_documents},
             max_tokens=self.max_tokens,

@@ -46,9 +46,23 @@ class Source(Protocol):
         """Tokens for a run with sequences of `seq_len`, or a DataError that says what to do."""
 
 
+class Corpus(Protocol):
+    """The documents of a source, which become tokens once there is a tokenizer."""
+
+    @property
+    def documents(self) -> Documents:
+        """The text of all documents, on which a tokenizer may be trained."""
+
+    def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
+        """Their tokens, or a DataError that says what to do."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
     """The settings that every source of text has.
+
+    A source opens its documents (`corpus`), and these are tokenised afterwards, so that several
+    sources can share a tokenizer.
 
     Args:
         val: the last part, held out for validation: a share below 1, or a number of tokens.
@@ -60,6 +74,19 @@ class TextSource:
     def __post_init__(self) -> None:
         tokens.check_val(self.val)
         tokens.check_tokenizer(self.tokenizer)
+
+    def corpus(self, run_dir: Path) -> Corpus:
+        """The documents that the settings name, or a DataError that says what to do.
+
+        Args:
+            run_dir: the run directory, for what the documents need and a resume must have again.
+        """
+        raise NotImplementedError
+
+    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+        corpus = self.corpus(run_dir)
+        tokenizer = self.tokenizer.build(corpus.documents, run_dir)
+        return corpus.tokens(tokenizer, seq_len)
 
 
 def planned_vocab_size(source: Source, rows: int | None = None, run: Path | None = None) -> int:
@@ -110,36 +137,41 @@ def planned_tokenizer(source: Source, run: Path | None = None) -> Tokenizer | No
         return found
 
 
-def text_data(
-    source: TextSource,
-    documents: Documents,
-    run_dir: Path,
-    seq_len: int,
-    description: str,
-    *,
-    cache_dir: str | None = None,
-    key: Mapping[str, Any] | None = None,
-    max_tokens: int | None = None,
-) -> TokenData:
-    """The tokens of `documents`, of which the last part is held out.
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """A corpus of text, of which the last part is held out.
 
     Args:
-        cache_dir: where they are kept; None: they are tokenised in memory, each time.
-        key: with the tokenizer's identity, what they are known by there.
+        documents: the text of all documents.
+        val: as in `TextSource`.
+        description: the name of the text in messages.
+        cache_dir: where the tokens are kept; None: they are made in memory, each time.
+        key: with the tokenizer's identity, what the tokens are known by there.
         max_tokens: most tokens that are taken.
     """
-    tokenizer = source.tokenizer.build(documents, run_dir)
-    ids = tokenised(documents, tokenizer, cache_dir, key or {}, max_tokens=max_tokens)
-    if len(ids) == max_tokens:
-        description += f", cut off at data.max_tokens={max_tokens:,}"
-    return tokens.hold_out(
-        ids,
-        val=source.val,
-        vocab_size=tokenizer.vocab_size,
-        seq_len=seq_len,
-        tokenizer=tokenizer,
-        description=description,
-    )
+
+    documents: Documents
+    val: float
+    description: str
+    cache_dir: str | None = None
+    key: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+
+    def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
+        ids = tokenised(
+            self.documents, tokenizer, self.cache_dir, self.key, max_tokens=self.max_tokens
+        )
+        description = self.description
+        if len(ids) == self.max_tokens:
+            description += f", cut off at data.max_tokens={self.max_tokens:,}"
+        return tokens.hold_out(
+            ids,
+            val=self.val,
+            vocab_size=tokenizer.vocab_size,
+            seq_len=seq_len,
+            tokenizer=tokenizer,
+            description=description,
+        )
 
 
 def tokenised(
@@ -150,9 +182,7 @@ def tokenised(
     *,
     max_tokens: int | None = None,
 ) -> TokenIds:
-    """The packed ids of `documents`, from the cache or, without one, made in memory; see
-    `text_data`.
-    """
+    """The packed ids of `documents`, from the cache or, without one, made in memory; see `Texts`."""
     dtype = ids_dtype(tokenizer.vocab_size)
     if cache_dir is None:
         return np.concatenate([np.empty(0, dtype), *token_chunks(documents(), tokenizer)])

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4train.data.source import TextSource, text_data
-from fp4train.data.tokens import Piece, TokenData
+from fp4train.data.source import Texts, TextSource
+from fp4train.data.tokens import Piece
 from fp4train.errors import DataError
 
 LEFT_OUT = frozenset(
@@ -28,7 +28,7 @@ class Stdlib(TextSource):
     run.
     """
 
-    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+    def corpus(self, run_dir: Path) -> Texts:
         root = Path(sysconfig.get_path("stdlib"))
         paths = modules(root)
         if not paths:
@@ -46,7 +46,7 @@ class Stdlib(TextSource):
                     yield Piece(text)
 
         what = f"standard library of Python {sysconfig.get_python_version()}, {len(paths)} modules"
-        return text_data(self, documents, run_dir, seq_len, what)
+        return Texts(documents=documents, val=self.val, description=what)
 
 
 def modules(root: Path) -> list[Path]:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from fp4train.data.compressed import plain_name
 from fp4train.data.files import input_files, read_pieces, shown, stamp
-from fp4train.data.source import TextSource, text_data
-from fp4train.data.tokens import TokenData
+from fp4train.data.source import Texts, TextSource
 from fp4train.paths import CacheFolder, DataPaths
 
 
@@ -42,15 +41,13 @@ class Text(TextSource):
                     f"data.column=text reads their text (data.suffixes=[{suffix}]: as it is)"
                 )
 
-    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+    def corpus(self, run_dir: Path) -> Texts:
         suffixes = [f".{suffix.lower().lstrip('.')}" for suffix in self.suffixes]
         paths = input_files(self.path, suffixes, "data.path")
-        return text_data(
-            self,
-            lambda: chain.from_iterable(map(read_pieces, paths)),
-            run_dir,
-            seq_len,
-            f"{shown(self.path)}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
+        return Texts(
+            documents=lambda: chain.from_iterable(map(read_pieces, paths)),
+            val=self.val,
+            description=f"{shown(self.path)}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
             cache_dir=self.cache_dir,
             key={"source": "text", "files": stamp(paths)},
         )

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tokenizer_kinds import tokenizer_json
 
-from fp4train.data import DataError, Stdlib, Text
+from fp4train.data import DataError, HuggingFace, Text
 from fp4train.data.encoding import encoding_key
-from fp4train.data.source import text_data, token_chunks
+from fp4train.data.source import Texts, token_chunks
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.data.tokens import Piece
 
@@ -48,9 +48,29 @@ def test_documents_are_packed_with_their_ends(tmp_path: Path) -> None:
     assert list(token_chunks([], Bytes())) == []
 
 
-def test_no_text_is_too_short_for_a_sequence(tmp_path: Path) -> None:
+def test_no_text_is_too_short_for_a_sequence() -> None:
     with pytest.raises(DataError, match="the training text is 0 tokens long"):
-        text_data(Stdlib(), nothing, tmp_path, 8, "nothing")
+        Texts(documents=nothing, val=0.05, description="nothing").tokens(Bytes(), 8)
+
+
+def test_corpora_of_several_sources_share_a_tokenizer(tmp_path: Path, trained: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.jsonl").write_text("".join(f'{{"text": "{i} foxes"}}\n' for i in range(200)))
+    settings: dict[str, Any] = {"val": 0.5, "cache_dir": str(tmp_path / "cache")}
+    sources = (
+        Text(path=str(tmp_path / "a.txt"), **settings),
+        HuggingFace(path=str(tmp_path / "b.jsonl"), **settings),
+    )
+    tokenizer = Pretrained(name=str(trained), end_of_document="<|endoftext|>").build(
+        nothing, tmp_path / "shared"
+    )
+    for source in sources:
+        data = source.corpus(tmp_path).tokens(tokenizer, 8)
+        ids = np.concatenate([data.train.ids, data.val.ids]).tolist()
+        pieces = source.corpus(tmp_path).documents()
+        texts = "".join(piece.text for piece in pieces)
+        assert tokenizer.decode([i for i in ids if i != tokenizer.end_of_document]) == texts
+        assert data.tokenizer is tokenizer and data.vocab_size == tokenizer.vocab_size
 
 
 def test_more_pieces_than_are_encoded_at_once_stay_in_order() -> None:
