@@ -29,7 +29,7 @@ from fp4train.data.tokens import (
     ids_dtype,
 )
 from fp4train.errors import DataError
-from fp4train.paths import is_hub_name
+from fp4train.paths import PathText, is_hub_name
 
 CHUNK = 1 << 16
 """Ids that are given on at once."""
@@ -153,7 +153,7 @@ class Texts:
     documents: Documents
     val: float
     description: str
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     key: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
 
