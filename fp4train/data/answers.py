@@ -118,12 +118,10 @@ class AnswerFinder:
         """
         if all(_says_something(message) for message in messages if message["role"] == ANSWERS):
             return None
-        filled = [
-            {**message, "content": "x"}
-            if message["role"] == ANSWERS and not _says_something(message)
-            else message
-            for message in messages
-        ]
+        filled = list(messages)
+        for number, message in enumerate(messages):
+            if message["role"] == ANSWERS and not _says_something(message):
+                filled[number] = {**message, "content": "x"}
         try:
             return self._frames_of(filled, words)
         except ValueError:
@@ -151,14 +149,16 @@ class AnswerFinder:
         if not gap.endswith(last):
             raise ValueError(
                 f"{self.renderer.name} ends an answer by what it says, so that answer "
-                f"{frame.answers[-1] + 1} has no "
-                "place: give another one, data.template=FILE.jinja"
+                f"{frame.answers[-1] + 1} has no place: give another one, "
+                "data.template=FILE.jinja"
             )
         spans: list[Span] = []
         for number, literal in zip(frame.answers[:-1], frame.literals[1:-1], strict=True):
             content = messages[number]["content"].strip()
             place = gap.find(content, start)
-            end = -1 if place < 0 else gap.find(literal, place + len(content))
+            end = place
+            if place >= 0:
+                end = gap.find(literal, place + len(content))
             if end < 0:
                 raise ValueError(
                     f"{self.renderer.name} rewrites message {number + 1}, which then has no place"
@@ -209,7 +209,7 @@ def _writes_silent(gap: str, frame: "_Gap", messages: Sequence[Message]) -> bool
     """Whether a gap holds answers without text, written as those that say something are.
 
     Args:
-        frame: what the template writes there where all answers say something.
+        frame: texts that the template writes there where all answers say something.
     """
     if all(_says_something(messages[number]) for number in frame.answers) or not gap.startswith(
         frame.literals[0]
@@ -219,8 +219,9 @@ def _writes_silent(gap: str, frame: "_Gap", messages: Sequence[Message]) -> bool
     for number, literal in zip(frame.answers, frame.literals[1:], strict=True):
         content = messages[number]["content"]
         if _says_something(messages[number]):
-            place = gap.find(content.strip(), at)
-            end = -1 if place < 0 else gap.find(literal, place + len(content.strip()))
+            end = gap.find(content.strip(), at)
+            if end >= 0:
+                end = gap.find(literal, end + len(content.strip()))
         else:
             ends = [
                 at + len(variant)
@@ -256,12 +257,11 @@ class _Words:
         """The messages with words in the place of their contents; with `answers` in that of
         answers, too.
         """
-        return [
-            {**message, "content": f"{self._stem}{number}e"}
-            if _says_something(message) and (answers or message["role"] != ANSWERS)
-            else message
-            for number, message in enumerate(messages)
-        ]
+        replaced = list(messages)
+        for number, message in enumerate(messages):
+            if _says_something(message) and (answers or message["role"] != ANSWERS):
+                replaced[number] = {**message, "content": f"{self._stem}{number}e"}
+        return replaced
 
     def split(self, text: str) -> tuple[list[str], list[int]]:
         """The texts between words, and the numbers of the messages that the words stand for."""
@@ -314,17 +314,19 @@ class _Frames:
         """
         written = gap.literals[0]
         if gap.before < 0:
-            before = ""
+            role = ""
         else:
-            before = self._messages[gap.before]["role"]
-        key = before, written
+            role = self._messages[gap.before]["role"]
+        key = role, written
         if key not in self._prompts:
             if len(self._prompts) >= _KINDS:
                 return written
             prompt = (
                 self._after(self._messages[: gap.answers[0]], gap.before, prompt=True) or written
             )
-            self._prompts[key] = self._first_prompt(prompt, written) if gap.before < 0 else prompt
+            if gap.before < 0:
+                prompt = self._first_prompt(prompt, written)
+            self._prompts[key] = prompt
         return self._prompts[key]
 
     def _first_prompt(self, prompt: str, written: str) -> str:
@@ -333,12 +335,14 @@ class _Frames:
         behind a user's.
 
         Args:
-            prompt: what the template writes as a prompt where there are no messages.
-            written: what it writes before the answer.
+            prompt: text that the template writes as a prompt where there are no messages.
+            written: text that it writes before the answer.
         """
         header = self._prompted[self.common(self._prompted, self._unprompted) :]
         place = written.rfind(header) if header else -1
-        return prompt if place < 0 else written[: place + len(header)]
+        if place < 0:
+            return prompt
+        return written[: place + len(header)]
 
     @cached_property
     def _opening(self) -> tuple[str, str, str]:

@@ -135,10 +135,10 @@ def _read(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | None:
             raise ValueError(f"{size} bytes instead of {tokens} ids of type {dtype}")
         if len(expected) != -(-size // CHUNK):
             raise ValueError(f"{len(expected)} digests of {-(-size // CHUNK)} chunks")
-        found, file.checksums = _checked(file)
-        if found != expected:
-            bad = sum(digest != right for digest, right in zip(found, expected, strict=True))
-            raise ValueError(f"{bad} of {len(found)} chunks are not as they were written")
+        actual, file.checksums = _checked(file)
+        if actual != expected:
+            bad = sum(digest != right for digest, right in zip(actual, expected, strict=True))
+            raise ValueError(f"{bad} of {len(actual)} chunks are not as they were written")
         if _other_owner(folder, name) is not None or os.fstat(descriptor).st_uid != os.geteuid():
             raise ValueError("it was replaced by another user's")
     except FileNotFoundError:
@@ -262,9 +262,9 @@ def _chunks(file: IdFile, sums: Callable[[bytes], Summed]) -> Iterator[Summed]:
         return sums(file.raw(start, min(CHUNK, file.size - start)))
 
     with ThreadPoolExecutor(READERS) as pool, bar:
-        for found in pool.map(of, range(0, file.size, CHUNK)):
+        for summed in pool.map(of, range(0, file.size, CHUNK)):
             bar.update(CHUNK)
-            yield found
+            yield summed
 
 
 def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]:
@@ -276,7 +276,7 @@ def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]
         kept = kept if isinstance(kept, dict) else {}
     except (OSError, ValueError, RecursionError):
         kept = {}
-    before = dict(kept)
+    on_disk = dict(kept)
     for file in token_files:
         name = str(file.path.resolve())
         stamp = dict(zip(("bytes", "changed", "inode"), file.stamp, strict=True))
@@ -284,7 +284,7 @@ def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]
         file.anew = _file_digest
         kept[name] = stamp | {"sha256": file.digest}
     try:
-        if kept != before:
+        if kept != on_disk:
             files.write(run_dir / KEPT, json.dumps(kept).encode(), create=True)
     except OSError as error:
         _log.debug("%s: %s", run_dir / KEPT, error)  # they are read again then

@@ -102,11 +102,11 @@ class Windows:
         """Where the window after the one that ends at `end` begins: where a space follows other
         text, if possible.
         """
-        first = end - self.overlap
-        for place in range(first, end - self.overlap // 2):
+        start = end - self.overlap
+        for place in range(start, end - self.overlap // 2):
             if text[place].isspace() and not text[place - 1].isspace():
                 return place
-        return first
+        return start
 
 
 class Window(NamedTuple):
@@ -344,11 +344,12 @@ class _Join:
         that are tokens of the whole of both, too.
 
         Args:
-            text: the end of the text before; left: its tokens; right: tokens of a beginning of
-                `part`.
+            text: end of the text before.
+            left: its tokens.
+            right: tokens of a beginning of `part`.
         """
-        before = len(left.ids) - _equal_at_start(left.ids[::-1], ids[::-1])
-        left = left.part(slice(before, None))
+        unequal = len(left.ids) - _equal_at_start(left.ids[::-1], ids[::-1])
+        left = left.part(slice(unequal, None))
         right = right.part(slice(_equal_at_start(right.ids, part.ids)))
         seam = self._place(left, right, len(text) - part.window.shared, part.window.shared)
         if seam is None:

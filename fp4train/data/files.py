@@ -15,7 +15,7 @@ from fp4train.data.compressed import plain_name, unpacked
 from fp4train.data.containers import HEAD, TAIL, container
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, data_errors, reason
-from fp4train.text import nearest
+from fp4train.text import first_few, nearest
 
 PIECE_CHARACTERS = 1 << 16
 
@@ -35,26 +35,28 @@ def expanded(path: str, key: str) -> Path:
 
 def existing_path(path: str, key: str) -> Path:
     """`path` if it exists; otherwise an error that names the closest thing there is."""
-    found = expanded(path, key)
+    place = expanded(path, key)
     with data_errors(OSError, before=f"{key}={path} cannot be read: ", message=reason):
-        if found.exists():
-            return found
-    parent = found.absolute().parent
+        if place.exists():
+            return place
+    parent = place.absolute().parent
     while not parent.is_dir():
         parent = parent.parent
-    wanted = found.absolute().relative_to(parent).parts[0]
+    missing = place.absolute().relative_to(parent).parts[0]
     try:
         there = sorted(os.listdir(parent))
     except OSError:
         there = []
-    suffix = Path(wanted).suffix  # names that share no more than it are not alike
+    suffix = Path(missing).suffix  # names that share no more than it are not alike
     alike = {name.removesuffix(suffix): name for name in there if name.endswith(suffix)}
-    others = [name for name in there if not name.endswith(suffix)]
-    near = alike.get(nearest(wanted.removesuffix(suffix), alike) or "") or nearest(wanted, others)
+    of_other_suffix = [name for name in there if not name.endswith(suffix)]
+    near = alike.get(nearest(missing.removesuffix(suffix), alike) or "") or nearest(
+        missing, of_other_suffix
+    )
     if near:
         hint = f" Did you mean {parent / near}?"
     else:
-        hint = f" {parent} holds no {wanted}."
+        hint = f" {parent} holds no {missing}."
     raise DataError(f"{key}={path} does not exist.{hint}")
 
 
@@ -65,27 +67,29 @@ def input_files(paths: str | Sequence[str], suffixes: Sequence[str], key: str) -
     Raises:
         DataError: one means nothing, or nothing that is data; or two mean the same file.
     """
-    found: list[Path] = []
-    for path in (paths,) if isinstance(paths, str) else paths:
+    inputs: list[Path] = []
+    if isinstance(paths, str):
+        paths = (paths,)
+    for path in paths:
         matches = _matches(path, key)
         if matches is None:
             place = existing_path(path, key)
             files = files_of(place, suffixes, key)
             _refuse_parts(place, files, key)
-            found.extend(files)
+            inputs.extend(files)
         else:
-            found.extend(_of_pattern(path, matches, suffixes, key))
-    if not found:
+            inputs.extend(_of_pattern(path, matches, suffixes, key))
+    if not inputs:
         raise DataError(f"{key}=[] names no file")
     seen: dict[str, Path] = {}
-    for file in found:
+    for file in inputs:
         same = seen.setdefault(os.path.realpath(file), file)
         if same is not file:
             raise DataError(
                 f"{key} names {file} twice: what is held out for validation would be trained on"
             )
-    _refuse_copies(found, key)
-    return found
+    _refuse_copies(inputs, key)
+    return inputs
 
 
 def shown(paths: str | Sequence[str]) -> str:
@@ -100,40 +104,39 @@ def _matches(path: str, key: str) -> list[Path] | None:
     pattern = str(expanded(path, key))
     if not glob.has_magic(pattern) or os.path.lexists(pattern):
         return None
-    if found := sorted(Path(match) for match in glob.glob(pattern, recursive=True)):
-        return found
+    if matches := sorted(Path(match) for match in glob.glob(pattern, recursive=True)):
+        return matches
     folder = Path(pattern).parent
     if glob.has_magic(str(folder)) or not folder.is_dir():
         raise DataError(f"{key}={path} matches nothing")
     names = sorted(os.listdir(folder))
-    there = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    raise DataError(f"{key}={path} matches nothing; {folder} holds {there or 'nothing'}")
+    there = first_few(names, 5) or "nothing"
+    raise DataError(f"{key}={path} matches nothing; {folder} holds {there}")
 
 
 def _of_pattern(
     path: str, matches: Sequence[Path], suffixes: Sequence[str], key: str
 ) -> list[Path]:
-    found: list[Path] = []
+    inputs: list[Path] = []
     for match in matches:
         if match.is_dir() or _size(match, key):
-            found.extend(files_of(match, suffixes, key))
-    if not found:
+            inputs.extend(files_of(match, suffixes, key))
+    if not inputs:
         raise DataError(f"{key}={path}: every file that it matches is empty")
-    return found
+    return inputs
 
 
-def _refuse_copies(found: Sequence[Path], key: str) -> None:
+def _refuse_copies(inputs: Sequence[Path], key: str) -> None:
     """Refuse a file beside a compressed one of the same name: one is most likely a copy of the
     other.
     """
     by_name: dict[Path, Path] = {}
-    for file in found:
+    for file in inputs:
         other = by_name.setdefault(file.with_name(plain_name(file)), file)
         if other is not file:
             raise DataError(
                 f"{key}: {file} and {other} have one name: what is held out for validation "
-                "would be trained on. "
-                "Remove one, or name the files that are meant"
+                "would be trained on. Remove one, or name the files that are meant"
             )
 
 
@@ -148,25 +151,25 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
         if not _size(path, key):
             raise DataError(f"{key}={path} is empty")
         return [path]
-    found: list[Path] = []
-    others: Counter[str] = Counter()
+    inputs: list[Path] = []
+    passed_over: Counter[str] = Counter()
     for folder, names, files in os.walk(path, onerror=lambda error: _refuse_folder(error, key)):
         names[:] = [name for name in names if not name.startswith(".")]
         for file in (Path(folder, file) for file in files if not file.startswith(".")):
             if file.suffix.lower() in suffixes or Path(plain_name(file)).suffix in suffixes:
-                found.append(file)
+                inputs.append(file)
             else:
-                others[file.suffix.lower() or "no suffix"] += 1
-    if not found:
+                passed_over[file.suffix.lower() or "no suffix"] += 1
+    if not inputs:
         there = (
-            ", ".join(f"{count} with {suffix}" for suffix, count in others.most_common(5))
+            ", ".join(f"{count} with {suffix}" for suffix, count in passed_over.most_common(5))
             or "no files at all"
         )
         raise DataError(
             f"{key}={path} holds no file with one of the suffixes {', '.join(suffixes)}; it "
             f"holds {there}"
         )
-    filled = sorted(file for file in found if _size(file, key))
+    filled = sorted(file for file in inputs if _size(file, key))
     if not filled:
         raise DataError(
             f"{key}={path}: every file in it with one of the suffixes {', '.join(suffixes)} "

@@ -113,7 +113,7 @@ def environment(now: datetime) -> ImmutableSandboxedEnvironment:
     """The environment of a template.
 
     Args:
-        now: what `strftime_now` writes.
+        now: time that `strftime_now` writes.
     """
 
     def raise_exception(message: object) -> None:

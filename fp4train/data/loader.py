@@ -151,9 +151,9 @@ class Loader:
         targets = rows[:, 1:].contiguous()
         if inner is not None and inner.any():
             tokens = torch.where(torch.from_numpy(inner), ~tokens, tokens)
-        return tokens, targets if silent is None else targets.masked_fill(
-            torch.from_numpy(silent), IGNORED
-        )
+        if silent is not None:
+            targets = targets.masked_fill(torch.from_numpy(silent), IGNORED)
+        return tokens, targets
 
     def loss_factor(self, first: int, count: int) -> float:
         """Factor from the mean loss over all tokens of `count` sequences, those from position
@@ -198,8 +198,8 @@ class Feed:
         """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the run.
 
         Args:
-            then: the position that is asked for next, with the same count; None: nothing is fetched
-                in advance.
+            then: position that is asked for next, with the same count; None: nothing is fetched in
+                advance.
 
         Raises:
             UserError: the rows hold ids that the vocabulary lacks.
@@ -207,10 +207,11 @@ class Feed:
         ahead = self._next
         self._next = None
         self._waits = time.monotonic(), first, count
-        ready = ahead is not None and ahead[:2] == (first, count)
-        fetched = (
-            ahead[2].result() if ahead is not None and ready else self._fetch(first, count)
-        ).rows
+        if ahead is not None and ahead[:2] == (first, count):
+            share = ahead[2].result()
+        else:
+            share = self._fetch(first, count)
+        fetched = share.rows
         self._waits = None
         if then is not None:
             self._next = (then, count, self._thread.submit(self._fetch, then, count))
@@ -236,8 +237,8 @@ class Feed:
         """`Loader.loss_factor` of a whole batch, which is fetched with its rows."""
         size = self.loader.batch_size
         if self._next is not None and self._next[0] // size == batch:
-            first, count, share = self._next
-            self._waits = time.monotonic(), first, count
+            start, count, share = self._next
+            self._waits = time.monotonic(), start, count
             factor = share.result().loss_factor
             self._waits = None
             return factor
@@ -249,11 +250,11 @@ class Feed:
         """
         if (waits := self._waits) is None:
             return None
-        since, first, count = waits
+        since, start, count = waits
         tokens = self.loader.tokens
         place = getattr(tokens.ids, "filename", None)
         of = f"{tokens.name} tokens" + ("" if place is None else f" of {place}")
-        return time.monotonic() - since, f"sequences {first}–{first + count - 1} of the {of}"
+        return time.monotonic() - since, f"sequences {start}–{start + count - 1} of the {of}"
 
     def close(self) -> None:
         """End the thread; `rows` must not be called with `then` afterwards."""
@@ -264,5 +265,6 @@ class Feed:
         rows = self.loader.rows(first, count)
         size = self.loader.batch_size
         factor = self.loader.loss_factor(first // size * size, size)
-        pinned = self.device.type == "cuda"
-        return _Share((rows[0].pin_memory(), rows[1].pin_memory()) if pinned else rows, factor)
+        if self.device.type == "cuda":
+            rows = (rows[0].pin_memory(), rows[1].pin_memory())
+        return _Share(rows, factor)

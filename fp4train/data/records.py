@@ -54,8 +54,9 @@ class PlacedValue(NamedTuple):
     """The value of a record in the column, None where it has none.
 
     Args:
-        place: of the record within its file.
-        columns: those that the record has instead; empty: it has this one.
+        place: place of the record within its file.
+        value: its value in the column.
+        columns: columns that the record has instead; empty: it has this one.
     """
 
     place: str
@@ -69,28 +70,28 @@ def read_records(path: Path, column: str) -> Iterator[PlacedValue]:
     Raises:
         DataError: the file holds no records, is damaged, or lacks the column; it says where.
     """
-    others: dict[str, None] = {}
+    other_columns: dict[str, None] = {}
     rows = _json(path, column)
     if (table := _table(path, "data=hf")) is not None:
         records = table(path, lambda path, schema: [_check_column(path, schema, column)])
         rows = (PlacedValue(place, record[column]) for place, record in records)
-    first: list[PlacedValue] = []
+    head: list[PlacedValue] = []
     for row in rows:
-        first.append(row)
-        others.update(dict.fromkeys(row.columns))
-        if not row.columns or len(first) == LOOKED_AT:
+        head.append(row)
+        other_columns.update(dict.fromkeys(row.columns))
+        if not row.columns or len(head) == LOOKED_AT:
             break
-    if first and first[-1].columns:
-        known = ", ".join(list(others)[:50])
-        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'}.")
-    yield from chain(first, rows)
+    if head and head[-1].columns:
+        listing = ", ".join(list(other_columns)[:50])
+        raise DataError(f"data.column={column} is not in {path}. Its columns: {listing or 'none'}.")
+    yield from chain(head, rows)
 
 
 def read_objects(path: Path, columns: ReadColumns) -> Iterator[tuple[str, Any]]:
     """The place and the value of each record of a file.
 
     Args:
-        columns: those that an object has of a table; in JSON it is whole.
+        columns: columns of a table that an object has; in JSON it is whole.
 
     Raises:
         DataError: the file holds no records, or is damaged; it says where.
@@ -107,7 +108,7 @@ def _table(path: Path, source: str) -> RowReader | None:
     """What reads a file that is a table, by its first bytes; None: it is JSON.
 
     Args:
-        source: that asks, for the message of a refusal.
+        source: option that asks, for the message of a refusal.
     """
     kind = container_of(path)
     if kind is None and (
@@ -164,16 +165,16 @@ def _spread(path: Path, stream: BinaryIO, line: int, text: str) -> Iterator[tupl
     """Values that lines do not divide, in a list or not.
 
     Args:
-        line: the number of the line `text`, the first that is not blank.
+        line: number of the line `text`, the first that is not blank.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     listed = text.lstrip().startswith("[")
     at = text.index("[") + 1 if listed else 0
     more = True
     while True:
-        before = at
+        previous = at
         at = _after_space(text, at, more=", " if listed else "")
-        line += text.count("\n", before, at)
+        line += text.count("\n", previous, at)
         if listed and text.startswith("]", at):
             return
         try:
@@ -211,9 +212,10 @@ def _after_space(text: str, at: int, more: str = "") -> int:
 def _decoded(path: Path, line: int, data: bytes, mark: bytes = b"", decoder: Any = None) -> str:
     """The text of some bytes, within bounds."""
     try:
-        text: str = (
-            data.removeprefix(mark).decode() if decoder is None else decoder.decode(data, not data)
-        )
+        if decoder is None:
+            text = data.removeprefix(mark).decode()
+        else:
+            text = decoder.decode(data, not data)
     except UnicodeDecodeError as error:
         why = f"it is not UTF-8 text ({error.reason}). Convert the file (iconv -t utf-8)"
         if is_binary(data[:HEAD]):
@@ -365,7 +367,8 @@ def _rows(path: Path, batches: Iterator[Any], place: str) -> Iterator[tuple[str,
     """The place and the values of each row of batches."""
     number = 0
     while True:
-        with table_errors(path, f"{place}, after row {number - 1}" if number else place):
+        where = f"{place}, after row {number - 1}" if number else place
+        with table_errors(path, where):
             if (batch := next(batches, None)) is None:
                 return
         for index in range(len(batch)):
@@ -382,8 +385,8 @@ def column_place(path: Path, schema: Any, column: str) -> int:
         DataError: there is none of this name.
     """
     if column not in schema.names:
-        known = ", ".join(schema.names[:50])
-        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'}.")
+        listing = ", ".join(schema.names[:50])
+        raise DataError(f"data.column={column} is not in {path}. Its columns: {listing or 'none'}.")
     return int(schema.names.index(column))
 
 

@@ -33,11 +33,14 @@ class Renderer:
     Args:
         source: the Jinja2 text. variables: texts that it may name. now: what `strftime_now` writes,
             in ISO 8601.
-        name: what errors call it.
+        name: its name in errors.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], *, now: str, name: str) -> None:
-        self.source, self.variables, self.now, self.name = source, dict(variables), now, name
+        self.source = source
+        self.variables = dict(variables)
+        self.now = now
+        self.name = name
         self._process: subprocess.Popen[bytes] | None = None
         self._generation = False
         self._names: frozenset[str] = frozenset()

@@ -51,13 +51,13 @@ class Stdlib(TextSource):
 
 def modules(root: Path) -> list[Path]:
     """Every module below `root` but the tests, in the order of a hash of its name."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, names, files in os.walk(root):
         names[:] = [name for name in names if name not in LEFT_OUT]
-        found.extend(Path(folder, file) for file in files if file.endswith(".py"))
+        paths.extend(Path(folder, file) for file in files if file.endswith(".py"))
 
     def key(path: Path) -> tuple[int, str]:
         name = path.relative_to(root).as_posix()
         return zlib.crc32(name.encode()), name
 
-    return sorted(found, key=key)
+    return sorted(paths, key=key)

@@ -33,8 +33,10 @@ class IdFile:
     """Ids of one type, one after another, in an open file.
 
     Args:
-        descriptor: of the open file; owned from here on.
-        path: for messages.
+        descriptor: descriptor of the open file; owned from here on.
+        path: its path, for messages.
+        dtype: type of the ids.
+        count: number of ids.
         offset: bytes before the first id.
     """
 
@@ -99,8 +101,8 @@ class CheckedFile(IdFile):
         if not np.array_equal(checksums(data), self.checksums[begin:end]):
             raise DataError(
                 f"{self.path} was changed after the run had opened it: bytes "
-                f"{begin * BLOCK:,} to {end * BLOCK:,} are "
-                "not the text of this run any more. Start the command again: it is tokenised anew"
+                f"{begin * BLOCK:,} to {end * BLOCK:,} are not the text of this run any more. "
+                "Start the command again: it is tokenised anew"
             )
         offset = first - begin * BLOCK
         if len(data) == size:
@@ -147,8 +149,7 @@ class WatchedFile(IdFile):
             if stamp[0] != self.stamp[0] or self.anew(_View(self)) != self.digest:
                 raise DataError(
                     f"{self.path} was changed after the run had opened it. Put it back as it "
-                    "was and start the command "
-                    "again, or begin a new run with what it holds now"
+                    "was and start the command again, or begin a new run with what it holds now"
                 )
             self.stamp = stamp
         return data
@@ -197,10 +198,10 @@ class StoredIds(Generic[IdFileKind]):
         if not isinstance(part, slice):
             (number,) = self._stretch(part + len(self) if part < 0 else part, 1)
             return np.int64(number)
-        first, end, step = part.indices(len(self))
+        begin, end, step = part.indices(len(self))
         if step != 1:
             raise ValueError(f"a step of {step}: stored ids are cut in stretches")
-        return StoredIds(self.files, self._first + first, self._first + max(first, end))
+        return StoredIds(self.files, self._first + begin, self._first + max(begin, end))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ids:
         ids = self._stretch(0, len(self))
@@ -216,12 +217,12 @@ class StoredIds(Generic[IdFileKind]):
         once.
         """
         flat = np.asarray(places, np.int64).ravel()
-        found = np.empty(len(flat), self.dtype)
+        ids = np.empty(len(flat), self.dtype)
         borders = np.flatnonzero(np.diff(flat) != 1) + 1
         for begin, end in zip([0, *borders.tolist()], [*borders.tolist(), len(flat)], strict=True):
             if begin < end:
-                found[begin:end] = self._stretch(int(flat[begin]), end - begin)
-        return found.reshape(np.shape(places))
+                ids[begin:end] = self._stretch(int(flat[begin]), end - begin)
+        return ids.reshape(np.shape(places))
 
     def _stretch(self, first: int, count: int) -> Ids:
         if not 0 <= first <= first + count <= len(self):

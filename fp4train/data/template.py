@@ -55,7 +55,7 @@ class ChatTemplate:
     Args:
         source: the Jinja2 text.
         variables: texts that it may name beside the messages: `bos_token`, `eos_token` and others.
-        name: what errors call it.
+        name: its name in errors.
         trained: whether the run learns conversations by it; else it came with the tokenizer, and
             exports hand it on.
         now: the time that it is told, in ISO 8601.
@@ -136,15 +136,16 @@ def find_template(path: str | None, tokenizer: str | None, run_dir: Path) -> Cha
     if kept is not None and kept.trained:
         return kept
     if path is not None:
-        found = ChatTemplate(source=_text(existing_path(path, "data.template")), name=path)
+        template = ChatTemplate(source=_text(existing_path(path, "data.template")), name=path)
     elif kept is not None:
-        found = replace(kept, trained=True)
+        template = replace(kept, trained=True)
     else:
-        found = (None if tokenizer is None else _of_tokenizer(Path(tokenizer))) or ChatTemplate(
-            source=CHATML
-        )
-    found.save(run_dir)
-    return found
+        of_folder = None
+        if tokenizer is not None:
+            of_folder = _of_tokenizer(Path(tokenizer))
+        template = of_folder or ChatTemplate(source=CHATML)
+    template.save(run_dir)
+    return template
 
 
 def keep_template(tokenizer: Path, run_dir: Path) -> None:
@@ -153,8 +154,8 @@ def keep_template(tokenizer: Path, run_dir: Path) -> None:
     Raises:
         DataError: a file cannot be read or written.
     """
-    if kept_template(run_dir) is None and (found := _of_tokenizer(tokenizer)) is not None:
-        replace(found, trained=False).save(run_dir)
+    if kept_template(run_dir) is None and (template := _of_tokenizer(tokenizer)) is not None:
+        replace(template, trained=False).save(run_dir)
 
 
 def kept_template(run_dir: Path) -> ChatTemplate | None:
@@ -187,8 +188,10 @@ def _of_tokenizer(place: Path) -> ChatTemplate | None:
         refused = f"{folder / 'tokenizer_config.json'} is no JSON table: "
         with data_errors(ValueError, TypeError, RecursionError, before=refused):
             settings = dict(json.loads(_text(folder / "tokenizer_config.json", _SETTINGS)))
-    own = folder / "chat_template.jinja"
-    source = _text(own) if own.is_file() else settings.get("chat_template")
+    beside = folder / "chat_template.jinja"
+    source: Any = settings.get("chat_template")
+    if beside.is_file():
+        source = _text(beside)
     if isinstance(source, list):  # several, by name, as transformers wrote them before
         named = {
             entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)

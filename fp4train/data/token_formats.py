@@ -57,7 +57,7 @@ def open_tokens(path: Path, dtype: str | None, key: str) -> WatchedFile:
     """The ids of a token file of any of the formats.
 
     Args:
-        dtype: of the ids of a file that does not say it; None: uint16.
+        dtype: type of the ids of a file that does not say it; None: uint16.
 
     Raises:
         DataError: it is no token file, or not as its header says.
@@ -93,8 +93,7 @@ def open_tokens(path: Path, dtype: str | None, key: str) -> WatchedFile:
     if remainder:
         raise DataError(
             f"{key}={path} has {size:,} bytes, which is no whole number of {file.dtype.name} "
-            "tokens: it is cut off, "
-            f"or another data.dtype is right ({', '.join(DTYPES)})"
+            f"tokens: it is cut off, or another data.dtype is right ({', '.join(DTYPES)})"
         )
     return file
 
@@ -105,7 +104,9 @@ def _layout(path: Path, head: bytes, size: int) -> IdLayout | None:
         return _numpy_layout(path, size)
     if (index := path.with_suffix(".idx")).is_file():
         return IdLayout(np.dtype(_megatron_dtype(index, size)).newbyteorder("<"), 0)
-    magic, version, tokens = struct.unpack("<iii", head[:12]) if len(head) >= 12 else (0, 0, 0)
+    if len(head) < 12:
+        return None
+    magic, version, tokens = struct.unpack("<iii", head[:12])
     if magic not in {*LLMC_MAGICS, *LLMC_OTHERS} or size < LLMC_HEADER_BYTES:
         return None
     if magic in LLMC_OTHERS:
@@ -185,13 +186,12 @@ def _megatron_dtype(index: Path, size: int) -> str:
         if 12 * sequences + 8 * documents > space:
             raise DataError(
                 f"{index} counts {sequences:,} sequences and {documents:,} documents, for "
-                f"which its {space:,} bytes "
-                "are too few: it is cut off or belongs to another"
+                f"which its {space:,} bytes are too few: it is cut off or belongs to another"
             )
         tokens = 0
-        for first in range(0, sequences, LENGTHS_AT_ONCE):
+        for start in range(0, sequences, LENGTHS_AT_ONCE):
             lengths: np.ndarray[Any, np.dtype[np.int32]] = np.fromfile(
-                file, dtype="<i4", count=min(LENGTHS_AT_ONCE, sequences - first)
+                file, dtype="<i4", count=min(LENGTHS_AT_ONCE, sequences - start)
             )
             if len(lengths) and lengths.min() < 0:
                 raise DataError(
@@ -202,8 +202,7 @@ def _megatron_dtype(index: Path, size: int) -> str:
     if expected != size:
         raise DataError(
             f"{index} counts {expected:,} bytes of tokens in {sequences:,} sequences, but its "
-            f".bin file has {size:,}: "
-            "one of the two is cut off or belongs to another"
+            f".bin file has {size:,}: one of the two is cut off or belongs to another"
         )
     return MEGATRON_CODES[code]
 
@@ -212,15 +211,14 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
     """Refuse what is no raw array of ids.
 
     Args:
-        dtype: that the user gives: text is an array of uint8, and every second uint16 of uint32 ids
-            may be 0.
+        dtype: type that the user gives: text is an array of uint8, and every second uint16 of
+            uint32 ids may be 0.
     """
     if (kind := container(head, tail, size)) is not None:
-        unpack = kind.startswith("compressed")
-        raise DataError(
-            f"{path} is {kind}, no array of token ids. "
-            + ("Unpack it first: its places are read in any order" if unpack else _WRITE_RAW)
-        )
+        advice = _WRITE_RAW
+        if kind.startswith("compressed"):
+            advice = "Unpack it first: its places are read in any order"
+        raise DataError(f"{path} is {kind}, no array of token ids. {advice}")
     if dtype != "uint8" and is_numbers(head, size):
         raise DataError(
             f"{path} is text that holds numbers, no array of token ids. Read them "
@@ -229,14 +227,12 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
     if dtype != "uint8" and is_text(head, size):
         raise DataError(
             f"{path} is text, no array of token ids. data=text data.path={path} reads text, "
-            "and data.dtype=uint8 "
-            "takes each byte as an id"
+            "and data.dtype=uint8 takes each byte as an id"
         )
     halves = np.frombuffer(head[: len(head) // 8 * 8], "<u2").reshape(-1, 4)
     if dtype is None and len(halves) >= 16 and not halves[:, 1::2].any() and halves[:, 0::2].any():
-        wide = not halves[:, 2].any()
+        likely = "uint32" if halves[:, 2].any() else "int64"
         raise DataError(
-            f"{path}: every second uint16 is 0, as in an array of "
-            f"{'int64' if wide else 'uint32'}: give its type, "
-            f"data.dtype={'int64' if wide else 'uint32'}, or data.dtype=uint16 if that is right"
+            f"{path}: every second uint16 is 0, as in an array of {likely}: give its type, "
+            f"data.dtype={likely}, or data.dtype=uint16 if that is right"
         )

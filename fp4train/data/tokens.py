@@ -76,21 +76,21 @@ def token_bytes(tokenizer: Tokenizer | None, vocab_size: int) -> Ids | None:
     for special tokens.
 
     None: there is no tokenizer. One that says it itself has a method `token_bytes`; of another an
-        id has what its text
-    adds to that of the id before it.
+    id has what its text adds to that of the id before it.
     """
     if tokenizer is None:
         return None
-    if (own := getattr(tokenizer, "token_bytes", None)) is not None:
-        found: Ids = own()
-        return found
+    if (method := getattr(tokenizer, "token_bytes", None)) is not None:
+        sizes: Ids = method()
+        return sizes
 
     def length(ids: list[int]) -> int:
         return len(tokenizer.decode(ids).encode())
 
     anchor = tokenizer.encode("a")
     return np.array(
-        [length([*anchor, each]) - length(anchor) for each in range(vocab_size)], dtype=np.int64
+        [length([*anchor, token_id]) - length(anchor) for token_id in range(vocab_size)],
+        dtype=np.int64,
     )
 
 
@@ -101,16 +101,18 @@ def check_tokenizer(tokenizer: object) -> None:
     if not hasattr(tokenizer, "build"):
         raise ValueError(
             f"data.tokenizer={tokenizer!r}: a kind of tokenizer is chosen with a slash, "
-            "data/tokenizer=bytes, "
-            "data/tokenizer=bpe, or data/tokenizer=pretrained data.tokenizer.name=FILE_OR_HUB_NAME"
+            "data/tokenizer=bytes, data/tokenizer=bpe, or data/tokenizer=pretrained "
+            "data.tokenizer.name=FILE_OR_HUB_NAME"
         )
 
 
 def ids_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest unsigned type that holds every id below `vocab_size`."""
-    return np.dtype(
-        np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32
-    )
+    if vocab_size <= 1 << 8:
+        return np.dtype(np.uint8)
+    if vocab_size <= 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
 
 
 def fingerprint(ids: TokenIds) -> str:
@@ -219,8 +221,8 @@ def hold_out(
     """Cut `ids` into a training part and, at its end, a validation part of `val` (a share, or
     tokens).
     """
-    held = int(len(ids) * val) if val < 1 else int(val)
-    cut = max(len(ids) - held, 0)
+    held_out = int(len(ids) * val) if val < 1 else int(val)
+    cut = max(len(ids) - held_out, 0)
     borders = borders or borders_of(None, tokenizer)
     if borders:
         movable = max(min((len(ids) - cut) // 2, len(ids) - cut - (seq_len + 1)), 0)
@@ -256,9 +258,8 @@ def token_data(
         if len(part) < seq_len + 1:
             raise DataError(
                 f"the {name} text is {len(part):,} tokens long, but a sequence needs "
-                f"train.seq_len+1 = {seq_len + 1:,} "
-                f"({description}; {whole}). Use more text or a smaller train.seq_len, or hold "
-                "out another part."
+                f"train.seq_len+1 = {seq_len + 1:,} ({description}; {whole}). Use more text or a "
+                "smaller train.seq_len, or hold out another part."
             )
     parts = TokenArray(train, vocab_size, "train"), TokenArray(val, vocab_size, "val")
     for tokens in parts:

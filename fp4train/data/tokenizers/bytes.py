@@ -44,15 +44,15 @@ class Bytes:
 
         # GPT-2 spells a byte by a character that shows
         shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        rest = sorted(set(range(256)) - set(shown))
-        vocabulary = {chr(each): each for each in shown} | {
-            chr(256 + n): each for n, each in enumerate(rest)
+        hidden = sorted(set(range(256)) - set(shown))
+        vocabulary = {chr(byte): byte for byte in shown} | {
+            chr(256 + n): byte for n, byte in enumerate(hidden)
         }
-        made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.decoder = decoders.ByteLevel()
-        made.add_special_tokens([AddedToken(self.end, special=True)])
-        text: str = made.to_str()
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(self.end, special=True)])
+        text: str = tokenizer.to_str()
         return text
 
     @property

@@ -25,16 +25,14 @@ from fp4train.errors import DataError, data_errors, reason
 from fp4train.text import shortened
 
 ENDS = (
-    *(
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "</s>",
-        "<eos>",
-        "<|eos|>",
-        "<|endofdocument|>",
-        "[EOS]",
-        "[SEP]",
-    ),
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|endofdocument|>",
+    "[EOS]",
+    "[SEP]",
     "<|end|>",  # of exported byte tokens
 )
 
@@ -133,22 +131,22 @@ class JsonTokenizer:
         A byte-level tokenizer spells each byte as a character; others spell a byte that is no
         character <0xE2>.
         """
-        found = np.zeros(self.vocab_size, dtype=np.int64)
+        sizes = np.zeros(self.vocab_size, dtype=np.int64)
         added = self._tokenizer.get_added_tokens_decoder()
         byte_level = "ByteLevel" in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
         anchor = self.encode("a")
         with library_errors(f"{self._what} cannot decode ids"):
-            before = len(self._decoded(anchor).encode())
+            anchor_size = len(self._decoded(anchor).encode())
             for text, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
                 if number in added:
-                    found[number] = 0 if added[number].special else len(text.encode())
+                    sizes[number] = 0 if added[number].special else len(text.encode())
                 elif byte_level:
-                    found[number] = len(text)
+                    sizes[number] = len(text)
                 elif re.fullmatch(r"<0x[0-9A-F]{2}>", text):
-                    found[number] = 1
+                    sizes[number] = 1
                 else:
-                    found[number] = len(self._decoded([*anchor, number]).encode()) - before
-        return found
+                    sizes[number] = len(self._decoded([*anchor, number]).encode()) - anchor_size
+        return sizes
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         with library_errors(f"{self._what} cannot encode the text"):
@@ -159,8 +157,8 @@ class JsonTokenizer:
         """As `encode_batch`, with the characters that each id stands for."""
         with library_errors(f"{self._what} cannot encode the text"):
             return [
-                _encoded(found)
-                for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+                _encoded(encoding)
+                for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
             ]
 
     def encode(self, text: str) -> list[int]:
@@ -171,8 +169,8 @@ class JsonTokenizer:
         """A line of text with capitals, spaces and line breaks, as it comes back from encoding and
         decoding; None: all of it is kept.
         """
-        found = self.decode(self.encode(_SAMPLE))
-        return None if found == _SAMPLE else found
+        decoded = self.decode(self.encode(_SAMPLE))
+        return None if decoded == _SAMPLE else decoded
 
     @property
     def special_tokens(self) -> list[str]:
@@ -197,12 +195,12 @@ class JsonTokenizer:
         return text
 
 
-def _encoded(found: Any) -> Encoded:
+def _encoded(encoding: Any) -> Encoded:
     """The arrays of an `Encoding` of the library."""
-    offsets = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
-    words = np.array([-1 if word is None else word for word in found.word_ids], dtype=np.int64)
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    words = np.array([-1 if word is None else word for word in encoding.word_ids], dtype=np.int64)
     begins = np.diff(words, prepend=-2) != 0
-    return Encoded(np.array(found.ids, dtype=np.uint32), offsets[:, 0], offsets[:, 1], begins)
+    return Encoded(np.array(encoding.ids, dtype=np.uint32), offsets[:, 0], offsets[:, 1], begins)
 
 
 @contextmanager

@@ -33,17 +33,17 @@ def quiet_panics() -> Iterator[None]:
     Threads take turns.
     """
     with _ALONE, tempfile.TemporaryFile(buffering=0) as kept:
-        before = -1
+        original = -1
         # there is no standard error, or no descriptor is left: nothing is kept
         with suppress(OSError):
-            before = os.dup(_ERROR)
+            original = os.dup(_ERROR)
             os.dup2(kept.fileno(), _ERROR)
         try:
             yield
         finally:
-            if before >= 0:
-                os.dup2(before, _ERROR)
-                os.close(before)
+            if original >= 0:
+                os.dup2(original, _ERROR)
+                os.close(original)
                 with suppress(OSError):
                     kept.seek(0)
                     os.write(_ERROR, _PANIC.sub(b"", kept.read()))

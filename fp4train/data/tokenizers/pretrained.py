@@ -36,12 +36,12 @@ class Pretrained:
             origin = f"{self.name} {self.revision}"
         # else nothing is read but the run's own copy
         new = not (run_dir / "tokenizer.json").exists()
-        found = run_tokenizer(
+        tokenizer = run_tokenizer(
             run_dir, origin, self._read, self.end_of_document, self.begin_of_document
         )
         if new and not is_hub_name(self.name):
             keep_template(Path(self.name), run_dir)
-        return found
+        return tokenizer
 
     def open(self) -> JsonTokenizer:
         """The tokenizer without a copy in a run.
@@ -59,18 +59,18 @@ class Pretrained:
 
     def _read(self) -> tuple[str, str]:
         path = self._find()
-        before = f"data.tokenizer.name={self.name}: "
-        with data_errors(OSError, before=f"{before}{path} cannot be read: ", message=reason):
+        prefix = f"data.tokenizer.name={self.name}: "
+        with data_errors(OSError, before=f"{prefix}{path} cannot be read: ", message=reason):
             data = files.read(path.resolve(), LIMIT)
-        with data_errors(ValueError, before=f"{before}{path} is no JSON file: "):
+        with data_errors(ValueError, before=f"{prefix}{path} is no JSON file: "):
             return data.decode(), str(path)
 
     def _find(self) -> Path:
         if not is_hub_name(self.name):
-            found = existing_path(self.name, "data.tokenizer.name")
-            if found.is_dir():
-                return existing_path(str(found / "tokenizer.json"), "data.tokenizer.name")
-            return found
+            place = existing_path(self.name, "data.tokenizer.name")
+            if place.is_dir():
+                return existing_path(str(place / "tokenizer.json"), "data.tokenizer.name")
+            return place
         with data_errors(
             ImportError, before="a hub name needs the package huggingface_hub (", after=")"
         ):
@@ -89,9 +89,8 @@ class Pretrained:
         except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
             raise DataError(
                 f"data.tokenizer.name={self.name}: there is no such file here, and the "
-                "Hugging Face hub cannot be "
-                "reached. Give the path of a tokenizer.json, or use data/tokenizer=bytes or "
-                "data/tokenizer=bpe."
+                "Hugging Face hub cannot be reached. Give the path of a tokenizer.json, or use "
+                "data/tokenizer=bytes or data/tokenizer=bpe."
             ) from error
         # no such repository, gated, without a tokenizer.json, HTTP errors
         except Exception as error:
