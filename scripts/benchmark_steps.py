@@ -141,7 +141,8 @@ def bare_loop(run: Run, device: torch.device) -> Callable[[], None]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if isinstance(model, Routed):
-            model.fp4train_even_out(model.fp4train_routed()[:, :-3], none_failed)
+            routers = model.fp4train_routers()
+            routers.even_out(routers.seen(device)[:, : routers.experts], none_failed)
         loss.item()
         steps += 1
 

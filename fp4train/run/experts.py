@@ -10,27 +10,18 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
-from fp4train.models.common.experts import BALANCE, DROPPED, Z
+from fp4train.models.common.router import BALANCE, DROPPED, Routers, Z
 from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.state.base import Trained
 
 
 @runtime_checkable
 class Routed(Protocol):
-    """A model with routers, or a part of one: every part says so, whether it has routers or not."""
+    """A model with routers, or a part of one."""
 
-    def fp4train_routed(self) -> Tensor:
-        """A row per block of the whole model: assignments to each of its E experts, how many of
-        them were dropped, the sum over sequences of its loss of balance, and that of its z-loss;
-        float64 [blocks, E + 3], since the last call.
-        """
-
-    def fp4train_even_out(self, loads_LE: Tensor, failed: Tensor) -> None:
-        """Move what balances the experts, given the load of the whole batch; not where bool []
-        `failed` is True.
-        """
+    def fp4train_routers(self) -> Routers:
+        """The routers that the part has."""
 
 
 def even_out(run: Trained, step: Step) -> None:
@@ -46,9 +37,10 @@ def even_out(run: Trained, step: Step) -> None:
     """
     model = run.model
     assert isinstance(model, Routed) and run.failed is not None
-    seen = run.world.summed(model.fp4train_routed())
-    count = seen.shape[1] - 3
-    model.fp4train_even_out(seen[:, :count], run.failed)
+    routers = model.fp4train_routers()
+    seen = run.world.summed(routers.seen(run.world.device))
+    count = routers.experts
+    routers.even_out(seen[:, :count], run.failed)
     numbers = Numbers(seen.flatten())
 
     def load() -> Values:

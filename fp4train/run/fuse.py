@@ -15,7 +15,7 @@ from fp4train.config.schema import TrainSettings
 from fp4train.errors import UserError
 from fp4train.kernels import cpu
 from fp4train.models.common import liger, on_cpu
-from fp4train.models.common.operators import Fusible, use
+from fp4train.models.common.operators import operations_of, use
 from fp4train.nn.produced import Producer
 from fp4train.precision.layers import find_blocks
 from fp4train.run.produced import producers_of, why_not_produced
@@ -77,8 +77,7 @@ def operations_in_c(
     """
     if not _in_c(train, device):
         return []
-    parts = (part for part in model.modules() if isinstance(part, Fusible))
-    operations = (operation for part in parts for operation in part.fp4train_operations())
+    operations = [operation for operation in operations_of(model) if operation.software is None]
 
     def why_not(kind: str, width: int) -> str | None:
         if kind == "gate" and not on_cpu.whole_vectors(tokens * width):
@@ -88,7 +87,7 @@ def operations_in_c(
             )
         return on_cpu.why_not(kind, width, dtype)
 
-    reasons = Counter(why_not(kind, width) for kind, width in operations)
+    reasons = Counter(why_not(operation.kind, operation.width) for operation in operations)
     return [
         f"{count} norms, gates and rotations run in "
         + (
@@ -104,11 +103,11 @@ def kernels_of_layers(model: nn.Module, device: str, *, deterministic: bool) -> 
     """Sentences of a model's layers on the software that computes them on devices of this type,
     each once.
 
-    A layer that can take kernels of other software says so by `fp4train_kernels(device,
-    deterministic)`.
+    A layer that can take kernels of other software says so by `Operation.software`.
     """
-    asked = (getattr(module, "fp4train_kernels", None) for module in model.modules())
-    return list(dict.fromkeys(says(device, deterministic) for says in asked if says))
+    softwares = [operation.software for operation in operations_of(model)]
+    sentences = (software(device, deterministic) for software in softwares if software)
+    return list(dict.fromkeys(sentences))
 
 
 def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:

@@ -78,7 +78,7 @@ def watching(run: Run, recipe: Recipe) -> Iterator[WatchedLayers]:
         run.optimizer.zero_grad(set_to_none=True)
         run.load_scaling(scaling)
         if isinstance(run.model, Routed):
-            run.model.fp4train_routed()  # of the eager pass
+            run.model.fp4train_routers().seen(run.world.device)  # of the eager pass
         seed_model(run)
         yield watched
 

@@ -16,6 +16,7 @@ from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.linear import Linear
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.produced import NormProducer, Producer, why_padded
+from fp4train.parameters import INPUT, declared
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize import triton, triton_launch
 from fp4train.text import first_few, ranges
@@ -31,27 +32,31 @@ _BLOCK = re.compile(r"\bblocks\.(\d+)\.(.+)")
 
 
 def producers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Producer | str]]:
-    """Each norm and gate of `model` that may quantise its result, as `fp4train_produced` of a part
-    of it names them, with its producer, or why none is possible.
+    """Each norm and gate of `model` that may quantise its result, as its table of parameters says
+    (`ParameterSpec.reads`), with its producer, or why none is possible.
     """
-    for part in model.modules():
-        for owner, readers, writers in getattr(part, "fp4train_produced", tuple)():
-            others = [
-                type(each).__name__
-                for each in (*readers, *writers)
-                if not isinstance(each, PlannedLayer)
-            ]
-            if not hasattr(owner, "producer"):
-                yield owner, f"{type(owner).__name__} asks no producer"
-            elif others:
-                yield owner, f"a module that takes no codes ({others[0]}) reads the same"
-            else:
-                producer: Producer
-                if writers:
-                    producer = FusedGatedMLP(*cast(Sequence[Linear], (*writers, *readers)))
-                else:
-                    producer = NormProducer(readers, kind=getattr(owner, "source", "norm"))
-                yield owner, producer
+    readers: dict[str, list[nn.Module]] = {}
+    writers: dict[str, list[nn.Module]] = {}
+    for spec in declared(model).values():
+        if spec.reads not in ("", INPUT):
+            readers.setdefault(spec.reads, []).append(model.get_submodule(spec.layer))
+        if spec.gates:
+            writers.setdefault(spec.gates, []).append(model.get_submodule(spec.layer))
+    for name, modules in readers.items():
+        owner = model.get_submodule(name)
+        made_by = writers.get(name, [])
+        layers = [module for module in modules if isinstance(module, PlannedLayer)]
+        sources = [module for module in made_by if isinstance(module, PlannedLayer)]
+        others = [module for module in (*modules, *made_by) if not isinstance(module, PlannedLayer)]
+        if not hasattr(owner, "producer"):
+            yield owner, f"{type(owner).__name__} asks no producer"
+        elif others:
+            kind = type(others[0]).__name__
+            yield owner, f"a module that takes no codes ({kind}) reads the same"
+        elif sources:
+            yield owner, FusedGatedMLP(*cast(Sequence[Linear], (*sources, *layers)))
+        else:
+            yield owner, NormProducer(layers, kind=getattr(owner, "source", "norm"))
 
 
 def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = False) -> str | None:
@@ -78,7 +83,7 @@ def check_asked(model: nn.Module) -> None:
         name for name, each in producers if isinstance(each, Producer) and not each.asked
     ]:
         _log.warning(
-            "%s: named by fp4train_produced, and no producer was asked in the first step. "
+            "%s: read by the layers that the table of parameters says, and no producer was asked in the first step. "
             "They write BF16, whatever "
             "the plan says: the `forward` of their class asks none",
             first_few(silent, _NAMED),

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from fp4train.parameters import Split, ParameterSpec
-from fp4train.models.common.experts import Balance, ExpertLayer, ExpertShape
+from fp4train.models.common.experts import ExpertLayer
+from fp4train.models.common.router import Balance, ExpertShape
 from fp4train.nn.executors import join_states
 from fp4train.nn.experts import Experts
 from fp4train.nn.ranks import Ranks, local

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.config import composition, to_config
-from fp4train.models.common.experts import DROPPED, Balance, ExpertLayer, ExpertShape
+from fp4train.models.common.experts import ExpertLayer
+from fp4train.models.common.router import DROPPED, Balance, ExpertShape
 from fp4train.models.families import family_for, family_of
 from fp4train.models.moe import MixtureModel, MixtureOfExperts
 from fp4train.nn.call import Call
@@ -338,11 +339,11 @@ def test_neither_microbatches_nor_recomputation_change_gradients_and_loads() -> 
     model = small(balance=balance)
     lazy = small(balance=balance, recompute=True)
     whole = gradients(model)
-    seen = model.fp4train_routed()
+    seen = model.fp4train_routers().seen(torch.device("cpu"))
     assert seen[:, :4].sum() == 2 * 4 * 32 * 2 and seen[:, 4].all()
     for other, parts in ((model, 4), (lazy, 1)):
         found = gradients(other, parts)
-        loads = other.fp4train_routed()
+        loads = other.fp4train_routers().seen(torch.device("cpu"))
         assert torch.equal(loads[:, :5], seen[:, :5])
         torch.testing.assert_close(loads, seen, rtol=1e-6, atol=0)
         for name, grad in whole.items():

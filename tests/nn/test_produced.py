@@ -36,7 +36,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import fp4train as f4
 from fp4train.config.schema import TrainSettings
-from fp4train.models.common.experts import ExpertShape
+from fp4train.models.common.router import ExpertShape
 from fp4train.models.common.liger import use_liger
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena

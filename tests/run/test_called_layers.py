@@ -74,7 +74,7 @@ def test_the_fix_that_the_error_names_trains_and_a_gate_that_asks_no_producer_is
     assert ended.code == 0
     assert (
         ended.err.count(
-            "blocks.0.mlp, blocks.1.mlp: named by fp4train_produced, and no producer was asked"
+            "blocks.0.mlp, blocks.1.mlp: read by the layers that the table of parameters says, and no "
         )
         == 1
     )

@@ -17,7 +17,7 @@ import fp4train as f4
 from fp4train.errors import UserError
 from fp4train.models import Architecture
 from fp4train.models.common import scan
-from fp4train.models.common.experts import ExpertShape
+from fp4train.models.common.router import ExpertShape
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import Hyena
 from fp4train.models.hyena.model import FilterShape

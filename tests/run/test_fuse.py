@@ -23,7 +23,7 @@ from fp4train.kernels import cpu
 from fp4train.models.common import liger, on_cpu
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.on_cpu import CpuOperators
-from fp4train.models.common.operators import OF_TORCH
+from fp4train.models.common.operators import OF_TORCH, Operation
 from fp4train.models.llama import Llama
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.parallel.world import World
@@ -305,7 +305,10 @@ def test_a_run_on_a_gpu_takes_them_unless_torchs_are_asked_for(
 class Layer(torch.nn.Module):
     """A layer of a user's own."""
 
-    def fp4train_kernels(self, device: str, deterministic: bool) -> str:
+    def fp4train_operations(self) -> list[Operation]:
+        return [Operation(kind="recurrence", width=2, software=self.software)]
+
+    def software(self, device: str, deterministic: bool) -> str:
         return f"recurrences by own kernels on {device}{' in order' if deterministic else ''}"
 
 

@@ -14,7 +14,7 @@ import fp4train as f4
 from fp4train.config.schema import TrainSettings
 from fp4train.kernels import cpu
 from fp4train.models.common import on_cpu
-from fp4train.models.common.experts import ExpertShape
+from fp4train.models.common.router import ExpertShape
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.llama import Llama
 from fp4train.models.moe import MixtureOfExperts

@@ -21,10 +21,10 @@ from fp4train.backends import widened
 from fp4train.models.common.cache import KeyValues, seen_mask
 from fp4train.models.common.cut import shared_by
 from fp4train.models.common.liger import Liger
-from fp4train.models.common.operators import Fusible
+from fp4train.models.common.operators import Fusible, Operation
 from fp4train.models.common.stream import StreamNorm, StreamTerms
 from fp4train.nn.planned import is_watched
-from fp4train.parameters import ParameterSpec, Split, inside, linear, norm
+from fp4train.parameters import INPUT, ParameterSpec, Split, inside, linear, norm
 
 
 class RMSNorm(Fusible, StreamNorm):
@@ -42,9 +42,9 @@ class RMSNorm(Fusible, StreamNorm):
             return super()._unfused(stream)
         return self.operators.add_rms_norm(*stream, self._weight(stream.x.dtype), self.eps)
 
-    def fp4train_operations(self) -> Sequence[tuple[str, int]]:
+    def fp4train_operations(self) -> Sequence[Operation]:
         """Itself."""
-        return (("norm", self.weight.shape[-1]),)
+        return (Operation(kind="norm", width=self.weight.shape[-1]),)
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
         return (self.weight if self.tensor is None else shared_by(self.tensor, self.weight)).to(
@@ -123,7 +123,12 @@ def attention_parameters(name: str, stored: str, *, qk_norm: bool = False) -> li
             spec
             for letter, counts in heads.items()
             for spec in linear(
-                f"w{letter}", f"{letter}_proj", cut=Split.OUT, fused="qkv", counts=counts
+                f"w{letter}",
+                f"{letter}_proj",
+                cut=Split.OUT,
+                reads=INPUT,
+                fused="qkv",
+                counts=counts,
             )
         ),
         *linear("wo", "o_proj", cut=Split.IN),
@@ -147,8 +152,6 @@ class Attention(Fusible, nn.Module):
         qk_norm: ε of an RMSNorm over each head of queries and keys before their rotation, as in
             Qwen3; None: no norm.
     """
-
-    reads = ("wq", "wk", "wv")
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 those here, Liger's kernels on NVIDIA GPUs (`liger.py`), or C kernels on CPUs (`on_cpu.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -37,16 +38,38 @@ class Operators:
 OF_TORCH: Final = Operators()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """An operation between products, which other kernels than torch's may compute.
+
+    Args:
+        kind: "norm", "gate" or "rotation", which C kernels may compute (`on_cpu.why_not`); or another.
+        width: number of features.
+        software: what computes it instead on a type of device, deterministic or not, in words; None:
+            `Operators` do.
+    """
+
+    kind: str
+    width: int
+    software: Callable[[str, bool], str] | None = None
+
+
 class Fusible:
     """A module that has such operations, its own or those of a part that cannot know of them."""
 
     operators: Operators = OF_TORCH
 
-    def fp4train_operations(self) -> Sequence[tuple[str, int]]:
-        """(Kind, features) of its own operations that C kernels may compute; see
-        `on_cpu.why_not`.
-        """
+    def fp4train_operations(self) -> Sequence[Operation]:
+        """Its own operations."""
         return ()
+
+
+def operations_of(model: nn.Module) -> Iterator[Operation]:
+    """The operations of a model, as its modules name them in `fp4train_operations`."""
+    for module in model.modules():
+        operations = getattr(module, "fp4train_operations", None)
+        if operations is not None:
+            yield from operations()
 
 
 def use(model: nn.Module, operators: Operators, *, spare: Iterable[nn.Module] = ()) -> None:

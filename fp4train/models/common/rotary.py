@@ -2,9 +2,12 @@
 share.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +22,20 @@ from fp4train.models.common.layers import (
     attention_parameters,
     rope_angles,
 )
-from fp4train.models.common.operators import Fusible
+from fp4train.models.common.operators import Fusible, Operation
 from fp4train.models.common.shape import DecoderShape
-from fp4train.models.common.stream import Produced, StreamTerms, handed_on, produced_norms
-from fp4train.parameters import Computed, ParameterSpec, Split, inside, linear, norm
+from fp4train.models.common.stream import StreamTerms, handed_on
+from fp4train.parameters import (
+    INPUT,
+    ITSELF,
+    Computed,
+    ParameterSpec,
+    Split,
+    fed_by,
+    inside,
+    linear,
+    norm,
+)
 
 if TYPE_CHECKING:
     from fp4train.nn.gated_mlp import FusedGatedMLP
@@ -50,6 +63,10 @@ class RotaryShape(DecoderShape):
     rope_scaling: RopeScaling | None = None
 
     @property
+    def block_type(self) -> type[RotaryBlock]:
+        return RotaryBlock
+
+    @property
     def residual_terms(self) -> int:
         return 2 * self.layers
 
@@ -74,16 +91,26 @@ class RotaryShape(DecoderShape):
 
 
 def gated_mlp_parameters(
-    name: str, stored: str, places: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+    name: str,
+    stored: str,
+    places: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    gate: bool = True,
 ) -> list[ParameterSpec]:
-    """The parameters of a gated MLP; `stored` is the module's name in a folder, `places` are those
-    of its layers.
+    """The parameters of a gated MLP.
+
+    Args:
+        stored: name of the module in a folder.
+        places: names of its layers there.
+        gate: whether the module asks a producer for its gate, as `SwiGLU` does.
     """
-    gate, up, down = places
+    names = dict(zip(("gate", "up", "down"), places, strict=True))
+    gates = ITSELF if gate else ""
+    into = partial(linear, cut=Split.OUT, reads=INPUT, gates=gates, fused="gate and up")
     specs = [
-        *linear("gate", gate, cut=Split.OUT, fused="gate and up"),
-        *linear("up", up, cut=Split.OUT, fused="gate and up"),
-        *linear("down", down, cut=Split.IN),
+        *into("gate", names["gate"]),
+        *into("up", names["up"]),
+        *linear("down", names["down"], cut=Split.IN, reads=gates),
     ]
     return [*inside(name, stored, specs)]
 
@@ -103,8 +130,7 @@ def rotary_ends(shape: RotaryShape, *, copied: bool = False) -> list[ParameterSp
 class SwiGLU(Fusible, nn.Module):
     """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
 
-    reads = ("gate", "up")
-    producer: "FusedGatedMLP | None" = None
+    producer: FusedGatedMLP | None = None
     """Its layers as one, whose product is quantised where it is made; None: they are called one by
     one.
     """
@@ -115,10 +141,6 @@ class SwiGLU(Fusible, nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def fp4train_produced(self) -> Produced:
-        """The product, which `down` alone reads, and its gradients, which gate and up do."""
-        return ((self, (self.down,), (self.gate, self.up)),)
-
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.producer is not None and (out := self.producer(x_BTD)) is not None:
             return out
@@ -127,19 +149,25 @@ class SwiGLU(Fusible, nn.Module):
         product: Tensor = self.down(self.operators.silu_product(gate, up))
         return product
 
-    def fp4train_operations(self) -> Sequence[tuple[str, int]]:
+    def fp4train_operations(self) -> Sequence[Operation]:
         """The product."""
-        return (("gate", self.gate.weight.shape[0]),)
+        return (Operation(kind="gate", width=self.gate.weight.shape[0]),)
 
 
-def attention_block_parameters(shape: RotaryShape) -> list[ParameterSpec]:
-    """The parameters of a `RotaryBlock` beside those of its MLP, with the names that Llama has in
-    transformers.
+def rotary_block_parameters(
+    shape: RotaryShape, mlp: Iterable[ParameterSpec]
+) -> list[ParameterSpec]:
+    """The parameters of a `RotaryBlock`, with the names that Llama has in transformers.
+
+    Args:
+        mlp: parameters of its MLP, named as in the block.
     """
+    attention = attention_parameters("attention", "self_attn", qk_norm=shape.qk_norm)
     return [
         norm("attention_norm", "input_layernorm.weight"),
         norm("mlp_norm", "post_attention_layernorm.weight"),
-        *attention_parameters("attention", "self_attn", qk_norm=shape.qk_norm),
+        *fed_by("attention_norm", attention),
+        *fed_by("mlp_norm", mlp),
     ]
 
 
@@ -160,13 +188,9 @@ class RotaryBlock(Fusible, nn.Module):
         self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
         self.mlp = mlp
 
-    def fp4train_operations(self) -> Sequence[tuple[str, int]]:
+    def fp4train_operations(self) -> Sequence[Operation]:
         """The rotation of queries and keys."""
-        return (("rotation", self.attention.head_dim),)
-
-    def fp4train_produced(self) -> Produced:
-        """The norms."""
-        return produced_norms((self.attention_norm, self.attention), (self.mlp_norm, self.mlp))
+        return (Operation(kind="rotation", width=self.attention.head_dim),)
 
     def forward(
         self,

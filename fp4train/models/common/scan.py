@@ -13,7 +13,7 @@ Dimensions: B batch, T time, D width, H heads, P elements of a head, G groups, N
 state, C chunks, L tokens of a chunk, R heads of a group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import first_of_document, short_convolution
 from fp4train.models.common.cut import HoldsParts
+from fp4train.models.common.operators import Operation
 
 STEP = (1e-3, 0.1)
 """The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section
@@ -172,8 +173,6 @@ class Mamba2(HoldsParts, nn.Module):
             none.
     """
 
-    reads = ("in_proj",)
-
     def __init__(
         self,
         *,
@@ -301,7 +300,12 @@ class Mamba2(HoldsParts, nn.Module):
         out: Tensor = self.out_proj((self.held(self.norm.weight) * y).to(u_BTD.dtype))
         return out
 
-    def fp4train_kernels(self, device: str, deterministic: bool) -> str:
+    def fp4train_operations(self) -> Sequence[Operation]:
+        """The scan."""
+        width = self.heads * self.head_dim
+        return (Operation(kind="scan", width=width, software=self._software),)
+
+    def _software(self, device: str, deterministic: bool) -> str:
         """Software that computes the scan and its convolution on devices of this type, in words."""
         why = scan_kernels.why_torch(self.kernels, device, deterministic)
         if why := why or scan_kernels.why_missing(scan_kernels.SCAN):

@@ -6,7 +6,6 @@ one, to which a block hands both terms.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,11 +16,6 @@ from fp4train.nn.planned import is_watched
 
 if TYPE_CHECKING:
     from fp4train.nn.produced import NormProducer
-
-Produced = Sequence[tuple[nn.Module, Sequence[nn.Module], Sequence[nn.Module]]]
-"""Modules that may get a `producer` (`nn/produced.py`): each with all that reads its result, and
-the layers that made what a gate is computed from.
-"""
 
 
 class StreamTerms(NamedTuple):
@@ -45,18 +39,6 @@ def handed_on(x: Tensor, change: Tensor) -> Tensor | StreamTerms:
     if torch.compiler.is_compiling():
         return x + change
     return StreamTerms(x, change)
-
-
-def produced_norms(*pairs: tuple[nn.Module, nn.Module]) -> Produced:
-    """The norms of (norm, the module that takes its result and nothing else does), each with what
-    reads it there: the submodules that the module names in `reads`. One that names none has no
-    producer.
-    """
-    found = [
-        (norm, [part.get_submodule(name) for name in getattr(part, "reads", ())], ())
-        for norm, part in pairs
-    ]
-    return [each for each in found if each[1]]
 
 
 class StreamNorm(nn.RMSNorm):

@@ -36,14 +36,16 @@ from fp4train.models.common.layers import Attention, RMSNorm, attention_paramete
 from fp4train.models.common.scan import STEP, Mamba2, ScanState, step_before_softplus
 from fp4train.models.common.scan_kernels import CHOICES
 from fp4train.models.common.shape import DecoderShape, check_pattern
-from fp4train.models.common.stream import Produced, StreamTerms, handed_on, produced_norms
+from fp4train.models.common.stream import StreamTerms, handed_on
 from fp4train.parameters import (
+    INPUT,
     ONES,
     Initial,
     Numbered,
     ParameterSpec,
     Split,
     Uniform,
+    fed_by,
     inside,
     linear,
     norm,
@@ -122,6 +124,7 @@ class ScanShape:
                 "in_proj",
                 "in_proj",
                 cut=Split.OUT,
+                reads=INPUT,
                 segments=(inner, *mixed, self.heads),
                 counts=counts,
             ),
@@ -155,6 +158,10 @@ class Hybrid(DecoderShape):
         check_pattern(self.pattern, KINDS)
 
     @property
+    def block_type(self) -> type[HybridBlock]:
+        return HybridBlock
+
+    @property
     def residual_terms(self) -> int:
         return len(self.pattern)
 
@@ -166,12 +173,12 @@ class Hybrid(DecoderShape):
             "M": [*inside("mixer", "mixer", self.scan.parameters())],
             "*": attention_parameters("mixer", "mixer"),
             "-": [
-                *linear("mixer.up", "mixer.up_proj", cut=Split.OUT),
+                *linear("mixer.up", "mixer.up_proj", cut=Split.OUT, reads=INPUT),
                 *linear("mixer.down", "mixer.down_proj", cut=Split.IN),
             ],
         }
         for index, kind in enumerate(self.pattern):
-            block = [norm("norm", "norm.weight"), *mixers[kind]]
+            block = [norm("norm", "norm.weight"), *fed_by("norm", mixers[kind])]
             yield from inside(f"blocks.{index}", f"backbone.layers.{index}", block)
 
     def build(self, *, vocab_size: int, seq_len: int) -> HybridModel:
@@ -187,8 +194,6 @@ class Hybrid(DecoderShape):
 
 class SquaredReluMLP(nn.Module):
     """w_down·relu(w_up·x)²."""
-
-    reads = ("up",)
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -219,10 +224,6 @@ class HybridBlock(nn.Module):
             )
         else:
             self.mixer = SquaredReluMLP(shape.width, shape.hidden)
-
-    def fp4train_produced(self) -> Produced:
-        """The norm."""
-        return produced_norms((self.norm, self.mixer))
 
     def forward(
         self,

@@ -35,7 +35,15 @@ from fp4train.models.common.convolution import (
 )
 from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.operators import rotate
-from fp4train.parameters import ZEROS, Normal, ParameterSpec, Split, Uniform, linear
+from fp4train.parameters import (
+    INPUT,
+    ZEROS,
+    Normal,
+    ParameterSpec,
+    Split,
+    Uniform,
+    linear,
+)
 from fp4train.text import check_least
 
 KINDS = {
@@ -84,7 +92,7 @@ class FilterShape:
         if kind == "*":
             heads = (("heads", "model.heads"),)
             return [
-                *linear("qkv", "inner_mha_cls.Wqkv", cut=Split.OUT, counts=heads),
+                *linear("qkv", "inner_mha_cls.Wqkv", cut=Split.OUT, reads=INPUT, counts=heads),
                 *linear("out_proj", "inner_mha_cls.out_proj", cut=Split.IN, bias=True),
             ]
         shortest, longest = map(math.log, TIMES)
@@ -92,7 +100,9 @@ class FilterShape:
         rows = partial(ParameterSpec, cut=Split.ROWS)
         filters = partial(rows, elementwise=True)
         specs = [
-            *linear("in_proj", "projections", cut=Split.OUT, initial=Normal(width**-0.5)),
+            *linear(
+                "in_proj", "projections", cut=Split.OUT, reads=INPUT, initial=Normal(width**-0.5)
+            ),
             filters(
                 name="featuriser",
                 stored="filter.short_filter_weight",
@@ -136,8 +146,6 @@ class GatedConvolution(HoldsParts, nn.Module):
     """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]. Tensor-parallel ranks have channels of
     their own.
     """
-
-    reads = ("in_proj",)
 
     def __init__(self, width: int, kind: str, filters: FilterShape) -> None:
         super().__init__()
@@ -242,8 +250,6 @@ class FusedAttention(nn.Module):
         heads: their number.
         head_dim: elements of a head.
     """
-
-    reads = ("qkv",)
 
     def __init__(self, *, width: int, heads: int, head_dim: int) -> None:
         super().__init__()

@@ -31,13 +31,7 @@ from fp4train.models.common.cut import shared_by
 from fp4train.models.common.initialise import initialise
 from fp4train.models.common.rotary import RotatedDecoder, gated_mlp_parameters
 from fp4train.models.common.shape import DecoderShape, check_pattern
-from fp4train.models.common.stream import (
-    Produced,
-    StreamNorm,
-    StreamTerms,
-    handed_on,
-    produced_norms,
-)
+from fp4train.models.common.stream import StreamNorm, StreamTerms, handed_on
 from fp4train.models.hyena.mixer import (
     KINDS,
     ConvolutionState,
@@ -45,7 +39,7 @@ from fp4train.models.hyena.mixer import (
     FusedAttention,
     GatedConvolution,
 )
-from fp4train.parameters import ParameterSpec, inside, norm
+from fp4train.parameters import ParameterSpec, fed_by, inside, norm
 from fp4train.text import check_choice, check_least
 
 GELU = ("first", "all")
@@ -100,6 +94,10 @@ class Hyena(DecoderShape):
             )
 
     @property
+    def block_type(self) -> type[HyenaBlock]:
+        return HyenaBlock
+
+    @property
     def residual_terms(self) -> int:
         return 2 * len(self.pattern)
 
@@ -111,8 +109,10 @@ class Hyena(DecoderShape):
             block = [
                 norm("norm", "pre_norm.scale"),
                 norm("mlp_norm", "post_norm.scale"),
-                *gated_mlp_parameters("mlp", "mlp", ("l1", "l2", "l3")),
-                *inside("mixer", "", self.filters.parameters(kind, self.width)),
+                *fed_by(
+                    "mlp_norm", gated_mlp_parameters("mlp", "mlp", ("l1", "l2", "l3"), gate=False)
+                ),
+                *fed_by("norm", inside("mixer", "", self.filters.parameters(kind, self.width))),
             ]
             yield from inside(f"blocks.{index}", f"blocks.{index}", block)
 
@@ -145,8 +145,6 @@ class RootNorm(StreamNorm):
 class GatedMLP(nn.Module):
     """w_down·(a(w_gate·x) ⊙ w_up·x); a is GELU, or nothing."""
 
-    reads = ("gate", "up")
-
     def __init__(self, width: int, hidden: int, *, gelu: bool) -> None:
         super().__init__()
         self.gelu = gelu
@@ -176,10 +174,6 @@ class HyenaBlock(nn.Module):
             self.mixer = GatedConvolution(shape.width, self.kind, shape.filters)
         self.mlp_norm = RootNorm(shape.width, eps=shape.norm_eps)
         self.mlp = GatedMLP(shape.width, shape.hidden, gelu=index == 0 or shape.gelu == "all")
-
-    def fp4train_produced(self) -> Produced:
-        """The norms."""
-        return produced_norms((self.norm, self.mixer), (self.mlp_norm, self.mlp))
 
     def forward(
         self,

@@ -27,8 +27,8 @@ from fp4train.models.common.rotary import (
     RotaryDecoder,
     RotaryShape,
     SwiGLU,
-    attention_block_parameters,
     gated_mlp_parameters,
+    rotary_block_parameters,
     rotary_ends,
 )
 from fp4train.parameters import ZEROS, ParameterSpec, Split, inside
@@ -63,7 +63,7 @@ class Llama(RotaryShape):
     def parameters(self) -> Iterator[ParameterSpec]:
         yield from rotary_ends(self)
         for index in range(self.layers):
-            block = [*attention_block_parameters(self), *gated_mlp_parameters("mlp", "mlp")]
+            block = rotary_block_parameters(self, gated_mlp_parameters("mlp", "mlp"))
             if self.qkv_bias:
                 block += [
                     ParameterSpec(

@@ -17,26 +17,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from fp4train.models.common.experts import (
-    Balance,
-    ExpertLayer,
-    ExpertShape,
-    Router,
-    expert_parameters,
-)
+from fp4train.models.common.experts import ExpertLayer, expert_parameters
 from fp4train.models.common.initialise import initialise
 from fp4train.models.common.rotary import (
     RotaryBlock,
     RotaryDecoder,
     RotaryShape,
     SwiGLU,
-    attention_block_parameters,
     gated_mlp_parameters,
+    rotary_block_parameters,
     rotary_ends,
 )
+from fp4train.models.common.router import Balance, ExpertShape, Routers
 from fp4train.parameters import ParameterSpec, inside
 
 
@@ -83,15 +77,13 @@ class MixtureOfExperts(RotaryShape):
         # GLM-4-MoE has a head of its own, also where it is tied to the embedding.
         yield from rotary_ends(self, copied=self.experts.scores == "sigmoid")
         for index in range(self.layers):
-            block = attention_block_parameters(self)
             if index < self.dense:
-                block += gated_mlp_parameters("mlp", "mlp")
+                mlp = gated_mlp_parameters("mlp", "mlp")
             elif self.is_mixtral:
-                block += expert_parameters(
-                    "mlp", "block_sparse_moe", self.experts, ("w1", "w3", "w2")
-                )
+                mlp = expert_parameters("mlp", "block_sparse_moe", self.experts, ("w1", "w3", "w2"))
             else:
-                block += expert_parameters("mlp", "mlp", self.experts)
+                mlp = expert_parameters("mlp", "mlp", self.experts)
+            block = rotary_block_parameters(self, mlp)
             yield from inside(f"blocks.{index}", f"model.layers.{index}", block)
 
     def build(self, *, vocab_size: int, seq_len: int) -> MixtureModel:
@@ -127,30 +119,13 @@ class MixtureModel(RotaryDecoder):
         super().__init__(shape, vocab_size, seq_len, block)
         initialise(self, shape.draw)
 
-    def fp4train_routed(self) -> Tensor:
-        """Loads that the routers of this part of the model have counted since the last call: a row
-        per block of the whole model, zero where it has no router here; float64 [blocks, E + 3], see
-        `Router.seen`.
+    def fp4train_routers(self) -> Routers:
+        """The routers that this part of the model has, under the numbers of their blocks in the
+        whole model.
         """
-        device = next(self.parameters()).device
-        table = torch.zeros(
-            self.shape.layers, self.shape.experts.count + 3, dtype=torch.float64, device=device
-        )
-        for index, _, router in self._routers():
-            table[index] = router.seen()
-        return table
-
-    def fp4train_even_out(self, loads_LE: Tensor, failed: Tensor) -> None:
-        """Move the biases of the routers, after an optimizer step; `loads_LE` are those of the
-        whole batch.
-        """
-        for index, _, router in self._routers():
-            router.even_out(loads_LE[index], failed)
-
-    def _routers(self) -> Iterator[tuple[int, str, Router]]:
-        """(Index of the block, name, router); a stage has some of the blocks, under the whole
-        model's names.
-        """
-        for index, block in self.blocks.named_children():
-            if isinstance(block, RotaryBlock) and isinstance(block.mlp, ExpertLayer):
-                yield int(index), f"blocks.{index}.mlp.router", block.mlp.router
+        layers = {
+            int(index): block.mlp.router
+            for index, block in self.blocks.named_children()
+            if isinstance(block, RotaryBlock) and isinstance(block.mlp, ExpertLayer)
+        }
+        return Routers(blocks=self.shape.layers, experts=self.shape.experts.count, here=layers)
