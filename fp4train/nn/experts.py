@@ -26,7 +26,6 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import local
 from fp4train.nn.scaling import DelayedScaling, MemberScaling
 from fp4train.nn.weights import PreparedWeights
-from fp4train.parameters import ParameterSpec
 from fp4train.precision.context import Context
 from fp4train.precision.layers import Layer
 
@@ -76,12 +75,6 @@ class Experts(PlannedLayer):
         if bias:
             self.bias = nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype))
         self.reset_parameters()
-
-    def fp4train_parameters(self) -> list[ParameterSpec]:
-        """The biases, which multiply nothing."""
-        if self.bias is None:
-            return []
-        return [ParameterSpec(name="bias", elementwise=True)]
 
     def _begin(self, layer: Layer, backend: str) -> None:
         self.experts = layer.experts

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from fp4train.nn.call import Counts
 from fp4train.nn.experts import Experts, by_expert
-from fp4train.parameters import ParameterSpec
 from fp4train.precision.layers import Layer
 
 IMPLEMENTATION = "fp4train"
@@ -55,10 +54,6 @@ class HeldExperts(Experts):
         )
         per_token = getattr(owner.config, "num_experts_per_tok", None) or 1
         self._begin(replace(alone, experts=experts, per_token=per_token), "auto")
-
-    def fp4train_parameters(self) -> list[ParameterSpec]:
-        """Nothing: weights and biases are parameters of the owner."""
-        return []
 
     def read_from(self, owner: nn.Module) -> None:
         """Take weights and biases of `owner`: the holder, or the replica of it that a device

@@ -213,11 +213,14 @@ def _classes(
 
 
 def elementwise(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of `model` that are no factors of a matrix product, as it says
-    (`ParameterSpec.elementwise`).
+    """The parameters of `model` that are no factors of a matrix product: those of which it says so
+    (`ParameterSpec.elementwise`), and the biases of planned layers, which experts have in two
+    dimensions.
     """
     names = {name for name, spec in declared(model).items() if spec.elementwise}
-    return {parameter for name, parameter in model.named_parameters() if name in names}
+    layers = [module for module in model.modules() if getattr(module, "is_fp4train_layer", False)]
+    biases = {layer.bias for layer in layers if isinstance(layer.bias, nn.Parameter)}
+    return biases | {parameter for name, parameter in model.named_parameters() if name in names}
 
 
 def _fused(model: nn.Module, names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:

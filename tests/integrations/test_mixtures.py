@@ -17,6 +17,7 @@ import fp4train as f4
 from fp4train.errors import UserError
 from fp4train.integrations import Precision, TrainerPrecision
 from fp4train.nn.experts import Experts
+from fp4train.optim.adamw import AdamW
 from fp4train.precision import FP32, MXFP8, NVFP4, LayerPolicy, Recipe, autocast
 from fp4train.precision.layers import find_layers
 
@@ -150,6 +151,17 @@ def test_experts_equal_a_loop_of_linears_in_every_bit(family: str, recipe: Recip
         found.append(own + (present if model is models[0] else loop.gradients()))
     assert len(found[0]) >= 10
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
+
+
+def test_weight_decay_spares_the_biases_of_experts_that_their_owner_holds() -> None:
+    model = f4.convert(mixture("GptOss"))
+    groups = AdamW(weight_decay=0.2).build(model).param_groups
+    spared = {
+        parameter for group in groups if not group["weight_decay"] for parameter in group["params"]
+    }
+    decayed = {name for name, p in model.named_parameters() if p.dim() > 1 and p not in spared}
+    assert not [name for name in decayed if name.endswith("bias")]
+    assert "model.layers.0.mlp.experts.gate_up_proj" in decayed
 
 
 def test_the_plan_lists_all_weights_but_routers_and_names_stay(family: str) -> None:
