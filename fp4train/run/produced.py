@@ -83,7 +83,8 @@ def check_asked(model: nn.Module) -> None:
         name for name, each in producers if isinstance(each, Producer) and not each.asked
     ]:
         _log.warning(
-            "%s: read by the layers that the table of parameters says, and no producer was asked in the first step. "
+            "%s: read by the layers that the table of parameters says, and no producer was asked "
+            "in the first step. "
             "They write BF16, whatever "
             "the plan says: the `forward` of their class asks none",
             first_few(silent, _NAMED),
