@@ -267,6 +267,8 @@ def parsed(text: str) -> Any:
         raise ValueError(f"it holds more than {MOST_PARTS:,} values")
     try:
         return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg}, character {error.pos + 1}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

@@ -353,7 +353,7 @@ def test_conversations_are_the_same_in_every_form_of_file(tmp_path: Path, name: 
         (
             {"messages": [json.dumps(TALKS[0]["messages"]), "a"]},
             r'a\.parquet, row group 0, row 1: "messages" holds text that is no list of messages in '
-            "JSON: Expecting value",
+            "JSON: Expecting value, character 1$",
         ),
         ({"messages": ["[" * 100000] * 2}, "row 0: .* it is nested too deeply"),
         ({"messages": ['{"role": "user"}'] * 2}, 'row 0: "messages" holds no list of messages'),
