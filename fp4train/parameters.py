@@ -124,7 +124,7 @@ class ParameterSpec:
     Args:
         name: name in the state dict of the module that declares it.
         stored: name in the folder of other software; "": it has none.
-        cut: how tensor-parallel ranks share it.
+        cut: cut by which tensor-parallel ranks share it.
         segments: rows that belong together, from the first on: each rank has its part of each
             segment. Without an entry all are one.
         counts: (attribute, key of the configuration) of numbers that are divided with it,
@@ -142,7 +142,7 @@ class ParameterSpec:
             weights share one global scale.
         elementwise: whether it is no factor of a matrix product whatever its shape, such as filters
             of channels: it is not converted, and weight decay spares it.
-        high_precision: why a matrix stays in high precision on purpose; "": it does not.
+        high_precision: reason why a matrix stays in high precision on purpose; "": it does not.
         largest: the largest value that it may have after a step; None: any.
     """
 

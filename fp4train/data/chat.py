@@ -114,8 +114,8 @@ class _Conversations:
         return self._texts
 
     def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
-        held = min(max(1, round(self.count * self.settings.val)), self.count - 1)
-        cut = self.count - held
+        held_out = min(max(1, round(self.count * self.settings.val)), self.count - 1)
+        cut = self.count - held_out
         train, answers = self._part("train", range(cut), tokenizer, seq_len)
         val, held_answers = self._part("val", range(cut, self.count), tokenizer, seq_len)
         size = (
@@ -209,10 +209,10 @@ def _talk_columns(path: Path, schema: Any, column: str, rendered: Container[str]
         return bool(is_list and types.is_struct(kind.value_type))
 
     if column not in schema.names:
-        known = ", ".join(schema.names[:50])
+        listing = ", ".join(schema.names[:50])
         likely = _likely([part.name for part in schema if holds_messages(part.type)])
         raise DataError(
-            f"data.column={column} is not in {path}. Its columns: {known or 'none'} ({likely})"
+            f"data.column={column} is not in {path}. Its columns: {listing or 'none'} ({likely})"
         )
     number = int(schema.names.index(column))
     kind = schema.field(number).type
@@ -232,31 +232,32 @@ def _likely(columns: Sequence[str]) -> str:
 
 
 def _messages(
-    found: Any, column: str, rendered: Container[str], special: Sequence[str]
+    record: Any, column: str, rendered: Container[str], special: Sequence[str]
 ) -> list[dict[str, str]]:
     """The messages of a record.
 
     Raises:
         ValueError: it holds none, or a content spells what separates messages.
     """
-    if not isinstance(found, dict):
-        raise ValueError(f"it is no JSON object but {name_of(found)}")
-    if column not in found:
-        lists = {key: value for key, value in found.items() if isinstance(value, list)}
+    if not isinstance(record, dict):
+        raise ValueError(f"it is no JSON object but {name_of(record)}")
+    if column not in record:
+        lists = {key: value for key, value in record.items() if isinstance(value, list)}
         likely = _likely(
             [key for key, value in lists.items() if value and isinstance(value[0], dict)]
         )
-        raise ValueError(f'it has no "{column}"; its keys: {", ".join(found) or "none"} ({likely})')
-    if unread := [key for key, value in found.items() if key in rendered and value not in _EMPTY]:
+        raise ValueError(
+            f'it has no "{column}"; its keys: {", ".join(record) or "none"} ({likely})'
+        )
+    if unread := [key for key, value in record.items() if key in rendered and value not in _EMPTY]:
         raise ValueError(
             f'it has "{unread[0]}" beside "{column}", which is not supported: only messages '
-            "are read. Leave it out, or "
-            "write it into a message"
+            "are read. Leave it out, or write it into a message"
         )
-    messages = found[column]
+    messages = record[column]
     if isinstance(messages, str):
-        before = f'"{column}" holds text that is no list of messages in JSON: '
-        with data_errors(ValueError, before=before):
+        refused = f'"{column}" holds text that is no list of messages in JSON: '
+        with data_errors(ValueError, before=refused):
             messages = parsed(messages)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'"{column}" holds no list of messages')
@@ -331,9 +332,9 @@ def _learned(tokenizer: Tokenizer, conversation: Conversation, at: str) -> Learn
     learned = np.zeros(len(conversation.text) + 1, dtype=np.int64)
     for start, end in conversation.answers:
         learned[start + 1 : end + 1] = 1
-    before = learned.cumsum()  # characters of answers before each character
+    answered = learned.cumsum()  # characters of answers before each character
     ends = np.minimum(np.maximum(encoded.ends, encoded.starts + 1), len(conversation.text))
-    return Learned(encoded.ids, before[ends] > before[encoded.starts])
+    return Learned(encoded.ids, answered[ends] > answered[encoded.starts])
 
 
 def _encoded(tokenizer: Tokenizer, conversation: Conversation, at: str) -> Encoded:
@@ -354,8 +355,8 @@ def _encoded(tokenizer: Tokenizer, conversation: Conversation, at: str) -> Encod
     if not np.array_equal(ids, tokenizer.encode(text)):
         raise DataError(
             f"{at}: {type(tokenizer).__name__} encodes answers differently within the "
-            "conversation: "
-            "it needs a method `encode_markup` (fp4train.data.tokenizers.json_file)"
+            "conversation: it needs a method `encode_markup` "
+            "(fp4train.data.tokenizers.json_file)"
         )
     starts, ends = (
         np.repeat(

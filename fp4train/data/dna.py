@@ -109,15 +109,14 @@ class _Records:
             for part, documents in parts
         )
         if settings.held_out:
-            held = f"data.held_out=[{','.join(settings.held_out)}]"
+            rule = f"data.held_out=[{','.join(settings.held_out)}]"
         else:
-            held = f"data.val={settings.val:g}"
+            rule = f"data.val={settings.val:g}"
         named = shown(settings.path)
         if settings.unknown == "split" and not len(train):
             raise DataError(
-                f"data.unknown=split leaves nothing of {named} to train on: all "
-                f"bases that {held} does not "
-                "hold out are unknown (N). data.unknown=keep reads N as a letter"
+                f"data.unknown=split leaves nothing of {named} to train on: all bases that "
+                f"{rule} does not hold out are unknown (N). data.unknown=keep reads N as a letter"
             )
         count = len(self.paths)
         return token_data(
@@ -127,7 +126,7 @@ class _Records:
             seq_len=seq_len,
             tokenizer=tokenizer,
             description=f"{named}, {count} file{'s' if count > 1 else ''}",
-            whole=f"{held} is held out",
+            whole=f"{rule} is held out",
         )
 
     def training(self) -> Iterator[Piece]:
@@ -152,8 +151,8 @@ class _Records:
     def _chosen(self, *, held_out: bool) -> Iterator[Iterator[str]]:
         """The bases of each record, or of its part, that training has, or validation."""
         for number, (_, bases) in enumerate(self._all()):
-            first = self._training_bases[number]
-            yield _cut(bases, first, held_out=held_out)
+            count = self._training_bases[number]
+            yield _cut(bases, count, held_out=held_out)
 
     @cached_property
     def _training_bases(self) -> list[int]:
@@ -165,14 +164,16 @@ class _Records:
         for name, bases in self._all():
             names.append(name)
             counts.append(sum(map(len, bases)))
-        if held := self.settings.held_out:
-            for name in held:
+        if held_out := self.settings.held_out:
+            for name in held_out:
                 if name not in names:
                     raise DataError(
                         f"data.held_out: {shown(self.settings.path)} has no record "
                         f"{name!r}{near_miss(name, names)}"
                     )
-            return [0 if name in held else count for name, count in zip(names, counts, strict=True)]
+            return [
+                0 if name in held_out else count for name, count in zip(names, counts, strict=True)
+            ]
         total = sum(counts)
         val = self.settings.val
         training = total - int(total * val if val < 1 else val)
@@ -186,11 +187,11 @@ class _Records:
             yield from read_records(path, upper=self.settings.case == "upper")
 
 
-def _cut(bases: Iterator[str], first: int, *, held_out: bool) -> Iterator[str]:
-    """The first bases, or those that are held out after them."""
+def _cut(bases: Iterator[str], count: int, *, held_out: bool) -> Iterator[str]:
+    """The first `count` bases, or those that are held out after them."""
     seen = 0
     for text in bases:
-        border = min(max(first - seen, 0), len(text))
+        border = min(max(count - seen, 0), len(text))
         if kept := text[border:] if held_out else text[:border]:
             yield kept
         seen += len(text)
@@ -246,7 +247,9 @@ class _Reader:
     """One pass through the lines of a file."""
 
     def __init__(self, path: Path, *, upper: bool) -> None:
-        self.path, self.lines, self.upper = path, enumerate(_lines(path), 1), upper
+        self.path = path
+        self.lines = enumerate(_lines(path), 1)
+        self.upper = upper
         self.header: tuple[int, str] | None = None
         for number, line in self.lines:
             if line.startswith(">"):
@@ -271,8 +274,9 @@ class _Reader:
     def bases(self) -> Iterator[str]:
         """The bases up to the next record."""
         assert self.header is not None
-        (first, line), self.header = self.header, None
-        found = []
+        header_number, header = self.header
+        self.header = None
+        texts = []
         length = 0
         empty = True
         for number, text in self.lines:
@@ -284,21 +288,21 @@ class _Reader:
             if strange := _NEITHER_BASE_NOR_SPACE.search(text):
                 raise DataError(
                     f"{self.path}, line {number}: {strange[0]!r} is no base of DNA or RNA "
-                    f"(IUPAC: {BASES}). A FASTA "
-                    "file of proteins, or of something else, is read by data=text"
+                    f"(IUPAC: {BASES}). A FASTA file of proteins, or of something else, is read "
+                    "by data=text"
                 )
             if bases := "".join(text.split()):
-                found.append(bases.upper() if self.upper else bases)
+                texts.append(bases.upper() if self.upper else bases)
                 length = length + len(bases)
                 empty = False
             if length >= PIECE_CHARACTERS:
-                yield "".join(found)
-                found = []
+                yield "".join(texts)
+                texts = []
                 length = 0
         if empty:
             raise DataError(
-                f"{self.path}, line {first}: the record {shortened(line[1:].strip(), 60)!r} "
-                "has no bases"
+                f"{self.path}, line {header_number}: the record "
+                f"{shortened(header[1:].strip(), 60)!r} has no bases"
             )
-        if found:
-            yield "".join(found)
+        if texts:
+            yield "".join(texts)

@@ -59,12 +59,12 @@ class HuggingFace(TextSource):
             "split": None if self.split == "train" else self.split,
         }
         if self.path is not None and (
-            given := [key for key, value in hub.items() if value is not None]
+            keys_given := [key for key, value in hub.items() if value is not None]
         ):
             raise ValueError(
-                f"data.{given[0]}={hub[given[0]]}: local files (data.path) have no "
-                f"{given[0]}, a hub data set has "
-                "(data.name); give the files of that part as data.path"
+                f"data.{keys_given[0]}={hub[keys_given[0]]}: local files (data.path) have no "
+                f"{keys_given[0]}, a hub data set has (data.name); give the files of that part "
+                "as data.path"
             )
         for key, bound in (("max_tokens", self.max_tokens), ("max_documents", self.max_documents)):
             if bound is not None and bound < 1:
@@ -158,7 +158,7 @@ def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) ->
     over with a warning: statistics, settings, a description.
 
     Args:
-        named: what the user names; a file that is named itself is not passed over.
+        named: paths that the user names; a file that is named itself is not passed over.
     """
     explicit = {named} if isinstance(named, str) else set(named)
     empty = True
@@ -170,18 +170,18 @@ def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) ->
             and Path(plain_name(path)).suffix == ".json"
         )
         try:
-            first = next(rows, None)
+            first_row = next(rows, None)
         except DataError as error:
             if not beside or "is not in" not in str(error):
                 raise
             _log.warning("%s The file is passed over", error)
             continue
-        if first is None:
+        if first_row is None:
             continue
-        if beside and first.value is not None and not isinstance(first.value, str):
+        if beside and first_row.value is not None and not isinstance(first_row.value, str):
             _log.warning("%s: data.column=%s holds no text. The file is passed over", path, column)
             continue
-        for row in chain([first], rows):
+        for row in chain([first_row], rows):
             for piece in _pieces(path, column, row):
                 empty = False
                 yield piece

@@ -93,16 +93,16 @@ def planned_vocab_size(source: Source, rows: int | None = None, run: Path | None
     """Token ids of `source`; of a tokenizer that is still to be trained, the most it may have.
 
     Args:
-        rows: of the embedding, where the model says; those stand for the ids of a tokenizer of the
-            hub, which a plan does not download.
+        rows: rows of the embedding, where the model says; they stand for the ids of a tokenizer of
+            the hub, which a plan does not download.
         run: the run directory whose tokenizer is taken over, if it keeps one.
     """
     size = getattr(source, "vocab_size", None)
     tokenizer = getattr(source, "tokenizer", None)
     if isinstance(size, int):
         return size
-    if (known := planned_tokenizer(source, run)) is not None:
-        return known.vocab_size
+    if (planned := planned_tokenizer(source, run)) is not None:
+        return planned.vocab_size
     if tokenizer is None:
         raise DataError(
             f"{type(source).__name__} has neither vocab_size nor tokenizer: the vocabulary is "
@@ -127,14 +127,14 @@ def planned_tokenizer(source: Source, run: Path | None = None) -> Tokenizer | No
     if tokenizer is None:
         return None
     if run is not None and keeps_tokenizer(run):
-        found: Tokenizer = tokenizer.build(lambda: iter(()), run)
-        return found
+        loaded: Tokenizer = tokenizer.build(lambda: iter(()), run)
+        return loaded
     to_train = isinstance(tokenizer, BytePairs)
     if to_train or (isinstance(tokenizer, Pretrained) and is_hub_name(tokenizer.name)):
         return None
     with tempfile.TemporaryDirectory() as folder:
-        found = tokenizer.build(lambda: iter(()), Path(folder))
-        return found
+        loaded = tokenizer.build(lambda: iter(()), Path(folder))
+        return loaded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,8 @@ class Tokens:
     Args:
         end_id: the id that ends a document.
         begin_id: the id that begins a document.
-        column: of Parquet and Arrow files, which holds the ids.
-        cache_dir: where the ids of such files are kept.
+        column: column of Parquet and Arrow files that holds the ids.
+        cache_dir: folder in which the ids of such files are kept.
     """
 
     path: DataPaths

@@ -227,7 +227,7 @@ def run_tokenizer(
     """The run's own tokenizer, or else a new one that is kept with the run.
 
     Args:
-        make: gives the text of a new one, and what errors call it.
+        make: function that gives the text of a new one, and its name in errors.
     """
     opened = partial(
         JsonTokenizer, end_of_document=end_of_document, begin_of_document=begin_of_document
