@@ -44,8 +44,8 @@ class Family:
         reads_bytes: whether published models read bytes: a folder without a tokenizer then has that
             of bytes.
         loaded: Python that loads a folder called FOLDER, where `transformers` does not.
-        small: words of a command line for a small model with every kind of block, which two
-            tensor-parallel ranks divide; the tests of all families train it.
+        small: a small `shape` with every kind of block, nine in all, which four tensor-parallel ranks
+            divide; the tests of all families take it.
     """
 
     shape: type
@@ -53,12 +53,12 @@ class Family:
     shape_of: Callable[[Mapping[str, Any]], Any]
     config_of: Callable[..., dict[str, Any]]
     free: tuple[str, ...]
+    small: Any
     check: Callable[[Any], object] = repr
     computed: Callable[[str], bool] = _never
     exact: tuple[str, ...] = ()
     reads_bytes: bool = False
     loaded: str | None = None
-    small: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

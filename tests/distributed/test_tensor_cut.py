@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import fp4train as f4
 from fp4train.checkpoint.tensors import read_header, write_parts
 from fp4train.models.common.cut import multiplications
+from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.llama import Llama
@@ -361,18 +362,7 @@ def test_whole_parameters_are_counted_once_in_a_sum_over_the_ranks(mesh: DeviceM
     assert found["embed.weight"] == found["blocks.0.attention.wo.weight"] == 1
 
 
-MULTIPLYING = {
-    "llama": Llama(width=64, layers=2, heads=8, kv_heads=4, hidden=64),
-    "moe": MixtureOfExperts(
-        width=64, layers=2, heads=4, kv_heads=4, experts=ExpertShape(count=8, top=2, hidden=64)
-    ),
-    "hybrid": Hybrid(
-        width=64, pattern="M*", heads=4, kv_heads=4, scan=ScanShape(heads=8, head_dim=8, groups=4)
-    ),
-    "hyena": Hyena(
-        width=64, pattern="SDH*", heads=4, kv_heads=4, hidden=64, filters=FilterShape(groups=32)
-    ),
-}
+MULTIPLYING = {family.name: family.small for family in families()}
 
 
 @pytest.mark.parametrize("family", MULTIPLYING)

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from hf_folders import MODELS, SCALED, SMALL, random_model
 from torch import Tensor, nn
 
+from fp4train.models.common.cut import stage_cut, tensor_cut
+from fp4train.models.common.initialise import why_not_deferred
 from fp4train.models.common.layers import RopeScaling
-from fp4train.models.families import family_for, family_of
+from fp4train.models.families import Family, families, family_for, family_of
 from fp4train.models.llama import Llama
 
 FORWARD = 1e-5
@@ -274,3 +276,21 @@ def test_a_family_without_a_form_is_named() -> None:
         match="Other has no form in transformers; these have one: Hybrid, Hyena, Llama, ",
     ):
         family_of(Other())
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_the_table_of_a_family_says_everything_of_its_parameters(family: Family) -> None:
+    """What a new family forgets to say is named here: initial values, a name in a folder, the cut
+    and the stage of each parameter.
+    """
+    with torch.device("meta"):
+        model = family.small.build(vocab_size=64, seq_len=32)
+    names = family.names_of(family.small)
+    assert names.keys() == model.state_dict().keys()
+    stored = [name for name in names.values() if isinstance(name, str)]
+    assert len(set(stored)) == len(stored) - family.small.tied
+    assert why_not_deferred(model) is None
+    cut, stages = tensor_cut(model), stage_cut(model)
+    assert cut.out and cut.in_ and cut.vocabulary == ("embed", "head") and cut.counts
+    assert stages is not None and (stages.first, stages.last) == (("embed",), ("norm", "head"))
+    assert type(model.blocks[0]).forward is family.small.block_type.forward

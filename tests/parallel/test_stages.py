@@ -17,10 +17,8 @@ from fp4train.config.composition import compose
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.workload import workload
 from fp4train.models.common.cut import multiplications
-from fp4train.models.hybrid import Hybrid, ScanShape
-from fp4train.models.hyena import FilterShape, Hyena
-from fp4train.models.llama import Llama
-from fp4train.models.moe import ExpertShape, MixtureOfExperts
+from fp4train.models.families import families
+from fp4train.models.hybrid import Hybrid
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.stages import cut_of, cut_stages
@@ -29,22 +27,7 @@ from fp4train.precision import BF16, Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import make_plan
 
-FAMILIES = {
-    "llama": Llama(width=32, layers=9, heads=2, kv_heads=2, hidden=48),
-    "moe": MixtureOfExperts(
-        width=32, layers=9, heads=2, kv_heads=2, dense=3, experts=ExpertShape(count=4, top=2)
-    ),
-    "hybrid": Hybrid(
-        width=32,
-        pattern="M-M-M*-M*",
-        heads=2,
-        hidden=48,
-        scan=ScanShape(heads=2, head_dim=8, chunk=16),
-    ),
-    "hyena": Hyena(
-        width=32, pattern="SDH*SDH*H", heads=2, hidden=48, filters=FilterShape(groups=8)
-    ),
-}
+FAMILIES = {family.name: family.small for family in families()}
 NO_STATE = Inventory(state=frozenset(), layers={}, modules=())
 
 

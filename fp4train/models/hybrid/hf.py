@@ -234,5 +234,13 @@ FAMILY = Family(
     model_types=("nemotron_h", mamba2.KIND),
     shape_of=shape_of,
     config_of=config_of,
+    small=Hybrid(
+        width=64,
+        pattern="M-M-M*-M*",
+        heads=4,
+        kv_heads=4,
+        hidden=64,
+        scan=ScanShape(heads=8, head_dim=8, groups=4, chunk=16),
+    ),
     free=("recompute", "max_positions", "scan.chunk", "scan.kernels"),
 )

@@ -116,6 +116,7 @@ FAMILY = Family(
     model_types=tuple(_CLASSES),
     shape_of=shape_of,
     config_of=config_of,
+    small=Llama(width=64, layers=9, heads=8, kv_heads=4, hidden=64),
     free=("recompute", "draw", "max_positions", "rope_base", "rope_scaling"),
     computed=is_frequency,
 )
