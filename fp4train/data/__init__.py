@@ -6,6 +6,7 @@ from fp4train.data.chat import Chat as Chat
 from fp4train.data.dna import Dna as Dna
 from fp4train.data.huggingface import HuggingFace as HuggingFace
 from fp4train.data.loader import Loader as Loader
+from fp4train.data.mixture import Mixture as Mixture
 from fp4train.data.source import Source as Source
 from fp4train.data.stdlib import Stdlib as Stdlib
 from fp4train.data.text import Text as Text

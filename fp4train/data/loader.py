@@ -6,6 +6,11 @@ shorter than T). The sequence shown at position i of a run is
 
     permutation(seed, epoch = i // n)[i % n],  n sequences an epoch
 
+Where the tokens have parts, each has its own sequences and permutation. A cycle is as many positions
+as the shares of the parts add up to, c of them for a part of share c: its k-th lies where (k + u)/c,
+0 ≤ u < 1, stands among those of all parts, with u from the seed, part and k. So the parts are spread
+evenly, and every stretch of the run has them in their shares, but for one or two sequences.
+
 Targets that do not count in the loss are `IGNORED`. An input that is the id that ends a document,
 and yet ends none (`TokenArray.inner_ends`), is its complement, −1 − id: models that attend within
 documents read it so.
@@ -24,6 +29,7 @@ n: fewer than four walks are expected.
 """
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -32,7 +38,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fp4train.data.token_array import TokenArray
+from fp4train.data.token_array import Part, TokenArray
 from fp4train.errors import DataError
 
 IGNORED = -100
@@ -80,6 +86,21 @@ def permute(
     return image.astype(np.int64)
 
 
+def _turns(shares: Sequence[int], seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The part at each position of a cycle, and how many positions of the same part come before
+    it.
+    """
+    state = splitmix64(seed & MASK64)
+    when = [
+        (np.arange(share) + _mix(np.arange(share, dtype=np.uint64), splitmix64(state + i)) / 2**64)
+        / share
+        for i, share in enumerate(shares)
+    ]
+    order = np.argsort(np.concatenate(when), kind="stable")
+    parts = np.repeat(np.arange(len(shares)), shares)[order]
+    return parts, np.concatenate([np.arange(share) for share in shares])[order]
+
+
 class Loader:
     """Shuffled batches of packed sequences; no state, so every step can be asked for in any
     order.
@@ -90,37 +111,54 @@ class Loader:
             raise ValueError(
                 f"batch_size={batch_size}, seq_len={seq_len}: allowed are whole numbers from 1"
             )
-        if len(tokens) < seq_len + 1:
-            raise ValueError(
-                f"{len(tokens)} {tokens.name} tokens: a sequence needs seq_len+1 = {seq_len + 1}"
-            )
+        self.parts = tokens.parts or (Part(name=tokens.name, first=0, end=len(tokens), share=1),)
+        for part in self.parts:
+            if part.end - part.first < seq_len + 1:
+                raise ValueError(
+                    f"{part.end - part.first} {part.name} tokens: a sequence needs seq_len+1 = "
+                    f"{seq_len + 1}"
+                )
         self.tokens = tokens
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.seed = seed
+        self._part_at, self._turn_at = _turns([part.share for part in self.parts], seed)
 
     def with_seed(self, seed: int) -> "Loader":
         """The same batches in another order."""
         return Loader(self.tokens, batch_size=self.batch_size, seq_len=self.seq_len, seed=seed)
 
     @property
-    def sequences_per_epoch(self) -> int:
-        return (len(self.tokens) - 1) // self.seq_len
+    def sequences(self) -> list[int]:
+        """The number of sequences of each part."""
+        return [(part.end - part.first - 1) // self.seq_len for part in self.parts]
 
     @property
     def batches_per_epoch(self) -> int:
         """Whole batches before any sequence is shown again."""
-        return self.sequences_per_epoch // self.batch_size
+        fresh = []
+        for number, (part, n) in enumerate(zip(self.parts, self.sequences, strict=True)):
+            cycles, turn = divmod(n, part.share)
+            fresh.append(
+                cycles * len(self._part_at) + int(np.flatnonzero(self._part_at == number)[turn])
+            )
+        return min(fresh) // self.batch_size
 
-    def sequence_indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """The sequences at positions first … first+count-1 of the run."""
-        n = self.sequences_per_epoch
-        epochs, places = np.divmod(np.arange(first, first + count, dtype=np.int64), n)
-        indices = np.empty(count, dtype=np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = permute(places[here], n, seed=self.seed, epoch=int(epoch))
-        return indices
+    def starts(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """The places at which the sequences at positions first … first+count-1 of the run begin."""
+        positions = np.arange(first, first + count, dtype=np.int64)
+        cycles, turns = np.divmod(positions, len(self._part_at))
+        parts_at = self._part_at[turns]
+        starts = np.empty(count, dtype=np.int64)
+        for number, (part, n) in enumerate(zip(self.parts, self.sequences, strict=True)):
+            at = np.flatnonzero(parts_at == number)
+            epochs, places = np.divmod(cycles[at] * part.share + self._turn_at[turns[at]], n)
+            seed = splitmix64(self.seed & MASK64) + number if number else self.seed
+            for epoch in np.unique(epochs):
+                now = epochs == epoch
+                indices = permute(places[now], n, seed=seed, epoch=int(epoch))
+                starts[at[now]] = part.first + indices * self.seq_len
+        return starts
 
     def rows(self, first: int, count: int) -> Rows:
         """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the
@@ -128,9 +166,7 @@ class Loader:
         """
         T = self.seq_len
         rows_BT1 = np.empty((count, T + 1), dtype=np.int64)  # first of all: too many rows end here
-        places = np.add(
-            self.sequence_indices(first, count)[:, None] * T, np.arange(T + 1), out=rows_BT1
-        )
+        places = np.add(self.starts(first, count)[:, None], np.arange(T + 1), out=rows_BT1)
         if self.tokens.scored is None:
             silent = None
         else:
@@ -161,9 +197,7 @@ class Loader:
         """
         if self.tokens.scored is None:
             return 1.0
-        places = self.sequence_indices(first, count)[:, None] * self.seq_len + np.arange(
-            1, self.seq_len + 1
-        )
+        places = self.starts(first, count)[:, None] + np.arange(1, self.seq_len + 1)
         scored = int(np.count_nonzero(self.tokens.scored.take(places)))
         return count * self.seq_len / scored if scored else 0.0
 

@@ -6,6 +6,7 @@ document the id that begins one, where the tokenizer has such an id.
 """
 
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ class Corpus(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSource:
+class TextSource(ABC):
     """The settings that every source of text has.
 
     A source opens its documents (`corpus`), and these are tokenised afterwards, so that several
@@ -75,13 +76,13 @@ class TextSource:
         tokens.check_val(self.val)
         tokens.check_tokenizer(self.tokenizer)
 
+    @abstractmethod
     def corpus(self, run_dir: Path) -> Corpus:
         """The documents that the settings name, or a DataError that says what to do.
 
         Args:
             run_dir: the run directory, for what the documents need and a resume must have again.
         """
-        raise NotImplementedError
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         corpus = self.corpus(run_dir)
@@ -143,9 +144,9 @@ class Texts:
 
     Args:
         documents: the text of all documents.
-        val: as in `TextSource`.
+        val: the held-out part, as `TextSource` has it.
         description: the name of the text in messages.
-        cache_dir: where the tokens are kept; None: they are made in memory, each time.
+        cache_dir: folder of the tokens; None: they are made in memory, each time.
         key: with the tokenizer's identity, what the tokens are known by there.
         max_tokens: most tokens that are taken.
     """

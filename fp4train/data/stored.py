@@ -244,5 +244,23 @@ class StoredIds(Generic[IdFileKind]):
         return np.concatenate(parts).astype(self.dtype, copy=False)
 
 
+class _Stretch(IdFile):
+    """Ids in memory, or a stretch of stored ones, read as a file is."""
+
+    def __init__(self, ids: "TokenIds") -> None:
+        self.ids = ids
+        self.path = Path(getattr(ids, "filename", "memory"))
+        self.dtype = ids.dtype
+        self.count = len(ids)
+
+    def read(self, first: int, count: int) -> Ids:
+        return np.asarray(self.ids[first : first + count])
+
+
+def joined(arrays: Sequence["TokenIds"]) -> StoredIds[IdFile]:
+    """The ids of several arrays, one after another; none is copied."""
+    return StoredIds([_Stretch(ids) for ids in arrays])
+
+
 TokenIds = Ids | StoredIds[IdFile]
 """Ids in memory or in files."""

@@ -6,13 +6,28 @@ from fp4train.data.stored import Ids, TokenIds
 from fp4train.errors import DataError
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Neighbouring ids of one source in an array: those at places `first` … `end` - 1.
+
+    Args:
+        share: sequences of the part in each cycle (`loader.py`).
+    """
+
+    name: str
+    first: int
+    end: int
+    share: int
+
+
 @dataclass(frozen=True)
 class TokenArray:
     """Token ids, in memory or in files; `name` is what an error calls them.
 
     `scored` says of each id whether it counts in the loss, not 0 or 0; None: all do. `inner_ends`
     says of each whether it is the id that ends a document and yet ends none, as after a turn of a
-    conversation; None: there is no such id.
+    conversation; None: there is no such id. Sequences are taken of each of `parts`; where there are
+    none, of the whole array.
     """
 
     ids: TokenIds
@@ -20,6 +35,7 @@ class TokenArray:
     name: str
     scored: TokenIds | None = None
     inner_ends: TokenIds | None = None
+    parts: tuple[Part, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -32,7 +32,7 @@ def entry(folder: Path, suffix: str = ".bin") -> Path:
 
 def read_all(data: TokenData) -> np.ndarray:
     loader = Loader(data.train, batch_size=8, seq_len=64, seed=0)
-    return loader.rows(0, loader.sequences_per_epoch)[0].numpy()
+    return loader.rows(0, sum(loader.sequences))[0].numpy()
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_a_row_that_is_read_is_the_text_that_was_tokenised_or_an_error(
         file.seek(2 * place)
         file.write(b"\x07\x00" if before[2 * place] != 7 else b"\x08\x00")
     block = 2 * place // BLOCK
-    for position in range(0, loader.sequences_per_epoch, 37):
-        first = int(loader.sequence_indices(position, 1)[0]) * 64
+    for position in range(0, sum(loader.sequences), 37):
+        first = int(loader.starts(position, 1)[0])
         touched = 2 * first // BLOCK <= block <= (2 * (first + 65) - 1) // BLOCK
         if touched:
             with pytest.raises(

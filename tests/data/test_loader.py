@@ -29,7 +29,7 @@ def test_targets_are_the_inputs_one_token_on() -> None:
 
 def test_an_epoch_predicts_every_token_exactly_once() -> None:
     loader = Loader(counting(16 * 30 + 1), batch_size=4, seq_len=16, seed=3)
-    assert loader.sequences_per_epoch == 30
+    assert loader.sequences == [30]
     assert loader.batches_per_epoch == 7
     for epoch in range(3):
         _, targets = loader.rows(30 * epoch, 30)

@@ -223,8 +223,8 @@ def test_shards_of_a_folder_a_pattern_or_a_list_are_one_stream_in_sorted_order(
         assert np.array_equal(everything(data), IDS)
         assert "3 files" in data.description
         loader = Loader(data.train, batch_size=4, seq_len=16, seed=0)
-        rows = loader.rows(0, loader.sequences_per_epoch)
-        starts = loader.sequence_indices(0, loader.sequences_per_epoch) * 16
+        rows = loader.rows(0, sum(loader.sequences))
+        starts = loader.starts(0, sum(loader.sequences))
         assert np.array_equal(rows[0].numpy(), IDS[starts[:, None] + np.arange(16)])
         assert np.array_equal(rows[1].numpy(), IDS[starts[:, None] + np.arange(1, 17)])
 

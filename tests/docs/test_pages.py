@@ -25,6 +25,7 @@ from fp4train.config.folders import own_options
 from fp4train.data.chat import Chat
 from fp4train.data.dna import Dna
 from fp4train.data.huggingface import HuggingFace
+from fp4train.data.mixture import Mixture
 from fp4train.data.stdlib import Stdlib
 from fp4train.data.text import Text
 from fp4train.data.token_file import Tokens
@@ -109,7 +110,9 @@ def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy
 def test_data_names_every_key_of_a_source_and_every_source() -> None:
     keys = {name.removeprefix("data.") for name in first_cells("data.md", "key")}
     sources = {
-        f.name for source in (Chat, Dna, HuggingFace, Stdlib, Text, Tokens) for f in fields(source)
+        f.name
+        for source in (Chat, Dna, HuggingFace, Mixture, Stdlib, Text, Tokens)
+        for f in fields(source)
     }
     assert keys == sources - {"tokenizer"}
     assert {name.split()[0] for name in first_cells("data.md", "`data=`")} - {"hf"} >= {
@@ -118,6 +121,7 @@ def test_data_names_every_key_of_a_source_and_every_source() -> None:
         "tokens",
         "chat",
         "dna",
+        "mixture",
     }
     assert {f"data.tokenizer.{f.name}" for f in fields(BytePairs)} <= set(
         re.findall(r"`([\w.]+)`", text("data.md"))

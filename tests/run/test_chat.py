@@ -137,7 +137,7 @@ def test_turns_that_end_with_the_end_of_a_document_see_the_turns_before(
             total += float(cross_entropy(logits[learned], talk[1:][learned], reduction="sum"))
             count += int(learned.sum())
     loader = Loader(data.val, batch_size=1, seq_len=256, seed=0)
-    rows = loader.sequences_per_epoch
+    rows = sum(loader.sequences)
     tokens, targets = loader.rows(0, rows)
     assert bool((tokens < 0).any())
     with trained.masked():
