@@ -33,7 +33,9 @@ KEYS = 150
 """Differing keys that are listed."""
 MOST_ROWS = 1 << 40
 """A batch of more sequences is none."""
-_UNINTERESTING = ("run.name", "run.dir", "data.cache_dir")
+_UNINTERESTING = ("run.name", "run.dir")
+_CACHE = ".cache_dir"
+"""The end of keys that say where a source keeps its tokens."""
 
 ByRuns = list[tuple[str, str]]
 """Distinct values, each with the numbers of its runs; without numbers where all runs have it."""
@@ -130,7 +132,7 @@ def different_data(sources: Sequence[RunSource]) -> list[str]:
     keys = list(
         dict.fromkeys(key for s in sources for key in s.config or {} if key.startswith("data."))
     )
-    keys = [key for key in (*keys, "train.seq_len", "eval.batches") if key != "data.cache_dir"]
+    keys = [key for key in (*keys, "train.seq_len", "eval.batches") if not key.endswith(_CACHE)]
     configured = [source for source in sources if source.config is not None]
     differing = [
         key for key in keys if len({str(source.setting(key)) for source in configured}) > 1
@@ -180,7 +182,9 @@ def differences(sources: Sequence[RunSource]) -> Differing | None:
     differing = [
         key
         for key in keys
-        if key not in skipped and len({_show(s.setting(key)) for s in configured}) > 1
+        if key not in skipped
+        and not key.endswith(_CACHE)
+        and len({_show(s.setting(key)) for s in configured}) > 1
     ]
     rows = [
         (

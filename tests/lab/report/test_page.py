@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fp4train.hardware import Device, find_gpu
 from fp4train.lab.analysis.figure import VARIABLES
 from fp4train.lab.costs.estimate import estimate, time_text
 from fp4train.lab.report import page
+from fp4train.lab.report.facts import different_data
 from fp4train.lab.report.page import write_report
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan, build_timeline
@@ -134,6 +137,17 @@ def test_runs_of_different_data_are_told(tmp_path: Path) -> None:
     c = write_run(tmp_path / "c", seed=0, settings={"seq_len": 256})
     assert "differ in train.seq_len" in report(tmp_path, a, c).text
     assert "different data" not in report(tmp_path, a, write_run(tmp_path / "d", seed=1)).text
+
+
+def test_another_cache_of_a_part_is_no_other_data() -> None:
+    def source(**config: str) -> Any:
+        settings = {key.replace("__", "."): value for key, value in config.items()}
+        return SimpleNamespace(environments=(), config=settings, setting=settings.get)
+
+    caches = (source(data__parts__a__source__cache_dir=folder) for folder in "xy")
+    assert different_data(list(caches)) == []
+    paths = (source(data__parts__a__source__column=name) for name in "xy")
+    assert "data.parts.a.source.column" in different_data(list(paths))[0]
 
 
 def test_runs_without_a_common_step_have_no_gap(tmp_path: Path) -> None:
