@@ -38,7 +38,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fp4train.data.token_array import Part, TokenArray
+from fp4train.data.token_array import TokenArray, TokenPart
 from fp4train.errors import DataError
 
 IGNORED = -100
@@ -111,7 +111,9 @@ class Loader:
             raise ValueError(
                 f"batch_size={batch_size}, seq_len={seq_len}: allowed are whole numbers from 1"
             )
-        self.parts = tokens.parts or (Part(name=tokens.name, first=0, end=len(tokens), share=1),)
+        self.parts = tokens.parts or (
+            TokenPart(name=tokens.name, first=0, end=len(tokens), share=1),
+        )
         for part in self.parts:
             if part.end - part.first < seq_len + 1:
                 raise ValueError(

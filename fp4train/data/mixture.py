@@ -16,7 +16,7 @@ import numpy as np
 
 from fp4train.data.source import Corpus, TextSource
 from fp4train.data.stored import TokenIds, joined
-from fp4train.data.token_array import Part, TokenArray
+from fp4train.data.token_array import TokenArray, TokenPart
 from fp4train.data.tokenizers import Bytes
 from fp4train.data.tokens import Piece, TokenData, TokenizerConfig, check_tokenizer
 from fp4train.errors import DataError, data_errors
@@ -140,7 +140,7 @@ class Mixture:
         """The ids of all parts in one array, with where each part lies in it."""
         ends = list(accumulate(len(array) for array in arrays.values()))
         parts = tuple(
-            Part(
+            TokenPart(
                 name=f"{name} (data.parts.{part})",
                 first=end - len(array),
                 end=end,

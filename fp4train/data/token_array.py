@@ -7,7 +7,7 @@ from fp4train.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TokenPart:
     """Neighbouring ids of one source in an array: those at places `first` … `end` - 1.
 
     Args:
@@ -35,7 +35,7 @@ class TokenArray:
     name: str
     scored: TokenIds | None = None
     inner_ends: TokenIds | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[TokenPart, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp4train.data import Chat, DataError, Loader, Mixture, Stdlib, Text, TokenArray
 from fp4train.data.mixture import CYCLE, Weighted
-from fp4train.data.token_array import Part
+from fp4train.data.token_array import TokenPart
 from fp4train.data.tokenizers import BytePairs, Bytes
 
 T = 4
@@ -20,7 +20,7 @@ def array(counts: list[int], shares: list[int]) -> TokenArray:
     """Ids that are their places, in parts of so many sequences."""
     ends = np.cumsum([count * T + 1 for count in counts]).tolist()
     parts = tuple(
-        Part(name=str(i), first=end - count * T - 1, end=end, share=share)
+        TokenPart(name=str(i), first=end - count * T - 1, end=end, share=share)
         for i, (end, count, share) in enumerate(zip(ends, counts, shares, strict=True))
     )
     return TokenArray(np.arange(ends[-1], dtype=np.uint32), ends[-1], "train", parts=parts)
