@@ -365,10 +365,9 @@ def _checkpoint(model: nn.Module, config: Config) -> str:
     states = bytes_per_parameter(config)
     beside = sum(size for title, size in states.items() if title != ModelWeights.title)
     total = sum(p.numel() * (p.element_size() + beside) for p in model.parameters())
-    what = " and ".join(
-        {ModelWeights.title: "weights", Moments.title: "two moments"}.get(title, title)
-        for title in states
-    )
+    spoken = {ModelWeights.title: "weights", Moments.title: "two moments"}
+    *names, last = (spoken.get(title, title) for title in states)
+    what = f"{', '.join(names)} and {last}"
     if total >= 1e9:
         size = f"{total / 1e9:,.2f} GB"
     else:

@@ -1,5 +1,5 @@
-"""The weights that a new run begins with: those of another run's checkpoint, or of a Hugging Face
-folder (`init`).
+"""Weights that a source names (`checkpoint/source.py`), opened, compared with a model and given to it:
+those that a new run begins with (`init`), those of a teacher, those of a folder's model.
 """
 
 from collections.abc import Mapping
