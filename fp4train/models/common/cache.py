@@ -37,11 +37,11 @@ class KeyValues:
             self._held = tuple(
                 x.new_empty((batch, heads, self.length, x.shape[-1])) for x in (k_BHTE, v_BHTE)
             )
-        first = self.seen
+        start = self.seen
         self.seen = self.seen + time
-        for held, new in zip(self._held, (k_BHTE, v_BHTE), strict=True):
-            held[:, :, first : self.seen] = new
-        keys, values = (held[:, :, : self.seen] for held in self._held)
+        for stored, new in zip(self._held, (k_BHTE, v_BHTE), strict=True):
+            stored[:, :, start : self.seen] = new
+        keys, values = (stored[:, :, : self.seen] for stored in self._held)
         return keys, values
 
 

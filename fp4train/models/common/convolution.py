@@ -55,8 +55,8 @@ def short_convolution(
     else:
         y = bias_C + weight_CK[:, -1] * x_BTC
     for back in range(1, kernel):
-        first = kernel - 1 - back
-        term = weight_CK[:, first] * all_BSC[:, first : first + time]
+        tap = kernel - 1 - back
+        term = weight_CK[:, tap] * all_BSC[:, tap : tap + time]
         if document_BT is not None:
             same = document_BT[:, back:] == document_BT[:, :-back]
             term = term * F.pad(same, (min(back, time), 0))[..., None]
@@ -178,9 +178,9 @@ class _Modal(torch.autograd.Function):
         d_poles = []
         d_residues = []
         for pole, residue in zip(log_poles_CN.unbind(1), residues_CN.unbind(1), strict=True):
-            each = dh_CT * (pole[:, None] * ages).exp()
-            d_residues.append(each.sum(1))
-            d_poles.append(residue * (each * ages).sum(1))
+            decayed = dh_CT * (pole[:, None] * ages).exp()
+            d_residues.append(decayed.sum(1))
+            d_poles.append(residue * (decayed * ages).sum(1))
         return torch.stack(d_poles, 1), torch.stack(d_residues, 1), None
 
 

@@ -144,10 +144,10 @@ def shared_by(tensor: TokenRanks, parameter: Tensor) -> Tensor:
 
 def shared_eagerly(tensor: TokenRanks, parameter: Tensor) -> Tensor:
     """`shared_by` outside torch.compile."""
-    whole = local(parameter)
+    shared = local(parameter)
     if tensor.sequence:
-        return with_summed_gradient(whole, tensor.ranks)
-    return whole
+        return with_summed_gradient(shared, tensor.ranks)
+    return shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,13 +210,13 @@ def multiplications(module: nn.Module, time: int) -> int:
     the whole model, also where tensor-parallel ranks share it, and do not depend on the recipe.
     """
     count = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
-    for each in module.modules():
-        if isinstance(each, PlannedLayer) and each.layer.experts:
-            idle = each.layer.group - each.layer.per_token
+    for part in module.modules():
+        if isinstance(part, PlannedLayer) and part.layer.experts:
+            idle = part.layer.group - part.layer.per_token
             count -= (
-                sum(p.numel() for p in each.parameters() if p.dim() > 1) * idle // each.layer.group
+                sum(p.numel() for p in part.parameters() if p.dim() > 1) * idle // part.layer.group
             )
-        count += int(getattr(each, "fp4train_mixing", lambda _: 0)(time))
+        count += int(getattr(part, "fp4train_mixing", lambda _: 0)(time))
     return count
 
 
@@ -253,23 +253,23 @@ def share_blocks(costs: Sequence[int], last: int, parts: int) -> list[range]:
 
     def needed(most: int) -> int:
         """The parts that blocks fill, from the last one on, if none costs more than `most`."""
-        found = 1
+        stages = 1
         spent = last
         for cost in reversed(costs):
             if spent + cost > most:
-                found = found + 1
+                stages = stages + 1
                 spent = 0
             spent += cost
-        return found
+        return stages
 
     bounds = range(max(*costs, costs[-1] + last), sums[count] + last + 1)
     most = bounds[bisect_left(bounds, True, key=lambda bound: needed(bound) <= parts)]
 
     # By the first block of the rest: the least sum of squares where no part costs more, and where
     # the first part ends.
-    rest = [sums[count] - sums[start] + last for start in range(count)]
+    left = [sums[count] - sums[start] + last for start in range(count)]
     tables: list[list[tuple[float, int]]] = [
-        [(cost * cost if cost <= most else math.inf, count) for cost in rest]
+        [(cost * cost if cost <= most else math.inf, count) for cost in left]
     ]
     for part in range(1, parts):
         after = tables[-1]

@@ -128,8 +128,8 @@ class Decoder(Fusible, nn.Module):
             teacher: with targets, what the loss is against.
         """
         time = input.shape[1] if time is None else time
-        first = 0 if cache is None else cache.seen
-        if (end := first + time) > self.seq_len:
+        start = 0 if cache is None else cache.seen
+        if (end := start + time) > self.seq_len:
             raise ValueError(f"{end} tokens exceed the model's seq_len={self.seq_len}")
         divided = self.documents is not None or self.begins is not None
         if divided:
@@ -139,7 +139,7 @@ class Decoder(Fusible, nn.Module):
             input = torch.where(input < 0, ~input, input)
         x = self.enter(input)
         stream: Tensor | StreamTerms = x
-        arguments: tuple[Any, ...] = self.positions(first, end, x.dtype)
+        arguments: tuple[Any, ...] = self.positions(start, end, x.dtype)
         if cache is not None:
             for block, kept in zip(self.blocks, cache.blocks, strict=True):
                 stream = block(stream, *arguments, kept)
@@ -196,12 +196,12 @@ class Decoder(Fusible, nn.Module):
         specs = [
             spec for spec in (*self.shape.parameters(), *self.computed()) if spec.name in names
         ]
-        others = self._blocks_of_another_type()
+        other_blocks = self._blocks_of_another_type()
         return [
             replace(
                 spec,
                 initial=self.shape.initial(spec.initial),
-                reads="" if spec.name.startswith(others) else spec.reads,
+                reads="" if spec.name.startswith(other_blocks) else spec.reads,
             )
             for spec in specs
         ]
@@ -249,10 +249,10 @@ def embed(tokens_BT: Tensor, w_VD: Tensor, dtype: torch.dtype, tensor: TokenRank
     if tensor is None:
         return F.embedding(tokens_BT, w_VD).to(dtype)
     w_VD = local(w_VD)
-    own = tokens_BT - tensor.ranks.rank * w_VD.shape[0]
-    elsewhere = (own < 0) | (own >= w_VD.shape[0])
+    rows = tokens_BT - tensor.ranks.rank * w_VD.shape[0]
+    elsewhere = (rows < 0) | (rows >= w_VD.shape[0])
     x_BTD = (
-        F.embedding(own.masked_fill(elsewhere, 0), w_VD)
+        F.embedding(rows.masked_fill(elsewhere, 0), w_VD)
         .to(dtype)
         .masked_fill(elsewhere[..., None], 0)
     )

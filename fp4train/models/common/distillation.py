@@ -80,16 +80,16 @@ class _ChunkedDistillation(ChunkedLoss):
             theirs = (
                 widened(torch.mm, teacher.h_MD[chunk], teacher.w_VD.T).float() / temperature
             ).log_softmax(-1)
-            own = (logits / temperature).log_softmax(-1)
+            ours = (logits / temperature).log_softmax(-1)
             t = theirs.exp()
-            losses = temperature**2 * (t * (theirs - own)).sum(-1, keepdim=True)
-            grad = temperature * (own.exp() - t)
+            losses = temperature**2 * (t * (theirs - ours)).sum(-1, keepdim=True)
+            grad = temperature * (ours.exp() - t)
             if teacher.ce:
                 log_p = logits.log_softmax(-1)
-                one = target.clamp(min=0)
-                losses -= teacher.ce * log_p.gather(1, one)
+                index = target.clamp(min=0)
+                losses -= teacher.ce * log_p.gather(1, index)
                 p = log_p.exp_()
-                grad += teacher.ce * subtract_at(p, one, torch.ones_like(one, dtype=p.dtype))
+                grad += teacher.ce * subtract_at(p, index, torch.ones_like(index, dtype=p.dtype))
             if masked:
                 losses = losses * (target >= 0)
                 grad = grad * (target >= 0)

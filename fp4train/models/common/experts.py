@@ -173,5 +173,5 @@ def _rank_within(key: Tensor) -> Tensor:
     order = key.argsort(stable=True)
     place = torch.arange(len(key), device=key.device)
     of_sorted = key[order]
-    first = torch.searchsorted(of_sorted, of_sorted)
-    return torch.empty_like(key).scatter_(0, order, place - first)
+    group_start = torch.searchsorted(of_sorted, of_sorted)
+    return torch.empty_like(key).scatter_(0, order, place - group_start)

@@ -150,8 +150,8 @@ def check_keys(
         shown = f"{key}={brief(value)}"
         if (allowed := one_value.get(key, _ONE_VALUE.get(key))) is not None:
             if not any(
-                value == each and isinstance(value, bool) == isinstance(each, bool)
-                for each in allowed
+                value == choice and isinstance(value, bool) == isinstance(choice, bool)
+                for choice in allowed
             ):
                 reason = _REASONS.get(key, f"only {allowed[0]!r} is")
                 raise ValueError(f"{shown} is not supported: {reason}")
@@ -272,9 +272,9 @@ def read_rope(
             f"{where}.rope_type={brief(kind)} is not supported; supported are 'default' and "
             "'llama3'"
         )
-    known = {"rope_type", "type", "rope_theta", *(_ROPE if kind == "llama3" else ())}
+    keys = {"rope_type", "type", "rope_theta", *(_ROPE if kind == "llama3" else ())}
     for key, value in rope.items():
-        if key not in known and not (key == "partial_rotary_factor" and value == 1):
+        if key not in keys and not (key == "partial_rotary_factor" and value == 1):
             raise ValueError(
                 f"{where}.{key}={brief(value)} is not supported with rope_type={brief(kind)}"
             )
@@ -293,8 +293,8 @@ def read_rope(
 
 def _scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:
     """What a table says of the scaling of the rotations, in one spelling."""
-    others = {key: value for key, value in rope.items() if key in _ROPE}
-    return {"rope_type": rope.get("rope_type", rope.get("type", "default")), **others}
+    scaling = {key: value for key, value in rope.items() if key in _ROPE}
+    return {"rope_type": rope.get("rope_type", rope.get("type", "default")), **scaling}
 
 
 def read_rotary(
@@ -374,7 +374,7 @@ def check_attention(config: Mapping[str, Any]) -> None:
     """Raises ValueError where a layer attends to a window alone."""
     types = config.get("layer_types")
     if types is not None and (
-        not isinstance(types, list) or any(each != "full_attention" for each in types)
+        not isinstance(types, list) or any(attention != "full_attention" for attention in types)
     ):
         raise ValueError(
             f"layer_types={brief(types)} is not supported: only 'full_attention' is, in every layer"

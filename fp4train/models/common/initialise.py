@@ -158,12 +158,12 @@ def _swapped() -> Iterator[None]:
     """Parameters stay the objects that they are when their memory changes, which keeps tied ones
     tied.
     """
-    before = torch.__future__.get_swap_module_params_on_conversion()
+    earlier = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         yield
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+        torch.__future__.set_swap_module_params_on_conversion(earlier)
 
 
 def _fill(shard: TensorShard, initial: Initial, seed: int, name: str) -> None:
@@ -208,7 +208,7 @@ def _draw_in_order(parts: Mapping[str, TensorShard], model: nn.Module, seed: int
         nn.init.normal_(drawn, std=initial.std, generator=generator)
         for box in () if part is None else part.boxes():
             sides = zip(box.offsets, box.tensor.shape, strict=True)
-            box.tensor.copy_(drawn[tuple(slice(first, first + size) for first, size in sides)])
+            box.tensor.copy_(drawn[tuple(slice(start, start + size) for start, size in sides)])
 
 
 def _pass_over(module: nn.Module, generator: torch.Generator) -> None:
@@ -271,7 +271,7 @@ def _fill_drawn(
         shape = (1,)
         offsets = (0,)
     columns = into.shape[-1]
-    first = offsets[-1]
+    first_column = offsets[-1]
     if into.device.type == "cpu":
         chunk = _CHUNK
     else:
@@ -282,7 +282,7 @@ def _fill_drawn(
     ):
         for start in range(0, columns, wide):
             end = min(start + wide, columns)
-            values = of(_draw(key, rows, first + start, end - start))
+            values = of(_draw(key, rows, first_column + start, end - start))
             into.view(-1, columns)[index, start:end] = values.to(into.dtype)
 
 
@@ -297,13 +297,13 @@ def _rows(
     count = math.prod(sizes)
     for start in range(0, count, step):
         local = torch.arange(start, min(start + step, count), dtype=torch.int64, device=device)
-        found = torch.zeros_like(local)
+        global_rows = torch.zeros_like(local)
         stride = 1
         for size, full, offset in reversed(list(zip(sizes, shape, offsets, strict=True))):
-            found += (local % size + offset) * stride
+            global_rows += (local % size + offset) * stride
             local = local // size
             stride = stride * full
-        yield found, slice(start, min(start + step, count))
+        yield global_rows, slice(start, min(start + step, count))
 
 
 def _draw(key: RandomKey, rows_R: Tensor, first: int, columns: int) -> Tensor:
@@ -334,8 +334,8 @@ def _inverse_normal(p: Tensor) -> Tensor:
 
 def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
     y = torch.full_like(x, coefficients[0])
-    for each in coefficients[1:]:
-        y.mul_(x).add_(each)  # two operations: a fused one would round once
+    for coefficient in coefficients[1:]:
+        y.mul_(x).add_(coefficient)  # two operations: a fused one would round once
     return y
 
 

@@ -175,8 +175,10 @@ def why_not(device: str) -> str | None:
     if installed is None:
         return "liger-kernel is not installed: pip install 'fp4train[liger]'"
     if not OLDEST <= installed < BEFORE:
-        found, oldest, before = (".".join(map(str, each)) for each in (installed, OLDEST, BEFORE))
-        return f"liger-kernel {found} is installed, and {oldest} or newer below {before} is needed"
+        here, oldest, limit = (
+            ".".join(map(str, numbers)) for numbers in (installed, OLDEST, BEFORE)
+        )
+        return f"liger-kernel {here} is installed, and {oldest} or newer below {limit} is needed"
     try:
         Liger()
     # it imports peft, which imports TE

@@ -63,9 +63,9 @@ class ChunkedLoss(torch.autograd.Function):
         # Divided by the tokens only here, together with a loss scale in `grad`: before, float16
         # would underflow.
         share = grad / ctx.tokens
-        others = (None,) * (len(ctx.needs_input_grad) - 2)
-        dh, dw = (None if each is None else scale(each, share) for each in (dh, dw))
-        return dh, None if dw is None else dw.to(ctx.dtype), *others
+        no_gradients = (None,) * (len(ctx.needs_input_grad) - 2)
+        dh, dw = (None if gradient is None else scale(gradient, share) for gradient in (dh, dw))
+        return dh, None if dw is None else dw.to(ctx.dtype), *no_gradients
 
 
 class _ChunkedCrossEntropy(ChunkedLoss):
@@ -96,16 +96,16 @@ class _ChunkedCrossEntropy(ChunkedLoss):
             h = h_MD[chunk].to(dtype)
             target = targets_M[chunk, None]
             logits = widened(torch.mm, h, w.T)
-            wanted = dh is not None or dw is not None
+            needs_gradient = dh is not None or dw is not None
             if liger is not None and ranks is None:
-                losses = liger.cross_entropy(logits, target[:, 0], gradient=wanted)
+                losses = liger.cross_entropy(logits, target[:, 0], gradient=needs_gradient)
                 grad = logits
             else:
                 losses, grad = _losses(
-                    logits.float(), target, ranks, masked=masked, gradient=wanted
+                    logits.float(), target, ranks, masked=masked, gradient=needs_gradient
                 )
             total += losses.sum()
-            if not wanted:
+            if not needs_gradient:
                 continue
             grad = grad.to(dtype)
             if dh is not None and ranks is None:

@@ -92,8 +92,8 @@ class CpuOperators(Operators):
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Operators`."""
-        whole = gate.is_contiguous() and up.is_contiguous() and gate.shape == up.shape
-        if not whole or not _take("gate", gate, up) or not whole_vectors(gate.numel()):
+        contiguous = gate.is_contiguous() and up.is_contiguous() and gate.shape == up.shape
+        if not contiguous or not _take("gate", gate, up) or not whole_vectors(gate.numel()):
             return super().silu_product(gate, up)
         y: Tensor = _Gate.apply(gate, up)  # type: ignore[no-untyped-call]
         return y
@@ -111,7 +111,7 @@ class CpuOperators(Operators):
         if not alike or not _take("rotation", q_BHTE, k_BHTE, cos_TE, sin_TE):
             return super().rotate(q_BHTE, k_BHTE, cos_TE, sin_TE)
         angles = cos_TE.contiguous(), sin_TE.contiguous(), "rotation"
-        q, k = (_Rotation.apply(each, *angles) for each in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
+        q, k = (_Rotation.apply(x, *angles) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
         return q, k
 
 
@@ -121,8 +121,8 @@ def _take(kind: str, *tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and all(
-            type(each) in PLAIN and each.device.type == "cpu" and each.dtype is x.dtype
-            for each in tensors
+            type(tensor) in PLAIN and tensor.device.type == "cpu" and tensor.dtype is x.dtype
+            for tensor in tensors
         )
         and x.dim() > 0 < x.numel()
         and not torch.is_autocast_enabled("cpu")
@@ -160,9 +160,13 @@ def gate_kernel(kind: str, *tensors: Tensor, machine: cpu.Machine = cpu.HERE) ->
     """(silu(gate) ⊙ up,) of "gate": (gate, up); (dgate, dup) of "gate_gradients": (dh, gate, up);
     they are contiguous, of a number of elements that 64 divides.
     """
-    made = tuple(torch.empty_like(tensors[0]) for _ in range(2 if kind == "gate_gradients" else 1))
-    cpu.fused(kind, (*tensors, *made), (made[0].numel() // _VECTORS, _VECTORS), machine=machine)
-    return made
+    outputs = tuple(
+        torch.empty_like(tensors[0]) for _ in range(2 if kind == "gate_gradients" else 1)
+    )
+    cpu.fused(
+        kind, (*tensors, *outputs), (outputs[0].numel() // _VECTORS, _VECTORS), machine=machine
+    )
+    return outputs
 
 
 def rotated(kind: str, x_BHTE: Tensor, *angles: Tensor, machine: cpu.Machine = cpu.HERE) -> Tensor:
@@ -237,12 +241,14 @@ def _differentiable(
 ) -> tuple[Tensor | None, ...]:
     """Gradients that are to be differentiated again: those of torch's operators."""
     with torch.enable_grad():
-        own = [each.view_as(each) for each in inputs]  # of which one does not depend on another
-        y = operation(*own)
-    found = iter(
-        torch.autograd.grad(y, [each for each in own if each.requires_grad], dy, create_graph=True)
+        views = [view.view_as(view) for view in inputs]  # of which one does not depend on another
+        y = operation(*views)
+    gradients = iter(
+        torch.autograd.grad(
+            y, [view for view in views if view.requires_grad], dy, create_graph=True
+        )
     )
-    return tuple(next(found) if each.requires_grad else None for each in own)
+    return tuple(next(gradients) if view.requires_grad else None for view in views)
 
 
 def _same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
@@ -263,10 +269,12 @@ def _with_gradients(
     operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor
 ) -> tuple[Tensor, ...]:
     """(y, gradients of the inputs) of torch's operators."""
-    unhooked = torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
+    unhooked = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor, lambda tensor: tensor
+    )
     # in a region that is recomputed, say
     with torch.inference_mode(False), torch.enable_grad(), unhooked:
-        inputs = tuple(each.clone().requires_grad_() for each in inputs)
+        inputs = tuple(tensor.clone().requires_grad_() for tensor in inputs)
         y = operation(*inputs)
         # given dy it would load sympy
         return y.detach(), *torch.autograd.grad((y * dy).sum(), inputs)

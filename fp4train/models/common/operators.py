@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """Queries or keys [B, heads, T, E], rotated by the angles with the given cosines and sines."""
-    first, second = x_BHTE.chunk(2, dim=-1)
-    return x_BHTE * cos_TE + torch.cat((-second, first), dim=-1) * sin_TE
+    lower, upper = x_BHTE.chunk(2, dim=-1)
+    return x_BHTE * cos_TE + torch.cat((-upper, lower), dim=-1) * sin_TE
 
 
 class Operators:

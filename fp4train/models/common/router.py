@@ -175,11 +175,11 @@ class Router(HoldsParts, nn.Module):
         """Assignments to each expert, how many of them were dropped, and the sums over sequences of
         both losses, float64 [E + 3], since the last call; they start anew.
         """
-        made = torch.zeros(self.experts.count + 3, dtype=torch.float64, device=self.weight.device)
+        sums = torch.zeros(self.experts.count + 3, dtype=torch.float64, device=self.weight.device)
         if self._seen is not None:
-            made.copy_(self._seen)
+            sums.copy_(self._seen)
             self._seen.zero_()
-        return made
+        return sums
 
     @torch.no_grad()
     def even_out(self, load_E: Tensor, failed: Tensor) -> None:

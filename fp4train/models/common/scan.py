@@ -114,7 +114,7 @@ def scan(
     segments: Tensor = SegmentSums.apply(a)  # type: ignore[no-untyped-call]
     to_end = segments[..., -1, :].exp()
     from_start = running_sums(a).exp()
-    whole = from_start[..., -1]
+    chunk_decay = from_start[..., -1]
     sees = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     if document_BT is not None:
         document = torch.cat((document_BT, document_BT[:, -1:].expand(-1, pad)), 1).view(
@@ -122,11 +122,11 @@ def scan(
         )
         last = document[..., -1:]
         # of the state that enters a chunk
-        before = torch.cat((document[:, :1, ..., :1], last[:, :-1]), 1)
+        entering = torch.cat((document[:, :1, ..., :1], last[:, :-1]), 1)
         sees = sees & (document[..., :, None] == document[..., None, :])
         to_end = to_end * (document == last)
-        from_start = from_start * (document == before)
-        whole = whole * (last == before)[..., 0]
+        from_start = from_start * (document == entering)
+        chunk_decay = chunk_decay * (last == entering)[..., 0]
     decay = segments.masked_fill(~sees, -torch.inf).exp()  # [B, C, G, R, L, L]
     inside = ((c @ b.mT)[:, :, :, None] * decay) @ x
     added = (to_end[..., None] * x).mT @ b[:, :, :, None]  # [B, C, G, R, P, N]
@@ -137,7 +137,7 @@ def scan(
     states = []
     for i in range(added.shape[1]):
         states.append(h)
-        h = h * whole[:, i, ..., None, None] + added[:, i]
+        h = h * chunk_decay[:, i, ..., None, None] + added[:, i]
     across = (c[:, :, :, None] * from_start[..., None]) @ torch.stack(states, 1).mT
     y = (inside + across).permute(0, 1, 4, 2, 3, 5)  # [B, C, L, G, R, P]
     return y.reshape(batch, -1, heads, dim)[:, :time], h.reshape(batch, heads, dim, size)
@@ -231,8 +231,8 @@ class Mamba2(HoldsParts, nn.Module):
         and out of the state; the last chunk is padded.
         """
         inner = self.out_proj.weight.shape[1]
-        each = self.chunk * (self.conv1d.weight.shape[0] + inner) // 2 + 2 * inner * self.state
-        return -(-time // self.chunk) * self.chunk * each // time
+        per_token = self.chunk * (self.conv1d.weight.shape[0] + inner) // 2 + 2 * inner * self.state
+        return -(-time // self.chunk) * self.chunk * per_token // time
 
     def forward(
         self,

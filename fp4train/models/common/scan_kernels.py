@@ -45,8 +45,8 @@ def why_missing(where: tuple[str, str]) -> str | None:
     """The reason why a function cannot be imported; None: it can. torch.compile does not trace the
     import, so a layer asks when it is made (`missing`).
     """
-    found = _imported(where)
-    return found if isinstance(found, str) else None
+    imported = _imported(where)
+    return imported if isinstance(imported, str) else None
 
 
 def missing() -> tuple[str | None, str | None]:

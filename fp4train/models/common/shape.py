@@ -160,7 +160,7 @@ def check_pattern(pattern: str, kinds: Mapping[str, str]) -> None:
         raise ValueError(f"model.pattern has {len(pattern)} blocks; allowed are 1 to {MOST_BLOCKS}")
     for place, letter in enumerate(pattern, 1):
         if letter not in kinds:
-            known = ", ".join(f"{each} ({name})" for each, name in kinds.items())
+            listed = ", ".join(f"{kind} ({name})" for kind, name in kinds.items())
             raise ValueError(
-                f"model.pattern={pattern}: letter {place} is {letter!r}; known are {known}"
+                f"model.pattern={pattern}: letter {place} is {letter!r}; known are {listed}"
             )

@@ -66,8 +66,8 @@ class StreamNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of x [..., width], without the sums of its stream."""
-        made = self._produced(x)
-        return self.normalised(x) if made is None else made[0]
+        produced = self._produced(x)
+        return self.normalised(x) if produced is None else produced[0]
 
     @abstractmethod
     def normalised(self, x: Tensor) -> Tensor:

@@ -134,12 +134,12 @@ def _least_step(limit: object) -> float:
     """
     if limit is None:
         return 0.0
-    known = (
+    pair = (
         isinstance(limit, list | tuple)
         and len(limit) == 2
         and limit[1] in (math.inf, {"__float__": "Infinity"})
     )
-    if not known or isinstance(limit[0], bool) or not isinstance(limit[0], int | float):  # type: ignore[index]
+    if not pair or isinstance(limit[0], bool) or not isinstance(limit[0], int | float):  # type: ignore[index]
         raise ValueError(
             f"time_step_limit={brief(limit)} is not supported: it must be a smallest step, "
             "and infinity"

@@ -211,15 +211,17 @@ class GatedConvolution(HoldsParts, nn.Module):
         """Taps * u, and in the cache the last inputs."""
         taps = self.held(self.taps)[:, 0]
         taps = taps.repeat_interleave(u_BTC.shape[-1] // taps.shape[0], 0)
-        before = None if kept is None else kept.window_BKC
+        window_before = None if kept is None else kept.window_BKC
         if self.kind == "S":
-            y, window = short_convolution(u_BTC, taps, window_BKC=before, document_BT=document_BT)
+            y, window = short_convolution(
+                u_BTC, taps, window_BKC=window_before, document_BT=document_BT
+            )
         elif kept is None:
             return long_convolution(u_BTC, taps, document_BT)
         else:
             time = u_BTC.shape[1]
             kernel = taps.shape[1]
-            all_BSC = with_window(u_BTC, before, kernel)
+            all_BSC = with_window(u_BTC, window_before, kernel)
             y = long_convolution(all_BSC, taps)[:, kernel - 1 :]
             window = all_BSC[:, time:]
         if kept is not None:
