@@ -32,12 +32,12 @@ def quiet_panics() -> Iterator[None]:
 
     Threads take turns.
     """
-    with _ALONE, tempfile.TemporaryFile(buffering=0) as kept:
+    with _ALONE, tempfile.TemporaryFile(buffering=0) as captured:
         original = -1
         # there is no standard error, or no descriptor is left: nothing is kept
         with suppress(OSError):
             original = os.dup(_ERROR)
-            os.dup2(kept.fileno(), _ERROR)
+            os.dup2(captured.fileno(), _ERROR)
         try:
             yield
         finally:
@@ -45,5 +45,5 @@ def quiet_panics() -> Iterator[None]:
                 os.dup2(original, _ERROR)
                 os.close(original)
                 with suppress(OSError):
-                    kept.seek(0)
-                    os.write(_ERROR, _PANIC.sub(b"", kept.read()))
+                    captured.seek(0)
+                    os.write(_ERROR, _PANIC.sub(b"", captured.read()))
