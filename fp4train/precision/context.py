@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -74,12 +74,12 @@ class Context(metaclass=GraphInput):
     they have none.
     """
 
-    @cached_property
-    def run_step(self) -> RunStep | None:
-        """The step of the run; None: there is none."""
-        if self.step is None:
-            return None
-        return RunStep(self.seed, self.step)
+    run_step: RunStep | None = field(init=False, repr=False)
+    """The step of the run; None: there is none."""
+
+    def __post_init__(self) -> None:
+        step = None if self.step is None else RunStep(self.seed, self.step)
+        object.__setattr__(self, "run_step", step)
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype in which a model carries its activations."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import EAGER, Biases, Call, CalledLayer, Counts, Sums, Weights
-from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
+from fp4train.nn.executors.gemms import Gemms, Gradients, LayerFunction, Prepare, Saved
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import Ranks, local
@@ -107,7 +107,7 @@ class CutGemms(Gemms):
             return self._shape_of(x_MK, w_NK).to(self.dtype)
         call = layer.call_in(now, self, x_MK.shape[0] * self.tokens)
         call.parameter = weights[0]
-        y_MN: Tensor = GemmsFunction.apply(x_MK, w_NK, bias_N, call)  # type: ignore[no-untyped-call]
+        y_MN: Tensor = LayerFunction.apply(x_MK, w_NK, bias_N, call)  # type: ignore[no-untyped-call]
         return y_MN
 
     def _shape_of(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ class Gemms(Executor):
     ) -> Tensor:
         call = layer.call_in(now, self, x_MK.shape[0])
         if torch._C._are_functorch_transforms_active():
-            apply: Any = GemmsFunction.apply
+            apply: Any = LayerFunction.apply
         else:
             apply = _apply
         y_MN: Tensor = apply(x_MK, weights[0], biases[0], call)
@@ -313,9 +313,7 @@ class Gemms(Executor):
             assert w_NK is not None and gradients.x is not None
             w = call.weights.form(w_NK, self.w_column, call)
             dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype)
-            if gradients.x is self.dtype:
-                dx_MK = dx_MK
-            else:
+            if gradients.x is not self.dtype:
                 dx_MK = dx_MK.to(gradients.x)
         if column is not None:
             (x,) = saved
@@ -330,9 +328,10 @@ class Gemms(Executor):
         return dx_MK, dw_NK, dbias_N
 
 
-class GemmsFunction(torch.autograd.Function):
-    """y of (x_MK, w_NK, bias_N, call). Tensors are saved through autograd, so its hooks and checks
-    apply.
+class LayerFunction(torch.autograd.Function):
+    """y of (x_MK, w_NK, bias_N, call) of a layer with one weight, by the executor of the call.
+
+    Tensors are saved through autograd, so its hooks and checks apply.
     """
 
     @staticmethod
@@ -369,9 +368,9 @@ class GemmsFunction(torch.autograd.Function):
             return (*call.executor.backward(dy_MN, w_NK, saved, call, **more), None)
 
 
-_apply: Callable[..., Tensor] = super(torch.autograd.Function, GemmsFunction).apply
-"""`GemmsFunction.apply` without what torch does for transforms of functions (torch.func): 3 µs of
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, LayerFunction).apply
+"""`LayerFunction.apply` without what torch does for transforms of functions (torch.func): 3 µs of
 the host.
 """
-_once = once_differentiable(GemmsFunction.backward)
+_once = once_differentiable(LayerFunction.backward)
 """The backward pass, without gradients enabled, whose results refuse a second derivative."""

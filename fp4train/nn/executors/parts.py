@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
 from fp4train.nn.call import Biases, Call, CalledGroup, CalledLayer, Counts, Executor, Sums, Weights
-from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
+from fp4train.nn.executors.gemms import Gemms, Gradients, LayerFunction, Prepare, Saved
 from fp4train.nn.gathered import values_of
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.weights import PreparedWeights
@@ -291,7 +291,7 @@ class ChannelParts(Executor):
             return [layer.new_call(context, self.whole, x_MK.shape[0], training=training)]
 
         (call,) = self.calls(layer, x_MK, now, new)
-        y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
+        y_MN: Tensor = LayerFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
         return y_MN
 
     def calls_of_group(

@@ -3,13 +3,13 @@ backend's kernels.
 
 torch's own backward saves the rounded weight: a copy per call, of every microbatch in flight. Where
 the weight is gathered for the time of a call that would keep a whole model on every rank. It also
-rounds dw to the dtype of the product where dw is one term of a sum. `TorchFunction` reads the
-weight again, and may leave dw in float32.
+rounds dw to the dtype of the product where dw is one term of a sum. `TorchLayer` reads the weight
+again then, and leaves dw in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -29,7 +29,14 @@ from fp4train.backends import (
 )
 from fp4train.backends.table import FORMS
 from fp4train.nn.call import Biases, Call, CalledLayer, Counts, Executor, Route, Sums, Weights
-from fp4train.nn.executors.gemms import Gradients, Saved, accumulates, adds, sum_so_far
+from fp4train.nn.executors.gemms import (
+    Gradients,
+    LayerFunction,
+    Prepare,
+    Saved,
+    accumulates,
+    adds,
+)
 from fp4train.nn.gathered import Gathered, values_of
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
@@ -76,22 +83,17 @@ class TorchLayer(Executor):
             return torch_linear(x_MK, w_NK, bias_N, self.dtype)
         bias_N = None if bias_N is None else bias_N.to(self.dtype)
         assert now.context is not None
-        keeps = self.sums and layer.keeps_forms
-        if keeps:
-            call = layer.new_call(now.context, self, 0, training=False)
-        else:
-            call = None
-        y_MN: Tensor = TorchFunction.apply(x_MK.to(self.dtype), w_NK, bias_N, self, call)  # type: ignore[no-untyped-call]
+        call = layer.new_call(now.context, self, 0, training=False)
+        y_MN: Tensor = LayerFunction.apply(x_MK.to(self.dtype), w_NK, bias_N, call)  # type: ignore[no-untyped-call]
         return y_MN
 
     def forward(
-        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call | None
+        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call
     ) -> tuple[Tensor, Saved]:
         """(y [M, N] in the dtype of x, what backward needs of x).
 
-        Args:
-            call: the layer's call, whose prepared weights hold the rounded one for all calls of a step;
-                None: each call rounds it.
+        As torch's linear layer computes it, in every bit. The prepared weights of the call hold the
+        rounded one for all calls of a step.
         """
         bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
         return widened(F.linear, x_MK, self._rounded(w_NK, call), bias_N), (x_MK,)
@@ -101,74 +103,36 @@ class TorchLayer(Executor):
         dy_MN: Tensor,
         w_NK: Tensor | None,
         saved: Saved,
-        call: Call | None,
-        wanted: Sequence[object] = (),
+        call: Call,
+        prepare: Prepare | None = None,
         total_NK: Tensor | None = None,
     ) -> Gradients:
-        """The gradients of those of x, w and bias that are wanted, or that `call` says.
-
-        Args:
-            total_NK: sum to which dw is added, float32; it is not returned then.
-        """
-        (x_MK,), dx, dw, dbias = saved, None, None, None
-        wanted = wanted or (() if call is None else call.gradients)
-        assert isinstance(x_MK, Tensor)
-        if wanted[0]:
+        """The gradients that `call` wants, where dw may be a float32 product; see `Gemms.backward`."""
+        (x_MK,) = saved
+        gradients = call.gradients
+        dx = dw = dbias = None
+        if gradients.x is not None:
             assert w_NK is not None
             dx = widened(torch.mm, dy_MN, self._rounded(w_NK, call))
-        if total_NK is not None:
-            add_product(total_NK, dy_MN.T, x_MK)
-        elif wanted[1] and self.sums:
-            dw = BACKENDS["torch"].product(
-                Decoded(dy_MN.T, None), Decoded(x_MK.T, None), out_dtype=torch.float32
-            )
-        elif wanted[1]:
-            dw = widened(torch.mm, dy_MN.T, x_MK)
-        if wanted[2]:
+        if gradients.w is not None:
+            assert isinstance(x_MK, Tensor)
+            if total_NK is not None:
+                add_product(total_NK, dy_MN.T, x_MK)
+            elif self.sums:
+                factors = Decoded(dy_MN.T, None), Decoded(x_MK.T, None)
+                dw = BACKENDS["torch"].product(*factors, out_dtype=torch.float32).to(gradients.w)
+            else:
+                dw = widened(torch.mm, dy_MN.T, x_MK).to(gradients.w)
+        if gradients.bias is not None:
             dbias = widened(torch.sum, dy_MN, dim=0)
         return dx, dw, dbias
 
-    def _rounded(self, w_NK: Tensor, call: Call | None) -> Tensor:
-        if call is None or w_NK.dtype == self.dtype:
+    def _rounded(self, w_NK: Tensor, call: Call) -> Tensor:
+        if isinstance(w_NK, Gathered) or w_NK.dtype == self.dtype:
             return values_of(w_NK, self.dtype)
         rounded = call.weights.form(w_NK, self.w_row, call)
         assert isinstance(rounded, Decoded)
         return rounded.values
-
-
-class TorchFunction(torch.autograd.Function):
-    """y [M, N] of (x [M, K], w [N, K], bias [N] or None, executor, call), in the dtype of x.
-
-    As torch's linear layer computes it, in every bit, but that dw is a float32 product where it is
-    part of a sum.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_MK: Tensor,
-        w_NK: Tensor,
-        bias_N: Tensor | None,
-        executor: TorchLayer,
-        call: Call | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x_MK, w_NK)
-        ctx.executor = executor
-        ctx.call = call
-        ctx.w = w_NK if executor.adds else None
-        return executor.forward(x_MK, w_NK, bias_N, call)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        x_MK, w_NK = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        if wanted[1] and ctx.executor.adds:
-            total = sum_so_far(ctx.w, ctx.next_functions[1][0])
-        else:
-            total = None
-        dx, dw, dbias = ctx.executor.backward(dy_MN, w_NK, (x_MK,), ctx.call, wanted, total)
-        return dx, None if dw is None else dw.to(w_NK.dtype), dbias, None, None
 
 
 class BackendLayer(Executor):

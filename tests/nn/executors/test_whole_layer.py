@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4train.hardware import Device
 from fp4train.nn import Linear
+from fp4train.nn.call import GradientDtypes
 from fp4train.nn.executors import gemms
-from fp4train.nn.executors.whole_layer import TorchFunction, TorchLayer
+from fp4train.nn.executors.whole_layer import TorchLayer
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Current, Recipe, autocast
 from fp4train.precision.layer_plan import resolve
 
@@ -147,20 +148,23 @@ def test_on_a_gpu_the_gemm_adds_dw_of_later_microbatches_to_the_gradient(
             return function(*args, **(kwargs or {}))
 
     plan = resolve(Linear(64, 32, bias=False).layer, BF16(), None, "auto", Device(type="cpu"))
-    context: Any = SimpleNamespace(executor=TorchLayer(plan, "cuda", sums="product"), call=None)
+    executor = TorchLayer(plan, "cuda", sums="product")
+    gradients = GradientDtypes(w=torch.float32)
+    context: Any = SimpleNamespace(call=SimpleNamespace(executor=executor, gradients=gradients))
     with FakeTensorMode(), torch.no_grad(), Recorded():
         x, dy = (torch.empty(16, n, dtype=torch.bfloat16, device="cuda") for n in (64, 32))
         w = torch.empty(32, 64, device="cuda").requires_grad_()
         if hooked:
             w.register_post_accumulate_grad_hook(lambda parameter: None)
-        context.saved_tensors = (x, w)
+        saved, context.heads = gemms.flatten((x,))
+        context.saved_tensors = (None, *saved)
         context.w = w
         context.needs_input_grad = (False, True, False)
         context.next_functions = (None, 0), (None, 0)
         monkeypatch.setattr(gemms, "accumulates", lambda node: True)
         returned = []
         for _ in range(3):
-            dw = TorchFunction.backward(context, dy)[1]
+            dw = gemms.LayerFunction.backward(context, dy)[1]
             returned.append(dw is not None)
             w.grad = dw if w.grad is None else w.grad
     assert w.grad is not None and w.grad.dtype == torch.float32
