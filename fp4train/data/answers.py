@@ -274,11 +274,12 @@ class _Gap:
     """What a template writes between two messages that are no answers.
 
     Args:
-        before: the number of the message before it; -1: there is none.
-        literals: the texts around the contents of `answers`, in order.
+        preceding: number of the message before it; -1: there is none.
+        literals: texts around the contents of `answers`, in order.
+        answers: numbers of the answers in it.
     """
 
-    before: int
+    preceding: int
     literals: list[str]
     answers: list[int]
 
@@ -313,18 +314,18 @@ class _Frames:
         answer.
         """
         written = gap.literals[0]
-        if gap.before < 0:
+        if gap.preceding < 0:
             role = ""
         else:
-            role = self._messages[gap.before]["role"]
+            role = self._messages[gap.preceding]["role"]
         key = role, written
         if key not in self._prompts:
             if len(self._prompts) >= _KINDS:
                 return written
             prompt = (
-                self._after(self._messages[: gap.answers[0]], gap.before, prompt=True) or written
+                self._after(self._messages[: gap.answers[0]], gap.preceding, prompt=True) or written
             )
-            if gap.before < 0:
+            if gap.preceding < 0:
                 prompt = self._first_prompt(prompt, written)
             self._prompts[key] = prompt
         return self._prompts[key]
