@@ -250,11 +250,11 @@ class WeightGather:
     ) -> tuple[tuple[Tensor, ...], dict[Payload, Sent]]:
         """The tensors that this rank sends, and its payloads with their tensors."""
         if backward_pass() == -1:
-            wanted = self.forward
+            payloads = self.forward
         else:
-            wanted = self.backward
-        sent = {part: self._make(part) for part in (self._known(each) for each in wanted)}
-        tensors = tuple(tensor for each in sent.values() for tensor in each.tensors)
+            payloads = self.backward
+        sent = {part: self._make(part) for part in map(self._known, payloads)}
+        tensors = tuple(tensor for part in sent.values() for tensor in part.tensors)
         layout = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         if layout != self._layout:
             self._layout = layout
@@ -271,10 +271,10 @@ class WeightGather:
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Take the tensors of all ranks."""
-        rest = iter(arrived)
+        tensors = iter(arrived)
         self._received = {
-            part: each._replace(tensors=tuple(next(rest) for _ in each.tensors))
-            for part, each in sent.items()
+            part: payload_sent._replace(tensors=tuple(next(tensors) for _ in payload_sent.tensors))
+            for part, payload_sent in sent.items()
         }
         self._received_at = self._sent_at
         if out is not None:
@@ -292,39 +292,37 @@ class WeightGather:
         if part.spec is None:
             assert part.dtype is not None
             return Sent((self.shard.to(part.dtype),))
-        if (made := self._made.get(part)) is None:
+        if (sent := self._made.get(part)) is None:
             key = self._key(part)
-            amax = (
-                self.delayed
-                if part.spec.delayed is not None
-                else None
-                if key is None
-                else self.amaxes[key]
-            )
+            amax = None
+            if part.spec.delayed is not None:
+                amax = self.delayed
+            elif key is not None:
+                amax = self.amaxes[key]
             if self.shard.dim() == 3:
-                made = self._made[part] = self._make_group(part.spec, column=part.column)
-                return made
+                sent = self._made[part] = self._make_group(part.spec, column=part.column)
+                return sent
             w = self.shard.T if part.column else self.shard
             shard = quantizer(part.spec, w.device.type).codes(w, None, amax)
             if part.spec.has_outer_scale:  # the scales have all that the amax says
                 shard = shard._replace(amax=None)
             tensors = divided_tensors(shard, columns=part.column)
             # holds its codes once
-            made = self._made[part] = Sent(tensors, shard._replace(codes=tensors[0]))
-        return made
+            sent = self._made[part] = Sent(tensors, shard._replace(codes=tensors[0]))
+        return sent
 
     def _make_group(self, spec: QuantSpec, *, column: bool) -> Sent:
         """This rank's weights of a group, which are whole: their codes, scales and amaxes, one
         after the other.
         """
         make = quantizer(spec, self.shard.device.type).codes
-        each = [make(w_NK.T if column else w_NK, None, None) for w_NK in self.shard]
+        members = [make(w_NK.T if column else w_NK, None, None) for w_NK in self.shard]
         if spec.has_outer_scale:
-            each = [one._replace(amax=None) for one in each]
-        each = [one._replace(factor=None) for one in each]
-        columns = [[part for part in one[2:] if part is not None] for one in each]
+            members = [member._replace(amax=None) for member in members]
+        members = [member._replace(factor=None) for member in members]
+        columns = [[part for part in member[2:] if part is not None] for member in members]
         tensors = tuple(torch.stack(parts) for parts in zip(*columns, strict=True))
-        return Sent(tensors, each[0]._replace(codes=tensors[0][0], scales=tensors[1][0]))
+        return Sent(tensors, members[0]._replace(codes=tensors[0][0], scales=tensors[1][0]))
 
     # -- what the layer takes ----------------------------------------------------------------------
 
@@ -374,14 +372,14 @@ class WeightGather:
 
     def arrived(self, dtype: torch.dtype) -> Tensor:
         """The values as they came, in `dtype` if they came so."""
-        found = self._arrived(dtype, torch.bfloat16 if self.rounds else torch.float32)
-        return self.master() if found is None else found
+        values = self._arrived(dtype, torch.bfloat16 if self.rounds else torch.float32)
+        return self.master() if values is None else values
 
     def master(self) -> Tensor:
         """See `nn.gathered.GatheredSource`."""
-        found = self._arrived(torch.float32, *((torch.bfloat16,) if self.rounds else ()))
-        if found is not None:
-            return found.to(torch.float32, copy=True)
+        values = self._arrived(torch.float32, *((torch.bfloat16,) if self.rounds else ()))
+        if values is not None:
+            return values.to(torch.float32, copy=True)
         # Recomputed blocks need in backward what forward needs: from now on it is sent along.
         self._repeats = self._repeats or backward_pass() != -1
         return self.ranks.gather_rows(self.shard.detach())
@@ -390,9 +388,9 @@ class WeightGather:
         """The weight's values in the first of `dtypes` in which they were received, and not freed
         since.
         """
-        found = (self._received.get(Payload(None, dtype=dtype)) for dtype in dtypes)
+        received = (self._received.get(Payload(None, dtype=dtype)) for dtype in dtypes)
         return next(
-            (sent.tensors[0] for sent in found if sent is not None and _is_here(sent)), None
+            (sent.tensors[0] for sent in received if sent is not None and _is_here(sent)), None
         )
 
 
@@ -409,22 +407,22 @@ def begin(gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) 
     context = current()
     training = torch.is_grad_enabled()
     step = None if context is None else context.run_step
-    for each in gathers:
+    for gather in gathers:
         if context is None:
             plan = None
         else:
-            plan = each.layer.executor_in(context, each.shard.device).plan
-        each.begin(plan, step, training)
-    found = [(each.amaxes, *missing) for each in gathers for missing in each.missing()]
-    if found:
-        joined = largest(torch.cat([vector for *_, vector in found]))
-        parts = torch.split(joined, [vector.numel() for *_, vector in found])
-        for (amaxes, key, start, _), whole in zip(found, parts, strict=True):
-            own = amaxes[key]
-            amaxes[key] = whole[start : start + own.numel()].view(own.shape)
-    for each in gathers:
-        each.join_fused()
-        each.enter(training)
+            plan = gather.layer.executor_in(context, gather.shard.device).plan
+        gather.begin(plan, step, training)
+    unknown = [(gather.amaxes, *missing) for gather in gathers for missing in gather.missing()]
+    if unknown:
+        joined = largest(torch.cat([vector for *_, vector in unknown]))
+        parts = torch.split(joined, [vector.numel() for *_, vector in unknown])
+        for (amaxes, key, start, _), reduced in zip(unknown, parts, strict=True):
+            amax = amaxes[key]
+            amaxes[key] = reduced[start : start + amax.numel()].view(amax.shape)
+    for gather in gathers:
+        gather.join_fused()
+        gather.enter(training)
 
 
 def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, mode: str) -> None:
@@ -447,13 +445,13 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
         and not parameter._module_info.shared_modules
         and parameter._orig_size[0] % ranks.size == 0
     ]
-    by_name = {each.layer.layer.name: each for each in gathers}
-    for each in gathers:
-        each.fused = by_name
-        each.layer.drops.append(each.drop)
+    by_name = {gather.layer.layer.name: gather for gather in gathers}
+    for gather in gathers:
+        gather.fused = by_name
+        gather.layer.drops.append(gather.drop)
     alone = world.mesh.tensor == 1 or any(
-        each.layer.layer_shard is not None and each.layer.layer_shard.amax == "local"
-        for each in gathers
+        gather.layer.layer_shard is not None and gather.layer.layer_shard.amax == "local"
+        for gather in gathers
     )
 
     largest = ranks.largest if alone else world.largest
