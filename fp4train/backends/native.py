@@ -286,9 +286,7 @@ def _product(
         out_dtype=out_dtype,
         use_fast_accum=fast,
     )
-    if y.shape == (rows, columns):
-        y = y
-    else:
+    if y.shape != (rows, columns):
         y = y[:rows, :columns]
     if bias is None or inside:
         return y
@@ -386,9 +384,7 @@ def _product_of_blocks(
         output_dtype=out_dtype if plain else torch.float32,
         use_fast_accum=False,
     )
-    if y.shape == (rows, columns):
-        y = y
-    else:
+    if y.shape != (rows, columns):
         y = y[:rows, :columns]
     if plain:
         return y

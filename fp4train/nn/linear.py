@@ -96,9 +96,7 @@ class Linear(PlannedLayer, nn.Linear):
                 y_MN = executor(self, x_MK, weights, biases, now)
         else:
             y_MN = executor(self, x_MK, weights, biases, now)
-        if y_MN.dtype is (autocast or input.dtype):
-            y_MN = y_MN
-        else:
+        if y_MN.dtype is not (autocast or input.dtype):
             y_MN = y_MN.to(autocast or input.dtype)
         if input.dim() != 2 and y_MN.shape[0] == x_MK.shape[0]:
             return y_MN.view(shape)

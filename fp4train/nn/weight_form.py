@@ -171,9 +171,7 @@ class WeightForm:
         """This form from codes that were gathered, or from the values that serve both forms."""
         if isinstance(prepared, Quantized):
             prepared = prepared if self.strided else prepared.contiguous()
-            if self.decode is None:
-                prepared = prepared
-            else:
+            if self.decode is not None:
                 prepared = self.decode(prepared)
         if self.transposed:
             assert isinstance(prepared, Decoded)

@@ -128,9 +128,7 @@ def _losses(
     logits [C, V].
     """
     counts = target >= 0 if masked else None
-    if counts is None:
-        target = target
-    else:
+    if counts is not None:
         target = target.masked_fill(~counts, 0)
     if ranks is None:
         log_norm = logits.logsumexp(-1, keepdim=True)

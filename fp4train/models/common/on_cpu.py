@@ -300,9 +300,7 @@ def _gate_is_torchs(dtype: torch.dtype) -> bool:
         .view(torch.bfloat16)
         .to(dtype)
     )
-    if dtype is torch.bfloat16:
-        gate = gate
-    else:
+    if dtype is not torch.bfloat16:
         gate = gate * 1.2345678
     up, dh = _random(512, 256, dtype=dtype).chunk(2)
     ours = *gate_kernel("gate", gate, up), *gate_kernel("gate_gradients", dh, gate, up)

@@ -254,9 +254,7 @@ class Gemms(Executor):
             prepare: function that makes both forms of x; None: `TensorForms.prepare`.
         """
         # Tensor.to takes a microsecond where nothing is to be done.
-        if x_MK.dtype is self.dtype:
-            x_MK = x_MK
-        else:
+        if x_MK.dtype is not self.dtype:
             x_MK = x_MK.to(self.dtype)
         gradients = call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
