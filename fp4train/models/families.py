@@ -126,8 +126,8 @@ def family_of(shape: Architecture) -> Family:
     for family in families(kind.__module__.rpartition(".")[0] or kind.__module__):
         if kind is family.shape:
             return family
-    known = ", ".join(family.shape.__name__ for family in families())
-    raise ValueError(f"{kind.__name__} has no form in transformers; these have one: {known}")
+    names = ", ".join(family.shape.__name__ for family in families())
+    raise ValueError(f"{kind.__name__} has no form in transformers; these have one: {names}")
 
 
 def family_for(config: Mapping[str, Any], plugins: Iterable[str] = ()) -> Family:

@@ -52,8 +52,8 @@ def norm(h: Tensor, weight_K: Tensor, eps: float, executor: Executor, now: State
     """A carrier of RMSNorm(h), whose codes the layers of `executor` take."""
     layer = backend_of(executor)
     assert layer is not None
-    made: Tensor = _Norm.apply(h, weight_K, eps, layer, now)  # type: ignore[no-untyped-call]
-    return made
+    normed: Tensor = _Norm.apply(h, weight_K, eps, layer, now)  # type: ignore[no-untyped-call]
+    return normed
 
 
 def carrier_of(like: Tensor) -> Tensor:

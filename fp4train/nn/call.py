@@ -249,13 +249,13 @@ class GradientDtypes(NamedTuple):
 
 
 def gradient_dtypes(
-    x: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool]
+    x: Tensor, w: Tensor, bias: Tensor | None, needs_grad: Sequence[bool]
 ) -> GradientDtypes:
     """The gradient dtypes of those of x, w and bias that are `wanted`."""
     return GradientDtypes(
-        x.dtype if wanted[0] else None,
-        w.dtype if wanted[1] else None,
-        bias.dtype if bias is not None and wanted[2] else None,
+        x.dtype if needs_grad[0] else None,
+        w.dtype if needs_grad[1] else None,
+        bias.dtype if bias is not None and needs_grad[2] else None,
     )
 
 
@@ -304,8 +304,8 @@ class Call:
             self.amaxes = {}
         if name in self.amaxes:
             return self.amaxes[name], None
-        found = self.scaling.amax(
+        amaxes = self.scaling.amax(
             name, quantizer, tensor, enter=self.training, step=self.position.step, later=later
         )
-        self.amaxes[name] = found[0]
-        return found
+        self.amaxes[name] = amaxes[0]
+        return amaxes

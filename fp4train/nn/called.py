@@ -44,18 +44,20 @@ def check_called(
     """
     layers = list(layers)
     quantised = {
-        name: each.recipe.name
+        name: layer_plan.recipe.name
         for stretch in reversed(plan.stretches)
-        for name, each in stretch.layers.items()
-        if each.quantised
+        for name, layer_plan in stretch.layers.items()
+        if layer_plan.quantised
     }
     multiplied = {layer.weight for layer in layers if layer.layer.name in called}
     missed = [
-        each for each in layers if each.layer.name in quantised and each.layer.name not in called
+        layer
+        for layer in layers
+        if layer.layer.name in quantised and layer.layer.name not in called
     ]
     # another layer that was called shares it
-    missed = [each for each in missed if each.weight not in multiplied]
-    if bypassed := [each.layer.name for each in missed if trained(each)]:
+    missed = [layer for layer in missed if layer.weight not in multiplied]
+    if bypassed := [layer.layer.name for layer in missed if trained(layer)]:
         raise UserError(
             f"{first_few(bypassed, _NAMED)}: planned in {quantised[bypassed[0]]} and not "
             "called in the first step, but "
@@ -69,7 +71,7 @@ def check_called(
             "planned and neither called nor trained in the first step: %s. Experts without a "
             "token and skipped layers "
             "are harmless; a frozen weight that other code multiplies runs in high precision",
-            first_few([each.layer.name for each in missed], _NAMED),
+            first_few([layer.layer.name for layer in missed], _NAMED),
         )
 
 

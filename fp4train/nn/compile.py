@@ -85,8 +85,8 @@ def call(layer: TracedLayer, input: Tensor) -> Tensor:
             training = torch.is_grad_enabled()
             assert context is not None and OPERATOR is not None
             tensors = (x_MK.to(route.dtype), layer.w_NK, layer.bias)
-            wanted = [training and t is not None and t.requires_grad for t in tensors]
+            needs_grad = [training and t is not None and t.requires_grad for t in tensors]
             y_MN, _ = OPERATOR.linear(
-                *tensors, layer.handle, context, training, wanted, route.keeps_x
+                *tensors, layer.handle, context, training, needs_grad, route.keeps_x
             )
     return y_MN.to(autocast or input.dtype).view(shape)

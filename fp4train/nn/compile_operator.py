@@ -112,9 +112,9 @@ def _call(
     executor = layer.executor_in(context, x_MK.device)
     call = once(layer, lambda: layer.new_call(context, executor, x_MK.shape[0], training=training))
     call.shared = None
-    own = layer._parameters.get("weight")
+    parameter = layer._parameters.get("weight")
     # not the parameter itself: the compiler may overwrite it
-    if own is None or not own.is_set_to(w_NK):
+    if parameter is None or not parameter.is_set_to(w_NK):
         call.weights = PreparedWeights()
     if training:
         calls.append(call)
@@ -140,10 +140,10 @@ def linear_backward(
     assert call is not None
     with without_torchs_autocast(dy_MN.device.type):
         x = saved.x if x_MK is None else x_MK
-        found = call.executor.backward(dy_MN, w_NK, (x,), call)
+        gradients = call.executor.backward(dy_MN, w_NK, (x,), call)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         saved.release()
-    dx, dw, dbias = (dy_MN.new_empty(0) if each is None else each for each in found)
+    dx, dw, dbias = (dy_MN.new_empty(0) if gradient is None else gradient for gradient in gradients)
     return dx, dw, dbias
 
 
@@ -176,10 +176,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, SavedCall]) 
 
 def _backward(ctx: Any, dy_MN: Tensor, _: object) -> tuple[Tensor | None, ...]:
     gradients = linear_backward(dy_MN, *ctx.saved_tensors, ctx.saved, ctx.wanted)
-    wanted = (
+    needs_grad = (
         gradient if want else None for gradient, want in zip(gradients, ctx.wanted, strict=True)
     )
-    return (*wanted, None, None, None, None, None)
+    return (*needs_grad, None, None, None, None, None)
 
 
 linear.register_autograd(_backward, setup_context=_setup)

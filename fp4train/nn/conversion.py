@@ -136,13 +136,13 @@ def report(model: nn.Module, layers: dict[str, Layer] | None = None) -> Conversi
     }
     covered = {p for name in ours for p in _parameters(modules[name]) if not is_lazy(p)}
     on_purpose = _meant(model)
-    found = list(_matrices(model, layers, covered, on_purpose))
-    sizes = {p: p.numel() for p in covered if p.dim() >= 2} | {p: p.numel() for p, *_ in found}
+    matrices = list(_matrices(model, layers, covered, on_purpose))
+    sizes = {p: p.numel() for p in covered if p.dim() >= 2} | {p: p.numel() for p, *_ in matrices}
     total = sum(sizes.values()) or 1
     left: list[UnconvertedWeight] = []
-    others: list[UnconvertedWeight] = []
+    unconverted: list[UnconvertedWeight] = []
     meant: list[UnconvertedWeight] = []
-    for parameter, name, why, is_linear in found:
+    for parameter, name, why, is_linear in matrices:
         # Counted once: at its first place in the list, or in the converted layer that shares it.
         if parameter in covered:
             size = 0
@@ -155,9 +155,9 @@ def report(model: nn.Module, layers: dict[str, Layer] | None = None) -> Conversi
             share=size / total,
             why=why,
         )
-        (left if is_linear else meant if name in on_purpose else others).append(weight)
+        (left if is_linear else meant if name in on_purpose else unconverted).append(weight)
     return Conversion(
-        layers=tuple(ours.values()), left=tuple(left), others=tuple(others), meant=tuple(meant)
+        layers=tuple(ours.values()), left=tuple(left), others=tuple(unconverted), meant=tuple(meant)
     )
 
 
@@ -188,16 +188,16 @@ def weight_groups(model: nn.Module) -> list[WeightGroup]:
     modules = dict(model.named_modules())
     spared = _spared(model)
     on_purpose = _meant(model)
-    held = {
-        each: layer
+    held_elsewhere = {
+        parameter: layer
         for name, layer in find_layers(model).items()
-        for each in _parameters(modules[name])
+        for parameter in _parameters(modules[name])
     }
     groups: dict[tuple[str, str | None], tuple[int, int, int]] = {}
     for name, parameter in model.named_parameters():
         path, _, key = name.rpartition(".")
         module = modules[path]
-        layer = held.get(parameter)
+        layer = held_elsewhere.get(parameter)
         size = parameter.numel()
         why: str | None = None
         if layer is None:
@@ -226,14 +226,14 @@ def weight_groups(model: nn.Module) -> list[WeightGroup]:
             active = size
         tensors, parameters, met = groups.get((kind, why), (0, 0, 0))
         groups[kind, why] = tensors + 1, parameters + size, met + active
-    found = [WeightGroup(kind, *counts, why) for (kind, why), counts in groups.items()]
-    return sorted(found, key=lambda group: (group.why is not None, -group.parameters))
+    weight_groups = [WeightGroup(kind, *counts, why) for (kind, why), counts in groups.items()]
+    return sorted(weight_groups, key=lambda group: (group.why is not None, -group.parameters))
 
 
 def _parameters(layer: nn.Module) -> set[nn.Parameter]:
     """Parameters of a planned layer, those that another module holds for it included."""
-    held = (getattr(layer, name, None) for name in ("weight", "bias"))
-    return {*layer.parameters(), *(each for each in held if isinstance(each, nn.Parameter))}
+    direct = (getattr(layer, name, None) for name in ("weight", "bias"))
+    return {*layer.parameters(), *(value for value in direct if isinstance(value, nn.Parameter))}
 
 
 def _meant(model: nn.Module) -> dict[str, str]:
@@ -244,8 +244,8 @@ def _meant(model: nn.Module) -> dict[str, str]:
         if "router" in type(module).__name__.lower()
         for key, _ in module.named_parameters(recurse=False)
     }
-    said = {name: spec.high_precision for name, spec in declared(model).items()}
-    return routers | {name: why for name, why in said.items() if why}
+    reasons = {name: spec.high_precision for name, spec in declared(model).items()}
+    return routers | {name: why for name, why in reasons.items() if why}
 
 
 def _matrices(

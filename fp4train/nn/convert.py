@@ -54,11 +54,11 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     groups: dict[tuple[str, ...], FusedWeights] = {}
     common: dict[Any, Any] = {}
     for name, layer in layers.items():
-        if isinstance(made := converted.get(modules[name], modules[name]), PlannedLayer):
-            made.common = common
+        if isinstance(converted_layer := converted.get(modules[name], modules[name]), PlannedLayer):
+            converted_layer.common = common
             if layer.fused:
-                made.fused_weights = groups.setdefault(layer.fused, FusedWeights())
-                made.fused_weights.add(made)
+                converted_layer.fused_weights = groups.setdefault(layer.fused, FusedWeights())
+                converted_layer.fused_weights.add(converted_layer)
     # A module may appear in several places; all are replaced by the same new module.
     for parent in list(model.modules()):
         for attribute, child in parent._modules.items():
@@ -134,21 +134,21 @@ def _subclass(kind: type[nn.Module]) -> type[Linear]:
 
     def reduce(self: Linear, protocol: Any) -> tuple[Any, ...]:
         # Pickle cannot import this class by name; it is made again from `kind`.
-        return _new, (kind,), *super(made, self).__reduce_ex__(max(2, int(protocol)))[2:]
+        return _new, (kind,), *super(subclass, self).__reduce_ex__(max(2, int(protocol)))[2:]
 
     if issubclass(kind, nn.Linear):
         ours = Linear
     else:
         ours = TransposedLinear
-    made: type[Linear] = type(
+    subclass: type[Linear] = type(
         kind.__name__, (ours, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce}
     )
-    return made
+    return subclass
 
 
 def _new(kind: type[nn.Module]) -> Linear:
-    made = _subclass(kind)  # type: ignore[arg-type]
-    return made.__new__(made)
+    subclass = _subclass(kind)  # type: ignore[arg-type]
+    return subclass.__new__(subclass)
 
 
 # torch's layers that multiply the weights of their submodules without calling them

@@ -116,10 +116,10 @@ class Experts(PlannedLayer):
     def members(self) -> range:
         """The places of this rank's experts in the whole group."""
         if self.layer_shard is None:
-            first = 0
+            start = 0
         else:
-            first = self.layer_shard.first
-        return range(first, first + self.experts)
+            start = self.layer_shard.first
+        return range(start, start + self.experts)
 
     def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
         rows = self._counts(x, *counts)
@@ -206,8 +206,8 @@ class Experts(PlannedLayer):
     def _outside(self, x_MK: Tensor, rows: list[int]) -> Tensor:
         """y outside of a context, in torch's own products."""
         used = sum(rows)
-        held = self._biases
-        biases = [None] * self.experts if held is None else held.unbind(0)
+        bias_table = self._biases
+        biases = [None] * self.experts if bias_table is None else bias_table.unbind(0)
         parts = zip(torch.split(x_MK[:used], rows), self.own_weights, biases, strict=True)
         y_MN = torch.cat([F.linear(x, w, bias) for x, w, bias in parts])
         tail = x_MK.shape[0] - used
@@ -217,29 +217,31 @@ class Experts(PlannedLayer):
         self, executor: Executor, counts: Sequence[int], context: Context, *, training: bool
     ) -> list[Call]:
         """A call of `executor` for each expert; `training`: whether gradients are enabled."""
-        whole = self.new_call(context, executor, 0, training=training)
+        group_call = self.new_call(context, executor, 0, training=training)
         scaling = self.states.get(DelayedScaling.kind)
-        position = whole.position
+        position = group_call.position
         calls = []
         parameter = self.weight
         members = self.members
-        elsewhere = [each for each in range(self.layer.group) if each not in members]
+        elsewhere = [
+            member_index for member_index in range(self.layer.group) if member_index not in members
+        ]
         for member, (key, count, tokens) in enumerate(
             zip(self._keys, counts, self._member_tokens, strict=True)
         ):
             place = members[member]
-            others = () if member else elsewhere
+            member_others = () if member else elsewhere
             token = position.token
             if context.step is not None and context.token_offset is None and training and count:
                 token = context.token_start + tokens.offset(
                     position.step, count, f"{self.layer.name}.{place}"
                 )
             call = replace(
-                whole,
+                group_call,
                 position=position._replace(token=token),
                 layer_key=key,
                 weights=PreparedWeights() if context.step is None else self.prepared(member),
-                scaling=MemberScaling(scaling, place, others)
+                scaling=MemberScaling(scaling, place, member_others)
                 if isinstance(scaling, DelayedScaling)
                 else None,
                 shared=context.shared.setdefault(f"member {member}", {}),
@@ -304,10 +306,10 @@ def by_expert(
 def _placed(x: Tensor, order: Tensor, count: int) -> Tensor:
     """`count` rows, of which those of `order` are x, and the others zero."""
     if len(order) == count:
-        whole = x.new_empty(count, *x.shape[1:])
+        all_rows = x.new_empty(count, *x.shape[1:])
     else:
-        whole = x.new_zeros(count, *x.shape[1:])
-    return whole.index_copy_(0, order, x)
+        all_rows = x.new_zeros(count, *x.shape[1:])
+    return all_rows.index_copy_(0, order, x)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -35,8 +35,8 @@ class FusedWeights:
 
     def add(self, layer: WeightOwner) -> None:
         """Let `layer` be the one of its name; nothing if there is one."""
-        known = self._layers.get(layer.layer.name)
-        if known is None or known() is None:
+        registered = self._layers.get(layer.layer.name)
+        if registered is None or registered() is None:
             self._layers[layer.layer.name] = weakref.ref(layer)
 
     def layers(self, names: Sequence[str]) -> list[WeightOwner | None]:
@@ -50,11 +50,11 @@ class FusedWeights:
         Raises:
             RuntimeError: a layer is not there.
         """
-        found = self.layers(names)
-        if missing := [name for name, layer in zip(names, found, strict=True) if layer is None]:
+        layers = self.layers(names)
+        if missing := [name for name, layer in zip(names, layers, strict=True) if layer is None]:
             raise RuntimeError(
                 f"{', '.join(names)} share one scale (recipe.fused_scales), and "
                 f"{', '.join(missing)} is not in this "
                 "model: copy the module that holds all of them, or take recipe.fused_scales=false"
             )
-        return [layer.own_weights[member] for layer in found if layer is not None]
+        return [layer.own_weights[member] for layer in layers if layer is not None]

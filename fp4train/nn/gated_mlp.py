@@ -46,9 +46,9 @@ class FusedGatedMLP(Producer):
         biases = [layer.bias for layer in sources if layer.bias is not None]
         if not x.requires_grad or any(bias.requires_grad for bias in biases):
             return None
-        if (found := self.ready(x)) is None:
+        if (executors := self.ready(x)) is None:
             return None
-        (down, gate, up), now = found
+        (down, gate, up), now = executors
         x_MK = x.reshape(-1, x.shape[-1])
         if isinstance(down, BackendLayer):
             outputs = [layer(x) for layer in sources]

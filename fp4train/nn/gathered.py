@@ -72,11 +72,11 @@ class Gathered(Tensor):
 
     @staticmethod
     def __new__(cls, source: GatheredSource, shape: torch.Size, device: torch.device) -> Gathered:
-        made: Gathered = torch.Tensor._make_wrapper_subclass(
+        gathered: Gathered = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.float32, device=device
         )
-        made.source = source
-        return made
+        gathered.source = source
+        return gathered
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Gathered({tuple(self.shape)})"
@@ -84,26 +84,28 @@ class Gathered(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if args and isinstance(args[0], Gathered):
-            own = args[0]
+            weight = args[0]
         else:
-            own = None
+            weight = None
         if (
-            own is not None
+            weight is not None
             and func is torch.ops.aten._to_copy.default
             and set(kwargs or {}) == {"dtype"}
         ):
-            return own.source.values(kwargs["dtype"]).clone()
+            return weight.source.values(kwargs["dtype"]).clone()
         if (
-            own is not None
+            weight is not None
             and func is torch.ops.aten.select.int
             and args[1] == 0
-            and len(own.shape) == 3
+            and len(weight.shape) == 3
         ):
-            return Gathered(own.source.member(args[2]), torch.Size(own.shape[1:]), own.device)
-        if own is not None and (func in _SAME or _is_whole_view(func, args, own)):
-            return Gathered(own.source, own.shape, own.device)
+            return Gathered(
+                weight.source.member(args[2]), torch.Size(weight.shape[1:]), weight.device
+            )
+        if weight is not None and (func in _SAME or _is_whole_view(func, args, weight)):
+            return Gathered(weight.source, weight.shape, weight.device)
         return func(
-            *_with_masters(args), **{name: _master(each) for name, each in (kwargs or {}).items()}
+            *_with_masters(args), **{name: _master(value) for name, value in (kwargs or {}).items()}
         )
 
 
@@ -135,4 +137,4 @@ def _master(value: Any) -> Any:
 
 
 def _with_masters(values: Any) -> Any:
-    return type(values)(_master(each) for each in values)
+    return type(values)(_master(value) for value in values)

@@ -125,12 +125,12 @@ class LayerShard:
         rows, columns = AXES[tensor]
         covers: dict[str, bool] = {rows: extent == "tensor" or transposed}
         covers[columns] = extent == "tensor" or not transposed
-        found = []
+        groups = []
         if self.tensor is not None and covers.get("tokens" if tokens else str(self.cut)):
-            found.append(self.tensor)
+            groups.append(self.tensor)
         if self.amax == "data" and self.data is not None and covers.get("tokens"):
-            found.append(self.data)
-        return tuple(found)
+            groups.append(self.data)
+        return tuple(groups)
 
     def amax_and_rounding_ranks(
         self, operand: Operand, *, tokens: bool = False

@@ -112,9 +112,9 @@ class Linear(PlannedLayer, nn.Linear):
         """A parameter by its name. `nn.Module.__getattr__` takes a microsecond, since it is asked
         after an error.
         """
-        held = self._parameters
-        if name in held:
-            return held[name]
+        parameters = self._parameters
+        if name in parameters:
+            return parameters[name]
         return getattr(self, name)
 
     @property

@@ -165,10 +165,10 @@ class Form:
     def _in_runs(self, x: Tensor, key: RandomKey | None, amax: Tensor | None) -> Prepared:
         """x with the random bits of features that do not follow each other."""
         assert key is not None
-        found = quantised_in_runs(x, self.plain, key, self.runs, amax, columns=not self.column)
+        codes = quantised_in_runs(x, self.plain, key, self.runs, amax, columns=not self.column)
         if self.codes:
-            return found
-        return quantizer(self.plain, x.device.type).decode(found)
+            return codes
+        return quantizer(self.plain, x.device.type).decode(codes)
 
     def amax(self, x: Tensor, call: Call, key: RandomKey | None) -> Tensor | None:
         """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the
@@ -238,8 +238,8 @@ class TensorForms:
                 row.quantizer, column.quantizer, row_codes=codes[0], column_codes=codes[1]
             )
             if column.spec.requantises == row.spec and device == "cpu" and not codes[0]:
-                rest = quantizer(column.plain, device)
-                self.requantise = rest.codes if codes[1] else rest.values
+                plain = quantizer(column.plain, device)
+                self.requantise = plain.codes if codes[1] else plain.values
 
     def prepare(
         self, x_MK: Tensor, call: Call, row: bool = True, column: bool = True
@@ -277,11 +277,14 @@ class TensorForms:
         if not self.joined:
             return self.row.amax(x_MK, call, keys[0]), self.column.amax(x_MK.T, call, keys[1])
         assert self.row.spec is not None and self.column.spec is not None
-        first = measure_amax(x_MK, self.row.spec, keys[0])
+        row_amax = measure_amax(x_MK, self.row.spec, keys[0])
         alike = has_tensor_amax(self.row.spec) and has_tensor_amax(self.column.spec)
-        own = first, first if alike else measure_amax(x_MK.T, self.column.spec, keys[1])
-        both = torch.cat([amax.reshape(-1) for amax in own])
+        local_amaxes = (
+            row_amax,
+            row_amax if alike else measure_amax(x_MK.T, self.column.spec, keys[1]),
+        )
+        both = torch.cat([amax.reshape(-1) for amax in local_amaxes])
         for ranks in self.joined:
             both = ranks.largest(both)
-        row, column = both.tensor_split([own[0].numel()])
-        return row.view(own[0].shape), column.view(own[1].shape)
+        row, column = both.tensor_split([local_amaxes[0].numel()])
+        return row.view(local_amaxes[0].shape), column.view(local_amaxes[1].shape)

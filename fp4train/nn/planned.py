@@ -75,9 +75,10 @@ class Handle(metaclass=GraphInput):
 
     def route(self) -> Route:
         """The layer's route in the current context."""
-        own = next(self.layer.parameters())  # not `weight`, which a parametrization would recompute
+        # not `weight`, which a parametrization would recompute
+        parameter = next(self.layer.parameters())
         try:
-            executor, _ = self.layer.executor_now(own.device, own.dtype)
+            executor, _ = self.layer.executor_now(parameter.device, parameter.dtype)
         except (ValueError, StrayRecomputation):  # the call raises it
             return EAGER
         if executor is None:
@@ -188,8 +189,8 @@ class PlannedLayer(nn.Module):
         again.
         """
         self._applied = key = (recipe, policy, Device.of(device))
-        known = self._executors.get(key)
-        if known is None or known.plan != plan:
+        executor = self._executors.get(key)
+        if executor is None or executor.plan != plan:
             self._executors[key] = make_executor(
                 plan, device.type, self.layer_shard, sums=self._sums
             )
@@ -239,13 +240,13 @@ class PlannedLayer(nn.Module):
             key = (context.recipe, context.policy, Device.of(device))
             if context.applied and key != self._applied:
                 if self._applied is None:
-                    held = "none"
+                    placeholder = "none"
                 else:
-                    held = f"that of {self._applied[0].name}"
+                    placeholder = f"that of {self._applied[0].name}"
                 raise RuntimeError(
                     f"layer {self.layer.name} is called in {context.recipe.name} on {key[2]}, "
                     "and the plan that was "
-                    f"applied to it is {held}: apply the plan of the coming stretch to the "
+                    f"applied to it is {placeholder}: apply the plan of the coming stretch to the "
                     "model first (Run.apply), "
                     "or enter the recipe by autocast, which resolves it"
                 )
@@ -409,9 +410,9 @@ class PlannedLayer(nn.Module):
         """Restore the result of `scaling_state`; the next call prepares the weight anew."""
         # a prepared weight knows whether its amax has entered the history in this step
         self._prepared.clear()
-        found = by_state(state)
-        for kind in {**self.states, **found}:
-            self._state(kind).load_state(found.get(kind, {}))
+        tensors_by_kind = by_state(state)
+        for kind in {**self.states, **tensors_by_kind}:
+            self._state(kind).load_state(tensors_by_kind.get(kind, {}))
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -425,7 +426,7 @@ def is_watched(module: nn.Module) -> bool:
         module._backward_pre_hooks,
     )
     everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
-    return everywhere or any(not _is_of_fsdp(hook) for each in hooks for hook in each.values())
+    return everywhere or any(not _is_of_fsdp(hook) for table in hooks for hook in table.values())
 
 
 def _is_of_fsdp(hook: object) -> bool:

@@ -67,11 +67,11 @@ def why_not(
     if why_no_kernel is None:
         return None
     for executors, tensor in ((readers, "x"), (writers, "dy")):
-        for each in executors:
-            name = each.plan.layer.name
-            reader = code_reader(each)
+        for executor in executors:
+            name = executor.plan.layer.name
+            reader = code_reader(executor)
             if reader is None:
-                return f"{name} {_why_no_codes(each)}"
+                return f"{name} {_why_no_codes(executor)}"
             if type(reader) is not type(code_reader(executors[0])):
                 return f"{executors[0].plan.layer.name} and {name} run in different backends"
             operand: TensorForms = getattr(reader, tensor)
@@ -213,18 +213,20 @@ class Producer:
         ):
             return None
         layers = self.readers + self.writers
-        if not all(each.weight.requires_grad for each in layers) or any(map(is_watched, layers)):
+        if not all(layer.weight.requires_grad for layer in layers) or any(map(is_watched, layers)):
             return None
-        found = [each.executor_now(x.device, x.dtype) for each in layers]
-        executors = tuple(executor for executor, _ in found)
-        made = [each for each in executors if each is not None]
+        candidates = [layer.executor_now(x.device, x.dtype) for layer in layers]
+        executors = tuple(executor for executor, _ in candidates)
+        ready_executors = [executor for executor in executors if executor is not None]
         if executors != self._seen:
-            self._runs = len(made) == len(layers) and self.resolve(made) is None
+            self._runs = (
+                len(ready_executors) == len(layers) and self.resolve(ready_executors) is None
+            )
             self._seen = executors
         if not self._runs:
             return None
-        if why_padded(made, x.numel() // x.shape[-1]) is None:
-            return (made, found[0][1])
+        if why_padded(ready_executors, x.numel() // x.shape[-1]) is None:
+            return (ready_executors, candidates[0][1])
         return None
 
 
@@ -237,17 +239,21 @@ class NormProducer(Producer):
         """(A carrier of the norm of h = x + change, or of h = x, and h, for who reads the residual
         stream after the norm); None: it cannot be made here.
         """
-        found = self.ready(x)
-        if type(weight) not in PLAIN or found is None or not (change is None or _adds(x, change)):
+        executors = self.ready(x)
+        if (
+            type(weight) not in PLAIN
+            or executors is None
+            or not (change is None or _adds(x, change))
+        ):
             return None
-        readers, now = found
+        readers, now = executors
         if self.by_backend:
             h = x if change is None else x + change
             return backend_sources.norm(h, weight, eps, readers[0], now), h
-        made: TensorPair = _Norm.apply(
+        pair: TensorPair = _Norm.apply(
             x, change, weight, eps, self.kind, code_reader(readers[0]), now
         )  # type: ignore[no-untyped-call]
-        return made
+        return pair
 
 
 def _adds(x: Tensor, change: Tensor) -> bool:

@@ -60,11 +60,11 @@ class Ranks:
 
     def gather_rows(self, x_MD: Tensor) -> Tensor:
         """The rows of all ranks [size · M, D], in the order of the ranks."""
-        whole = x_MD.new_empty(x_MD.shape[0] * self.size, *x_MD.shape[1:])
+        all_rows = x_MD.new_empty(x_MD.shape[0] * self.size, *x_MD.shape[1:])
         if not x_MD.is_meta:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            gather(whole, x_MD.contiguous(), group=self.group)
-        return whole
+            gather(all_rows, x_MD.contiguous(), group=self.group)
+        return all_rows
 
     def part(self, x_MD: Tensor) -> Tensor:
         """This rank's rows of x."""

@@ -81,18 +81,18 @@ class AmaxHistory:
             if self.coming[0] != step:
                 self.stack[self] = None
                 rolled = []
-                for each in self.stack:
-                    if each is self or (each.coming[0] is None and each.step != step):
-                        rolled.append(each)
+                for member in self.stack:
+                    if member is self or (member.coming[0] is None and member.step != step):
+                        rolled.append(member)
                 history, used = map(
                     torch.stack, zip(*map(attrgetter("history", "used"), rolled), strict=True)
                 )
                 used = delayed_amax(history, used, self.kind[0])
                 history = F.pad(history[:, :-1], (1, 0))
-                for each, *tensors in zip(
+                for member, *tensors in zip(
                     rolled, history.unbind(), history[:, 0].unbind(), used.unbind(), strict=True
                 ):
-                    each.coming = step, tensors
+                    member.coming = step, tensors
             self.step, (self.history, self.newest, self.used) = self.coming
         elif self.given:
             self.load(self.history.clone(), self.used, step)
@@ -143,85 +143,93 @@ class DelayedScaling(LayerState):
         """
         spec = quantizer.spec
         assert spec.delayed is not None
-        found = self._histories.get(name)
+        history = self._histories.get(name)
         kind = (spec.delayed, tensor.device)
-        if found is None or found.kind != kind:
-            found = self._fitting(found, spec, kind)
+        if history is None or history.kind != kind:
+            history = self._fitting(history, spec, kind)
         if not enter:
-            again = found.step == step
-            return found.used if again else delayed_amax(
-                found.history, found.used, spec.delayed
+            again = history.step == step
+            return history.used if again else delayed_amax(
+                history.history, history.used, spec.delayed
             ), None
-        self._histories[name] = found
-        found.enter(step)
+        self._histories[name] = history
+        history.enter(step)
         alone = self.joined or not (dist.is_available() and dist.is_initialized())
         if later and alone and tensor.numel():
-            return found.used, found.newest
+            return history.used, history.newest
         if tensor.numel():
-            own = tensor.detach()
+            amax_tensor = tensor.detach()
         else:
-            own = tensor.new_zeros(())
-        if own.ndim:
-            own = quantizer.amax(own, into=found.newest if alone else None)
+            amax_tensor = tensor.new_zeros(())
+        if amax_tensor.ndim:
+            amax_tensor = quantizer.amax(amax_tensor, into=history.newest if alone else None)
         else:
-            own = own.abs().float()
+            amax_tensor = amax_tensor.abs().float()
         if not alone:
-            dist.all_reduce(own, op=dist.ReduceOp.MAX)
-        if own is not found.newest:
-            torch.maximum(found.newest, own, out=found.newest)
-        return found.used, None
+            dist.all_reduce(amax_tensor, op=dist.ReduceOp.MAX)
+        if amax_tensor is not history.newest:
+            torch.maximum(history.newest, amax_tensor, out=history.newest)
+        return history.used, None
 
-    def _fitting(self, found: AmaxHistory | None, spec: QuantSpec, kind: StackKind) -> AmaxHistory:
-        """A new history of this kind, with the newest entries of `found`; missing ones are 0."""
+    def _fitting(
+        self, earlier: AmaxHistory | None, spec: QuantSpec, kind: StackKind
+    ) -> AmaxHistory:
+        """A new history of this kind, with the newest entries of `earlier`; missing ones are 0."""
         delayed, device = kind
-        if found is None:
+        if earlier is None:
             history = torch.zeros(1)
         else:
-            history = found.history[: delayed.history]
-        if found is None:
+            history = earlier.history[: delayed.history]
+        if earlier is None:
             used = torch.tensor(initial_delayed_amax(spec))
         else:
-            used = found.used
+            used = earlier.used
         history = F.pad(history, (0, delayed.history - len(history))).to(device)
         stack = self.common.setdefault(kind, Stack())
-        last = None if found is None else found.step
+        last = None if earlier is None else earlier.step
         return AmaxHistory(kind, stack, history, used.to(device), last)
 
     def state(self) -> dict[str, Tensor]:
         """The histories and the last amaxes, for a checkpoint; no later step writes into them."""
-        for each in self._histories.values():
-            each.given = True
-        histories = {f"history.{name}": each.history for name, each in self._histories.items()}
-        return histories | {f"used.{name}": each.used for name, each in self._histories.items()}
+        for history in self._histories.values():
+            history.given = True
+        histories = {
+            f"history.{name}": history.history for name, history in self._histories.items()
+        }
+        return histories | {
+            f"used.{name}": history.used for name, history in self._histories.items()
+        }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`; no amax of the coming step has entered yet."""
-        known = self._histories
+        histories = self._histories
         self._histories = {}
         for name in [key.removeprefix("history.") for key in state if key.startswith("history.")]:
             history = state[f"history.{name}"]
             used = state[f"used.{name}"]
-            found = known.get(name)
+            earlier = histories.get(name)
             kind = Delayed(history=len(history)), history.device  # until a spec says more
-            if found is None or (found.kind[0].history, found.kind[1]) != (
+            if earlier is None or (earlier.kind[0].history, earlier.kind[1]) != (
                 len(history),
                 history.device,
             ):
-                found = AmaxHistory(kind, Stack(), history, used, None)
-            found.load(history, used)
-            self._histories[name] = found
+                earlier = AmaxHistory(kind, Stack(), history, used, None)
+            earlier.load(history, used)
+            self._histories[name] = earlier
 
     @staticmethod
-    def join(each: Sequence[DelayedScaling], ranks: DataRanks) -> None:
+    def join(scalings: Sequence[DelayedScaling], ranks: DataRanks) -> None:
         """Make the newest entries of all histories their maximum over the ranks, in one
         collective.
         """
-        found = [history for scaling in each for _, history in sorted(scaling._histories.items())]
-        if not found:
+        histories = [
+            history for scaling in scalings for _, history in sorted(scaling._histories.items())
+        ]
+        if not histories:
             return
-        for history in found:
+        for history in histories:
             history.enter(history.step)
-        newest = [history.newest for history in found]
+        newest = [history.newest for history in histories]
         # What is not a number is infinite from here on: a maximum of NaNs is not the same in every
         # library.
         joined = ranks.largest(torch.stack(newest).nan_to_num(nan=torch.inf, posinf=torch.inf))

@@ -63,8 +63,8 @@ class HeldExperts(Experts):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        found: Tensor = getattr(self._owner, self._key)
-        return found
+        weight_ENK: Tensor = getattr(self._owner, self._key)
+        return weight_ENK
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
@@ -137,7 +137,7 @@ def _keys(owner: nn.Module) -> list[str]:
     return [
         key
         for key in _KEYS
-        if isinstance(each := getattr(owner, key, None), Tensor) and each.dim() == 3
+        if isinstance(value := getattr(owner, key, None), Tensor) and value.dim() == 3
     ]
 
 
@@ -164,12 +164,12 @@ def experts_forward(
 
 
 def _routed(owner: Any, x_MD: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
-    first, last = (each for each in owner.children() if isinstance(each, HeldExperts))
+    first_layer, last = (child for child in owner.children() if isinstance(child, HeldExperts))
 
     def mlp(rows: Tensor, counts: Counts | Tensor) -> Tensor:
-        for layer in (first, last):
+        for layer in (first_layer, last):
             layer.read_from(owner)
-        hidden = first(rows, counts)
+        hidden = first_layer(rows, counts)
         if owner.has_gate:
             hidden = owner._apply_gate(hidden)
         else:
@@ -177,4 +177,4 @@ def _routed(owner: Any, x_MD: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> 
         y: Tensor = last(hidden, counts)
         return owner.post_expert_norm(y) if getattr(owner, "has_post_expert_norm", False) else y
 
-    return by_expert(x_MD, weights_MK, chosen_MK.flatten(), first.experts, mlp).to(x_MD.dtype)
+    return by_expert(x_MD, weights_MK, chosen_MK.flatten(), first_layer.experts, mlp).to(x_MD.dtype)

@@ -119,13 +119,14 @@ class WeightForm:
             else:
                 self.start = (row, column)
         if spec is not None:
-            rest = quantizer(replace(spec, requantises=None), device)
+            plain = quantizer(replace(spec, requantises=None), device)
             if self.rounding_ranks:
-                chosen = rest
+                chosen = plain
             else:
                 chosen = quantizer(spec, device)
             self.make, self.requantise = (
-                each.codes if backend.takes_codes else each.values for each in (chosen, rest)
+                form_quantizer.codes if backend.takes_codes else form_quantizer.values
+                for form_quantizer in (chosen, plain)
             )
             self.decode = None if backend.takes_codes else chosen.decode
             self.quantizer = chosen

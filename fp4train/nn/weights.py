@@ -95,7 +95,7 @@ class PreparedWeights:
         """
         if isinstance(w_NK, Gathered):
             return self._of_gathered(w_NK, form, call)
-        own = w_NK if call.parameter is None else call.parameter
+        parameter = w_NK if call.parameter is None else call.parameter
         if call.position.step != self._step:
             self._begin(call)
         fused = (
@@ -103,25 +103,25 @@ class PreparedWeights:
             if form.fused and group is None and not rounded
             else ()
         )
-        version: tuple[int, ...] = (0 if own.is_inference() else own._version,)
+        version: tuple[int, ...] = (0 if parameter.is_inference() else parameter._version,)
         for weight in fused:
             version += (0 if weight.is_inference() else weight._version,)
-        known = None if self._of is None else self._of()
-        if known is not own or version != self._version:
-            same = type(known) is type(own) and version == self._version and own is w_NK
-            if known is None or not same or not known.is_set_to(own):
+        seen = None if self._of is None else self._of()
+        if seen is not parameter or version != self._version:
+            same = type(seen) is type(parameter) and version == self._version and parameter is w_NK
+            if seen is None or not same or not seen.is_set_to(parameter):
                 self._forms.clear()
                 self._amaxes.clear()
                 self._amax = None
             forms = self._forms
-            self._of = weakref.ref(own, lambda _: forms.clear())
+            self._of = weakref.ref(parameter, lambda _: forms.clear())
             self._version = version
         if fused:
             group = self._group_amax(fused, form)
         prepared = None
-        for key, found in self._forms:
+        for key, kept_form in self._forms:
             if key == form.key:
-                prepared = found
+                prepared = kept_form
                 break
         if prepared is None and self._keep and call.gradients.x is not None:
             both = form.both
@@ -186,11 +186,11 @@ class PreparedWeights:
         """
         spec = form.spec
         w = w_NK.T if form.of_transpose else w_NK
-        for made, found in self._forms:
-            if made == form.turned_from and isinstance(found, Quantized):
-                return turned(found)
-            if made == form.rounded_from and isinstance(found, Decoded):
-                w = found.rounded().T
+        for kept_key, kept_form in self._forms:
+            if kept_key == form.turned_from and isinstance(kept_form, Quantized):
+                return turned(kept_form)
+            if kept_key == form.rounded_from and isinstance(kept_form, Decoded):
+                w = kept_form.rounded().T
                 rounded = True
         # high precision uses the recipe's dtype; otherwise the master weight is quantised
         if spec is None:
@@ -217,10 +217,10 @@ class PreparedWeights:
         if form.runs and key is not None:
             plain = replace(spec, requantises=None)
             columns = form.of_transpose
-            found = quantised_in_runs(w, plain, key, form.runs, amax, columns=columns)
+            codes = quantised_in_runs(w, plain, key, form.runs, amax, columns=columns)
             if form.decode is None:
-                return found
-            return quantizer(plain, w.device.type).decode(found)
+                return codes
+            return quantizer(plain, w.device.type).decode(codes)
         if both is not None:
             prepared, other = both(w, None, amax, None, amax, newest)
             assert form.both_key is not None
@@ -254,9 +254,9 @@ class PreparedWeights:
             if spec.requantises is not None:
                 spec = spec.requantises
                 ranks = form.rounding_ranks
-            amax = torch.stack([measure_amax(each, spec) for each in weights]).amax()
-            for each in ranks:
-                amax = each.largest(amax)
+            amax = torch.stack([measure_amax(weight, spec) for weight in weights]).amax()
+            for rank_group in ranks:
+                amax = rank_group.largest(amax)
             self._amaxes["fused"] = amax
         return self._amaxes["fused"]
 
@@ -273,10 +273,10 @@ class PreparedWeights:
             self._begin(call)
         if (enter := call.training and not self._entered) or self._amax is None:
             assert call.scaling is not None
-            found = call.scaling.amax(
+            amaxes = call.scaling.amax(
                 "w", quantizer, w_NK, enter=enter, step=call.position.step, later=later
             )
-            self._amax = found[0]
+            self._amax = amaxes[0]
             self._entered = self._entered or enter
-            return found
+            return amaxes
         return self._amax, None

@@ -115,8 +115,8 @@ def open_source(
         UserError, before="init: ", after="; a Hugging Face folder would have a config.json"
     ):
         run = run_directory.require_run(path)
-    found = load(run / run_directory.CHECKPOINTS, source.step, ranks=ranks, verify=verify)
-    return RunWeights(found, layout.key_of(source.kind))
+    saved = load(run / run_directory.CHECKPOINTS, source.step, ranks=ranks, verify=verify)
+    return RunWeights(saved, layout.key_of(source.kind))
 
 
 def _advice(source: Path) -> str:
@@ -209,8 +209,8 @@ def open_folder(folder: Path, shape: Architecture) -> FolderWeights:
     # A folder that software reads which ties no weights has a copy, any other has the tied weight
     # alone.
     described = {
-        own: copies.get(name, name) if isinstance(name, str) else name
-        for own, name in family.names_of(shape).items()
+        name_here: copies.get(name, name) if isinstance(name, str) else name
+        for name_here, name in family.names_of(shape).items()
     }
     listed = [
         matrix
@@ -221,13 +221,13 @@ def open_folder(folder: Path, shape: Architecture) -> FolderWeights:
         folder, listed, spare=lambda name: name in copies or family.computed(name)
     )
     names = {
-        own: name if isinstance(name, str) else f"{name[0][0]} to {name[-1][-1]}"
-        for own, name in described.items()
+        name_here: name if isinstance(name, str) else f"{name[0][0]} to {name[-1][-1]}"
+        for name_here, name in described.items()
     }
     with user_errors(ValueError, before=f"{folder}: "):
-        for own, name in described.items():
+        for name_here, name in described.items():
             if not isinstance(name, str):
-                tensors.stack(names[own], name)
+                tensors.stack(names[name_here], name)
     stored_copies = {copy: original for copy, original in copies.items() if copy in tensors}
     weights = FolderWeights(path=folder, tensors=tensors, names=names, copies=stored_copies)
     # Before any memory is taken for the model: a configuration of one line can ask for more than
@@ -331,14 +331,14 @@ class RunWeights:
                 isinstance(tensor, Tensor) for tensor in saved.values()
             ):
                 raise TypeError("they are no tensors by name")
-        own = model.state_dict()
+        model_state = model.state_dict()
         problems = [
-            f"{name} is {_shape(saved[name].shape)} there and {_shape(own[name].shape)} here"
-            for name in own
-            if name in saved and saved[name].shape != own[name].shape
+            f"{name} is {_shape(saved[name].shape)} there and {_shape(model_state[name].shape)} here"
+            for name in model_state
+            if name in saved and saved[name].shape != model_state[name].shape
         ]
-        problems += [f"{name} is missing there" for name in own if name not in saved]
-        problems += [f"{name} has no place here" for name in saved if name not in own]
+        problems += [f"{name} is missing there" for name in model_state if name not in saved]
+        problems += [f"{name} has no place here" for name in saved if name not in model_state]
         if problems:
             raise UserError(
                 f"init: the weights of {self.path} do not fit this model: "

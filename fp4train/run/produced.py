@@ -47,11 +47,13 @@ def producers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Producer | str]]
         made_by = writers.get(name, [])
         layers = [module for module in modules if isinstance(module, PlannedLayer)]
         sources = [module for module in made_by if isinstance(module, PlannedLayer)]
-        others = [module for module in (*modules, *made_by) if not isinstance(module, PlannedLayer)]
+        unplanned = [
+            module for module in (*modules, *made_by) if not isinstance(module, PlannedLayer)
+        ]
         if not hasattr(owner, "producer"):
             yield owner, f"{type(owner).__name__} asks no producer"
-        elif others:
-            kind = type(others[0]).__name__
+        elif unplanned:
+            kind = type(unplanned[0]).__name__
             yield owner, f"a module that takes no codes ({kind}) reads the same"
         elif sources:
             yield owner, FusedGatedMLP(*cast(Sequence[Linear], (*sources, *layers)))
@@ -80,7 +82,9 @@ def check_asked(model: nn.Module) -> None:
         (name, getattr(module, "producer", None)) for name, module in model.named_modules()
     )
     if silent := [
-        name for name, each in producers if isinstance(each, Producer) and not each.asked
+        name
+        for name, producer in producers
+        if isinstance(producer, Producer) and not producer.asked
     ]:
         _log.warning(
             "%s: read by the layers that the table of parameters says, and no producer was asked "
@@ -121,14 +125,14 @@ def produced_in(
         amax: the ranks that share an amax, for layers that are not cut; None: there are
             none.
     """
-    found = ProducedNorms({}, {})
+    norms = ProducedNorms({}, {})
     names = {module: name for name, module in model.named_modules()}
-    whole = why_not_produced(train, device, elsewhere=elsewhere)
+    why_not_any = why_not_produced(train, device, elsewhere=elsewhere)
     for owner, producer in producers_of(model):
-        reason = whole or (producer if isinstance(producer, str) else None)
+        reason = why_not_any or (producer if isinstance(producer, str) else None)
         if reason is None and isinstance(producer, Producer):
             plans = [
-                stretch.layers[one.layer.name] for one in (*producer.readers, *producer.writers)
+                stretch.layers[layer.layer.name] for layer in (*producer.readers, *producer.writers)
             ]
             reason = next(
                 (f"{plan.layer.name} is cut over ranks" for plan in plans if plan.layer.cut), None
@@ -139,10 +143,10 @@ def produced_in(
                     executors, tokens
                 )
             if reason is None:
-                found.producers[owner] = producer
+                norms.producers[owner] = producer
         if reason is not None:
-            found.writing[names[owner]] = _LAYER.sub("a layer", reason)
-    return found
+            norms.writing[names[owner]] = _LAYER.sub("a layer", reason)
+    return norms
 
 
 def produced_by(
@@ -161,49 +165,49 @@ def produced_by(
     if device == "cpu" and not triton_launch.interpreted():
         return []
     names = {module: name for name, module in model.named_modules()}
-    said: dict[str, list[str]] = {}
-    for stretch, found in zip(stretches, norms, strict=True):
+    reasons: dict[str, list[str]] = {}
+    for stretch, norms_here in zip(stretches, norms, strict=True):
         why: dict[str, list[str]] = {}
-        for name, reason in found.writing.items():
+        for name, reason in norms_here.writing.items():
             why.setdefault(reason, []).append(name)
         lines = [
             f"{len(group)} norms and gates write BF16 ({_places(group)}): {r}."
             for r, group in why.items()
         ]
-        if here := [names[owner] for owner in found.producers]:
+        if here := [names[owner] for owner in norms_here.producers]:
             done = (
                 f"{len(here)} norms and gates are quantised where they are made ({_places(here)})"
             )
-            own = [
-                not each.by_backend
-                for each in found.producers.values()
-                if isinstance(each, NormProducer)
+            by_fp4train = [
+                not producer.by_backend
+                for producer in norms_here.producers.values()
+                if isinstance(producer, NormProducer)
             ]
-            which = "these" if all(own) else sum(own)
-            if any(own):
+            which = "these" if all(by_fp4train) else sum(by_fp4train)
+            if any(by_fp4train):
                 adds = f"; {which} norms also add what a layer returns to the residual stream"
             else:
                 adds = ""
             lines.insert(0, f"{done}, and not written in BF16{adds}.")
-        said[stretch.title.partition(":")[0]] = lines
-    if len({tuple(lines) for lines in said.values()}) == 1:
-        return next(iter(said.values()))
-    return [f"{steps}: {line}" for steps, lines in said.items() for line in lines]
+        reasons[stretch.title.partition(":")[0]] = lines
+    if len({tuple(lines) for lines in reasons.values()}) == 1:
+        return next(iter(reasons.values()))
+    return [f"{steps}: {line}" for steps, lines in reasons.items() for line in lines]
 
 
 def _places(names: Sequence[str]) -> str:
     """ "attention_norm, mlp_norm, mlp of blocks 0–4; norm": modules by their blocks."""
     kinds: dict[int, list[str]] = {}
-    others = []
+    single = []
     for name in names:
         if (match := _BLOCK.search(name)) is None:
-            others.append(name)
+            single.append(name)
         else:
             kinds.setdefault(int(match[1]), []).append(match[2])
     alike: dict[str, list[int]] = {}
     for number, mine in kinds.items():
         alike.setdefault(", ".join(mine), []).append(number)
-    found = [
+    places = [
         f"{mine} of block{'s' * (len(where) > 1)} {ranges(where)}" for mine, where in alike.items()
     ]
-    return "; ".join(found + others)
+    return "; ".join(places + single)

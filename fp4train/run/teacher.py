@@ -99,10 +99,10 @@ def check_teacher(
 
     Args:
         vocab_size: token ids of the run.
-        tokenizer: of the run; None: it is not known before a start.
+        tokenizer: the run's tokenizer; None: it is not known before a start.
 
     Raises:
-        UserError: as of `load_teacher`.
+        UserError: see `load_teacher`.
     """
     named = config.teacher_weights
     if named is None:
@@ -165,7 +165,7 @@ def _shape(named: WeightSource, tokenizer: Tokenizer | None) -> Architecture:
     """The `model=…` of the teacher.
 
     Args:
-        tokenizer: of the run; None: it has none, or is not known.
+        tokenizer: the run's tokenizer; None: it has none, or is not known.
     """
     source = named.path
     if named.is_folder:

@@ -45,7 +45,7 @@ class Operation:
     Args:
         kind: "norm", "gate" or "rotation", which C kernels may compute (`on_cpu.why_not`); or another.
         width: number of features.
-        software: what computes it instead on a type of device, deterministic or not, in words; None:
+        software: the program that computes it instead on a type of device, deterministic or not, in words; None:
             `Operators` do.
     """
 

@@ -218,15 +218,15 @@ def _pattern(config: Mapping[str, Any]) -> str:
 def _letters(config: Mapping[str, Any], key: str) -> str | None:
     """A letter per block of a list of their types; None: there is none of that key."""
     types = config.get(key)
-    known = _TYPES | _OLD_TYPES
+    letters = _TYPES | _OLD_TYPES
     if not types:
         return None
     if not isinstance(types, list):
         raise ValueError(f"{key}={brief(types)} must be a list")
     for kind in types:
-        if not isinstance(kind, str) or kind not in known:
+        if not isinstance(kind, str) or kind not in letters:
             raise ValueError(f"{key} has {brief(kind)}; supported are {', '.join(_TYPES)}")
-    return "".join(known[kind] for kind in types)
+    return "".join(letters[kind] for kind in types)
 
 
 FAMILY = Family(

@@ -74,7 +74,7 @@ def config_of(shape: Llama, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
             "keys and values, Qwen3 the norms of queries and keys"
         )
     kind = "qwen2" if shape.qkv_bias else "qwen3" if shape.qk_norm else "llama"
-    own = {
+    family_keys = {
         "llama": {"attention_bias": False, "mlp_bias": False},
         "qwen3": {"attention_bias": False},
     }
@@ -83,7 +83,7 @@ def config_of(shape: Llama, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
         "model_type": kind,
         **write_rotary(shape, vocab_size=vocab_size, seq_len=seq_len),
         "intermediate_size": shape.mlp_width,
-        **own.get(kind, {"use_sliding_window": False}),
+        **family_keys.get(kind, {"use_sliding_window": False}),
     }
 
 
@@ -103,11 +103,11 @@ def _check(config: Mapping[str, Any], kind: str) -> None:
         )
     if kind != "llama" and config.get("layer_types") is None and flag(config, "use_sliding_window"):
         window = config.get("sliding_window", 4096)
-        first = count(config, "max_window_layers", 28)
-        if window is not None and first < count(config, "num_hidden_layers"):
+        first_windowed = count(config, "max_window_layers", 28)
+        if window is not None and first_windowed < count(config, "num_hidden_layers"):
             raise ValueError(
                 f"use_sliding_window=True is not supported: sliding_window={brief(window)} "
-                f"from layer {first} on"
+                f"from layer {first_windowed} on"
             )
 
 

@@ -125,7 +125,7 @@ def config_of(shape: MixtureOfExperts, *, vocab_size: int, seq_len: int) -> dict
     kind = _kind(shape)
     experts = shape.experts
     rotary = write_rotary(shape, vocab_size=vocab_size, seq_len=seq_len)
-    own: dict[str, dict[str, Any]] = {
+    family_keys: dict[str, dict[str, Any]] = {
         "mixtral": {"num_local_experts": experts.count, "sliding_window": None},
         "qwen3_moe": {
             "num_experts": experts.count,
@@ -158,7 +158,7 @@ def config_of(shape: MixtureOfExperts, *, vocab_size: int, seq_len: int) -> dict
         **rotary,
         "intermediate_size": experts.hidden if kind == "mixtral" else shape.hidden,
         "num_experts_per_tok": experts.top,
-        **own[kind],
+        **family_keys[kind],
     }
 
 

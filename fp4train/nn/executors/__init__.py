@@ -43,14 +43,14 @@ EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
 """Executor → whether it can run a layer with this plan. The first one that can does."""
 
 STATES: Final[Mapping[str, type[LayerState]]] = {
-    kind.kind: kind for each in EXECUTORS for kind in each.kinds
+    kind.kind: kind for executor in EXECUTORS for kind in executor.kinds
 }
 """The kinds of states that are not a backend's, in the order in which they are joined."""
 
 
 def executor_class(plan: LayerPlan) -> type[Executor]:
     """The class of the executor of `plan`."""
-    return next(each for each, runs in EXECUTORS.items() if runs(plan))
+    return next(candidate for candidate, runs in EXECUTORS.items() if runs(plan))
 
 
 def make_executor(
@@ -61,8 +61,8 @@ def make_executor(
     if device == "meta" and chosen is not CutGemms:  # for meta tensors the shape is enough
         chosen = GroupGemms if plan.layer.experts else TorchLayer
     if chosen is GroupGemms:
-        one = replace(plan, layer=replace(plan.layer, experts=0, cut=None))
-        member = TorchLayer if device == "meta" else executor_class(one)
+        plan_of_member = replace(plan, layer=replace(plan.layer, experts=0, cut=None))
+        member = TorchLayer if device == "meta" else executor_class(plan_of_member)
         return GroupGemms(member, plan, device, shard, sums=sums)
     return chosen(plan, device, shard, sums=sums)
 
@@ -74,28 +74,28 @@ def make_state(layer: CalledLayer, kind: str) -> LayerState:
         return (backend.expert_kernels if layer.layer.experts else backend.kernels)(
             layer.layer.name
         )
-    made = STATES[kind]()
-    made.joined = layer.joined
-    made.common = layer.common
-    return made
+    state = STATES[kind]()
+    state.joined = layer.joined
+    state.common = layer.common
+    return state
 
 
 def saved_states(states: Mapping[str, LayerState]) -> dict[str, Tensor]:
     """The tensors of a layer's states, by their names in a checkpoint."""
     return {
-        f"{each.kind}.{key}" if each.prefixed else key: tensor
-        for each in states.values()
-        for key, tensor in each.state().items()
+        f"{state.kind}.{key}" if state.prefixed else key: tensor
+        for state in states.values()
+        for key, tensor in state.state().items()
     }
 
 
 def by_state(saved: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """The result of `saved_states`, by the kind of the state."""
-    found: dict[str, dict[str, Tensor]] = {}
+    tensors_by_kind: dict[str, dict[str, Tensor]] = {}
     for key, tensor in saved.items():
         kind, name = _place(key)
-        found.setdefault(kind, {})[name] = tensor
-    return found
+        tensors_by_kind.setdefault(kind, {})[name] = tensor
+    return tensors_by_kind
 
 
 def saved_tensor(key: str) -> SavedTensor | None:
@@ -112,19 +112,20 @@ def _place(key: str) -> tuple[str, str]:
     """The kind of the state whose tensor has this name in a checkpoint, and its name within the
     state.
     """
-    first, _, rest = key.partition(".")
+    head, _, tail = key.partition(".")
     owner = next(
-        (name for name, each in STATES.items() if not each.prefixed and first in each.tensors), None
+        (name for name, state in STATES.items() if not state.prefixed and head in state.tensors),
+        None,
     )
-    return (first, rest) if owner is None else (owner, key)
+    return (head, tail) if owner is None else (owner, key)
 
 
 def join_states(layers: Iterable[CalledLayer], ranks: DataRanks) -> None:
     """Join the layers' states over `ranks` after the last backward of a step: they become those of
     the whole batch.
     """
-    found: dict[str, list[LayerState]] = {kind: [] for kind in STATES}
+    states_by_kind: dict[str, list[LayerState]] = {kind: [] for kind in STATES}
     for kind, state in (item for layer in layers for item in layer.states.items()):
-        found.setdefault(kind, []).append(state)
-    for states in filter(None, found.values()):
+        states_by_kind.setdefault(kind, []).append(state)
+    for states in filter(None, states_by_kind.values()):
         states[0].join(states, ranks)

@@ -58,8 +58,8 @@ class SummedProduct:
         """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S], over the columns C of all ranks, in
         `out_dtype`.
         """
-        whole = self._sum(self._backend.product(a, b, out_dtype=torch.float32))
-        return (whole if bias is None else whole + bias.to(out_dtype)).to(out_dtype)
+        total = self._sum(self._backend.product(a, b, out_dtype=torch.float32))
+        return (total if bias is None else total + bias.to(out_dtype)).to(out_dtype)
 
 
 class CutGemms(Gemms):
@@ -127,25 +127,25 @@ class CutGemms(Gemms):
         call: Call,
         prepare: Prepare | None = None,
     ) -> tuple[Tensor, Saved]:
-        own = x_MK = x_MK.to(self.dtype)
+        own_tokens = x_MK = x_MK.to(self.dtype)
         if self.cut == "out" and self.sequence:
             if self.sent is not None and whole_blocks(self.sent.column.spec, x_MK.shape[0]):
                 prepare = self._send_x
             else:
                 x_MK = self._gathered(x_MK, call.shared)
         y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, prepare)
-        return y_MN, (own,) if self.keeps_x and call.gradients.w is not None else saved
+        return y_MN, (own_tokens,) if self.keeps_x and call.gradients.w is not None else saved
 
     def _gathered(self, x_MK: Tensor, shared: dict[str, Any] | None) -> Tensor:
         """x of all tokens; layers that read the same tensor gather it once."""
         seen = None if shared is None else shared.get("gathered")
         if seen is not None and seen[0] == x_MK._version and seen[1].is_set_to(x_MK):
-            whole: Tensor = seen[2]
-            return whole
-        whole = self.ranks.gather_rows(x_MK)
+            all_tokens: Tensor = seen[2]
+            return all_tokens
+        all_tokens = self.ranks.gather_rows(x_MK)
         if shared is not None and not x_MK.is_inference():
-            shared["gathered"] = (x_MK._version, x_MK, whole)
-        return whole
+            shared["gathered"] = (x_MK._version, x_MK, all_tokens)
+        return all_tokens
 
     def _send_x(
         self, x_MK: Tensor, call: Call, row: bool, column: bool
@@ -173,10 +173,10 @@ class CutGemms(Gemms):
         if part is None:
             return None
         assert isinstance(part, Quantized)
-        whole = gathered(part, self.ranks, along_tokens=along_tokens)
+        all_codes = gathered(part, self.ranks, along_tokens=along_tokens)
         if codes:
-            return whole
-        return quantizer(whole.spec, self.device).decode(whole)
+            return all_codes
+        return quantizer(all_codes.spec, self.device).decode(all_codes)
 
     def backward(
         self,
@@ -218,13 +218,13 @@ def gathered(part: Quantized, ranks: Ranks, *, along_tokens: bool) -> Quantized:
         part: the form of this rank's tokens.
         along_tokens: whether tokens are columns.
     """
-    own = divided_tensors(part, columns=along_tokens)
-    sent = [tensor.view(torch.uint8) for tensor in own]
+    tensors = divided_tensors(part, columns=along_tokens)
+    sent = [tensor.view(torch.uint8) for tensor in tensors]
     received = ranks.gather_rows(torch.cat([tensor.reshape(1, -1) for tensor in sent], dim=1))
     pieces = torch.split(received, [tensor.numel() for tensor in sent], dim=1)
-    whole = [
+    gathered_tensors = [
         piece.reshape(-1, bytes_.shape[1]).contiguous().view(tensor.dtype)
-        for piece, bytes_, tensor in zip(pieces, sent, own, strict=True)
+        for piece, bytes_, tensor in zip(pieces, sent, tensors, strict=True)
     ]
     extent = ranks.size * part.shape[1 if along_tokens else 0]
-    return joined(part, whole, extent, columns=along_tokens).contiguous()
+    return joined(part, gathered_tensors, extent, columns=along_tokens).contiguous()

@@ -109,7 +109,9 @@ def accumulates(node: Any) -> bool | None:
     """Whether this backward pass adds to the gradients of all leaves below a node of the graph, of
     which `inputs` may leave some out; None: `torch.autograd.grad` returns one instead.
     """
-    if below := {accumulates(each) for each, _ in node.next_functions if each is not None}:
+    if below := {
+        accumulates(next_node) for next_node, _ in node.next_functions if next_node is not None
+    }:
         return None if None in below else all(below)
     try:
         return torch._C._will_engine_execute_node(node)
@@ -176,7 +178,7 @@ class Gemms(Executor):
         forms_of_x = operands["fprop", "x"], operands["wgrad", "x"]
         self.x = TensorForms(forms_of_x, codes, device, shard, tiles=tiles)
         codes, tiles = zip(
-            *((each.takes_codes, each.takes_tiles) for each in (self.dgrad, self.wgrad)),
+            *((backend.takes_codes, backend.takes_tiles) for backend in (self.dgrad, self.wgrad)),
             strict=True,
         )
         forms_of_dy = operands["dgrad", "dy"], operands["wgrad", "dy"]
@@ -258,7 +260,7 @@ class Gemms(Executor):
             x_MK = x_MK.to(self.dtype)
         gradients = call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
-        made: Any = None
+        forms: Any = None
         if self.x.pure and not x_MK.is_inference():
             shared = call.shared
         else:
@@ -272,14 +274,14 @@ class Gemms(Executor):
                 and seen[1] == x_MK._version
                 and seen[2].is_set_to(x_MK)
             ):
-                made = seen[3]
-        if made is None:
-            made = (prepare or self.x.prepare)(x_MK, call, True, keeps_codes)
+                forms = seen[3]
+        if forms is None:
+            forms = (prepare or self.x.prepare)(x_MK, call, True, keeps_codes)
             if shared is not None:
-                shared["input"] = (wants, x_MK._version, x_MK, made)
+                shared["input"] = (wants, x_MK._version, x_MK, forms)
         b = call.weights.form(w_NK, self.w_row, call)
-        y_MN = self.fprop.product(made[0], b, out_dtype=self.y_dtype, bias=bias_N)
-        return y_MN, (x_MK if gradients.w is not None and self.keeps_x else made[1],)
+        y_MN = self.fprop.product(forms[0], b, out_dtype=self.y_dtype, bias=bias_N)
+        return y_MN, (x_MK if gradients.w is not None and self.keeps_x else forms[1],)
 
     def backward(
         self,

@@ -179,9 +179,9 @@ class GroupFunction(torch.autograd.Function):
         idle = [number for number, count in enumerate(ctx.counts) if not count]
         if dx is not None:
             dx[sum(ctx.counts) :] = 0
-        for each in (dw, dbias):
-            if each is not None:
-                each[idle] = 0
+        for gradient in (dw, dbias):
+            if gradient is not None:
+                gradient[idle] = 0
         executor, products = _grouped_products(ctx.calls[0].executor, "dgrad")
         with without_torchs_autocast(dy_MN.device.type):
             for heads, (call, rows) in zip(ctx.heads, _used(ctx.calls, ctx.counts), strict=True):
@@ -200,10 +200,10 @@ class GroupFunction(torch.autograd.Function):
         return dx, dw, dbias, None, None
 
 
-def _put(whole: Tensor | None, at: slice | int, part: Tensor | None) -> None:
+def _put(target: Tensor | None, at: slice | int, part: Tensor | None) -> None:
     """Set a part of a gradient that is wanted."""
-    if whole is not None and part is not None:
-        whole[at] = part
+    if target is not None and part is not None:
+        target[at] = part
 
 
 def _grouped_products(executor: Any, gemm: str) -> tuple[Any, Products | None]:
@@ -213,18 +213,18 @@ def _grouped_products(executor: Any, gemm: str) -> tuple[Any, Products | None]:
     if executor.device == "meta" or not getattr(executor.plan, gemm).grouped:
         return executor, None
     products = Products(getattr(executor, gemm))
-    own = copy.copy(executor)
-    setattr(own, gemm, products)
-    return own, products
+    copied = copy.copy(executor)
+    setattr(copied, gemm, products)
+    return copied, products
 
 
 def _put_all(
-    whole: Tensor | None, products: Products | None, calls: list[Call], counts: Counts
+    target: Tensor | None, products: Products | None, calls: list[Call], counts: Counts
 ) -> None:
     """Make the products, and set their rows."""
-    if whole is not None and products is not None:
+    if target is not None and products is not None:
         for (_, rows), part in zip(_used(calls, counts), products.made(), strict=True):
-            whole[rows] = part
+            target[rows] = part
 
 
 def _used(calls: list[Call], counts: Counts) -> Iterator[tuple[Call, slice]]:

@@ -114,19 +114,21 @@ class ChannelNorms(LayerState):
         self._order = None
 
     @staticmethod
-    def join(each: Sequence[ChannelNorms], ranks: DataRanks) -> None:
+    def join(states: Sequence[ChannelNorms], ranks: DataRanks) -> None:
         """Sum the squares of a step over the data ranks, in one collective; nothing where no call
         was recorded.
         """
         recorded = [
-            (norms, norms._squares) for norms in each if norms._open and norms._squares is not None
+            (norms, norms._squares)
+            for norms in states
+            if norms._open and norms._squares is not None
         ]
         if not recorded:
             return
         joined = ranks.summed_over_data(torch.cat([squares for _, squares in recorded]))
         parts = torch.split(joined, [len(squares) for _, squares in recorded])
-        for (norms, squares), whole in zip(recorded, parts, strict=True):
-            norms._squares = whole.to(squares.device)
+        for (norms, squares), total in zip(recorded, parts, strict=True):
+            norms._squares = total.to(squares.device)
             norms._open = False
             norms._order = None
 
@@ -148,18 +150,21 @@ class SplitGemms(Gemms):
         self, plan: LayerPlan, device: str, shard: LayerShard | None, *, sums: Sums
     ) -> None:
         Executor.__init__(self, plan, device, shard, sums=sums)
-        rest, top = plan.channel_parts
+        dense, top = plan.channel_parts
         self.count = top.layer.in_features
-        first = -(-rest.layer.in_features // _SPREAD) * _SPREAD
+        begin = -(-dense.layer.in_features // _SPREAD) * _SPREAD
         if shard is None:
             behind = None
         else:
-            behind = replace(shard, first=first)
-        self.of_parts = Gemms(rest, device, shard, sums=sums), Gemms(top, device, behind, sums=sums)
+            behind = replace(shard, first=begin)
+        self.of_parts = (
+            Gemms(dense, device, shard, sums=sums),
+            Gemms(top, device, behind, sums=sums),
+        )
         if shard is None:
-            self.of_parts[1].begin_at(first)
-        for each in self.of_parts:
-            each.y_dtype = torch.float32  # a term of a sum is not rounded
+            self.of_parts[1].begin_at(begin)
+        for gemms in self.of_parts:
+            gemms.y_dtype = torch.float32  # a term of a sum is not rounded
 
     def call(
         self, call: Call, channels: Sequence[Tensor], layer: CalledLayer, *, keep: bool
@@ -176,8 +181,8 @@ class SplitGemms(Gemms):
             parts.append(
                 (channels[number], replace(call, executor=executor, weights=weights, shared=None))
             )
-        whole = {each.name: getattr(call, each.name) for each in fields(Call)} | {"executor": self}
-        return SplitCall(**whole, parts=tuple(parts))
+        values = {item.name: getattr(call, item.name) for item in fields(Call)} | {"executor": self}
+        return SplitCall(**values, parts=tuple(parts))
 
     def forward(
         self,
@@ -221,21 +226,21 @@ class SplitGemms(Gemms):
             w = None
         else:
             w = values_of(w_NK, w_NK.dtype)
-        found = []
+        gradients_of_parts = []
         for (channels, part), x in zip(call.parts, saved, strict=True):
             w_part = None if w is None else w.index_select(1, channels)
-            found.append(part.executor.backward(dy_MN, w_part, (x,), part))
-        (rest, _), (top, _) = call.parts
-        order = torch.cat((rest, top))
+            gradients_of_parts.append(part.executor.backward(dy_MN, w_part, (x,), part))
+        (dense, _), (top, _) = call.parts
+        order = torch.cat((dense, top))
 
-        def joined(rest: Tensor | None, top: Tensor | None) -> Tensor | None:
+        def joined(dense: Tensor | None, top: Tensor | None) -> Tensor | None:
             """A gradient in the order of the whole layer's features."""
-            if rest is None or top is None:
+            if dense is None or top is None:
                 return None
-            both = torch.cat((rest, top), dim=1)
+            both = torch.cat((dense, top), dim=1)
             return torch.empty_like(both).index_copy_(1, order, both)
 
-        (dx_rest, dw_rest, dbias_N), (dx_top, dw_top, _) = found
+        (dx_rest, dw_rest, dbias_N), (dx_top, dw_top, _) = gradients_of_parts
         return joined(dx_rest, dx_top), joined(dw_rest, dw_top), dbias_N
 
 

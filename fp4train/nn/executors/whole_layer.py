@@ -273,15 +273,15 @@ class BackendLayer(Executor):
             values: whether they read its values.
         """
         into = None
-        held = list[Tensor]()
+        zeros = list[Tensor]()
         by_autograd = self.sums == "autograd" or not w_NK.is_leaf
         if self.sums and w_NK.dtype == torch.float32:
             if by_autograd:
-                into = partial(zeros_held, w_NK, held)
+                into = partial(zeros_held, w_NK, zeros)
             else:
                 into = partial(_sum_of, w_NK)
         if isinstance(w_NK, Gathered) or (into is not None and by_autograd):
-            return ValuesFunction.apply(w_NK, held, values), into  # type: ignore[no-untyped-call]
+            return ValuesFunction.apply(w_NK, zeros, values), into  # type: ignore[no-untyped-call]
         return w_NK.contiguous(), into
 
 
