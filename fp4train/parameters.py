@@ -133,9 +133,9 @@ class ParameterSpec:
         stage: the stage of a pipeline that has it: the first, the last, or that of its block.
         tied: name of the parameter whose tensor it is, too; "": it is a tensor of its own.
         copied: whether a folder has a tied weight under both names.
-        reads: name of the norm or gate whose result its layer reads and nothing but such layers does,
-            so that it may be quantised where it is made: `INPUT` is what its module is given, `ITSELF`
-            its module; "": anything else.
+        reads: name of the norm or gate whose result its layer reads and nothing but such layers
+            does, so that it may be quantised where it is made: `INPUT` is what its module is given,
+            `ITSELF` its module; "": anything else.
         gates: name of the module whose gate is computed from the layer's result; "": none.
         fused: a label that the layers of one input share which serving software multiplies as one
             (queries, keys and values); they quantise one x, and under `recipe.fused_scales` their
@@ -231,7 +231,10 @@ def linear(
     stream.
     """
     if initial is None:
-        initial = Spread.RESIDUAL if cut is Split.IN else Spread.MATRIX
+        if cut is Split.IN:
+            initial = Spread.RESIDUAL
+        else:
+            initial = Spread.MATRIX
     weight = ParameterSpec(
         name=f"{name}.weight",
         stored=f"{stored}.weight",

@@ -47,10 +47,10 @@ class Operands:
     Args:
         first: spec of x (fprop) or dy (dgrad, wgrad).
         second: spec of w (fprop, dgrad) or x (wgrad).
-        accumulator: the precision in which tensor cores of compute capability 8.9 and 9.0 sum FP8 codes with one
-            scale per tensor or row: "fast", 14 bits; "exact", whose partial sums of 128 products
-            are added in float32; "auto": what the backend does by itself, Transformer Engine "fast"
-            in fprop, all others "exact". Other products have one.
+        accumulator: the precision in which tensor cores of compute capability 8.9 and 9.0 sum FP8
+            codes with one scale per tensor or row: "fast", 14 bits; "exact", whose partial sums of
+            128 products are added in float32; "auto": what the backend does by itself, Transformer
+            Engine "fast" in fprop, all others "exact". Other products have one.
     """
 
     first: QuantSpec | None = None

@@ -38,7 +38,9 @@ def main(arguments: list[str]) -> int:
         with ranks.meeting():
             collectives = ranks.collectives(device().type)
         if rank:
-            return 1 if any(collective.problem for collective in collectives) else 0
+            if any(collective.problem for collective in collectives):
+                return 1
+            return 0
     if device().type == "cuda" and world == 1:
         processes = min(os.cpu_count() or 1, MOST)
     else:

@@ -98,7 +98,8 @@ def _show(verified: Verified, losses: dict[str, float], batches: int | None) -> 
         )
     else:
         files = (
-            f"{len(verified.others)} difference{'s' if len(verified.others) > 1 else ''} outside of "
+            f"{len(verified.others)} difference{'s' if len(verified.others) > 1 else ''} "
+            "outside of "
             "the modules"
         )
         if wrong:

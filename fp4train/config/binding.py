@@ -138,7 +138,9 @@ def key_fields(node: Any, hint: Any, path: str = "") -> Iterator[KeyField]:
 
 
 def differing_keys(node: Any, hint: Any, use: MayDiffer) -> tuple[str, ...]:
-    """The full keys and sections of `node` that may differ for `use`, as their fields are marked."""
+    """The full keys and sections of `node` that may differ for `use`, as their fields are
+    marked.
+    """
     return tuple(key.path for key in key_fields(complete(node, hint), hint) if use & key.may_differ)
 
 

@@ -155,7 +155,10 @@ class _Conversations:
         }
 
         def packed() -> Iterator[Ids]:
-            markers = MARKERS if MARKERS[0] in self.template.source else ()
+            if MARKERS[0] in self.template.source:
+                markers = MARKERS
+            else:
+                markers = ()
             special = (*getattr(tokenizer, "special_tokens", ()), *markers)
             finder = self.template.finder(special)
             learned = (

@@ -6,10 +6,11 @@ shorter than T). The sequence shown at position i of a run is
 
     permutation(seed, epoch = i // n)[i % n],  n sequences an epoch
 
-Where the tokens have parts, each has its own sequences and permutation. A cycle is as many positions
-as the shares of the parts add up to, c of them for a part of share c: its k-th lies where (k + u)/c,
-0 ≤ u < 1, stands among those of all parts, with u from the seed, part and k. So the parts are spread
-evenly, and every stretch of the run has them in their shares, but for one or two sequences.
+Where the tokens have parts, each has its own sequences and permutation. A cycle is as many
+positions as the shares of the parts add up to, c of them for a part of share c: its k-th lies where
+(k + u)/c, 0 ≤ u < 1, stands among those of all parts, with u from the seed, part and k. So the
+parts are spread evenly, and every stretch of the run has them in their shares, but for one or two
+sequences.
 
 Targets that do not count in the loss are `IGNORED`. An input that is the id that ends a document,
 and yet ends none (`TokenArray.inner_ends`), is its complement, −1 − id: models that attend within
@@ -155,7 +156,10 @@ class Loader:
         for number, (part, n) in enumerate(zip(self.parts, self.sequences, strict=True)):
             at = np.flatnonzero(parts_at == number)
             epochs, places = np.divmod(cycles[at] * part.share + self._turn_at[turns[at]], n)
-            seed = splitmix64(self.seed & MASK64) + number if number else self.seed
+            if number:
+                seed = splitmix64(self.seed & MASK64) + number
+            else:
+                seed = self.seed
             for epoch in np.unique(epochs):
                 now = epochs == epoch
                 indices = permute(places[now], n, seed=seed, epoch=int(epoch))

@@ -38,7 +38,8 @@ class Mixture:
     """Sources of text by name.
 
     Args:
-        parts: the sources and their weights; a weight of 3 beside one of 1 is 75 % of the sequences.
+        parts: the sources and their weights; a weight of 3 beside one of 1 is 75 % of the
+            sequences.
         tokenizer: that of all parts, which have none of their own.
     """
 
@@ -65,7 +66,8 @@ class Mixture:
         for name, share in self.shares.items():
             if not share:
                 raise ValueError(
-                    f"data.parts.{name}.weight={self.parts[name].weight:g} is less than 1/{CYCLE} of "
+                    f"data.parts.{name}.weight={self.parts[name].weight:g} is less than "
+                    f"1/{CYCLE} of "
                     f"the sum of all weights, {total:g}: leave the part out, or give it more"
                 )
         if sum(self._learns_answers(part) for part in self.parts.values()) > 1:

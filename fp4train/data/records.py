@@ -369,7 +369,10 @@ def _rows(path: Path, batches: Iterator[Any], place: str) -> Iterator[tuple[str,
     """The place and the values of each row of batches."""
     number = 0
     while True:
-        where = f"{place}, after row {number - 1}" if number else place
+        if number:
+            where = f"{place}, after row {number - 1}"
+        else:
+            where = place
         with table_errors(path, where):
             if (batch := next(batches, None)) is None:
                 return

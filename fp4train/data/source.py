@@ -183,7 +183,9 @@ def tokenised(
     *,
     max_tokens: int | None = None,
 ) -> TokenIds:
-    """The packed ids of `documents`, from the cache or, without one, made in memory; see `Texts`."""
+    """The packed ids of `documents`, from the cache or, without one, made in memory; see
+    `Texts`.
+    """
     dtype = ids_dtype(tokenizer.vocab_size)
     if cache_dir is None:
         return np.concatenate([np.empty(0, dtype), *token_chunks(documents(), tokenizer)])

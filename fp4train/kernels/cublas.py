@@ -81,7 +81,8 @@ class Cublas:
         The GPU of the tensors becomes the current one, whose handle and stream are used.
 
         Args:
-            a_RC, b_SC: the factors, of one dtype, BF16 or FP16; the rows or the columns of each are contiguous.
+            a_RC, b_SC: the factors, of one dtype, BF16 or FP16; the rows or the columns of each are
+                contiguous.
             factors: f and g, float32 [2].
             out_RS: contiguous, in that dtype or float32.
 

@@ -44,8 +44,8 @@ class Family:
         reads_bytes: whether published models read bytes: a folder without a tokenizer then has that
             of bytes.
         loaded: Python that loads a folder called FOLDER, where `transformers` does not.
-        small: a small `shape` with every kind of block, nine in all, which four tensor-parallel ranks
-            divide; the tests of all families take it.
+        small: a small `shape` with every kind of block, nine in all, which four tensor-parallel
+            ranks divide; the tests of all families take it.
     """
 
     shape: type

@@ -170,7 +170,8 @@ class Executor(ABC):
             layer: whose states and position in the run count.
             weights, biases: one of each; of a group of E weights two tensors, [E, N, K] and [E, N].
             now: the state of this thread, in a context.
-            counts: rows of every group; x may have more rows, which count for nothing: those of y are zero.
+            counts: rows of every group; x may have more rows, which count for nothing: those of y
+                are zero.
         """
 
     def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,8 @@ class Experts(PlannedLayer):
             )
         assert own.tensor is not None and own.cut == "experts"
         # a call cannot join: other ranks have other experts
-        self.layer_shard, self.joined = own, True
+        self.layer_shard = own
+        self.joined = True
         self.experts = self.w_ENK.shape[0]
         self._member_tokens = [TokenCount() for _ in self.members]
         layer = replace(self.layer, experts=self.experts, cut=own.cut, parts=own.tensor.size)
@@ -207,7 +208,10 @@ class Experts(PlannedLayer):
         """y outside of a context, in torch's own products."""
         used = sum(rows)
         bias_table = self._biases
-        biases = [None] * self.experts if bias_table is None else bias_table.unbind(0)
+        if bias_table is None:
+            biases = [None] * self.experts
+        else:
+            biases = bias_table.unbind(0)
         parts = zip(torch.split(x_MK[:used], rows), self.own_weights, biases, strict=True)
         y_MN = torch.cat([F.linear(x, w, bias) for x, w, bias in parts])
         tail = x_MK.shape[0] - used

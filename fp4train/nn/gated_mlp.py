@@ -1,4 +1,5 @@
-"""The gated MLP, whose product and whose gradients of gate and up are quantised where they are made.
+"""The gated MLP, whose product and whose gradients of gate and up are quantised where they are
+made.
 
     gate = x·w_gateᵀ    up = x·w_upᵀ    h = silu(gate) ⊙ up    y = h·w_downᵀ
 
@@ -83,7 +84,9 @@ class _GatedProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, *tensors: Any) -> Tensor:
-        weights, biases, calls = tensors[:3], tensors[3:6], tensors[6]
+        weights = tensors[:3]
+        biases = tensors[3:6]
+        calls = tensors[6]
         for call, w_NK, bias_N in zip(calls, weights, biases, strict=True):
             trains_bias = bias_N is not None and bias_N.requires_grad
             call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, (True, True, trains_bias))

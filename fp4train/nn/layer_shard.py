@@ -42,8 +42,8 @@ class LayerShard:
             all gathered, before they are routed.
         first: index of this rank's first out feature ("out"), expert ("experts") or in feature
             (else).
-        runs: ranges of this rank's out features in the whole layer's, (first, number) each; none: they
-            follow `first`.
+        runs: ranges of this rank's out features in the whole layer's, (first, number) each; none:
+            they follow `first`.
         data: ranks that hold the same shard and other tokens; None: there are none.
         amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other
             shards; "data": also those of `data`; "local": this rank's alone, and the result depends

@@ -3,7 +3,8 @@
 read (`quantize/produced.py`).
 
     h ─ RMSNorm ─ x ─ layers    x's codes from h, weight and the 1/√(mean + ε) of each token; h may be
-                                the sum of a residual stream and its change, and goes on as the stream
+                                the sum of a residual stream and its change, and goes on as the
+                                stream
 
 The graph of autograd is that of the model, but that the residual stream goes through the norm: its
 sum is made in the kernel that normalises, and the gradients of both its readers are added in that

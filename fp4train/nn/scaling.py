@@ -138,7 +138,8 @@ class DelayedScaling(LayerState):
             tensor: a matrix, or its amax (0-d).
             enter: whether the tensor's own amax enters the history (in training, not in
                 evaluation).
-            step: step of the call; the newest entry is that of the step in which an amax entered last.
+            step: step of the call; the newest entry is that of the step in which an amax entered
+                last.
             later: whether the caller can do so.
         """
         spec = quantizer.spec

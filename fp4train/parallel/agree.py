@@ -52,7 +52,8 @@ def check_same(world: World, what: Mapping[str, Any]) -> None:
         (k for k in {**lead_value, **other} if lead_value.get(k) != other.get(k)), "something"
     )
     raise AgreedError(
-        f"the ranks do not run the same thing: {key} is {lead_value.get(key, _ABSENT)} on rank 0 and "
+        f"the ranks do not run the same thing: {key} is {lead_value.get(key, _ABSENT)} on "
+        "rank 0 and "
         f"{other.get(key, _ABSENT)} on rank {odd}. "
         "Give every rank the same command, the same code and libraries, and the same data"
     )

@@ -176,9 +176,9 @@ class Parallel:
             the recipe's dtype, in every bit as on one rank; BF16, which changes digits, where a
             weight has no such codes, as with Transformer Engine: the plan of a mesh says where, and
             why. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
-        reduce: dtype in which ranks of dp_shard send each other gradients, which are summed in float32 in
-            any case. "bf16": each rank's is rounded to BF16, for half the bytes and other digits;
-            replicas send float32.
+        reduce: dtype in which ranks of dp_shard send each other gradients, which are summed in
+            float32 in any case. "bf16": each rank's is rounded to BF16, for half the bytes and
+            other digits; replicas send float32.
         timeout: seconds that a rank waits for the others in a collective; then the run ends.
     """
 

@@ -73,7 +73,8 @@ class Pipeline:
     """The stages of a model that this rank holds, and the schedules that run them.
 
     Args:
-        stages: stages by index; of interleaved stages a rank holds every `world.mesh.pipeline`-th one.
+        stages: stages by index; of interleaved stages a rank holds every `world.mesh.pipeline`-th
+            one.
         model: all of them together; its modules are those of `stages`.
         cut: how the model is cut.
         inventory: the whole model's state.

@@ -148,7 +148,10 @@ def cut_stages(
             weight = model.get_parameter(name).detach().clone()
             setattr(model.get_submodule(parent), leaf, nn.Parameter(weight, requires_grad=False))
     stages = {index: part([index]) for index in own_parts}
-    together = stages[own_parts[0]] if len(own_parts) == 1 else part(own_parts)
+    if len(own_parts) == 1:
+        together = stages[own_parts[0]]
+    else:
+        together = part(own_parts)
     return Pipeline(
         stages=stages,
         model=together,

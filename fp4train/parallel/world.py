@@ -63,8 +63,8 @@ class World:
         place: which of them this process is.
         device: device of its tensors.
         mesh: how many ranks have which use.
-        data_mesh: mesh of the ranks that hold the same part of the model; its dimensions are `REPLICATE`
-            and `SHARD`. None in a world of one.
+        data_mesh: mesh of the ranks that hold the same part of the model; its dimensions are
+            `REPLICATE` and `SHARD`. None in a world of one.
         data: group of the ranks of `data_mesh`, which have other parts of a batch; None: all ranks.
         tensor: the ranks that share every block's matrices; None: there are none.
         peers: group of the ranks that hold the same stages, or parts of them; None: all ranks.

@@ -78,7 +78,10 @@ class Context(metaclass=GraphInput):
     """The step of the run; None: there is none."""
 
     def __post_init__(self) -> None:
-        step = None if self.step is None else RunStep(self.seed, self.step)
+        if self.step is None:
+            step = None
+        else:
+            step = RunStep(self.seed, self.step)
         object.__setattr__(self, "run_step", step)
 
     def activation_dtype(self) -> torch.dtype:

@@ -75,7 +75,9 @@ def effective(gather: str, *, fully_gathered: bool, blocks: bool = True) -> str:
     and of CUDA, take float32 weights (`whole`), and so does a model without blocks, which is
     gathered once and stays whole.
     """
-    return gather if blocks and not fully_gathered else "fp32"
+    if blocks and not fully_gathered:
+        return gather
+    return "fp32"
 
 
 def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:

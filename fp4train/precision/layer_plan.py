@@ -85,8 +85,8 @@ class LayerPlan:
         layer: its place in the model.
         recipe: the layer's recipe; a policy may replace the run's recipe by another.
         fprop, dgrad, wgrad: its GEMMs.
-        outliers: the plan that its outlier channels run, as a layer of so many in features, apart from the
-            GEMMs above.
+        outliers: the plan that its outlier channels run, as a layer of so many in features, apart
+            from the GEMMs above.
         readers: the layers that quantise the same x alike, this one included, as the model says
             (`ParameterSpec.fused`).
         why_values: why a backend that runs the three GEMMs together must have the weight's values;
@@ -457,5 +457,6 @@ def check_fused(recipe: Recipe, layer_plans: Mapping[str, LayerPlan]) -> None:
                     "and fprop quantises their "
                     f"weights differently ({kept.layer.name}: {kept.fprop.why}): keep all or "
                     "none of "
-                    f"{', '.join(layer_plan.fused)} in high precision, or take recipe.fused_scales=false"
+                    f"{', '.join(layer_plan.fused)} in high precision, or take "
+                    "recipe.fused_scales=false"
                 )

@@ -347,8 +347,8 @@ class OutlierChannels:
     Args:
         recipe: their operands; its dtype and its GEMMs in high precision are those of the recipe
             that they belong to.
-        share: fraction of a layer's input channels, between 0 and 1; the number is rounded up to whole
-            multiples.
+        share: fraction of a layer's input channels, between 0 and 1; the number is rounded up to
+            whole multiples.
         start: optimizer steps before the first one that is recorded.
         steps: recorded steps; the channels are chosen after the last one.
         multiple: divisor of the number of channels. 32 is a block of MX; the authors'

@@ -178,8 +178,8 @@ def produce(
 
     Args:
         row, column: a pair that `why_not` has nothing against.
-        keys: for every result the keys of both forms, all of one seed and, but for the layer, of one
-            position.
+        keys: for every result the keys of both forms, all of one seed and, but for the layer, of
+            one position.
         turned: store the codes of x.T, of a byte, as x lies: [M, K].
     """
     assert isinstance(row, TritonQuantizer) and isinstance(column, TritonQuantizer)

@@ -103,7 +103,10 @@ def why_not_spec(spec: QuantSpec) -> str | None:
         return f"element={spec.element!r} has no Triton kernel (known: {allowed})"
     for field, kernel_values in _KNOWN.items():
         if (value := getattr(spec, field)) not in kernel_values:
-            return f"{field}={value!r} has no Triton kernel (known: {', '.join(map(str, kernel_values))})"
+            return (
+                f"{field}={value!r} has no Triton kernel (known: "
+                f"{', '.join(map(str, kernel_values))})"
+            )
     rows, cols = spec.block
     if cols is None:
         if spec.scale not in ("fp32", "pow2") or spec.hadamard is not None or spec.format.packed:

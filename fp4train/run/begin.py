@@ -133,8 +133,8 @@ def find_source(
     Only looks.
 
     Args:
-        saved_config: the saved configuration of `config.resume`, where the command has read it; None: it
-            is read here.
+        saved_config: the saved configuration of `config.resume`, where the command has read it;
+            None: it is read here.
 
     Raises:
         UserError: the run directory, or the run to resume, belongs to another configuration; or it

@@ -1,5 +1,5 @@
-"""Weights that a source names (`checkpoint/source.py`), opened, compared with a model and given to it:
-those that a new run begins with (`init`), those of a teacher, those of a folder's model.
+"""Weights that a source names (`checkpoint/source.py`), opened, compared with a model and given to
+it: those that a new run begins with (`init`), those of a teacher, those of a folder's model.
 """
 
 from collections.abc import Mapping
@@ -333,7 +333,8 @@ class RunWeights:
                 raise TypeError("they are no tensors by name")
         model_state = model.state_dict()
         problems = [
-            f"{name} is {_shape(saved[name].shape)} there and {_shape(model_state[name].shape)} here"
+            f"{name} is {_shape(saved[name].shape)} there and "
+            f"{_shape(model_state[name].shape)} here"
             for name in model_state
             if name in saved and saved[name].shape != model_state[name].shape
         ]

@@ -227,7 +227,8 @@ class _Built:
                 self.module.init_fp8_metadata(num_gemms=1)
                 self.quantizer = copy.copy(self.module.quantizers["scaling_fwd"][0])
                 # TE's: True, True
-                self.quantizer.internal, self.quantizer.optimize_for_gemm = False, True
+                self.quantizer.internal = False
+                self.quantizer.optimize_for_gemm = True
             self.quantizer.set_usage(rowwise=True, columnwise=column)
             with torch.no_grad():
                 quantised_input = QuantisedInput(
@@ -311,15 +312,15 @@ class TEExecutor(LayerState):
             table: any that `why_not` has nothing against.
             step: step of the run: the weight is quantised once in each, if TE has a recipe for the
                 table.
-            into: the sum of gradients (TE's main_grad), to which its GEMM adds dw; dw is not returned through autograd
-                then.
+            into: the sum of gradients (TE's main_grad), to which its GEMM adds dw; dw is not
+                returned through autograd then.
             freed: TE then saves no codes, and quantises the weight again in backward, as it does
                 under FSDP2 (from 2.16 on; older ones save the codes).
             readers: x is then quantised once for all layers that read it, if the recipe has codes
                 to share (`shares_codes`). Bits are those of layers that quantise it themselves.
             parts: parameters whose rows `weight` is, which is then another tensor in each call.
-            codes: codes of the weight, for fprop and for dgrad (see `LayerKernels`); `freed` is true
-                then.
+            codes: codes of the weight, for fprop and for dgrad (see `LayerKernels`); `freed` is
+                true then.
         """
         te = pytorch_module()
         dtype = table.torch_dtype
@@ -359,7 +360,8 @@ class TEExecutor(LayerState):
             )
         if delayed and built is not self._delayed:
             # histories go on where another length follows
-            self._to_load, self._delayed = self.state(), built
+            self._to_load = self.state()
+            self._delayed = built
         # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16
         # activations).
         with (

@@ -125,8 +125,8 @@ class QuantizerFactory:
 
     Args:
         input, weight, grad_output: the forms of each tensor.
-        dtype: dtype of forms in high precision. TE multiplies what it is given, and weights are float32
-            in most runs.
+        dtype: dtype of forms in high precision. TE multiplies what it is given, and weights are
+            float32 in most runs.
     """
 
     input: Forms

@@ -62,7 +62,8 @@ def weight_codes(form: Prepared, *, column: bool) -> Any:
     if isinstance(form, Decoded):
         return tensor.IdentityTensorStorage(hp_data=form.values.T if column else form.values)
     # FP8 is not filled up to blocks
-    kind, codes = family(form.spec), form.codes.view(torch.uint8)[:, : form.shape[1]]
+    kind = family(form.spec)
+    codes = form.codes.view(torch.uint8)[:, : form.shape[1]]
     options: dict[str, Any] = {"fp8_dtype": element_dtype(form.spec), "quantizer": None}
     if kind == "fp8_current":
         if column and is_non_tn_fp8_gemm_supported():

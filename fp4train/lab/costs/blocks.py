@@ -60,8 +60,8 @@ class BlockCost:
         saved: bytes kept for backward.
         routed: part of `saved` that every tensor-parallel rank has of all tokens: the input of a
             router.
-        unsplit: part of `saved` that tensor parallelism without sequence parallelism repeats on every
-            rank: tensors of the residual stream and the inputs of column-wise split layers.
+        unsplit: part of `saved` that tensor parallelism without sequence parallelism repeats on
+            every rank: tensors of the residual stream and the inputs of column-wise split layers.
         input: bytes of the residual stream: the block's input, or what a pipeline stage sends.
     """
 

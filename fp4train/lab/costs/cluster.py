@@ -90,9 +90,9 @@ class BlockPass:
 
     Args:
         seconds: seconds by what they are spent on, those of `sent` that nothing hides included.
-        sent: bytes that ranks of tensor parallelism send each other: gathers and scatters of the residual
-            stream (TENSOR), and maxima of operands whose scale is that of a tensor on several ranks
-            (AMAX).
+        sent: bytes that ranks of tensor parallelism send each other: gathers and scatters of the
+            residual stream (TENSOR), and maxima of operands whose scale is that of a tensor on
+            several ranks (AMAX).
     """
 
     seconds: Seconds

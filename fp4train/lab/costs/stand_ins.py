@@ -219,7 +219,10 @@ def norm_in_kernels(counter: WorkCounter, stream: Tensor | StreamTerms) -> Any:
     """Stand in for a norm that quantises its result: the sum and its gradient are in its
     kernels.
     """
-    x = stream.x if isinstance(stream, StreamTerms) else stream
+    if isinstance(stream, StreamTerms):
+        x = stream.x
+    else:
+        x = stream
     backward = (NORM_BACKWARD + ADDED) * x.numel()
     if isinstance(stream, StreamTerms):
         moves = (float(SUM * x.numel()), backward)

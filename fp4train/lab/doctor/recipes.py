@@ -234,4 +234,6 @@ def _normal(rows: int, columns: int, *, seed: int) -> Tensor:
 def _distance(a: Tensor, b: Tensor) -> float:
     """‖a - b‖ / ‖b‖; NaN anywhere gives infinity, which no tolerance passes."""
     distance = float((a.double() - b.double()).norm() / b.double().norm())
-    return distance if distance == distance else float("inf")
+    if distance == distance:
+        return distance
+    return float("inf")

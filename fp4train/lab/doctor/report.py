@@ -120,7 +120,10 @@ def _row(check: RecipeCheck) -> tuple[str, ...]:
 
 def _collective(check: CollectiveCheck) -> tuple[str, ...]:
     result = {None: "FAILED", True: "equal", False: "DIFFERENT"}[check.correct]
-    rate = "-" if check.rate is None else f"{check.rate / 1e9:.3g}"
+    if check.rate is None:
+        rate = "-"
+    else:
+        rate = f"{check.rate / 1e9:.3g}"
     return (check.name, check.dtype, result, rate)
 
 

@@ -248,7 +248,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in list(values.items())[:100]:
         if isinstance(value, dict) and not prefix:
-            section = "version of" if key == "versions" else plain(key, 60)
+            if key == "versions":
+                section = "version of"
+            else:
+                section = plain(key, 60)
             flat |= _flat(value, f"{section} ")
         else:
             flat[plain(f"{prefix}{key}", 80)] = _show(value)

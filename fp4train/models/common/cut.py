@@ -160,8 +160,8 @@ class StageCut:
             so that names stay).
         first: attributes with the modules that the first stage alone has.
         last: attributes with those that the last stage alone has.
-        width: width of the residual stream, which stages send each other: [B, T, width], or the share of
-            a tensor-parallel rank [B·T / p, width] (`TokenRanks.stream`).
+        width: width of the residual stream, which stages send each other: [B, T, width], or the
+            share of a tensor-parallel rank [B·T / p, width] (`TokenRanks.stream`).
     """
 
     blocks: str

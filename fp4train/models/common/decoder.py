@@ -207,8 +207,8 @@ class Decoder(Fusible, nn.Module):
         ]
 
     def _blocks_of_another_type(self) -> tuple[str, ...]:
-        """Beginnings of the names of parameters in blocks whose forward pass is not the one that the
-        table was written for: it may read its norms elsewhere.
+        """Beginnings of the names of parameters in blocks whose forward pass is not the one that
+        the table was written for: it may read its norms elsewhere.
         """
         kind = self.shape.block_type
         return tuple(

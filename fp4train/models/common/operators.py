@@ -43,10 +43,11 @@ class Operation:
     """An operation between products, which other kernels than torch's may compute.
 
     Args:
-        kind: "norm", "gate" or "rotation", which C kernels may compute (`on_cpu.why_not`); or another.
+        kind: "norm", "gate" or "rotation", which C kernels may compute (`on_cpu.why_not`); or
+            another.
         width: number of features.
-        software: the program that computes it instead on a type of device, deterministic or not, in words; None:
-            `Operators` do.
+        software: the program that computes it instead on a type of device, deterministic or not, in
+            words; None: `Operators` do.
     """
 
     kind: str

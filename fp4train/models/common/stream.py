@@ -67,7 +67,9 @@ class StreamNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """The norm of x [..., width], without the sums of its stream."""
         produced = self._produced(x)
-        return self.normalised(x) if produced is None else produced[0]
+        if produced is None:
+            return self.normalised(x)
+        return produced[0]
 
     @abstractmethod
     def normalised(self, x: Tensor) -> Tensor:

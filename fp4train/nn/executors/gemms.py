@@ -127,8 +127,8 @@ def sum_so_far(w_NK: Tensor, node: Any) -> Tensor | None:
     parameter is to see, and all in passes that leave `.grad` as it is (`accumulates`).
 
     Args:
-        w_NK: the weight that the layer was called with; of tensor-parallel ranks the parameter: what autograd
-            saved is another tensor where it is recomputed.
+        w_NK: the weight that the layer was called with; of tensor-parallel ranks the parameter:
+            what autograd saved is another tensor where it is recomputed.
         node: node of the graph, to which autograd would give dw.
     """
     if (

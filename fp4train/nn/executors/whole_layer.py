@@ -107,7 +107,9 @@ class TorchLayer(Executor):
         prepare: Prepare | None = None,
         total_NK: Tensor | None = None,
     ) -> Gradients:
-        """The gradients that `call` wants, where dw may be a float32 product; see `Gemms.backward`."""
+        """The gradients that `call` wants, where dw may be a float32 product; see
+        `Gemms.backward`.
+        """
         (x_MK,) = saved
         gradients = call.gradients
         dx = dw = dbias = None

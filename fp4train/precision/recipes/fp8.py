@@ -24,8 +24,8 @@ class FP8Current(Recipe):
     Args:
         element: "hybrid" (E5M2 gradients) or "e4m3".
         power_of_two: round scales down to powers of two.
-        accumulator: accumulation in fprop, on compute capability 8.9 and 9.0: "fast", "exact" or "auto"
-            (`Operands.accumulator`).
+        accumulator: accumulation in fprop, on compute capability 8.9 and 9.0: "fast", "exact" or
+            "auto" (`Operands.accumulator`).
     """
 
     element: str = "hybrid"

@@ -43,7 +43,9 @@ class Mixed(Recipe):
             for part in parts
             if isinstance(part, FP16 | Custom) and part.scaling is not None
         ]
-        return gemm_scalings[0] if gemm_scalings else super().loss_scaling
+        if gemm_scalings:
+            return gemm_scalings[0]
+        return super().loss_scaling
 
     def operands(self) -> dict[str, Operands]:
         dtypes = {getattr(self, g).dtype for g in GEMMS}

@@ -22,7 +22,8 @@ class NVFP4(Recipe):
 
     Args:
         hadamard: transform x and dy along tokens for wgrad (TE: not disable_rht).
-        stochastic_rounding: stochastic rounding of dy in dgrad and wgrad (TE: not disable_stochastic_rounding).
+        stochastic_rounding: stochastic rounding of dy in dgrad and wgrad (TE: not
+            disable_stochastic_rounding).
         two_d_weights: 16×16 blocks for w, else 1×16 (TE: not disable_2d_quantization).
         row_scaled_activation: one global scale per token instead of per tensor, for x in fprop.
         four_over_six: "none", "weights", "activations" or "all": scale the maximum of each block to

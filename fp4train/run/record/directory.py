@@ -232,7 +232,9 @@ def identity(run: Path) -> str | None:
     """
     path = run / CONFIG
     run_identity = config_parts(path)[0] if path.is_file() else None
-    return None if run_identity is None else run_identity[0]
+    if run_identity is None:
+        return None
+    return run_identity[0]
 
 
 @contextmanager

@@ -4,7 +4,8 @@ never rewritten.
 One record per line::
 
     {"event": "start",  "step": 0,  "time": …, "config": {…}, "environment": {…}, "stretches": […], "after": …, …}
-    {"event": "resume", "step": 12, "time": …, "from": "step_00000012", "changed": {"train.steps": [12, 20]}, …}
+    {"event": "resume", "step": 12, "time": …, "from": "step_00000012", "changed": {"train.steps":
+    [12, 20]}, …}
     {"event": "swap",   "step": 15, "time": …, "name": "mxfp8", "at": 16, "recipe": {…}, "stretches": […], …}
 
 `stretches` is the plan from `step` on (`stretches`). A later record replaces it from its own step

@@ -2,9 +2,10 @@
 
     a ← a + (1 − β) (w − a)        after each step that changed weights; a = w after the first
 
-in the dtype of the weights, each rank of its shards; buffers are those of the model. Three operations that
-round alike on every device and for every cut, so that the bits of a do not depend on the ranks. A run
-evaluates it beside its weights (val/loss_ema), and RUN:ema names it wherever weights are named.
+in the dtype of the weights, each rank of its shards; buffers are those of the model. Three
+operations that round alike on every device and for every cut, so that the bits of a do not depend
+on the ranks. A run evaluates it beside its weights (val/loss_ema), and RUN:ema names it wherever
+weights are named.
 """
 
 from collections.abc import Mapping
@@ -52,7 +53,9 @@ class Average(RunState):
             if (part := self.parts.get(names[id(parameter)])) is not None:
                 table[name] = like(parameter, part)
         inventory = self.run.inventory
-        return table if inventory is None else inventory.weights(table)
+        if inventory is None:
+            return table
+        return inventory.weights(table)
 
     def check(self, saved: Any) -> None:
         """See `RunState.check`."""

@@ -106,8 +106,9 @@ class RunState:
         """Follow an optimizer step that was queued."""
 
     def weights(self) -> Mapping[str, Tensor] | None:
-        """Weights that are evaluated beside the trained ones: name of a parameter → this rank's part
-        (`shards.local`). None: the state is none of weights."""
+        """Weights that are evaluated beside the trained ones: name of a parameter → this rank's
+        part (`shards.local`). None: the state is none of weights.
+        """
         return None
 
 
