@@ -155,10 +155,7 @@ class _Conversations:
         }
 
         def packed() -> Iterator[Ids]:
-            if MARKERS[0] in self.template.source:
-                markers = MARKERS
-            else:
-                markers = ()
+            markers = MARKERS if MARKERS[0] in self.template.source else ()
             special = (*getattr(tokenizer, "special_tokens", ()), *markers)
             finder = self.template.finder(special)
             learned = (

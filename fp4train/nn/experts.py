@@ -208,6 +208,7 @@ class Experts(PlannedLayer):
         """y outside of a context, in torch's own products."""
         used = sum(rows)
         bias_table = self._biases
+        biases: Sequence[Tensor | None]
         if bias_table is None:
             biases = [None] * self.experts
         else:
