@@ -226,6 +226,29 @@ def whole_number(text: str) -> int | None:
     return None
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """ "1 step", "1,234 steps": a number with its noun; `plural` is the noun and an s unless
+    given.
+    """
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {plural or f'{noun}s'}"
+
+
+def span(start: int, stop: int) -> str:
+    """ "3", "3–9": the numbers from `start` on that are below `stop`."""
+    if stop - start == 1:
+        return str(start)
+    return f"{start}–{stop - 1}"
+
+
+def step_span(start: int, stop: int) -> str:
+    """ "step 3", "steps 3–9": the steps of a stretch [start, stop)."""
+    if stop - start == 1:
+        return f"step {start}"
+    return f"steps {span(start, stop)}"
+
+
 def ranges(numbers: Iterable[int], *, comma: str = ", ", least: int = 2) -> str:
     """ "1–3, 7" for 1, 2, 3, 7; a range stands for at least `least` numbers."""
     runs: list[list[int]] = []

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from fp4train.cli.output import fitted, terminal_width
+from fp4train.cli.output import fitted, hanging, terminal_width
 from fp4train.config import foreign, overrides, plugins
 from fp4train.config.binding import MISSING, KeyField, complete, flattened, key_fields
 from fp4train.config.composition import Composed, composed, sections
@@ -252,7 +252,8 @@ def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
     asked = [word for word in plain_words if "=" not in word and not _names_run(word)]
     settings = [*flags, *(word for word in plain_words if "=" in word)]
     if not asked:
-        lines = fitted(_joined(screen)).splitlines()
+        command, _, body = _joined(screen).partition("\n")
+        lines = [*hanging(command), *fitted(body).splitlines()]
         if keys:
             lines += ["", *topics(settings).overview()]
         return "\n".join(lines)

@@ -17,7 +17,7 @@ fp4train sensitivity runs/a recipe=nvfp4    which layers and operands a recipe h
 fp4train rank runs/a recipe=bf16,nvfp4      paired forks of a checkpoint: gaps with intervals and tests
 fp4train report runs/a runs/b               one HTML file about runs: curves, gaps, errors, studies, differences
 fp4train sample runs/a prompt="def f("      text that a model writes, in any recipe
-fp4train export runs/a to=hf out=FOLDER      a folder that transformers loads, tokenizer and model card included
+fp4train export runs/a to=hf out=FOLDER     a folder that transformers loads, tokenizer and model card included
 fp4train export runs/a to=compressed-tensors out=FOLDER   NVFP4 codes and scales for vLLM and SGLang, or to=modelopt
 fp4train verify FOLDER against=runs/a       whether an export has the codes, scales and weights of the run, bit by bit
 fp4train eval runs/a recipe=bf16,nvfp4      bits per byte on held-out text, or task=…: tasks of lm_eval

@@ -12,6 +12,9 @@ from typing import Any, TextIO, cast
 from fp4train.errors import UserError
 from fp4train.text import printable, wrapped
 
+HANGING = 4
+"""Characters by which lines are indented that go on with the line above them."""
+
 
 def open_streams() -> None:
     """Lead standard streams that were closed at the start (`2>&-`) to the null device.
@@ -125,24 +128,38 @@ def fitted(text: str) -> str:
     """A text in the terminal's width: a line that is too long goes on below where its last column
     begins.
 
-    Rules below headers, which are no words, are cut. A word that is too long, such as a path, stays
-    whole.
+    A last column that has too little room there stands below the line, where those of the lines
+    above it begin. Rules below headers, which are no words, are cut. A word that is too long, such
+    as a path, stays whole.
     """
     width = terminal_width()
     lines: list[str] = []
+    column_above = 0
     for line in text.split("\n"):
+        gaps = [gap.end() for gap in re.finditer(r"(?<=\S) {2,}", line)]
+        column = gaps[-1] if gaps else 0
+        has_room = column < width * 2 // 3
         if len(line) <= width or set(line) <= {"─", " "}:
             lines.append(line[:width])
-            continue
-        gaps = [gap.end() for gap in re.finditer(r"(?<=\S) {2,}", line)]
-        if gaps and gaps[-1] < width * 2 // 3:
-            column = gaps[-1]
+        elif column and has_room:
+            start, *more = wrapped(line[column:].strip(), width, " " * column)
+            lines += [line[:column] + start[column:], *more]
         else:
-            column = 0
-        indent = " " * (column or len(line) - len(line.lstrip()))
-        start, *more = wrapped(line[column:].strip(), width, indent)
-        lines += [line[:column] + start[column:], *more]
+            indent = " " * (len(line) - len(line.lstrip()))
+            below = " " * (column_above or len(indent) + HANGING)
+            lines += wrapped(line[: column or len(line)].strip(), width, indent)
+            lines += wrapped(line[column:].strip(), width, below) if column else []
+        if not line.strip():
+            column_above = 0
+        elif column and has_room:
+            column_above = column
     return "\n".join(lines)
+
+
+def hanging(line: str) -> list[str]:
+    """The lines of a text in the terminal's width; those below the first are indented."""
+    start, *more = wrapped(line, terminal_width() - HANGING)
+    return [start, *(" " * HANGING + below for below in more)]
 
 
 def message(text: str, stream: TextIO) -> str:

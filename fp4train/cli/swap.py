@@ -24,7 +24,7 @@ from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import EVALUATION, ask, cancel_request, pending, wait_for_answer
 from fp4train.run.record.journal import RecipeChoice, read_journal, read_swaps
-from fp4train.text import tabulate, whole_number
+from fp4train.text import counted, tabulate, whole_number
 
 USAGE = usage(__doc__)
 WAIT = 10.0
@@ -77,9 +77,9 @@ def _swap(run: Path, flags: list[str], words: list[str], at: int | None, wait: f
     saved = run_directory.read_config(run)
     steps = saved.train.steps
     if at is not None and at >= steps:
-        raise UserError(f"at={at} is beyond the end: {run} has {steps} steps")
+        raise UserError(f"at={at} is beyond the end: {run} has {counted(steps, 'step')}")
     if at is not None and at < done:
-        raise UserError(f"at={at} is past: {run} has done {done} steps")
+        raise UserError(f"at={at} is past: {run} has done {counted(done, 'step')}")
     if not run_directory.is_running(run):
         from fp4train.run.build import build_timeline, with_swap
 
@@ -130,10 +130,9 @@ def _listed(run: Path) -> str:
     rows = []
     for swap in read_swaps(run):
         if swap.step < done:
-            state = "took effect"
+            rows.append((str(swap.step), swap.name, "took effect", ""))
         else:
-            state = f"recorded, cancel={swap.step}"
-        rows.append((str(swap.step), swap.name, state, ""))
+            rows.append((str(swap.step), swap.name, "recorded", f"cancel={swap.step}"))
     for request, body in pending(run).items():
         if EVALUATION in body:
             what = "results to record"
@@ -145,14 +144,15 @@ def _listed(run: Path) -> str:
         rows.append(("next" if at is None else str(at), what, "pending", f"cancel={request}"))
     lost = ""
     if not read_journal(run) and done:
-        lost = (
+        lost = fitted(
             f"{run / run_directory.HISTORY} is missing or empty: which swaps took effect in "
-            f"{done} steps is not on record. Put it back; a resume takes the swaps from the "
-            "newest checkpoint"
+            f"{counted(done, 'step')} is not on record. Put it back; a resume takes the swaps "
+            "from the newest checkpoint"
         )
     if not rows:
-        return lost or f"{run}: no swap is recorded, none is pending"
-    table = "\n".join(tabulate([("step", "recipe", "state", ""), *rows], width=terminal_width()))
+        return lost or fitted(f"{run}: no swap is recorded, none is pending")
+    header = ("step", "recipe", "state", "taken back by")
+    table = "\n".join(tabulate([header, *rows], width=terminal_width()))
     return f"{lost}\n{table}".lstrip()
 
 
@@ -165,15 +165,14 @@ def _cancel(run: Path, what: str, wait: float) -> int:
         taken = [request for request in open_requests if cancel_request(run, request)]
         code = max((_forget(run, step, wait) for step in recorded), default=0)
         if not taken and not recorded:
-            print(f"{run}: no swap is pending")
+            print(fitted(f"{run}: no swap is pending"))
         elif taken:
-            print(
-                f"{run}: {len(taken)} pending request{'s are' if len(taken) > 1 else ' is'} "
-                "cancelled"
-            )
+            are = "is" if len(taken) == 1 else "are"
+            requests = counted(len(taken), "pending request")
+            print(fitted(f"{run}: {requests} {are} cancelled"))
         return code
     if what in open_requests and cancel_request(run, what):
-        print(f"{run}: request {what} is cancelled")
+        print(fitted(f"{run}: request {what} is cancelled"))
         return 0
     if (number := whole_number(what)) is not None and number in recorded:
         return _forget(run, number, wait)

@@ -25,7 +25,7 @@ from fp4train.cli.trained import named_paths, source_named
 from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
-from fp4train.text import columns, whole_number
+from fp4train.text import columns, counted, table_width, whole_number
 
 if TYPE_CHECKING:
     from fp4train.exchange.verify import Verified
@@ -72,11 +72,19 @@ def _show(verified: Verified, losses: dict[str, float], batches: int | None) -> 
             module.name,
             module.module,
             module.form,
-            "; ".join(module.differences) or f"equal: {', '.join(module.parts)}",
+            "differs" if module.differences else "equal",
         )
         for module in verified.layers
     ]
-    print("\n".join(columns(rows, width=terminal_width())))
+    if table_width(rows) > terminal_width():
+        # the names in the folder say which modules they are
+        lines = columns([row[1:] for row in rows])
+    else:
+        lines = columns(rows)
+    for module, line in zip(verified.layers, lines, strict=True):
+        print(line)
+        for difference in module.differences:
+            print(fitted(f"  {difference}"))
     for sentence in verified.others:
         print(fitted(sentence))
     for name, loss in losses.items():
@@ -88,27 +96,18 @@ def _show(verified: Verified, losses: dict[str, float], batches: int | None) -> 
             )
         )
     wrong = sum(bool(module.differences) for module in verified.layers)
+    modules = counted(len(verified.layers), "module")
     of = verified.title + (f", {verified.stretch}" if verified.stretch else "")
     if verified.equal:
+        are = "is" if len(verified.layers) == 1 else "are"
         print(
-            fitted(
-                f"{verified.folder} has the numbers of {of}: {len(verified.layers)} modules are "
-                "equal in every bit"
-            )
+            fitted(f"{verified.folder} has the numbers of {of}: {modules} {are} equal in every bit")
         )
-    else:
-        files = (
-            f"{len(verified.others)} difference{'s' if len(verified.others) > 1 else ''} "
-            "outside of "
-            "the modules"
-        )
-        if wrong:
-            modules = f"{wrong} of {len(verified.layers)} modules"
-        else:
-            modules = ""
-        where = " and ".join(filter(None, (modules, files if verified.others else "")))
-        if wrong:
-            equal = ""
-        else:
-            equal = f"; all {len(verified.layers)} modules are equal"
-        print(fitted(f"{verified.folder} differs from {of}: {where}{equal}"))
+        return
+    places = []
+    if wrong:
+        places.append(f"{wrong} of {modules}")
+    if verified.others:
+        places.append(f"{counted(len(verified.others), 'difference')} outside of the modules")
+    equal = "" if wrong else f"; all {modules} are equal"
+    print(fitted(f"{verified.folder} differs from {of}: {' and '.join(places)}{equal}"))

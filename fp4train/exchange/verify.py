@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from fp4train.checkpoint.layout import STATE_LIMIT
-from fp4train.checkpoint.model_folder import has_file, open_weights, read_config, read_table
+from fp4train.checkpoint.model_folder import (
+    CONFIG,
+    has_file,
+    is_model_folder,
+    open_weights,
+    read_config,
+    read_table,
+)
 from fp4train.checkpoint.reading import StoredTensors
 from fp4train.checkpoint.source import WeightSource
 from fp4train.checkpoint.tensors import StreamedTensor
@@ -126,6 +133,12 @@ def verify(folder: Path, source: WeightSource | Path, *, stretch: int | None = N
         UserError: the folder is no model, or damaged so that its tensors cannot be read; or the run
             cannot be exported.
     """
+    if folder.is_dir() and not is_model_folder(folder):
+        run = WeightSource.of(source).path
+        raise UserError(
+            f"{folder} is no exported folder: it has no {CONFIG}. Name the folder that fp4train "
+            f"export {run} wrote: fp4train verify FOLDER against={run}"
+        )
     config = read_config(folder)
     layout = layout_of(folder, config)
     source = WeightSource.of(source)

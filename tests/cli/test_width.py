@@ -10,7 +10,7 @@ from command_line import TINY
 
 from fp4train.cli import main
 from fp4train.cli.main import VERBS
-from fp4train.cli.output import message
+from fp4train.cli.output import fitted, message
 from fp4train.text import columns, tabulate
 
 COMMANDS = (
@@ -70,6 +70,7 @@ COMMANDS_ON_A_RUN = (
     ("plan", "RUN"),
     ("plan", "RUN", "full=true"),
     ("swap", "RUN"),
+    ("swap", "LOST"),
     ("swap", "RUN", "recipe=bf16", "at=3"),
     ("compare", "RUN", "OTHER"),
     ("compare", "RUN", "OTHER", "baseline=OTHER", "out=gap.csv"),
@@ -106,10 +107,12 @@ def test_what_commands_on_a_run_print_fits_80_columns(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    for name in ("first", "a_second_run_with_a_longer_name-seed=3-lr=0.003"):
+    for name in ("first", "a_second_run_with_a_longer_name-seed=3-lr=0.003", "lost"):
         shutil.copytree(small_run, name)
+    Path("lost/history.jsonl").unlink()
     places = {
         "RUN": "first",
+        "LOST": "lost",
         "OTHER": "a_second_run_with_a_longer_name-seed=3-lr=0.003",
         "DATA": f"data.path={text}",
     }
@@ -142,6 +145,35 @@ def test_help_fits_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert not [line for line in screen(capsys, "help", verb)[0].splitlines() if not fits(line)]
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_what_goes_on_in_help_is_indented(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("help", verb) if verb else ("--help",)
+    usage, _, examples = screen(capsys, *words)[0].partition("\n\n")
+    assert [line for line in usage.splitlines()[1:] if not line.startswith("    ")] == []
+    if not verb:
+        lines = examples.partition("\n\n")[0].splitlines()
+        assert {line[:8] for line in lines} == {"fp4train", "torchrun", " " * 8}
+        columns_of = {len(line) - len(line.lstrip()) for line in lines if line.startswith(" ")}
+        assert columns_of == {44}
+
+
+def test_a_last_column_without_room_stands_below_those_of_the_lines_above(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    text = "short command   what it does\n" + "long " * 10 + "  and what this one does"
+    assert fitted(text).splitlines() == [
+        "short command   what it does",
+        ("long " * 10).rstrip(),
+        " " * 16 + "and what this one does",
+    ]
+    alone = fitted("long " * 10 + "  and what this one does").splitlines()
+    assert alone == [("long " * 10).rstrip(), "    and what this one does"]
 
 
 def test_a_message_in_a_file_stays_on_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ is.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_an_export_has_the_numbers_of_its_run(
     folder, run = exported(layout)
     shown = command("verify", folder, f"against={run}").splitlines()
     assert len(shown) == 14 + 5 + 1 + 1  # linear layers, norms, the embedding, and the sum
-    assert sum("NVFP4" in line and "equal: weight" in line for line in shown[:-1]) == 7
+    assert sum("NVFP4" in line and line.endswith("  equal") for line in shown[:-1]) == 7
     assert "steps 0–4: NVFP4 (recipe): 20 modules are equal in every bit" in shown[-1]
     as_data = json.loads(command("verify", folder, f"against={run}", "--json"))
     assert as_data["equal"] and as_data["to"] == layout and len(as_data["layers"]) == 20
@@ -210,6 +211,37 @@ def test_the_last_sentence_says_what_differs_and_what_does_not(
         said = capsys.readouterr().out.splitlines()[-1]
         assert said.startswith(f"{place} differs from {run} at step ")
         assert said.endswith(f": {sentence}")
+
+
+def test_a_module_is_a_line_of_80_columns_and_its_differences_stand_below(
+    exported: Callable[[str], tuple[Path, Path]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fp4train.cli import main
+
+    folder, run = exported("modelopt")
+    monkeypatch.setenv("COLUMNS", "80")
+    changes: dict[str, Change] = {"equal": lambda tensors: None, "unequal": swap_two_layers}
+    for name, change in changes.items():
+        copied = changed(folder, tmp_path / name, change)
+        with pytest.raises(SystemExit):
+            main(["verify", str(copied), f"against={run}"])
+        lines = capsys.readouterr().out.splitlines()
+        modules = [line for line in lines if line.endswith(("  equal", "  differs"))]
+        assert len(modules) == 20
+        assert max(len(line) for line in lines if len(line.split()) > 1) <= 80
+    below = lines[lines.index(next(line for line in modules if f"{UP} " in line)) + 1]
+    assert re.fullmatch(r"  [\d,]+ of [\d,]+ values of weight differ, from row \d+ on", below)
+
+
+def test_a_run_directory_is_no_exported_folder(
+    exported: Callable[[str], tuple[Path, Path]], command: Command
+) -> None:
+    _, run = exported("modelopt")
+    said = command("verify", run, f"against={run}", code=1)
+    assert f"{run} is no exported folder: it has no config.json" in said
 
 
 def set_in(name: str, **values: Any) -> Callable[[Path], object]:

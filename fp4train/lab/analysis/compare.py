@@ -79,15 +79,16 @@ class SeedMean:
     Args:
         runs, seeds: names of the runs and their seeds.
         train_loss, loss: mean and standard deviation (of the sample, n − 1) of the smoothed
-            training loss at the end, and of the loss that gaps are of at `Comparison.step`.
+            training loss at the end, and of the loss that gaps are of at `Comparison.step`; the
+            deviation of a single run is None.
         gap: relative gap of the mean loss to that of the first run's group; None for that group.
     """
 
     name: str
     runs: tuple[str, ...]
     seeds: tuple[int, ...]
-    train_loss: tuple[float, float]
-    loss: tuple[float, float]
+    train_loss: tuple[float, float | None]
+    loss: tuple[float, float | None]
     gap: float | None
 
 
@@ -122,6 +123,18 @@ class Comparison:
         """The keys in which configurations differ, with the value of each run; empty where one is
         not known.
         """
+
+    @property
+    def averaged(self) -> str:
+        """The steps that the training losses of the table are the means of, in words."""
+        windows = [history.series("train/loss").last_window for history in self.histories]
+        least = min(windows)
+        most = max(windows)
+        if most == 1:
+            return "the last step"
+        if least == most:
+            return f"mean of the last {most} steps"
+        return f"mean of the last {least} to {most} steps"
 
     def render(self, width: int | None = None) -> str:
         """The tables as aligned text, in lines of `width` characters (None: of any), and the
@@ -194,7 +207,7 @@ class Comparison:
             ]
             for mean in self.means
         ]
-        return tabulate([header, *cells], right=range(2, len(header)), width=width)
+        return tabulate([header, *cells], right=(len(header) - 1,), width=width)
 
     def write(self, out: Path, width: float | None = None) -> Path:
         """Write `out`: a picture (.png, .svg, .pdf) of this width in inches, the table with a line
@@ -416,16 +429,18 @@ def _means(histories: list[History], rows: list[RunSummary], losses: list[float]
     return means
 
 
-def _mean(values: list[float]) -> tuple[float, float]:
+def _mean(values: list[float]) -> tuple[float, float | None]:
+    """Mean and standard deviation; a single value has no deviation."""
     if len(values) > 1:
         deviation = float(np.std(values, ddof=1))
     else:
-        deviation = 0.0
+        deviation = None
     return float(np.mean(values)), deviation
 
 
-def _with_deviation(value: tuple[float, float]) -> str:
-    return f"{value[0]:.4f} ± {value[1]:.4f}"
+def _with_deviation(value: tuple[float, float | None]) -> str:
+    mean, deviation = value
+    return f"{mean:.4f} ± {_number(deviation, '.4f')}"
 
 
 def _cell(value: object) -> object:

@@ -188,7 +188,8 @@ def _losses(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
         title = "loss (nats per token): training, smoothed; dots: validation"
     else:
         title = "loss, nats per token; dots: validation"
-    look.loss_axis(axes, title, [run.train.mean for run in losses])
+    drawn = [curve.mean for run in losses for curve in (run.train, run.validation)]
+    look.loss_axis(axes, title, drawn)
     if named and len(losses) > INSIDE:
         axes.figure.legend(loc="outside right upper", fontsize=7.5, handlelength=2.6)
     elif named:

@@ -12,7 +12,7 @@ import yaml
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.errors import UserError
 from fp4train.lab.analysis.compare import compare
-from fp4train.lab.analysis.figure import colour_of, line_of
+from fp4train.lab.analysis.figure import PICTURE, colour_of, line_of
 from fp4train.track import MetricsLog
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -166,6 +166,53 @@ def test_runs_that_differ_in_their_seed_only_are_averaged(tmp_path: Path) -> Non
     assert compare([runs[0], runs[3]]).means == [], (
         "other configurations are not seeds of each other"
     )
+
+
+def test_a_single_seed_beside_a_group_has_no_deviation(tmp_path: Path) -> None:
+    runs = [seeded(tmp_path / f"a{seed}", 2.0 + seed, seed, lr=1) for seed in (0, 1)]
+    comparison = compare([*runs, seeded(tmp_path / "b", 2.2, 0, lr=2)])
+    group, single = comparison.means
+    assert None not in (*group.train_loss, *group.loss)
+    assert [*single.train_loss, *single.loss] == [pytest.approx(2.2), None] * 2
+    table = comparison.render()
+    assert "2.5000 ± 0.7071" in table and "2.2000 ± -" in table and "± 0.0000" not in table
+    assert "± is the standard deviation over the seeds; a single seed has none" in table
+    assert "a single seed" not in compare(runs).render()
+    written = json.loads(comparison.write(tmp_path / "means.json").read_text())
+    assert written["means"][1]["loss"] == [pytest.approx(2.2), None]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "averaged"),
+    [
+        ((1, 5), "train loss: the last step;"),
+        ((1, 12), "train loss: mean of the last 1 to 2 steps;"),
+        ((40, 12), "train loss: mean of the last 2 to 4 steps;"),
+        ((40, 40), "train loss: mean of the last 4 steps;"),
+    ],
+)
+def test_the_steps_that_training_losses_are_means_of_are_those_of_all_runs(
+    tmp_path: Path, lengths: tuple[int, ...], averaged: str
+) -> None:
+    runs = [
+        write_run(tmp_path / f"run{number}", 2.0, steps=range(1, length + 1), every=0)
+        for number, length in enumerate(lengths)
+    ]
+    assert averaged in compare(runs).render()
+
+
+@pytest.mark.parametrize("shift", [-0.5, 0.5])
+def test_the_picture_shows_validation_losses_beyond_the_training_losses(
+    tmp_path: Path, shift: float
+) -> None:
+    runs = [write_run(tmp_path / name, 2.0 + index / 50) for index, name in enumerate("ab")]
+    for run in runs:
+        log = MetricsLog(run / "metrics.jsonl")
+        log.log(40, {"val/loss": 2.0 + shift})
+        log.finish()
+    panel = compare(runs).picture()(PICTURE).axes[0]
+    low, high = panel.get_ylim()
+    assert low < 2.0 + shift < high
 
 
 def test_the_table_is_written_as_csv_and_as_json(tmp_path: Path) -> None:
