@@ -5,7 +5,7 @@ and binds it once; with -m each point of the sweep does.
 """
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.output import explained
 from fp4train.config import overrides, plugins
-from fp4train.config.binding import bind, path_values, unknown_keys
+from fp4train.config.binding import bind, unknown_keys
 from fp4train.config.composition import Composed, check_flags, composed
 from fp4train.config.folders import CONFIGS, register_recipes
 from fp4train.config.from_folder import with_folder
 from fp4train.config.schema import Config, plain, to_config
-from fp4train.data.tokens import TokenizerConfig
 from fp4train.errors import UserError
 from fp4train.hardware import memory_asked
+from fp4train.run.from_run import check_model, saved_configuration, with_run
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import RecipeChoice
 from fp4train.text import shortened
@@ -199,10 +199,10 @@ def _run(task: Callable[[Start], int], start: Start) -> int:
 def settings(command: Composed) -> Start:
     """The configuration that a command starts from.
 
-    Without resume=RUN it is the composed configuration, with init=FOLDER with that folder's model
-    and tokenizer. With resume=RUN it is RUN's saved one with the overrides applied; a recipe among
-    them does not change what the run began with, it is a swap. `check_paths` says whether the paths
-    in it may be used.
+    Without resume=RUN it is the composed configuration, with init=FOLDER or init=RUN with the model
+    and tokenizer of those. With resume=RUN it is RUN's saved one with the overrides applied; a
+    recipe among them does not change what the run began with, it is a swap. `check_paths` says
+    whether the paths in it may be used.
 
     Raises:
         UserError: a value does not fit, or RUN cannot be resumed with these overrides.
@@ -211,9 +211,16 @@ def settings(command: Composed) -> Start:
     changed = command.changed
     _check_plugins(resolved)
     if not resolved.resume:
-        resolved = _with_run(with_folder(resolved, changed), changed)
-        return Start(config=to_config(resolved), cfg=resolved, named=changed, point=command.point)
-    source = Path(str(resolved.resume))
+        resolved = with_folder(resolved, changed)
+        init_run = saved_configuration(resolved)
+        if init_run is not None:
+            resolved = with_run(resolved, init_run, changed)
+        config = to_config(resolved)
+        if init_run is not None:
+            option = command.choices["model"] if "model" in changed else ""
+            check_model(config, resolved, init_run, option)
+        return Start(config=config, cfg=resolved, named=changed, point=command.point)
+    source = _resumed(str(resolved.resume), resolved.resume_step)
     saved = run_directory.read_config(source)
     saved_values = plain(saved)
     if "experiment" in changed:
@@ -258,44 +265,28 @@ def settings(command: Composed) -> Start:
     )
 
 
-def _with_run(cfg: DictConfig, changed: Sequence[str]) -> DictConfig:
-    """`cfg` with the model and the tokenizer of the run that `cfg.init` names, unless the command
-    names its own.
+def _resumed(text: str, step: int | None) -> Path:
+    """The run that `resume=` names.
 
-    A tokenizer that lies in a file elsewhere is left to the command to name.
+    Args:
+        step: `resume_step`.
 
     Raises:
-        UserError: the run's configuration cannot be used.
+        UserError: it names weights of a run, which goes on with all of its state.
     """
-    if isinstance(cfg.init, str):
-        run = WeightSource.parse(cfg.init).path
-    else:
-        run = None
-    if run is None or not (run / run_directory.CONFIG).is_file():
-        return cfg
-    saved = plain(run_directory.read_config(run))
-    combined = OmegaConf.create(plain(cfg))
-    with open_dict(combined):
-        if "model" not in changed:
-            combined.model = saved["model"]
-            for key in changed:
-                if key.startswith("model."):
-                    OmegaConf.update(
-                        combined, key, OmegaConf.select(cfg, key), merge=False, force_add=True
-                    )
-        if isinstance(saved.get("data"), dict):
-            section = saved["data"].get("tokenizer")
-        else:
-            section = None
-        named = any(key == "data.tokenizer" or key.startswith("data.tokenizer.") for key in changed)
-        if section and "tokenizer" in combined.data and not named and not _names_paths(section):
-            combined.data.tokenizer = section
-    return combined
-
-
-def _names_paths(section: Mapping[str, Any]) -> bool:
-    """Whether the section of a tokenizer names a file or a folder."""
-    return bool(list(path_values(section, TokenizerConfig)))
+    source = WeightSource.parse(text)
+    if (
+        source == WeightSource(path=Path(text))
+        or not (source.path / run_directory.CONFIG).is_file()
+    ):
+        return Path(text)
+    chosen = source.step if step is None else step
+    command = f"resume={source.path}"
+    if chosen is not None:
+        command = f"{command} resume_step={chosen}"
+    raise UserError(
+        f"resume={text} names weights, and a run goes on with all of its state: {command}"
+    )
 
 
 def _check_plugins(cfg: DictConfig) -> None:

@@ -47,7 +47,7 @@ from fp4train.precision.report import summarise
 from fp4train.run.begin import RunStart, find_start
 from fp4train.run.bits import computing_threads
 from fp4train.run.build import build
-from fp4train.run.checks import before_cooldown, learning_rate, rate_jump
+from fp4train.run.checks import before_cooldown, beyond_its_end, learning_rate, rate_jump
 from fp4train.run.determinism import determinism
 from fp4train.run.fuse import kernels_of_layers
 from fp4train.run.host import choose_device, keep_freed_memory, libraries
@@ -282,8 +282,10 @@ def _code(result: Result) -> int:
 
 def _finished(config: Config, run: Path, step: int) -> str:
     """Ways to go on with a run that has done its steps, and the learning rate that they would begin
-    with.
+    with; of one that has done more than `config` asks for, the earlier checkpoint.
     """
+    if config.train.steps < step:
+        return beyond_its_end(config, run, step)
     text = (
         f"{run} is finished: {step} steps are done. resume={run} train.steps=… goes on, "
         "run.name=… starts another run, run.overwrite=true this one again"

@@ -2,6 +2,7 @@
 
     config.json  generation_config.json  model.safetensors (or shards and their index)
     tokenizer.json  tokenizer_config.json  special_tokens_map.json  README.md, the model card
+    fp4train.json, which says of which step and kind the weights are
 
 Float32, the default, keeps every bit of the weights; BF16 halves the folder and rounds each weight
 to nearest, ties to even. Rows that pad the vocabulary stay: no token has their ids.
@@ -36,6 +37,8 @@ from fp4train.run.record.generation import SETTINGS, kept_generation
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 CARD = "README.md"
+RECORD = "fp4train.json"
+"""The file that says which weights of the run a folder has."""
 SPELLED = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LOADED = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -104,15 +107,18 @@ def write_model(
     config: Mapping[str, Any],
     origin: str,
     loaded: str,
+    record: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
     shard: int = SHARD_BYTES,
     tell: Tell = silent,
 ) -> Exported:
-    """Write into a new folder what every export has: configuration, tokenizer, card and weights.
+    """Write into a new folder what every export has: configuration, tokenizer, card, record and
+    weights.
 
     Args:
         config: entries of its `config.json` beside the model's shape and tokens.
         origin, loaded: texts of the model card.
+        record: entries of its `RECORD` beside step and kind of the weights.
         notes: differences from the run, a sentence each; those of the tokenizer are added.
     """
     notes = [*notes, *write_tables(folder, model, config)]
@@ -126,6 +132,8 @@ def write_model(
     notes += results.notes
     card = model_card(model, results, origin=origin, loaded=loaded, notes=notes)
     folder.write(CARD, card.encode())
+    weights = {"step": model.saved.step, "weights": model.source.kind}
+    write_json(folder, RECORD, {**weights, **(record or {})})
     size = write_weights(folder, tensors, shard=shard, tell=tell)
     return Exported(step=model.saved.step, parameters=model.parameters, size=size, notes=notes)
 

@@ -3,7 +3,7 @@ software multiplies.
 
     config.json with quantization_config; for ModelOpt also hf_quant_config.json model.safetensors
     (or shards and their index): codes, scales, and in high precision what the plan keeps so
-    tokenizer and model card as of to=hf; fp4train.json, which says of which steps the codes are
+    tokenizer, model card and fp4train.json as of to=hf; it also says of which steps the codes are
 
 vLLM, SGLang and TensorRT-LLM read such folders, transformers those of compressed-tensors.
 """
@@ -27,7 +27,6 @@ from fp4train.exchange.stored import open_stored
 from fp4train.exchange.trained import NamedRecipe, load_trained
 from fp4train.text import screen
 
-RECORD = "fp4train.json"
 CALIBRATION = 4
 """Batches of calibration, where the run did not measure its activations."""
 
@@ -102,19 +101,17 @@ def export_quantised(
             write_json(folder, "hf_quant_config.json", modelopt_configuration(packed.format, kept))
         packed_stretch = packed.stretch
         record = {
-            "step": model.saved.step,
-            "weights": model.source.kind,
             "recipe": packed_stretch.recipe.name,
             "stretch": [packed_stretch.start, packed_stretch.stop],
             "requantised": len(packed.requantised),
             "losses": losses,
         }
-        write_json(folder, RECORD, record)
         return write_model(
             folder,
             packed.model,
             packed.streamed(x_amax, dtype),
             config={**config, "dtype": SPELLED[dtype]},
+            record=record,
             origin=f"Written by `fp4train export RUN to={layout}`: the weights of "
             f"{len(packed.layers)} linear layers as "
             f"{packed.format.name}, {packed.bytes_per_weight:.4f} bytes each; the rest in "

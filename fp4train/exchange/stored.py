@@ -3,7 +3,7 @@ is built.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from fp4train.models.families import Family, family_of
 from fp4train.parameters import Stored
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs
+from fp4train.run.states import how_to_have
 from fp4train.text import first_few
 
 PIECE_BYTES = 1 << 22
@@ -178,14 +179,16 @@ def open_stored(named: WeightSource | Path) -> StoredModel:
         family = family_of(config.model)
     folder = run / run_directory.CHECKPOINTS
     steps = checkpoint.steps(folder)
-    if step is None and len(steps) > 1:
-        cure = f"; step={steps[-2]} takes the one before"
-    else:
-        cure = ""
-    if step is None and steps:
+    newest = step is None and bool(steps)
+    if newest:
         step = steps[-1]
-    with user_errors(UserError, after=cure):
+    try:
         saved = checkpoint.load(folder, step, kind=source.kind)
+    except UserError as error:
+        cure = ""
+        if newest:
+            cure = _older(folder, steps[:-1], source.kind)
+        raise UserError(f"{error}{cure or how_to_have(source.kind, config)}") from error
     check_belongs(saved, run, mend=False)
     with user_errors(ValueError, before=f"{run}: "):
         described = family.names_of(config.model)
@@ -216,6 +219,21 @@ def open_stored(named: WeightSource | Path) -> StoredModel:
         parts=parts,
         names=names,
     )
+
+
+def _older(folder: Path, steps: Sequence[int], kind: str) -> str:
+    """The end of an error about the newest checkpoint: the option that takes the newest of those at
+    `steps` whose weights of `kind` can be read; empty where there is none.
+    """
+    for step in reversed(steps):
+        try:
+            checkpoint.load(folder, step, kind=kind)
+        except UserError:
+            continue
+        if step == steps[-1]:
+            return f"; step={step} takes the one before"
+        return f"; step={step} takes the newest that can be read"
+    return ""
 
 
 def _parts(name: str, theirs: Stored, shape: tuple[int, ...]) -> Iterator[tuple[str, Part, str]]:

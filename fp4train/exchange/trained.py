@@ -36,6 +36,7 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs, check_paths, own_tokenizer, saved_with
 from fp4train.run.state.base import saved_part
 from fp4train.run.state.weights import check_weights, load_weights
+from fp4train.run.states import how_to_have
 
 CONTEXT = 32768
 """Most tokens of a sequence of a folder's model: tables of positions are made for all of them."""
@@ -188,7 +189,8 @@ def load_trained(
     config = replace(
         config, train=replace(config.train, compile=False, cuda_graph=False, kernels=kernels)
     )
-    stored = checkpoint.load(source / run_directory.CHECKPOINTS, step, kind=weights.kind)
+    with user_errors(UserError, after=how_to_have(weights.kind, config)):
+        stored = checkpoint.load(source / run_directory.CHECKPOINTS, step, kind=weights.kind)
     check_belongs(stored, source, mend=False)
     tokenizer = own_tokenizer(config, source, lambda lost: check_paths(cfg, paths or {}))
     device = choose_device(config.device)

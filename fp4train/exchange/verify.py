@@ -32,10 +32,9 @@ from fp4train.errors import UserError
 from fp4train.exchange.folder import write_json
 from fp4train.exchange.foreign import SETTINGS, UNREAD, foreign_files
 from fp4train.exchange.formats import LAYOUTS, MODELOPT, configuration, modelopt_configuration
-from fp4train.exchange.huggingface import CARD, DTYPES, SPELLED, write_tables
+from fp4train.exchange.huggingface import CARD, DTYPES, RECORD, SPELLED, write_tables
 from fp4train.exchange.loaded import loaded_differently
 from fp4train.exchange.packed import PackedLayer, PackedModel, pack
-from fp4train.exchange.quantised import RECORD
 from fp4train.exchange.stored import StoredModel, open_stored
 from fp4train.exchange.tokenizer import TOKENIZER, stored_tokenizer
 from fp4train.files import Folder
@@ -361,9 +360,7 @@ def _tables(
             table = modelopt_configuration(packed.format, packed.kept)
             write_json(export, "hf_quant_config.json", {_QUANTISED[1]: table[_QUANTISED[1]]})
         written = export.names()
-        yield from foreign_files(
-            folder, {*written, *tensors.files, CARD, *(() if packed is None else (RECORD,))}
-        )
+        yield from foreign_files(folder, {*written, *tensors.files, CARD, RECORD})
         for name in sorted(written):
             if not has_file(folder, name):
                 yield f"{name} is missing"

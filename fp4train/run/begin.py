@@ -227,12 +227,15 @@ def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resumin
         )
         message = f"{run} belongs to another configuration ({shown}): {advice}"
         raise UserError(message) if resuming else OtherRunError(message)
-    _check_edits(run, saved)
+    _check_edits(run, saved, journal.flat(plain(cfg)))
 
 
-def _check_edits(run: Path, saved: Mapping[str, Any]) -> None:
+def _check_edits(run: Path, saved: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
     """Refuse a config.yaml that somebody edited where that would make it another run; report other
-    edits.
+    edits, unless the configuration that goes on has another value there.
+
+    Args:
+        chosen: the configuration that goes on, by full keys.
     """
     recorded = journal.configuration(journal.read_journal(run))
     if recorded is None:
@@ -252,9 +255,10 @@ def _check_edits(run: Path, saved: Mapping[str, Any]) -> None:
             raise UserError(
                 f"{path} was edited: {key} is {new}, the run was trained with {old}; put it back"
             )
-        _log.warning(
-            "%s was edited: %s: %s → %s; this is taken over and recorded", path, key, old, new
-        )
+        if chosen.get(key) == new:
+            _log.warning(
+                "%s was edited: %s: %s → %s; this is taken over and recorded", path, key, old, new
+            )
 
 
 # -- what is written -------------------------------------------------------------------------------

@@ -196,6 +196,23 @@ def before_cooldown(run: Path, config: Config) -> str:
     return f"from before the cooldown: resume={run} resume_step={kept[-1]} train.steps=… run.name=…"
 
 
+def beyond_its_end(config: Config, run: Path, step: int) -> str:
+    """What a run has done beyond the steps that `config` asks for, and ways to go on with it."""
+    asked = config.train.steps
+    text = (
+        f"{run} has done {step} steps, and train.steps={asked} is below that: nothing is trained. "
+        f"resume={run} train.steps=… goes on with a number above {step}"
+    )
+    saved = checkpoint.steps(run / run_directory.CHECKPOINTS)
+    earlier = [kept for kept in saved if kept < asked]
+    if not earlier:
+        return text
+    return (
+        f"{text}, resume={run} resume_step={earlier[-1]} train.steps={asked} run.name=… trains "
+        "them as another run"
+    )
+
+
 def scale_warnings(config: Config, model: nn.Module) -> list[str]:
     """The warnings of a model that is large for its tokens, or for a vocabulary of bytes."""
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -35,6 +35,7 @@ from fp4train.paths import is_hub_name
 from fp4train.run.record import directory as run_directory
 from fp4train.run.state.base import saved_part
 from fp4train.run.state.weights import check_finite, check_layout, load_weights
+from fp4train.run.states import how_to_have
 from fp4train.shards import local, row_orders
 from fp4train.text import first_few, near_miss
 
@@ -314,7 +315,7 @@ class RunWeights:
             LookupError: it has none of this kind.
         """
         if self.key not in self.checkpoint.state:
-            raise LookupError(f"the run keeps no {self.key}")
+            raise LookupError(f"the run keeps no {self.key}{how_to_have(self.key)}")
         return self.checkpoint.state[self.key]
 
     def _strange(self) -> AbstractContextManager[None]:
@@ -343,8 +344,8 @@ class RunWeights:
         if problems:
             raise UserError(
                 f"init: the weights of {self.path} do not fit this model: "
-                f"{_listed(problems)}. Give the "
-                "model and the tokenizer that the run had (model=…, data/tokenizer=…)"
+                f"{_listed(problems)}. A run brings its model and its tokenizer: leave out model=… "
+                "and data/tokenizer=…, or name a tokenizer that lies in a file as the run did"
             )
         with user_errors(
             ValueError, before=f"init: the weights of {self.path} do not fit this model: "

@@ -34,3 +34,19 @@ def bytes_per_parameter(config: Config) -> dict[str, int]:
     """Title of a state → its bytes per parameter of the model, where it has any."""
     sizes = {s.title: s.bytes_per_parameter(config) for s in STATES if s.used(config)}
     return {title: size for title, size in sizes.items() if size}
+
+
+def how_to_have(kind: str, config: Config | None = None) -> str:
+    """The end of an error about weights that a run does not keep: the option that keeps them.
+
+    Args:
+        kind: kind of the weights (`WeightSource`).
+        config: configuration of the run; None: it is not known.
+
+    Returns:
+        "; a run with train.ema=0.999 keeps ema"; empty where no option does, or the run has it.
+    """
+    for state in STATES:
+        if state.file == kind and state.option and not (config and state.used(config)):
+            return f"; a run with {state.option} keeps {kind}"
+    return ""

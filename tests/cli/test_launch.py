@@ -87,7 +87,7 @@ def test_a_run_that_begins_with_another_has_its_model_and_tokenizer(
     message = call(
         *other, *paths, f"init={small_run}", "model=llama_tiny", "run.name=third"
     ).message
-    assert "do not fit this model" in message
+    assert f"model=llama_tiny contradicts init={small_run}" in message
 
 
 def test_a_whole_number_that_is_written_otherwise_is_shown_as_one(call: Call) -> None:

@@ -26,7 +26,6 @@ ADDED = {
     "added_tokens.json": "a tokenizer, which other software may load instead",
     "chat_template.json": "a chat template, which other software may render with",
     "hf_quant_config.json": "a configuration, which other software may read",
-    "fp4train.json": "the export wrote no such file",
     "notes.txt": "the export wrote no such file",
     ".hidden": "the export wrote no such file",
 }

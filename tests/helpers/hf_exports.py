@@ -26,7 +26,7 @@ FP8_BLOCKS = (
 """Sizes whose blocks of 128 rows are full in all but the last of the layers that servers multiply
 as one.
 """
-FILES = {"README.md", "config.json", "generation_config.json", WEIGHTS}
+FILES = {"README.md", "config.json", "fp4train.json", "generation_config.json", WEIGHTS}
 
 
 def last_evaluation(run: Path) -> dict[str, Any]:

@@ -118,6 +118,31 @@ def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
     assert "it is a file" in cli.raw("compare", "runs/a", "runs/a/metrics.jsonl").message
 
 
+def test_weights_of_a_run_are_no_run_and_the_command_that_is_meant_is_told(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=1")
+    said = {
+        ("resume=runs/a@1",): "all of its state: resume=runs/a resume_step=1",
+        ("resume=runs/a@1:ema", "train.steps=2"): "all of its state: resume=runs/a resume_step=1",
+        ("plan", "resume=runs/a:ema"): "all of its state: resume=runs/a",
+        ("plan", "runs/a@1"): "runs/a@1 names weights of runs/a, and here the run itself is named",
+        ("swap", "runs/a:ema", "recipe=bf16"): "runs/a:ema names weights of runs/a, and here",
+        ("compare", "runs/a@1", "runs/a"): "runs/a@1 is not a run directory: there is no such",
+    }
+    for words, message in said.items():
+        refused = cli.raw(*words)
+        assert refused.code == 1 and message in refused.message, words
+    Path("runs/a").rename("runs/a@1")
+    assert cli.raw("resume=runs/a@1", "train.steps=2", *cli.paths).code == 0, "a name of a folder"
+
+
+def test_runs_that_are_not_named_are_counted(cli: Cli) -> None:
+    for number in range(11):
+        Path(f"runs/r{number:02}").mkdir(parents=True)
+        Path(f"runs/r{number:02}/config.yaml").touch()
+    said = cli.raw("resume=runs/other").message
+    assert said.endswith("; runs holds " + ", ".join(f"r{n:02}" for n in range(8)) + " and 3 more")
+
+
 def test_branches_of_a_sweep_over_a_resumed_run_are_named(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=2")
     assert cli("-m", "resume=runs/a", "recipe=bf16,mxfp8", "train.steps=3", "run.name=b").code == 0

@@ -361,10 +361,28 @@ def test_a_plan_verifies_no_checkpoint(cli: Cli) -> None:
     [
         (
             ("model.width=64",),
-            r"embed.weight is 320×32 there and 320×64 here; .*; and \d+ more\. Give the model",
+            r"^model.width=64 contradicts init=runs/a, whose config.yaml makes it 32: leave it out$",
         ),
-        (("model.layers=1",), r"blocks\.1\..* has no place here; .*; and 6 more\. Give"),
-        (("model.layers=3",), r"blocks\.2\..* is missing there; .*; and 6 more\. Give"),
+        (
+            ("model.layers=1", "model.recompute=true"),
+            r"^model.layers=1 contradicts init=runs/a, whose config.yaml makes it 2: leave it out$",
+        ),
+        (
+            ("model.layers=3", "model.hidden=96"),
+            r"model.layers=3, model.hidden=96 contradict .* has model.layers=2, model.hidden=64",
+        ),
+        (
+            ("model.qkv_bias=true",),
+            r"^model.qkv_bias=True contradicts .* makes it False: leave it out$",
+        ),
+        (
+            ("model=llama_tiny",),
+            r"model=llama_tiny contradicts init=runs/a: model\..* brings its model: leave out model=…$",
+        ),
+        (
+            ("data/tokenizer=bpe", "data.tokenizer.vocab_size=300", "model.vocab_multiple=8"),
+            r"model.vocab_multiple=8 contradicts .* makes it 64: leave it out$",
+        ),
         (("init_step=7",), r"has no checkpoint of step 7; it has 1"),
     ],
 )
@@ -377,6 +395,28 @@ def test_a_plan_says_what_a_start_says_of_a_run_that_does_not_fit(
     assert (started.code, planned.code) == (1, 1)
     assert re.search(message, started.message), started.message
     assert planned.message == started.message
+
+
+def test_another_model_than_the_runs_is_refused_before_any_data_are_read(cli: Cli) -> None:
+    """So is one point of a sweep, before another point trains."""
+    cli.trained("run.name=a", "train.steps=1")
+    aside = ("data.cache_dir=cache", "init=runs/a", "train.steps=1")
+    refused = cli("run.name=b", "model.layers=3", *aside)
+    assert refused.code == 1 and "model.layers=3 contradicts init=runs/a" in refused.message
+    swept = cli("-m", "run.name=s", "model.layers=2,3", *aside)
+    assert swept.code == 1 and "the sweep is not started: model.layers=3" in swept.message
+    assert not Path("cache").exists() and {path.name for path in Path("runs").iterdir()} == {"a"}
+    assert cli("run.name=b", "model.rope_base=20000", "model.vocab_multiple=320", *aside).code == 0
+
+
+def test_another_tokenizer_than_the_runs_is_refused_with_the_words_to_leave_out(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=1")
+    bpe = ("data/tokenizer=bpe", "data.tokenizer.vocab_size=400")
+    said = cli("plan", "init=runs/a", *bpe).message
+    assert "embed.weight is 320×32 there and 448×32 here" in said
+    assert (
+        "A run brings its model and its tokenizer: leave out model=… and data/tokenizer=…" in said
+    )
 
 
 def test_a_plan_counts_the_ids_of_the_tokenizer_that_a_run_has(cli: Cli) -> None:

@@ -98,6 +98,21 @@ def test_the_same_command_continues_and_then_says_that_it_is_finished(
     assert Path("runs/a/metrics.jsonl").read_bytes() == before
 
 
+def test_a_resume_to_fewer_steps_than_were_done_says_so(cli: Cli) -> None:
+    """And not that the learning rate has come down; where an earlier checkpoint is kept it is
+    named, and the command for it does what is asked for.
+    """
+    cli.trained("run.name=a", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9")
+    ended = cli("resume=runs/a", "train.steps=5")
+    said = " ".join(ended.out.split())
+    assert ended.code == 0 and "learning rate" not in said
+    assert "runs/a has done 6 steps, and train.steps=5 is below that: nothing is trained." in said
+    branch = "resume=runs/a resume_step=4 train.steps=5 run.name="
+    assert f"{branch}… trains them as another run" in said
+    assert cli(*f"{branch}b".split()).code == 0 and len(losses("runs/b")) == 5
+    assert "resume_step" not in cli("resume=runs/a", "train.steps=2").out
+
+
 def test_a_run_killed_before_its_first_checkpoint_starts_again(cli: Cli, stop_at: StopAt) -> None:
     stop_at(2)
     assert cli("run.name=a").code == 137

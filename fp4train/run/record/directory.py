@@ -37,8 +37,10 @@ from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
+from fp4train.paths import split_weights
 from fp4train.run.record.generation import GENERATION
 from fp4train.sealed import config_parts, saved_config
+from fp4train.text import first_few
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import parse_line, read_metrics
@@ -65,6 +67,8 @@ REMOVED = "checkpoints removed"
 no good one.
 """
 _FOLDERS = (CHECKPOINTS, REQUESTS, "wandb", "tensorboard")
+_NEIGHBOURS = 8
+"""So many runs are named in the place of one that is not there."""
 _TAIL = 1 << 20
 """Bytes at the end of the metrics in which the last step is looked for."""
 PARTS = (CHECKPOINTS, METRICS)
@@ -178,10 +182,15 @@ def require_run(run: Path) -> Path:
     """`run`, if it is a run directory.
 
     Raises:
-        UserError: it is not; the runs beside it are named.
+        UserError: it is not; it names weights of one, or the runs beside it are named.
     """
     if (run / CONFIG).is_file():
         return run
+    of_weights = Path(split_weights(str(run))[0])
+    if of_weights != run and (of_weights / CONFIG).is_file():
+        raise UserError(
+            f"{run} names weights of {of_weights}, and here the run itself is named: {of_weights}"
+        )
     if above := next(
         (p for p in run.parents if (p / CONFIG).is_file() and (p / CHECKPOINTS).is_dir()), None
     ):
@@ -191,7 +200,7 @@ def require_run(run: Path) -> Path:
     else:
         runs = []
     if runs:
-        neighbours = f"; {run.parent} holds {', '.join(runs[:8])}"
+        neighbours = f"; {run.parent} holds {first_few(runs, _NEIGHBOURS)}"
     else:
         neighbours = ""
     raise UserError(f"{run} is not a run directory (it has no {CONFIG}){neighbours}")

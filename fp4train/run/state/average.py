@@ -28,6 +28,7 @@ class Average(RunState):
     key = "ema"
     file = "ema"
     title = "average of weights"
+    option = "train.ema=0.999"
 
     def __init__(self, run: Trained) -> None:
         super().__init__(run)

@@ -61,11 +61,13 @@ class RunState:
         file: the kind of file of its tensors. One that stands for weights of the model has files of
             its own, so that they are read alone (RUN@STEP:KEY).
         title: its name in a plan's memory.
+        option: a setting of a run that has it, where not every run has.
     """
 
     key: ClassVar[str]
     file: ClassVar[str] = TENSORS
     title: ClassVar[str] = ""
+    option: ClassVar[str] = ""
 
     def __init__(self, run: Trained) -> None:
         self.run = run

@@ -84,9 +84,15 @@ def test_it_is_exported_verified_evaluated_and_begun_with_by_its_name(cli: Cli) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("eval", "runs/a:ema"), "step_00000001 holds no ema: it has weights"),
+        (
+            ("eval", "runs/a:ema"),
+            "step_00000001 holds no ema: it has weights; a run with train.ema=0.999 keeps ema",
+        ),
         (("eval", "runs/a@1", "step=1"), "runs/a@1 names the step 1, and step 1 is named beside"),
-        (("run.name=b", "init=runs/a:ema"), "holds no weights: the run keeps no ema"),
+        (
+            ("run.name=b", "init=runs/a:ema"),
+            "holds no weights: the run keeps no ema; a run with train.ema=0.999 keeps ema",
+        ),
         (("run.name=b", "init=runs/a@1", "init_step=1"), "names the step 1"),
         (("run.name=b", "train.ema=1"), "train.ema=1.0 must lie between 0 and 1"),
     ],
@@ -97,3 +103,30 @@ def test_weights_that_no_run_has_are_refused(
     cli.trained("run.name=a", "train.steps=1", *STEADY)
     said = cli.raw(*words) if words[0] == "eval" else cli(*words)
     assert message in said.message
+
+
+def test_a_folder_of_an_average_is_verified_against_that_of_its_own_step(cli: Cli) -> None:
+    """The folder names them; a command that names others is heard."""
+    cli.trained("run.name=a", "train.steps=3", *EVERY_STEP, *STEADY)
+    assert cli.raw("export", "runs/a@2:ema", "to=hf", "out=out").code == 0
+    verified = cli.raw("verify", "out", "against=runs/a")
+    assert verified.code == 0 and "numbers of runs/a at step 2, ema" in verified.out
+    assert cli.raw("verify", "out", "against=runs/a", "step=3").code == 1
+    assert cli.raw("verify", "out", "against=runs/a:ema").code == 0
+    assert cli.raw("verify", "out", "against=runs/a@2").code == 1, "the trained weights, by name"
+
+
+def test_the_cure_of_an_export_is_one_that_helps(cli: Cli) -> None:
+    """Another step where that has the weights, and the option where the run never kept them."""
+    cli.trained("run.name=a", "train.steps=3", "checkpoint.every=1", "checkpoint.keep=9", *STEADY)
+    said = cli.raw("export", "runs/a:ema", "to=hf", "out=out").message
+    assert said.endswith("holds no ema: it has weights; a run with train.ema=0.999 keeps ema")
+    cli.trained("run.name=b", "train.steps=3", *EVERY_STEP, *STEADY)
+    cures = {3: "step=2 takes the one before", 2: "step=1 takes the newest that can be read", 1: ""}
+    for step, cure in cures.items():
+        (Path("runs/b/checkpoints") / f"step_{step:08d}" / "ema.safetensors").unlink()
+        said = cli.raw("export", "runs/b:ema", "to=hf", "out=out").message
+        assert "ema.safetensors is missing" in said
+        assert said.endswith(cure) and ("takes" in said) == bool(cure), said
+        assert "train.ema" not in said
+    assert cli.raw("export", "runs/b@1", "to=hf", "out=out").code == 0
