@@ -13,23 +13,28 @@ template writes as a prompt for it, and ends with what the template writes after
 the last message. Both are compared in whole markers, so that `<|end|><|user|>` and
 `<|end|><|endoftext|>` share `<|end|>`. Where nothing is written after an answer, the marker that
 begins the next message is what ends it (GLM-4).
+
+An answer without text may change what stands around it. It is learned as the template writes it,
+"(none)" in its place too, where that stands between what the template writes around an answer
+with text. One that the template leaves out has no place.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
+from fp4train.data.frames import ANSWERS, Frames, Gap, Words, common, says_something
 from fp4train.data.rendering import Message, Renderer
 
-ANSWERS = "assistant"
 _MARKER = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]|\[\|[^\s|\[\]]{1,32}\|\]"
 """What separates messages in templates whose tokenizer has no such token."""
-_KINDS = 64
-"""Surroundings of answers that are rendered by themselves for one conversation."""
 _KEPT = 256
 """Sequences of roles whose surroundings are kept."""
+VERSION = 1
+"""Part of the key of cached conversations: another number where equal conversations give other
+answers, texts or sequences.
+"""
 
 Span = tuple[int, int]
 """Characters [start, end)."""
@@ -54,7 +59,7 @@ class AnswerFinder:
         self.renderer = renderer
         words = sorted(map(re.escape, special), key=len, reverse=True)
         self._markers = re.compile("|".join([*words, _MARKER]))
-        self._frames: dict[tuple[tuple[str, str | None], ...], _Frames] = {}
+        self._frames: dict[tuple[tuple[str, str | None], ...], Frames] = {}
 
     def find(self, messages: Sequence[Message]) -> Conversation:
         """The text of `messages` and its answers.
@@ -78,7 +83,7 @@ class AnswerFinder:
                     "nothing to learn"
                 )
             return Conversation(rendered.text, marked)
-        words = _Words(messages, self.renderer.source)
+        words = Words(messages, self.renderer.source)
         text, between = (
             rendered.text
             for rendered in self.renderer.render(
@@ -93,14 +98,17 @@ class AnswerFinder:
                 f"{name} arranges messages by what they say, so that its answers have no place"
             )
         spans: list[Span] = []
-        empty = dict(zip(all_filled.places, all_filled.gaps[1:], strict=True))
+        filled = {gap.preceding: gap for gap in all_filled.gaps}
         starts = _starts(text, gaps, places, messages, name)
-        for place, start, gap, frame in zip([-1, *places], starts, gaps, frames.gaps, strict=True):
-            silent = all_filled.gaps[0] if place < 0 else empty.get(place)
-            if silent is not None and _writes_silent(gap, silent, messages):
-                answers = self._answers(gap, silent, all_filled, messages)
-            else:
-                answers = self._answers(gap, frame, frames, messages)
+        for start, gap, plain in zip(starts, gaps, frames.gaps, strict=True):
+            with_text = filled.get(plain.preceding, plain)
+            answers = None
+            if not all(says_something(messages[number]) for number in with_text.answers):
+                answers = self._with_silent(gap, plain, with_text, all_filled, messages)
+                if answers is None and not self._leaves_out(plain, with_text, messages, text):
+                    raise ValueError(_no_place(name, with_text, messages))
+            if answers is None:
+                answers = self._answers(gap, plain, frames, messages)
             spans += ((start + begin, start + end) for begin, end in answers)
         if not any(start < end for start, end in spans):
             raise ValueError(
@@ -110,36 +118,89 @@ class AnswerFinder:
             )
         return Conversation(text, tuple(spans))
 
-    def _frames_without_empty(
-        self, messages: Sequence[Message], words: "_Words"
-    ) -> "_Frames | None":
+    def _frames_without_empty(self, messages: Sequence[Message], words: Words) -> Frames | None:
         """What the template writes where the answers without text say something; None: all do, or
         it refuses that.
         """
-        if all(_says_something(message) for message in messages if message["role"] == ANSWERS):
+        if all(says_something(message) for message in messages if message["role"] == ANSWERS):
             return None
         filled = list(messages)
         for number, message in enumerate(messages):
-            if message["role"] == ANSWERS and not _says_something(message):
+            if message["role"] == ANSWERS and not says_something(message):
                 filled[number] = {**message, "content": "x"}
         try:
             return self._frames_of(filled, words)
         except ValueError:
             return None
 
-    def _frames_of(self, messages: Sequence[Message], words: "_Words") -> "_Frames":
+    def _frames_of(self, messages: Sequence[Message], words: Words) -> Frames:
         roles = tuple(
-            (message["role"], None if _says_something(message) else message["content"])
+            (message["role"], None if says_something(message) else message["content"])
             for message in messages
         )
         if (frames := self._frames.get(roles)) is None:
-            frames = _Frames(self.renderer, messages, self._markers)
+            frames = Frames(self.renderer, messages, self._markers)
             if len(self._frames) < _KEPT:
                 self._frames[roles] = frames
         return frames
 
+    def _with_silent(
+        self, gap: str, plain: Gap, filled: Gap, frames: Frames, messages: Sequence[Message]
+    ) -> list[Span] | None:
+        """The answers between two messages that are none, some of them without text; None: the
+        template does not write those as answers.
+
+        Args:
+            plain: what the template writes around the answers with text.
+            filled: what it writes where all of them have text, out of `frames`.
+        """
+        if _fits(gap, filled, messages):
+            return self._answers(gap, filled, frames, messages)
+        if (written := _texts_for_silent(plain, filled)) is not None:
+            spoken = list(messages)
+            for number, text in written.items():
+                spoken[number] = {**messages[number], "content": text}
+            if _fits(gap, filled, spoken):
+                return self._answers(gap, filled, frames, spoken)
+        if len(filled.answers) > 1:
+            return None
+        prompt = frames.prompt(filled)
+        header, following = filled.literals
+        start = frames.after_prompt(gap, prompt)
+        after = following[frames.ending(filled.answers[0], following) :]
+        end = len(gap) - len(after)
+        asked = gap[:start] == header[: frames.after_prompt(header, prompt)]
+        if asked and start < end and gap.endswith(after):
+            return [(start, end)]
+        return None
+
+    def _leaves_out(self, plain: Gap, filled: Gap, messages: Sequence[Message], text: str) -> bool:
+        """Whether the template writes nothing of its own for the answers without text.
+
+        Either parts of what stands around an answer are all that it writes, or `text`, that of the
+        conversation, is the same without those answers.
+        """
+        if (runs := _runs(plain, filled)) is not None and all(
+            not run.silent
+            or self._common(run.written, run.literals[0])
+            + self._common(run.written, run.literals[-1], from_end=True)
+            >= len(run.written)
+            for run in runs
+        ):
+            return True
+        speaking = [
+            message for message in messages if message["role"] != ANSWERS or says_something(message)
+        ]
+        try:
+            return self.renderer.render([(speaking, False)])[0].text == text
+        except ValueError:
+            return False
+
+    def _common(self, text: str, other: str, *, from_end: bool = False) -> int:
+        return common(self._markers, text, other, from_end=from_end)
+
     def _answers(
-        self, gap: str, frame: "_Gap", frames: "_Frames", messages: Sequence[Message]
+        self, gap: str, frame: Gap, frames: Frames, messages: Sequence[Message]
     ) -> list[Span]:
         """The answers in what the template writes between two messages that are none."""
         if not frame.answers:
@@ -205,20 +266,14 @@ def _variants(content: str) -> tuple[str, ...]:
     return content, content.strip(), content.rstrip(), content.lstrip()
 
 
-def _writes_silent(gap: str, frame: "_Gap", messages: Sequence[Message]) -> bool:
-    """Whether a gap holds answers without text, written as those that say something are.
-
-    Args:
-        frame: texts that the template writes there where all answers say something.
-    """
-    if all(_says_something(messages[number]) for number in frame.answers) or not gap.startswith(
-        frame.literals[0]
-    ):
+def _fits(gap: str, frame: Gap, messages: Sequence[Message]) -> bool:
+    """Whether a gap holds the contents of its answers, each between the texts of `frame`."""
+    if not gap.startswith(frame.literals[0]):
         return False
     at = len(frame.literals[0])
     for number, literal in zip(frame.answers, frame.literals[1:], strict=True):
         content = messages[number]["content"]
-        if _says_something(messages[number]):
+        if says_something(messages[number]):
             end = gap.find(content.strip(), at)
             if end >= 0:
                 end = gap.find(literal, end + len(content.strip()))
@@ -235,227 +290,72 @@ def _writes_silent(gap: str, frame: "_Gap", messages: Sequence[Message]) -> bool
     return at == len(gap)
 
 
-def _says_something(message: Message) -> bool:
-    """Whether a template sees a content: an empty one may leave out what stands around it, too."""
-    return bool(message["content"].strip())
-
-
-class _Words:
-    """Words that stand for the contents of messages."""
-
-    def __init__(self, messages: Sequence[Message], source: str) -> None:
-        texts = [source, *(message["content"] for message in messages)]
-        stem = next(
-            stem
-            for stem in (f"Zq{number}vx" for number in range(1 << 30))
-            if not any(stem in text for text in texts)
-        )
-        self._stem = stem
-        self._word = re.compile(rf"{stem}(\d+)e")
-
-    def put(self, messages: Sequence[Message], *, answers: bool) -> list[Message]:
-        """The messages with words in the place of their contents; with `answers` in that of
-        answers, too.
-        """
-        replaced = list(messages)
-        for number, message in enumerate(messages):
-            if _says_something(message) and (answers or message["role"] != ANSWERS):
-                replaced[number] = {**message, "content": f"{self._stem}{number}e"}
-        return replaced
-
-    def split(self, text: str) -> tuple[list[str], list[int]]:
-        """The texts between words, and the numbers of the messages that the words stand for."""
-        parts = self._word.split(text)
-        return parts[::2], [int(number) for number in parts[1::2]]
-
-
-@dataclass
-class _Gap:
-    """What a template writes between two messages that are no answers.
+@dataclass(frozen=True)
+class _Run:
+    """What a template writes between two answers with text, or to the ends of a gap.
 
     Args:
-        preceding: number of the message before it; -1: there is none.
-        literals: texts around the contents of `answers`, in order.
-        answers: numbers of the answers in it.
+        written: the text.
+        silent: numbers of the answers without text that stand there.
+        literals: what it writes around them where they have text.
     """
 
-    preceding: int
+    written: str
+    silent: list[int]
     literals: list[str]
-    answers: list[int]
 
 
-class _Frames:
-    """What a template writes around messages of given roles, whatever they say."""
-
-    def __init__(
-        self, renderer: Renderer, messages: Sequence[Message], markers: "re.Pattern[str]"
-    ) -> None:
-        self._renderer = renderer
-        self._markers = markers
-        self._words = _Words([], renderer.source)
-        self._messages = self._words.put(messages, answers=True)
-        literals, places = self._words.split(renderer.render([(self._messages, False)])[0].text)
-        self.places: list[int] = []
-        self.gaps = [_Gap(-1, [literals[0]], [])]
-        for number, literal in zip(places, literals[1:], strict=True):
-            if self._messages[number]["role"] == ANSWERS:
-                self.gaps[-1].answers.append(number)
-                self.gaps[-1].literals.append(literal)
-            else:
-                self.places.append(number)
-                self.gaps.append(_Gap(number, [literal], []))
-        self._prompts: dict[tuple[str, str], str] = {}
-        self._endings: dict[str, int] = {}
-        self._endings_alike: dict[str, int] = {}
-        """By what is written with its numbers replaced, for templates that count turns."""
-
-    def prompt(self, gap: _Gap) -> str:
-        """What the template writes after the message before `gap`, as a prompt for its first
-        answer.
-        """
-        written = gap.literals[0]
-        if gap.preceding < 0:
-            role = ""
+def _runs(plain: Gap, filled: Gap) -> list[_Run] | None:
+    """The texts of a gap, as they are and as they are where all answers have text; None: those
+    that have text are not the same.
+    """
+    speaking = set(plain.answers)
+    if [number for number in filled.answers if number in speaking] != plain.answers:
+        return None
+    runs = [_Run(plain.literals[0], [], [filled.literals[0]])]
+    for number, literal in zip(filled.answers, filled.literals[1:], strict=True):
+        if number in speaking:
+            runs.append(_Run(plain.literals[len(runs)], [], [literal]))
         else:
-            role = self._messages[gap.preceding]["role"]
-        key = role, written
-        if key not in self._prompts:
-            if len(self._prompts) >= _KINDS:
-                return written
-            prompt = (
-                self._after(self._messages[: gap.answers[0]], gap.preceding, prompt=True) or written
-            )
-            if gap.preceding < 0:
-                prompt = self._first_prompt(prompt, written)
-            self._prompts[key] = prompt
-        return self._prompts[key]
+            runs[-1].silent.append(number)
+            runs[-1].literals.append(literal)
+    return runs
 
-    def _first_prompt(self, prompt: str, written: str) -> str:
-        """The prompt for an answer that no message stands before: a template that writes prompts
-        behind the last message writes none behind nothing, so that it is read off what is written
-        behind a user's.
 
-        Args:
-            prompt: text that the template writes as a prompt where there are no messages.
-            written: text that it writes before the answer.
-        """
-        header = self._prompted[self.common(self._prompted, self._unprompted) :]
-        place = written.rfind(header) if header else -1
-        if place < 0:
-            return prompt
-        return written[: place + len(header)]
-
-    @cached_property
-    def _opening(self) -> tuple[str, str, str]:
-        """What the template writes before a first message of a user, after it, and after it with a
-        prompt.
-        """
-        user = self._words.put([{"role": "user", "content": "x"}], answers=True)
-        try:
-            texts = self._renderer.render([(user, False), (user, True)])
-        except ValueError:
-            return "", "", ""
-        (plain, _), (with_prompt, _) = (self._words.split(rendered.text) for rendered in texts)
-        if len(plain) != 2 or len(with_prompt) != 2:
-            return "", "", ""
-        return plain[0], plain[1], with_prompt[1]
-
-    @property
-    def _unprompted(self) -> str:
-        return self._opening[1]
-
-    @property
-    def _prompted(self) -> str:
-        return self._opening[2]
-
-    def ending(self, number: int, written: str) -> int:
-        """How many characters of what is written after answer `number` end it."""
-        alike = re.sub(r"\d+", "0", written)
-        if written not in self._endings:
-            full = len(self._endings) >= _KINDS
-            if full and (alike in self._endings_alike or len(self._endings_alike) >= _KINDS):
-                return min(self._endings_alike.get(alike, 0), len(written))
-            alone = written
-            if number < len(self._messages) - 1:
-                alone = self._after(self._messages[: number + 1], number, prompt=False) or ""
-            length = self.common(written, alone)
-            if not written[:length].strip() and (marker := self._markers.match(written.lstrip())):
-                length = len(written) - len(written.lstrip()) + marker.end()
-            elif self._prompted == self._unprompted and (ending := self._before_user(number)):
-                length = min(length, self.common(written, ending))
-            self._endings[written] = self._endings_alike[alike] = length
-        return self._endings[written]
-
-    def _before_user(self, number: int) -> str:
-        """What the template writes between answer `number` and the turn of a user who goes on;
-        empty: it is not known.
-
-        It ends an answer where a template writes the marker of the next turn whether it is asked
-        for or not.
-        """
-        user = self._words.put(
-            [*self._messages[: number + 1], {"role": "user", "content": "x"}], answers=True
-        )
-        try:
-            literals, places = self._words.split(self._renderer.render([(user, False)])[0].text)
-        except ValueError:
-            return ""
-        if places[-2:] != [number, number + 1]:
-            return ""
-        between = literals[-2]
-        header = zip(
-            reversed(self._atoms(between)), reversed(self._atoms(self._opening[0])), strict=False
-        )
-        shared = sum(len(ours) for ours, _ in takewhile(lambda pair: pair[0] == pair[1], header))
-        return between[: len(between) - shared]
-
-    def _after(self, messages: Sequence[Message], number: int, *, prompt: bool) -> str | None:
-        """What the template writes after the last word of message `number`; None: it refuses the
-        messages.
-        """
-        try:
-            text = self._renderer.render([(messages, prompt)])[0].text
-        except ValueError:
+def _texts_for_silent(plain: Gap, filled: Gap) -> dict[int, str] | None:
+    """What the template writes in the place of each answer without text, by its number; None: it
+    writes something else around it, or more than one place is possible.
+    """
+    if (runs := _runs(plain, filled)) is None:
+        return None
+    texts: dict[int, str] = {}
+    for run in runs:
+        if not run.silent:
+            continue
+        opening, *between, closing = run.literals
+        start = len(opening)
+        stop = len(run.written) - len(closing)
+        if stop < start or not (run.written.startswith(opening) and run.written.endswith(closing)):
             return None
-        literals, places = self._words.split(text)
-        if number < 0:
-            return literals[0] if not places else None
-        return literals[-1] if number in places else None
+        for number, literal in zip(run.silent, [*between, None], strict=True):
+            end = stop if literal is None else run.written.find(literal, start, stop)
+            if end < 0:
+                return None
+            texts[number] = run.written[start:end]
+            start = end + len(literal or "")
+        # from the right, too: equal texts leave one place each
+        for literal, number in zip(reversed(between), reversed(run.silent), strict=False):
+            start = run.written.rfind(literal, len(opening), stop) + len(literal)
+            if run.written[start:stop] != texts[number]:
+                return None
+            stop = start - len(literal)
+    return texts
 
-    def common(self, text: str, other: str) -> int:
-        """Characters that both texts begin with, without a part of a marker."""
-        length = 0
-        for ours, theirs in zip(self._atoms(text), self._atoms(other), strict=False):
-            if ours != theirs:
-                break
-            length += len(ours)
-        return length
 
-    def after_prompt(self, text: str, prompt: str) -> int:
-        """Characters of `text` that are the prompt for an answer: as far as both agree, or, where
-        `text` holds all of the prompt but spaces, to the end of it.
-        """
-        length = self.common(text, prompt)
-        if length == len(prompt):
-            return length
-        atoms = self._atoms(text)
-        place = 0
-        for atom in self._atoms(prompt):
-            if not atom.isspace():
-                while place < len(atoms) and atoms[place].isspace():
-                    place += 1
-            if place < len(atoms) and atoms[place] == atom:
-                place += 1
-            elif not atom.isspace():
-                return length
-        return sum(map(len, atoms[:place]))
-
-    def _atoms(self, text: str) -> list[str]:
-        """Markers, and the characters between them."""
-        atoms: list[str] = []
-        at = 0
-        for marker in self._markers.finditer(text):
-            atoms += text[at : marker.start()]
-            atoms.append(marker[0])
-            at = marker.end()
-        return atoms + list(text[at:])
+def _no_place(name: str, gap: Gap, messages: Sequence[Message]) -> str:
+    number = next(number for number in gap.answers if not says_something(messages[number]))
+    return (
+        f"{name} writes other text around message {number + 1}, an answer that says nothing, so "
+        "that it has no place: leave such answers out of the data, or give another template, "
+        "data.template=FILE.jinja"
+    )

@@ -20,10 +20,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fp4train.data.answers import ANSWERS, AnswerFinder, Conversation
+from fp4train.data.answers import VERSION, AnswerFinder, Conversation
 from fp4train.data.cache import cached_tokens
 from fp4train.data.encoding import LONGEST, Encoded, encoding_key
 from fp4train.data.files import shown, stamp
+from fp4train.data.frames import ANSWERS
 from fp4train.data.huggingface import record_files
 from fp4train.data.packing import Learned, pack
 from fp4train.data.records import holds_text, name_of, parsed, read_objects
@@ -151,6 +152,7 @@ class _Conversations:
             "seq_len": seq_len,
             "template": self.template.key,
             "parts": PARTS,
+            "answers": VERSION,
             **encoding_key(tokenizer),
         }
 

@@ -2,6 +2,7 @@
 what ends it.
 """
 
+import hashlib
 import json
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from tokenizer_kinds import tokenizer_json
 from tokenizers import AddedToken, Tokenizer
 
 from fp4train.data import Chat
+from fp4train.data.answers import VERSION
 from fp4train.data.template import ChatTemplate
 from fp4train.data.tokenizers import Pretrained
 
@@ -236,6 +238,135 @@ def test_an_answer_without_text_that_the_template_leaves_out_has_no_place() -> N
     assert source != TEMPLATES["ChatML"]
     found = ChatTemplate(source=source).finder().find(talk("hi", "", "more", "yes"))
     assert [found.text[a:b] for a, b in found.answers] == ["yes<|im_end|>\n"]
+
+
+SILENCE = {
+    "or": "{{ m.content or '(none)' }}<|end|>",
+    "default": "{{ m.content | default('n/a', true) }}<|end|>",
+    "trim or": "{{ m.content | trim or '(none)' }}<|end|>",
+    "if and else": "{% if m.content %}{{ m.content }}{% else %}<|silence|>{% endif %}<|end|>",
+    "the role": "{{ m.content or m.role + ' says nothing' }}<|end|>",
+}
+SILENT_OR_NOT = SILENT | {
+    "an empty one": talk("hi", "", "more", "yes"),
+    "an empty one last": talk("hi", "yes", "more", ""),
+    "one that says what stands for nothing": talk("hi", "(none)", "more", "", "and", "n/a"),
+    "empty ones alone": talk("hi", "", "more", ""),
+    "empty questions too": talk("hi", "yes", "", "", "bye", "no"),
+    "two empty ones that follow each other": [*talk("hi", "", "x", "y"), *talk("", "")[1:]],
+}
+
+
+def around(turn: str, marks: tuple[str, str] = ("", "")) -> str:
+    """A template whose answers have the text `turn`, between `marks`."""
+    begin, end = marks
+    return f"""{{%- for m in messages -%}}
+    {{{{- '<|' + m.role + '|>' -}}}}
+    {{%- if m.role == 'assistant' -%}}{begin}{turn}{end}
+    {{%- else -%}}{{{{- m.content + '<|end|>' -}}}}{{%- endif -%}}
+    {{%- endfor -%}}{{%- if add_generation_prompt -%}}<|assistant|>{{%- endif -%}}"""
+
+
+@pytest.mark.parametrize("silence", SILENCE)
+def test_text_in_the_place_of_nothing_is_learned_as_where_the_template_marks_it(
+    silence: str,
+) -> None:
+    turn = SILENCE[silence]
+    finder = ChatTemplate(source=around(turn)).finder()
+    marks = ("{%- generation -%}", "{%- endgeneration -%}")
+    marked_finder = ChatTemplate(source=around(turn, marks)).finder()
+    for what, messages in SILENT_OR_NOT.items():
+        expected = marked_finder.find(messages)
+        found = finder.find(messages)
+        assert found.text == expected.text, what
+        learned = [found.text[start:end] for start, end in found.answers]
+        marked = [found.text[start:end] for start, end in expected.answers]
+        assert learned == marked, what
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "{{ m.content + '<|end|>' if m.content else '<|silence|>' }}",
+        "{% if m.content %}{{ m.content }}<|end|>{% else %}(none)<|/end|>{% endif %}",
+        "{{ '<|a|>' + m.content + '<|end|>' if m.content else '(none)<|/end|>' }}",
+    ],
+)
+def test_another_ending_of_an_answer_without_text_is_learned_too(turn: str) -> None:
+    found = ChatTemplate(source=around(turn)).finder().find(talk("hi", "", "more", "yes"))
+    silent, yes = (found.text[start:end] for start, end in found.answers)
+    assert silent in ("<|silence|>", "(none)<|/end|>")
+    assert yes.removeprefix("<|a|>") == "yes<|end|>"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        talk("hi", "", "more", "yes"),
+        talk("hi", "yes", "more", ""),
+        talk("hi", ""),
+        [*talk("hi", ""), {"role": "assistant", "content": "yes"}],
+    ],
+)
+def test_other_text_around_an_answer_without_text_is_refused(messages: Messages) -> None:
+    """The template writes something for it, which nobody knows to be an answer."""
+    source = around("{{ m.content }}<|end|>").replace(
+        "'<|' + m.role + '|>'", "('<|' + m.role + '|>') if m.content else '<|nobody|>'"
+    )
+    number = next(n for n, message in enumerate(messages, start=1) if not message["content"])
+    with pytest.raises(
+        ValueError,
+        match=f"other text around message {number}, an answer that says nothing.*leave such",
+    ):
+        ChatTemplate(source=source).finder().find(messages)
+
+
+LEFT_OUT = {
+    "the turn": around("{{ m.content }}<|end|>").replace(
+        "in messages", "in messages if m.content or m.role == 'user'"
+    ),
+    "all but the header": around("{{ m.content + '<|end|>' if m.content else '' }}"),
+    "the turn, with questions joined": """{%- set ns = namespace(last='') -%}
+    {%- for m in messages if m.content -%}
+    {%- if m.role == ns.last -%}{{- '\n' + m.content -}}
+    {%- else -%}{{- ('<|end|>' if ns.last else '') + '<|' + m.role + '|>' + m.content -}}
+    {%- endif -%}{%- set ns.last = m.role -%}{%- endfor -%}<|end|>
+    {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}""",
+    "the turn, where turns are numbered": """{%- for m in messages if m.content -%}
+    {{- loop.index }}. {{ m.role }}: {{ m.content + '\n' }}{%- endfor -%}
+    {%- set count = messages | selectattr('content') | list | length -%}
+    {%- if add_generation_prompt %}{{- count + 1 -}}. assistant: {% endif -%}""",
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_where_the_template_leaves_it_out_the_other_answers_are_learned(name: str) -> None:
+    finder = ChatTemplate(source=LEFT_OUT[name]).finder()
+    for messages in (talk("hi", "", "more", "yes"), talk("hi", "", "more", "", "and", "yes")):
+        found = finder.find(messages)
+        ((start, end),) = found.answers
+        assert found.text[start:end].strip() in ("yes<|end|>", "yes")
+
+
+def test_the_version_is_another_where_other_answers_are_learned() -> None:
+    """Cached conversations are known by it: a mended answer is learned where the cache has the old
+    one.
+    """
+    learned = []
+    for name, source in (TEMPLATES | {key: around(turn) for key, turn in SILENCE.items()}).items():
+        template = ChatTemplate(source=source, variables=VARIABLES, now=NOW.isoformat())
+        finder = template.finder(tuple(VARIABLES.values()))
+        for what, messages in (CONVERSATIONS | SILENT_OR_NOT).items():
+            try:
+                found = finder.find(messages)
+            except ValueError:
+                continue
+            learned.append([name, what, found.text, found.answers])
+    digest = hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]
+    assert {VERSION: digest} == {1: "3f6f5d008feb6973"}, (
+        "other text is learned than before: raise VERSION in fp4train/data/answers.py, and write "
+        "it here with the new digest"
+    )
 
 
 def test_contents_that_repeat_what_the_template_writes_stay_apart() -> None:

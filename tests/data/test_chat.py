@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from fp4train.data import Chat, Loader, TokenArray
+from fp4train.data import Chat, Loader, TokenArray, chat
+from fp4train.data.answers import VERSION, AnswerFinder, Conversation
 from fp4train.data.loader import IGNORED
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.errors import DataError
@@ -119,6 +120,27 @@ def test_the_cache_gives_the_same_tokens(tmp_path: Path) -> None:
     assert np.array_equal(first.train.ids, second.train.ids)
     other = source(path).build(tmp_path / "run", 256, 0)
     assert other.fingerprint != first.fingerprint
+
+
+def test_answers_of_an_earlier_version_are_not_taken_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry that an earlier version wrote, with other answers, is built anew."""
+    path = write(tmp_path / "a.jsonl", TALKS)
+
+    def without_ends(finder: AnswerFinder, messages: list[dict[str, str]]) -> Conversation:
+        found = find(finder, messages)
+        spans = tuple((start, end - len("<|im_end|>\n")) for start, end in found.answers)
+        return Conversation(found.text, spans)
+
+    find = AnswerFinder.find
+    with monkeypatch.context() as earlier:
+        earlier.setattr(AnswerFinder, "find", without_ends)
+        earlier.setattr(chat, "VERSION", VERSION - 1)
+        old = source(path).build(tmp_path / "run", 128, 0)
+    new = source(path).build(tmp_path / "run", 128, 0)
+    assert all(not answers.endswith("<|im_end|>\n") for _, answers in documents(old.train))
+    assert all(answers.endswith("<|im_end|>\n") for _, answers in documents(new.train))
 
 
 def test_what_is_learned_is_part_of_the_fingerprint(tmp_path: Path) -> None:
