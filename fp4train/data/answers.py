@@ -151,8 +151,8 @@ class AnswerFinder:
         template does not write those as answers.
 
         Args:
-            plain: what the template writes around the answers with text.
-            filled: what it writes where all of them have text, out of `frames`.
+            plain: texts around the answers with text.
+            filled: texts around all answers where all of them have text, out of `frames`.
         """
         if _fits(gap, filled, messages):
             return self._answers(gap, filled, frames, messages)
@@ -297,7 +297,7 @@ class _Run:
     Args:
         written: the text.
         silent: numbers of the answers without text that stand there.
-        literals: what it writes around them where they have text.
+        literals: texts around them where they have text.
     """
 
     written: str

@@ -55,7 +55,7 @@ from fp4train.run.states import states_of
 from fp4train.run.step import EagerSteps
 from fp4train.run.supervise.divergence import take_over
 from fp4train.run.supervise.saving import Saver
-from fp4train.run.teacher import load_teacher
+from fp4train.run.teacher import check_teacher_source, load_teacher
 from fp4train.track import NullTracker
 
 _log = logging.getLogger(__name__)
@@ -223,7 +223,12 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             run_directory.check_restart(directory)
         elif start is not None and not branching:
             identity = identity or identity_of(start)
-    origin = source if init is None else init.run
+        origin = source if init is None else init.run
+        if start is None and init is None and overwriting:
+            tokenizer_of = None  # a new one takes the place of its own
+        else:
+            tokenizer_of = origin
+        check_teacher_source(config, world.mesh, tokenizer_of)
     # A start that is refused leaves nothing: the first files of a new run lie aside until it is
     # possible.
     begins = overwriting or init is not None or not (directory / run_directory.CONFIG).is_file()

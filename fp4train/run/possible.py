@@ -17,19 +17,21 @@ from fp4train.run.build import build_model, build_plan, build_timeline
 from fp4train.run.checks import check_cut, check_oscillation
 from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init
+from fp4train.run.teacher import check_teacher_source
 
 
 def check_possible(config: Config) -> None:
     """Refuse a configuration that no directory would make possible.
 
     Raises:
-        UserError: a path of the data is missing, or the model, the batch, the mesh or the plan
-            cannot be as asked for.
+        UserError: a path of the data or the teacher is missing, or the model, the batch, the mesh
+            or the plan cannot be as asked for.
     """
     check_cut(config, Mesh())
     _check_data(config)
     init = load_init(config, ALONE, verify=False)
     tokenizer_of = None if init is None else init.run
+    check_teacher_source(config, Mesh(), tokenizer_of)
     vocab_size = planned_vocab_size(
         config.data, getattr(config.model, "vocab_size", None), tokenizer_of
     )

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from fp4train.checkpoint.source import WeightSource
 from fp4train.config import Config, to_config
 from fp4train.config.from_folder import model_of
+from fp4train.data.source import planned_tokenizer
 from fp4train.data.tokens import TokenData, Tokenizer
 from fp4train.errors import UserError
 from fp4train.models import Architecture
 from fp4train.models.common.decoder import Decoder
 from fp4train.models.common.distillation import TeacherStates
+from fp4train.parallel.config import Mesh
 from fp4train.parallel.world import World
 from fp4train.precision.context import use
 from fp4train.run.checks import set_masks
@@ -67,20 +69,10 @@ def load_teacher(
     """The teacher of a run; None: it has none.
 
     Raises:
-        UserError: there is no such model, it does not fit the student or its tokens, or the run
-            cannot have a teacher.
+        UserError: there is no such model, or it does not fit the student or its tokens.
     """
     if config.teacher is None:
         return None
-    mesh = world.mesh
-    what = f"teacher={config.teacher}"
-    if mesh.tensor * mesh.pipeline > 1:
-        raise UserError(
-            f"{what}: the loss needs the whole vocabulary and all blocks on a rank, and the "
-            "run has parallel.tp="
-            f"{mesh.tensor} and parallel.pp={mesh.pipeline}; use data parallelism "
-            "(parallel.dp_shard) alone"
-        )
     model = _fitting(config, _build(config, data, world), student)
     if config.recipe.dtype == "float32":
         dtype = torch.float32
@@ -90,6 +82,30 @@ def load_teacher(
     set_masks(model, config, data.borders)
     model.hidden = True
     return Teacher(model, config)
+
+
+def check_teacher_source(config: Config, mesh: Mesh, tokenizer_of: Path | None) -> None:
+    """Refuse a teacher before the data of the run is read.
+
+    Args:
+        tokenizer_of: the run directory whose tokenizer the run takes over, if it keeps one.
+
+    Raises:
+        UserError: there are no such weights, they are those of another tokenizer, or the ranks
+            cannot have a teacher.
+    """
+    named = config.teacher_weights
+    if named is None:
+        return
+    if mesh.tensor * mesh.pipeline > 1:
+        raise UserError(
+            f"teacher={config.teacher}: the loss needs the whole vocabulary and all blocks on a "
+            f"rank, and the run has parallel.tp={mesh.tensor} and parallel.pp={mesh.pipeline}; "
+            "use data parallelism (parallel.dp_shard) alone"
+        )
+    tokenizer = planned_tokenizer(config.data, tokenizer_of)
+    with _named(named.path):
+        open_source(named, _shape(named, tokenizer), verify=False)
 
 
 def check_teacher(

@@ -162,6 +162,26 @@ def test_what_cannot_be_taught_is_refused(
     assert found.code == 1 and said in found.message and not Path("runs/a/metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("teacher=gone",),
+        ("teacher=empty",),
+        ("teacher_step=7",),
+        ("data/tokenizer=pretrained", "data.tokenizer.name=runs/other/tokenizer.json"),
+    ],
+)
+def test_a_teacher_is_refused_before_data_is_read(
+    cli: Cli, teacher: Path, words: tuple[str, ...]
+) -> None:
+    Path("empty").mkdir()
+    cli.trained("run.name=other", "data/tokenizer=bpe", "data.tokenizer.vocab_size=290")
+    named = () if words[0].startswith("teacher=") else (f"teacher={teacher}",)
+    outcome = cli("run.name=a", *named, *words, "data.cache_dir=read")
+    assert outcome.code == 1 and outcome.message.startswith("teacher=")
+    assert not Path("read").exists() and not Path("runs/a").exists()
+
+
 PLANNED = {
     "another vocabulary": (("model.vocab_multiple=512",), "both need the same vocabulary"),
     "no such folder": (("teacher=gone",), "teacher=gone: "),

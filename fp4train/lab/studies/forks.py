@@ -30,16 +30,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from fp4train.config import plain, plugins, to_config
+from fp4train.config import Config, plain, plugins, to_config
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.lab.studies.base import Base, Branch, ForkSettings, RankRequest
 from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.optim.schedule import Schedule
-from fp4train.precision.layers import find_layers
+from fp4train.precision.layers import Layer, find_layers
 from fp4train.run.build import build_plan, build_timeline, equipped
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
 from fp4train.run.queued import Step, Values
@@ -102,12 +102,23 @@ def open_checkpoint(
     Raises:
         UserError: there is none, or it cannot be used; or see `check_paths`.
     """
-    paths = paths or {}
     if saved_config is None:
         saved_config = plain(read_config(source))
-    saved = saved_with(OmegaConf.create(dict(saved_config)), source, step, paths)
-    check_paths(saved, paths)
-    return open_subject(to_config(saved), saved, saved_config, optimizer=True)
+    cfg = checkpoint_config(source, step, paths or {}, saved_config)
+    return open_subject(to_config(cfg), cfg, saved_config, optimizer=True)
+
+
+def checkpoint_config(
+    source: Path, step: int, paths: Mapping[str, str | None], saved_config: Mapping[str, Any]
+) -> DictConfig:
+    """The composed configuration with which `open_checkpoint` opens a checkpoint.
+
+    Raises:
+        UserError: see `check_paths`.
+    """
+    cfg = saved_with(OmegaConf.create(dict(saved_config)), source, step, paths)
+    check_paths(cfg, paths)
+    return cfg
 
 
 def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings) -> Branch:
@@ -120,7 +131,28 @@ def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings)
         UserError: a value that does not fit, a pattern that matches no layer, a backend that cannot
             run the recipe.
     """
-    config = candidate.applied(subject.run.config)
+    run = subject.run
+    return branch_of(
+        run.config, find_layers(run.model), run.device, subject.step, candidate, settings
+    )
+
+
+def branch_of(
+    config: Config,
+    layers: Mapping[str, Layer],
+    device: torch.device,
+    step: int,
+    candidate: RecipeCandidate,
+    settings: ForkSettings,
+) -> Branch:
+    """As `branch`, of a checkpoint that need not be opened.
+
+    Args:
+        config: configuration of the run.
+        layers: layers of its model, by name.
+        step: optimizer steps at the checkpoint.
+    """
+    config = candidate.applied(config)
     config = replace(config, eval=replace(config.eval, batches=settings.batches, errors_every=0))
     if settings.schedule == "linear":
         schedule = ToZero(warmup=0, start=settings.lr / config.optim.lr)
@@ -129,10 +161,8 @@ def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings)
         )
     with user_errors(UserError, before=f"{candidate.name}: "):
         timeline = build_timeline(config)
-        plan = build_plan(
-            config, find_layers(subject.run.model), timeline, Device.of(subject.run.device)
-        )
-    start = subject.step if settings.schedule == "own" else 0
+        plan = build_plan(config, layers, timeline, Device.of(device))
+    start = step if settings.schedule == "own" else 0
     last = [
         replace(s, stop=min(s.stop, start + settings.steps)) for s in plan.since(start).stretches
     ]

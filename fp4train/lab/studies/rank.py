@@ -13,24 +13,45 @@ compared, with all forks that those asked for have, and each new table is counte
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from fp4train import checkpoint
-from fp4train.config import plain
-from fp4train.config.schema import Config
-from fp4train.errors import UserError, user_errors
-from fp4train.lab.studies.base import Base, ForkSettings, RankRequest
-from fp4train.lab.studies.candidates import SECTIONS, Axis, candidates, sweep_axes
-from fp4train.lab.studies.forks import Fork, Job, Pool, branch, here, open_checkpoint
+from fp4train.config import Config, plain, to_config
+from fp4train.data.source import planned_vocab_size
+from fp4train.errors import DataError, UserError, user_errors
+from fp4train.lab.studies.base import Base, Branch, ForkSettings, RankRequest
+from fp4train.lab.studies.candidates import (
+    SECTIONS,
+    Axis,
+    RecipeCandidate,
+    candidates,
+    sweep_axes,
+)
+from fp4train.lab.studies.forks import (
+    Fork,
+    Job,
+    Pool,
+    branch,
+    branch_of,
+    checkpoint_config,
+    here,
+    open_checkpoint,
+)
 from fp4train.lab.studies.ranking import Entry, Ranking
 from fp4train.lab.studies.record import Shown, StudyRecord, open_record, study_progress
 from fp4train.lab.studies.sequential import Looks
+from fp4train.lab.studies.subject import open_subject
+from fp4train.precision.layers import find_layers
+from fp4train.run.build import build_model
 from fp4train.run.checks import learning_rate, nothing_quantised
+from fp4train.run.host import choose_device
 from fp4train.run.record import directory as run_directory
 
 _log = logging.getLogger(__name__)
@@ -52,9 +73,13 @@ def open_bases(request: RankRequest) -> list[Base]:
     ]
     places = [(source, _step(source, step)) for source, step in requested]
     axes = sweep_axes(request.sweep, request.folders)
+    checkpoints = [_configured(request, source, step) for source, step in places]
+    planned = [_planned(request, axes, chosen) for chosen in checkpoints]
+    if all(planned):
+        _different([branches for branches in planned if branches])  # refused before data is read
     bases: dict[str, Base] = {}
-    for source, step in places:
-        base = _open(request, axes, source, step, keep=len(places) == 1)
+    for chosen in checkpoints:
+        base = _open(request, axes, chosen, keep=len(places) == 1)
         if (same := bases.setdefault(base.mark, base)) is not base:
             raise UserError(f"{base.title} and {same.title} are the same checkpoint: name it once")
     return list(bases.values())
@@ -73,28 +98,89 @@ def _step(source: Path, requested: int | None) -> int:
     return have[-1] if requested is None else requested
 
 
-def _open(
-    request: RankRequest, axes: Sequence[Axis], source: Path, step: int, *, keep: bool
-) -> Base:
+@dataclass(frozen=True, kw_only=True)
+class _Checkpoint:
+    """A checkpoint before it is opened.
+
+    Args:
+        source: run directory.
+        step: optimizer steps of the checkpoint.
+        saved: configuration of the run, as it was read.
+        cfg: the composed one that opens the checkpoint.
+        config: typed configuration of the same.
+        settings: settings of the forks.
+    """
+
+    source: Path
+    step: int
+    saved: Mapping[str, Any]
+    cfg: DictConfig
+    config: Config
+    settings: ForkSettings
+
+    def candidates(self, axes: Sequence[Axis], baseline: str | None) -> list[RecipeCandidate]:
+        """The candidates of a sweep; what it does not name is the run's own."""
+        sections = {name: self.saved[name] for name in SECTIONS}
+        if self.settings.schedule == "linear":
+            sections["phases"] = {}  # those of the run belong to its own schedule
+        return candidates(axes, sections, baseline)
+
+
+def _configured(request: RankRequest, source: Path, step: int) -> _Checkpoint:
     saved = plain(run_directory.read_config(source))
-    subject = open_checkpoint(source, step, request.paths, saved)
-    settings = _settings(request, subject.run.config, step)
-    sections = {name: saved[name] for name in SECTIONS}
-    if settings.schedule == "linear":
-        sections["phases"] = {}  # those of the run belong to its own schedule
+    cfg = checkpoint_config(source, step, request.paths, saved)
+    config = to_config(cfg)
+    return _Checkpoint(
+        source=source,
+        step=step,
+        saved=saved,
+        cfg=cfg,
+        config=config,
+        settings=_settings(request, config, step),
+    )
+
+
+def _planned(
+    request: RankRequest, axes: Sequence[Axis], chosen: _Checkpoint
+) -> list[Branch] | None:
+    """The candidates at a checkpoint, planned without its data and weights; None: the data or the
+    model says only when it is read what that takes.
+
+    Raises:
+        UserError: see `branch`.
+    """
+    config = chosen.config
+    try:
+        vocab_size = planned_vocab_size(
+            config.data, getattr(config.model, "vocab_size", None), chosen.source
+        )
+        model = build_model(config, vocab_size, torch.device("meta"))
+    except (DataError, RuntimeError):
+        return None
+    layers = find_layers(model)
+    device = choose_device(config.device)
+    return [
+        branch_of(config, layers, device, chosen.step, candidate, chosen.settings)
+        for candidate in chosen.candidates(axes, request.baseline)
+    ]
+
+
+def _open(request: RankRequest, axes: Sequence[Axis], chosen: _Checkpoint, *, keep: bool) -> Base:
+    settings = chosen.settings
+    subject = open_subject(chosen.config, chosen.cfg, chosen.saved, optimizer=True)
     train = subject.run.config.train
     batches = min(settings.batches, max(1, subject.run.val_data.batches_per_epoch))
     return Base(
-        source=source,
-        step=step,
+        source=chosen.source,
+        step=chosen.step,
         settings=settings,
-        run=subject.identity["run"] or str(source),
+        run=subject.identity["run"] or str(chosen.source),
         trained=subject.run.config.recipe.name,
         tokens=batches * train.tokens,
         identity={"study": "rank", **subject.identity, **asdict(settings)},
         branches=[
             branch(subject, candidate, settings)
-            for candidate in candidates(axes, sections, request.baseline)
+            for candidate in chosen.candidates(axes, request.baseline)
         ],
         subject=subject if keep else None,
     )
@@ -310,16 +396,34 @@ def _ranking(request: RankRequest, forks: Sequence[Forks], count: int, looks: Lo
 
 
 def _distinct(bases: Sequence[Base]) -> list[Base]:
-    """The bases with the candidates that differ in what they compute at any of them; each names
-    those that run alike.
+    """The bases with the candidates of `_different`."""
+    kept = _different([base.branches for base in bases])
+    return [
+        replace(
+            base,
+            branches=[
+                replace(base.branches[index], candidate=candidate)
+                for index, candidate in kept.items()
+            ],
+        )
+        for base in bases
+    ]
+
+
+def _different(by_base: Sequence[Sequence[Branch]]) -> dict[int, RecipeCandidate]:
+    """The candidates that differ in what they compute at any base, by their place; each names those
+    that run alike.
+
+    Args:
+        by_base: the candidates at each base, in the same order.
 
     Raises:
         UserError: fewer than two were asked for that differ.
     """
-    candidates = [branch.candidate for branch in bases[0].branches]
+    candidates = [branch.candidate for branch in by_base[0]]
     alike: dict[object, list[int]] = {}
     for index in range(len(candidates)):
-        alike.setdefault(tuple(base.branches[index].signature for base in bases), []).append(index)
+        alike.setdefault(tuple(branches[index].signature for branches in by_base), []).append(index)
     kept = {}
     for leader, *followers in alike.values():
         name = candidates[leader].name
@@ -331,9 +435,7 @@ def _distinct(bases: Sequence[Base]) -> list[Base]:
         asked = [index for index, candidate in enumerate(candidates) if candidate.asked]
         if len(asked) > 1 or "BF16" in only.same:
             named = ", ".join(dict.fromkeys(candidates[index].name for index in asked))
-            reasons = [
-                why for index in asked if (why := nothing_quantised(bases[0].branches[index].plan))
-            ]
+            reasons = [why for index in asked if (why := nothing_quantised(by_base[0][index].plan))]
             if len(asked) > 1:
                 what = "run every GEMM of this model alike"
             else:
@@ -346,13 +448,4 @@ def _distinct(bases: Sequence[Base]) -> list[Base]:
             index: replace(candidate, asked=candidate.asked or candidate.name == "BF16")
             for index, candidate in kept.items()
         }
-    return [
-        replace(
-            base,
-            branches=[
-                replace(base.branches[index], candidate=candidate)
-                for index, candidate in kept.items()
-            ],
-        )
-        for base in bases
-    ]
+    return kept

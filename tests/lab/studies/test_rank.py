@@ -375,6 +375,24 @@ def test_what_cannot_be_ranked_is_refused(
     assert not (trained / "studies").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["recipe=bf16"], "there is nothing to rank: bf16 is one candidate"),
+        (["recipe=bf16,nvfp4", "policy.last=1.0"], "run every GEMM of this model alike"),
+        (["recipe=bf16,nvfp4", "policy.keep=[nothing]"], "matches no linear layer"),
+        (["schedule=own"], "the run ends at step 6"),
+        (["recipe=nvfp4,bf16", "baseline=mxfp4"], "baseline=mxfp4 is no candidate"),
+    ],
+)
+def test_a_ranking_is_refused_before_data_is_read(
+    cli: Cli, trained: Path, words: list[str], message: str
+) -> None:
+    outcome = cli.raw("rank", str(trained), *words, "data.cache_dir=read")
+    assert outcome.code == 1 and message in outcome.message
+    assert not Path("read").exists()
+
+
 def test_a_run_without_a_checkpoint_is_refused(cli: Cli, trained: Path) -> None:
     Path("empty").mkdir()
     Path("empty/config.yaml").write_bytes((trained / "config.yaml").read_bytes())
