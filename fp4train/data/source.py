@@ -138,6 +138,13 @@ def planned_tokenizer(source: Source, run: Path | None = None) -> Tokenizer | No
         return loaded
 
 
+def ready_tokenizer(source: Source, run: Path | None = None) -> Tokenizer | None:
+    """As `planned_tokenizer`, of fp4train's own classes: another one may need its documents."""
+    if isinstance(getattr(source, "tokenizer", None), Bytes | BytePairs | Pretrained):
+        return planned_tokenizer(source, run)
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Texts:
     """A corpus of text, of which the last part is held out.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp4train.checkpoint.source import WeightSource
 from fp4train.config import Config, to_config
 from fp4train.config.from_folder import model_of
-from fp4train.data.source import planned_tokenizer
+from fp4train.data.source import ready_tokenizer
 from fp4train.data.tokens import TokenData, Tokenizer
 from fp4train.errors import UserError
 from fp4train.models import Architecture
@@ -103,7 +103,7 @@ def check_teacher_source(config: Config, mesh: Mesh, tokenizer_of: Path | None) 
             f"rank, and the run has parallel.tp={mesh.tensor} and parallel.pp={mesh.pipeline}; "
             "use data parallelism (parallel.dp_shard) alone"
         )
-    tokenizer = planned_tokenizer(config.data, tokenizer_of)
+    tokenizer = ready_tokenizer(config.data, tokenizer_of)
     with _named(named.path):
         open_source(named, _shape(named, tokenizer), verify=False)
 

@@ -24,8 +24,8 @@ from omegaconf import DictConfig
 
 from fp4train import checkpoint
 from fp4train.config import Config, plain, to_config
-from fp4train.data.source import planned_vocab_size
-from fp4train.errors import DataError, UserError, user_errors
+from fp4train.data.source import ready_tokenizer
+from fp4train.errors import UserError, user_errors
 from fp4train.lab.studies.base import Base, Branch, ForkSettings, RankRequest
 from fp4train.lab.studies.candidates import (
     SECTIONS,
@@ -150,12 +150,14 @@ def _planned(
         UserError: see `branch`.
     """
     config = chosen.config
+    vocab_size = getattr(config.data, "vocab_size", None)
+    if (tokenizer := ready_tokenizer(config.data, chosen.source)) is not None:
+        vocab_size = tokenizer.vocab_size
+    if not isinstance(vocab_size, int):
+        return None
     try:
-        vocab_size = planned_vocab_size(
-            config.data, getattr(config.model, "vocab_size", None), chosen.source
-        )
         model = build_model(config, vocab_size, torch.device("meta"))
-    except (DataError, RuntimeError):
+    except RuntimeError:  # it reads values of tensors while it is built
         return None
     layers = find_layers(model)
     device = choose_device(config.device)
