@@ -235,6 +235,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {plural or f'{noun}s'}"
 
 
+def counted_are(number: int, noun: str, plural: str = "") -> str:
+    """ "1 step is", "1,234 steps are": a number with its noun and verb."""
+    return f"{counted(number, noun, plural)} {'is' if number == 1 else 'are'}"
+
+
 def span(start: int, stop: int) -> str:
     """ "3", "3–9": the numbers from `start` on that are below `stop`."""
     if stop - start == 1:
@@ -284,6 +289,33 @@ def shortened(text: str, room: int) -> str:
     if room > 3:
         return f"{text[: room - end - 1]}…{text[len(text) - end :]}"
     return ""
+
+
+def short(number: float, digits: int = 3) -> str:
+    """ "1.23 M", "7.39 B", "1.5 T": a count in so many digits, in thousands, millions, billions or
+    trillions.
+    """
+    return _scaled(number, ("", "k", "M", "B", "T"), digits).rstrip()
+
+
+def with_unit(number: float, unit: str, digits: int = 3) -> str:
+    """ "1.23 MB", "275 GB", "12 B": an amount in so many digits, with its unit."""
+    return f"{_scaled(number, ('', 'k', 'M', 'G', 'T', 'P'), digits)}{unit}"
+
+
+def _scaled(number: float, prefixes: Sequence[str], digits: int) -> str:
+    """A number between 1 and 1000 with the prefix of what it is to be multiplied by; with the last
+    prefix any number above.
+    """
+    limit = 1000 - 0.5 * 10.0 ** (3 - digits)
+    *smaller, largest = prefixes
+    for prefix in smaller:
+        if number < limit:
+            return f"{number:.{digits}g} {prefix}"
+        number /= 1000
+    if number < limit:
+        return f"{number:.{digits}g} {largest}"
+    return f"{number:,.0f} {largest}"
 
 
 def three_digits(number: float) -> str:

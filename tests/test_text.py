@@ -3,8 +3,23 @@
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fp4train.text import check_choice, columns, near_miss, nearest, tabulate, whole_number
+from fp4train.text import (
+    check_choice,
+    columns,
+    counted,
+    counted_are,
+    near_miss,
+    nearest,
+    short,
+    span,
+    step_span,
+    tabulate,
+    whole_number,
+    with_unit,
+)
 
 ROWS = [("run", "loss"), ("a", "1.25"), ("longer", "12.5")]
 
@@ -93,4 +108,42 @@ def test_rows_stand_below_the_headings_that_they_share() -> None:
         "  them",
         "wk",
         "  fprop     3 ms",
+    ]
+
+
+def test_a_number_agrees_with_its_noun() -> None:
+    assert [counted(number, "step") for number in (0, 1, 2, 1234)] == [
+        "0 steps",
+        "1 step",
+        "2 steps",
+        "1,234 steps",
+    ]
+    assert (counted(1, "batch", "batches"), counted(2, "batch", "batches")) == (
+        "1 batch",
+        "2 batches",
+    )
+    assert (counted_are(1, "line"), counted_are(3, "line")) == ("1 line is", "3 lines are")
+    assert (span(3, 4), span(3, 10)) == ("3", "3–9")
+    assert (step_span(0, 1), step_span(0, 10)) == ("step 0", "steps 0–9")
+
+
+@given(st.floats(min_value=1, max_value=1e17), st.sampled_from([3, 4]))
+def test_amounts_have_no_exponent_and_keep_their_digits(number: float, digits: int) -> None:
+    powers = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15}
+    count, _, letter = short(number, digits).partition(" ")
+    amount, _, unit = with_unit(number, "B", digits).partition(" ")
+    assert "e" not in f"{count}{amount}" and unit.endswith("B")
+    for text, prefix in ((count, letter), (amount, unit.removesuffix("B"))):
+        value = float(text.replace(",", "")) * powers[prefix]
+        assert value == pytest.approx(number, rel=0.51 * 10.0 ** (1 - digits))
+
+
+def test_counts_are_in_billions_and_bytes_in_gigabytes() -> None:
+    assert [short(n) for n in (12, 999.6, 6.98e9, 1e12)] == ["12", "1 k", "6.98 B", "1 T"]
+    assert short(405_853_388_800, 4) == "405.9 B"
+    assert [with_unit(n, "B") for n in (0, 96, 7020, 1.21e12)] == [
+        "0 B",
+        "96 B",
+        "7.02 kB",
+        "1.21 TB",
     ]

@@ -25,6 +25,7 @@ from torch import nn
 from fp4train.checkpoint import ALONE
 from fp4train.cli.launch import Start, launch
 from fp4train.cli.output import fitted, terminal_width
+from fp4train.config.folders import option_of
 from fp4train.config.overrides import Option, read_options, truth
 from fp4train.config.schema import Config
 from fp4train.data.source import planned_tokenizer, planned_vocab_size
@@ -42,7 +43,6 @@ from fp4train.run.checks import (
     check_oscillation,
     plan_warnings,
     scale_warnings,
-    short,
     warn_of_schedule,
 )
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
@@ -57,7 +57,7 @@ from fp4train.run.state.moments import Moments
 from fp4train.run.state.weights import ModelWeights
 from fp4train.run.states import bytes_per_parameter
 from fp4train.run.teacher import check_teacher
-from fp4train.text import columns, tabulate, three_digits
+from fp4train.text import columns, counted, short, span, tabulate
 
 if TYPE_CHECKING:
     from fp4train.lab.costs.mesh_plan import MeshPlan
@@ -154,14 +154,19 @@ def _of_run(run: Path, *, full: bool) -> str:
     entries = [
         (f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records
     ]
-    head = [f"{run}: {done} of {steps} steps are done", "", *columns(entries), ""]
+    head = [
+        f"{run}: {done} of {counted(steps, 'step')} {'is' if done == 1 else 'are'} done",
+        "",
+        *columns(entries),
+        "",
+    ]
     split = [part for stretch in stretches for part in _split(stretch, done)]
     if full:
         body = [f"{_state(s, done)}: {s.render(full=True)}\n" for s in split]
         return "\n".join([*head, *body]).rstrip()
     rows = [
         (
-            f"{s.start}–{s.stop - 1}" if s.stop - s.start > 1 else str(s.start),
+            span(s.start, s.stop),
             _state(s, done),
             s.recipe,
             ", ".join(f"{name} {share:.1%}" for name, share in s.shares.items()),
@@ -319,29 +324,27 @@ def _whole_run(config: Config) -> str:
     schedule = config.schedule
     warmup = schedule.warmup
     if isinstance(warmup, int):
-        of_run = f"{warmup:,} steps"
+        of_run = counted(warmup, "step")
     else:
         of_run = f"{warmup:.3g} of the run"
-    rates = f"learning rate {config.optim.lr:g}, warm-up {of_run}, then {type(schedule).__name__}"
+    kind = option_of("schedule", type(schedule))
+    rates = f"learning rate {config.optim.lr:g}, warm-up {of_run}, then {kind}"
     data = getattr(config.data, "name", None) or getattr(config.data, "path", None) or ""
     tokenizer = getattr(config.data, "tokenizer", None)
     named = f" {getattr(tokenizer, 'name', None) or ''}".rstrip()
-    read = f"{type(config.data).__name__} {data}".rstrip()
+    read = f"{option_of('data', type(config.data))} {data}".rstrip()
     if tokenizer is not None:
-        text = f"{read} in ids of {type(tokenizer).__name__}{named}"
+        text = f"{read} in ids of {option_of('data/tokenizer', type(tokenizer))}{named}"
     else:
         text = read
-    total = train.steps * train.tokens
-    if total >= 1e9:
-        all_tokens = f"{three_digits(total / 1e9)} B"
-    else:
-        all_tokens = short(total)
     size = (
-        f"{train.steps:,} steps of {train.batch_size} × {train.seq_len:,} tokens, {all_tokens} "
-        "in all"
+        f"{counted(train.steps, 'step')} of {train.batch_size:,} × {train.seq_len:,} tokens, "
+        f"{short(train.steps * train.tokens)} in all"
     )
     every = config.checkpoint.every
-    if every:
+    if every == 1:
+        saved = "a checkpoint at every step"
+    elif every:
         saved = f"checkpoints every {every:,} steps"
     else:
         saved = "a checkpoint at the end"

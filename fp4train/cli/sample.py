@@ -27,7 +27,7 @@ from fp4train.cli.output import usage
 from fp4train.cli.trained import STEP, with_model
 from fp4train.config.overrides import Option, count, number, read_options
 from fp4train.errors import UserError, user_errors
-from fp4train.text import whole_number
+from fp4train.text import counted, whole_number
 
 if TYPE_CHECKING:
     from fp4train.exchange.generation import Sampling
@@ -112,5 +112,5 @@ def _sample(
     complete = len(written) == sampling.tokens or written[-1] == tokenizer.end_of_document
     ended = "" if complete else "; the context is full"
     where = f"{trained.title} in {named.name}"
-    print(f"{where}: {len(written)} tokens in {seconds:.2f} s{ended}", file=sys.stderr)
+    print(f"{where}: {counted(len(written), 'token')} in {seconds:.2f} s{ended}", file=sys.stderr)
     return 0

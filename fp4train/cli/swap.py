@@ -24,7 +24,7 @@ from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import EVALUATION, ask, cancel_request, pending, wait_for_answer
 from fp4train.run.record.journal import RecipeChoice, read_journal, read_swaps
-from fp4train.text import counted, tabulate, whole_number
+from fp4train.text import counted, counted_are, tabulate, whole_number
 
 USAGE = usage(__doc__)
 WAIT = 10.0
@@ -167,9 +167,7 @@ def _cancel(run: Path, what: str, wait: float) -> int:
         if not taken and not recorded:
             print(fitted(f"{run}: no swap is pending"))
         elif taken:
-            are = "is" if len(taken) == 1 else "are"
-            requests = counted(len(taken), "pending request")
-            print(fitted(f"{run}: {requests} {are} cancelled"))
+            print(fitted(f"{run}: {counted_are(len(taken), 'pending request')} cancelled"))
         return code
     if what in open_requests and cancel_request(run, what):
         print(fitted(f"{run}: request {what} is cancelled"))

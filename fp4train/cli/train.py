@@ -58,6 +58,7 @@ from fp4train.run.record.trust import check_paths, forget_charts
 from fp4train.run.supervise.divergence import DivergedError
 from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.supervise.rescue import explain
+from fp4train.text import counted_are
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
 from fp4train.train import Result, train
@@ -287,8 +288,8 @@ def _finished(config: Config, run: Path, step: int) -> str:
     if config.train.steps < step:
         return beyond_its_end(config, run, step)
     text = (
-        f"{run} is finished: {step} steps are done. resume={run} train.steps=… goes on, "
-        "run.name=… starts another run, run.overwrite=true this one again"
+        f"{run} is finished: {counted_are(step, 'step')} done. resume={run} train.steps=… goes "
+        "on, run.name=… starts another run, run.overwrite=true this one again"
     )
     cooldown = config.schedule.cooldown_start(config.train.steps)
     if cooldown is None or step <= cooldown:

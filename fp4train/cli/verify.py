@@ -25,7 +25,7 @@ from fp4train.cli.trained import named_paths, source_named
 from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
-from fp4train.text import columns, counted, table_width, whole_number
+from fp4train.text import columns, counted, counted_are, table_width, whole_number
 
 if TYPE_CHECKING:
     from fp4train.exchange.verify import Verified
@@ -99,10 +99,8 @@ def _show(verified: Verified, losses: dict[str, float], batches: int | None) -> 
     modules = counted(len(verified.layers), "module")
     of = verified.title + (f", {verified.stretch}" if verified.stretch else "")
     if verified.equal:
-        are = "is" if len(verified.layers) == 1 else "are"
-        print(
-            fitted(f"{verified.folder} has the numbers of {of}: {modules} {are} equal in every bit")
-        )
+        are_equal = f"{counted_are(len(verified.layers), 'module')} equal in every bit"
+        print(fitted(f"{verified.folder} has the numbers of {of}: {are_equal}"))
         return
     places = []
     if wrong:

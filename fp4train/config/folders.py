@@ -76,6 +76,16 @@ def own_options() -> dict[str, list[str]]:
     return options(CONFIGS) | {"recipe": sorted(path.stem for path in RECIPES.glob("*.yaml"))}
 
 
+def option_of(group: str, target: type) -> str:
+    """The option of `group` whose file names a class; of a class that none names, its name."""
+    for path in sorted((CONFIGS / group).glob("*.yaml")):
+        body = OmegaConf.load(path)
+        named = f"{target.__module__}.{target.__qualname__}"
+        if isinstance(body, DictConfig) and body.get("_target_") == named:
+            return path.stem
+    return target.__name__
+
+
 _FILE = "file "
 """Begins the provider of options that are single files, in Hydra's ConfigStore; their path
 follows.

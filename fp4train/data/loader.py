@@ -294,7 +294,8 @@ class Feed:
         tokens = self.loader.tokens
         place = getattr(tokens.ids, "filename", None)
         of = f"{tokens.name} tokens" + ("" if place is None else f" of {place}")
-        return time.monotonic() - since, f"sequences {start}–{start + count - 1} of the {of}"
+        sequences = f"sequences {start}–{start + count - 1}" if count > 1 else f"sequence {start}"
+        return time.monotonic() - since, f"{sequences} of the {of}"
 
     def close(self) -> None:
         """End the thread; `rows` must not be called with `then` afterwards."""

@@ -19,6 +19,7 @@ from fp4train.data.stored import Ids as Ids
 from fp4train.data.stored import TokenIds
 from fp4train.data.token_array import TokenArray
 from fp4train.errors import DataError
+from fp4train.text import counted
 
 CHECKED = 1 << 24
 """Ids of each part that are checked before a run begins."""
@@ -257,7 +258,7 @@ def token_data(
     for name, part in (("training", train), ("validation", val)):
         if len(part) < seq_len + 1:
             raise DataError(
-                f"the {name} text is {len(part):,} tokens long, but a sequence needs "
+                f"the {name} text is {counted(len(part), 'token')} long, but a sequence needs "
                 f"train.seq_len+1 = {seq_len + 1:,} ({description}; {whole}). Use more text or a "
                 "smaller train.seq_len, or hold out another part."
             )

@@ -48,10 +48,11 @@ class RecordedResults:
         """A sentence where lines are damaged, whose results are then missing."""
         if not self.damaged:
             return []
-        return [
-            f"{self.damaged:,} lines of {METRICS} are damaged: what they say is not in the "
-            "model card."
-        ]
+        if self.damaged == 1:
+            lines = f"1 line of {METRICS} is damaged: what it says"
+        else:
+            lines = f"{self.damaged:,} lines of {METRICS} are damaged: what they say"
+        return [f"{lines} is not in the model card."]
 
 
 def model_card(

@@ -35,6 +35,7 @@ from fp4train.quantize import Quantized, QuantSpec, has_tensor_amax, measure_ama
 from fp4train.quantize.scaling import element_range, global_scales
 from fp4train.run.build import build_model, build_timeline
 from fp4train.run.record.journal import read_journal, stretches
+from fp4train.text import counted
 
 _ROWS = 128
 """Pieces are a multiple of so many rows, which are whole blocks of every format."""
@@ -303,7 +304,7 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
         counts = {
             name: sum(matrix.format.name == name for matrix in packed.values()) for name in formats
         }
-        listed = ", ".join(f"{count} layers in {name}" for name, count in counts.items())
+        listed = ", ".join(f"{counted(count, 'layer')} in {name}" for name, count in counts.items())
         raise UserError(
             f"to={layout}: a folder has one format, and {stretch.title} quantises {listed}: "
             "take a policy whose kept "
@@ -403,7 +404,7 @@ def _stretch(model: StoredModel, at: int | None) -> PlannedStretch:
     listed = "; ".join(stretch.title for stretch in quantised)
     if not quantised:
         raise UserError(
-            f"{model.run} quantised no weight of fprop in its {done} steps "
+            f"{model.run} quantised no weight of fprop in its {counted(done, 'step')} "
             f"({ran[-1].recipe.name}): there are no codes "
             "that training used. to=hf writes the weights themselves"
         )

@@ -25,7 +25,7 @@ from fp4train.exchange.packed import PackedModel, pack
 from fp4train.exchange.servers import not_served
 from fp4train.exchange.stored import open_stored
 from fp4train.exchange.trained import NamedRecipe, load_trained
-from fp4train.text import screen
+from fp4train.text import counted, screen
 
 CALIBRATION = 4
 """Batches of calibration, where the run did not measure its activations."""
@@ -154,7 +154,7 @@ def _measured(
                 batches = measures.calibrate
             amaxes = activations.calibrated(trained, trained_recipe, batches)
             x_amax = activations.joint(packed, amaxes)
-            scales = f"{batches} batches of training text"
+            scales = f"{counted(batches, 'batch', 'batches')} of training text"
         if measures.losses:
             recipes = {
                 "high precision": trained.high_precision,

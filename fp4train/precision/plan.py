@@ -21,6 +21,7 @@ from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.phases import Phase, Stretch, Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
+from fp4train.text import step_span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class PlannedStretch(Stretch):
 
     @property
     def title(self) -> str:
-        return f"steps {self.start}–{self.stop - 1}: {self.recipe.name} ({self.reason})"
+        return f"{step_span(self.start, self.stop)}: {self.recipe.name} ({self.reason})"
 
     def tables(self, backend: str) -> list[Table]:
         """The distinct tables that `backend` runs layer by layer."""

@@ -27,7 +27,7 @@ from fp4train.backends.table import (
     named,
 )
 from fp4train.quantize import QuantSpec, has_tensor_amax
-from fp4train.text import check_choice, check_least, tabulate
+from fp4train.text import check_choice, check_least, step_span, tabulate
 
 if TYPE_CHECKING:
     from fp4train.precision.layers import Layer
@@ -276,10 +276,10 @@ class Recipe:
             apart = None
         if self.outliers is not None and apart is not None:
             start = self.outliers.start
-            last = self.outliers.start + self.outliers.steps - 1
+            stop = self.outliers.start + self.outliers.steps
             lines += [
                 f"outlier channels, {self.outliers.share:.0%} of the input channels, chosen "
-                f"in steps {start}–{last}:",
+                f"in {step_span(start, stop)}:",
                 apart.shown(width),
             ]
         return "\n".join(lines)

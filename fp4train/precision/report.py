@@ -19,7 +19,7 @@ from fp4train.precision.gather import WireForm, effective, wire_form
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan, Row
-from fp4train.text import columns, first_few, ranges, tabulate, wrapped
+from fp4train.text import columns, first_few, ranges, span, tabulate, wrapped
 
 COLUMNS = ("steps", "layer", "GEMM", "size", "elements", "backend", "why")
 
@@ -34,7 +34,7 @@ def table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 def cells(row: Row) -> tuple[str, ...]:
     """A row of the table."""
-    steps = f"{row.start}–{row.stop - 1}"
+    steps = span(row.start, row.stop)
     size = "×".join(map(str, row.size))
     return (steps, row.layer.label, row.gemm, size, row.elements, row.backend, row.why)
 

@@ -56,6 +56,7 @@ from fp4train.run.step import EagerSteps
 from fp4train.run.supervise.divergence import take_over
 from fp4train.run.supervise.saving import Saver
 from fp4train.run.teacher import check_teacher_source, load_teacher
+from fp4train.text import short
 from fp4train.track import NullTracker
 
 _log = logging.getLogger(__name__)
@@ -112,8 +113,8 @@ def _logging_progress(doing: str, parameters: int | None) -> Iterator[None]:
         last, estimate = now, ""
         if parameters and done:
             left = (now - began) * max(0.0, parameters / done - 1)
-            estimate = f" of {checks.short(parameters)}, about {tqdm.format_interval(left)} left"
-        _log.info("%s: %s parameters%s", doing, checks.short(done), estimate)
+            estimate = f" of {short(parameters)}, about {tqdm.format_interval(left)} left"
+        _log.info("%s: %s parameters%s", doing, short(done), estimate)
 
     handle = register_module_parameter_registration_hook(count)
     try:

@@ -20,6 +20,7 @@ from fp4train.parallel.config import Mesh
 from fp4train.parallel.stages import check_microbatches
 from fp4train.precision.plan import Plan
 from fp4train.run.record import directory as run_directory
+from fp4train.text import short, with_unit
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ def check_memory(model: nn.Module) -> int:
         raise UserError(
             f"{type(model).__name__} has {short(count)} parameters, which are drawn in main "
             "memory: "
-            f"{short(count * BYTES)}B of float32, and this machine has {short(memory)}B. "
+            f"{with_unit(count * BYTES, 'B')} of float32, and this machine has "
+            f"{with_unit(memory, 'B')}. "
             "Choose a smaller model, or "
             "share it between several ranks, each of which draws its part alone (docs/scale.md)"
         )
@@ -319,14 +321,3 @@ def warn_of_schedule(config: Config) -> None:
 def _main_memory() -> int:
     """Bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def short(number: float) -> str:
-    """Three digits and a prefix: "1.23 M"."""
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if number < 999.5 or prefix == "P":
-            break
-        number /= 1000
-    if number < 999.5:
-        return f"{number:,.3g} {prefix}".rstrip()
-    return f"{number:,.0f} {prefix}"

@@ -37,7 +37,7 @@ from fp4train.run.supervise.checkpoints import Checkpoints
 from fp4train.run.supervise.loss_history import Divergence
 from fp4train.run.teacher import Teacher
 from fp4train.shards import RowOrder
-from fp4train.text import first_line
+from fp4train.text import counted, first_line
 from fp4train.track import Tracker
 
 
@@ -149,8 +149,8 @@ class Run:
             device = str(self.device)
         return (
             f"{type(self.config.model).__name__}, {size} parameters; "
-            f"{self.config.train.steps:,} steps of "
-            f"{self.config.train.tokens:,} tokens; {device}"
+            f"{counted(self.config.train.steps, 'step')} of "
+            f"{counted(self.config.train.tokens, 'token')}; {device}"
             + (f"; {self.world}" if self.world.size > 1 else "")
         )
 

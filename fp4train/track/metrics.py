@@ -269,7 +269,11 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
     if changed:
         problems.append(f"the file {changed} since the checkpoint of step {resume_step}")
         if missing := _missing(steps, resume_step):
-            problems.append(f"{missing[2]} steps of {missing[0]}–{missing[1]} are missing")
+            start, last, count = missing
+            if count == 1:
+                problems.append(f"step {start} is missing")
+            else:
+                problems.append(f"{count} steps of {start}–{last} are missing")
     return problems
 
 

@@ -62,10 +62,10 @@ def test_a_preset_has_the_tokens_of_its_source_and_is_planned_without_a_network(
 
 SHAPES = {"llama_125m": 121e6, "llama_1b": 1.08e9, "llama_8b": 7.4e9, "moe_30b": 30.5e9}
 RATES = {
-    "llama_125m": "learning rate 0.0006, warm-up 700 steps, then Cosine",
-    "llama_1b": "learning rate 0.003, warm-up 5,000 steps, then Cosine",
-    "llama_8b": "learning rate 0.002, warm-up 5,000 steps, then Cosine",
-    "moe_30b": "learning rate 0.0016, warm-up 333 steps, then WSD",
+    "llama_125m": "learning rate 0.0006, warm-up 700 steps, then cosine",
+    "llama_1b": "learning rate 0.003, warm-up 5,000 steps, then cosine",
+    "llama_8b": "learning rate 0.002, warm-up 5,000 steps, then cosine",
+    "moe_30b": "learning rate 0.0016, warm-up 333 steps, then wsd",
 }
 
 
@@ -85,9 +85,9 @@ def test_the_first_lines_of_a_preset_and_of_its_plan_say_what_it_is(cli: Cli, na
 
     train = config.train
     said = cli.raw("plan", f"experiment={name}", "gpu=B200").out.splitlines()[0]
-    steps = f"{train.steps:,} steps of {train.batch_size} × {train.seq_len:,} tokens, "
+    steps = f"{train.steps:,} steps of {train.batch_size:,} × {train.seq_len:,} tokens, "
     assert said.startswith(steps)
-    assert f"in ids of Pretrained {config.data.tokenizer.name}; {RATES[short]}; check" in said
+    assert f"in ids of pretrained {config.data.tokenizer.name}; {RATES[short]}; check" in said
     assert said.endswith(f"checkpoints every {config.checkpoint.every:,} steps")
 
 

@@ -150,7 +150,7 @@ def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert checkpoint.steps(run / "checkpoints") == [4, 6], "the newest two"
     plan = (run / "plan.txt").read_text()
-    assert "blocks.0.attention.wq" in plan and "steps 5–5: NVFP4 with fprop in BF16" in plan
+    assert "blocks.0.attention.wq" in plan and "step 5: NVFP4 with fprop in BF16" in plan
     logged = [line for line in lines(run) if "event" not in line]
     each = {f"train/{key}" for key in ("loss", "grad_norm", "lr", "tokens")}
     each |= {"step", "after", "crc", "perf/tokens_per_s", "perf/memory_gb", "precision/recipe"}

@@ -44,7 +44,7 @@ def test_weights_beyond_the_main_memory_are_refused_with_the_numbers(
     )
     said = cli("run.name=a", *wide).message
     needed = (
-        r"LlamaModel has 68\.7 G parameters.* 275 GB of float32, and this machine has 25\.3 "
+        r"LlamaModel has 68\.7 B parameters.* 275 GB of float32, and this machine has 25\.3 "
         r"GB\. Choose"
     )
     assert re.search(needed, said) and not Path("runs/a/config.yaml").exists()

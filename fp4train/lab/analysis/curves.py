@@ -14,6 +14,7 @@ import numpy as np
 from fp4train.lab.analysis import figure as look
 from fp4train.lab.analysis.figure import Draw, style
 from fp4train.lab.analysis.history import Band, Floats, History, Series, read_history
+from fp4train.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -484,7 +485,10 @@ def _mark_events(axes: Axes, history: History) -> None:
 
 
 def _summary(history: History) -> str:
-    parts = [f"{history.last_step} steps", f"training {history.loss('train/loss').values[-1]:.4f}"]
+    parts = [
+        counted(history.last_step, "step"),
+        f"training {history.loss('train/loss').values[-1]:.4f}",
+    ]
     validation = history.series("val/loss")
     if len(validation):
         parts.append(f"validation {validation.values[-1]:.4f}")

@@ -31,7 +31,7 @@ from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan
 from fp4train.run.produced import ProducedNorms
-from fp4train.text import screen, tabulate
+from fp4train.text import counted, screen, short, tabulate, with_unit
 
 _GIB: Final = 2**30
 _SHOWN_PARTS: Final = 9
@@ -52,7 +52,7 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]], width: int | N
     return screen(
         __package__,
         "cluster.txt",
-        {"gib": _gib},
+        {"gib": _gib, "short": short, "unit": with_unit},
         title=title,
         cost=cost,
         reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
@@ -66,7 +66,7 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]], width: int | N
             right=range(1, 6),
             width=width,
         ),
-        steps=sum(steps for _, steps, _ in costs),
+        steps=counted(sum(steps for _, steps, _ in costs), "step"),
         run=time_text(sum(steps * cost.seconds for _, steps, cost in costs)),
     )
 
@@ -83,7 +83,7 @@ def _speed(title: str, cost: ClusterCost) -> tuple[str, ...]:
         time_text(cost.seconds),
         f"{cost.tokens_per_gpu:,.0f}",
         f"{cost.tokens_per_gpu * cost.mesh.gpus:,.0f}",
-        f"{cost.flops_per_gpu / 1e12:.0f}",
+        f"{cost.flops_per_gpu / 1e12:,.0f}",
         f"{cost.mfu:.0%}",
     )
 
@@ -113,12 +113,12 @@ def _step(cost: ClusterCost) -> list[str]:
 
 
 def _collectives(cost: ClusterCost, width: int | None) -> list[str]:
-    header = ("collectives of a step, per rank", "link", "GB sent", "time alone", "not hidden")
+    header = ("collectives of a step, per rank", "link", "sent", "time alone", "not hidden")
     rows = [
         (
             flow.name,
             flow.link,
-            f"{flow.sent / 1e9:.3g}",
+            with_unit(flow.sent, "B"),
             time_text(flow.seconds),
             time_text(flow.exposed),
         )

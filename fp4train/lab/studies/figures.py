@@ -16,7 +16,7 @@ from fp4train.lab.analysis.heatmap import MAP
 from fp4train.lab.studies.findings import Finding, Sensitivity
 from fp4train.lab.studies.results import CandidateResult, RankResult, SensitivityResult
 from fp4train.lab.studies.tradeoff import common_prefix
-from fp4train.text import shortened
+from fp4train.text import counted, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -289,7 +289,8 @@ def ranking(study: RankResult, *, named: bool) -> Draw:
         names = [look.name_lines(candidate.name, room) for candidate in shown]
         if named:
             question = (
-                f"gap to {study.reference}: {study.forks} forks of {study.steps} steps "
+                f"gap to {study.reference}: {counted(study.forks, 'fork')} of "
+                f"{counted(study.steps, 'step')} "
                 f"{study.where}"
             )
             title = look.name_lines(question, int(width * 10))

@@ -53,6 +53,7 @@ from fp4train.run.build import build_model
 from fp4train.run.checks import learning_rate, nothing_quantised
 from fp4train.run.host import choose_device
 from fp4train.run.record import directory as run_directory
+from fp4train.text import counted
 
 _log = logging.getLogger(__name__)
 
@@ -202,7 +203,9 @@ def _settings(request: RankRequest, config: Config, step: int) -> ForkSettings:
             "schedule=own has the rates of the run: leave out lr=, or give schedule=linear"
         )
     if own_schedule and request.steps is not None and request.steps > left:
-        raise UserError(f"steps={request.steps}: the run has {left} steps left after step {step}")
+        raise UserError(
+            f"steps={request.steps}: the run has {counted(left, 'step')} left after step {step}"
+        )
     if request.steps is not None:
         steps = request.steps
     elif own_schedule:

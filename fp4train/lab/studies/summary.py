@@ -11,7 +11,7 @@ from fp4train.lab.studies.parts import GEMM, KINDS, LAYER, NOTHING, OF_THE_RUN, 
 from fp4train.lab.studies.subject import Subject
 from fp4train.lab.studies.tradeoff import Tradeoff
 from fp4train.precision import LayerPolicy
-from fp4train.text import screen, tabulate
+from fp4train.text import counted, screen, tabulate
 
 LISTED = 8
 """Layers in the table, the worst first."""
@@ -86,7 +86,7 @@ class SensitivityReport:
             f"{self.subject.name}:\n"
             f"# keeps {chosen.macs:.1%} of the multiply-adds; nMSE "
             f"{judged.chosen.nmse.mean:.4f} instead of "
-            f"{judged.everything.nmse.mean:.4f} on {judged.batches} batches that did not "
+            f"{judged.everything.nmse.mean:.4f} on {counted(judged.batches, 'batch', 'batches')} that did not "
             "choose it\n" + policy_yaml(self.trade.policy)
         )
 

@@ -17,6 +17,7 @@ from fp4train.run.build import build_plan, with_swap
 from fp4train.run.record.inbox import EVALUATION
 from fp4train.run.record.journal import RecipeChoice, SwapEntry, swaps
 from fp4train.run.run import Run
+from fp4train.text import counted, counted_are
 
 _log = logging.getLogger(__name__)
 
@@ -108,11 +109,11 @@ def swap_recipe(
     """
     swap = RecipeChoice(name, recipe).at(step)
     if not run.step <= swap.step < run.config.train.steps:
-        raise UserError(
-            f"step {step} is past: {run.step} steps are done"
-            if swap.step < run.step
-            else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
-        )
+        if swap.step < run.step:
+            why = f"is past: {counted_are(run.step, 'step')} done"
+        else:
+            why = f"is beyond the end: the run has {counted(run.config.train.steps, 'step')}"
+        raise UserError(f"step {step} {why}")
     _change(
         run,
         with_swap(run.timeline, swap),
@@ -133,7 +134,7 @@ def cancel_swap(run: Run, step: int, request: str | None = None) -> None:
     if step not in {swap.step for swap in run.timeline.swaps}:
         raise UserError(f"there is no swap at step {step}")
     if step < run.step:
-        raise UserError(f"the swap at step {step} has begun: {run.step} steps are done")
+        raise UserError(f"the swap at step {step} has begun: {counted_are(run.step, 'step')} done")
     left = tuple(swap for swap in run.timeline.swaps if swap.step != step)
     _change(run, replace(run.timeline, swaps=left), "swap cancelled", at=step, request=request)
 

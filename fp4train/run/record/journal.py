@@ -124,10 +124,11 @@ class Record:
             parts.append(f"{self.values.get('name', 'the swap')} at step {self.values['at']}")
         if "skipped" in self.values:
             begin, last = self.values["skipped"]
-            parts.append(
-                f"the loss diverged at step {self.values['diverged']}; batches {begin}–{last} "
-                "are skipped"
-            )
+            if begin == last:
+                skipped = f"batch {begin} is skipped"
+            else:
+                skipped = f"batches {begin}–{last} are skipped"
+            parts.append(f"the loss diverged at step {self.values['diverged']}; {skipped}")
         parts += [f"{key}: {_show(old)} → {_show(new)}" for key, (old, new) in self.changed.items()]
         return "; ".join(parts)
 

@@ -16,7 +16,7 @@ from fp4train.backends import GEMMS
 from fp4train.config.schema import MOST_STEPS
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import section, shares
-from fp4train.text import printable
+from fp4train.text import printable, step_span
 
 MOST_DIMENSIONS = 8
 MOST_MACS = 10**30
@@ -53,7 +53,7 @@ class RecordedStretch:
     @property
     def title(self) -> str:
         return printable(
-            f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})", kept=""
+            f"{step_span(self.start, self.stop)}: {self.recipe} ({self.reason})", kept=""
         )
 
     def render(self, *, full: bool) -> str:

@@ -1,0 +1,37 @@
+"""Numbers on the screens of `fp4train plan` are read without counting digits."""
+
+import re
+
+import pytest
+
+from fp4train.cli import main
+
+
+def run(*arguments: str) -> int | str | None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return ended.value.code
+
+
+def test_numbers_of_a_mesh_are_grouped_and_have_no_exponents(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "model=llama_8b data=tokens data.path=tokens.bin data.vocab_size=128256 gpu=GB200"
+    mesh = "parallel.dp_shard=128 train.seq_len=8192 train.batch_size=1024 train.microbatch=1"
+    assert run("plan", *words.split(), *mesh.split(), "train.steps=1") == 0
+    shown = capsys.readouterr().out
+    assert "1 step of 1,024 × 8,192 tokens, 8.39 M in all; tokens tokens.bin; " in shown
+    assert "then wsd; " in shown
+    assert "8.03 B parameters (vocabulary 128,256) on 128 GB200" in shown
+    assert "8,388,608 tokens per step, 8 × 8,192 per data rank" in shown
+    assert "no weight would be cut within a block of scales" in shown
+    assert "step 0: NVFP4 (recipe)" in shown and "the whole run, 1 step: " in shown
+    assert not re.findall(r"\de[+-]\d|0–0|\b1 steps|\d{5,}", shown)
+
+
+def test_a_model_that_is_large_for_its_tokens_is_counted_in_billions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("data=tokens", "data.path=tokens.bin", "data.vocab_size=128256", "gpu=GB200")
+    assert run("plan", "model=llama_8b", *words, "train.steps=1") == 0
+    assert "8.03 B parameters learn 4.1 k tokens" in " ".join(capsys.readouterr().err.split())
