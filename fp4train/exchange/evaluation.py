@@ -15,8 +15,7 @@ included, as in training and in other software.
 Results are kept with the run that they are of (`record`): as events in its metrics, and so in its
 tracker.
 
-    {"step": 300, "event": "evaluation", "task": "held-out text", "recipe": "NVFP4", "eval/loss":
-    1.66, …}
+    {"step": 300, "event": "evaluation", "task": "held-out text", "recipe": "NVFP4", …}
 
 The step is that of the checkpoint, so that a resume from before it leaves the event out with all
 else that it undoes. Where no process trains in the directory, this one holds its lock and appends

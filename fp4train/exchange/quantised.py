@@ -1,9 +1,10 @@
 """`fp4train export RUN to=compressed-tensors|modelopt`: a run as a folder of codes that serving
 software multiplies.
 
-    config.json with quantization_config; for ModelOpt also hf_quant_config.json model.safetensors
-    (or shards and their index): codes, scales, and in high precision what the plan keeps so
-    tokenizer, model card and fp4train.json as of to=hf; it also says of which steps the codes are
+    config.json         with quantization_config; for ModelOpt also hf_quant_config.json
+    model.safetensors   or shards and their index: codes, scales, and what the plan keeps in high
+                        precision
+    the rest            as of to=hf; fp4train.json also says of which steps the codes are
 
 vLLM, SGLang and TensorRT-LLM read such folders, transformers those of compressed-tensors.
 """

@@ -5,8 +5,8 @@ The table decides, not the recipe's class: a `Custom` table that happens to be N
 
 1. one of TE's recipe classes, every switch set, so that TE's environment variables change nothing;
 2. `CustomRecipe` with a quantiser for each form of each tensor (TE ≥ 2.19): high precision in
-  single GEMMs, or
-   different formats in forward and backward. TE's `backward_override="high_precision"` does not
+   single GEMMs, or different formats in forward and backward. TE's
+   `backward_override="high_precision"` does not
    serve a quantised forward pass over an unquantised backward pass: it multiplies the weight in its
    own dtype, float32 by BF16.
 

@@ -2,8 +2,8 @@
 what certainty.
 
     nMSE = E‖g − g₀‖²/‖g₀‖² = variance (over the random bits) + squared error of the mean over them
-    systematic bias² = U-statistic of ⟨ē_b, ē_b'⟩ over pairs of batches b ≠ b', over that of ⟨g₀_b,
-    g₀_b'⟩ (= |G|²)
+    systematic bias² = U-statistic of ⟨ē_b, ē_b'⟩ over pairs of batches b ≠ b',
+                       over that of ⟨g₀_b, g₀_b'⟩ (= |G|²)
 
 The first says how wrong the gradient of a batch is; the second, how wrong it is in a way that does
 not average out over batches, as an optimizer averages over steps. Both sides of it are unbiased:

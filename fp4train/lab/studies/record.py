@@ -1,9 +1,8 @@
 """STUDY/measurements.jsonl: what a study has measured, a line for each finished measurement,
 written as it happens.
 
-    {"step": 200, "event": "study", "identity": {"study": "sensitivity", "run": …, "weights": …},
-    "after": …, "crc": …} {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, 0.104],
-    …}, "after": …, "crc": …}
+    {"step": 200, "event": "study", "identity": {"study": "sensitivity", …}, "after": …, "crc": …}
+    {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, …], …}, "after": …, "crc": …}
 
 The first line says what the measurements are of. A study that goes on compares it with its own, and
 refuses the record of another one. The lines are chained, so that one that was changed, lost or

@@ -1,9 +1,9 @@
 """RUN: the directory of a run, its lock, and its saved configuration.
 
-    config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins; its first
-                      line holds the run's identity, the checksum of the rest, and where the rest
-                      names paths outside of the run the signature of the user who named them
-                      (`trust`)
+    config.yaml       the whole configuration: plain values, and names of classes of fp4train and
+                      its plugins; its first line holds the run's identity, the checksum of the
+                      rest, and where the rest names paths outside of the run the signature of the
+                      user who named them (`trust`)
     heartbeat.json    step, time and loss of the running process, for who watches from outside (`watch`)
     history.jsonl     the journal: what the run was told and what it ran, by stretch of steps (`journal`)
     swap_requests/    recipe changes that the running process is asked for, and its answers (`inbox`)
