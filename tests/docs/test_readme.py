@@ -92,7 +92,7 @@ HERE: dict[str, tuple[str, Callable[[], bool]]] = {
         lambda: {"sensitivity", "rank"} <= set(VERBS),
     ),
     "export of packed NVFP4": ("yes", lambda: {"modelopt", "compressed-tensors"} <= set(LAYOUTS)),
-    "context and expert parallelism, profiler, mixtures of data": (
+    "context and expert parallelism, profiler": (
         "no",
         lambda: not {"cp", "ep"} & set(vars(run_of().parallel)) and "profile" not in VERBS,
     ),
