@@ -17,6 +17,9 @@ GIVEN = {
     "data=chat": ["data.path=x"],
     "data=dna": ["data.path=x"],
     "data=hf": ["data.name=x"],
+    "data=mixture": [
+        "data.parts={a: {weight: 1, source: {_target_: fp4train.data.Text, path: x}}}"
+    ],
     "data=tokens": ["data.path=x", "data.vocab_size=50257"],
     "data/tokenizer=pretrained": ["data.tokenizer.name=x"],
 }
