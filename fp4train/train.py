@@ -87,7 +87,7 @@ def train(run: Run) -> Result:
                         break
                     stretch = enter_stretch(run, stretch)
                     step = train_step(run, stretch.recipe)
-                    run.step = run.step + 1
+                    run.step += 1
                     run.mid_update = False
                     step.values |= agreed.memory
                     ledger.add(step)
