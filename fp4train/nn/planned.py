@@ -240,13 +240,13 @@ class PlannedLayer(nn.Module):
             key = (context.recipe, context.policy, Device.of(device))
             if context.applied and key != self._applied:
                 if self._applied is None:
-                    placeholder = "none"
+                    applied_plan = "none"
                 else:
-                    placeholder = f"that of {self._applied[0].name}"
+                    applied_plan = f"that of {self._applied[0].name}"
                 raise RuntimeError(
                     f"layer {self.layer.name} is called in {context.recipe.name} on {key[2]}, "
                     "and the plan that was "
-                    f"applied to it is {placeholder}: apply the plan of the coming stretch to the "
+                    f"applied to it is {applied_plan}: apply the plan of the coming stretch to the "
                     "model first (Run.apply), "
                     "or enter the recipe by autocast, which resolves it"
                 )

@@ -8,6 +8,7 @@ parameter of its name is placed as the parameter is, all others are read whole.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -53,7 +54,7 @@ class Trained(Protocol):
     def load_scaling(self, state: dict[str, dict[str, Tensor]]) -> None: ...
 
 
-class RunState:
+class RunState(ABC):
     """A part of what the future of a run depends on; saved, restored, resharded and counted alike.
 
     Attributes:
@@ -82,21 +83,21 @@ class RunState:
         """Bytes that a rank keeps, and a checkpoint holds, per parameter of the model."""
         return 0
 
+    @abstractmethod
     def saved(self) -> Mapping[str, Any]:
         """The table that a checkpoint holds, of a pipeline that of this rank's stages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, saved: Any) -> None:
         """Compare what `saved_part` read with this run; nothing is changed.
 
         Raises:
             ValueError: it does not fit, or is not finite; the message names the first tensor.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, saved: Any) -> None:
         """Take over what `check` accepted."""
-        raise NotImplementedError
 
     def must_be_finite(self, path: str) -> bool:
         """Whether a checkpoint is worthless if the tensor of this path below `key` is not
@@ -105,7 +106,8 @@ class RunState:
         return False
 
     def after_step(self, step: Step) -> None:
-        """Follow an optimizer step that was queued."""
+        """Follow an optimizer step that was queued; most states have nothing to do."""
+        return None
 
     def weights(self) -> Mapping[str, Tensor] | None:
         """Weights that are evaluated beside the trained ones: name of a parameter → this rank's
