@@ -47,20 +47,16 @@ from fp4train.run.host import keep_freed_memory
 MXFP8_SPEC = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
 PARTS = ("quantize", "linear", "step", "recipes", "families", "startup", "scaling")
 HYBRID = (
-    *(
-        "model=hybrid_tiny",
-        "model.width=768",
-        "model.hidden=3072",
-        "model.heads=12",
-        "model.kv_heads=4",
-    ),
-    *(
-        "model.pattern=M-M*-",
-        "model.scan.heads=24",
-        "model.scan.state=128",
-        "train.batch_size=2",
-        "train.seq_len=1024",
-    ),
+    "model=hybrid_tiny",
+    "model.width=768",
+    "model.hidden=3072",
+    "model.heads=12",
+    "model.kv_heads=4",
+    "model.pattern=M-M*-",
+    "model.scan.heads=24",
+    "model.scan.state=128",
+    "train.batch_size=2",
+    "train.seq_len=1024",
 )
 """A hybrid whose layers are as wide as those of llama_125m."""
 EXPERTS_SETTLE = (100, 30)

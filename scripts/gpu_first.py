@@ -30,14 +30,14 @@ import torch
 
 RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block")
 SHORT = (
-    *(
-        "model=llama_30m",
-        "train.steps=2",
-        "train.batch_size=4",
-        "train.microbatch=2",
-        "train.seq_len=256",
-    ),
-    *("eval.every=0", "checkpoint.every=0", "phases=none"),
+    "model=llama_30m",
+    "train.steps=2",
+    "train.batch_size=4",
+    "train.microbatch=2",
+    "train.seq_len=256",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "phases=none",
 )
 MODES = {
     "capture": ("recipe=bf16", "train.cuda_graph=true", "train.steps=5"),
@@ -199,7 +199,11 @@ def main(words: list[str] | None = None) -> int:
 
 
 DRY = (
-    *("kernel", "scaled_mm fp8 current", "scaled_mm nvfp4", "liger", "step nvfp4"),
+    "kernel",
+    "scaled_mm fp8 current",
+    "scaled_mm nvfp4",
+    "liger",
+    "step nvfp4",
     *MODES,
 )
 """The checks of a dry run: one of each kind."""

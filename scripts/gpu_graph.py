@@ -26,20 +26,20 @@ import torch
 from fp4train.run.step_graph import WARM_UP
 
 OPTIONS = (
-    *(
-        "model=llama_30m",
-        "train.steps=40",
-        "train.batch_size=8",
-        "train.microbatch=4",
-        "train.seq_len=256",
-    ),
-    *("eval.every=15", "eval.batches=2", "checkpoint.every=0", "phases=none", "track=jsonl"),
-    *(
-        "optim.lr=0.0009765625",
-        "schedule=constant",
-        "schedule.warmup=0",
-        "train.deterministic=true",
-    ),
+    "model=llama_30m",
+    "train.steps=40",
+    "train.batch_size=8",
+    "train.microbatch=4",
+    "train.seq_len=256",
+    "eval.every=15",
+    "eval.batches=2",
+    "checkpoint.every=0",
+    "phases=none",
+    "track=jsonl",
+    "optim.lr=0.0009765625",
+    "schedule=constant",
+    "schedule.warmup=0",
+    "train.deterministic=true",
 )
 CASES: dict[str, tuple[str, ...]] = {
     **{recipe: (f"recipe={recipe}",) for recipe in ("bf16", "mxfp8", "fp8_current", "nvfp4")},

@@ -13,22 +13,19 @@ from pathlib import Path
 from typing import Any
 
 TINY = (
-    *(
-        "device=cpu",
-        "model=llama_tiny",
-        "model.width=32",
-        "model.layers=1",
-        "model.heads=2",
-        "model.kv_heads=1",
-    ),
-    *(
-        "model.hidden=32",
-        "train.batch_size=2",
-        "train.microbatch=1",
-        "train.seq_len=16",
-        "eval.batches=1",
-    ),
-    *("policy=all", "eval.every=0"),
+    "device=cpu",
+    "model=llama_tiny",
+    "model.width=32",
+    "model.layers=1",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.hidden=32",
+    "train.batch_size=2",
+    "train.microbatch=1",
+    "train.seq_len=16",
+    "eval.batches=1",
+    "policy=all",
+    "eval.every=0",
 )
 """Keys of a dry run's runs; they come last and win, but for the model, if that is tiny."""
 

@@ -24,20 +24,16 @@ import torch
 
 RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed")
 OPTIONS = (
-    *(
-        "model=llama_30m",
-        "train.steps=8",
-        "train.batch_size=8",
-        "train.microbatch=4",
-        "train.seq_len=256",
-    ),
-    *(
-        "phases=none",
-        "eval.every=0",
-        "checkpoint.every=4",
-        "checkpoint.keep=9",
-        "train.deterministic=true",
-    ),
+    "model=llama_30m",
+    "train.steps=8",
+    "train.batch_size=8",
+    "train.microbatch=4",
+    "train.seq_len=256",
+    "phases=none",
+    "eval.every=0",
+    "checkpoint.every=4",
+    "checkpoint.keep=9",
+    "train.deterministic=true",
 )
 KEYS = ("train/loss", "train/grad_norm")
 

@@ -37,12 +37,28 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 
 OF_TORCH = (
-    *("torch", "triton", "setuptools", "sympy", "mpmath", "networkx", "jinja2", "markupsafe"),
-    *("filelock", "fsspec", "typing-extensions"),
+    "torch",
+    "triton",
+    "setuptools",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "jinja2",
+    "markupsafe",
+    "filelock",
+    "fsspec",
+    "typing-extensions",
 )
 OF_TRANSFORMERS = (
-    *("transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "tqdm", "pyyaml"),
-    *("regex", "packaging"),
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface-hub",
+    "numpy",
+    "tqdm",
+    "pyyaml",
+    "regex",
+    "packaging",
 )
 MACHINE = frozenset({*OF_TORCH, *OF_TRANSFORMERS})
 """Packages that the machine has: torch and transformers, and what each version of them needs."""

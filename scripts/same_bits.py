@@ -27,29 +27,23 @@ from pathlib import Path
 STEPS = 12
 KILLED_AFTER = 5
 TINY = (
-    *(
-        "model.width=128",
-        "model.layers=2",
-        "model.heads=2",
-        "model.kv_heads=1",
-        "model.hidden=192",
-        "device=cpu",
-    ),
-    *(
-        "train.batch_size=4",
-        "train.seq_len=32",
-        f"train.steps={STEPS}",
-        "checkpoint.every=2",
-        "policy.last=0.5",
-    ),
-    *(
-        "eval.batches=1",
-        "eval.every=4",
-        "eval.errors_every=3",
-        "track=jsonl",
-        "data=text",
-        "run.name=a",
-    ),
+    "model.width=128",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.hidden=192",
+    "device=cpu",
+    "train.batch_size=4",
+    "train.seq_len=32",
+    f"train.steps={STEPS}",
+    "checkpoint.every=2",
+    "policy.last=0.5",
+    "eval.batches=1",
+    "eval.every=4",
+    "eval.errors_every=3",
+    "track=jsonl",
+    "data=text",
+    "run.name=a",
 )
 """Rows of 128 and heads of 64 features, which the C kernels of norms, gates and rotations take."""
 PATHS = ("data.path=text.txt", "data.cache_dir=cache")

@@ -25,8 +25,12 @@ _BY_CHANNEL = "of each channel or head by itself, no matrix product"
 """Why a parameter that is no factor of a matrix product stays in high precision."""
 
 _CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
 )
 
 

@@ -48,29 +48,25 @@ class Form:
     """
 
     __slots__ = (
-        *(
-            "amax_ranks",
-            "codes",
-            "column",
-            "delayed",
-            "feature",
-            "kernel_only",
-            "make",
-            "number",
-            "pure",
-        ),
-        *(
-            "plain",
-            "quantizer",
-            "rank",
-            "rounding_ranks",
-            "runs",
-            "source",
-            "spec",
-            "stochastic",
-            "tensor",
-            "tiles",
-        ),
+        "amax_ranks",
+        "codes",
+        "column",
+        "delayed",
+        "feature",
+        "kernel_only",
+        "make",
+        "number",
+        "plain",
+        "pure",
+        "quantizer",
+        "rank",
+        "rounding_ranks",
+        "runs",
+        "source",
+        "spec",
+        "stochastic",
+        "tensor",
+        "tiles",
     )
 
     def __init__(

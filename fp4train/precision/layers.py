@@ -27,25 +27,27 @@ CLASS = "class:"
 
 _HARMLESS = {
     # construction and printing
-    *("__init__", "reset_parameters", "__repr__", "_get_name", "extra_repr"),
-    *(
-        "_save_to_state_dict",
-        "_load_from_state_dict",
-        "get_extra_state",
-        "set_extra_state",
-        "_version",
-    ),
-    *(
-        "__module__",
-        "__doc__",
-        "__dict__",
-        "__weakref__",
-        "__constants__",
-        "__annotations__",
-        "__annotate_func__",
-    ),
+    "__init__",
+    "reset_parameters",
+    "__repr__",
+    "_get_name",
+    "extra_repr",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+    "_version",
+    "__module__",
+    "__doc__",
+    "__dict__",
+    "__weakref__",
+    "__constants__",
+    "__annotations__",
+    "__annotate_func__",
     # made by every class statement
-    *("__annotations_cache__", "__static_attributes__", "__firstlineno__"),
+    "__annotations_cache__",
+    "__static_attributes__",
+    "__firstlineno__",
 }
 """Names that a subclass of nn.Linear may redefine without changing what it computes."""
 

@@ -155,8 +155,14 @@ def keep_freed_memory() -> bool:
 
 
 PACKAGES = (
-    *("torch", "numpy", "transformer_engine", "transformer_engine_torch", "triton", "liger-kernel"),
-    *("mamba-ssm", "causal-conv1d"),
+    "torch",
+    "numpy",
+    "transformer_engine",
+    "transformer_engine_torch",
+    "triton",
+    "liger-kernel",
+    "mamba-ssm",
+    "causal-conv1d",
 )
 """Packages whose versions change what a run computes, or how fast."""
 

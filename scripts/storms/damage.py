@@ -13,20 +13,17 @@ import numpy as np
 from storms.ground import ON, STEPS, TINY, Ground, Result, call, listening, losses
 
 FILES = (
-    *(
-        "config.yaml",
-        "metrics.jsonl",
-        "history.jsonl",
-        "statistics.bin",
-        "plan.txt",
-        "heartbeat.json",
-    ),
-    *(
-        "checkpoints/*/state.json",
-        "checkpoints/*/tensors.safetensors",
-        "checkpoints/*/weights.safetensors",
-    ),
-    *("cache/*.bin", "cache/*.json"),
+    "config.yaml",
+    "metrics.jsonl",
+    "history.jsonl",
+    "statistics.bin",
+    "plan.txt",
+    "heartbeat.json",
+    "checkpoints/*/state.json",
+    "checkpoints/*/tensors.safetensors",
+    "checkpoints/*/weights.safetensors",
+    "cache/*.bin",
+    "cache/*.json",
 )
 RANK = "studies/rank/rank.json"
 SENSITIVITY = "studies/sensitivity/sensitivity.json"
@@ -36,8 +33,10 @@ READ = {
         name: f"checkpoints/*/{name}"
         for name in ("state.json", "tensors.safetensors", "weights.safetensors")
     },
-    **{"cache.bin": "cache/*.bin", "cache.json": "cache/*.json"},
-    **{"rank.json": RANK, "sensitivity.json": SENSITIVITY},
+    "cache.bin": "cache/*.bin",
+    "cache.json": "cache/*.json",
+    "rank.json": RANK,
+    "sensitivity.json": SENSITIVITY,
     "measurements.jsonl": "studies/rank/measurements.jsonl",
 }
 """The records that are checked, by what the table calls them."""

@@ -26,20 +26,16 @@ VALUES: tuple[Any, ...] = (
     *([], [1], [[1]], {}, {"a": []}, [None] * 1000, None),
 )
 STRAY = (
-    *(
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "pytorch_model.bin",
-        "model.safetensors.index.json",
-    ),
-    *(
-        "modeling_own.py",
-        "vocab.json",
-        "added_tokens.json",
-        "generation_config.json",
-        "params.json",
-        "notes.txt",
-    ),
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "pytorch_model.bin",
+    "model.safetensors.index.json",
+    "modeling_own.py",
+    "vocab.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "params.json",
+    "notes.txt",
 )
 COMMANDS = (
     ("sample", "hf", "prompt=the", "tokens=2"),

@@ -31,14 +31,12 @@ SHAPE = (
     "data=text",
 )
 TINY = (
-    *(
-        *SHAPE,
-        "train.batch_size=4",
-        "train.seq_len=32",
-        "eval.batches=1",
-        "eval.every=0",
-        "track=jsonl",
-    ),
+    *SHAPE,
+    "train.batch_size=4",
+    "train.seq_len=32",
+    "eval.batches=1",
+    "eval.every=0",
+    "track=jsonl",
     *(
         "phases=none",
         "schedule=constant",
@@ -46,7 +44,9 @@ TINY = (
         "checkpoint.every=2",
         f"train.steps={STEPS}",
     ),
-    *("eval.errors_every=2", "data.path=../text.txt", "data.cache_dir=cache"),
+    "eval.errors_every=2",
+    "data.path=../text.txt",
+    "data.cache_dir=cache",
 )
 ON = ("resume=runs/a", f"train.steps={STEPS}")
 

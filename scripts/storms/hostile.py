@@ -16,22 +16,31 @@ from storms.ground import ON, TINY, Ground, Result, begin, call, end_measured, e
 from storms.surroundings import small_memory
 
 NAMES = (
-    *(".lock", "metrics.jsonl", "config.yaml", "plan.txt", "curves.png", "heartbeat.json"),
-    *(
-        "history.jsonl",
-        "metrics.jsonl.damaged",
-        "statistics.bin",
-        "studies",
-        "studies/x",
-        "studies/x/rank.json",
-    ),
-    *("checkpoints", "swap_requests", "swap_requests/1.json", "checkpoints/step_00000004"),
+    ".lock",
+    "metrics.jsonl",
+    "config.yaml",
+    "plan.txt",
+    "curves.png",
+    "heartbeat.json",
+    "history.jsonl",
+    "metrics.jsonl.damaged",
+    "statistics.bin",
+    "studies",
+    "studies/x",
+    "studies/x/rank.json",
+    "checkpoints",
+    "swap_requests",
+    "swap_requests/1.json",
+    "checkpoints/step_00000004",
     *(
         f"checkpoints/step_00000004/{name}"
         for name in ("state.json", "tensors.safetensors", "weights.safetensors")
     ),
-    *("wandb", ".new"),
-    *(".metrics.jsonl.tmp", ".curves.png.tmp", ".config.yaml.1"),
+    "wandb",
+    ".new",
+    ".metrics.jsonl.tmp",
+    ".curves.png.tmp",
+    ".config.yaml.1",
 )
 ACTS = (
     ON,

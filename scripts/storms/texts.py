@@ -48,31 +48,21 @@ TEMPLATES = (
     "{{ ns.n ~ '. ' ~ m['role'] ~ ': ' ~ m['content'] | trim ~ '\\n' }}{%- endfor -%}",
 )
 COSTLY = (
-    *(
-        "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}",
-        "{{ 'a' * 10**10 }}",
-    ),
-    *(
-        "{{ 'a'.ljust(10**9) }}",
-        "{{ lipsum(n=10**6) }}",
-        "{{ 9 ** 9 ** 9 }}",
-        "{{ [0] * 10**10 }}",
-        "{{ '%9999999999d' % 1 }}",
-    ),
-    *(
-        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-        "{{ messages.__class__.__mro__ }}",
-        "{% include '/etc/passwd' %}",
-    ),
-    *(
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ ('a' * 99999) | batch(1) | list | tojson }}",
-        "{{ raise_exception('\x1b[2J') }}",
-    ),
-    *(
-        "{{ '((((((((((' | replace('(', '((((((((((') * 9**6 }}",
-        "{% set x = namespace() %}{% set x.y = x %}{{ x | tojson }}",
-    ),
+    "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}",
+    "{{ 'a' * 10**10 }}",
+    "{{ 'a'.ljust(10**9) }}",
+    "{{ lipsum(n=10**6) }}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{{ [0] * 10**10 }}",
+    "{{ '%9999999999d' % 1 }}",
+    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "{{ messages.__class__.__mro__ }}",
+    "{% include '/etc/passwd' %}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ ('a' * 99999) | batch(1) | list | tojson }}",
+    "{{ raise_exception('\x1b[2J') }}",
+    "{{ '((((((((((' | replace('(', '((((((((((') * 9**6 }}",
+    "{% set x = namespace() %}{% set x.y = x %}{{ x | tojson }}",
     *(
         "{{ strftime_now('%Y' * 10**8) }}",
         "{{ range(10**18) | list }}",

@@ -13,16 +13,37 @@ from fp4train.keys import CHANGES_DIGITS, CHANGES_NOTHING, MayDiffer, lies_in
 from fp4train.paths import CacheFolder, DataPaths
 
 REPEATED = [
-    *("run.name", "run.dir", "run.overwrite", "resume", "resume_step", "gpu", "plugins", "eval"),
-    *("checkpoint", "train.step_timeout", "train.on_divergence", "train.rewinds", "track"),
+    "run.name",
+    "run.dir",
+    "run.overwrite",
+    "resume",
+    "resume_step",
+    "gpu",
+    "plugins",
+    "eval",
+    "checkpoint",
+    "train.step_timeout",
+    "train.on_divergence",
+    "train.rewinds",
+    "track",
     "data.cache_dir",
 ]
 COURSE = ["recipe", "policy", "phases", "optim", "schedule", "train.steps"]
 PLACES = ["data.path", "data.val_path"]
 DIGITS = [
-    *("backend", "device", "teacher", "teacher_step", "parallel", "model.recompute", "model.draw"),
-    *("train.microbatch", "train.threads", "train.compile", "train.deterministic"),
-    *("train.kernels", "model.scan.kernels"),
+    "backend",
+    "device",
+    "teacher",
+    "teacher_step",
+    "parallel",
+    "model.recompute",
+    "model.draw",
+    "train.microbatch",
+    "train.threads",
+    "train.compile",
+    "train.deterministic",
+    "train.kernels",
+    "model.scan.kernels",
 ]
 START = ["init", "init_step"]
 SOURCES = [
@@ -72,7 +93,12 @@ def test_a_mark_is_found_in_sections_and_unions_and_leaves_the_values_type() -> 
         resumed = differing_keys(node, Outer, MayDiffer.RESUMED)
         repeated = differing_keys(node, Outer, MayDiffer.REPEATED)
     assert resumed == (
-        *("parts.a.files", "parts.a.fast", "watch", "watch.files", "watch.fast", "cache"),
+        "parts.a.files",
+        "parts.a.fast",
+        "watch",
+        "watch.files",
+        "watch.fast",
+        "cache",
     )
     assert repeated == ("watch", "cache")
     outer = bind(node, Outer, "")

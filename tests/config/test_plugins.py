@@ -287,7 +287,9 @@ def test_a_plugins_files_are_its_whole_package_and_what_it_imports_beside_it(
     with plugins.using(["ownlab5"], [tmp_path]):
         files = plugins.source_files()
     assert {name for name in files if "5" in name or "unused" in name} == {
-        *("ownlab5/__init__.py", "ownlab5/tables/scales.json", "beside5.py")
+        "ownlab5/__init__.py",
+        "ownlab5/tables/scales.json",
+        "beside5.py",
     }
     assert all(path.is_file() for path in files.values())
     assert plugins.source_files() == {}

@@ -84,9 +84,9 @@ def test_templates_write_what_they_write_in_transformers(source: str) -> None:
 
 
 PARTS = [
-    *("{% for m in messages %}", "{%- for m in messages -%}\n", "{% endfor %}\n", "{%- endfor -%}", "{% if loop %}"),
-    *("{% endif %}", "{%+ if true -%}\n", "{{ m.content }}", "{{- m.role -}}\n", "{{ messages[0] | tojson }}"),
-    *(" ", "\n", "{{ eos_token }}", "\t{% generation %}", "{% endgeneration -%}\n "),
+    "{% for m in messages %}", "{%- for m in messages -%}\n", "{% endfor %}\n", "{%- endfor -%}", "{% if loop %}",
+    "{% endif %}", "{%+ if true -%}\n", "{{ m.content }}", "{{- m.role -}}\n", "{{ messages[0] | tojson }}",
+    " ", "\n", "{{ eos_token }}", "\t{% generation %}", "{% endgeneration -%}\n ",
     *("{% set a = 'x' %}\n", "{{ a }}", "text", "{# c #}\n"),
 ]  # fmt: skip
 

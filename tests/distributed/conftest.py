@@ -23,16 +23,20 @@ from fp4train import checkpoint
 
 PATIENCE = 240.0
 TINY = (
-    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
-    *(
-        "train.steps=5",
-        "train.batch_size=4",
-        "train.seq_len=32",
-        "eval.batches=1",
-        "eval.every=2",
-        "data=text",
-    ),
-    *("track=jsonl", "optim.clip=0.5", "checkpoint.every=0"),
+    "model.width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.hidden=64",
+    "train.steps=5",
+    "train.batch_size=4",
+    "train.seq_len=32",
+    "eval.batches=1",
+    "eval.every=2",
+    "data=text",
+    "track=jsonl",
+    "optim.clip=0.5",
+    "checkpoint.every=0",
 )
 
 

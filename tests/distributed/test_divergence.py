@@ -22,15 +22,16 @@ def train_step(run, recipe):
 loop.train_step = train_step
 """
 OPTIONS = (
-    *(
-        "recipe=nvfp4",
-        "train.steps=16",
-        "checkpoint.every=5",
-        "checkpoint.keep=1",
-        "eval.every=0",
-        "phases=none",
-    ),
-    *("schedule=constant", "schedule.warmup=0", "model.layers=4", "train.on_divergence=rewind"),
+    "recipe=nvfp4",
+    "train.steps=16",
+    "checkpoint.every=5",
+    "checkpoint.keep=1",
+    "eval.every=0",
+    "phases=none",
+    "schedule=constant",
+    "schedule.warmup=0",
+    "model.layers=4",
+    "train.on_divergence=rewind",
 )
 
 

@@ -16,53 +16,49 @@ pytestmark = pytest.mark.long
 Ranks = Any
 Cut = tuple[str, ...]
 HYBRID = (
-    *(
-        "model=hybrid_tiny",
-        "model.width=32",
-        "model.pattern=M-M*",
-        "model.hidden=64",
-        "model.scan.heads=4",
-    ),
-    *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16", "train.microbatch=2"),
+    "model=hybrid_tiny",
+    "model.width=32",
+    "model.pattern=M-M*",
+    "model.hidden=64",
+    "model.scan.heads=4",
+    "model.scan.head_dim=16",
+    "model.scan.state=16",
+    "model.scan.chunk=16",
+    "train.microbatch=2",
 )
 MOE = (
-    *(
-        "model=moe_tiny",
-        "model.width=32",
-        "model.layers=3",
-        "model.hidden=64",
-        "model.experts.count=4",
-    ),
-    *(
-        "model.experts.hidden=32",
-        "model.balance.loss=0.01",
-        "model.balance.speed=0.01",
-        "train.microbatch=2",
-    ),
+    "model=moe_tiny",
+    "model.width=32",
+    "model.layers=3",
+    "model.hidden=64",
+    "model.experts.count=4",
+    "model.experts.hidden=32",
+    "model.balance.loss=0.01",
+    "model.balance.speed=0.01",
+    "train.microbatch=2",
 )
 CUT_HYBRID = (
     *HYBRID,
-    *(
-        "model.pattern=M*-",
-        "model.kv_heads=2",
-        "model.scan.heads=32",
-        "model.scan.head_dim=4",
-        "model.scan.groups=2",
-    ),
-    *("policy=all", "schedule.warmup=0"),
+    "model.pattern=M*-",
+    "model.kv_heads=2",
+    "model.scan.heads=32",
+    "model.scan.head_dim=4",
+    "model.scan.groups=2",
+    "policy=all",
+    "schedule.warmup=0",
 )
 """Each segment of `in_proj` is whole blocks on two ranks."""
 # Half of each filter is a multiple of 16 values: torch's fused AdamW rounds what does not fill a
 # vector otherwise.
 HYENA = (
-    *(
-        "model=hyena_tiny",
-        "model.width=32",
-        "model.pattern=SDH*",
-        "model.hidden=64",
-        "model.filters.groups=32",
-    ),
-    *("model.filters.poles=4", "model.vocab_size=320", "train.microbatch=2"),
+    "model=hyena_tiny",
+    "model.width=32",
+    "model.pattern=SDH*",
+    "model.hidden=64",
+    "model.filters.groups=32",
+    "model.filters.poles=4",
+    "model.vocab_size=320",
+    "train.microbatch=2",
 )
 FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
 CUT_MOE = (

@@ -10,8 +10,11 @@ pytestmark = pytest.mark.long
 
 Ranks = Any
 OPTIONS = (
-    *("recipe=tetrajet_v2_outliers", "policy=all", "recipe.outliers.multiple=8"),
-    *("recipe.outliers.start=1", "recipe.outliers.steps=2"),
+    "recipe=tetrajet_v2_outliers",
+    "policy=all",
+    "recipe.outliers.multiple=8",
+    "recipe.outliers.start=1",
+    "recipe.outliers.steps=2",
 )
 
 

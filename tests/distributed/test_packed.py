@@ -16,8 +16,14 @@ WIDE = ("model.width=64", "model.hidden=128", "model.kv_heads=2", "train.steps=3
 
 
 MOE = (
-    *("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "train.steps=3"),
-    *("model.experts.count=4", "model.experts.hidden=32", "policy=all"),
+    "model=moe_tiny",
+    "model.width=32",
+    "model.layers=2",
+    "model.hidden=64",
+    "train.steps=3",
+    "model.experts.count=4",
+    "model.experts.hidden=32",
+    "policy=all",
 )
 """Two ranks have two of the experts each."""
 

@@ -211,7 +211,9 @@ NO_STAGES = "from fp4train.models.common.decoder import Decoder\ndel Decoder.fp4
             "1 block cannot be divided over parallel.pp=2 stages, which need",
         ),
         (
-            *(2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "model.layers=2"), ""),
+            2,
+            ("parallel.pp=2", "parallel.pp_schedule=interleaved", "model.layers=2"),
+            "",
             "2 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages, "
             "which need one each; use",
         ),
@@ -222,7 +224,9 @@ NO_STAGES = "from fp4train.models.common.decoder import Decoder\ndel Decoder.fp4
             "1 microbatch per rank cannot fill parallel.pp=2 stages",
         ),
         (
-            *(2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "train.batch_size=5"), ""),
+            2,
+            ("parallel.pp=2", "parallel.pp_schedule=interleaved", "train.batch_size=5"),
+            "",
             "interleaved does not take 5 microbatches per rank: make them a multiple of "
             "parallel.pp=2",
         ),

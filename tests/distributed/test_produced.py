@@ -18,15 +18,17 @@ pytestmark = pytest.mark.long
 Ranks = Any
 
 SMALL = (
-    *("model.width=64", "model.layers=2", "model.heads=2", "model.kv_heads=2", "model.hidden=64"),
-    *(
-        "train.steps=2",
-        "train.seq_len=16",
-        "eval.every=0",
-        "policy=all",
-        "phases=none",
-        "backend=native",
-    ),
+    "model.width=64",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=2",
+    "model.hidden=64",
+    "train.steps=2",
+    "train.seq_len=16",
+    "eval.every=0",
+    "policy=all",
+    "phases=none",
+    "backend=native",
 )
 """Shards of two ranks are whole blocks of 32 rows."""
 

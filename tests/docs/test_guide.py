@@ -15,8 +15,15 @@ from fp4train.cli import main
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
 SMALL = (
-    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
-    *("train.batch_size=4", "train.seq_len=32", "eval.batches=1", "track=jsonl"),
+    "model.width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.hidden=64",
+    "train.batch_size=4",
+    "train.seq_len=32",
+    "eval.batches=1",
+    "track=jsonl",
 )
 VERBS = ("plan", "swap", "compare", "report", "formats")
 

@@ -16,8 +16,15 @@ from fp4train.lab.studies.sequential import ALPHA, needed, share
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "ranking.md").read_text(encoding="utf-8")
 SMALL = (
-    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
-    *("train.batch_size=4", "train.seq_len=32", "eval.batches=1", "track=jsonl"),
+    "model.width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.hidden=64",
+    "train.batch_size=4",
+    "train.seq_len=32",
+    "eval.batches=1",
+    "track=jsonl",
 )
 FEW = {"steps": "steps=2", "forks": "forks=1", "batches": "batches=1"}
 

@@ -12,8 +12,15 @@ from fp4train.cli import main, sensitivity
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
 SMALL = (
-    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
-    *("train.batch_size=4", "train.seq_len=32", "eval.batches=1", "track=jsonl"),
+    "model.width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.hidden=64",
+    "train.batch_size=4",
+    "train.seq_len=32",
+    "eval.batches=1",
+    "track=jsonl",
 )
 
 

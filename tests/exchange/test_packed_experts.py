@@ -42,20 +42,16 @@ DOTS = (
 """Block 0 has an MLP, block 1 experts and a shared one, and block 2 is kept in high precision."""
 MIXTRAL = (
     *SIZES,
-    *(
-        "model.layers=2",
-        "model.dense=0",
-        "model.qk_norm=false",
-        "model.experts.shared=0",
-        "model.balance.speed=0",
-    ),
-    *(
-        "model.experts.scores=softmax",
-        "model.experts.bias=false",
-        "train.steps=2",
-        "train.batch_size=2",
-        "phases=none",
-    ),
+    "model.layers=2",
+    "model.dense=0",
+    "model.qk_norm=false",
+    "model.experts.shared=0",
+    "model.balance.speed=0",
+    "model.experts.scores=softmax",
+    "model.experts.bias=false",
+    "train.steps=2",
+    "train.batch_size=2",
+    "phases=none",
 )
 UNMEASURED = Measures(losses=False)
 INSIDE = "model.layers.1.mlp.experts"

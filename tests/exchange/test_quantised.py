@@ -29,8 +29,11 @@ Served = Callable[..., Any]
 WORDS = {
     "mxfp4": ("recipe=mxfp4", "recipe.hadamard=false"),
     "nvfp4 weights alone": (
-        *("recipe=nvfp4_ue5m3", "recipe.scaling=null", "recipe.fprop.first=null"),
-        *("recipe.fprop.second.scale=e4m3", "recipe.fprop.second.global_scale=tensor"),
+        "recipe=nvfp4_ue5m3",
+        "recipe.scaling=null",
+        "recipe.fprop.first=null",
+        "recipe.fprop.second.scale=e4m3",
+        "recipe.fprop.second.global_scale=tensor",
     ),
 }
 """The words of recipes whose name is not enough."""
@@ -43,7 +46,11 @@ WORDS = {
 @pytest.mark.parametrize(
     "recipe",
     [
-        *("nvfp4", "nvfp4_1d_weights", "nvfp4 weights alone", "mxfp8", "fp8_current"),
+        "nvfp4",
+        "nvfp4_1d_weights",
+        "nvfp4 weights alone",
+        "mxfp8",
+        "fp8_current",
         *(
             pytest.param(name, marks=pytest.mark.long)
             for name in ("nvfp4_four_over_six", "mxfp4", "fp8_row")

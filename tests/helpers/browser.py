@@ -139,25 +139,19 @@ def page() -> Iterator[Page]:
     to_us, from_browser = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         command = [
-            *(
-                program,
-                "--headless=new",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--no-first-run",
-                "--disable-dev-shm-usage",
-            ),
-            *(
-                "--disable-background-networking",
-                "--disable-component-update",
-                "--disable-extensions",
-                "--no-proxy-server",
-            ),
-            *(
-                "--host-resolver-rules=MAP * ~NOTFOUND",
-                f"--user-data-dir={home}",
-                "--remote-debugging-pipe",
-            ),
+            program,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-extensions",
+            "--no-proxy-server",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={home}",
+            "--remote-debugging-pipe",
         ]
 
         def place() -> None:  # the protocol is spoken on descriptors 3 and 4

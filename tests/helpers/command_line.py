@@ -34,15 +34,17 @@ a machine in use.
 """
 
 TINY = (
-    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
-    *(
-        "train.steps=6",
-        "train.batch_size=4",
-        "train.seq_len=32",
-        "eval.batches=1",
-        "data=text",
-        "track=jsonl",
-    ),
+    "model.width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.hidden=64",
+    "train.steps=6",
+    "train.batch_size=4",
+    "train.seq_len=32",
+    "eval.batches=1",
+    "data=text",
+    "track=jsonl",
 )
 STEADY = ("phases=none", "schedule=constant", "schedule.warmup=0")
 

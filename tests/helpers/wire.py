@@ -8,8 +8,13 @@ from typing import Any
 Ranks = Any
 
 WIDE = (
-    *("model.width=64", "model.layers=2", "model.heads=2", "model.kv_heads=2", "model.hidden=128"),
-    *("train.steps=6", "policy=all"),
+    "model.width=64",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=2",
+    "model.hidden=128",
+    "train.steps=6",
+    "policy=all",
 )
 """Shards of two ranks are whole blocks of 32 rows."""
 

@@ -124,27 +124,27 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers() -> None:
 
 
 COMMON = {
-    **{
-        "attention_dropout": 0.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-    },
-    **{"torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True},
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
 }
 WINDOWS = {"use_sliding_window": False, "sliding_window": 32768}
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "Llama-3.2-1B": (
         1_235_814_400,
         {
-            **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048},
-            **{"intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},
-            **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05},
-            **{"tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048,
+            "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
+            "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1,
             "rope_theta": 500000.0,
             "rope_scaling": {
-                **{"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
                 "original_max_position_embeddings": 8192,
             },
         },
@@ -152,30 +152,30 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "SmolLM2-135M": (
         134_515_008,
         {
-            **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576},
-            **{"intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3},
-            **{"max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_theta": 100000, "rope_scaling": None},
-            **{"tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
-            **{"is_llama_config": True, "rope_interleaved": False},
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576,
+            "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_theta": 100000, "rope_scaling": None,
+            "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1,
+            "is_llama_config": True, "rope_interleaved": False,
         },
     ),
     "Qwen2.5-0.5B": (
         494_032_768,
         {
-            **{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "hidden_size": 896},
-            **{"intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2},
-            **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0},
-            **{"tie_word_embeddings": True, "max_window_layers": 24, "use_mrope": False, **WINDOWS},
+            "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "hidden_size": 896,
+            "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+            "tie_word_embeddings": True, "max_window_layers": 24, "use_mrope": False, **WINDOWS,
         },
     ),
     "Qwen3-0.6B": (
         596_049_920,
         {
-            **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024},
-            **{"intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
-            **{"head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000},
-            **{"tie_word_embeddings": True, "attention_bias": False, "rope_scaling": None, "max_window_layers": 28},
-            **{"use_sliding_window": False, "sliding_window": None},
+            "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024,
+            "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000,
+            "tie_word_embeddings": True, "attention_bias": False, "rope_scaling": None, "max_window_layers": 28,
+            "use_sliding_window": False, "sliding_window": None,
         },
     ),
 }  # fmt: skip

@@ -21,30 +21,24 @@ VALUES: tuple[Any, ...] = (
 SECONDS = 10.0
 BYTES = 10**9
 MORE = {
-    *(
-        "head_dim",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "layer_types",
-        "sliding_window",
-        "mlp_only_layers",
-    ),
-    *(
-        "model_type",
-        "architectures",
-        "auto_map",
-        "quantization_config",
-        "first_k_dense_replace",
-        "norm_topk_prob",
-    ),
-    *(
-        "hybrid_override_pattern",
-        "layers_block_type",
-        "time_step_limit",
-        "tie_word_embeddings",
-        "rms_norm_eps",
-    ),
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "sliding_window",
+    "mlp_only_layers",
+    "model_type",
+    "architectures",
+    "auto_map",
+    "quantization_config",
+    "first_k_dense_replace",
+    "norm_topk_prob",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "time_step_limit",
+    "tie_word_embeddings",
+    "rms_norm_eps",
 }
 
 

@@ -216,7 +216,7 @@ def test_graphs_and_models_without_blocks_take_float32() -> None:
     assert [
         effective("recipe", fully_gathered=c, blocks=b)
         for c, b in ((False, True), (True, True), (False, False))
-    ] == [*("recipe", "fp32", "fp32")]
+    ] == ["recipe", "fp32", "fp32"]
 
 
 def test_weights_that_travel_otherwise_are_named() -> None:

@@ -33,15 +33,15 @@ from fp4train.quantize.cpu import CpuQuantizer
 @pytest.mark.parametrize(
     "spec",
     [
-        *(
-            NVFP4,
-            TOKENS,
-            replace(NVFP4, global_scale="row"),
-            replace(NVFP4, block=(16, 16)),
-            MXFP8,
-            FP8,
-        ),
-        *(*BLOCKWISE, AGAIN, *GROUPS),
+        NVFP4,
+        TOKENS,
+        replace(NVFP4, global_scale="row"),
+        replace(NVFP4, block=(16, 16)),
+        MXFP8,
+        FP8,
+        *BLOCKWISE,
+        AGAIN,
+        *GROUPS,
     ],
     ids=str,
 )

@@ -19,8 +19,13 @@ from fp4train.exchange.trained import load_trained
 from fp4train.run.record import directory as run_directory
 
 WORDS = (
-    *("data=chat", "data.val=0.2", "train.seq_len=256", "train.steps=4"),
-    *("phases=none", "recipe=fp32", "checkpoint.every=2"),
+    "data=chat",
+    "data.val=0.2",
+    "train.seq_len=256",
+    "train.steps=4",
+    "phases=none",
+    "recipe=fp32",
+    "checkpoint.every=2",
 )
 
 

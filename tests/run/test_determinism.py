@@ -131,17 +131,18 @@ def test_a_cublas_that_runs_already_or_is_told_otherwise_is_refused(
 
 
 RAISING = {
-    *(
-        "cumprod",
-        "cumsum",
-        "grid_sampler_2d_backward",
-        "histc",
-        "kthvalue",
-        "max_unpool2d",
-        "median",
-        "nll_loss2d_forward",
-    ),
-    *("put", "put_", "scatter_reduce", "upsample_bilinear2d_backward"),
+    "cumprod",
+    "cumsum",
+    "grid_sampler_2d_backward",
+    "histc",
+    "kthvalue",
+    "max_unpool2d",
+    "median",
+    "nll_loss2d_forward",
+    "put",
+    "put_",
+    "scatter_reduce",
+    "upsample_bilinear2d_backward",
 }
 """Operators that have no deterministic form for floats on a GPU (the table of
 `torch.use_deterministic_algorithms`).

@@ -10,14 +10,16 @@ from command_line import Cli, events, lines, losses
 from fp4train.track import read_statistics
 
 MOE = (
-    *(
-        "model=moe_tiny",
-        "model.width=32",
-        "model.layers=3",
-        "model.hidden=64",
-        "model.experts.count=4",
-    ),
-    *("model.experts.hidden=32", "model.dense=1", "recipe=bf16", "train.steps=2", "eval.every=0"),
+    "model=moe_tiny",
+    "model.width=32",
+    "model.layers=3",
+    "model.hidden=64",
+    "model.experts.count=4",
+    "model.experts.hidden=32",
+    "model.dense=1",
+    "recipe=bf16",
+    "train.steps=2",
+    "eval.every=0",
 )
 
 

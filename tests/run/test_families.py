@@ -23,34 +23,33 @@ RECIPES = sorted(
     path.stem for path in (Path(fp4train.__file__).parents[1] / "recipes").glob("*.yaml")
 )
 HYBRID = (
-    *(
-        "model=hybrid_tiny",
-        "model.width=32",
-        "model.pattern=M-M*",
-        "model.hidden=64",
-        "model.scan.heads=4",
-    ),
-    *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16"),
+    "model=hybrid_tiny",
+    "model.width=32",
+    "model.pattern=M-M*",
+    "model.hidden=64",
+    "model.scan.heads=4",
+    "model.scan.head_dim=16",
+    "model.scan.state=16",
+    "model.scan.chunk=16",
 )
 MOE = (
-    *(
-        "model=moe_tiny",
-        "model.width=32",
-        "model.layers=3",
-        "model.hidden=64",
-        "model.experts.count=4",
-    ),
-    *("model.experts.hidden=32", "model.balance.loss=0.01", "model.balance.speed=0.01"),
+    "model=moe_tiny",
+    "model.width=32",
+    "model.layers=3",
+    "model.hidden=64",
+    "model.experts.count=4",
+    "model.experts.hidden=32",
+    "model.balance.loss=0.01",
+    "model.balance.speed=0.01",
 )
 HYENA = (
-    *(
-        "model=hyena_tiny",
-        "model.width=32",
-        "model.pattern=SDH*",
-        "model.hidden=64",
-        "model.filters.groups=8",
-    ),
-    *("model.filters.poles=4", "model.vocab_size=320"),
+    "model=hyena_tiny",
+    "model.width=32",
+    "model.pattern=SDH*",
+    "model.hidden=64",
+    "model.filters.groups=8",
+    "model.filters.poles=4",
+    "model.vocab_size=320",
 )
 FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
 OUTLIERS = ("recipe.outliers.multiple=8", "recipe.outliers.start=0", "recipe.outliers.steps=2")
@@ -58,12 +57,10 @@ OUTLIERS = ("recipe.outliers.multiple=8", "recipe.outliers.start=0", "recipe.out
 RECORDED = ("recipe.outliers.start=2", "recipe.outliers.steps=3")
 """Steps before and after a run is resumed at the fourth."""
 SOFTMAX = (
-    *(
-        "model.experts.scores=softmax",
-        "model.experts.bias=false",
-        "model.experts.shared=0",
-        "model.experts.scale=1",
-    ),
+    "model.experts.scores=softmax",
+    "model.experts.bias=false",
+    "model.experts.shared=0",
+    "model.experts.scale=1",
     "model.balance.speed=0",
 )
 KINDS = FAMILIES | {

@@ -7,7 +7,12 @@ from command_line import TINY, Cli, Outcome, StopAt, besides, losses
 from shown import write_shown
 
 WORDS = (
-    *("--config-dir", "mine", "data=blend", "train.steps=4", "checkpoint.every=2", "phases=none"),
+    "--config-dir",
+    "mine",
+    "data=blend",
+    "train.steps=4",
+    "checkpoint.every=2",
+    "phases=none",
     *(f"data.parts.{part}.source.cache_dir=cache" for part in ("prose", "rows")),
 )
 

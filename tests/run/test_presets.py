@@ -15,29 +15,23 @@ from fp4train.run.build import build_model
 PRESETS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*_fineweb.yaml"))
 TOKENS = {"llama_125m": 9.9e9, "llama_1b": 28.8e9, "llama_8b": 137.8e9, "moe_30b": 1.0e12}
 SMALL = (
-    *(
-        "model.width=32",
-        "model.layers=2",
-        "model.heads=2",
-        "model.kv_heads=1",
-        "model.head_dim=16",
-        "model.hidden=64",
-    ),
-    *(
-        "train.steps=3",
-        "train.batch_size=2",
-        "train.microbatch=1",
-        "train.seq_len=32",
-        "schedule.warmup=1",
-    ),
-    *(
-        "data=text",
-        "data.val=0.05",
-        "data/tokenizer=bytes",
-        "eval.batches=1",
-        "track=jsonl",
-        "model.vocab_size=257",
-    ),
+    "model.width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.head_dim=16",
+    "model.hidden=64",
+    "train.steps=3",
+    "train.batch_size=2",
+    "train.microbatch=1",
+    "train.seq_len=32",
+    "schedule.warmup=1",
+    "data=text",
+    "data.val=0.05",
+    "data/tokenizer=bytes",
+    "eval.batches=1",
+    "track=jsonl",
+    "model.vocab_size=257",
 )
 EXPERTS = ("model.experts.count=4", "model.experts.top=2", "model.experts.hidden=32")
 

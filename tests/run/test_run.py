@@ -21,34 +21,31 @@ from fp4train.run.build import Run
 
 FAMILIES = {
     "hybrid": (
-        *(
-            "model=hybrid_tiny",
-            "model.width=32",
-            "model.pattern=M-",
-            "model.hidden=64",
-            "model.scan.heads=4",
-        ),
-        *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16"),
+        "model=hybrid_tiny",
+        "model.width=32",
+        "model.pattern=M-",
+        "model.hidden=64",
+        "model.scan.heads=4",
+        "model.scan.head_dim=16",
+        "model.scan.state=16",
+        "model.scan.chunk=16",
     ),
     "hyena": (
-        *(
-            "model=hyena_tiny",
-            "model.width=32",
-            "model.pattern=DH",
-            "model.hidden=64",
-            "model.filters.groups=8",
-        ),
+        "model=hyena_tiny",
+        "model.width=32",
+        "model.pattern=DH",
+        "model.hidden=64",
+        "model.filters.groups=8",
         "model.filters.poles=4",
     ),
     "moe": (
-        *(
-            "model=moe_tiny",
-            "model.width=32",
-            "model.layers=2",
-            "model.hidden=64",
-            "model.experts.count=4",
-        ),
-        *("model.experts.hidden=32", "model.dense=1"),
+        "model=moe_tiny",
+        "model.width=32",
+        "model.layers=2",
+        "model.hidden=64",
+        "model.experts.count=4",
+        "model.experts.hidden=32",
+        "model.dense=1",
     ),
 }
 """A small model of each family that has other blocks than a llama, and whose blocks are traced as a
@@ -130,16 +127,14 @@ def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
     assert ended.code == 0
     run = Path("runs/a")
     assert {p.name for p in run.iterdir()} == {
-        *(
-            ".lock",
-            "config.yaml",
-            "plan.txt",
-            "metrics.jsonl",
-            "curves.png",
-            "checkpoints",
-            "console.log",
-            "heartbeat.json",
-        ),
+        ".lock",
+        "config.yaml",
+        "plan.txt",
+        "metrics.jsonl",
+        "curves.png",
+        "checkpoints",
+        "console.log",
+        "heartbeat.json",
         "history.jsonl",
     }
     config = yaml.safe_load((run / "config.yaml").read_text())

@@ -25,34 +25,33 @@ FAMILIES = {
     "llama": (),
     "llama, its moments in BF16": ("optim.moments=bfloat16",),
     "hybrid": (
-        *(
-            "model=hybrid_tiny",
-            "model.width=32",
-            "model.pattern=M-*",
-            "model.hidden=64",
-            "model.scan.heads=4",
-        ),
-        *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16"),
+        "model=hybrid_tiny",
+        "model.width=32",
+        "model.pattern=M-*",
+        "model.hidden=64",
+        "model.scan.heads=4",
+        "model.scan.head_dim=16",
+        "model.scan.state=16",
+        "model.scan.chunk=16",
     ),
     "hyena": (
-        *(
-            "model=hyena_tiny",
-            "model.width=32",
-            "model.pattern=SDH*",
-            "model.hidden=64",
-            "model.filters.groups=8",
-        ),
-        *("model.filters.poles=4", "model.vocab_size=320"),
+        "model=hyena_tiny",
+        "model.width=32",
+        "model.pattern=SDH*",
+        "model.hidden=64",
+        "model.filters.groups=8",
+        "model.filters.poles=4",
+        "model.vocab_size=320",
     ),
     "moe": (
-        *(
-            "model=moe_tiny",
-            "model.width=32",
-            "model.layers=2",
-            "model.hidden=64",
-            "model.experts.count=4",
-        ),
-        *("model.experts.hidden=32", "model.experts.bias=true", "model.balance.speed=0.01"),
+        "model=moe_tiny",
+        "model.width=32",
+        "model.layers=2",
+        "model.hidden=64",
+        "model.experts.count=4",
+        "model.experts.hidden=32",
+        "model.experts.bias=true",
+        "model.balance.speed=0.01",
     ),
 }
 DIVIDING = (
@@ -68,8 +67,17 @@ DIVIDING = (
 `World`, parallel/world.py: that of one rank, whose sums over the ranks are what it is given.
 """
 WHOLE = {
-    *("is_sharded", "shard_of", "__post_init__", "whole", "boxes", "local", "owned", "separate"),
-    *("row_orders", "order_of", "like"),
+    "is_sharded",
+    "shard_of",
+    "__post_init__",
+    "whole",
+    "boxes",
+    "local",
+    "owned",
+    "separate",
+    "row_orders",
+    "order_of",
+    "like",
 }
 """Functions of shards.py that a plain tensor meets, for which it is one box at offset 0."""
 

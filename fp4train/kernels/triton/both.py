@@ -162,8 +162,15 @@ def amax_both(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.c
 # compile a kernel.
 @triton.jit(
     do_not_specialize=[
-        *("key0", "key1", "counter3", "row_counter2", "row_col_group", "row_offset"),
-        *("column_counter2", "column_col_group", "column_row_offset"),
+        "key0",
+        "key1",
+        "counter3",
+        "row_counter2",
+        "row_col_group",
+        "row_offset",
+        "column_counter2",
+        "column_col_group",
+        "column_row_offset",
     ],
     do_not_specialize_on_alignment=["amax_ptr"],
 )
@@ -278,16 +285,16 @@ def amax_produced(
 
 @triton.jit(
     do_not_specialize=[
-        *(
-            "key0",
-            "key1",
-            "counter3",
-            "second_counter3",
-            "row_counter2",
-            "row_col_group",
-            "row_offset",
-        ),
-        *("column_counter2", "column_col_group", "column_row_offset"),
+        "key0",
+        "key1",
+        "counter3",
+        "second_counter3",
+        "row_counter2",
+        "row_col_group",
+        "row_offset",
+        "column_counter2",
+        "column_col_group",
+        "column_row_offset",
     ],
     do_not_specialize_on_alignment=["amax_ptr"],
 )

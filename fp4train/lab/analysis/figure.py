@@ -48,7 +48,9 @@ LINES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 """Each colour comes in each of these, so that 32 runs can be told apart."""
 SHADES = ("#eceef1", "#d3d8de", "#e9e2d3", "#bdc4cd", "#d3c8b2", "#a9b1bb")
 VARIABLES: Mapping[str, str] = {
-    **{INK: "--ink", QUIET: "--quiet", LINE: "--line"},
+    INK: "--ink",
+    QUIET: "--quiet",
+    LINE: "--line",
     **{colour: f"--c{i}" for i, colour in enumerate(COLOURS)},
     **{shade: f"--s{i}" for i, shade in enumerate(SHADES)},
 }

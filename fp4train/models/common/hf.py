@@ -23,23 +23,25 @@ _ONE_VALUE: dict[str, tuple[object, ...]] = {
     "auto_map": (None,),
 }
 ROTARY_KEYS = {
-    *(
-        "model_type",
-        "architectures",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-    ),
-    *(
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "tie_word_embeddings",
-        "rms_norm_eps",
-    ),
-    *("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "layer_types"),
-    *("use_sliding_window", "sliding_window", "max_window_layers"),
+    "model_type",
+    "architectures",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "max_position_embeddings",
+    "layer_types",
+    "use_sliding_window",
+    "sliding_window",
+    "max_window_layers",
 }
 """Keys that the families of rotary blocks read."""
 ROTARY_VALUES: dict[str, tuple[object, ...]] = {

@@ -56,25 +56,25 @@ _TOP = {"mixtral": 2, "qwen3_moe": 8, "glm4_moe": 8, "dots1": None}
 _COUNTED = ("n_routed_experts", "num_experts", "num_local_experts")
 """The keys of the number of experts; `transformers` takes each for the others."""
 _READ = ROTARY_KEYS | {
-    *(
-        "num_local_experts",
-        "num_experts",
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-    ),
-    *(
-        "n_shared_experts",
-        "norm_topk_prob",
-        "routed_scaling_factor",
-        "first_k_dense_replace",
-        "mlp_only_layers",
-    ),
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "first_k_dense_replace",
+    "mlp_only_layers",
     "use_qk_norm",
     # of blocks that predict several tokens, whose weights would be refused
-    *("num_nextn_predict_layers", "num_mtp_layers"),
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
     # of the loss of balance, which the forward pass does not have
-    *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "aux_loss_alpha",
+    "seq_aux",
 }
 _ONE_VALUE = ROTARY_VALUES | {
     "decoder_sparse_step": (1,),

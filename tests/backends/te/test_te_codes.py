@@ -17,15 +17,18 @@ pytestmark = pytest.mark.long
 
 PROGRAM = pathlib.Path(__file__).with_name("te_codes_on_cpu.py")
 CODED = (
-    *(
-        "nvfp4",
-        "nvfp4, 1D weights",
-        "nvfp4, four over six",
-        "nvfp4, wgrad high",
-        "nvfp4, then mxfp8",
-    ),
-    *("mxfp8", "mxfp8, 2D weights", "fp8_current", "fp8_current, both layouts"),
-    *("fp8_block", "fp8_block, parts of blocks", "fp8_block, 1D weights"),
+    "nvfp4",
+    "nvfp4, 1D weights",
+    "nvfp4, four over six",
+    "nvfp4, wgrad high",
+    "nvfp4, then mxfp8",
+    "mxfp8",
+    "mxfp8, 2D weights",
+    "fp8_current",
+    "fp8_current, both layouts",
+    "fp8_block",
+    "fp8_block, parts of blocks",
+    "fp8_block, 1D weights",
 )
 
 

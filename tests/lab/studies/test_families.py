@@ -18,24 +18,24 @@ from fp4train.lab.studies.parts import RecipeParts
 from fp4train.precision import MXFP8
 
 MOE = (
-    *(
-        "model=moe_tiny",
-        "model.width=32",
-        "model.layers=2",
-        "model.hidden=64",
-        "model.experts.count=4",
-    ),
-    *("model.experts.hidden=32", "model.balance.loss=0.01", "model.balance.speed=0.05"),
+    "model=moe_tiny",
+    "model.width=32",
+    "model.layers=2",
+    "model.hidden=64",
+    "model.experts.count=4",
+    "model.experts.hidden=32",
+    "model.balance.loss=0.01",
+    "model.balance.speed=0.05",
 )
 HYENA = (
-    *(
-        "model=hyena_tiny",
-        "model.width=32",
-        "model.pattern=SDH",
-        "model.hidden=64",
-        "model.filters.groups=8",
-    ),
-    *("model.filters.poles=4", "model.vocab_size=320", "data=dna"),
+    "model=hyena_tiny",
+    "model.width=32",
+    "model.pattern=SDH",
+    "model.hidden=64",
+    "model.filters.groups=8",
+    "model.filters.poles=4",
+    "model.vocab_size=320",
+    "data=dna",
 )
 QUICK = ("steps=2", "forks=1", "batches=1", "policy.last=0")
 

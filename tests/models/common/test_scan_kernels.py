@@ -30,20 +30,16 @@ from fp4train.models.common.scan import Mamba2, scan
 from fp4train.run.fuse import kernels_of_layers
 
 HYBRID = (
-    *(
-        "model=hybrid_tiny",
-        "model.width=32",
-        "model.pattern=M-M*",
-        "model.hidden=64",
-        "model.scan.heads=4",
-    ),
-    *(
-        "model.scan.head_dim=16",
-        "model.scan.state=16",
-        "model.scan.chunk=16",
-        "recipe=nvfp4",
-        "policy=all",
-    ),
+    "model=hybrid_tiny",
+    "model.width=32",
+    "model.pattern=M-M*",
+    "model.hidden=64",
+    "model.scan.heads=4",
+    "model.scan.head_dim=16",
+    "model.scan.state=16",
+    "model.scan.chunk=16",
+    "recipe=nvfp4",
+    "policy=all",
 )
 TIME = 21
 

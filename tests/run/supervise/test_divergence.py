@@ -18,8 +18,14 @@ from fp4train.run.record import journal
 from fp4train.run.step_graph import RecordedSteps
 
 RUN = (
-    *("recipe=bf16", "model.layers=1", "train.batch_size=2", "train.steps=24", "eval.every=0"),
-    *("checkpoint.every=5", "checkpoint.keep=1", *STEADY),
+    "recipe=bf16",
+    "model.layers=1",
+    "train.batch_size=2",
+    "train.steps=24",
+    "eval.every=0",
+    "checkpoint.every=5",
+    "checkpoint.keep=1",
+    *STEADY,
 )
 REWIND = (*RUN, "train.on_divergence=rewind")
 Poison = Callable[..., list[int]]
