@@ -131,7 +131,7 @@ def read_part(run: Path, kind: str) -> Any:
     if kind == "config.yaml":
         return plain(directory.read_config(run)), directory.identity(run)
     if kind in ("history.jsonl", "statistics.bin"):
-        begin._check_edits(run, directory.read_config(run))
+        begin.check_source(run, directory.read_config(run))
         records = journal.read_journal(run)
         with Folder.open(run) as folder:
             for text in lost_records(folder, start.state, records).values():
