@@ -209,6 +209,7 @@ def bench_linear(report: Report, device: torch.device, tokens: int, size: int) -
 def saved_bytes() -> float:
     """Bytes that one NVFP4 linear keeps for its backward besides its weight, per element of x."""
     layer = f4.convert(nn.Linear(512, 512, bias=False))
+    assert isinstance(layer, nn.Linear)
     x = torch.randn(1024, 512, dtype=torch.bfloat16, requires_grad=True)
     sizes: list[int] = []
 

@@ -6,9 +6,10 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -111,7 +112,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def in_turn(
-    functions: dict[str, Callable[[], object]], device: torch.device, *, seconds: float
+    functions: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float
 ) -> dict[str, float]:
     """Median seconds of each function; they take turns, so that a drift of the machine's speed hits
     all alike.
@@ -155,7 +156,7 @@ def draw(report: Report, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, points in report.curves.items():
-        style = {"color": "0.5", "linestyle": "--"} if name == "copy" else {}
+        style: dict[str, Any] = {"color": "0.5", "linestyle": "--"} if name == "copy" else {}
         axes.plot(
             [n for n, _ in points],
             [n / s / 1e9 for n, s in points],

@@ -94,7 +94,7 @@ class ExpertLoop(nn.Module):
             layer.weight = nn.Parameter(weight.detach().clone())
 
     def forward(self, x_MK: Tensor, counts: Sequence[int]) -> Tensor:
-        parts = zip(self.layers, x_MK.split(list(counts)), strict=True)
+        parts = zip(self.layers, torch.split(x_MK, list(counts)), strict=True)
         return torch.cat([layer(part) for layer, part in parts if len(part)])
 
 

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ def prepare(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_ylabel(y, fontsize=8, color=INK)
 
 
-def legend(axes: Axes, place: str) -> None:
+def legend(axes: Axes, place: Literal["upper left", "upper right", "lower left"]) -> None:
     axes.legend(
         loc=place, fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.6, borderaxespad=0.2
     )
@@ -326,7 +327,9 @@ def _block(axes: Axes, x: Tensor, title: str) -> None:
     prepare(axes, title, "element of the block", "value")
     q = quantize(x, QuantSpec())
     y = q.dequantize()[0].numpy()
-    step = (q.block_scales() * q.global_decode()).item()
+    decode = q.global_decode()
+    assert decode is not None
+    step = (q.block_scales() * decode).item()
     for value in value_table(E2M1):
         axes.axhline(value * step, color=QUIET, linewidth=0.5, alpha=0.55, zorder=1)
     at = np.arange(16)

@@ -35,9 +35,13 @@ from fp4train.backends.scaled import ScaledProducts
 from fp4train.hardware import Device
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.precision.layers import Layer
-from fp4train.quantize import Decoded, produced
+from fp4train.quantize import Decoded, RandomKey, produced
 from fp4train.quantize import triton as kernels
 
+Pair = tuple[kernels.TritonQuantizer, kernels.TritonQuantizer]
+"""Quantisers of x and of x.T."""
+Keys = list[tuple[RandomKey | None, ...]]
+"""For every result of a source the keys of both forms."""
 TARGET = 0.75
 FEW = (
     "amax",
@@ -135,16 +139,16 @@ def timings(x: Tensor) -> list[Timing]:
 
     # The tensors that x is made of, read twice where an amax comes first, and the codes of all
     # results.
-    norm = produced.SourceTensors(
-        "norm", (x, x[0].clone(), torch.empty(len(x), device=x.device)), 1e-5
-    )
-    summed = norm._replace(tensors=(torch.empty_like(x), *norm.tensors[1:], x, second))
+    weight = x[0].clone()
+    rstd = torch.empty(len(x), device=x.device)
+    norm = produced.SourceTensors("norm", (x, weight, rstd), 1e-5)
+    summed = norm._replace(tensors=(torch.empty_like(x), weight, rstd, x, second))
     gate = produced.SourceTensors("gate", (x, second))
     gradients = produced.SourceTensors("gradients", (x, second, third))
-    backward = partial(produced.norm_backward, x, second, *norm.tensors[1:])
-    none = [(None, None)]
-    drawn = [(key, key)] * 2
-    made = [
+    backward = partial(produced.norm_backward, x, second, weight, rstd)
+    none: Keys = [(None, None)]
+    drawn: Keys = [(key, key)] * 2
+    made: list[tuple[str, Pair, Keys, produced.SourceTensors, int]] = [
         ("nvfp4", (nvfp4, had), none, norm, 2 * plain + 2 * codes4),
         ("nvfp4", (nvfp4, had), none, summed, 4 * plain + 2 * codes4),
         ("nvfp4", (nvfp4, had), none, gate, 4 * plain + 2 * codes4),

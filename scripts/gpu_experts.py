@@ -22,6 +22,7 @@ from typing import Any
 
 import gpu_runs
 import gpu_stand_ins
+import te_problem
 import te_selfcheck as selfcheck
 import torch
 from torch import Tensor
@@ -90,8 +91,8 @@ def compare(
     counts = [int(share * size) for share in SHARES]
     try:
         ours, theirs = (passes(each, recipe, x, dy, counts) for each in (emulated, tested))
-        distances = [selfcheck.distance(a, b) for a, b in zip(theirs, ours, strict=True)]
-        agrees = max(distances) <= selfcheck.NATIVE
+        distances = [te_problem.distance(a, b) for a, b in zip(theirs, ours, strict=True)]
+        agrees = max(distances) <= te_problem.NATIVE
         row: dict[str, Any] = {"name": name, "ok": agrees, "agrees": agrees, "distances": distances}
         row |= {"one call": [gemm.name for gemm in plan.gemms if gemm.grouped]}
         if device == "cuda":

@@ -85,11 +85,12 @@ def kernel(dry: bool) -> str:
 def scaled(name: str, dry: bool) -> str:
     """One scheme of scaled_mm."""
     import gpu_native
+    import te_problem
 
     with ExitStack() as stack:
         if dry:
             stack.enter_context(gpu_stand_ins.scaled_products())
-        problem = gpu_native.selfcheck.Problem.draw(128, 256, 128, "cpu" if dry else "cuda")
+        problem = te_problem.Problem.draw(128, 256, 128, "cpu" if dry else "cuda")
         row = gpu_native.compare(name, gpu_native.RECIPES[name], problem, timed=False)
     if row["agrees"] is False:
         raise ValueError(str(row.get("note") or f"distances {row['distances']}"))

@@ -38,7 +38,7 @@ from gpu_launched import launched_cases
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from fp4train.quantize import Quantized, QuantSpec, RandomKey, produced, reference
+from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, produced, reference
 from fp4train.quantize import triton as kernels
 
 TINY = ((20, 40),)
@@ -149,16 +149,19 @@ def check_values(
         forms = row.with_columns(other, x, KEY, amax, turned, amax, False, codes)
         if forms is None:
             return {"why_not": "no kernel for values of both forms"}
+        row_form, column_form = forms
+        assert isinstance(row_form, Decoded)
         kind = "codes" if codes else "values"
-        found[f"values of rows beside {kind}"] = difference(forms[0].values, rows.values)
-        found[f"scale of rows beside {kind}"] = difference(forms[0].scale, rows.scale)
-        if codes:
-            columns = reference.quantize(case.x.T, column, key=turned, amax=case.amax)
-            found["codes beside values"] = difference(forms[1].codes, columns.codes)
+        found[f"values of rows beside {kind}"] = difference(row_form.values, rows.values)
+        found[f"scale of rows beside {kind}"] = difference(row_form.scale, rows.scale)
+        if isinstance(column_form, Quantized):
+            quantized = reference.quantize(case.x.T, column, key=turned, amax=case.amax)
+            found["codes beside values"] = difference(column_form.codes, quantized.codes)
         else:
             columns = reference.quantize_dequantize(case.x.T, column, key=turned, amax=case.amax)
-            found["values of columns"] = difference(forms[1].values, columns.values)
-            found["scale of columns"] = difference(forms[1].scale, columns.scale)
+            found["values of columns"] = difference(column_form.values, columns.values)
+            found["scale of columns"] = difference(column_form.scale, columns.scale)
+        assert isinstance(column_form, Quantized) is codes
     return {what: text for what, text in found.items() if text is not None}
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_stand_ins
+import te_problem
 import te_selfcheck as selfcheck
 import torch
 
@@ -55,11 +56,11 @@ DRY = ("mxfp8", "nvfp4", "fp8 blocks")
 
 
 def compare(
-    name: str, recipe: Recipe, problem: selfcheck.Problem, *, timed: bool
+    name: str, recipe: Recipe, problem: te_problem.Problem, *, timed: bool
 ) -> dict[str, Any]:
     """One line of the result."""
     try:
-        choose(recipe.table(), selfcheck.place(problem), "native", Device.of(problem.w.device))
+        choose(recipe.table(), te_problem.place(problem), "native", Device.of(problem.w.device))
     except ValueError as error:
         return {"name": name, "agrees": None, "note": str(error)}
     emulated, plain = selfcheck.layers(problem, torch.float32)
@@ -68,10 +69,10 @@ def compare(
         ours, theirs = (
             selfcheck.run_layer(layer, recipe, problem, steps=2) for layer in (emulated, native)
         )
-        distances = [selfcheck.distance(a, b) for a, b in zip(theirs, ours, strict=True)]
+        distances = [te_problem.distance(a, b) for a, b in zip(theirs, ours, strict=True)]
         row: dict[str, Any] = {
             "name": name,
-            "agrees": max(distances) <= selfcheck.NATIVE,
+            "agrees": max(distances) <= te_problem.NATIVE,
             "distances": distances,
         }
         if timed:
@@ -102,14 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.dry_run:
         with gpu_stand_ins.scaled_products() as calls:
-            problem = selfcheck.Problem.draw(128, 256, 128, "cpu")
-            rows = [compare(name, RECIPES[name], problem, timed=False) for name in DRY]
-        print(*map(json.dumps, rows), f"{len(calls)} calls of scaled_mm", sep="\n")
-        return 0 if all(row["agrees"] for row in rows) else 1
+            problem = te_problem.Problem.draw(128, 256, 128, "cpu")
+            dry_rows = [compare(name, RECIPES[name], problem, timed=False) for name in DRY]
+        print(*map(json.dumps, dry_rows), f"{len(calls)} calls of scaled_mm", sep="\n")
+        return 0 if all(row["agrees"] for row in dry_rows) else 1
     if not torch.cuda.is_available():
         print("gpu_native needs an NVIDIA GPU; torch sees none.", file=sys.stderr)
         return 3
-    problem = selfcheck.Problem.draw(args.size, args.size, args.size, "cuda")
+    problem = te_problem.Problem.draw(args.size, args.size, args.size, "cuda")
     rows: list[dict[str, Any]] = []
     for name, recipe in RECIPES.items():
         rows.append(compare(name, recipe, problem, timed=True))

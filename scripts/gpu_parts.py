@@ -94,6 +94,7 @@ def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Ite
     def results(ending: str) -> tuple[str, str]:
         return "--out", f"{out}-{ending}"
 
+    words: tuple[str, ...]
     if part == "nine":
         yield from nine_steps(out)
     elif part == "first":
@@ -216,6 +217,7 @@ def nine_steps(out: Path) -> Iterator[Step]:
         return "--out", f"{out}-{ending}"
 
     asks = "that a Triton kernel compiles, and that its codes are the reference's in every bit"
+    words: tuple[str, ...]
     first = ("gpu_first.py", *results("first.json"))
     yield Step(name="nine kernel", asks=asks, words=(*first, "kernel"), limit=45, gate=True)
     asks = (
@@ -278,11 +280,11 @@ def run_steps(out: Path, dry: bool) -> Iterator[Step]:
     folder = out.parent if dry else ROOT / "runs"
     runs = {recipe: folder / f"{out.name}-{recipe}" for recipe in (*TRAINED, "nvfp4-compiled")}
     for recipe, run in runs.items():
-        words = ["fp4train", f"recipe={recipe.removesuffix('-compiled')}"]
-        words += ["train.compile=true"] * recipe.endswith("-compiled")
         if again := (run / "checkpoints").is_dir():
             words = ["fp4train", f"resume={run}"]
         else:
+            words = ["fp4train", f"recipe={recipe.removesuffix('-compiled')}"]
+            words += ["train.compile=true"] * recipe.endswith("-compiled")
             words += [
                 "model=llama_125m",
                 "train.steps=200",
@@ -301,9 +303,11 @@ def run_steps(out: Path, dry: bool) -> Iterator[Step]:
         yield Step(name=f"run {recipe}", asks=asks, words=tuple(words), dry=on_cpu)
     ended = [str(run) for run in runs.values() if (run / "metrics.jsonl").exists()]
     if len(ended) > 1:
-        words = ("fp4train", "compare", *ended, f"out={out}-runs.png")
         yield Step(
-            name="compare", asks="the losses of the runs beside each other", words=words, dry=()
+            name="compare",
+            asks="the losses of the runs beside each other",
+            words=("fp4train", "compare", *ended, f"out={out}-runs.png"),
+            dry=(),
         )
 
 

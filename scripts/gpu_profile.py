@@ -178,15 +178,15 @@ def profiled(run: Run) -> dict[str, Any]:
         return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000
 
     events = found.key_averages()
-    where = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    kernels = sorted((e for e in events if e.device_type == where), key=ms, reverse=True)
+    device = "CUDA" if on_gpu else "CPU"
+    kernels = sorted((e for e in events if e.device_type.name == device), key=ms, reverse=True)
     total = sum(map(ms, kernels))
     by_kind: dict[str, float] = {}
     for kernel in kernels:
         by_kind[kind_of(kernel.key)] = by_kind.get(kind_of(kernel.key), 0.0) + ms(kernel)
     by_shape = found.key_averages(group_by_input_shape=True)
     operators = sorted(
-        (e for e in by_shape if e.device_type == torch.autograd.DeviceType.CPU),
+        (e for e in by_shape if e.device_type.name == "CPU"),
         key=ms,
         reverse=True,
     )

@@ -29,6 +29,7 @@ from unittest.mock import patch
 import gpu_bandwidth
 import gpu_profile
 import torch
+from benchmark_steps import built_run, real_vocabulary
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -40,7 +41,7 @@ from fp4train.nn.executors import gemms
 from fp4train.quantize import Decoded, Quantized, cpu, triton, triton_launch
 from fp4train.quantize.launch import Launch
 from fp4train.quantize.quantizer import quantizer
-from fp4train.train import train_step
+from fp4train.train import enter_stretch, train_step
 
 SMALL = 1 << 16
 """Elements of tensors that are computed: numbers, scales and counters, which decide what is
@@ -48,8 +49,11 @@ launched.
 """
 
 
-class Uncomputed(TorchDispatchMode):
+class Uncomputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operators whose results are large give memory that nobody filled."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -163,7 +167,7 @@ def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
                 lambda launch, *pointers, words=(): launches.note(launch, *pointers, words=words),
             ),
             (native, "why_not_blocks", lambda *_: None),
-            (native.F, "scaled_mm", product),
+            (torch.nn.functional, "scaled_mm", product),
             (torch, "_scaled_mm", product),
             (Emulate, "product", emulated_product),
             (
@@ -218,10 +222,10 @@ def unasked_cublas(products: scaled.ScaledProducts, device: torch.device) -> Sim
 
 def training_steps(words: list[str]) -> None:
     """Two steps of a run whose model has one block."""
-    with gpu_profile.real_vocabulary(seq_len=2048) as data:
+    with real_vocabulary(seq_len=2048) as data:
         keys = [*words, *data, "model.layers=1", "policy=all"]
-        with Uncomputed(), gpu_profile.built_run(torch.device("cpu"), keys) as (run, _):
-            gpu_profile.enter_stretch(run, None)
+        with Uncomputed(), built_run(torch.device("cpu"), keys) as (run, _):
+            enter_stretch(run, None)
             for _ in range(2):
                 train_step(run, run.plan.at(run.step).recipe)
                 run.step = run.step + 1
@@ -237,7 +241,7 @@ def cases() -> None:
     first = gpu_cases.content("wide", 256, 512, 1).bfloat16()
     spec = gpu_cases.SPECS["nvfp4 hadamard stochastic"]
     equal = patch.object(gpu_kernels, "difference", lambda *_: None)
-    with equal, patch.object(gpu_kernels.kernels, "why_not", lambda *_: None):
+    with equal, patch.object(triton, "why_not", lambda *_: None):
         for case in (gpu_cases.Case("first", first, spec, gpu_cases.KEY, None), *launched_cases()):
             gpu_kernels.check(case, "cpu")
 

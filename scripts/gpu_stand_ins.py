@@ -39,6 +39,7 @@ def scaled_products() -> Iterator[list[Any]]:
     """torch's scaled products in every layout; gives the calls."""
     helpers()
     from recorded_products import Recorder
+    from torch.nn import functional
 
     from fp4train.backends import native
 
@@ -46,7 +47,7 @@ def scaled_products() -> Iterator[list[Any]]:
     recorder = Recorder()
     with (
         patch.object(native, "why_not_blocks", lambda *_: None),
-        patch.object(native.F, "scaled_mm", recorder),
+        patch.object(functional, "scaled_mm", recorder),
     ):
         yield recorder.calls
 
@@ -58,15 +59,14 @@ def grouped_products() -> Iterator[list[Any]]:
     """
     helpers()
     from recorded_products import GroupRecorder
-
-    from fp4train.backends import grouped
+    from torch.nn import functional
 
     announce(
         "scaled_grouped_mm is checked as torch checks it for CUDA, recorded, and computed in "
         "float64"
     )
     recorder = GroupRecorder()
-    with scaled_products(), patch.object(grouped.F, "scaled_grouped_mm", recorder):
+    with scaled_products(), patch.object(functional, "scaled_grouped_mm", recorder):
         yield recorder.calls
 
 
@@ -214,19 +214,19 @@ def te_layers(script: Any) -> Iterator[None]:
         return 1e3 * (time.perf_counter() - began)
 
     nearest = NVFP4(stochastic_rounding=False)
-    instead = {
+    stand_ins: dict[str, Any] = {
         "layers": emulated,
         "why_not": lambda recipe, problem: None,
         "te_reference": lambda problem: script.emulated(nearest, problem, "emulate"),
         "with_reference": lambda layer, recipe: layer,
         "milliseconds": milliseconds,
     }
-    own = {
+    stand_ins_of_given: dict[str, Any] = {
         "BACKEND": "emulate",
         "TEExecutor": _DecodedWeight,
         "TRANSFORMER_ENGINE": SimpleNamespace(why_values=lambda *_: None),
     }
-    with patch.multiple(script, **instead), patch.multiple(te_given, **own):
+    with patch.multiple(script, **stand_ins), patch.multiple(te_given, **stand_ins_of_given):
         yield
 
 

@@ -110,9 +110,11 @@ def operands(case: Case, size: int, device: str) -> tuple[Quantized, Quantized]:
 
 def moved(operand: Quantized, device: str) -> Quantized:
     """The operand on a device."""
-    tensors = (operand.codes, operand.scales, operand.amax)
-    codes, scales, amax = (None if tensor is None else tensor.to(device) for tensor in tensors)
-    return operand._replace(codes=codes, scales=scales, amax=amax)
+    return operand._replace(
+        codes=operand.codes.to(device),
+        scales=operand.scales.to(device),
+        amax=None if operand.amax is None else operand.amax.to(device),
+    )
 
 
 def rows_of(operand: Quantized, rows: Tensor) -> Quantized:
@@ -174,7 +176,7 @@ def equal_to(
         others[f"sums over {splits} parts of K"] = parts
     for units in tensor_cores.UNITS.values():
         for other in units:
-            if other is not unit and case.first.element in other.elements:
+            if other is not unit and case.first.format in other.elements:
                 others[other.name] = product(first, second, other, fast=case.fast)
     return [name for name, sums in others.items() if torch.equal(sums.bfloat16(), measured)]
 

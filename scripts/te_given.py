@@ -72,7 +72,7 @@ def products(
     y = TEExecutor(name="given")(
         x, weight, None, table, freed=given, codes=codes if given else None
     )
-    y.backward(dy)
+    y.backward(dy)  # type: ignore[no-untyped-call]
     assert x.grad is not None and weight.grad is not None
     return y.detach(), x.grad, weight.grad
 

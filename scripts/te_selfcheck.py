@@ -168,13 +168,19 @@ def why_not(recipe: Recipe, problem: Problem) -> str | None:
 def run_on_te(layer: Linear, recipe: Recipe) -> None:
     """Let `layer` run `recipe` on TE whatever TE says of this GPU."""
     table = recipe.table()
-    gemms = {
-        name: Gemm(
+
+    def gemm(name: str) -> Gemm:
+        return Gemm(
             name=name, operands=table[name], dtype=recipe.dtype, backend="te", why="self-check"
         )
-        for name in table
-    }
-    plan = LayerPlan(layer=layer.layer, recipe=recipe, **gemms)
+
+    plan = LayerPlan(
+        layer=layer.layer,
+        recipe=recipe,
+        fprop=gemm("fprop"),
+        dgrad=gemm("dgrad"),
+        wgrad=gemm("wgrad"),
+    )
     layer.apply_plan(plan, recipe, None, layer.weight.device)
 
 

@@ -78,10 +78,10 @@ def cached_tokens(
     kept = data_errors(OSError, before=refused, message=reason, after=remedy)
     with kept, files.Folder.open(place, create=True) as folder:
         name = _own_name(folder, name)
-        ids = _read(folder, name)
+        ids = stored_tokens(folder, name)
         if ids is None:
             _write(folder, name, chunks(), dtype, max_tokens)
-            ids = _read(folder, name)
+            ids = stored_tokens(folder, name)
     if ids is None:
         raise DataError(
             f"tokenised data in {place / name}.bin cannot be read back as it was written{remedy}"
@@ -120,7 +120,7 @@ def _other_owner(folder: files.Folder, name: str) -> int | None:
     return next((owner for owner in owners if owner != os.geteuid()), None)
 
 
-def _read(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | None:
+def stored_tokens(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | None:
     """The entry, or None if it is missing or damaged."""
     path = folder.path / f"{name}.bin"
     try:

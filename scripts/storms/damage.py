@@ -110,7 +110,7 @@ def read_part(run: Path, kind: str) -> Any:
     if kind in ("cache.bin", "cache.json"):
         (path,) = {p.with_suffix(".bin") for p in (run / "cache").glob("*.*")}
         with Folder.open(path.parent) as folder:
-            found = cache._read(folder, path.stem)
+            found = cache.stored_tokens(folder, path.stem)
         return None if found is None else np.asarray(found).tobytes()
     if kind in ("rank.json", "sensitivity.json"):
         problems: list[str] = []
@@ -193,9 +193,8 @@ def damage_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     from fp4train import checkpoint
     from fp4train.errors import UserError
 
-    run, other = (
-        ground.once(name, lambda name=name: studied(ground, name)) for name in ("read", "other")
-    )  # type: ignore[misc]
+    run: Path = ground.once("read", lambda: studied(ground, "read"))
+    other: Path = ground.once("other", lambda: studied(ground, "other"))
     os.chdir(run.parents[1])
     known: dict[str, Any] = ground.once(
         "known", lambda: {kind: read_part(run, kind) for kind in READ}
@@ -208,8 +207,8 @@ def damage_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     same = path.exists() and path.read_bytes() == good
     marked = 0
     if kind == "metrics.jsonl":
-        size = checkpoint.load(run / "checkpoints").state["metrics"]["bytes"]  # type: ignore[index, call-overload]
-        marked = good[:size].count(b"\n")
+        metrics: Any = checkpoint.load(run / "checkpoints").state["metrics"]
+        marked = good[: metrics["bytes"]].count(b"\n")
     seen = ""
     with listening() as messages:
         try:

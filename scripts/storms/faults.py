@@ -100,7 +100,8 @@ def fault_trial(ground: Ground, place: Path, draw: random.Random, number: int) -
         there = ground.copy(ground.folder / f"counted_{name}")
         into = ground.folder / f"{name}.counts"
         call(there, *SCENARIOS[name].command, around=lambda: counted(into))
-        return marshal.loads(into.read_bytes())
+        counts: dict[str, int] = marshal.loads(into.read_bytes())
+        return counts
 
     calls = ground.once(("calls", name), count)[kind]
     at = draw.randint(1, calls)

@@ -200,7 +200,8 @@ class Ground:
                 raise SystemExit(f"{name} failed undisturbed: {out}")
             return Undisturbed(SCENARIOS[name].result(place), time.monotonic() - began)
 
-        return self.once(("undisturbed", name), make)
+        undisturbed: Undisturbed = self.once(("undisturbed", name), make)
+        return undisturbed
 
 
 def prepare(folder: Path) -> Ground:
@@ -246,7 +247,7 @@ def begin(
             io.TextIOWrapper(os.fdopen(1, "wb")),
             io.TextIOWrapper(os.fdopen(2, "wb", 0)),
         )
-        sys.stderr.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stderr.reconfigure(write_through=True)
         with around():
             code = run_main(arguments)
         if sys.stdout is not None:
@@ -259,12 +260,12 @@ def run_main(arguments: tuple[str, ...]) -> int:
     """The exit code of a command in this process; what it lets through is printed as Python
     would.
     """
-    import fp4train.lab.analysis.curves
     from fp4train.cli import main
+    from fp4train.lab.analysis import curves, heatmap
 
     # Pictures take longer than such runs.
-    fp4train.lab.analysis.curves.draw_curves = lambda run: Path(run) / "curves.png"  # type: ignore[assignment]
-    fp4train.lab.analysis.heatmap.draw_statistics = lambda run: Path(run) / "statistics.png"  # type: ignore[assignment]
+    curves.draw_curves = lambda run_dir: Path(run_dir) / "curves.png"
+    heatmap.draw_statistics = lambda run: Path(run) / "statistics.png"
     try:
         main(list(arguments))
     except SystemExit as ended:

@@ -314,7 +314,10 @@ def _sparse(name: str, size: int) -> Callable[[Path], None]:
 
 
 def _text(name: str, text: str) -> Callable[[Path], None]:
-    return lambda run: (run / name).write_text(text) and None
+    def write(run: Path) -> None:
+        (run / name).write_text(text)
+
+    return write
 
 
 def _heads(run: Path) -> None:

@@ -46,7 +46,7 @@ class PowerCut:
         self.start = len(self.synced)
 
     def __enter__(self) -> PowerCut:
-        os.fsync = self._record
+        os.fsync = self._record  # type: ignore[assignment]  # here all are called with descriptors
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -39,7 +39,7 @@ def without_kernels() -> Iterator[None]:
             (triton_launch.Launch, "__call__", lambda *args, **options: None),
             (triton_launch, "interpreted", lambda: False),
             (native, "why_not_blocks", lambda *_: None),
-            (native.F, "scaled_mm", product),
+            (torch.nn.functional, "scaled_mm", product),
             (torch, "_scaled_mm", product),
         ):
             stack.enter_context(patch.object(place, name, instead))

@@ -47,9 +47,9 @@ EMPTY = ("empty", "new_empty")
 WAIT = dist.Work.wait
 
 
-class _Recording(TorchDispatchMode):
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.made: dict[int, Tensor] = {}
         self.written: set[int] = set()
@@ -108,7 +108,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """The call; a collective to its end, as gloo may copy the result where it is waited for."""
     found = func(*args, **kwargs)
     if _is_collective(func):
-        WAIT(dist.Work.unbox(found[-1]))  # type: ignore[attr-defined]
+        WAIT(dist.Work.unbox(found[-1]))
     return found
 
 

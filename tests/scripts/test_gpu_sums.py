@@ -35,6 +35,17 @@ def test_a_gpu_that_sums_otherwise_is_shown_with_the_first_result_and_what_it_eq
     assert row["equal to"] == ["the other accumulator"]
 
 
+def test_a_gpu_that_sums_as_another_one_does_is_told_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def newer(backend: Native, first: Any, second: Any, *, out_dtype: torch.dtype) -> torch.Tensor:
+        return tensor_cores.product(first, second, tensor_cores.BLACKWELL_FP8).to(out_dtype)
+
+    monkeypatch.setattr(Native, "product", newer)
+    row = gpu_sums.compare(SPLIT, HOPPER, gpu_sums.TINY, "cpu")
+    assert tensor_cores.BLACKWELL_FP8.name in row["equal to"]
+
+
 def test_sums_over_parts_of_k_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def parted(backend: Native, first: Any, second: Any, *, out_dtype: torch.dtype) -> torch.Tensor:
         unit = tensor_cores.HOPPER_FP8
