@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 
 from fp4train.formats import BF16, FP16, FP32, ElementFormat
-from fp4train.quantize import Operand, QuantSpec
-from fp4train.quantize.source import operand
+from fp4train.quantize import Operand, QuantSpec, ValuesOf
+from fp4train.quantize.source import CONTRACTED, operand
 from fp4train.text import check_choice
 
 ACCUMULATORS = ("auto", "fast", "exact")
@@ -51,13 +51,23 @@ class Operands:
             codes with one scale per tensor or row: "fast", 14 bits; "exact", whose partial sums of
             128 products are added in float32; "auto": what the backend does by itself, Transformer
             Engine "fast" in fprop, all others "exact". Other products have one.
+        dequantised: of dgrad and wgrad: whether the second operand is the values of the codes that
+            fprop multiplies, in high precision; `second` is None then.
     """
 
     first: QuantSpec | None = None
     second: QuantSpec | None = None
     accumulator: str = "auto"
+    dequantised: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dequantised, bool):
+            raise TypeError(f"dequantised={self.dequantised!r} must be True or False")
+        if self.dequantised and self.second is not None:
+            raise ValueError(
+                "dequantised=True: the second operand is the values of the codes that fprop "
+                f"multiplies, so second={self.second} would quantise nothing: leave second=None"
+            )
         check_choice("accumulator", self.accumulator, ACCUMULATORS)
         if self.accumulator != "auto" and not self.sums_fp8:
             raise ValueError(
@@ -153,8 +163,43 @@ def named(table: Mapping[str, Operands]) -> Iterator[tuple[str, str, QuantSpec |
 
 
 def sourced(table: Mapping[str, Operands]) -> dict[tuple[str, str], Operand]:
-    """(GEMM, tensor) → the operand, with where it comes from, of some GEMMs of a layer."""
-    return {(gemm, tensor): operand(tensor, gemm, spec) for gemm, tensor, spec in named(table)}
+    """(GEMM, tensor) → the operand, with where it comes from, of the GEMMs of a layer."""
+    operands = {(gemm, tensor): operand(tensor, gemm, spec) for gemm, tensor, spec in named(table)}
+    for gemm, pair in table.items():
+        if pair.dequantised:
+            tensor = OPERANDS[gemm][1]
+            codes = operands["fprop", tensor].codes
+            assert codes is not None  # a recipe checks it
+            operands[gemm, tensor] = Operand(tensor, ValuesOf(codes, CONTRACTED[gemm]))
+    return operands
+
+
+def check_dequantised(recipe: str, operands: dict[str, Operands]) -> None:
+    """Raises ValueError where an operand is to be the values of codes that fprop has not, or has
+    of a transformed tensor.
+    """
+    for gemm, pair in operands.items():
+        if not pair.dequantised:
+            continue
+        instead = "use dequantised=False there"
+        if gemm == "fprop":
+            raise ValueError(
+                f"{recipe}: fprop: dequantised=True is for dgrad and wgrad, which take the values "
+                f"of the codes that fprop multiplies: {instead}"
+            )
+        tensor = OPERANDS[gemm][1]
+        codes = operands["fprop"].both[OPERANDS["fprop"].index(tensor)]
+        if codes is None:
+            raise ValueError(
+                f"{recipe}: {tensor} of {gemm}: dequantised=True takes the values of the codes "
+                f"that fprop multiplies, and fprop does not quantise {tensor}: {instead}"
+            )
+        if codes.hadamard is not None:
+            raise ValueError(
+                f"{recipe}: {tensor} of {gemm}: dequantised=True takes the values of the codes "
+                f"that fprop multiplies, which are those of a transformed {tensor} (hadamard="
+                f"{codes.hadamard}): use hadamard=None in fprop, or backward='quantised'"
+            )
 
 
 class Shape(Protocol):
@@ -170,6 +215,17 @@ class Shape(Protocol):
     def out_features(self) -> int: ...
     @property
     def experts(self) -> int: ...
+
+
+def describe_operand(operand: Operand, dtype: str = "bfloat16") -> tuple[str, ...]:
+    """`describe` of an operand of a GEMM: "BF16 of E2M1" is values of codes, in high precision."""
+    codes = operand.codes
+    if codes is None:
+        return describe(None, dtype)
+    element, *words = describe(codes.spec, dtype, along_tokens=codes.axis == "tokens")
+    if operand.spec is None:
+        element = f"{SHORT[dtype]} of {element}"
+    return (element, *words)
 
 
 def describe(

@@ -1,5 +1,8 @@
 """The forms of x and dy that the GEMMs multiply: row-wise, and column-wise, quantised along tokens.
 
+Where wgrad takes the values of the codes that fprop multiplied, the row-wise form serves both: as
+codes, whose values backward takes.
+
 Where other ranks hold the rest of the tensor, its amaxes are taken over them: of what is quantised
 and, for a spec that requantises, of what is rounded before. Random bits are keyed by the position
 in the whole tensor.
@@ -22,6 +25,7 @@ from fp4train.quantize import (
     Operand,
     PairQuantizer,
     RandomKey,
+    ValuesOf,
     has_tensor_amax,
     measure_amax,
     quantised_in_runs,
@@ -194,6 +198,7 @@ class TensorForms:
         "pure",
         "requantise",
         "row",
+        "row_serves_both",
         "wants",
     )
 
@@ -207,6 +212,10 @@ class TensorForms:
         tiles: tuple[bool, ...] = (False, False),
         tokens: bool = False,
     ) -> None:
+        self.row_serves_both = isinstance(operands[1].source, ValuesOf)
+        """Whether the column-wise form is the values of the row-wise one's codes."""
+        if self.row_serves_both:
+            codes = (True, True)
         self.row, self.column = row, column = tuple(
             Form(*form, device, shard=shard, tokens=tokens)
             for form in zip(operands, codes, tiles, strict=True)
@@ -240,7 +249,12 @@ class TensorForms:
     def prepare(
         self, x_MK: Tensor, call: Call, row: bool = True, column: bool = True
     ) -> tuple[Prepared | None, Prepared | None]:
-        """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for."""
+        """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for. Where the
+        row-wise form serves both, it is both: codes [M, K].
+        """
+        if self.row_serves_both:
+            codes = self.row.prepare(x_MK, call)
+            return codes, codes if column else None
         if row and column and self.pair is not None:
             if self.row.stochastic:
                 row_key = self.row.key(call, x_MK.shape[0])

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from fp4train.backends import (
     GEMMS,
@@ -40,6 +40,9 @@ from fp4train.precision.phases import Stretch
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import Operand, QuantSpec, has_tensor_amax
+
+DEQUANTISED: Final = "values of the codes that fprop multiplies"
+"""The reason of GEMMs in high precision whose second operand is such values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +324,7 @@ def resolve(
             why = (
                 divided.get(name)
                 or kept
+                or (DEQUANTISED if operands.dequantised else None)
                 or (reason if reason and name in recipe.high_precision else layer_recipe.name)
             )
         elif kept and unconverted is None:
@@ -385,17 +389,15 @@ def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = (
         return plan
     layer = plan.layer.part(cut, parts, segments)
     divided = misaligned(layer, plan.operands)
-    kept = {
-        name: replace(
-            getattr(plan, name), operands=HIGH_PRECISION, backend="torch", why=why, divided=True
-        )
-        for name, why in divided.items()
+    if not divided:
+        return replace(plan, layer=layer)
+    recipe = plan.recipe.with_high_precision(*divided)
+    gemms: dict[str, Any] = {
+        gemm.name: replace(gemm, operands=recipe.table()[gemm.name]) for gemm in plan.gemms
     }
-    if divided:
-        recipe = plan.recipe.with_high_precision(*divided)
-    else:
-        recipe = plan.recipe
-    return replace(plan, layer=layer, recipe=recipe, **kept)
+    for name, why in divided.items():
+        gemms[name] = replace(gemms[name], backend="torch", why=why, divided=True)
+    return replace(plan, layer=layer, recipe=recipe, **gemms)
 
 
 def check_stages(layers: Iterable[LayerPlan], *, stages: int) -> None:

@@ -23,8 +23,9 @@ from fp4train.backends.table import (
     SHORT,
     Operands,
     Table,
-    describe,
-    named,
+    check_dequantised,
+    describe_operand,
+    sourced,
 )
 from fp4train.quantize import QuantSpec, has_tensor_amax
 from fp4train.text import check_choice, check_least, step_span, tabulate
@@ -43,6 +44,8 @@ def by_tensor(
         "wgrad": Operands(first=dy, second=x),
     }
 
+
+BACKWARDS = ("quantised", "dequantised")
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
@@ -81,15 +84,21 @@ class Recipe:
             (queries, keys and values; gate and up: `ParameterSpec.fused`) share one global scale,
             from the largest |w| of all. Such software takes one scale for them, so the codes that
             training used can be served as they are.
+        backward: "quantised", dgrad and wgrad in the recipe's operands; or "dequantised", both in
+            high precision, with dy as it is, and w and x the values of the codes that fprop
+            multiplied: the gradients of the forward pass that ran, as a straight-through estimator
+            has them (TE: backward_override="dequantized").
     """
 
     high_precision: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     outliers: OutlierChannels | None = None
     fused_scales: bool = False
+    backward: str = "quantised"
 
     def __post_init__(self) -> None:
         check_kinds(self)
+        check_choice("backward", self.backward, BACKWARDS)
         check_choice("dtype", self.dtype, DTYPES)
         if isinstance(self.high_precision, str):
             object.__setattr__(self, "high_precision", (self.high_precision,))
@@ -102,7 +111,8 @@ class Recipe:
         object.__setattr__(
             self, "high_precision", tuple(g for g in GEMMS if g in self.high_precision)
         )
-        operands = self.operands()
+        operands = self._with_backward(self.operands())
+        check_dequantised(type(self).__name__, operands)
         for gemm, pair in operands.items():
             transforms = [spec and spec.hadamard for spec in pair.both]
             if transforms[0] != transforms[1]:
@@ -115,7 +125,27 @@ class Recipe:
         self._check_outliers(operands)
         self._check_fused(operands["fprop"].second)
         kept = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
+        if "fprop" in self.high_precision:
+            # the values that fprop multiplied are those of the tensors
+            kept = {g: dataclasses.replace(o, dequantised=False) for g, o in kept.items()}
         object.__setattr__(self, "_table", Table(**kept, dtype=self.dtype, name=self.name))
+
+    def _with_backward(self, operands: dict[str, Operands]) -> dict[str, Operands]:
+        """The operands with those of `backward` in dgrad and wgrad."""
+        if self.backward == "quantised":
+            return operands
+        x, w = operands["fprop"].both
+        if x is None and w is None:
+            raise ValueError(
+                f"backward={self.backward!r}: {type(self).__name__} quantises neither x nor w in "
+                "fprop, so there are no codes whose values backward could take: use "
+                "backward='quantised', or a recipe with a quantised fprop, such as NVFP4"
+            )
+        return {
+            "fprop": operands["fprop"],
+            "dgrad": Operands(dequantised=w is not None),
+            "wgrad": Operands(dequantised=x is not None),
+        }
 
     def _check_outliers(self, operands: dict[str, Operands]) -> None:
         outliers = self.outliers
@@ -166,7 +196,10 @@ class Recipe:
             return None
         part = self.outliers.recipe
         return dataclasses.replace(
-            part, dtype=self.dtype, high_precision=(*part.high_precision, *self.high_precision)
+            part,
+            dtype=self.dtype,
+            high_precision=(*part.high_precision, *self.high_precision),
+            backward=self.backward if part.operands()["fprop"].quantised else part.backward,
         )
 
     def check_part(self, gemm: str) -> None:
@@ -232,7 +265,7 @@ class Recipe:
                 default = f.default
             else:
                 default = f.default_factory()
-            if f.name not in ("high_precision", "fused_scales") and value != default:
+            if f.name not in _EXCEPTIONS and value != default:
                 changed.append(
                     f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}"
                 )
@@ -243,13 +276,17 @@ class Recipe:
         )
 
     def _exceptions(self) -> str:
-        """The last part of the name: scales that weights share, the GEMMs in high precision."""
-        fused = " with fused scales" if self.fused_scales else ""
+        """The last part of the name: scales that weights share, another backward pass, the GEMMs
+        in high precision.
+        """
+        exceptions = []
+        if self.fused_scales:
+            exceptions.append("fused scales")
+        if self.backward != "quantised":
+            exceptions.append(f"{self.backward} backward")
         if self.high_precision:
-            kept = f"{'+'.join(self.high_precision)} in {SHORT[self.dtype]}"
-        else:
-            kept = ""
-        return fused + (f"{' and' if fused else ' with'} {kept}" if kept else "")
+            exceptions.append(f"{'+'.join(self.high_precision)} in {SHORT[self.dtype]}")
+        return f" with {' and '.join(exceptions)}" if exceptions else ""
 
     def with_high_precision(self, *gemms: str) -> Recipe:
         """This recipe with `gemms` unquantised: `NVFP4().with_high_precision("fprop")` is the
@@ -267,8 +304,8 @@ class Recipe:
         rows: list[tuple[str, ...]] = [
             ("GEMM", "operand", "element", "block", "scale", "rounding", "Hadamard")
         ]
-        for gemm, name, spec in named(self.table()):
-            rows.append((gemm, name, *describe(spec, self.dtype, along_tokens=gemm == "wgrad")))
+        for (gemm, name), operand in sourced(self.table()).items():
+            rows.append((gemm, name, *describe_operand(operand, self.dtype)))
         lines = [self.name, *tabulate(rows, width=width)]
         if self.outliers is not None:
             apart = self.of_outliers()
@@ -283,6 +320,10 @@ class Recipe:
                 apart.shown(width),
             ]
         return "\n".join(lines)
+
+
+_EXCEPTIONS = ("high_precision", "fused_scales", "backward")
+"""Fields that the last part of a recipe's name has."""
 
 
 SMALLEST_LOSS_SCALE = 2.0**-24

@@ -29,6 +29,12 @@ class Decoded(NamedTuple):
         """The tensor in BF16, as a spec that `requantises` takes it on CPUs."""
         return (self.values if self.scale is None else self.values * self.scale).to(torch.bfloat16)
 
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """The tensor in `dtype`: the float32 product of values and scale, rounded once."""
+        if self.scale is None:
+            return self.values.to(dtype)
+        return (self.values.float() * self.scale).to(dtype)
+
 
 class Quantized(NamedTuple):
     """Codes and scales of a [R, C] tensor.

@@ -36,7 +36,9 @@ def test_a_whole_model_is_one_graph_with_the_bits_of_eager_mode_in_every_recipe(
     model = llama()
     data = tokens()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    recipes = (None, NVFP4(), MXFP8(), BF16(), NVFP4().with_high_precision("wgrad"), None)
+    dequantised = NVFP4(backward="dequantised")
+    wgrad_in_bf16 = NVFP4().with_high_precision("wgrad")
+    recipes = (None, NVFP4(), MXFP8(), dequantised, BF16(), wgrad_in_bf16, None)
     for at, recipe in enumerate(recipes):
         policy = None if recipe is None else POLICY
         ours = step(compiled, model, recipe, *data, at=at, policy=policy)

@@ -38,7 +38,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("recipe", [NVFP4(), FP8Delayed()], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe", [NVFP4(), NVFP4(backward="dequantised"), FP8Delayed()], ids=lambda r: r.name
+)
 def test_recomputation_inside_of_a_graph_finds_the_call_that_it_repeats(recipe: Recipe) -> None:
     """The context has ended when the graph's backward runs; without a step each call draws its own
     random bits, and a delayed amax must enter its history once.

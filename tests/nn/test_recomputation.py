@@ -31,7 +31,8 @@ EVERYWHERE = Custom(
     dgrad=Operands(first=STOCHASTIC, second=STOCHASTIC),
     wgrad=Operands(first=STOCHASTIC, second=STOCHASTIC),
 )
-RECIPES = [NVFP4(), MXFP8(), BF16(), FP8Delayed(history=3), EVERYWHERE]
+DEQUANTISED = FP8Delayed(history=3, backward="dequantised")
+RECIPES = [NVFP4(), MXFP8(), BF16(), FP8Delayed(history=3), EVERYWHERE, DEQUANTISED]
 X = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
 
 

@@ -188,6 +188,11 @@ def _check_products(table: Table, families: Mapping[QuantSpec, str]) -> None:
     for gemm, operands in table.items():
         a_spec = operands.first
         b_spec = operands.second
+        if operands.dequantised:
+            raise ValueError(
+                f"{table.name}: {gemm}: {OPERANDS[gemm][1]} is the values of the codes that fprop "
+                f"multiplies; {INSTEAD}"
+            )
         if a_spec is None and b_spec is None:
             continue
         names = OPERANDS[gemm]

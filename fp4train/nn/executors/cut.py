@@ -129,12 +129,22 @@ class CutGemms(Gemms):
     ) -> tuple[Tensor, Saved]:
         own_tokens = x_MK = x_MK.to(self.dtype)
         if self.cut == "out" and self.sequence:
-            if self.sent is not None and whole_blocks(self.sent.column.spec, x_MK.shape[0]):
+            if self._sends_codes(x_MK.shape[0]):
                 prepare = self._send_x
             else:
                 x_MK = self._gathered(x_MK, call.shared)
         y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, prepare)
         return y_MN, (own_tokens,) if self.keeps_x and call.gradients.w is not None else saved
+
+    def _sends_codes(self, tokens: int) -> bool:
+        """Whether so many tokens of a rank are sent as codes: they are whole blocks of the form
+        that wgrad takes.
+        """
+        if self.sent is None:
+            return False
+        if self.sent.row_serves_both:
+            return whole_blocks(self.sent.row.spec, tokens, columns=False)
+        return whole_blocks(self.sent.column.spec, tokens)
 
     def _gathered(self, x_MK: Tensor, shared: dict[str, Any] | None) -> Tensor:
         """x of all tokens; layers that read the same tensor gather it once."""
@@ -189,14 +199,16 @@ class CutGemms(Gemms):
     ) -> Gradients:
         dy, (x,) = dy_MN.to(self.dtype), saved
         if self.sequence and self.cut == "in":
-            if self.sent is not None and whole_blocks(self.sent.column.spec, dy.shape[0]):
+            if self._sends_codes(dy.shape[0]):
                 prepare = self._send_dy
             else:
                 dy = self.ranks.gather_rows(dy)
         elif self.sequence and isinstance(x, Tensor):
             x = self.ranks.gather_rows(x)
-        elif self.sequence and isinstance(x, Quantized) and x.shape[1] != dy.shape[0]:
-            x = gathered(x, self.ranks, along_tokens=True)
+        elif self.sequence and isinstance(x, Quantized):
+            along_tokens = not self.x.row_serves_both
+            if x.shape[1 if along_tokens else 0] != dy.shape[0]:
+                x = gathered(x, self.ranks, along_tokens=along_tokens)
         dx_MK, dw_NK, dbias_N = super().backward(dy, w_NK, (x,), call, prepare, total_NK)
         # of this rank's tokens; added in float32 and rounded once
         if prepare is not None and dbias_N is not None:
@@ -204,11 +216,11 @@ class CutGemms(Gemms):
         return dx_MK, dw_NK, dbias_N
 
 
-def whole_blocks(spec: QuantSpec | None, tokens: int) -> bool:
-    """Whether a rank's tokens are whole blocks of the column-wise form; True if that is in high
-    precision.
+def whole_blocks(spec: QuantSpec | None, tokens: int, *, columns: bool = True) -> bool:
+    """Whether a rank's tokens, columns or rows of a form, are whole blocks of it; True if it is in
+    high precision.
     """
-    return spec is None or why_not_cut(spec, tokens, columns=True) is None
+    return spec is None or why_not_cut(spec, tokens, columns=columns) is None
 
 
 def gathered(part: Quantized, ranks: Ranks, *, along_tokens: bool) -> Quantized:

@@ -11,6 +11,11 @@ Row-wise and column-wise forms are each quantised from the high-precision tensor
 quantised tensor differs from the quantised transpose, except for square blocks. The layer's plan
 selects everything; there are no flags. For backward, q(xᵀ) is saved as packed codes and scales (4.5
 bits per element for NVFP4) instead of x.
+
+A table may have dgrad and wgrad take the values v(·) of the codes that fprop multiplied, in high
+precision. Then the codes of fprop are what is saved of x, and made again of w:
+
+    dgrad   dx [M, K] = dy [M, N] · v(q(w))         wgrad   dw [N, K] = dyᵀ [N, M] · v(q(x))
 """
 
 from __future__ import annotations
@@ -43,11 +48,13 @@ from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Decoded, Hadamard, Quantized, Rotation
+from fp4train.quantize import Decoded, Hadamard, High, Quantized, Rotation, ValuesOf, quantizer
 from fp4train.shards import is_sharded
 
 Saved = tuple[Quantized | Tensor | None, ...]
-"""Tensors of x that backward needs, one per set of GEMMs: q(xᵀ), x in high precision, or None."""
+"""Tensors of x that backward needs, one per set of GEMMs: q(xᵀ), q(x), x in high precision, or
+None.
+"""
 SAVED = len(Quantized._fields) - 2
 """Tensors of a `Quantized`."""
 _NO_CODES = (None,) * (SAVED - 1)
@@ -143,6 +150,13 @@ def sum_so_far(w_NK: Tensor, node: Any) -> Tensor | None:
     return None
 
 
+def tensor_of(prepared: Prepared, dtype: torch.dtype) -> Tensor:
+    """The tensor that an operand stands for, in `dtype`."""
+    if isinstance(prepared, Quantized):
+        prepared = quantizer(prepared.spec, prepared.codes.device.type).decode(prepared)
+    return prepared.tensor(dtype)
+
+
 class Gemms(Executor):
     """The GEMMs of one layer, ready to run: its plan with backends and quantizers looked up.
 
@@ -169,7 +183,7 @@ class Gemms(Executor):
             self.dw_dtype = torch.float32
         else:
             self.dw_dtype = dtype
-        self.keeps_x = wgrad.second is None
+        self.keeps_x = isinstance(plan.sources["wgrad", "x"].source, High)
         """Whether wgrad takes x in high precision; backward then needs x itself."""
         self.adds = self.wgrad.adds and adds(dtype, device, sums)
         codes = (self.fprop.takes_codes, True)
@@ -186,10 +200,15 @@ class Gemms(Executor):
         self.w_row = WeightForm(
             operands["fprop", "w"], self.fprop, dtype, device, shard=shard, fused=plan.fused
         )
-        self.w_column = WeightForm(
-            operands["dgrad", "w"], self.dgrad, dtype, device, shard=shard, fused=plan.fused
-        )
-        self.w_row.pair_with(self.w_column)
+        self.dequantises_w = isinstance(operands["dgrad", "w"].source, ValuesOf)
+        """Whether dgrad takes the values of the codes that fprop multiplies."""
+        if self.dequantises_w:
+            self.w_column = self.w_row
+        else:
+            self.w_column = WeightForm(
+                operands["dgrad", "w"], self.dgrad, dtype, device, shard=shard, fused=plan.fused
+            )
+            self.w_row.pair_with(self.w_column)
         delayed = [
             spec
             for spec in (fprop.second, dgrad.second)
@@ -204,11 +223,11 @@ class Gemms(Executor):
     def begin_at(self, feature: int) -> None:
         """Key random bits of x and w as those of a wider layer's in features from `feature` on."""
         self.x.row.feature = self.x.column.feature = feature
-        self.w_row.start = (0, feature)
         if self.w_column.transposed:
             self.w_column.start = (0, feature)
         else:
             self.w_column.start = (feature, 0)
+        self.w_row.start = (0, feature)
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan) -> str | None:
@@ -312,12 +331,16 @@ class Gemms(Executor):
         if row is not None:
             assert w_NK is not None and gradients.x is not None
             w = call.weights.form(w_NK, self.w_column, call)
+            if self.dequantises_w:
+                w = Decoded(tensor_of(w, self.dtype).T, None)
             dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype)
             if gradients.x is not self.dtype:
                 dx_MK = dx_MK.to(gradients.x)
         if column is not None:
             (x,) = saved
             assert x is not None and gradients.w is not None
+            if self.x.row_serves_both and isinstance(x, Quantized):
+                x = tensor_of(x, self.dtype)
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
             if total_NK is not None:
                 self.wgrad.add(total_NK, column, b)
