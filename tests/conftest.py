@@ -19,9 +19,11 @@ from compositions import remembering
 from hypothesis import settings
 
 from fp4train.config import composition
+from fp4train.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from fp4train.lab.analysis import curves, heatmap
 from fp4train.lab.analysis.curves import draw_curves
 from fp4train.lab.analysis.heatmap import draw_statistics
+from fp4train.quantize import ROUNDINGS
 
 torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None)
@@ -36,6 +38,17 @@ def key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def formats_of_plugins_forgotten() -> Iterator[None]:
+    """What a plugin adds in one test is unknown to the next."""
+    registries = (ELEMENT_FORMATS, SCALE_FORMATS, ROUNDINGS)
+    present = [registry.names for registry in registries]
+    yield
+    for registry, names in zip(registries, present, strict=True):
+        for name in set(registry.names) - set(names):
+            registry.remove(name)
 
 
 @pytest.fixture(autouse=True, scope="session")

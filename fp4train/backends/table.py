@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from fp4train.formats import BF16, FP16, FP32, ElementFormat
-from fp4train.quantize import Operand, QuantSpec, ValuesOf
+from fp4train.quantize import Hadamard, Operand, QuantSpec, ValuesOf
 from fp4train.quantize.source import CONTRACTED, operand
 from fp4train.text import check_choice
 
@@ -251,15 +251,14 @@ def describe(
     if spec.four_over_six:
         scale += f" 4/6 {spec.four_over_six}"
     hadamard = "no"
-    if spec.hadamard is not None:
-        # `signs` of a Rotation, which can replace the Hadamard transform, is its kind.
+    if isinstance(spec.hadamard, Hadamard):
         words = {
             "fixed": "signed",
             "random": "random signs",
             "step": "signs per step",
             "none": "unsigned",
-            "dct": "DCT",
-            "orthogonal": "random rotation",
         }
         hadamard = f"{spec.hadamard.size}, {words[spec.hadamard.signs]}"
+    elif spec.hadamard is not None:
+        hadamard = f"{spec.hadamard.size}, {spec.hadamard.label}"
     return (spec.element.upper(), block, scale, spec.rounding, hadamard)

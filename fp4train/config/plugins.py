@@ -15,6 +15,7 @@ it can take an installed package's place.
 
 import dataclasses
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from fp4train.text import near_miss
 
 _NAMED: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
 _FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("folders of plugins", default=())
+_PACKAGE = Path(__file__).parents[1]
 _UNREAD = ("__pycache__", ".git")
 """Folders in a package that are no part of what it computes."""
 
@@ -94,10 +96,14 @@ def may_define(module: str) -> bool:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Message of an exception during an import, and the file and line that raised it."""
+    """Message of an exception during an import, and the last file and line outside of fp4train that
+    led to it.
+    """
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error}"  # names file and line itself
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith(f"{_PACKAGE}{os.sep}")]
+    last = (foreign or frames)[-1]
     return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 

@@ -2,13 +2,13 @@
 formats` prints.
 
 Independent of blocks and scaling. A new format is a constant of its own, in `element` or `scale`,
-and an entry here: all else that depends on a format asks the format. Kernels hold sets of the
-formats that they know; the reference takes any.
+and an entry here; one of a plugin is added by `fp4train.quantize.register`. All else that depends
+on a format asks the format. Kernels hold sets of the formats that they know; the reference takes
+any.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from fp4train.formats.element import BF16 as BF16
 from fp4train.formats.element import E1M2 as E1M2
@@ -29,38 +29,35 @@ from fp4train.formats.element import pack_fp6 as pack_fp6
 from fp4train.formats.element import unpack_fp4 as unpack_fp4
 from fp4train.formats.element import unpack_fp6 as unpack_fp6
 from fp4train.formats.element import value_table as value_table
+from fp4train.formats.registry import Registry
 from fp4train.formats.scale import E4M3_SCALE, E8M0_SCALE, FP32_SCALE, POW2_SCALE, UE5M3_SCALE
 from fp4train.formats.scale import ScaleFormat as ScaleFormat
 from fp4train.formats.scale import e4m3_decode as e4m3_decode
 from fp4train.formats.scale import e4m3_encode as e4m3_encode
 from fp4train.formats.scale import e8m0_decode as e8m0_decode
 from fp4train.formats.scale import e8m0_encode as e8m0_encode
-from fp4train.text import near_miss
 
-ELEMENT_FORMATS: Final[tuple[ElementFormat, ...]] = (E2M1, E1M2, INT4, E2M3, E3M2, E4M3, E5M2)
-"""Formats that tensors are quantised to, narrowest first."""
-
-SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = (
-    E4M3_SCALE,
-    E8M0_SCALE,
-    UE5M3_SCALE,
-    FP32_SCALE,
-    POW2_SCALE,
+ELEMENT_FORMATS: Final = Registry[ElementFormat](
+    "element format", (E2M1, E1M2, INT4, E2M3, E3M2, E4M3, E5M2)
 )
-"""Scale formats."""
+"""Formats that tensors are quantised to: the program's own, narrowest first, then those of
+plugins.
+"""
 
-
-_Format = TypeVar("_Format", ElementFormat, ScaleFormat)
+SCALE_FORMATS: Final = Registry[ScaleFormat](
+    "scale format", (E4M3_SCALE, E8M0_SCALE, UE5M3_SCALE, FP32_SCALE, POW2_SCALE)
+)
+"""Scale formats, those of plugins last."""
 
 
 def get_format(name: str) -> ElementFormat:
     """The element format called `name`. ValueError with a near miss otherwise."""
-    return _named(name, ELEMENT_FORMATS, "element")
+    return ELEMENT_FORMATS.get(name)
 
 
 def get_scale_format(name: str) -> ScaleFormat:
     """The scale format called `name`. ValueError with a near miss otherwise."""
-    return _named(name, SCALE_FORMATS, "scale")
+    return SCALE_FORMATS.get(name)
 
 
 def formats_of(elements: str) -> tuple[ElementFormat, ...]:
@@ -83,17 +80,6 @@ def product_rate(*operands: ElementFormat) -> str | None:
     are cast; None: no tensor core does.
     """
     return max(operands, key=lambda fmt: fmt.bits).rate
-
-
-def _named(name: str, formats: Sequence[_Format], kind: str) -> _Format:
-    for fmt in formats:
-        if fmt.name == name:
-            return fmt
-    names = [fmt.name for fmt in formats]
-    raise ValueError(
-        f"{kind} format {name!r} is unknown{near_miss(str(name), names)} (known: "
-        f"{', '.join(names)})"
-    )
 
 
 class FormatRow(NamedTuple):

@@ -18,12 +18,18 @@ OCP 8-bit floating point v1.0 for infinities and NaN: E4M3 has no infinity and o
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from itertools import pairwise
+from typing import Final, Self
 
 import torch
 from torch import Tensor
+
+SMALLEST_NORMAL: Final = 2.0**-126
+LARGEST_BF16: Final = 2.0**127 * (2 - 2.0**-7)
+"""The normal numbers of BF16: what values of a format must lie between."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,48 @@ class ElementFormat:
     has_nan: bool = False
     dtype: torch.dtype | None = None
     rate: str | None = None
+
+    @classmethod
+    def of_values(cls, name: str, magnitudes: Sequence[float]) -> Self:
+        """The format without infinity and NaN whose codes, sign aside, stand for `magnitudes`.
+
+        Args:
+            magnitudes: the values of the codes 0, 1, 2, …: zero first, ascending, two, four, … of
+                them.
+
+        Raises:
+            ValueError: they have no zero, are not exact in BF16, or lie on no floating-point grid,
+                such as a table of quantiles.
+        """
+        values = [float(value) for value in magnitudes]
+        place = f"element format {name!r}"
+        if not values or values[0] != 0.0:
+            raise ValueError(
+                f"{place}: the grid has no zero as its first value: padding and blocks of zeros "
+                "need it"
+            )
+        if any(low >= high for low, high in pairwise(values)):
+            raise ValueError(f"{place}: values={values} must ascend; the sign has a bit of its own")
+        inexact = [value for value in values if not _exact_in_bf16(value)]
+        if inexact:
+            raise ValueError(
+                f"{place}: {inexact[0]!r} is not exact in BF16, in which products take it; scale "
+                "all values by a power of two, or round them"
+            )
+        for exponent_bits, mantissa_bits in _fields_for(len(values)):
+            unbiased = cls(
+                name=name, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=0
+            )
+            bias = math.log2(unbiased.magnitude_of(1) / values[1])
+            if bias.is_integer():
+                candidate = replace(unbiased, bias=int(bias))
+                if [candidate.magnitude_of(code) for code in range(len(values))] == values:
+                    return candidate
+        raise ValueError(
+            f"{place}: {len(values)} values {_shown(values)} are no floating-point grid of two, "
+            "four, eight, … values, each binade of which is uniform; look-up tables (NF4) and zero "
+            "points cannot be expressed"
+        )
 
     @cached_property
     def bits(self) -> int:
@@ -131,6 +179,50 @@ class ElementFormat:
         mantissa = code & ((1 << self.mantissa_bits) - 1)
         significand = mantissa + (1 << self.mantissa_bits if exponent else 0)
         return math.ldexp(significand, max(exponent, 1) - self.bias - self.mantissa_bits)
+
+
+def check_element(fmt: ElementFormat) -> None:
+    """Refuse a format that tensors cannot be quantised to.
+
+    Raises:
+        ValueError: it is wider than a byte, or has values that BF16, or the float32 arithmetic of
+            the grid, does not hold.
+    """
+    place = f"element format {fmt.name!r}"
+    if fmt.exponent_bits < 0 or fmt.mantissa_bits < 0 or not 2 <= fmt.bits <= 8:
+        raise ValueError(
+            f"{place}: exponent_bits={fmt.exponent_bits} and mantissa_bits={fmt.mantissa_bits}: "
+            "allowed are codes of 2 to 8 bits, one of them the sign"
+        )
+    if fmt.has_inf and not (fmt.has_nan and fmt.exponent_bits and fmt.mantissa_bits):
+        raise ValueError(
+            f"{place}: has_inf=True needs has_nan=True, an exponent and a mantissa, as IEEE has it"
+        )
+    if fmt.last_number_code < 1 or fmt.max <= 0.0:
+        raise ValueError(f"{place}: it has no value but zero; give it more bits")
+    if fmt.smallest_subnormal < SMALLEST_NORMAL or fmt.max > LARGEST_BF16:
+        raise ValueError(
+            f"{place}: its values reach from {fmt.smallest_subnormal:.3g} to {fmt.max:.3g}; exact "
+            f"in BF16 are those from {SMALLEST_NORMAL:.3g} to {LARGEST_BF16:.3g}: choose another "
+            f"bias than {fmt.bias}"
+        )
+
+
+def _exact_in_bf16(value: float) -> bool:
+    return torch.tensor(value, dtype=torch.float64).bfloat16().double().item() == value
+
+
+def _fields_for(count: int) -> list[tuple[int, int]]:
+    """The bits of exponent and mantissa with which codes without sign stand for `count` values."""
+    bits = count.bit_length() - 1
+    if count < 2 or count != 1 << bits:
+        return []
+    return [(bits - mantissa, mantissa) for mantissa in range(bits + 1)]
+
+
+def _shown(values: list[float]) -> str:
+    texts = [f"{value:g}" for value in values[:6]]
+    return ", ".join([*texts, "…"] if len(values) > 6 else texts)
 
 
 E2M1: Final = ElementFormat(

@@ -14,15 +14,26 @@ and one NaN, the code of all ones, so the largest value is 1.75 * 2^16 = 114688 
 2^-17. Rounding is to nearest, ties to even.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fp4train.formats.element import E4M3, FP32, ElementFormat, encode, magnitude
+from fp4train.formats.element import (
+    E4M3,
+    FP32,
+    LARGEST_BF16,
+    SMALLEST_NORMAL,
+    ElementFormat,
+    encode,
+    magnitude,
+)
 
 E8M0_NAN = 255
 BF16_SIGNIFICANT_BITS = 8
@@ -55,6 +66,44 @@ class ScaleFormat:
     roundings: tuple[str, ...] = ()
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def unsigned(
+        cls, *, name: str, exponent_bits: int, mantissa_bits: int, bias: int, needs_global: bool
+    ) -> ScaleFormat:
+        """A byte of exponent and mantissa without sign, whose code of all ones is NaN; a scale is
+        rounded to nearest, ties to even.
+
+        Args:
+            needs_global: as above.
+
+        Raises:
+            ValueError: the fields have not 8 bits, or values are not exact in BF16.
+        """
+        element = ElementFormat(
+            name=name,
+            exponent_bits=exponent_bits,
+            mantissa_bits=mantissa_bits,
+            bias=bias,
+            has_nan=True,
+        )
+        if exponent_bits + mantissa_bits != 8 or not 1 <= mantissa_bits <= 7:
+            raise ValueError(
+                f"scale format {name!r}: exponent_bits={exponent_bits} and "
+                f"mantissa_bits={mantissa_bits} must be 8 bits together, 1 to 7 of them the "
+                "mantissa's (e8m0 has powers of two)"
+            )
+        if element.smallest_subnormal < SMALLEST_NORMAL or element.max > LARGEST_BF16:
+            raise ValueError(
+                f"scale format {name!r}: its values reach from {element.smallest_subnormal:.3g} to "
+                f"{element.max:.3g}, beyond those of BF16: choose another bias than {bias}"
+            )
+        return _scale_of(
+            element,
+            needs_global=needs_global,
+            encode=partial(encode, fmt=element),
+            decode=partial(_decode_unsigned, element=element),
+        )
 
     @property
     def is_byte(self) -> bool:
@@ -107,21 +156,10 @@ def e8m0_decode(codes: Tensor) -> Tensor:
     return torch.where(byte == E8M0_NAN, math.nan, bits.view(torch.float32))
 
 
-UE5M3: Final = ElementFormat(name="ue5m3", exponent_bits=5, mantissa_bits=3, bias=15, has_nan=True)
-"""UE5M3 as a format with a sign, which its codes lack."""
-
-
-def ue5m3_encode(x: Tensor) -> Tensor:
-    """Bytes of the nearest UE5M3 value, ties to even, saturating at 114688; NaN gives 255. x
-    float32 and >= 0.
-    """
-    return encode(x, UE5M3)
-
-
-def ue5m3_decode(codes: Tensor) -> Tensor:
-    """Float32 value of each UE5M3 byte; NaN for 255. Exact."""
+def _decode_unsigned(codes: Tensor, element: ElementFormat) -> Tensor:
+    """Float32 value of each byte without sign; NaN for the code of all ones. Exact."""
     code = codes.to(torch.int32)
-    return torch.where(code == UE5M3.nan_code, math.nan, magnitude(code, UE5M3))
+    return torch.where(code == element.nan_code, math.nan, magnitude(code, element))
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -149,7 +187,9 @@ def _scale_of(element: ElementFormat, dtype: torch.dtype = torch.uint8, **its: A
 
 
 E4M3_SCALE: Final = _scale_of(E4M3, needs_global=True, encode=e4m3_encode, decode=e4m3_decode)
-UE5M3_SCALE: Final = _scale_of(UE5M3, encode=ue5m3_encode, decode=ue5m3_decode)
+UE5M3_SCALE: Final = ScaleFormat.unsigned(
+    name="ue5m3", exponent_bits=5, mantissa_bits=3, bias=15, needs_global=False
+)
 FP32_SCALE: Final = _scale_of(FP32, torch.float32, encode=_unchanged, decode=_unchanged)
 POW2_SCALE: Final = replace(
     FP32_SCALE, name="pow2", mantissa_bits=0, smallest=2.0**-126, max=2.0**127, encode=pow2_encode

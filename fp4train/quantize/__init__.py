@@ -17,7 +17,11 @@ from fp4train.quantize.quantizer import quantize_dequantize as quantize_dequanti
 from fp4train.quantize.quantizer import quantizer as quantizer
 from fp4train.quantize.random import RandomKey as RandomKey
 from fp4train.quantize.random import random_bits as random_bits
+from fp4train.quantize.registering import register as register
 from fp4train.quantize.rotation import Rotation as Rotation
+from fp4train.quantize.rotation import Transform as Transform
+from fp4train.quantize.rounding import ROUNDINGS as ROUNDINGS
+from fp4train.quantize.rounding import Rounding as Rounding
 from fp4train.quantize.scaling import swizzle_scales as swizzle_scales
 from fp4train.quantize.scaling import unswizzle_scales as unswizzle_scales
 from fp4train.quantize.sharded import amax_extent as amax_extent

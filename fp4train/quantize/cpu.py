@@ -18,7 +18,7 @@ from fp4train.kernels import cpu
 from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.quantizer import PLAIN, Quantizer, check_input
 from fp4train.quantize.random import RandomKey
-from fp4train.quantize.rotation import Rotation
+from fp4train.quantize.rotation import Transform
 from fp4train.quantize.scaling import element_range
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, hadamard_signs
@@ -93,7 +93,7 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
     return _why_not_first(spec, spec.requantises, device_type)
 
 
-def _why_not_transform(transform: Hadamard | Rotation) -> str | None:
+def _why_not_transform(transform: Hadamard | Transform) -> str | None:
     """Why the kernels cannot transform groups of columns so, or None."""
     if not isinstance(transform, Hadamard):
         return f"hadamard={transform!r} has no C kernel"
@@ -172,7 +172,7 @@ class CpuQuantizer(Quantizer):
         self._packed = spec.format.packed
         self._width = 1 if spec.hadamard is None else spec.hadamard.size
         signs = 0
-        drawn = spec.hadamard is not None and spec.hadamard.signs == "step"
+        drawn = isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step"
         if spec.hadamard is not None and not drawn:
             repeated = hadamard_signs(spec.hadamard)[: cpu.REPEATED_SIGNS] * 2
             signs = sum(1 << i for i, sign in enumerate(repeated[: cpu.REPEATED_SIGNS]) if sign < 0)

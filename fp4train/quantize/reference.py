@@ -147,7 +147,7 @@ def _spread(per_block: Tensor) -> Tensor:
 
 
 def _bits(t: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor | None:
-    if spec.rounding == "stochastic":
+    if spec.random and spec.rounding != "eden":
         return _random_bits(t, spec, key)
     return None
 
@@ -172,7 +172,7 @@ def quantize(
     scaled = scale_tensor(x_RC, spec, amax, key)
     rows, cols = x_RC.shape
     t = scaled.t
-    codes = round_to_codes(t, spec.format, _bits(t, spec, key))
+    codes = round_to_codes(t, spec.format, _bits(t, spec, key), spec.rounder)
     codes = codes.reshape(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])[:rows]
     codes = pack_fp4(codes) if spec.format.packed else codes
     return Quantized(spec, (rows, cols), codes, scaled.stored, scaled.amax)
@@ -184,7 +184,7 @@ def quantize_dequantize(
     """Equals `quantize(...).decoded()` in every bit, without making codes."""
     scaled = scale_tensor(x_RC, spec, amax, key)
     t = scaled.t
-    values = round_to_values(t, spec.format, _bits(t, spec, key))
+    values = round_to_values(t, spec.format, _bits(t, spec, key), spec.rounder)
     if not spec.has_outer_scale:
         values.mul_(_spread(scaled.decode))
     values = values.reshape(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])

@@ -1,13 +1,14 @@
-"""Orthogonal transforms other than Hadamard's, for comparison: the discrete cosine transform and a
-random rotation.
+"""Orthogonal transforms other than Hadamard's: the discrete cosine transform, a random rotation, and
+those of plugins.
 
-Both spread an outlier as a Hadamard transform does, and both cancel in a product. They cost n
+They spread an outlier as a Hadamard transform does, and cancel in a product. They cost n
 multiplications per element, the butterfly log2(n) additions; the comparison shows whether that cost
 pays. Numerics as for Hadamard: x rounded to BF16, the product with the float32 matrix, rounded to
 BF16.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -16,10 +17,27 @@ import torch
 from torch import Tensor
 
 KINDS: Final = ("dct", "orthogonal")
+TOLERANCE: Final = 1e-5
+"""How far QᵀQ may be from the identity."""
+
+
+class Transform(ABC):
+    """An orthogonal transform of groups of `size` neighbours; a plugin's is a frozen dataclass."""
+
+    size: int
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What the transform is called in a plan, in a word or two."""
+
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """Q, [size, size]: a group x becomes x Q. The same for equal objects."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotation:
+class Rotation(Transform):
     """Transform of groups of `size` neighbours by an orthogonal matrix. `kind`: dct, or orthogonal
     (random, from `seed`).
     """
@@ -37,21 +55,57 @@ class Rotation:
             raise ValueError(f"seed={self.seed!r}: a rotation allows integers 0 <= seed < 2**63")
 
     @property
-    def signs(self) -> str:
-        """The kind, in place of the signs of a Hadamard transform."""
-        return self.kind
+    def label(self) -> str:
+        return {"dct": "DCT", "orthogonal": "random rotation"}[self.kind]
+
+    def matrix(self) -> Tensor:
+        """Computed in float64."""
+        n = self.size
+        if self.kind == "orthogonal":
+            generator = torch.Generator().manual_seed(self.seed)
+            q, r = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=generator))
+            haar: Tensor = q * r.diagonal().sign()  # the signs make the distribution uniform
+            return haar
+        index = torch.arange(n, dtype=torch.float64)
+        cosines = torch.cos(math.pi / n * torch.outer(index + 0.5, index)) * math.sqrt(2.0 / n)
+        cosines[:, 0] *= math.sqrt(0.5)
+        return cosines
 
 
 @cache
-def rotation_matrix(rotation: Rotation) -> Tensor:
-    """Q, float32 [n, n] on the CPU, computed in float64; a group x becomes x Q."""
-    n = rotation.size
-    if rotation.kind == "orthogonal":
-        generator = torch.Generator().manual_seed(rotation.seed)
-        q, r = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=generator))
-        haar: Tensor = q * r.diagonal().sign()  # the signs make the distribution uniform
-        return haar.to(torch.float32)
-    index = torch.arange(n, dtype=torch.float64)
-    cosines = torch.cos(math.pi / n * torch.outer(index + 0.5, index)) * math.sqrt(2.0 / n)
-    cosines[:, 0] *= math.sqrt(0.5)
-    return cosines.to(torch.float32)
+def transform_matrix(transform: Transform) -> Tensor:
+    """Q of a transform, float32 on the CPU.
+
+    Raises:
+        ValueError: it is not orthogonal or has another shape, so that it would not cancel in a
+            product.
+    """
+    matrix = transform.matrix().detach().to("cpu", torch.float64)
+    n = transform.size
+    if matrix.shape != (n, n):
+        raise ValueError(
+            f"{transform}: matrix() is {list(matrix.shape)}; size={n} needs [{n}, {n}]"
+        )
+    error = (matrix.T @ matrix - torch.eye(n, dtype=torch.float64)).abs().max().item()
+    if not error <= TOLERANCE:
+        raise ValueError(
+            f"{transform}: matrix() is not orthogonal (QᵀQ differs from 1 by {error:.2g}): it would "
+            "not cancel in a product of two transformed operands"
+        )
+    return matrix.to(torch.float32)
+
+
+def check_transform(transform: Transform) -> None:
+    """Refuse a transform that does not cancel in a product, or that cannot be compared.
+
+    Raises:
+        ValueError: the message says which, and what to do.
+    """
+    try:
+        hash(transform)
+    except TypeError as error:
+        raise ValueError(
+            f"{transform}: a transform must be hashable: decorate its class with "
+            "@dataclass(frozen=True, kw_only=True)"
+        ) from error
+    transform_matrix(transform)

@@ -35,43 +35,105 @@ which gives large blocks of a group less weight. A block whose scale rounds to z
 (below 2^-19 of the amax) becomes zero, which is a bias.
 """
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from fp4train.formats import E4M3, ElementFormat
 from fp4train.formats.element import grid_code, grid_position, grid_value
+from fp4train.formats.registry import Registry
 
 
-def round_position(position: Tensor, bits: Tensor | None) -> Tensor:
-    """Integer positions from real ones; bits (int32, 0..65535, same shape) select stochastic
-    rounding. May overwrite.
+@dataclass(frozen=True, kw_only=True)
+class Rounding(ABC):
+    """How positions on the grid of an element format become integers.
+
+    Args:
+        name: value of `QuantSpec.rounding`.
+        random: whether it takes 16 random bits for each element.
     """
-    if bits is None:
+
+    name: str
+    random: bool = False
+
+    @abstractmethod
+    def integers(self, position: Tensor, bits: Tensor | None) -> Tensor:
+        """Whole numbers, float32, one of the two neighbours of each position; may overwrite it.
+
+        Args:
+            position: u = |t| / quantum >= 0, float32, of any shape; it may hold NaN.
+            bits: int32, 0…65535, of that shape; None where it is not `random`.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest(Rounding):
+    """To nearest, ties to even."""
+
+    def integers(self, position: Tensor, bits: Tensor | None) -> Tensor:
         return position.round_()
-    floor = position.floor()
-    threshold = bits.to(torch.float32).add_(0.5).mul_(2.0**-16)
-    return floor.add_(threshold < position.sub_(floor))
 
 
-def round_to_values(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Stochastic(Rounding):
+    """Up with a probability that is the fraction: see above."""
+
+    random: bool = True
+
+    def integers(self, position: Tensor, bits: Tensor | None) -> Tensor:
+        if bits is None:
+            raise ValueError(f"bits=None: rounding={self.name!r} takes random bits")
+        floor = position.floor()
+        threshold = bits.to(torch.float32).add_(0.5).mul_(2.0**-16)
+        return floor.add_(threshold < position.sub_(floor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eden(Nearest):
+    """Elements to nearest; the random bits round their corrected block scales."""
+
+    random: bool = True
+
+
+NEAREST: Final = Nearest(name="nearest")
+STOCHASTIC: Final = Stochastic(name="stochastic")
+EDEN: Final = Eden(name="eden")
+ROUNDINGS: Final = Registry[Rounding]("rounding", (NEAREST, STOCHASTIC, EDEN))
+"""Roundings, those of plugins last."""
+
+
+def round_to_values(
+    t: Tensor, fmt: ElementFormat, bits: Tensor | None = None, rounding: Rounding | None = None
+) -> Tensor:
     """Values on the grid of fmt (float32), saturating; the sign of zero is kept and NaN stays
     NaN.
+
+    Args:
+        bits: random bits 0…65535, int32, where the rounding takes them.
+        rounding: None is stochastic where there are bits, else to nearest.
     """
-    if bits is None and fmt.float8 is not None:
+    rounding = rounding or (NEAREST if bits is None else STOCHASTIC)
+    if isinstance(rounding, Nearest) and fmt.float8 is not None:
         return t.clamp(-fmt.max, fmt.max).to(fmt.float8).to(torch.float32)
     position, exponent = grid_position(t.abs().clamp_(max=fmt.max), fmt)
-    return grid_value(round_position(position, bits), exponent, fmt).copysign_(t)
+    return grid_value(rounding.integers(position, bits), exponent, fmt).copysign_(t)
 
 
-def round_to_codes(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) -> Tensor:
+def round_to_codes(
+    t: Tensor, fmt: ElementFormat, bits: Tensor | None = None, rounding: Rounding | None = None
+) -> Tensor:
     """uint8 codes (one per byte), saturating. NaN gives `fmt.nan_code`: NaN in E4M3 and E5M2, else
-    the largest value, whose scale is then NaN.
+    the largest value, whose scale is then NaN. Arguments as of `round_to_values`.
     """
-    if bits is None and fmt.float8 is not None:
+    rounding = rounding or (NEAREST if bits is None else STOCHASTIC)
+    if isinstance(rounding, Nearest) and fmt.float8 is not None:
         codes = t.clamp(-fmt.max, fmt.max).to(fmt.float8).view(torch.uint8)
     else:
         position, exponent = grid_position(torch.fmin(t.abs(), t.new_full((), fmt.max)), fmt)
-        magnitude = grid_code(round_position(position, bits), exponent, fmt)
+        magnitude = grid_code(rounding.integers(position, bits), exponent, fmt)
         codes = (magnitude | (torch.signbit(t).to(torch.int32) << (fmt.bits - 1))).to(torch.uint8)
     return torch.where(t.isnan(), fmt.nan_code, codes).to(torch.uint8)
 

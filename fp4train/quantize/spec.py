@@ -30,7 +30,8 @@ from fp4train.formats import (
     get_scale_format,
 )
 from fp4train.formats.scale import E4M3_SCALE
-from fp4train.quantize.rotation import Rotation
+from fp4train.quantize.rotation import Transform, check_transform
+from fp4train.quantize.rounding import ROUNDINGS, Rounding
 from fp4train.quantize.transform import Hadamard
 from fp4train.text import check_choice
 
@@ -39,7 +40,6 @@ OUTER_COLUMNS: Final = 128
 """Columns that share a float32 scale with global_scale="block"."""
 GLOBAL_BOUNDS: Final = (448.0, 256.0)
 FORMULAS: Final = ("te2.14", "te2.13")
-ROUNDINGS: Final = ("nearest", "stochastic", "eden")
 ERROR_METRICS: Final = (None, "mae", "mse")
 DELAYED_ALGORITHMS: Final = ("max", "most_recent")
 LONGEST_HISTORY: Final = 1 << 20
@@ -74,11 +74,12 @@ class Delayed:
 class QuantSpec:
     """How one operand is quantised.
 
-    element: the name of an element format (`fp4train formats` lists them). The spec holds the
-        format itself, so that specs of formats that share a name differ.
+    element: the name of an element format (`fp4train formats` lists them and those of plugins). The
+        spec holds the format itself, so that specs of formats that share a name differ.
     block: (rows, cols) that share a scale; None is the whole extent: (1, None) per row, (None,
         None) per tensor.
-    scale: e4m3 (needs a global scale), e8m0, ue5m3, fp32, pow2 (a float32 power of two).
+    scale: e4m3 (needs a global scale), e8m0, ue5m3, fp32, pow2 (a float32 power of two), or one of
+        a plugin.
     scale_rounding: how the E8M0 exponent is rounded; None for other scales. rceil (the default)
         never clips.
     global_scale: the second, float32 level above E4M3 block scales: one per tensor, one per row, or
@@ -88,10 +89,10 @@ class QuantSpec:
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then
         rounded to E4M3.
     rounding: nearest; stochastic; or eden: elements to nearest after a random Hadamard transform,
-        with corrected block scales rounded stochastically (see `rounding.py`). The last two need a
-        RandomKey when quantising.
-    hadamard: transform along the blocked axis before the amax; a Rotation can replace it, for
-        comparison.
+        with corrected block scales rounded stochastically (see `rounding.py`); or one of a plugin.
+        Those that draw random bits need a RandomKey when quantising.
+    hadamard: transform along the blocked axis before the amax; another orthogonal one (a Rotation,
+        or a Transform of a plugin) can replace it.
     four_over_six: scale each block to 6 and to 4 and keep the smaller error, mae or mse (arXiv
         2512.02010). Its block scale is (amax_b / 6) * S_enc under either formula, as in TE.
     guard: the part of the element range that is used, as a share of the largest value. E4M3 rounds
@@ -112,7 +113,7 @@ class QuantSpec:
     global_bound: float = 448.0
     formula: str = "te2.14"
     rounding: str = "nearest"
-    hadamard: Hadamard | Rotation | None = None
+    hadamard: Hadamard | Transform | None = None
     four_over_six: str | None = None
     guard: float = 1.0
     delayed: Delayed | None = None
@@ -123,12 +124,11 @@ class QuantSpec:
         object.__setattr__(self, "format", get_format(self.element))
         object.__setattr__(self, "block", tuple(self.block))
         self._check_block()
-        check_choice("scale", self.scale, [fmt.name for fmt in SCALE_FORMATS])
+        check_choice("scale", self.scale, SCALE_FORMATS.names)
         check_choice("formula", self.formula, FORMULAS)
-        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("rounding", self.rounding, ROUNDINGS.names)
         check_choice("four_over_six", self.four_over_six, ERROR_METRICS)
         check_choice("global_scale", self.global_scale, GLOBAL_SCALES)
-        check_choice("global_bound", self.global_bound, GLOBAL_BOUNDS)
         if roundings := self.scale_format.roundings:
             if self.scale_rounding is None:
                 object.__setattr__(self, "scale_rounding", roundings[0])
@@ -141,6 +141,8 @@ class QuantSpec:
         self._check_scale()
         self._check_options()
         self._check_eden()
+        if isinstance(self.hadamard, Transform):
+            check_transform(self.hadamard)
 
     def _check_block(self) -> None:
         if len(self.block) != 2:
@@ -179,6 +181,7 @@ class QuantSpec:
                     "needs 'tensor', "
                     "'row' or 'block'"
                 )
+            self._check_bound(fmt)
         elif self.global_scale is not None:
             raise ValueError(
                 f"global_scale={self.global_scale!r}: scale={self.scale!r} spans the whole "
@@ -208,6 +211,17 @@ class QuantSpec:
             raise ValueError(
                 f"global_scale='block': block={self.block!r} does not divide an outer block "
                 f"of {OUTER_COLUMNS} columns"
+            )
+
+    def _check_bound(self, fmt: ScaleFormat) -> None:
+        if fmt == E4M3_SCALE:
+            check_choice("global_bound", self.global_bound, GLOBAL_BOUNDS)
+        elif (
+            not isinstance(self.global_bound, int | float) or not 1 <= self.global_bound <= fmt.max
+        ):
+            raise ValueError(
+                f"global_bound={self.global_bound!r}: the largest block scale of "
+                f"scale={fmt.name!r} in use; allowed are numbers from 1 to {fmt.max:g}"
             )
 
     def _check_options(self) -> None:
@@ -291,6 +305,11 @@ class QuantSpec:
     def scale_format(self) -> ScaleFormat:
         return get_scale_format(self.scale)
 
+    @cached_property
+    def rounder(self) -> Rounding:
+        """What rounds the elements."""
+        return ROUNDINGS.get(self.rounding)
+
     @property
     def has_outer_scale(self) -> bool:
         """Whether a scale of whole rows or of the tensor is applied to the product instead of the
@@ -310,7 +329,7 @@ class QuantSpec:
     @cached_property
     def random(self) -> bool:
         """Whether quantising draws random bits, and so needs a RandomKey."""
-        return self.rounding != "nearest"
+        return self.rounder.random
 
     @property
     def transposable(self) -> bool:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4train.quantize.random import MASK, RandomKey, philox4x32
-from fp4train.quantize.rotation import Rotation, rotation_matrix
+from fp4train.quantize.rotation import Transform, transform_matrix
 
 SIZES: Final = (2, 4, 8, 16, 32, 64, 128)
 SIGN_CHOICES: Final = ("fixed", "none", "random", "step")
@@ -60,7 +60,7 @@ class Hadamard:
             )
 
 
-def drawn(spec: Hadamard | Rotation, key: RandomKey | None) -> Hadamard | Rotation:
+def drawn(spec: Hadamard | Transform, key: RandomKey | None) -> Hadamard | Transform:
     """The transform with its signs known: signs="step" becomes signs="random" with a seed from the
     key's seed, step and layer, whatever its operand and position. ValueError where that has no key.
     """
@@ -82,12 +82,12 @@ def drawn(spec: Hadamard | Rotation, key: RandomKey | None) -> Hadamard | Rotati
     return Hadamard(size=spec.size, signs="random", seed=int(words[0]) << 32 | int(words[1]))
 
 
-def hadamard_signs(spec: Hadamard | Rotation) -> list[int]:
-    """The `size` signs d, each +1 or -1; a Rotation has none and raises ValueError.
+def hadamard_signs(spec: Hadamard | Transform) -> list[int]:
+    """The `size` signs d, each +1 or -1; another transform has none and raises ValueError.
 
     Random ones are the low bits of the first Philox words with counter (i, 0, 0, 0) and key = seed.
     """
-    if isinstance(spec, Rotation):
+    if not isinstance(spec, Hadamard):
         raise ValueError(
             f"{spec} is not a Hadamard transform and has no signs; use transform(x, spec)"
         )
@@ -151,7 +151,7 @@ def undo_hadamard(y_RC: Tensor, spec: Hadamard) -> Tensor:
     return (butterfly(groups) * (1.0 / math.sqrt(spec.size)) * signs).reshape(rows, cols)
 
 
-def transform(x_RC: Tensor, spec: Hadamard | Rotation, key: RandomKey | None = None) -> Tensor:
+def transform(x_RC: Tensor, spec: Hadamard | Transform, key: RandomKey | None = None) -> Tensor:
     """x in the transformed domain: BF16 [R, C'], C zero-padded to a multiple of `size`. key: see
     `drawn`.
     """
@@ -159,15 +159,17 @@ def transform(x_RC: Tensor, spec: Hadamard | Rotation, key: RandomKey | None = N
     if isinstance(spec, Hadamard):
         return apply_hadamard(x_RC, spec)
     x_RC = pad_columns(x_RC.to(torch.bfloat16), spec.size)
-    return _rotate(x_RC, rotation_matrix(spec)).to(torch.bfloat16)
+    return _rotate(x_RC, transform_matrix(spec)).to(torch.bfloat16)
 
 
-def undo_transform(y_RC: Tensor, spec: Hadamard | Rotation, key: RandomKey | None = None) -> Tensor:
+def undo_transform(
+    y_RC: Tensor, spec: Hadamard | Transform, key: RandomKey | None = None
+) -> Tensor:
     """The inverse of `transform`, in float32; the padding stays."""
     spec = drawn(spec, key)
     if isinstance(spec, Hadamard):
         return undo_hadamard(y_RC, spec)
-    return _rotate(y_RC, rotation_matrix(spec).T)
+    return _rotate(y_RC, transform_matrix(spec).T)
 
 
 def _rotate(x_RC: Tensor, matrix: Tensor) -> Tensor:

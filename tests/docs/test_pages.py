@@ -171,6 +171,7 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
         "optim/momentum.yaml",
         "recipe/four_bit_gradients.yaml",
         "recipe/house.yaml",
+        "recipe/powers.yaml",
         "schedule/inverse_root.yaml",
         "shifted/__init__.py",
         "shifted/hf.py",
@@ -180,6 +181,7 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
     for words in (
         [*first, *SMALL],
         [*first, *SMALL, "recipe=four_bit_gradients"],
+        [*first, *SMALL, "recipe=powers"],
         [word.replace("=400", "=3") for word in again],
     ):
         with pytest.raises(SystemExit) as ended:
@@ -190,3 +192,4 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
     assert [line["step"] for line in map(json.loads, metrics) if "train/loss" in line] == [1, 2, 3]
     plan = (mine / "runs/shift-four_bit_gradients/plan.txt").read_text()
     assert "blocks.0" in plan and "E2M1·E4M3" in plan
+    assert "E3M0·E3M0" in (mine / "runs/shift-powers/plan.txt").read_text()

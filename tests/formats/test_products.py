@@ -17,7 +17,7 @@ from fp4train.formats import (
     value_table,
 )
 from fp4train.hardware import GPUS
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import QuantSpec, register
 
 PUBLISHED = {
     "e2m1": 6.0,
@@ -72,8 +72,13 @@ def test_the_wider_operand_sets_the_rate() -> None:
             formats_of(bad)
 
 
-def test_specs_of_formats_that_share_a_name_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = QuantSpec()
-    namesake = ElementFormat(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=0)
-    monkeypatch.setattr("fp4train.formats.ELEMENT_FORMATS", (namesake,))
-    assert QuantSpec() != spec and QuantSpec().format.max == 12.0
+def test_specs_of_formats_that_share_a_name_differ() -> None:
+    """A name may mean another format after it was taken back: a spec of before keeps its own."""
+    largest = {}
+    specs = []
+    for bias in (1, 0):
+        register(ElementFormat(name="shared", exponent_bits=2, mantissa_bits=1, bias=bias))
+        specs.append(QuantSpec(element="shared"))
+        largest[bias] = specs[-1].format.max
+        ELEMENT_FORMATS.remove("shared")
+    assert specs[0] != specs[1] and largest == {1: 6.0, 0: 12.0}

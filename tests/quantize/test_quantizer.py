@@ -3,7 +3,7 @@ of a call.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from fp4train.quantize import (
     quantize,
     quantize_dequantize,
     quantizer,
+    register,
     to_torch,
 )
 from fp4train.quantize import cpu as cpu_module
@@ -102,13 +103,12 @@ def test_no_kernel_takes_what_it_does_not_know_for_something_else(
 
 
 @pytest.fixture
-def injected(monkeypatch: pytest.MonkeyPatch) -> ScaleFormat:
+def injected() -> Iterator[ScaleFormat]:
     """A scale format without a kernel: the arithmetic of FP32 under another name."""
     fmt = replace(get_scale_format("fp32"), name="fp32x")
-    registry = (*formats.SCALE_FORMATS, fmt)
-    monkeypatch.setattr("fp4train.formats.SCALE_FORMATS", registry)
-    monkeypatch.setattr("fp4train.quantize.spec.SCALE_FORMATS", registry)
-    return fmt
+    register(fmt)
+    yield fmt
+    formats.SCALE_FORMATS.remove(fmt.name)
 
 
 @pytest.mark.parametrize("block", [(1, 16), (1, None), (None, None)])

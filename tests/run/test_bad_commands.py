@@ -25,7 +25,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         (["pln"], "unknown verb 'pln'; did you mean 'plan'?"),
         (["compare", "runs/a"], "compare needs two or more run directories"),
         (["compare", "runs/a", "runs/b"], "runs/a is not a run directory"),
-        (["formats", "e2m1"], "formats takes no arguments"),
+        (["formats", "e2m1"], "formats takes plugins=[…] only"),
         (["plan", "model=llama_9b"], "there is no such model; did you mean 'llama_8b'?"),
         (["plan", "data=text"], "data.path must be given: data.path=…"),
         (["plan", "data=tokens", "data.path=x"], "data.vocab_size must be given"),

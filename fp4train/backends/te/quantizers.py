@@ -22,7 +22,7 @@ from typing import Any
 
 from fp4train.backends.table import DTYPES, FORMS, Table, describe
 from fp4train.formats import E2M1, E4M3, E5M2
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import Hadamard, QuantSpec
 
 SLOTS = {"input": FORMS["x"], "weight": FORMS["w"], "grad_output": FORMS["dy"]}
 """TE's name of each tensor → (GEMM, operand) of its row-wise and of its column-wise form."""
@@ -69,14 +69,18 @@ def family(spec: QuantSpec) -> str:
 
 def _check_nvfp4(spec: QuantSpec) -> None:
     two_d = spec.block == (16, 16)
-    signs = spec.hadamard.signs if spec.hadamard else "none"
+    unsupported = spec.hadamard is not None and not (
+        isinstance(spec.hadamard, Hadamard)
+        and spec.hadamard.size == 16
+        and spec.hadamard.signs in ("fixed", "none")
+    )
     stochastic = spec.rounding == "stochastic"
     transformed = spec.hadamard is not None
-    if spec.rounding == "eden" or spec.requantises is not None:
-        raise ValueError("TE has neither rounding='eden' nor requantised operands")
+    if spec.rounding not in ("nearest", "stochastic") or spec.requantises is not None:
+        raise ValueError(f"TE has neither rounding={spec.rounding!r} nor requantised operands")
     if spec.block not in ((1, 16), (16, 16)):
         raise ValueError(f"TE's NVFP4 blocks are 1×16 or 16×16, not {spec.block}")
-    if spec.hadamard is not None and (spec.hadamard.size != 16 or signs not in ("fixed", "none")):
+    if unsupported:
         raise ValueError(
             f"TE's Hadamard transform has size 16 and fixed or no signs, not {spec.hadamard}"
         )
@@ -175,7 +179,8 @@ def quantizer(spec: QuantSpec | None, dtype_in_high_precision: str) -> Any:
             nvfp4_use_4over6=spec.four_over_six is not None,
             nvfp4_e4m3_max=int(spec.global_bound),
             nvfp4_4over6_err_mode=(spec.four_over_six or "mae").upper(),
-            with_random_sign_mask=spec.hadamard is None or spec.hadamard.signs == "fixed",
+            with_random_sign_mask=not isinstance(spec.hadamard, Hadamard)
+            or spec.hadamard.signs == "fixed",
         )
     dtype = element_dtype(spec)
     if kind == "mxfp8":

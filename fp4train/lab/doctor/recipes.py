@@ -190,9 +190,7 @@ def products(
     """(the largest distance of y, dx and dw from the reference, what is wrong with it or None)."""
     measured = _run(recipe, device.type, backend)
     reference = _run(recipe, "cpu", "reference")
-    if plan.layer_backend is None or not any(
-        spec.rounding == "stochastic" for spec in plan.table.specs()
-    ):
+    if plan.layer_backend is None or not any(spec.random for spec in plan.table.specs()):
         distance = max(_distance(a, b) for a, b in zip(measured, reference, strict=True))
         close = distance <= CLOSE
     else:

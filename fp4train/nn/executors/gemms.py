@@ -48,7 +48,7 @@ from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Decoded, Hadamard, High, Quantized, Rotation, ValuesOf, quantizer
+from fp4train.quantize import Decoded, Hadamard, High, Quantized, ValuesOf, quantizer
 from fp4train.shards import is_sharded
 
 Saved = tuple[Quantized | Tensor | None, ...]
@@ -234,7 +234,7 @@ class Gemms(Executor):
         for where, spec in cls.quantised(plan):
             if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
                 return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
-            if isinstance(spec.hadamard, Rotation):
+            if spec.hadamard is not None and not isinstance(spec.hadamard, Hadamard):
                 return (
                     f"{where}: the matrix of {spec.hadamard} is copied from the host in every call"
                 )

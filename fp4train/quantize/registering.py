@@ -1,0 +1,48 @@
+"""How a plugin adds a number format or a rounding: by the function `register`, when it is imported.
+
+    from fp4train.formats import ElementFormat, ScaleFormat
+    from fp4train.quantize import register
+
+    register(ElementFormat(name="e3m0", exponent_bits=3, mantissa_bits=0, bias=3))
+    register(ScaleFormat.unsigned(name="ue4m4", exponent_bits=4, mantissa_bits=4, bias=7, ...))
+
+A YAML file names it: `element: e3m0`. The readable reference runs it, and kernels where they are
+general. A transform needs no name: it is a frozen dataclass on `Transform`, which YAML names by
+`_target_`.
+"""
+
+from typing import TypeAlias
+
+from fp4train.formats import ELEMENT_FORMATS, SCALE_FORMATS, ElementFormat, ScaleFormat
+from fp4train.formats.element import check_element
+from fp4train.quantize.rounding import ROUNDINGS, Rounding
+
+Registered: TypeAlias = ElementFormat | ScaleFormat | Rounding
+
+
+def register(*entries: Registered) -> None:
+    """Make formats and roundings known by their names. Registering the same definition again
+    changes nothing.
+
+    Args:
+        entries: an element format of 2 to 8 bits whose values are exact in BF16; a scale format
+            whose scales are bytes (`ScaleFormat.unsigned`) or float32; a rounding.
+
+    Raises:
+        TypeError: an entry is something else.
+        ValueError: its name is taken or no name, or its values cannot be multiplied in BF16; none
+            of the entries is added then that follow.
+    """
+    for entry in entries:
+        if isinstance(entry, ElementFormat):
+            check_element(entry)
+            ELEMENT_FORMATS.add(entry)
+        elif isinstance(entry, ScaleFormat):
+            SCALE_FORMATS.add(entry)
+        elif isinstance(entry, Rounding):
+            ROUNDINGS.add(entry)
+        else:
+            raise TypeError(
+                f"register({entry!r}): an ElementFormat, a ScaleFormat or a Rounding is needed; a "
+                "transform is named by its class, _target_"
+            )

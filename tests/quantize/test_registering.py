@@ -1,0 +1,233 @@
+"""Formats, roundings and transforms of a user's own: what may be added, and that it is what
+quantises.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp4train.config import plugins
+from fp4train.errors import UserError
+from fp4train.formats import ELEMENT_FORMATS, ElementFormat, ScaleFormat, decode, encode
+from fp4train.formats import value_table as values_of
+from fp4train.quantize import (
+    QuantSpec,
+    RandomKey,
+    Rotation,
+    Rounding,
+    Transform,
+    quantize,
+    quantize_dequantize,
+    register,
+)
+
+
+def own(**fields: int) -> ElementFormat:
+    return ElementFormat(
+        **{"name": "own", "exponent_bits": 2, "mantissa_bits": 1, "bias": 1} | fields
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (own(name="e4m3"), "name='e4m3' is taken (fp4train's own): give the new one another name"),
+        (own(name="E3M0"), "name='E3M0': allowed are a letter, then letters"),
+        (own(mantissa_bits=6), "allowed are codes of 2 to 8 bits, one of them the sign"),
+        (own(bias=300), "exact in BF16 are those from 1.18e-38 to 3.39e+38: choose another bias"),
+        (own(exponent_bits=6, bias=-100), "choose another bias than -100"),
+        (own(has_inf=True), "has_inf=True needs has_nan=True"),
+        (own(exponent_bits=0, mantissa_bits=1, has_nan=True), "it has no value but zero"),
+    ],
+)
+def test_a_format_that_cannot_be_multiplied_is_refused(entry: ElementFormat, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        register(entry)
+    assert message in str(error.value)
+    assert "own" not in ELEMENT_FORMATS.names
+
+
+def test_a_name_stands_for_one_definition() -> None:
+    register(own())
+    register(own())
+    with pytest.raises(ValueError, match="name='own' is taken \\(defined already: ElementFormat"):
+        register(own(bias=2))
+    with pytest.raises(TypeError, match="an ElementFormat, a ScaleFormat or a Rounding is needed"):
+        register("e3m0")  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(-20, 20))
+def test_the_values_of_a_format_give_the_format_back(
+    exponent_bits: int, mantissa_bits: int, bias: int
+) -> None:
+    if not 1 <= exponent_bits + mantissa_bits <= 7:
+        return
+    fmt = own(exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=bias)
+    codes = range(1 << (fmt.bits - 1))
+    magnitudes = [fmt.magnitude_of(code) for code in codes]
+    assert [
+        ElementFormat.of_values("own", magnitudes).magnitude_of(code) for code in codes
+    ] == magnitudes
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([0.5, 1.0], "the grid has no zero as its first value"),
+        ([], "the grid has no zero"),
+        ([0.0, 0.3, 0.6, 0.9], "0.3 is not exact in BF16"),
+        ([0.0, 2.0, 1.0, 3.0], "must ascend; the sign has a bit of its own"),
+        ([0.0, 1.0, 2.0], "are no floating-point grid"),
+        ([0.0, 0.0796, 0.1609, 0.2461], "not exact in BF16"),
+        ([0.0, 0.078125, 0.1640625, 0.24609375], "look-up tables (NF4) and zero points"),
+    ],
+)
+def test_values_that_are_no_grid_are_refused(values: list[float], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        ElementFormat.of_values("own", values)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("exponent_bits", range(1, 8))
+def test_a_scale_format_rounds_to_the_nearest_of_its_values(exponent_bits: int) -> None:
+    fmt = ScaleFormat.unsigned(
+        name="own",
+        exponent_bits=exponent_bits,
+        mantissa_bits=8 - exponent_bits,
+        bias=(1 << (exponent_bits - 1)) - 1,
+        needs_global=False,
+    )
+    values = fmt.decode(torch.arange(255, dtype=torch.uint8))
+    assert values[0] == 0 and (values.diff() > 0).all() and values[-1] == fmt.max
+    assert fmt.decode(torch.tensor([255], dtype=torch.uint8)).isnan()
+    assert torch.equal(fmt.encode(values), torch.arange(255, dtype=torch.uint8))
+    middle = (values[:-1] + values[1:]) / 2
+    assert torch.equal(fmt.encode(middle), (torch.arange(254) + 1) // 2 * 2)
+    assert fmt.encode(torch.tensor([torch.nan]))[0] == 255
+    assert fmt.encode(torch.tensor([torch.inf]))[0] == 254
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"exponent_bits": 4, "mantissa_bits": 3}, "must be 8 bits together"),
+        ({"exponent_bits": 8, "mantissa_bits": 0}, "e8m0 has powers of two"),
+        ({"exponent_bits": 7, "mantissa_bits": 1, "bias": 200}, "choose another bias than 200"),
+    ],
+)
+def test_a_scale_format_that_is_no_byte_or_not_exact_is_refused(
+    fields: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        ScaleFormat.unsigned(**{"name": "own", "bias": 7, "needs_global": False} | fields)  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+def test_own_formats_quantise_as_their_own_functions_say() -> None:
+    """Element and scale, one after the other, for blocks that are computed here by hand."""
+    register(own(exponent_bits=3, mantissa_bits=0, bias=3))
+    scale = ScaleFormat.unsigned(
+        name="ue4m4", exponent_bits=4, mantissa_bits=4, bias=7, needs_global=False
+    )
+    register(scale)
+    fmt = ELEMENT_FORMATS.get("own")
+    spec = QuantSpec(element="own", scale="ue4m4", global_scale=None)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    blocks = x.reshape(8, 4, 16)
+    scales = scale.decode(scale.encode(blocks.abs().amax(2) / fmt.max))[..., None]
+    expected = decode(encode(blocks * scales.reciprocal(), fmt), fmt) * scales
+    assert torch.equal(quantize(x, spec).restore(torch.float32), expected.reshape(8, 64))
+    assert torch.equal(quantize_dequantize(x, spec).values.float(), expected.reshape(8, 64))
+    assert set(values_of(fmt)) == {0.0, *(s * 2.0**e for s in (1, -1) for e in range(-2, 5))}
+
+
+def test_a_second_level_of_a_scale_format_of_ones_own_has_its_own_bound() -> None:
+    register(
+        ScaleFormat.unsigned(
+            name="wide", exponent_bits=4, mantissa_bits=4, bias=7, needs_global=True
+        )
+    )
+    with pytest.raises(ValueError, match="allowed are numbers from 1 to 480"):
+        QuantSpec(scale="wide", global_bound=481.0)
+    spec = QuantSpec(scale="wide", global_bound=480.0)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    assert quantize(x, spec).block_scales().max() == 480.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upwards(Rounding):
+    """Away from zero where there are random bits above the middle, else towards it."""
+
+    random: bool = True
+
+    def integers(self, position: Tensor, bits: Tensor | None) -> Tensor:
+        assert bits is not None
+        return torch.where(bits >= 1 << 15, position.ceil(), position.floor())
+
+
+def test_a_rounding_of_ones_own_draws_bits_for_each_element() -> None:
+    register(Upwards(name="upwards"))
+    spec = QuantSpec(rounding="upwards", element="e4m3", scale="fp32", global_scale=None)
+    assert spec.random
+    x = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) + 1
+    with pytest.raises(ValueError, match="rounding='upwards' takes its bits from a RandomKey"):
+        quantize(x, spec)
+    key = RandomKey(seed=0, step=1, layer=2, operand=3)
+    above = quantize(x, spec, key=key).restore(torch.float32) >= x
+    assert 0.45 < above.float().mean() < 0.55  # a fair coin: five deviations of 1/128
+    nearest = QuantSpec(element="e4m3", scale="fp32", global_scale=None)
+    ratio = quantize(x, spec, key=key).restore(torch.float32) / quantize(x, nearest).restore(
+        torch.float32
+    )
+    assert (ratio - 1).abs().max() <= 0.13  # one step of three bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swap(Transform):
+    size: int = 2
+    label = "swapped"
+    entry: float = 1.0
+
+    def matrix(self) -> Tensor:
+        return torch.tensor([[0.0, self.entry], [1.0, 0.0]])
+
+
+def test_a_transform_of_ones_own_is_applied_before_the_blocks_and_undone() -> None:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    turned = x.reshape(4, 16, 2).flip(2).reshape(4, 32)
+    spec = QuantSpec(hadamard=Swap())
+    assert torch.equal(quantize(x, spec).codes, quantize(turned, QuantSpec()).codes)
+    torch.testing.assert_close(
+        quantize(x, spec).restore(torch.float32),
+        quantize(turned, QuantSpec())
+        .restore(torch.float32)
+        .reshape(4, 16, 2)
+        .flip(2)
+        .reshape(4, 32),
+    )
+
+
+def test_a_transform_that_would_not_cancel_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"is not orthogonal .* it would not cancel in a product"):
+        QuantSpec(hadamard=Swap(entry=1.1))
+    with pytest.raises(ValueError, match=r"matrix\(\) is \[2, 2\]; size=3 needs \[3, 3\]"):
+        QuantSpec(hadamard=Swap(size=3))
+    assert QuantSpec(hadamard=Rotation(kind="orthogonal", size=8)).hadamard is not None
+
+
+def test_a_plugin_that_takes_a_name_is_refused_by_its_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "lab_that_takes_a_name.py").write_text(
+        "from fp4train.formats import ElementFormat\n"
+        "from fp4train.quantize import register\n"
+        "register(ElementFormat(name='e4m3', exponent_bits=2, mantissa_bits=1, bias=1))\n"
+    )
+    with (
+        pytest.raises(UserError, match=r"is taken .*lab_that_takes_a_name\.py, line 3\)"),
+        plugins.using(["lab_that_takes_a_name"], [tmp_path]),
+    ):
+        pass
