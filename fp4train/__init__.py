@@ -9,10 +9,11 @@ with f4.autocast(NVFP4(), policy=LayerPolicy(last=0.15)):    # nesting overrides
 loss.backward()                                              # outside, as with Transformer Engine
 """
 
+from fp4train.audit import audit
 from fp4train.nn import convert
 from fp4train.nn.conversion import report as conversion
 from fp4train.precision import autocast
 from fp4train.precision.plan import plan
 
 __version__ = "0.1.0"
-__all__ = ["autocast", "conversion", "convert", "plan"]
+__all__ = ["audit", "autocast", "conversion", "convert", "plan"]

@@ -137,6 +137,10 @@ class PlannedLayer(nn.Module):
         self.keeps_forms = True
         self.drops: list[Callable[[], None]] = []
         """Functions that drop what others keep of the weight (`drop_made`)."""
+        self.observer: Callable[[Executor], Executor] | None = None
+        """Function that gives the executor of the coming call another one to run, which computes
+        the same and is watched (`fp4train.audit`); None: nobody watches.
+        """
         self._sums: Sums = None
         self._was_in_context = False
         self._calls, self._tokens = 0, TokenCount()
@@ -258,6 +262,8 @@ class PlannedLayer(nn.Module):
             executor = self._hold((context.recipe, context.policy, key[2]), device)
         if context.met is not None:
             context.met[self] = executor.plan.quantised
+        if self.observer is not None:
+            return self.observer(executor)
         return executor
 
     def _hold(self, key: _Key, device: torch.device) -> Executor:
@@ -392,6 +398,7 @@ class PlannedLayer(nn.Module):
             "_executors": {},
             "_applied": None,
             "_prepared": {},
+            "observer": None,
         }
         return {**kept, **fresh, "_tokens": TokenCount()}
 

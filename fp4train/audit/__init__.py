@@ -1,0 +1,5 @@
+"""Audit of live steps: the tensors of one layer's call are quantised and multiplied again by the
+readable reference, and compared with what ran.
+"""
+
+from fp4train.audit.loop import audit as audit

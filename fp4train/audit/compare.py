@@ -1,0 +1,262 @@
+"""CallComparison of one call of a layer with the readable reference.
+
+Of each GEMM both operands are compared code by code with those that the reference makes, then the
+product with that of the operands that were multiplied, then what the layer returned with the
+product. So a fault is named where it arises, and not by what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fp4train.audit import products
+from fp4train.audit.bits import Difference, difference
+from fp4train.audit.expected import Expectation, OperandSource, source_of, why_not_expected
+from fp4train.audit.fault import Audited, Fault
+from fp4train.audit.hypotheses import Suspect, explain
+from fp4train.audit.observe import LayerCall, Product
+from fp4train.backends import GEMMS, OPERANDS, Prepared
+from fp4train.precision.layer_plan import Gemm
+from fp4train.quantize import Decoded, Quantized, QuantSpec
+
+
+@dataclass
+class CallComparison:
+    """The comparison of one call.
+
+    Args:
+        call: the call, whose backward pass has run.
+        expected: plan and position that it should have had.
+        previous: call of the same layer in the step before; None: it was not kept.
+    """
+
+    call: LayerCall
+    expected: Expectation
+    previous: LayerCall | None = None
+    faults: list[Fault] = field(default_factory=list)
+    uncovered: list[str] = field(default_factory=list)
+
+    @torch.no_grad()
+    def run(self, step: int = 0) -> Audited:
+        """Compare all GEMMs."""
+        self._compare_plan()
+        self._compare_weight()
+        compared = [gemm.name for gemm in self.expected.plan.gemms if self._compare_gemm(gemm)]
+        return Audited(
+            layer=self.call.name,
+            step=step,
+            gemms=compared,
+            faults=self.faults,
+            uncovered=self.uncovered,
+        )
+
+    # -- plan and weight ---------------------------------------------------------------------------
+
+    def _compare_plan(self) -> None:
+        """The executor must run the plan of the step."""
+        for gemm in GEMMS:
+            planned = self.expected.plan.operands[gemm]
+            executed = self.call.plan.operands[gemm]
+            if planned != executed:
+                what = "the executor runs another plan than that of the step"
+                self._add(what, gemm=gemm)
+
+    def _compare_weight(self) -> None:
+        """The layer must multiply the weight that the optimizer holds."""
+        held, passed = self.expected.weight, self.call.w
+        if held is None or passed is None:
+            return
+        apart = difference(passed, held)
+        if apart is None:
+            return
+        candidates = {"rounded to BF16": held.bfloat16().to(held.dtype)}
+        if self.previous is not None and self.previous.w is not None:
+            candidates["weight of the step before"] = self.previous.w
+        names = tuple(
+            name for name, weight in candidates.items() if difference(passed, weight) is None
+        )
+        what = "the layer is called with another weight than the optimizer holds"
+        self._add(what, apart, names, operand="w")
+
+    # -- a GEMM ------------------------------------------------------------------------------------
+
+    def _compare_gemm(self, gemm: Gemm) -> bool:
+        """Compare a GEMM; whether anything of it could be compared."""
+        result = {"fprop": self.call.y, "dgrad": self.call.dx, "wgrad": self.call.dw}[gemm.name]
+        if result is None:
+            return False
+        product = self.call.products.get(gemm.name)
+        if product is None:
+            return self._compare_in_high_precision(gemm, result)
+        correct = True
+        for tensor, operand in zip(OPERANDS[gemm.name], _both(product), strict=True):
+            correct &= self._compare_operand(gemm.name, tensor, operand)
+        apart = products.compare(product, gemm)
+        if apart is not None:
+            again = products.repeated(product, gemm)
+            if again is None or difference(product.result, again) is None:
+                again = _float64_product(product)
+            names = products.explain(product.result, again, product.bias)
+            self._add("the product is not that of its operands", apart, names, gemm=gemm.name)
+        self._compare_returned(gemm, product, result)
+        return True
+
+    def _compare_operand(self, gemm: str, tensor: str, operand: Prepared) -> bool:
+        """Compare an operand with the reference; whether it is equal or cannot be compared."""
+        reason = why_not_expected(self.expected.plan, gemm, tensor)
+        source = source_of(self.call, self.expected, gemm, tensor)
+        if source is None and reason is None:
+            reason = "its values are on other ranks"
+        if reason is not None or source is None:
+            self.uncovered.append(f"{gemm}, operand {tensor}: {reason}")
+            return True
+        found = _compare_codes(operand, source)
+        if found is None:
+            return True
+        what, apart = found
+        values = products.decoded(operand)
+        suspect = Suspect(source, self.call, self.expected, gemm, tensor, self.previous)
+        self._add(what, apart, explain(values, suspect), gemm=gemm, operand=tensor)
+        return False
+
+    def _compare_returned(self, gemm: Gemm, product: Product, result: Tensor) -> None:
+        """y, dx or dw must be the product, in its dtype."""
+        expected = product.result.to(result.dtype)
+        if gemm.name == "wgrad" and result.dtype != expected.dtype:
+            return
+        apart = difference(result, expected.view(result.shape))
+        if apart is not None:
+            names = products.explain(result, expected, product.bias)
+            what = "the layer returns something else than the product"
+            self._add(what, apart, names, gemm=gemm.name)
+
+    def _compare_in_high_precision(self, gemm: Gemm, result: Tensor) -> bool:
+        """Compare a product of torch's own, whose operands are not seen."""
+        sources = [
+            source_of(self.call, self.expected, gemm.name, tensor) for tensor in OPERANDS[gemm.name]
+        ]
+        first, second = sources
+        if first is None or second is None:
+            self.uncovered.append(f"{gemm.name}: a tensor of it is on other ranks")
+            return False
+        bias = self.call.bias if gemm.name == "fprop" else None
+        operands = first.decoded(), second.decoded()
+        narrow = result.to(self.expected.plan.table.torch_dtype)
+        rows, exact, bound = products.bounds(*operands, bias, narrow)
+        wrong = products.beyond_rounding(narrow, rows, exact, bound)
+        if not bool(wrong.any()):
+            return True
+        where = torch.zeros(result.shape, dtype=torch.bool)
+        where[rows] = wrong
+        apart = Difference(
+            int(wrong.sum()), wrong.numel(), tuple(where.nonzero()[0].tolist()), where
+        )
+        names = tuple(self._explained_product(gemm, narrow, bias, (first, second)))
+        if not names:
+            expected = exact.to(narrow.dtype)
+            names = products.explain(narrow[rows], expected, bias)
+        self._add("the product is not that of the plan", apart, names, gemm=gemm.name)
+        return True
+
+    def _explained_product(
+        self,
+        gemm: Gemm,
+        result: Tensor,
+        bias: Tensor | None,
+        sources: tuple[OperandSource, OperandSource],
+    ) -> Iterator[str]:
+        """The names of specs with which both operands would give this product."""
+        for recipe, specs in _recipes().items():
+            changed = [
+                replace(source, spec=spec) for source, spec in zip(sources, specs, strict=True)
+            ]
+            operands = [source.decoded() for source in changed]
+            rows, exact, bound = products.bounds(operands[0], operands[1], bias, result)
+            if not bool(products.beyond_rounding(result, rows, exact, bound).any()):
+                yield f"quantised in {recipe} where the plan keeps high precision"
+
+    def _add(
+        self,
+        what: str,
+        apart: Difference | None = None,
+        hypotheses: tuple[str, ...] = (),
+        *,
+        gemm: str = "",
+        operand: str = "",
+    ) -> None:
+        fault = Fault(
+            layer=self.call.name,
+            what=what,
+            gemm=gemm,
+            operand=operand,
+            first=() if apart is None else apart.first,
+            share=0.0 if apart is None else apart.share,
+            hypotheses=hypotheses,
+        )
+        self.faults.append(fault)
+
+
+def _both(product: Product) -> tuple[Prepared, Prepared]:
+    return product.first, product.second
+
+
+def _float64_product(product: Product) -> Tensor:
+    total = products.exact(product.first) @ products.exact(product.second).T
+    if product.bias is not None:
+        total = total + product.bias.double()
+    if product.before is not None:
+        total = total + product.before.double()
+    return total.to(product.result.dtype)
+
+
+def _recipes() -> dict[str, tuple[QuantSpec, QuantSpec]]:
+    """Specs of both operands of recipes that a program may run in place of high precision."""
+    nvfp4 = QuantSpec(block=(1, 16))
+    mxfp8 = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
+    return {
+        "NVFP4": (nvfp4, QuantSpec(block=(16, 16))),
+        "NVFP4 1×16": (nvfp4, nvfp4),
+        "MXFP8": (mxfp8, mxfp8),
+    }
+
+
+def _compare_codes(operand: Prepared, source: OperandSource) -> tuple[str, Difference] | None:
+    """What differs between an operand and the reference; None: nothing does."""
+    if isinstance(operand, Quantized):
+        expected = source.quantized()
+        if expected is None:
+            values = operand.decoded()
+            return _compare_values(values, source.decoded())
+        return _compare_quantized(operand, expected)
+    return _compare_values(operand, source.decoded())
+
+
+def _compare_quantized(operand: Quantized, expected: Quantized) -> tuple[str, Difference] | None:
+    rows, columns = expected.element_codes.shape
+    codes = operand.element_codes.view(torch.uint8)[:rows, :columns]
+    if (apart := difference(codes, expected.element_codes)) is not None:
+        return "the codes are not those of the reference", apart
+    scales = operand.block_scales()
+    if (apart := difference(scales, expected.block_scales())) is not None:
+        return "the block scales are not those of the reference", apart
+    factor, expected_factor = operand.global_decode(), expected.global_decode()
+    if factor is not None and expected_factor is not None:
+        apart = difference(factor.reshape(-1), expected_factor.reshape(-1))
+        if apart is not None:
+            return "the global scale is not that of the reference", apart
+    return None
+
+
+def _compare_values(values: Decoded, expected: Decoded) -> tuple[str, Difference] | None:
+    if (apart := difference(values.values, expected.values)) is not None:
+        return "the values of the codes are not those of the reference", apart
+    one = torch.ones(1)
+    scale = one if values.scale is None else values.scale.reshape(-1)
+    expected_scale = one if expected.scale is None else expected.scale.reshape(-1)
+    if (apart := difference(scale, expected_scale.to(scale.device))) is not None:
+        return "the global scale is not that of the reference", apart
+    return None

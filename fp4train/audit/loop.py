@@ -1,0 +1,96 @@
+"""Audits in a training loop that is not fp4train's.
+
+with f4.audit(model) as report:
+    loss = step(model)                # forward and backward
+print(report)
+
+The layers that `convert` made are observed; of other linear layers x, w, y and their gradients are
+seen, which hooks show, and compared with products in high precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fp4train.audit.compare import CallComparison
+from fp4train.audit.expected import Expectation
+from fp4train.audit.fault import Audited, Fault
+from fp4train.audit.observe import Observer
+from fp4train.nn.planned import PlannedLayer
+
+
+@dataclass
+class AuditReport:
+    """The audits of the layers of a model, complete where the context of `audit` ends.
+
+    Attributes:
+        audits: result of each layer that was called.
+        uncovered: layer → why it was not audited.
+    """
+
+    audits: list[Audited] = field(default_factory=list)
+    uncovered: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def faults(self) -> list[Fault]:
+        """All faults, in the order of the layers."""
+        return [fault for audited in self.audits for fault in audited.faults]
+
+    def __str__(self) -> str:
+        count = len(self.audits)
+        lines = [f"{count} layers audited, {len(self.faults)} faults"]
+        lines += [f"  {fault}" for fault in self.faults]
+        lines += [f"  not covered: {name}: {reason}" for name, reason in self.uncovered.items()]
+        return "\n".join(lines)
+
+
+@contextmanager
+def audit(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[AuditReport]:
+    """Audit the passes of a model within the context: the first training call of each layer.
+
+    Weights must not be updated within the context. Passes that run within it have the same bits as
+    without it.
+
+    Args:
+        layers: names of the layers; None: all. Each keeps its tensors, and costs as much time as
+            several steps of it: audit some in a step.
+
+    Raises:
+        ValueError: the model has no layer that `convert` made, or none of these names.
+    """
+    planned = {
+        module.layer.name: module for module in model.modules() if isinstance(module, PlannedLayer)
+    }
+    if not planned:
+        raise ValueError("audit: the model has no layer of fp4train; call convert first")
+    if unknown := sorted(set(layers or ()) - set(planned)):
+        raise ValueError(f"audit: the model has no layer {', '.join(unknown)}")
+    report = AuditReport()
+    observers = {
+        name: Observer(layer) for name, layer in planned.items() if layers is None or name in layers
+    }
+    for name, observer in observers.items():
+        planned[name].observer = observer
+    try:
+        yield report
+    finally:
+        for name in observers:
+            planned[name].observer = None
+    for name, observer in observers.items():
+        _compare(name, observer, report)
+
+
+def _compare(name: str, observer: Observer, report: AuditReport) -> None:
+    call = observer.call
+    observer.close()
+    if observer.uncovered is not None:
+        report.uncovered[name] = observer.uncovered
+    elif call is None:
+        report.uncovered[name] = "it was not called in training"
+    else:
+        comparison = CallComparison(call, Expectation(call.plan))
+        report.audits.append(comparison.run())

@@ -1,0 +1,165 @@
+"""Audits in a loop of one's own: clean passes of every recipe have no fault, planted faults are found
+at their place and named, and no bit of a pass changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import audit_planting as planting
+import pytest
+import torch
+from torch import nn
+
+import fp4train as f4
+from fp4train.audit.bits import difference
+from fp4train.nn import Experts, Linear
+from fp4train.precision import NVFP4, LayerPolicy, recipes
+from fp4train.precision.context import recompute
+from fp4train.precision.recipe import Recipe
+
+RECIPES = (
+    NVFP4(),
+    NVFP4(four_over_six="weights", four_over_six_error="mse"),
+    NVFP4(row_scaled_activation=True),
+    recipes.MXFP4(),
+    recipes.MXFP6(),
+    recipes.MXFP8(),
+    recipes.FP8Block(),
+    recipes.FP8Current(),
+    recipes.FP8Delayed(),
+    recipes.FP8Row(),
+    recipes.QuartetII(),
+    recipes.TetraJetV2(),
+    recipes.BF16(),
+    recipes.FP32(),
+)
+LAYER = "2"
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    widths = (64, 96, 64, 64)
+    parts: list[nn.Module] = []
+    for width, following in itertools.pairwise(widths):
+        parts += [nn.Linear(width, following), nn.GELU()]
+    return f4.convert(nn.Sequential(*parts[:-1]))
+
+
+def batch(step: int = 0, part: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + part)
+    return torch.randn(64, 64, generator=generator)
+
+
+def passes(layers: nn.Module, x: torch.Tensor, recipe: Recipe, step: int = 5) -> torch.Tensor:
+    with f4.autocast(recipe, policy=LayerPolicy(last=1), seed=1, step=step, token_offset=64):
+        y: torch.Tensor = layers(x)
+    loss = (y.float() - x).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
+def test_a_clean_pass_of_every_recipe_has_no_fault(recipe: Recipe) -> None:
+    layers = model()
+    for step in range(2):
+        with f4.audit(layers) as report:
+            passes(layers, batch(step), recipe, step)
+        assert not report.faults, str(report)
+        assert not report.uncovered
+        assert [audit.layer for audit in report.audits] == ["0", "2", "4"]
+        assert all("wgrad" in audit.gemms for audit in report.audits)
+
+
+@pytest.mark.parametrize("fault", planting.OPERAND_FAULTS)
+def test_a_planted_fault_of_an_operand_is_found_and_named(fault: str) -> None:
+    change, words = planting.OPERAND_FAULTS[fault]
+    if "step before" in words:
+        pytest.skip("a loop's audit keeps no step before: tests of runs plant it")
+    layers = model()
+    x = batch()
+    if "zero block scale" in fault:
+        layers[1] = nn.Threshold(-1e9, 0.0)
+        layers[1].forward = lambda h: torch.cat((h[:, :16] * 1e-8, h[:, 16:]), 1)  # type: ignore[method-assign]
+    with planting.planted_operand(change, LAYER), f4.audit(layers) as report:
+        passes(layers, x, NVFP4())
+    named = [fault for fault in report.faults if any(words in h for h in fault.hypotheses)]
+    assert named, str(report)
+    assert {fault.layer for fault in report.faults} == {LAYER}
+    assert named[0].operand and named[0].first
+
+
+@pytest.mark.parametrize("fault", planting.PRODUCT_FAULTS)
+def test_a_planted_fault_of_a_product_is_found_and_named(fault: str) -> None:
+    gemm, change, words = planting.PRODUCT_FAULTS[fault]
+    layers = model()
+    with planting.planted_product(gemm, change, LAYER), f4.audit(layers) as report:
+        passes(layers, batch(), NVFP4())
+    named = [fault for fault in report.faults if any(words in h for h in fault.hypotheses)]
+    assert named, str(report)
+    assert {fault.layer for fault in report.faults} == {LAYER}
+    assert not named[0].operand and named[0].gemm
+
+
+def test_a_product_that_is_always_wrong_is_found_although_it_repeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fp4train.backends import emulate
+
+    layers = model()
+    product = emulate.matmul
+    monkeypatch.setattr(emulate, "matmul", lambda *a, **more: product(*a, **more) * 1.02)
+    with f4.audit(layers) as report:
+        passes(layers, batch(), NVFP4())
+    assert any("multiplied by 1.02" in h for fault in report.faults for h in fault.hypotheses)
+
+
+def test_a_pass_has_the_same_bits_with_and_without_its_audit() -> None:
+    gradients = []
+    for watched in (False, True):
+        layers = model()
+        x = batch().requires_grad_()
+        if watched:
+            with f4.audit(layers) as report:
+                passes(layers, x, NVFP4())
+            assert report.audits
+        else:
+            passes(layers, x, NVFP4())
+        assert x.grad is not None
+        gradients.append([x.grad, *(p.grad for p in layers.parameters())])
+    for plain, audited in zip(*gradients, strict=True):
+        assert difference(plain, audited) is None
+    assert all(layer.observer is None for layer in layers.modules() if isinstance(layer, Linear))
+
+
+def test_recomputed_layers_are_audited() -> None:
+    layers = model()
+    x = batch().requires_grad_()
+    with f4.audit(layers) as report:
+        with f4.autocast(NVFP4(), policy=LayerPolicy(last=1), seed=1, step=2):
+            y = recompute(layers, x)
+        y.float().square().mean().backward()
+    assert not report.faults, str(report)
+    assert [list(audit.gemms) for audit in report.audits[:2]] == [["fprop", "dgrad", "wgrad"]] * 2
+
+
+def test_an_expert_is_audited_as_a_layer_of_its_own() -> None:
+    torch.manual_seed(0)
+    experts = Experts(3, 64, 96)
+    with f4.audit(experts) as report:
+        with f4.autocast(NVFP4(), seed=1, step=2):
+            y = experts(batch().bfloat16().requires_grad_(), [0, 40, 24])
+        y.float().square().mean().backward()
+    assert not report.faults, str(report)
+    assert [audit.layer for audit in report.audits] == ["experts.1"]
+
+
+def test_what_cannot_be_audited_is_said_with_its_reason() -> None:
+    layers = model()
+    with f4.audit(layers) as report, torch.no_grad():
+        layers(batch())
+    assert set(report.uncovered.values()) == {"it was not called in training"}
+    with pytest.raises(ValueError, match="call convert"), f4.audit(nn.Linear(2, 2)):
+        pass
+    with pytest.raises(ValueError, match="no layer 7"), f4.audit(layers, layers=["7"]):
+        pass
