@@ -207,19 +207,31 @@ def settings(command: Composed) -> Start:
     Raises:
         UserError: a value does not fit, or RUN cannot be resumed with these overrides.
     """
+    _check_plugins(command.cfg)
+    if command.cfg.resume:
+        return _resumed_settings(command)
+    return _new_settings(command)
+
+
+def _new_settings(command: Composed) -> Start:
+    """As `settings`, of a run that begins."""
+    changed = command.changed
+    resolved = with_folder(command.cfg, changed)
+    init_run = saved_configuration(resolved)
+    if init_run is None:
+        config = to_config(resolved)
+    else:
+        resolved = with_run(resolved, init_run, changed)
+        config = to_config(resolved)
+        option = command.choices["model"] if "model" in changed else ""
+        check_model(config, resolved, init_run, option)
+    return Start(config=config, cfg=resolved, named=changed, point=command.point)
+
+
+def _resumed_settings(command: Composed) -> Start:
+    """As `settings`, of a run that goes on, or of its branch."""
     resolved = command.cfg
     changed = command.changed
-    _check_plugins(resolved)
-    if not resolved.resume:
-        resolved = with_folder(resolved, changed)
-        init_run = saved_configuration(resolved)
-        if init_run is not None:
-            resolved = with_run(resolved, init_run, changed)
-        config = to_config(resolved)
-        if init_run is not None:
-            option = command.choices["model"] if "model" in changed else ""
-            check_model(config, resolved, init_run, option)
-        return Start(config=config, cfg=resolved, named=changed, point=command.point)
     source = _resumed(str(resolved.resume), resolved.resume_step)
     saved = run_directory.read_config(source)
     saved_values = plain(saved)

@@ -37,7 +37,7 @@ from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, summarise
 from fp4train.run.begin import find_source, start_step
-from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
+from fp4train.run.build import build_model, build_plan
 from fp4train.run.checks import (
     check_cut,
     check_oscillation,
@@ -57,6 +57,7 @@ from fp4train.run.state.moments import Moments
 from fp4train.run.state.weights import ModelWeights
 from fp4train.run.states import bytes_per_parameter
 from fp4train.run.teacher import check_teacher
+from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.text import columns, counted, short, span, tabulate
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ def _swap(run: Path, flags: list[str], words: list[str], at: int | None, wait: f
     if at is not None and at < done:
         raise UserError(f"at={at} is past: {run} has done {counted(done, 'step')}")
     if not run_directory.is_running(run):
-        from fp4train.run.build import build_timeline, with_swap
+        from fp4train.run.timeline import build_timeline, with_swap
 
         # what the process that resumes the run would refuse
         timeline = build_timeline(to_config(saved), run)

@@ -44,13 +44,14 @@ from fp4train.parallel.agree import check_same, check_shared
 from fp4train.parallel.launch import ProcessRank, find_place
 from fp4train.parallel.world import AgreedError, World
 from fp4train.precision.report import summarise
-from fp4train.run.begin import RunStart, find_start
+from fp4train.run.begin import find_origin, find_rewound
 from fp4train.run.bits import computing_threads
 from fp4train.run.build import build
 from fp4train.run.checks import before_cooldown, beyond_its_end, learning_rate, rate_jump
 from fp4train.run.determinism import determinism
 from fp4train.run.fuse import kernels_of_layers
 from fp4train.run.host import choose_device, keep_freed_memory, libraries
+from fp4train.run.origin import Continued, Origin
 from fp4train.run.possible import check_possible
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
@@ -170,34 +171,22 @@ def _trained(command: Start, world: World, console: Console | None) -> int:
         if world.size > 1:
             check_shared(world, directory)
         try:
-            checkpoint = find_start(config, chosen, world, command.saved)
+            origin = find_origin(config, chosen, world, command.saved, command.swap)
         except OtherRunError:
             check_possible(config)  # what is wrong with the command itself comes first
             raise
-        start = RunStart(config=config, cfg=chosen, checkpoint=checkpoint, swap=command.swap)
-        if checkpoint is not None and checkpoint.step >= config.train.steps:
-            if world.lead:
-                print(message(_finished(config, start.source, checkpoint.step), sys.stdout))
-            return 0
-        with world.together():
-            if checkpoint is None or command.saved is None:
-                earlier = config
-            else:
-                earlier = _as_it_was(start, command.saved)
-        if checkpoint is not None and (jump := rate_jump(earlier, config, checkpoint.step)):
-            _log.warning("%s; %s", jump, before_cooldown(start.source, earlier))
+        if isinstance(origin, Continued):
+            if origin.resume_step >= config.train.steps:
+                if world.lead:
+                    print(message(_finished(config, origin.source, origin.resume_step), sys.stdout))
+                return 0
+            _warn_of_jump(origin, command.saved, world)
         try:
-            result: Result | Rewind = _to_its_end(start, world, console)
+            result: Result | Rewind = _to_its_end(origin, world, console)
             while isinstance(result, Rewind):
-                again = replace(config.run, overwrite=False)
-                config = replace(config, resume=str(directory), resume_step=result.step, run=again)
                 gc.collect()  # what the diverged run held, before as much is built again
-                checkpoint = find_start(config, chosen, world)
-                result = _to_its_end(
-                    RunStart(config=config, cfg=chosen, checkpoint=checkpoint, rewind=result),
-                    world,
-                    console,
-                )
+                origin = find_rewound(origin, world, result)
+                result = _to_its_end(origin, world, console)
         finally:
             picture = _draw(directory) if world.lead else ""
     if world.lead:
@@ -212,15 +201,29 @@ def _software() -> dict[str, str]:
     return {**versions, **agree.outside_settings(), **sources}
 
 
-def _as_it_was(start: RunStart, resumed: Mapping[str, Any]) -> Config:
+def _warn_of_jump(origin: Continued, resumed: Mapping[str, Any] | None, world: World) -> None:
+    """Warn where the learning rate jumps at the step from which a run goes on.
+
+    Args:
+        resumed: the saved configuration of `resume`; None: the same command goes on.
+    """
+    if resumed is None:
+        return
+    with world.together():
+        earlier = _as_it_was(origin, resumed)
+    if jump := rate_jump(earlier, origin.config, origin.resume_step):
+        _log.warning("%s; %s", jump, before_cooldown(origin.source, earlier))
+
+
+def _as_it_was(origin: Continued, resumed: Mapping[str, Any]) -> Config:
     """The configuration that goes on, with the learning rates of the run as it was.
 
     Args:
         resumed: the saved configuration of `resume`; a branch that has checkpoints goes on with its
             own.
     """
-    config = start.config
-    source = start.source
+    config = origin.config
+    source = origin.source
     same = source.resolve() == Path(str(config.resume)).resolve()
     if same:
         saved = resumed
@@ -235,11 +238,11 @@ def _as_it_was(start: RunStart, resumed: Mapping[str, Any]) -> Config:
     )
 
 
-def _to_its_end(start: RunStart, world: World, console: Console | None) -> Result | Rewind:
+def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result | Rewind:
     """Train to the end of the run, or to where it is to go back to a checkpoint because its loss
     diverged.
     """
-    run = build(start, world)
+    run = build(origin, world)
     code = 1
     if console is not None:
         console.write_to(run.directory)
@@ -255,8 +258,8 @@ def _to_its_end(start: RunStart, world: World, console: Console | None) -> Resul
             ]
         )
         _log.info("%s\nevery layer and GEMM: %s\n", summary, run.directory / run_directory.PLAN)
-        if start.checkpoint is not None:
-            _log.info("going on from step %d of %s", run.step, start.source)
+        if isinstance(origin, Continued):
+            _log.info("going on from step %d of %s", run.step, origin.source)
         try:
             result = train(run)
         except DivergedError as error:

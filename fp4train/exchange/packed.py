@@ -33,8 +33,9 @@ from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch, make_plan
 from fp4train.quantize import Quantized, QuantSpec, has_tensor_amax, measure_amax, quantize
 from fp4train.quantize.scaling import element_range, global_scales
-from fp4train.run.build import build_model, build_timeline
+from fp4train.run.build import build_model
 from fp4train.run.record.journal import read_journal, stretches
+from fp4train.run.timeline import build_timeline
 from fp4train.text import counted
 
 _ROWS = 128

@@ -28,7 +28,7 @@ from fp4train.data.tokens import Tokenizer, borders_of
 from fp4train.errors import UserError, user_errors
 from fp4train.precision import GEMMS, LayerPolicy, Recipe, autocast
 from fp4train.precision.phases import Timeline
-from fp4train.run.build import build_model, build_timeline
+from fp4train.run.build import build_model
 from fp4train.run.checks import set_masks
 from fp4train.run.host import choose_device
 from fp4train.run.initial import open_source
@@ -37,6 +37,7 @@ from fp4train.run.record.trust import check_belongs, check_paths, own_tokenizer,
 from fp4train.run.state.base import saved_part
 from fp4train.run.state.weights import check_weights, load_weights
 from fp4train.run.states import how_to_have
+from fp4train.run.timeline import build_timeline
 
 CONTEXT = 32768
 """Most tokens of a sequence of a folder's model: tables of positions are made for all of them."""

@@ -7,11 +7,14 @@ amplifies the differences: runs with one and with two threads differ after some 
 two seeds do. So a run goes on in every bit only where these are the same.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+_log = logging.getLogger(__name__)
 
 _INSTRUCTIONS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "avx10_2", "sve", "bf16")
 """Capabilities beside the vector width that choose the kernels of products."""
@@ -68,3 +71,31 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, on_cpu: boo
     return [
         f"{name} {a} → {b}" for name, a, b in pairs if a is not None and b is not None and a != b
     ]
+
+
+def warn_of_other_bits(
+    environments: Sequence[object], now: Mapping[str, Any], *, on_cpu: bool
+) -> None:
+    """Warn where what ran last had threads, a processor or libraries with which sums have another
+    order.
+
+    Args:
+        environments: environments of the earlier starts (`host.environment`), as they are on
+            record; the last that is one counts.
+        now: the environment of this start.
+        on_cpu: see `differences`.
+    """
+    ran_on = [values for values in environments if isinstance(values, dict)]
+    if not ran_on:
+        return
+    changed = differences(ran_on[-1], now, on_cpu=on_cpu)
+    if not changed:
+        return
+    cure = ""
+    if any(difference.startswith("threads ") for difference in changed):
+        cure = f"; train.threads={ran_on[-1].get('threads')} keeps the threads"
+    _log.warning(
+        "the run goes on, and not in the same bits as without a stop: %s%s",
+        ", ".join(changed),
+        cure,
+    )

@@ -1,16 +1,13 @@
-"""Building of a run from its configuration: data, model, plan, optimizer, checkpoint, tracker, run
-directory.
+"""Building of a run: its origin is found (`begin`); data, model, plan and optimizer are assembled;
+the state is loaded; and only then the run directory says that the run begins.
 """
 
 import logging
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,27 +30,20 @@ from fp4train.parallel.held import Inventory
 from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.parameters import largest_values
-from fp4train.precision import Swap, Timeline
+from fp4train.precision import Timeline
 from fp4train.precision.gather import effective
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
-from fp4train.precision.report import table
 from fp4train.run import checks
-from fp4train.run.begin import RunStart, abandon_later, begin, write_plan
 from fp4train.run.fuse import compile_blocks, fuse
 from fp4train.run.graphs import check_plan, recorded
 from fp4train.run.host import choose_device
-from fp4train.run.initial import load_init
 from fp4train.run.observe import hooks
+from fp4train.run.origin import Origin
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.formats import check_formats
-from fp4train.run.record.generation import belongs_to, keep_generation
-from fp4train.run.record.journal import read_journal, read_swaps, recorded_formats
-from fp4train.run.record.trust import check_belongs, identity_of
 from fp4train.run.run import Run
 from fp4train.run.states import states_of
 from fp4train.run.step import EagerSteps
-from fp4train.run.supervise.divergence import take_over
 from fp4train.run.supervise.saving import Saver
 from fp4train.run.teacher import check_teacher_source, load_teacher
 from fp4train.text import short
@@ -123,25 +113,6 @@ def _logging_progress(doing: str, parameters: int | None) -> Iterator[None]:
         handle.remove()
 
 
-def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
-    """Recipe, phases in the order of their steps, and what was swapped before."""
-    steps = config.train.steps
-    cooldown = config.schedule.cooldown_start(steps)
-
-    def order(phase: Any) -> int:
-        step = phase.step(steps, cooldown)
-        return steps if step is None else step
-
-    with user_errors(ValueError):
-        return Timeline(
-            recipe=config.recipe,
-            steps=steps,
-            cooldown=cooldown,
-            phases=tuple(sorted(config.phases.values(), key=order)),
-            swaps=tuple(read_swaps(directory)) if directory else (),
-        )
-
-
 def build_plan(
     config: Config,
     layers: Mapping[str, Layer],
@@ -179,7 +150,7 @@ def build_plan(
         return plan
 
 
-def build(begun: RunStart, world: World | None = None) -> Run:
+def build(origin: Origin, world: World | None = None) -> Run:
     """Everything that `train` needs. The run directory must be locked by the caller, of several
     ranks by the lead.
 
@@ -192,106 +163,55 @@ def build(begun: RunStart, world: World | None = None) -> Run:
     Raises:
         UserError: something that the user can mend; the message says what.
     """
-    config = begun.config
-    start = begun.checkpoint
-    source = begun.source
-    branching = begun.branching
+    config = origin.config
     directory = config.run.dir
     world = world or World(device=choose_device(config.device))
     with world.together():  # all that is only read
         checks.check_cut(config, world.mesh)
-        _ = begun.text  # refused where it is too long to be read again
-        if start is not None:
-            check_belongs(start, source, mend=world.lead and not branching)
-        timeline = build_timeline(config, source if start or not config.run.overwrite else None)
-        if start is not None and begun.swap is not None:
-            due_swap = begun.swap.at(start.step)
-            earlier_recipes = [s.recipe for s in timeline.swaps if s.step <= start.step]
-            if earlier_recipes and earlier_recipes[-1] == due_swap.recipe:
-                begun = replace(begun, swap=None)  # the same command again: that swap is on record
-            else:
-                timeline = with_swap(timeline, due_swap)
-        if start is None:
-            init = load_init(config, world.ranks)
-        else:
-            init = None
-        overwriting = config.run.overwrite and (start is None or branching)
-        if overwriting:
-            identity = None
-        else:
-            identity = run_directory.identity(directory)
-        if start is None and not overwriting:
-            run_directory.check_restart(directory)
-        elif start is not None and not branching:
-            identity = identity or identity_of(start)
-        origin = source if init is None else init.run
-        if start is None and init is None and overwriting:
-            tokenizer_of = None  # a new one takes the place of its own
-        else:
-            tokenizer_of = origin
-        check_teacher_source(config, world.mesh, tokenizer_of)
-    # A start that is refused leaves nothing: the first files of a new run lie aside until it is
-    # possible.
-    begins = overwriting or init is not None or not (directory / run_directory.CONFIG).is_file()
-    if begins:
-        place = directory / run_directory.ASIDE
-    else:
-        place = directory
+        _ = origin.text  # refused where it is too long to be read again
+        timeline = origin.timeline(mend_records=world.lead)
+        check_teacher_source(config, world.mesh, origin.tokenizer_of)
+    place = origin.place
     with ExitStack() as stack:
         with world.together():
             if world.lead:
                 if place != directory:
                     stack.enter_context(run_directory.folder_aside(directory))
-                if origin is not None and (branching or init is not None):
-                    run_directory.copy_files(origin, place, run_directory.TOKENIZER)
-                if init is not None and init.run is None:
-                    _keep_generation(config, init.path, place)
-        run = assemble(config, place, timeline, world, drawn=init is None)
+                origin.fill(place)
+        run = assemble(config, place, timeline, world, draws=origin.draws)
         with world.together():
             if config.train.cuda_graph:
                 run.runner = recorded(run)
-            if start is not None:
-                run.restore(start)
-                run.plan = run.plan.since(run.step)
-                check_formats(run.plan, recorded_formats(read_journal(source)), source)
-            if begun.rewind is not None:
-                take_over(run, begun.rewind)
-            if init is not None:
-                init.load(run.model, run.inventory)
+            origin.load(run)
+        _warn(run, begins=origin.resume_step is None)
         with world.together():
-            if world.lead and overwriting:
-                run_directory.start_over(directory)
-            if world.lead and place != directory:
-                run_directory.take_aside(directory)
-    checks.warn_of_schedule(config)
-    if start is None and run.pipeline is None:
-        scale = checks.scale_warnings(config, run.model)
-    else:
-        scale = []
-    for warning in filter(
-        None, (*scale, *checks.plan_warnings(run.plan), checks.divided_blocks(run.plan))
-    ):
-        _log.warning("%s", warning)
-    with world.together():
-        if world.lead:
-            run.identity = identity or secrets.token_hex(8)
-            begin(run, begun, init)
-    if start is not None and not branching and config.resume_step is not None:
-        abandon_later(run, even_if_none=begun.rewind is not None)
-    with world.together():
-        if world.lead:
-            write_plan(run.directory, run.journal.records, run.gathers())
-            run.tracker.log_table("plan", *table(run.plan))
+            if world.lead:
+                origin.commit(run)
+    origin.settle(run)
     return run
 
 
+def _warn(run: Run, *, begins: bool) -> None:
+    """Warn of valid but probably unintended settings.
+
+    Args:
+        begins: the run is at step 0, with weights that no step has changed.
+    """
+    checks.warn_of_schedule(run.config)
+    warnings = [*checks.plan_warnings(run.plan), checks.divided_blocks(run.plan)]
+    if begins and run.pipeline is None:
+        warnings = [*checks.scale_warnings(run.config, run.model), *warnings]
+    for warning in filter(None, warnings):
+        _log.warning("%s", warning)
+
+
 def assemble(
-    config: Config, place: Path, timeline: Timeline, world: World, *, drawn: bool = True
+    config: Config, place: Path, timeline: Timeline, world: World, *, draws: bool = True
 ) -> Run:
     """A run at step 0 that no file knows of yet but its tokenizer's, in `place`.
 
     Args:
-        drawn: whether it needs its initial weights; the caller loads others if not.
+        draws: whether it needs its initial weights; the caller loads others if not.
 
     Raises:
         UserError: data, model or plan are not possible.
@@ -304,7 +224,7 @@ def assemble(
         check_same(world, {"the data": fingerprint})
     _log.info("%s", data.description)
     with world.together():
-        model, deferred = _built_or_deferred(config, data.vocab_size, world, drawn)
+        model, deferred = _built_or_deferred(config, data.vocab_size, world, draws)
         checks.set_masks(model, config, data.borders)
         if world.size > 1:
             share_tensors(model, world, config.parallel)
@@ -342,7 +262,7 @@ def assemble(
             distribute(part, world, gather, config.parallel.reduce)
     if deferred:
         with world.together(), user_errors(ValueError, before="the weights cannot be drawn: "):
-            if drawn:
+            if draws:
                 draw = getattr(config.model, "draw", "torch")
             else:
                 draw = None
@@ -389,12 +309,6 @@ def equipped(run: Run) -> Run:
     return run
 
 
-def _keep_generation(config: Config, folder: Path, place: Path) -> None:
-    """Keep how text of a folder's model ends, where the run's ids are those of the folder."""
-    if belongs_to(folder, getattr(config.data, "tokenizer", None)):
-        keep_generation(folder, place)
-
-
 def inspect(
     model: nn.Module, config: Config, layers: Mapping[str, Layer]
 ) -> tuple[StageCut, Inventory]:
@@ -409,17 +323,17 @@ def inspect(
 
 
 def _built_or_deferred(
-    config: Config, vocab_size: int, world: World, drawn: bool
+    config: Config, vocab_size: int, world: World, draws: bool
 ) -> tuple[nn.Module, bool]:
     """The model before it is cut over the ranks, and whether it gets memory and weights after that.
 
     On several ranks a model is cut first and drawn then, so that none ever holds all of it; one
-    that cannot be drawn in parts is drawn whole. One whose weights are not `drawn` gets its memory
+    that cannot be drawn in parts is drawn whole. One that does not draw its weights gets its memory
     then, too. What counters draw has the same bits on every device, and is drawn on the GPU where
     there is one.
     """
     on_a_gpu = world.device.type == "cuda" and getattr(config.model, "draw", "torch") == "counter"
-    if world.size > 1 or not drawn or on_a_gpu:
+    if world.size > 1 or not draws or on_a_gpu:
         model = build_model(config, vocab_size, torch.device("meta"))
         if world.size == 1:
             checks.check_memory(model)
@@ -430,13 +344,3 @@ def _built_or_deferred(
         if world.size > 1:
             _log.warning("every rank draws the whole model in main memory first: %s", reason)
     return build_model(config, vocab_size, world.device), False
-
-
-def with_swap(timeline: Timeline, swap: Swap) -> Timeline:
-    """`timeline` with one more swap.
-
-    Raises:
-        UserError: it does not go with the rest.
-    """
-    with user_errors(ValueError):
-        return timeline.with_swap(swap)

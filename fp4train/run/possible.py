@@ -13,11 +13,12 @@ from fp4train.data.source import planned_vocab_size
 from fp4train.hardware import Device
 from fp4train.parallel.config import Mesh
 from fp4train.precision.layers import find_layers
-from fp4train.run.build import build_model, build_plan, build_timeline
+from fp4train.run.build import build_model, build_plan
 from fp4train.run.checks import check_cut, check_oscillation
 from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init
 from fp4train.run.teacher import check_teacher_source
+from fp4train.run.timeline import build_timeline
 
 
 def check_possible(config: Config) -> None:

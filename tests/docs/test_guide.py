@@ -124,9 +124,10 @@ def test_the_glossary_has_every_event_that_the_code_logs() -> None:
     logged = set()
     for path in (source / "train.py", *(source / "run").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        logged |= set(re.findall(r'log_event\([^"{]*?"([\w -]+)"', text)) | set(
+        logged |= set(re.findall(r'log_event\([^"{)]*?"([\w -]+)"', text)) | set(
             re.findall(r'event, .*= "([\w ]+)"', text)
         )
+        logged |= set(re.findall(r'(?:append\(|\[)\("([a-z -]+)", ', text))  # of a start
     documented = set(
         re.findall(r"`([^`]+)`", " ".join(key for key in table("Metric keys") if "/" not in key))
     )

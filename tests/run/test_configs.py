@@ -10,7 +10,8 @@ from fp4train.config import CONFIGS, RECIPES, Config, composition, overrides, pl
 from fp4train.config.binding import bind, complete, unknown_keys
 from fp4train.hardware import Device
 from fp4train.precision.layers import find_layers
-from fp4train.run.build import build_model, build_plan, build_timeline
+from fp4train.run.build import build_model, build_plan
+from fp4train.run.timeline import build_timeline
 
 GIVEN = {
     "data=text": ["data.path=x"],

@@ -18,7 +18,7 @@ from hydra._internal.hydra import Hydra
 from fp4train.cli import plan, train
 from fp4train.config import Config, composition, folders, schema
 from fp4train.precision import report
-from fp4train.run import build
+from fp4train.run import origin
 from fp4train.run.record import directory, journal, stretches
 
 
@@ -189,7 +189,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted(directory, "read_config", lambda run: f"{run} read")
     counted(journal, "compact", lambda plan: "recorded")
     counted(stretches.RecordedStretch, "render", lambda stretch: f"{stretch.title} written")
-    counted(build, "table", lambda plan: "logged")
+    counted(origin, "table", lambda plan: "logged")
     return found
 
 

@@ -20,11 +20,12 @@ from fp4train.lab.analysis.history import Series
 from fp4train.lab.costs.estimate import CostEstimate, estimate
 from fp4train.lab.report.sources import UNREADABLE, RunSource
 from fp4train.precision.layers import find_layers
-from fp4train.run.build import build_model, build_plan, build_timeline
+from fp4train.run.build import build_model, build_plan
 from fp4train.run.observe import THRESHOLD
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import UNRECORDED
 from fp4train.run.record.trust import check_paths
+from fp4train.run.timeline import build_timeline
 from fp4train.text import first_line, ranges
 
 LARGEST = 1 << 20

@@ -40,7 +40,7 @@ from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.optim.schedule import Schedule
 from fp4train.precision.layers import Layer, find_layers
-from fp4train.run.build import build_plan, build_timeline, equipped
+from fp4train.run.build import build_plan, equipped
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
 from fp4train.run.queued import Step, Values
 from fp4train.run.record.directory import read_config
@@ -48,6 +48,7 @@ from fp4train.run.record.trust import check_paths, saved_with
 from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
+from fp4train.run.timeline import build_timeline
 from fp4train.train import train_step
 
 

@@ -31,12 +31,13 @@ from fp4train.errors import UserError
 from fp4train.keys import MayDiffer, lies_in
 from fp4train.parallel.world import World
 from fp4train.run.begin import check_source, find_start
-from fp4train.run.build import assemble, build_timeline
+from fp4train.run.build import assemble
 from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs
 from fp4train.run.run import Run
+from fp4train.run.timeline import build_timeline
 
 STUDIES = "studies"
 """The folder of a run directory that holds its studies."""

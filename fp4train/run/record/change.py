@@ -12,11 +12,12 @@ from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.precision import Timeline
 from fp4train.precision.plan import Plan
-from fp4train.run.begin import write_plan
-from fp4train.run.build import build_plan, with_swap
+from fp4train.run.build import build_plan
+from fp4train.run.origin import write_plan
 from fp4train.run.record.inbox import EVALUATION
 from fp4train.run.record.journal import RecipeChoice, SwapEntry, swaps
 from fp4train.run.run import Run
+from fp4train.run.timeline import with_swap
 from fp4train.text import counted, counted_are
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 
-class Origin(NamedTuple):
+class NonFiniteTensor(NamedTuple):
     """The first tensor that is not finite.
 
     Args:
@@ -57,7 +57,7 @@ class NonFiniteError(UserError):
 
 def first_non_finite_output(
     model: nn.Module, losses: Iterable[Tensor], *, cut: bool = False
-) -> Origin | None:
+) -> NonFiniteTensor | None:
     """The first module whose output is not finite while `losses`, an iterator over forward passes,
     is consumed.
 
@@ -68,11 +68,11 @@ def first_non_finite_output(
         cut: the model is cut over ranks, which must all make the same passes; then all of `losses`
             is consumed.
     """
-    origins: list[Origin] = []
+    tensors: list[NonFiniteTensor] = []
 
     def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not origins and isinstance(output, Tensor) and not bool(output.isfinite().all()):
-            origins.append(Origin("output of", name or type(module).__name__))
+        if not tensors and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            tensors.append(NonFiniteTensor("output of", name or type(module).__name__))
 
     handles = [
         module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()
@@ -81,12 +81,12 @@ def first_non_finite_output(
         with torch.no_grad():
             bad = first_non_finite(dict(model.named_parameters()))
             if bad and not cut:
-                return Origin("weight", bad)
+                return NonFiniteTensor("weight", bad)
             for _ in losses:
-                if origins and not cut:
-                    return origins[0]
-            if bad or origins:
-                return Origin("weight", bad) if bad else origins[0]
+                if tensors and not cut:
+                    return tensors[0]
+            if bad or tensors:
+                return NonFiniteTensor("weight", bad) if bad else tensors[0]
     finally:
         for handle in handles:
             handle.remove()

@@ -29,8 +29,9 @@ from fp4train.parallel.config import Mesh
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.quantize import quantizer, triton
 from fp4train.quantize.produced import ADDED, NORM_BACKWARD, STRIP, SUM
-from fp4train.run.build import build_model, build_timeline
+from fp4train.run.build import build_model
 from fp4train.run.produced import ProducedNorms, produced_in
+from fp4train.run.timeline import build_timeline
 
 B200 = find_gpu("B200")
 PAGE = Path(__file__).parents[3] / "benchmarks" / "cost_model.md"

@@ -23,7 +23,8 @@ from fp4train.lab.report import page
 from fp4train.lab.report.facts import different_data
 from fp4train.lab.report.page import write_report
 from fp4train.precision.layers import find_layers
-from fp4train.run.build import build_model, build_plan, build_timeline
+from fp4train.run.build import build_model, build_plan
+from fp4train.run.timeline import build_timeline
 from fp4train.sealed import sealed, unsealed
 from fp4train.track import STATISTICS, MetricsLog
 

@@ -12,6 +12,7 @@ from command_line import STEADY, Cli, events, losses, steps
 from recorder_on_cpu import RecorderOnCpu
 
 import fp4train.run.build as build
+import fp4train.run.origin as origin
 import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.run.record import journal
@@ -198,7 +199,7 @@ def test_a_kill_before_the_skipped_batches_are_saved_changes_nothing(
     poison(12)
     assert cli("run.name=whole", *REWIND).code == 0
     with monkeypatch.context() as killed:
-        killed.setattr(build, "abandon_later", lambda *_, **__: exit(137))
+        killed.setattr(origin, "abandon_later", lambda *_, **__: exit(137))
         assert cli("run.name=a", *REWIND).code == 137
     assert cli("resume=runs/a").code == 0
     assert losses("runs/a") == losses("runs/whole") and state("runs/a") == state("runs/whole")
