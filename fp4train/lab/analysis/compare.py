@@ -13,83 +13,35 @@ import io
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fp4train import files
-from fp4train.config.binding import complete, flattened
-from fp4train.config.schema import Config
 from fp4train.errors import UserError, reason, user_errors
-from fp4train.lab.analysis.curves import INSIDE, Curve, Losses, RecipeRow, one_run, over_steps
+from fp4train.lab.analysis.counts import loss_at, means_over_seeds, summarise
+from fp4train.lab.analysis.curves import one_run
+from fp4train.lab.analysis.differing import by_class, differing_values
 from fp4train.lab.analysis.figure import FIGURES, PICTURE, Draw, check_out, save
 from fp4train.lab.analysis.history import (
-    NOT_THE_SAME_RUN,
     History,
     Series,
     common_step,
     configuration,
     names_of,
     read_history,
-    seed_groups,
 )
+from fp4train.lab.analysis.over_steps import INSIDE, Curve, Losses, RecipeRow, over_steps
 from fp4train.text import screen, table_width, tabulate
 
 COMPARISON = "compare.png"
 OUTPUTS = (*FIGURES, ".csv", ".json")
 WITH_LEGEND = 11.5
 """Inches of the picture where the legend stands beside the panels."""
-ABSENT = "-"
-"""The value of a key that a configuration does not have."""
 DIFFERING = 12
 """Keys that are listed where configurations differ."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSummary:
-    """One run. Losses in nats per token; None where a run logged no such thing.
-
-    Args:
-        recipe: recipes in order of appearance.
-        quantised: share of the linear layers' multiply-adds that were quantised, over the steps;
-            None: not known.
-        train_loss: smoothed loss at the run's last step.
-        val_loss, best_val_loss: last and lowest validation loss, in high precision.
-        gap: relative gap to the first run at `Comparison.step`; None for the first run.
-        tokens_per_s: median over the run.
-    """
-
-    name: str
-    recipe: str
-    quantised: float | None
-    steps: int
-    train_loss: float
-    val_loss: float | None
-    best_val_loss: float | None
-    gap: float | None
-    tokens_per_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeedMean:
-    """Runs that differ in run.seed only.
-
-    Args:
-        runs, seeds: names of the runs and their seeds.
-        train_loss, loss: mean and standard deviation (of the sample, n − 1) of the smoothed
-            training loss at the end, and of the loss that gaps are of at `Comparison.step`; the
-            deviation of a single run is None.
-        gap: relative gap of the mean loss to that of the first run's group; None for that group.
-    """
-
-    name: str
-    runs: tuple[str, ...]
-    seeds: tuple[int, ...]
-    train_loss: tuple[float, float | None]
-    loss: tuple[float, float | None]
-    gap: float | None
 
 
 class Comparison:
@@ -108,18 +60,18 @@ class Comparison:
         """The loss that the gap is of, ``val/loss`` or ``train/loss``, and the step that it is
         at.
         """
-        losses = [_at(history, self.key, self.step) for history in histories]
+        losses = [loss_at(history, self.key, self.step) for history in histories]
         gaps = [
             loss / losses[0] - 1 if index and losses[0] else None
             for index, loss in enumerate(losses)
         ]
         self.rows = [
-            _summary(history, name, gap, quantised(history.path))
+            summarise(history, name, gap, quantised(history.path))
             for history, name, gap in zip(histories, names_of(histories), gaps, strict=True)
         ]
-        self.means = _means(histories, self.rows, losses)
+        self.means = means_over_seeds(histories, self.rows, losses)
         """Means of the seeds, one per group of runs, if any group has several."""
-        self.differing = _differing([configuration(history) for history in histories])
+        self.differing = differing_values([configuration(history) for history in histories])
         """The keys in which configurations differ, with the value of each run; empty where one is
         not known.
         """
@@ -189,7 +141,7 @@ class Comparison:
             ],
             differing=[
                 f"{key}={'|'.join(map(str, values))}"
-                for key, values in _by_class(self.differing).items()
+                for key, values in by_class(self.differing).items()
             ],
             most=DIFFERING,
             means=means,
@@ -313,131 +265,6 @@ def _divergences(history: History) -> tuple[int | None, list[int]]:
     return None, back
 
 
-def _summary(history: History, name: str, gap: float | None, quantised: float | None) -> RunSummary:
-    validation = history.series("val/loss")
-    speed = history.series("perf/tokens_per_s")
-    finite = validation.values[np.isfinite(validation.values)]
-    return RunSummary(
-        name=name,
-        recipe=" → ".join(recipe for *_, recipe in history.bands()),
-        quantised=quantised,
-        steps=history.last_step,
-        train_loss=float(history.loss("train/loss").values[-1]),
-        val_loss=float(validation.values[-1]) if len(validation) else None,
-        best_val_loss=float(finite.min()) if len(finite) else None,
-        gap=gap,
-        tokens_per_s=float(np.median(speed.values)) if len(speed) else None,
-    )
-
-
-def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
-    """Key → the value of each run, for the keys in which they differ; those of the run itself are
-    left out.
-
-    A key that a configuration leaves to its class has the default of the class.
-    """
-    configurations = [config for config in configs if config is not None]
-    if len(configurations) < len(configs):
-        return {}
-    keys = dict.fromkeys(key for config in configurations for key in _flat(config))
-    flat = [_flat(_completed(config)) | _flat(config) for config in configurations]
-    values_of = {key: [values.get(key, ABSENT) for values in flat] for key in keys}
-    return {
-        key: values
-        for key, values in values_of.items()
-        if any(value != values[0] for value in values)
-    }
-
-
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Values by their full keys, without the sections in which runs of one configuration may
-    differ.
-    """
-    return flattened({key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN})
-
-
-def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of its classes; as it is where a class is not at hand, as
-    of a plugin.
-    """
-    try:
-        completed = complete(config, Config)
-    except UserError:
-        return config
-    if isinstance(completed, dict):
-        return dict(completed)
-    return config
-
-
-def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """`differing` with sections of several classes by their names or labels, recipe=NVFP4|BF16.
-
-    Keys in such a section that some runs lack are left out where the others agree on them.
-    """
-    sections = {
-        key.removesuffix("_target_"): values
-        for key, values in differing.items()
-        if key.endswith("._target_") and len(_present(values)) > 1
-    }
-    relabelled: dict[str, list[Any]] = {}
-    for section, values in sections.items():
-        labels = differing.get(f"{section}label", [ABSENT] * len(values))
-        classes = [str(value).rpartition(".")[2] for value in values]
-        relabelled[section.removesuffix(".")] = [
-            name if label in (ABSENT, "") else label
-            for name, label in zip(classes, labels, strict=True)
-        ]
-    for key, values in differing.items():
-        named = key.endswith("._target_") or (
-            f"{key.rpartition('.')[0]}.label" == key and key[:-5] in sections
-        )
-        agreed = ABSENT in values and len(_present(values)) < 2 and key.startswith(tuple(sections))
-        if not named and not agreed:
-            relabelled[key] = values
-    return relabelled
-
-
-def _present(values: list[Any]) -> list[Any]:
-    """The different values among those that are there."""
-    different: list[Any] = []
-    for value in values:
-        if value != ABSENT and value not in different:
-            different.append(value)
-    return different
-
-
-def _means(histories: list[History], rows: list[RunSummary], losses: list[float]) -> list[SeedMean]:
-    """One per group of seeds; none if all are single."""
-    groups = seed_groups(histories)
-    if all(len(group) < 2 for group in groups):
-        return []
-    means: list[SeedMean] = []
-    for group in groups:
-        members = list(group.values())
-        loss = _mean([losses[i] for i in members])
-        reference = means[0].loss[0] if means else 0.0
-        means.append(
-            SeedMean(
-                name=rows[members[0]].name,
-                runs=tuple(rows[i].name for i in members),
-                seeds=tuple(group),
-                train_loss=_mean([rows[i].train_loss for i in members]),
-                loss=loss,
-                gap=loss[0] / reference - 1 if reference else None,
-            )
-        )
-    return means
-
-
-def _mean(values: list[float]) -> tuple[float, float | None]:
-    """Mean and standard deviation; a single value has no deviation."""
-    if len(values) > 1:
-        deviation = float(np.std(values, ddof=1))
-    else:
-        deviation = None
-    return float(np.mean(values)), deviation
-
-
 def _with_deviation(value: tuple[float, float | None]) -> str:
     mean, deviation = value
     return f"{mean:.4f} ± {_number(deviation, '.4f')}"
@@ -468,10 +295,6 @@ def _gap(series: Series, reference: Series) -> Curve:
         return Curve.of(
             Series(steps=steps, values=100 * (series.at(steps) / reference.at(steps) - 1))
         )
-
-
-def _at(history: History, key: str, step: int) -> float:
-    return float(history.loss(key).at(np.array([step]))[0])
 
 
 def _number(value: float | None, form: str) -> str:

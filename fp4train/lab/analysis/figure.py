@@ -69,6 +69,12 @@ LABEL: Any = {"fontsize": WORDS}
 """The look of words in a panel."""
 LONGEST = 240
 """Characters of a name, of which a longer one has its start and its end."""
+DASHED = (0, (4, 3))
+"""The look of lines at single steps."""
+CHARACTERS = 14
+"""Characters of words in an inch."""
+BESIDE = 0.65
+"""Inches beside a panel and the names of its rows."""
 LEADING = 1.35
 """Height of a line of words, as a multiple of their size."""
 

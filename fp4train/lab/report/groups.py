@@ -15,8 +15,8 @@ from functools import reduce
 import numpy as np
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis.curves import Curve, Losses, RecipeRow
 from fp4train.lab.analysis.history import Floats, common_step, seed_groups
+from fp4train.lab.analysis.over_steps import Curve, Losses, RecipeRow
 from fp4train.lab.report.sources import RunSource
 from fp4train.lab.studies.intervals import Estimate, estimate
 from fp4train.text import first_few, ranges, shortened

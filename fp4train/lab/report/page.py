@@ -26,7 +26,8 @@ from markupsafe import Markup
 from fp4train import __version__, files, text
 from fp4train.errors import UserError, reason, user_errors
 from fp4train.hardware import Gpu
-from fp4train.lab.analysis import curves, figure, heatmap
+from fp4train.lab.analysis import figure, heatmap
+from fp4train.lab.analysis.over_steps import over_steps
 from fp4train.lab.costs import estimate
 from fp4train.lab.report import facts, groups
 from fp4train.lab.report.sources import RunSource, read_sources
@@ -94,7 +95,7 @@ class Report:
             for row, source in zip(groups.recipe_rows(grouped), self.sources, strict=True)
         ]
         losses = groups.losses(grouped, groups.common(grouped))
-        drawings = {"curves": curves.over_steps(losses, rows, named=True)}
+        drawings = {"curves": over_steps(losses, rows, named=True)}
         for number, (_, ranking) in enumerate(_rankings(self.sources), start=1):
             drawings[f"ranking-{number}"] = figures.ranking(ranking, named=True)
         studies = [study for source in self.sources for study in source.studies.sensitivities]
@@ -199,9 +200,9 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         finalize=_seen,
     )
-    modules = (curves, estimate, facts, figure, figures, groups, heatmap, results, text)
+    modules = (estimate, facts, figure, figures, groups, heatmap, results, text)
     pages.globals |= {module.__name__.rpartition(".")[2]: module for module in modules}
-    pages.globals |= {"svg": _svg, "version": __version__}
+    pages.globals |= {"svg": _svg, "over_steps": over_steps, "version": __version__}
     pages.filters["form"] = format
     return pages
 
