@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cached")
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(place=st.integers(0, len(LINES) - 1))
 def test_a_row_that_is_read_is_the_text_that_was_tokenised_or_an_error(
     folder: Path, place: int

@@ -36,7 +36,7 @@ def documents(data: TokenData) -> tuple[list[str], list[str]]:
     """Those of training and of validation."""
 
     def of(ids: Any) -> list[str]:
-        text = bytes(10 if i == 256 else int(i) for i in ids).decode()
+        text = bytes(10 if i == 256 else i for i in ids[: len(ids)].tolist()).decode()
         assert text.endswith("\n")
         return text[:-1].split("\n")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import tiny_run
 from patches import DIES_AT_4
 from shown import write_shown
 
@@ -15,64 +16,37 @@ pytestmark = pytest.mark.long
 
 Ranks = Any
 Cut = tuple[str, ...]
-HYBRID = (
-    "model=hybrid_tiny",
-    "model.width=32",
-    "model.pattern=M-M*",
-    "model.hidden=64",
-    "model.scan.heads=4",
-    "model.scan.head_dim=16",
-    "model.scan.state=16",
-    "model.scan.chunk=16",
-    "train.microbatch=2",
-)
-MOE = (
-    "model=moe_tiny",
-    "model.width=32",
-    "model.layers=3",
-    "model.hidden=64",
-    "model.experts.count=4",
-    "model.experts.hidden=32",
-    "model.balance.loss=0.01",
-    "model.balance.speed=0.01",
-    "train.microbatch=2",
-)
-CUT_HYBRID = (
-    *HYBRID,
-    "model.pattern=M*-",
-    "model.kv_heads=2",
-    "model.scan.heads=32",
-    "model.scan.head_dim=4",
-    "model.scan.groups=2",
-    "policy=all",
-    "schedule.warmup=0",
-)
-"""Each segment of `in_proj` is whole blocks on two ranks."""
 # Half of each filter is a multiple of 16 values: torch's fused AdamW rounds what does not fill a
 # vector otherwise.
-HYENA = (
-    "model=hyena_tiny",
-    "model.width=32",
-    "model.pattern=SDH*",
-    "model.hidden=64",
-    "model.filters.groups=32",
-    "model.filters.poles=4",
-    "model.vocab_size=320",
-    "train.microbatch=2",
-)
-FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
-CUT_MOE = (
-    *MOE,
-    "model.dense=1",
+RUNS: dict[str, Cut] = {
+    "hybrid": tiny_run("hybrid", "model.pattern=M-M*", "train.microbatch=2"),
+    "hyena": tiny_run("hyena", "model.filters.groups=32", "train.microbatch=2"),
+    "moe": tiny_run("moe", "model.layers=3", "train.microbatch=2"),
+}
+EXPERTS = tiny_run(
+    "moe",
+    "model.layers=3",
     "model.kv_heads=2",
     "model.experts.shared=1",
+    "train.microbatch=2",
     "policy=all",
     "schedule.warmup=0",
 )
 CUT: dict[str, Cut] = {
-    "hybrid": CUT_HYBRID,
-    "hyena": (*HYENA, "policy=all", "schedule.warmup=0"),
-    "moe": CUT_MOE,
+    # Each segment of `in_proj` is whole blocks on two ranks.
+    "hybrid": tiny_run(
+        "hybrid",
+        "model.pattern=M*-",
+        "model.kv_heads=2",
+        "model.scan.heads=32",
+        "model.scan.head_dim=4",
+        "model.scan.groups=2",
+        "train.microbatch=2",
+        "policy=all",
+        "schedule.warmup=0",
+    ),
+    "hyena": (*RUNS["hyena"], "policy=all", "schedule.warmup=0"),
+    "moe": EXPERTS,
 }
 SAME = [
     pytest.param(
@@ -99,18 +73,18 @@ def four(family: str) -> Cut:
     return (*CUT[family], own[family], "train.steps=3")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUNS)
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed", "quartet_ii"])
 def test_shards_and_stages_are_one_rank(ranks: Ranks, family: str, recipe: str) -> None:
     """Weights go over the wire as codes: `parallel.gather` is `recipe`."""
-    options = (*FAMILIES[family], f"recipe={recipe}", "policy=all", "train.steps=4")
+    options = (*RUNS[family], f"recipe={recipe}", "policy=all", "train.steps=4")
     reference = ranks.reference(*options)
     for key in ("dp_shard", "pp"):
         ranks.train(2, key, *options, f"parallel.{key}=2")
         ranks.same(reference, key)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUNS)
 def test_outlier_channels_are_those_of_one_rank_on_shards_and_refused_elsewhere(
     ranks: Ranks, family: str
 ) -> None:
@@ -119,7 +93,7 @@ def test_outlier_channels_are_those_of_one_rank_on_shards_and_refused_elsewhere(
     """
     own = ("recipe=tetrajet_v2_outliers", "policy=all", "recipe.outliers.multiple=8")
     own = (*own, "recipe.outliers.start=0", "recipe.outliers.steps=2")
-    options = (*FAMILIES[family], *own)
+    options = (*RUNS[family], *own)
     ranks.train(2, "shards", *options, "parallel.dp_shard=2", "parallel.gather=fp32")
     ranks.same(ranks.reference(*options), "shards")
     for key, cut in {"pp": options, "tp": (*CUT[family], *own)}.items():
@@ -127,11 +101,11 @@ def test_outlier_channels_are_those_of_one_rank_on_shards_and_refused_elsewhere(
         assert "outlier channels" in said and "recipe.outliers=null" in said
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUNS)
 def test_replicas_are_one_rank_and_replicas_of_shards_but_for_the_order_of_sums(
     ranks: Ranks, family: str
 ) -> None:
-    options = (*FAMILIES[family], "recipe=nvfp4", "policy=all", "schedule.warmup=0")
+    options = (*RUNS[family], "recipe=nvfp4", "policy=all", "schedule.warmup=0")
     reference = ranks.reference(*options)
     ranks.train(2, "replicas", *options, "parallel.dp_replicate=2")
     ranks.same(reference, "replicas")
@@ -140,10 +114,10 @@ def test_replicas_are_one_rank_and_replicas_of_shards_but_for_the_order_of_sums(
     close(ranks, ranks.reference(*options), "both", 2e-4, 2e-2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUNS)
 def test_a_run_goes_on_in_every_bit(ranks: Ranks, family: str) -> None:
     """With recomputed blocks, from shards to stages."""
-    options = (*FAMILIES[family], "recipe=nvfp4", "model.recompute=true")
+    options = (*RUNS[family], "recipe=nvfp4", "model.recompute=true")
     ranks.train(2, "moved", *options, "parallel.dp_shard=2", "checkpoint.every=3", patch=DIES_AT_4)
     ended = ranks(2, "resume=runs/moved", "parallel.dp_shard=1", "parallel.pp=2")
     assert not any(ended.codes), ended.err
@@ -206,7 +180,7 @@ def test_stages_of_tensor_parallel_ranks_are_one_stage(ranks: Ranks, family: str
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
 def test_tensor_parallel_experts_go_on_in_every_bit(ranks: Ranks, recipe: str) -> None:
     """With recomputed blocks; each rank has the histories of amaxes of all experts."""
-    options = (*CUT["moe"], f"recipe={recipe}", "parallel.tp=2")
+    options = (*EXPERTS, f"recipe={recipe}", "parallel.tp=2")
     ranks.train(2, "whole", *options)
     again = (*options, "model.recompute=true", "checkpoint.every=3")
     ranks.train(2, "killed", *again, patch=DIES_AT_4)
@@ -221,7 +195,7 @@ def test_shards_of_tensor_parallel_experts_are_sent_as_codes(ranks: Ranks) -> No
     """
     for count in (4, 6):
         options = (
-            *CUT["moe"],
+            *EXPERTS,
             f"model.experts.count={count}",
             "recipe=nvfp4",
             "train.microbatch=1",
@@ -240,9 +214,9 @@ def test_shards_of_tensor_parallel_experts_are_sent_as_codes(ranks: Ranks) -> No
 
 def test_tensor_parallel_experts_are_exported_and_read_again(ranks: Ranks, tmp_path: Path) -> None:
     """A folder of a matrix per expert, of which each rank reads its own."""
-    ranks.train(2, "two", *CUT["moe"], "recipe=nvfp4", "train.steps=2", "parallel.tp=2")
+    ranks.train(2, "two", *EXPERTS, "recipe=nvfp4", "train.steps=2", "parallel.tp=2")
     export_huggingface(ranks.run("two"), tmp_path / "dots")
-    shape = tuple(key for key in CUT["moe"] if key.startswith("model.") and "balance" not in key)
+    shape = tuple(key for key in EXPERTS if key.startswith("model.") and "balance" not in key)
     options = (
         *shape,
         f"init={tmp_path / 'dots'}",
@@ -321,15 +295,15 @@ def apart(one: list[dict[str, Any]], other: list[dict[str, Any]], key: str) -> f
 
 
 def test_groups_that_the_ranks_do_not_divide_are_refused(ranks: Ranks) -> None:
-    said = ranks(2, "run.name=a", *HYBRID, "model.kv_heads=2", "parallel.tp=2").message
+    said = ranks(2, "run.name=a", *RUNS["hybrid"], "model.kv_heads=2", "parallel.tp=2").message
     assert (
         "model.scan.groups=1 cannot be divided over parallel.tp=2 ranks; parallel.tp allowed: 1"
         in said
     )
-    said = ranks(2, "run.name=b", *HYENA, "model.filters.groups=1", "parallel.tp=2").message
+    said = ranks(2, "run.name=b", *RUNS["hyena"], "model.filters.groups=1", "parallel.tp=2").message
     assert "blocks.0.mixer.taps: 1 rows cannot be divided over parallel.tp=2 ranks" in said
     fewer = ("model.experts.count=1", "model.experts.top=1")
-    said = ranks(2, "run.name=c", *CUT_MOE, *fewer, "parallel.tp=2").message
+    said = ranks(2, "run.name=c", *EXPERTS, *fewer, "parallel.tp=2").message
     assert (
         "blocks.1.mlp.gate_up: 1 experts cannot be divided over parallel.tp=2 ranks; choose "
         "a multiple of 2" in said

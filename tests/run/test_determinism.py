@@ -10,19 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from command_line import Cli
+from families import TINY_RUNS, tiny_shape
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train as f4
 from fp4train.errors import UserError
-from fp4train.models import Architecture
 from fp4train.models.common import scan
-from fp4train.models.common.router import ExpertShape
-from fp4train.models.hybrid import Hybrid, ScanShape
-from fp4train.models.hyena import Hyena
-from fp4train.models.hyena.model import FilterShape
-from fp4train.models.llama import Llama
-from fp4train.models.moe import MixtureOfExperts
 from fp4train.precision import NVFP4
 from fp4train.run.determinism import CUBLAS, determinism
 
@@ -182,25 +176,7 @@ class Told(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-FAMILIES: dict[str, Architecture] = {
-    "llama": Llama(width=32, heads=2, kv_heads=1, layers=1),
-    "hybrid": Hybrid(
-        width=32, heads=2, kv_heads=1, pattern="M*-", scan=ScanShape(heads=4, head_dim=8, state=16)
-    ),
-    "hyena": Hyena(
-        width=32,
-        heads=2,
-        pattern="SDH*",
-        hidden=48,
-        filters=FilterShape(groups=8, medium=12, poles=4),
-    ),
-    "moe": MixtureOfExperts(
-        width=32, heads=2, kv_heads=1, layers=1, experts=ExpertShape(count=4, top=2, hidden=16)
-    ),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_RUNS)
 def test_a_step_calls_nothing_that_a_gpu_refuses_or_a_graph_cannot_record(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +186,7 @@ def test_a_step_calls_nothing_that_a_gpu_refuses_or_a_graph_cannot_record(
     monkeypatch.setattr(
         scan, "_needs_order", lambda a: torch.are_deterministic_algorithms_enabled()
     )
-    model = f4.convert(FAMILIES[family].build(vocab_size=60, seq_len=32))
+    model = f4.convert(tiny_shape(family).build(vocab_size=60, seq_len=32))
     ids = torch.arange(64).view(2, 32) % 60
     with determinism(True), Told() as told:
         with f4.autocast(NVFP4(), step=0):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import TINY, Cli, besides, lines, losses
+from families import tiny_run
 
 from fp4train.exchange.evaluation import held_out
 from fp4train.exchange.trained import load_trained
@@ -40,34 +41,13 @@ def test_a_run_resumes_to_the_bit_and_differs_from_one_without(
     assert losses("runs/a") == whole
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        (
-            "model=hybrid_tiny",
-            "model.pattern=M*",
-            "model.scan.heads=4",
-            "model.scan.head_dim=16",
-            "model.scan.state=16",
-        ),
-        (
-            "model=hyena_tiny",
-            "model.pattern=SDH",
-            "model.filters.groups=8",
-            "model.filters.poles=4",
-        ),
-    ],
-    ids=["hybrid", "hyena"],
-)
+@pytest.mark.parametrize("family", ["hybrid", "hyena"])
 def test_states_and_filters_begin_anew_with_each_document(
-    cli: Cli, words: tuple[str, ...], model: tuple[str, ...]
+    cli: Cli, words: tuple[str, ...], family: str
 ) -> None:
     tiny = (
         *words,
-        *model,
-        "model.width=32",
-        "model.hidden=64",
-        "model.vocab_size=320",
+        *tiny_run(family, "model.vocab_size=320"),
         "train.steps=2",
         "eval.every=0",
     )

@@ -3,12 +3,15 @@ Hugging Face.
 """
 
 import json
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_line import Before, Cli, losses
+from families import BEYOND_LLAMA, tiny_run, tiny_shape
 from hf_folders import change_table, write_evo2
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
@@ -22,36 +25,6 @@ from fp4train.run.record.directory import read_config
 RECIPES = sorted(
     path.stem for path in (Path(fp4train.__file__).parents[1] / "recipes").glob("*.yaml")
 )
-HYBRID = (
-    "model=hybrid_tiny",
-    "model.width=32",
-    "model.pattern=M-M*",
-    "model.hidden=64",
-    "model.scan.heads=4",
-    "model.scan.head_dim=16",
-    "model.scan.state=16",
-    "model.scan.chunk=16",
-)
-MOE = (
-    "model=moe_tiny",
-    "model.width=32",
-    "model.layers=3",
-    "model.hidden=64",
-    "model.experts.count=4",
-    "model.experts.hidden=32",
-    "model.balance.loss=0.01",
-    "model.balance.speed=0.01",
-)
-HYENA = (
-    "model=hyena_tiny",
-    "model.width=32",
-    "model.pattern=SDH*",
-    "model.hidden=64",
-    "model.filters.groups=8",
-    "model.filters.poles=4",
-    "model.vocab_size=320",
-)
-FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
 OUTLIERS = ("recipe.outliers.multiple=8", "recipe.outliers.start=0", "recipe.outliers.steps=2")
 """Outlier channels that a run of a few steps on layers of 32 channels chooses."""
 RECORDED = ("recipe.outliers.start=2", "recipe.outliers.steps=3")
@@ -63,10 +36,10 @@ SOFTMAX = (
     "model.experts.scale=1",
     "model.balance.speed=0",
 )
-KINDS = FAMILIES | {
-    "mamba2": (*HYBRID, "model.pattern=MM", "model.scan.groups=2", "model.tied=true"),
-    "mixtral": (*MOE, *SOFTMAX, "model.dense=0", "model.qk_norm=false"),
-    "qwen3_moe": (*MOE, *SOFTMAX, "model.dense=1"),
+KINDS = {family: tiny_run(family) for family in BEYOND_LLAMA} | {
+    "mamba2": tiny_run("hybrid", "model.pattern=MM", "model.scan.groups=2", "model.tied=true"),
+    "mixtral": tiny_run("moe", *SOFTMAX, "model.dense=0", "model.qk_norm=false"),
+    "qwen3_moe": tiny_run("moe", *SOFTMAX),
 }
 """By the `model_type` of the folder, where a family has several."""
 CHOSEN = {"moe": ("model.balance.loss=0.5", "model.balance.speed=0")}
@@ -75,19 +48,27 @@ ELSEWHERE = ("hyena",)
 """Families that `transformers` does not have."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(name, marks=() if name == "nvfp4" else pytest.mark.long) for name in RECIPES],
-)
-def test_a_family_learns_in_every_recipe(cli: Cli, family: str, recipe: str) -> None:
+def learning() -> Iterator[Any]:
+    """Every recipe with experts, whose products are their own, and with one of the families whose
+    linear layers are those of a llama; every family in NVFP4.
+    """
+    others = [family for family in BEYOND_LLAMA if family != "moe"]
+    yield from (("nvfp4", family) for family in BEYOND_LLAMA)
+    for recipe, family in zip(RECIPES, cycle(others), strict=False):
+        if recipe != "nvfp4":
+            yield pytest.param(recipe, "moe", marks=pytest.mark.long)
+            yield pytest.param(recipe, family, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(("recipe", "family"), list(learning()))
+def test_families_learn_in_every_recipe(cli: Cli, recipe: str, family: str) -> None:
     options = (
         "policy=all",
         "train.steps=5",
         "optim.lr=1e-2",
         *(OUTLIERS if recipe.endswith("_outliers") else ()),
     )
-    ended = cli(*FAMILIES[family], "run.name=a", f"recipe={recipe}", *options)
+    ended = cli(*tiny_run(family), "run.name=a", f"recipe={recipe}", *options)
     assert (
         ended.code == 0 and "not converted" not in ended.err and "never chosen" not in ended.err
     ), ended.err
@@ -101,7 +82,7 @@ def test_weight_decay_spares_the_filters_of_convolutions(
 ) -> None:
     runs: list[Any] = []
     before(0, runs.append)
-    assert cli("run.name=a", *FAMILIES[family], "train.steps=1").code == 0
+    assert cli("run.name=a", *tiny_run(family), "train.steps=1").code == 0
     (run,) = runs
     decays = {
         id(p): group["weight_decay"]
@@ -122,15 +103,15 @@ def test_a_run_whose_filters_had_weight_decay_is_not_resumed_in_silence(
     options = ("train.steps=2", "phases=none", "schedule=constant")
     with monkeypatch.context() as older:
         older.setattr("fp4train.optim.elementwise", lambda model: set())
-        assert cli("run.name=a", *HYBRID, *options).code == 0
+        assert cli("run.name=a", *tiny_run("hybrid"), *options).code == 0
     refused = cli("resume=runs/a", "train.steps=3")
     assert refused.code == 1
     assert "whether blocks.0.mixer.conv1d.weight has weight decay" in refused.message
-    assert cli("run.name=b", "init=runs/a", *HYBRID, *options).code == 0
+    assert cli("run.name=b", "init=runs/a", *tiny_run("hybrid"), *options).code == 0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BEYOND_LLAMA)
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -143,7 +124,7 @@ def test_a_run_whose_filters_had_weight_decay_is_not_resumed_in_silence(
     ids=["nvfp4", "histories of amaxes", "in the middle of recording outlier channels"],
 )
 def test_a_family_resumes_in_every_bit(cli: Cli, family: str, recipe: tuple[str, ...]) -> None:
-    options = (*FAMILIES[family], *recipe, "phases=none")
+    options = (*tiny_run(family), *recipe, "phases=none")
     assert cli("run.name=whole", *options, "schedule=constant").code == 0
     assert cli("run.name=a", *options, "schedule=constant", "train.steps=4").code == 0
     assert cli("resume=runs/a", "train.steps=6").code == 0
@@ -162,13 +143,12 @@ channels, rows of tokens, routers.
 """
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BEYOND_LLAMA)
 def test_the_plan_lists_all_weights_of_a_family(cli: Cli, family: str) -> None:
-    ended = cli("plan", *FAMILIES[family], "policy=all", "--json")
+    ended = cli("plan", *tiny_run(family), "policy=all", "--json")
     assert ended.code == 0 and "not converted" not in ended.err
     listed = {row["layer"] for row in json.loads(ended.out)["gemms"]}
-    shape = to_config(compose([*FAMILIES[family], "run.name=a"])).model
-    model = shape.build(vocab_size=320, seq_len=32)
+    model = tiny_shape(family).build(vocab_size=320, seq_len=32)
     layers = find_layers(model)
     assert listed == layers.keys()
     # a head that is tied to the embedding is a linear layer
@@ -180,15 +160,15 @@ def test_the_plan_lists_all_weights_of_a_family(cli: Cli, family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BEYOND_LLAMA)
 def test_a_run_measures_its_utilisation_by_the_flop_of_its_plan(
     cli: Cli, before: Before, family: str
 ) -> None:
     """Which are more than those of linear layers: attention, scans and Fourier transforms."""
     seen: list[int] = []
     before(0, lambda run: seen.append(run.multiplied))
-    assert cli(*FAMILIES[family], "run.name=a", "train.steps=1").code == 0
-    ended = cli("plan", *FAMILIES[family], "gpu=H100", "gpus=1", "--json")
+    assert cli(*tiny_run(family), "run.name=a", "train.steps=1").code == 0
+    ended = cli("plan", *tiny_run(family), "gpu=H100", "gpus=1", "--json")
     assert ended.code == 0, ended.err
     (stretch, *_) = json.loads(ended.out)["stretches"]
     assert 6 * seen[0] == stretch["flops_per_token"]
@@ -252,7 +232,7 @@ def test_a_family_goes_to_transformers_and_comes_back_in_every_bit(cli: Cli, fam
     assert cli.raw("export", "runs/b", "to=hf", "out=back").code == 0
     config = [json.loads(Path(folder, "config.json").read_text()) for folder in ("hf", "back")]
     assert config[0] == config[1]
-    assert config[0]["model_type"] == family or family in FAMILIES
+    assert config[0]["model_type"] == family or family in BEYOND_LLAMA
     one, other = (
         load_file(f"{folder}/model.safetensors")
         if family in ELSEWHERE
@@ -265,7 +245,7 @@ def test_a_family_goes_to_transformers_and_comes_back_in_every_bit(cli: Cli, fam
 
 def test_python_files_of_a_folder_are_not_run(cli: Cli) -> None:
     """NVIDIA's folders of Nemotron-H bring some, and name them in `auto_map`."""
-    run = cli.trained("run.name=a", *HYBRID, "recipe=bf16", "train.steps=1")
+    run = cli.trained("run.name=a", *tiny_run("hybrid"), "recipe=bf16", "train.steps=1")
     assert cli.raw("export", str(run), "to=hf", "out=hf").code == 0
     Path("hf/modeling_nemotron_h.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
     change_table(
@@ -309,7 +289,7 @@ def test_a_folder_with_evo_2_s_names_needs_no_tokenizer(cli: Cli) -> None:
 @pytest.mark.parametrize("family", ELSEWHERE)
 def test_what_no_serving_software_reads_is_not_exported(cli: Cli, family: str) -> None:
     run = cli.trained(
-        "run.name=a", *FAMILIES[family], "recipe=nvfp4", "phases=none", "train.steps=1"
+        "run.name=a", *tiny_run(family), "recipe=nvfp4", "phases=none", "train.steps=1"
     )
     ended = cli.raw("export", str(run), "to=compressed-tensors", "out=codes")
     assert (

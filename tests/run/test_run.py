@@ -14,43 +14,14 @@ import pytest
 import torch
 import yaml
 from command_line import PATIENCE, Cli, events, lines, losses, recorded
+from families import BEYOND_LLAMA, tiny_run
 
 import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.run.build import Run
 
-FAMILIES = {
-    "hybrid": (
-        "model=hybrid_tiny",
-        "model.width=32",
-        "model.pattern=M-",
-        "model.hidden=64",
-        "model.scan.heads=4",
-        "model.scan.head_dim=16",
-        "model.scan.state=16",
-        "model.scan.chunk=16",
-    ),
-    "hyena": (
-        "model=hyena_tiny",
-        "model.width=32",
-        "model.pattern=DH",
-        "model.hidden=64",
-        "model.filters.groups=8",
-        "model.filters.poles=4",
-    ),
-    "moe": (
-        "model=moe_tiny",
-        "model.width=32",
-        "model.layers=2",
-        "model.hidden=64",
-        "model.experts.count=4",
-        "model.experts.hidden=32",
-        "model.dense=1",
-    ),
-}
-"""A small model of each family that has other blocks than a llama, and whose blocks are traced as a
-whole.
-"""
+TRACED_WHOLE = {"hybrid": ("model.pattern=M-",), "hyena": ("model.pattern=DH",)}
+"""Fewer kinds of blocks, which are traced as a whole."""
 
 
 def compared(eager: list[Any], ours: list[Any]) -> Iterator[tuple[list[float], list[float]]]:
@@ -84,11 +55,12 @@ def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measure
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("family", BEYOND_LLAMA)
 def test_the_graphs_of_a_compiled_familys_blocks_compute_what_eager_blocks_do(
-    cli: Cli, model: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    cli: Cli, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs of forward and backward are traced as for inductor, and run kernel by kernel."""
+    model = tiny_run(family, *TRACED_WHOLE.get(family, ()))
     small = (*model, "policy=all", "phases=none", "train.steps=4", "eval.errors_every=2")
     assert cli("run.name=eager", *small).code == 0
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Before, Cli, lines
+from families import TINY_RUNS, tiny_run
 from torch import nn
 
 import fp4train
@@ -21,39 +22,6 @@ from fp4train.run.step import losses
 
 PACKAGE = str(Path(fp4train.__file__).parent)
 LAYOUT = Path(PACKAGE).parent / "docs/layout.md"
-FAMILIES = {
-    "llama": (),
-    "llama, its moments in BF16": ("optim.moments=bfloat16",),
-    "hybrid": (
-        "model=hybrid_tiny",
-        "model.width=32",
-        "model.pattern=M-*",
-        "model.hidden=64",
-        "model.scan.heads=4",
-        "model.scan.head_dim=16",
-        "model.scan.state=16",
-        "model.scan.chunk=16",
-    ),
-    "hyena": (
-        "model=hyena_tiny",
-        "model.width=32",
-        "model.pattern=SDH*",
-        "model.hidden=64",
-        "model.filters.groups=8",
-        "model.filters.poles=4",
-        "model.vocab_size=320",
-    ),
-    "moe": (
-        "model=moe_tiny",
-        "model.width=32",
-        "model.layers=2",
-        "model.hidden=64",
-        "model.experts.count=4",
-        "model.experts.hidden=32",
-        "model.experts.bias=true",
-        "model.balance.speed=0.01",
-    ),
-}
 DIVIDING = (
     "shards.py",
     "nn/ranks.py",
@@ -170,9 +138,12 @@ def test_a_step_reaches_the_kernel_in_seven_files(cli: Cli, before: Before) -> N
     assert len([name for name in to_kernel if not name.startswith("models/")]) <= 7, to_kernel
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [*((family, ()) for family in TINY_RUNS), ("llama", ("optim.moments=bfloat16",))],
+)
 def test_undivided_steps_and_evaluations_call_nothing_of_what_divides_runs(
-    cli: Cli, before: Before, family: str
+    cli: Cli, before: Before, family: str, words: tuple[str, ...]
 ) -> None:
     called: set[str] = set()
 
@@ -184,7 +155,7 @@ def test_undivided_steps_and_evaluations_call_nothing_of_what_divides_runs(
     before(2, lambda run: sys.setprofile(note))
     before(3, lambda run: sys.setprofile(None))
     options = (
-        *FAMILIES[family],
+        *tiny_run(family, *words),
         "recipe=nvfp4",
         "phases=none",
         "policy=all",
