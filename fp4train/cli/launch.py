@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.output import explained
 from fp4train.config import overrides, plugins
-from fp4train.config.binding import bind, unknown_keys
+from fp4train.config.binding import MISSING_KEY, bind, unknown_keys
 from fp4train.config.composition import Composed, check_flags, composed
 from fp4train.config.folders import CONFIGS, register_recipes
 from fp4train.config.from_folder import with_folder
@@ -269,7 +269,7 @@ def _resumed_settings(command: Composed) -> Start:
     try:
         config = to_config(saved)
     except UserError as error:
-        if str(error).endswith(" is missing"):
+        if str(error).endswith(MISSING_KEY):
             raise UserError(f"{source / run_directory.CONFIG}: {error}; put it back") from error
         raise
     return Start(

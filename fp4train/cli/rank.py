@@ -42,6 +42,7 @@ from fp4train.lab.studies.candidates import SECTIONS
 from fp4train.lab.studies.rank import rank
 from fp4train.lab.studies.ranking import render
 from fp4train.lab.studies.results import RANKING, RankResult, rank_json
+from fp4train.lab.studies.stored import bound
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.sealed import sealed
@@ -101,7 +102,7 @@ def main(arguments: list[str]) -> int:
         body = {**contents, "identity": {"run": run_directory.identity(base.source)}}
         run_directory.write_text(folder / RANKING, sealed(body, indent=1).decode())
     pictures = [folder / FIGURE for folder in folders]
-    draw = figures.ranking(RankResult(contents), named=True)
+    draw = figures.ranking(bound(contents, RankResult), named=True)
     save(draw, PICTURE, *pictures)
     if paper is not None:
         save(draw, width, paper)

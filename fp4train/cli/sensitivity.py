@@ -36,6 +36,7 @@ from fp4train.lab.studies.parts import RecipeParts
 from fp4train.lab.studies.record import open_record, study_progress
 from fp4train.lab.studies.results import SENSITIVITY, SensitivityResult, sensitivity_json
 from fp4train.lab.studies.sensitivity import Effort, Study, groups_of, identity_of
+from fp4train.lab.studies.stored import bound
 from fp4train.lab.studies.subject import open_subject
 from fp4train.lab.studies.summary import SensitivityReport
 from fp4train.lab.studies.tradeoff import trade_off
@@ -193,7 +194,7 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
             with files.Folder.open(folder) as opened:
                 opened.remove(POLICY)  # of a call with other batches
         figure = figures.sensitivity(
-            SensitivityResult(results), figures.damage_grid(report.sensitivity)
+            bound(results, SensitivityResult), figures.damage_grid(report.sensitivity)
         )
         save(figure, figures.STUDY, folder / "sensitivity.png")
     except OSError as error:

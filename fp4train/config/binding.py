@@ -27,6 +27,8 @@ from fp4train.text import near_miss
 
 MISSING = "???"
 """The value of a key that the user must set."""
+MISSING_KEY = " is missing"
+"""The end of the message about a key that is not there."""
 
 _WORDS = {
     int: "a whole number",
@@ -166,6 +168,18 @@ def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
             yield where
         else:
             yield from unknown_keys(value, hints(str(key)), where)
+
+
+def known_part(node: Any, hint: Any) -> Any:
+    """`node` without the keys that its classes do not have."""
+    if isinstance(node, list):
+        kinds = [get_args(option)[0] for option in _options(hint) if _is_sequence(option)]
+        return [known_part(item, kinds[0]) for item in node] if kinds else node
+    if not isinstance(node, Mapping):
+        return node
+    kind, hints = _described(node, hint)
+    keys = node if kind is None else _fields(kind)
+    return {key: known_part(node[key], hints(str(key))) for key in node if key in keys}
 
 
 def path_values(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -379,7 +393,7 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
             raise UserError(f"unknown key {word!r}{hint} (known: {', '.join(fields)})")
     for name, field in fields.items():
         if name not in node and default_of(field) is dataclasses.MISSING:
-            raise UserError(f"{prefix}{name} is missing")
+            raise UserError(f"{prefix}{name}{MISSING_KEY}")
     hints = _hints(kind)
     values = {
         str(key): bind(value, hints[str(key)], prefix + str(key)) for key, value in node.items()

@@ -118,9 +118,7 @@ def read_part(run: Path, kind: str) -> Any:
         for problem in problems:
             say(problem)
         # Their contents: a line that stands twice in an object may change nothing of it.
-        return [each.body for each in studies.rankings], [
-            vars(each) for each in studies.sensitivities
-        ]
+        return studies.rankings, studies.sensitivities
     if kind == "measurements.jsonl":
         study = json.loads((run / READ[kind]).with_suffix(".known").read_text())
         record = StudyRecord(run / READ[kind], study["identity"], study["step"])

@@ -1,5 +1,5 @@
-"""What is counted of runs that stand side by side: the figures of each, and the means of those that
-differ in their seed only.
+"""The figures of runs that stand side by side, and the means of those that differ in their seed
+only.
 """
 
 from collections.abc import Sequence

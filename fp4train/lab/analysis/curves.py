@@ -1,5 +1,5 @@
-"""The picture of one run (RUN/curves.png): its losses, the recipe of every stretch, the learning rate
-and the gradient norm.
+"""The picture of one run (RUN/curves.png): its losses, the recipe of every stretch, the learning
+rate and the gradient norm.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ from fp4train.lab.analysis.over_steps import over_steps
 from fp4train.lab.costs import estimate
 from fp4train.lab.report import facts, groups
 from fp4train.lab.report.sources import RunSource, read_sources
-from fp4train.lab.studies import figures, results
+from fp4train.lab.studies import figures, sequential
+from fp4train.lab.studies.results import RankResult
 from fp4train.text import shortened
 
 PAGE = "page.html"
@@ -181,14 +182,12 @@ def render(
     )
 
 
-def _rankings(sources: Sequence[RunSource]) -> list[tuple[RunSource, results.RankResult]]:
+def _rankings(sources: Sequence[RunSource]) -> list[tuple[RunSource, RankResult]]:
     """Every ranking on checkpoints of the runs; one of several runs is shown once."""
-    every: list[tuple[RunSource, results.RankResult]] = []
+    every: list[tuple[RunSource, RankResult]] = []
     for source in sources:
-        shown = [ranking.body for _, ranking in every]
-        every += [
-            (source, ranking) for ranking in source.studies.rankings if ranking.body not in shown
-        ]
+        shown = [ranking for _, ranking in every]
+        every += [(source, ranking) for ranking in source.studies.rankings if ranking not in shown]
     return every
 
 
@@ -200,7 +199,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         finalize=_seen,
     )
-    modules = (estimate, facts, figure, figures, groups, heatmap, results, text)
+    modules = (estimate, facts, figure, figures, groups, heatmap, sequential, text)
     pages.globals |= {module.__name__.rpartition(".")[2]: module for module in modules}
     pages.globals |= {"svg": _svg, "over_steps": over_steps, "version": __version__}
     pages.filters["form"] = format

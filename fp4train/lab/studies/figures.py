@@ -124,7 +124,7 @@ def sensitivity(study: SensitivityResult, grid: DamageMap | None = None) -> Draw
                 study.parts["nothing"].nmse.mean,
             )
             title = (
-                f"{study.run}, step {study.step}: {study.recipe}, nMSE of the gradient above "
+                f"{study.name}, step {study.step}: {study.recipe}, nMSE of the gradient above "
                 "the floor"
             )
             figure.suptitle(title, fontsize=10)
@@ -169,23 +169,24 @@ def _bars(axes: Axes, parts: Sequence[Finding], title: str, room: int, floor: fl
 
 
 def _pareto(axes: Axes, study: SensitivityResult, *, timed: bool) -> None:
-    points = (*study.curve, study.chosen)
+    points = (*study.pareto, study.policy)
     if timed:
         *xs, x = (point.time or 0.0 for point in points)
     else:
         *xs, x = (100 * point.macs for point in points)
     axes.plot(
         xs,
-        [point.nmse for point in study.curve],
+        [point.nmse for point in study.pareto],
         color=look.TRAIN,
         linewidth=1.4,
         marker="o",
         markersize=3,
     )
-    half = study.measured.half_width() or 0.0
+    measured = study.policy.measured.nmse
+    half = measured.half_width() or 0.0
     axes.errorbar(
         [x],
-        [study.measured.mean],
+        [measured.mean],
         yerr=[half],
         color=look.VALIDATION,
         marker="D",
@@ -211,7 +212,7 @@ def ranking(study: RankResult, *, named: bool) -> Draw:
         named: the figure says what it is of, and has numbers and spikes beside the rows; otherwise
             these stand in a table.
     """
-    shown = [candidate for candidate in study.candidates if candidate.diverged is None]
+    shown = [candidate for candidate in study.results if candidate.diverged is None]
 
     def draw(width: float) -> Figure:
         if named:
@@ -280,7 +281,7 @@ def ranking(study: RankResult, *, named: bool) -> Draw:
                 )
         spread = max(ends) - min(ends) or 1e-3
         axes.set_xlim(min(ends) - 0.25 * spread, max(ends) + 0.25 * spread)
-        if study.floor is not None and (floor := study.floor.interval()) is not None:
+        if study.noise is not None and (floor := study.noise.interval()) is not None:
             far = max(map(abs, floor))
             axes.axvspan(-far, far, color=look.LINE, alpha=0.4, zorder=0, linewidth=0)
         axes.axvline(0, color=look.QUIET, linewidth=1.0, zorder=1)

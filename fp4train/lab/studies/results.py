@@ -7,18 +7,34 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp4train.config.binding import MISSING_KEY
+from fp4train.errors import UserError
 from fp4train.files import Folder
-from fp4train.lab.analysis.figure import plain
 from fp4train.lab.studies.findings import Finding, Judgement
 from fp4train.lab.studies.intervals import CONFIDENCE, Estimate
 from fp4train.lab.studies.parts import KINDS
-from fp4train.lab.studies.sequential import ALPHA, VERDICTS
+from fp4train.lab.studies.sequential import ALPHA
+from fp4train.lab.studies.stored import (
+    MEASURED,
+    StoredBase,
+    StoredCandidate,
+    StoredEstimate,
+    StoredFinding,
+    StoredGap,
+    StoredPair,
+    StoredPoint,
+    StoredPolicy,
+    StoredStudy,
+    bound,
+)
 from fp4train.lab.studies.subject import STUDIES
 from fp4train.lab.studies.tradeoff import Point
 from fp4train.sealed import identity, unsealed
+from fp4train.text import shortened
 
 if TYPE_CHECKING:
     from fp4train.lab.studies.ranking import Entry, Ranking
@@ -27,157 +43,174 @@ if TYPE_CHECKING:
 
 RANKING = "rank.json"
 SENSITIVITY = "sensitivity.json"
-MEASURED = ("nmse", "variance", "bias2", "cosine", "loss", "output")
-NEEDED = ("nmse", "cosine", "loss")
-"""The estimates of a part, and those among them that every part has."""
 LIMIT = 1 << 26
 """Bytes of a result that are read."""
 MOST = 32
 """Studies of a run that are read."""
-LARGEST = 1e100
-"""A larger number is none of a study."""
-NAME = 300
-"""Characters of a name in a study."""
+REASON = 300
+"""Characters of the reason why a result cannot be read."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class SensitivityResult:
     """The findings on one recipe at one step, of what `sensitivity_json` wrote.
 
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not.
+    Args:
+        parts: measurements by name of part.
+        gpu: GPU of the times.
+        pareto: points of time and error, from nothing kept to everything that is worth it.
+        policy: the point that was chosen.
     """
 
-    def __init__(self, saved: Mapping[str, Any]) -> None:
-        policy = saved["policy"]
-        gpu = saved["gpu"]
-        self.run = plain(Path(str(saved["run"])).name, NAME)
-        self.step = int(saved["step"])
-        self.batches = int(saved["batches"])
-        self.recipe = plain(saved["recipe"], NAME)
-        self.parts = {
-            name: _read_finding(plain(name, NAME), finding)
-            for name, finding in saved["parts"].items()
-        }
+    run: str
+    step: int
+    batches: int
+    recipe: str
+    parts: Mapping[str, StoredFinding]
+    gpu: str | None
+    pareto: tuple[StoredPoint, ...]
+    policy: StoredPolicy
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return Path(self.run).name
+
+    @cached_property
+    def findings(self) -> dict[str, Finding]:
         """Findings by name of part."""
-        self.curve = [_read_point(point) for point in saved["pareto"]]
-        """Points of time and error, from nothing kept to everything that is worth it."""
-        self.gpu = None if gpu is None else plain(gpu, NAME)
-        """The GPU of its times."""
-        self.keep = [plain(pattern, NAME) for pattern in policy["keep"]]
-        """The patterns of the policy."""
-        self.chosen = _read_point(policy)
-        """The point of the policy."""
-        self.measured = _read_finding("", policy["measured"]).nmse
-        """The policy's nMSE on batches that did not choose it."""
-        if (judged := policy["judged"]) is None:
-            self.gain = None
-        else:
-            self.gain = _read_estimate(judged["gain"])
-        """nMSE saved against keeping nothing, batch by batch; None if nothing is kept."""
+        return {
+            name: Finding(name=name, what=name.partition("/")[2] or name, **vars(part))
+            for name, part in self.parts.items()
+        }
+
+    @property
+    def gain(self) -> Estimate | None:
+        """nMSE that the policy saves against keeping nothing; None if nothing is kept."""
+        return None if self.policy.judged is None else self.policy.judged.gain
 
     def of_kind(self, kind: str) -> list[Finding]:
-        return [part for part in self.parts.values() if part.kind == kind]
+        return [finding for finding in self.findings.values() if finding.kind == kind]
 
 
-class RankResult:
-    """A ranking on one or several checkpoints, of what `rank_json` wrote.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not.
-    """
-
-    def __init__(self, saved: Mapping[str, Any]) -> None:
-        self.body = {key: value for key, value in saved.items() if key != "identity"}
-        """Equal for the results of one ranking in the folders of its runs."""
-        checkpoints = saved["checkpoints"]
-        entries = saved["candidates"]
-        units = int(saved["units"])
-        settings = checkpoints[0]["settings"]
-        reference = str(saved["reference"])
-        self.checkpoints = [
-            plain(f"{base['run']}, step {int(base['step'])}, trained in {base['trained']}", NAME)
-            for base in checkpoints
-        ]
-        """ "runs/a, step 200", …, with what trained them."""
-        self.forks = int(saved["forks"])
-        """The forks of each candidate at each checkpoint."""
-        self.steps = int(settings["steps"])
-        """The steps of a fork."""
-        self._count = self.forks * len(checkpoints)
-        self._freedom = (units if units > 1 else self._count) - 1
-        if settings["schedule"] == "own":
-            rate = "own schedule"
-        else:
-            rate = f"rate {settings['lr']:.3g} → 0"
-        origin = f"from step {int(checkpoints[0]['step'])}, {rate}"
-        if len(checkpoints) == 1:
-            self.where = origin
-        else:
-            self.where = f"at each of {len(checkpoints)} checkpoints"
-        self.reference = plain(reference, NAME)
-        self.floor = self.gap(saved["floor"])
-        pairs = {frozenset((str(p["first"]), str(p["second"]))): p for p in saved["pairs"]}
-        asked = {str(entry["name"]): entry for entry in entries if entry["asked"]}
-        names = dict.fromkeys((*map(str, saved["order"]), *asked))
-        self.candidates = [
-            CandidateResult(self, asked[name], pairs.get(frozenset((name, reference))))
-            for name in names
-        ]
-        """Results of the candidates in their order, diverged ones last."""
-
-    def gap(self, saved: Mapping[str, Any] | None) -> Estimate | None:
-        """A gap with the freedom of its base runs."""
-        if saved is None:
-            return None
-        return _read_estimate({**saved, "count": self._count, "freedom": self._freedom})
-
-
+@dataclass(frozen=True, kw_only=True)
 class CandidateResult:
     """One candidate; gaps in nats per token, None for the reference and for what diverged.
 
     Args:
-        ranking: ranking that it is part of.
-        entry: saved values of the candidate.
-        pair: saved values of it and the reference; None for the reference itself.
+        gap, high: gap to the reference's loss, evaluated in the recipe and in high precision.
+        simultaneous: the interval of the gap that holds together with those of all other pairs.
+        gaps: the gap at each checkpoint of the forks.
+        p: p-value of the gap; None for the reference, and before there are enough forks for a test.
+        verdict: key of `VERDICTS`, or "reference"; "" without a test.
+        diverged: problem that ended its forks; None: none did.
+        spikes: places at which forks of it spiked, in words.
     """
 
-    def __init__(
-        self, ranking: RankResult, entry: Mapping[str, Any], pair: Mapping[str, Any] | None
-    ) -> None:
-        reference = str(ranking.body["reference"])
-        tested = pair if ranking.body["tested"] else None
-        is_reference = str(entry["name"]) == reference
-        gaps: Mapping[str, Any] = {} if is_reference else entry
-        self.name = plain(str(entry["name"]), NAME)
-        self.gap = ranking.gap(gaps.get("gap"))
-        """Gap to the reference's loss, evaluated in the recipe."""
-        self.high = ranking.gap(gaps.get("gap_high"))
-        """Gap to the reference's loss, evaluated in high precision."""
-        if pair and str(pair["first"]) == reference:
-            sign = 1
+    name: str
+    gap: Estimate | None
+    high: Estimate | None
+    simultaneous: tuple[float, float] | None
+    gaps: tuple[float, ...]
+    p: float | None
+    verdict: str
+    group: str
+    diverged: str | None
+    spikes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """A ranking on one or several checkpoints, of what `rank_json` wrote. That of several runs is
+    equal in the folder of each.
+
+    Args:
+        checkpoints: checkpoints that forks begin from.
+        units: independent runs among those of the checkpoints.
+        forks: forks of each candidate at each checkpoint.
+        tested: there were enough forks for a test.
+        floor: FP32 − BF16.
+        order: names of the candidates that were ranked, the best first.
+    """
+
+    checkpoints: tuple[StoredBase, ...]
+    units: int
+    reference: str
+    forks: int
+    tested: bool
+    floor: StoredGap | None
+    candidates: tuple[StoredCandidate, ...]
+    order: tuple[str, ...]
+    pairs: tuple[StoredPair, ...]
+
+    def __post_init__(self) -> None:
+        if not self.checkpoints:
+            raise ValueError("it has no checkpoints")
+        unknown = [name for name in self.order if name not in self._asked]
+        if unknown:
+            raise ValueError(f"its order has {unknown[0]!r}, which is no candidate of it")
+        _ = self.results, self.noise  # refused where an interval of them does not exist
+
+    @property
+    def steps(self) -> int:
+        """The steps of a fork."""
+        return self.checkpoints[0].settings.steps
+
+    @property
+    def where(self) -> str:
+        """From where forks are trained, and at which rate, in words."""
+        if len(self.checkpoints) > 1:
+            return f"at each of {len(self.checkpoints)} checkpoints"
+        (base,) = self.checkpoints
+        if base.settings.schedule == "own":
+            rate = "own schedule"
         else:
-            sign = -1
-        if pair:
-            ends = sorted(sign * _number(end) for end in pair["together"] if end is not None)
-        else:
-            ends = []
-        self.simultaneous = (ends[0], ends[1]) if len(ends) == 2 else None
-        """The simultaneous interval of the gap and those of all other pairs."""
-        self.gaps = [_number(gap) for gap in gaps.get("gaps", ())]
-        """The gap at each checkpoint of the forks."""
-        self.p = None if tested is None else _number(tested["p"])
-        """The p-value of the gap; None for the reference, and before there are enough forks for a
-        test.
-        """
-        self.verdict = str((tested or {"verdict": "reference" * is_reference})["verdict"])
-        if tested and self.verdict not in VERDICTS:
-            raise ValueError(
-                f"its verdict {self.verdict[:NAME]!r} is none of {', '.join(VERDICTS)}"
-            )
-        self.group = str(entry["group"] or "")
-        self.diverged = str(entry["diverged"][0]) if entry["diverged"] else None
-        self.spikes = [plain(place, NAME) for place in entry["spikes"]]
-        """Places at which forks of it spiked, in words."""
+            rate = f"rate {base.settings.lr:.3g} → 0"
+        return f"from step {base.step}, {rate}"
+
+    @property
+    def noise(self) -> Estimate | None:
+        """The floor with its interval: what rounding alone does."""
+        return self._estimate(self.floor)
+
+    @cached_property
+    def results(self) -> list[CandidateResult]:
+        """Results of the candidates that were asked for, in their order, diverged ones last."""
+        names = dict.fromkeys((*self.order, *self._asked))
+        return [self._result(self._asked[name]) for name in names]
+
+    @property
+    def _asked(self) -> dict[str, StoredCandidate]:
+        """The candidates that the command named."""
+        return {candidate.name: candidate for candidate in self.candidates if candidate.asked}
+
+    def _result(self, candidate: StoredCandidate) -> CandidateResult:
+        is_reference = candidate.name == self.reference
+        names = {candidate.name, self.reference}
+        pair = next((pair for pair in self.pairs if {pair.first, pair.second} == names), None)
+        verdict = "reference" if is_reference else ""
+        if pair is not None and self.tested:
+            verdict = pair.verdict
+        return CandidateResult(
+            name=candidate.name,
+            gap=None if is_reference else self._estimate(candidate.gap),
+            high=None if is_reference else self._estimate(candidate.gap_high),
+            simultaneous=None if pair is None else pair.interval(self.reference),
+            gaps=() if is_reference else candidate.gaps,
+            p=pair.p if pair is not None and self.tested else None,
+            verdict=verdict,
+            group=candidate.group or "",
+            diverged=candidate.diverged[0] if candidate.diverged else None,
+            spikes=candidate.spikes,
+        )
+
+    def _estimate(self, gap: StoredGap | None) -> Estimate | None:
+        """A gap with the freedom of its base runs."""
+        if gap is None:
+            return None
+        count = self.forks * len(self.checkpoints)
+        freedom = (self.units if self.units > 1 else count) - 1
+        return StoredEstimate(mean=gap.mean, error=gap.error, count=count, freedom=freedom)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,42 +243,38 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
                     try:
                         if folder.has_file(SENSITIVITY):
                             sensitivities.append(
-                                SensitivityResult(_parsed(top, folder, SENSITIVITY))
+                                bound(_parsed(top, folder, SENSITIVITY), SensitivityResult)
                             )
                         elif folder.has_file(RANKING):
-                            rankings.append(RankResult(_parsed(top, folder, RANKING)))
+                            rankings.append(bound(_parsed(top, folder, RANKING), RankResult))
                         else:
                             problems.append(
                                 f"{folder.path} has no result: the study is not finished"
                             )
-                    except KeyError as error:
-                        problems.append(
-                            f"{folder.path} cannot be read (it has no {error}): an older "
-                            "fp4train made it, or it was "
-                            "changed; the same command makes it anew"
-                        )
-                    except (
-                        OSError,
-                        ValueError,
-                        TypeError,
-                        LookupError,
-                        AttributeError,
-                        ArithmeticError,
-                    ) as error:
-                        problems.append(
-                            f"{folder.path} cannot be read ({type(error).__name__}: {error})"
-                        )
-                    except RecursionError:
-                        problems.append(
-                            f"{folder.path} cannot be read: its JSON is nested too deep"
-                        )
+                    except (OSError, ValueError, UserError, RecursionError) as error:
+                        problems.append(f"{folder.path} cannot be read{_why(error)}")
     return Studies(sensitivities=sensitivities, rankings=rankings)
+
+
+def _why(error: Exception) -> str:
+    """Why a result cannot be read, as the end of a sentence."""
+    if isinstance(error, RecursionError):
+        return ": its JSON is nested too deep"
+    if not isinstance(error, UserError):
+        return f" ({type(error).__name__}: {error})"
+    key = str(error).removesuffix(MISSING_KEY)
+    if key != str(error):
+        return (
+            f" (it has no {key!r}): an older fp4train made it, or it was changed; the same "
+            "command makes it anew"
+        )
+    return f" ({shortened(str(error), REASON)})"
 
 
 def _parsed(run: Folder, folder: Folder, name: str) -> dict[str, Any]:
     saved = unsealed(folder.read(name, LIMIT))
     run_identity = identity(run)
-    whose = saved["identity"]["run"]
+    whose = bound(saved, StoredStudy).identity.run
     if run_identity is not None and whose not in (None, run_identity):
         raise ValueError(f"it is of run {whose}, not of this one")
     return saved
@@ -303,43 +332,13 @@ def _estimate(estimate: Estimate | None) -> dict[str, Any] | None:
     return {**asdict(estimate), "interval": estimate.interval()}
 
 
-def _read_estimate(saved: Mapping[str, Any]) -> Estimate:
-    count = int(saved["count"])
-    freedom = int(saved["freedom"])
-    error = _known(saved["error"])
-    if error is not None and not 1 <= freedom <= count < 1 << 31:
-        raise ValueError(f"{freedom} degrees of freedom of {count} values")
-    return Estimate(mean=_number(saved["mean"]), error=error, count=count, freedom=freedom)
-
-
 def _finding(finding: Finding) -> dict[str, Any]:
     return {"kind": finding.kind, **{key: _estimate(getattr(finding, key)) for key in MEASURED}}
-
-
-def _read_finding(name: str, saved: Mapping[str, Any]) -> Finding:
-    estimates: dict[str, Any] = dict.fromkeys(MEASURED)
-    estimates |= {
-        key: _read_estimate(saved[key])
-        for key in MEASURED
-        if key in NEEDED or saved[key] is not None
-    }
-    return Finding(
-        name=name, kind=str(saved["kind"]), what=name.partition("/")[2] or name, **estimates
-    )
 
 
 def _point(point: Point) -> dict[str, Any]:
     kept = [{"layer": unit.layer, "gemms": list(unit.gemms)} for unit in point.kept]
     return {"kept": kept, "macs": point.macs, "nmse": point.nmse, "time": point.time}
-
-
-def _read_point(saved: Mapping[str, Any]) -> Point:
-    return Point(
-        kept=(),
-        macs=_number(saved["macs"]),
-        nmse=_number(saved["nmse"]),
-        time=_known(saved["time"]),
-    )
 
 
 def rank_json(ranking: Ranking) -> dict[str, Any]:
@@ -411,14 +410,3 @@ def _finite(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return value
-
-
-def _number(value: Any) -> float:
-    number = float(value)
-    if not abs(number) < LARGEST:
-        raise ValueError(f"{value} is no number of a study")
-    return number
-
-
-def _known(value: Any) -> float | None:
-    return None if value is None else _number(value)

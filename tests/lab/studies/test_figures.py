@@ -10,13 +10,16 @@ from made import write_ranking, write_run, write_sensitivity
 from fp4train.lab.analysis.figure import NARROW, WIDE
 from fp4train.lab.studies.figures import DamageMap, ranking, sensitivity
 from fp4train.lab.studies.results import RankResult, SensitivityResult
+from fp4train.lab.studies.stored import bound
 from fp4train.sealed import unsealed
 
 
 def test_a_map_in_the_picture_and_bars_in_a_page_have_the_layers_and_plain_numbers(
     tmp_path: Path,
 ) -> None:
-    found = SensitivityResult(unsealed(write_sensitivity(write_run(tmp_path / "a")).read_bytes()))
+    found = bound(
+        unsealed(write_sensitivity(write_run(tmp_path / "a")).read_bytes()), SensitivityResult
+    )
     damage = DamageMap(
         ["blocks.0", "blocks.1"],
         ["mlp.up", "mlp.down"],
@@ -48,7 +51,7 @@ def test_the_legend_of_a_ranking_names_what_is_drawn_and_nothing_else(tmp_path: 
             candidate["gaps"] = (
                 [candidate["gap"]["mean"]] * len(runs) if candidate.get("gap") else []
             )
-        figure = ranking(RankResult(body), named=True)(WIDE)
+        figure = ranking(bound(body, RankResult), named=True)(WIDE)
         shown = {text.get_text() for text in figure.legends[0].get_texts()}
         always = {
             "told apart from the reference",

@@ -16,6 +16,7 @@ from fp4train.lab.studies.base import Base, ForkSettings
 from fp4train.lab.studies.forks import Fork
 from fp4train.lab.studies.ranking import Entry, Ranking, render
 from fp4train.lab.studies.results import RankResult, rank_json
+from fp4train.lab.studies.stored import bound
 
 GAPS = {"bf16": 0.0, "mxfp8": 0.0009, "nvfp4": 0.006, "nvfp4_plain": 0.006, "mxfp4": 0.009}
 
@@ -72,7 +73,7 @@ def ranking(
 
 def picture(found: Ranking) -> Draw:
     """As the command draws it: from what it writes."""
-    return figures.ranking(RankResult(json.loads(json.dumps(rank_json(found)))), named=True)
+    return figures.ranking(bound(json.loads(json.dumps(rank_json(found))), RankResult), named=True)
 
 
 def test_the_table_gives_the_order_the_gaps_and_what_is_told_apart() -> None:
