@@ -1,4 +1,4 @@
-"""fp4train compare RUN RUN… [baseline=RUN] [out=FILE.png|.svg|.pdf|.csv|.json]
+"""fp4train compare RUN RUN… [baseline=RUN] [out=FILE.png|.svg|.pdf|.csv|.json] [margin=0.01]
 
 The loss gap between runs, as a table and a plot, and the keys in which their configurations differ. Runs that differ in
 run.seed only are averaged.
@@ -7,9 +7,13 @@ run.seed only are averaged.
   out=FILE         a picture (.png, .svg, .pdf), the table (.csv) or everything (.json); the default is compare.png in
                    the first RUN; of one RUN its curves
   width=6.3        inches of the picture
+  margin=0.01      nats per token: are the gaps shown to be within it, what one seed cannot show (docs/gate.md)
 """
 
+import math
 import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from fp4train.cli.output import fitted, terminal_width, usage
@@ -17,15 +21,28 @@ from fp4train.config.overrides import Option, baseline_first, names_folder, read
 from fp4train.errors import UserError
 from fp4train.lab.analysis.compare import OUTPUTS, compare
 from fp4train.lab.analysis.figure import check_out, width_of
+from fp4train.lab.gate.whole_runs import whole_runs
 from fp4train.run.record.directory import steps_done
 from fp4train.run.record.journal import read_journal, stretches
 from fp4train.text import near_miss
 
 USAGE = usage(__doc__)
+
+
+def _margin(text: str) -> float | None:
+    """A margin in nats per token; None: the text is none."""
+    try:
+        margin = float(text)
+    except ValueError:
+        return None
+    return margin if 0 < margin < math.inf else None
+
+
 OPTIONS = {
     "baseline": Option(Path),
     "out": Option(Path),
     "width": Option(width_of, "width={} must be a number of inches, from 3 to 30"),
+    "margin": Option(_margin, "margin={} must be a number of nats per token above 0"),
 }
 _HIGH = {"BF16", "FP16", "FP32"}
 
@@ -34,7 +51,7 @@ def main(arguments: list[str]) -> int:
     """Print the table and draw the plot; returns the exit code."""
 
     line = read_options(arguments, OPTIONS)
-    baseline, out, width = (line.options[key] for key in OPTIONS)
+    baseline, out, width, margin = (line.options[key] for key in OPTIONS)
     if unknown := [word for word in line.words if not names_folder(word)]:
         key = unknown[0].partition("=")[0]
         raise UserError(f"compare has no option {key!r}{near_miss(key, OPTIONS)}: {USAGE}")
@@ -45,12 +62,19 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"compare needs two or more run directories: {USAGE}")
     if out is not None:
         check_out(out, OUTPUTS)
+    if margin is not None and len(runs) < 2:
+        raise UserError("margin= is about the gap between runs: name two or more")
     comparison = compare(runs, quantised_share)
     print(fitted(comparison.render(terminal_width())))
+    beside: Mapping[str, object] = {}
+    if margin is not None:
+        found = whole_runs(comparison, margin)
+        beside = {"margin": asdict(found)}
+        print("\n" + fitted(found.render()))
     if out is None:
         print(comparison.draw(width=width))
     else:
-        print(comparison.write(out, width))
+        print(comparison.write(out, width, beside))
     return 0
 
 

@@ -15,6 +15,7 @@ fp4train swap runs/a                        its swaps; with cancel=all, take bac
 fp4train compare runs/a runs/b              loss gap, table and plot
 fp4train sensitivity runs/a recipe=nvfp4    which layers and operands a recipe harms; ends in a policy
 fp4train rank runs/a recipe=bf16,nvfp4      paired forks of a checkpoint: gaps with intervals and tests
+fp4train gate runs/a recipe=A margin=0.01   whether a recipe is within a margin of BF16: a sequential test, an exit code
 fp4train report runs/a runs/b               one HTML file about runs: curves, gaps, errors, studies, differences
 fp4train sample runs/a prompt="def f("      text that a model writes, in any recipe
 fp4train export runs/a to=hf out=FOLDER     a folder that transformers loads, tokenizer and model card included
@@ -49,6 +50,7 @@ VERBS = (
     "compare",
     "sensitivity",
     "rank",
+    "gate",
     "report",
     "export",
     "verify",
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     traceback.
 
     Exits with 0, 1 for an error that was explained, 75 for a GPU or rank that was lost, or 128 +
-    the signal that ended a run.
+    the signal that ended a run; `gate` with its verdict.
     """
     open_streams()
     with printable_output():

@@ -29,12 +29,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from fp4train.cli.fork_words import FORK_OPTIONS, fork_words
 from fp4train.cli.output import fitted, terminal_width, usage
-from fp4train.cli.trained import named_paths
-from fp4train.config import overrides, plugins
-from fp4train.config.binding import bind
+from fp4train.config import plugins
 from fp4train.config.overrides import Option, read_options
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import user_errors
 from fp4train.lab.analysis.figure import FIGURES, PICTURE, check_out, save, width_of
 from fp4train.lab.studies import figures
 from fp4train.lab.studies.base import RankRequest
@@ -54,25 +53,9 @@ DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
 """The candidates of a ranking that names none."""
 FIGURE = "rank.png"
 
-STEP = "step"
 _HINTS = get_type_hints(RankRequest)
-OPTIONS: Mapping[str, Any] = {
-    STEP: int | None,
-    **{
-        key: _HINTS[key]
-        for key in (
-            "steps",
-            "forks",
-            "schedule",
-            "lr",
-            "batches",
-            "margin",
-            "processes",
-            "baseline",
-        )
-    },
-    "out": str | None,
-}
+_OWN = {key: _HINTS[key] for key in ("forks", "margin", "baseline")}
+OPTIONS: Mapping[str, Any] = {**FORK_OPTIONS, **_OWN}
 PICTURES = {
     "picture": Option(Path, default=None),
     "width": Option(width_of, "width={} must be a number of inches, from 3 to 30", PICTURE),
@@ -113,46 +96,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _request(arguments: list[str]) -> RankRequest:
-    arguments = overrides.with_files(arguments)
-    line = read_options(arguments, {})  # its own are in Hydra's grammar: step= may be swept over
-    if other := overrides.other_flags(line.flags):
-        raise UserError(f"rank knows no flag {other[0]}: {USAGE}")
-    if not line.runs:
-        raise UserError(f"rank takes the directories of runs: {USAGE}")
-    folders = overrides.own_folders(line.flags)
-    values: dict[str, Any] = {}
-    path_words = []
-    sweep = list[str]()
-    for override in overrides.parse(line.overrides):
-        key = override.key_or_group
-        if key.partition(".")[0] in SECTIONS:
-            sweep.append(str(override.input_line))
-        elif key in OPTIONS:
-            if key in values:
-                raise UserError(f"{key}= is given twice")
-            swept = override.is_sweep_override()
-            if swept and key != STEP:
-                raise UserError(
-                    f"{override.input_line}: a ranking has one {key}; it sweeps over "
-                    f"{', '.join(SECTIONS)}"
-                )
-            points: list[Any] = [override.value()]
-            if swept:
-                points = list(override.sweep_iterator())
-            values[key] = [bind(value, OPTIONS[key], key) for value in points]
-        else:
-            path_words.append(override)
-    steps_at = values.pop(STEP, [None])
-    values = {key: value for key, (value,) in values.items()}
-    if values.get("out") is not None:
-        values["out"] = Path(values["out"])
+    refusal = f"a ranking has one {{}}; it sweeps over {', '.join(SECTIONS)}"
+    words = fork_words("rank", refusal, USAGE, arguments, _OWN)
     with user_errors(ValueError):
-        return RankRequest(
-            runs=[Path(run) for run in line.runs],
-            steps_at=steps_at,
-            sweep=sweep or [DEFAULT],
-            packages=overrides.plugins(line.overrides),
-            folders=folders,
-            paths=named_paths(path_words, (*SECTIONS, *OPTIONS)),
-            **values,
-        )
+        return RankRequest(sweep=words.sections or [DEFAULT], **words.settings, **words.options)

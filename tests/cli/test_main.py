@@ -62,6 +62,7 @@ FURTHER = {
     "compare": ["out"],
     "sensitivity": ["recipe", "step", "gpu"],
     "rank": ["recipe", "policy", "phases", "plugins"],
+    "gate": ["recipe", "policy", "phases", "plugins"],
     "export": ["plugins"],
     "sample": ["recipe", "plugins", "--json"],
     "eval": ["recipe", "plugins", "--json"],

@@ -80,6 +80,8 @@ COMMANDS_ON_A_RUN = (
     ("export", "RUN", "to=hf", "out=exported"),
     ("sensitivity", "RUN", "batches=1", "repeats=1", "DATA"),
     ("rank", "RUN", "recipe=bf16,mxfp8", "forks=2", "steps=1", "batches=1", "DATA"),
+    ("gate", "RUN", "recipe=mxfp8", "margin=1", "forks=2", "steps=1", "batches=1", "DATA"),
+    ("compare", "RUN", "OTHER", "margin=0.01"),
     ("resume=RUN",),
     ("resume=RUN", "train.batch_size=3"),
     ("recipe=nvpf4",),

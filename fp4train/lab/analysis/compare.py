@@ -12,7 +12,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from fp4train.lab.analysis.history import (
     configuration,
     names_of,
     read_history,
+    seed_groups,
 )
 from fp4train.lab.analysis.over_steps import INSIDE, Curve, Losses, RecipeRow, over_steps
 from fp4train.text import screen, table_width, tabulate
@@ -60,7 +61,10 @@ class Comparison:
         """The loss that the gap is of, ``val/loss`` or ``train/loss``, and the step that it is
         at.
         """
-        losses = [loss_at(history, self.key, self.step) for history in histories]
+        self.losses = losses = [loss_at(history, self.key, self.step) for history in histories]
+        """That loss of each run, nats per token."""
+        self.seed_groups = seed_groups(histories)
+        """Runs that differ in run.seed only: seed → index of the run."""
         gaps = [
             loss / losses[0] - 1 if index and losses[0] else None
             for index, loss in enumerate(losses)
@@ -161,9 +165,11 @@ class Comparison:
         ]
         return tabulate([header, *cells], right=(len(header) - 1,), width=width)
 
-    def write(self, out: Path, width: float | None = None) -> Path:
+    def write(
+        self, out: Path, width: float | None = None, beside: Mapping[str, object] | None = None
+    ) -> Path:
         """Write `out`: a picture (.png, .svg, .pdf) of this width in inches, the table with a line
-        per run (.csv), or everything (.json).
+        per run (.csv), or everything (.json), with the values of `beside`.
 
         Raises:
             UserError: the file cannot be written, or its name ends otherwise.
@@ -182,6 +188,7 @@ class Comparison:
                 "differing": self.differing,
                 "runs": rows,
                 "means": [asdict(m) for m in self.means],
+                **(beside or {}),
             }
             text = json.dumps(_strict(document), indent=1, ensure_ascii=False) + "\n"
         else:

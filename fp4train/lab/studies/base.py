@@ -1,4 +1,4 @@
-"""What a ranking is asked, and the checkpoints that its forks begin from, each with its candidates
+"""What forks are asked for, and the checkpoints that its forks begin from, each with its candidates
 made ready.
 """
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fp4train.config import Config
 from fp4train.lab.studies.candidates import RecipeCandidate
@@ -23,49 +23,73 @@ MOST = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankRequest:
-    """The question that a ranking answers.
+class ForkRequest:
+    """The forks that a study asks for.
 
     Args:
         runs, steps_at: checkpoints: those of every run at these steps; None: the newest.
-        sweep: "recipe=a,b", "policy=…", …: the candidates; the first combination is the reference.
-        baseline: the name of the candidate that is the reference instead.
-        forks: number of forks of each candidate at each checkpoint.
         steps, schedule, lr, batches: see `ForkSettings`; None: for `lr` the rate of the checkpoint,
             for `batches` the run's, for `steps` 24, or with schedule="own" the rest of the run.
-        margin: nats per token; differences below it do not matter.
         processes: number of processes that make forks at the same time.
-        out: folder of the ranking; None: one in RUN/studies.
+        out: folder of the results; None: one in RUN/studies.
         packages, folders: packages with the user's own classes, folders with their own options.
         paths: full key → path, of what the runs' configurations have elsewhere, or name and this
             user did not.
     """
 
+    study: ClassVar[str]
+    """The name of the study, in its records and folders."""
+    noun: ClassVar[str]
+    """The word for the study in messages."""
+
     runs: Sequence[Path]
     steps_at: Sequence[int | None] = (None,)
-    sweep: Sequence[str]
-    forks: int = 6
     steps: int | None = None
     schedule: str = "linear"
     lr: float | None = None
     batches: int | None = None
-    margin: float = 0.0005
     processes: int = 1
-    baseline: str | None = None
     out: Path | None = None
     packages: Sequence[str] = ()
     folders: Sequence[Path] = ()
     paths: Mapping[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("forks", "processes"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-            if value > MOST:
-                raise ValueError(f"{name}={value} must be at most {MOST}")
+        check_count("processes", self.processes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRequest(ForkRequest):
+    """The question that a ranking answers.
+
+    Args:
+        sweep: "recipe=a,b", "policy=…", …: the candidates; the first combination is the reference.
+        baseline: the name of the candidate that is the reference instead.
+        forks: number of forks of each candidate at each checkpoint.
+        margin: nats per token; differences below it do not matter.
+    """
+
+    study: ClassVar[str] = "rank"
+    noun: ClassVar[str] = "ranking"
+
+    sweep: Sequence[str]
+    forks: int = 6
+    margin: float = 0.0005
+    baseline: str | None = None
+
+    def __post_init__(self) -> None:
+        check_count("forks", self.forks)
+        super().__post_init__()
         if not 0 <= self.margin < float("inf"):
             raise ValueError(f"margin={self.margin} must be a number of nats per token, 0 or more")
+
+
+def check_count(name: str, value: int, least: int = 1) -> None:
+    """Raises ValueError where a number of forks or processes is out of bounds."""
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+    if value > MOST:
+        raise ValueError(f"{name}={value} must be at most {MOST}")
 
 
 SCHEDULES = ("linear", "own")
@@ -127,6 +151,7 @@ class Base:
     """A checkpoint.
 
     Args:
+        study: name of the study whose forks begin here.
         source, step: run directory, and step of the checkpoint.
         settings: settings of its forks.
         run: identity of the run; copies of a run have the same.
@@ -137,6 +162,7 @@ class Base:
         subject: open checkpoint; None: it is opened again when forks are made.
     """
 
+    study: str = RankRequest.study
     source: Path
     step: int
     settings: ForkSettings
@@ -162,11 +188,19 @@ class Base:
 
     @property
     def folder(self) -> Path:
-        """The folder of its rankings."""
-        return self.source / STUDIES / f"rank-{self.step}-{self.mark}"
+        """The folder of the study's forks of this checkpoint."""
+        return self.source / STUDIES / f"{self.study}-{self.step}-{self.mark}"
+
+    def folder_in(self, out: Path | None, *, alone: bool) -> Path:
+        """The folder of the record, where results go to `out`; `alone`: there is no other base."""
+        if out is None:
+            return self.folder
+        if alone:
+            return out
+        return out / f"{self.source.name}-{self.step}-{self.mark}"
 
     @property
     def elsewhere(self) -> int:
-        """The number of other rankings of the run at this step, with other settings."""
-        records = (self.source / STUDIES).glob(f"rank-{self.step}-*/{MEASUREMENTS}")
+        """The number of other such studies of the run at this step, with other settings."""
+        records = (self.source / STUDIES).glob(f"{self.study}-{self.step}-*/{MEASUREMENTS}")
         return sum(path.parent != self.folder for path in records)

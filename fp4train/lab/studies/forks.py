@@ -35,7 +35,7 @@ from omegaconf import DictConfig, OmegaConf
 from fp4train.config import Config, plain, plugins, to_config
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
-from fp4train.lab.studies.base import Base, Branch, ForkSettings, RankRequest
+from fp4train.lab.studies.base import Base, Branch, ForkRequest, ForkSettings
 from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.optim.schedule import Schedule
@@ -271,7 +271,8 @@ def here(
 class Pool:
     """Processes that make forks. A context manager; leaving it ends them."""
 
-    def __init__(self, base: Base, request: RankRequest, threads: int, processes: int) -> None:
+    def __init__(self, base: Base, request: ForkRequest, threads: int, processes: int) -> None:
+        self._noun = request.noun
         candidates = [branch.candidate for branch in base.branches]
         task = replace(base, subject=None, branches=()), candidates, request, threads
         context = multiprocessing.get_context("spawn")
@@ -337,7 +338,7 @@ class Pool:
         else:
             why = f"exit code {code}"
         return UserError(
-            f"a process of the ranking ended ({why}): if the memory is not enough for "
+            f"a process of the {self._noun} ended ({why}): if the memory is not enough for "
             f"{len(self._processes)} of them, "
             "give processes=1. The forks that were done are recorded; the same command goes on"
         )
@@ -347,7 +348,7 @@ def _work(
     connection: Connection,
     base: Base,
     candidates: Sequence[RecipeCandidate],
-    request: RankRequest,
+    request: ForkRequest,
     threads: int,
 ) -> None:
     """A process: receives jobs and sends forks until the parent closes the connection."""

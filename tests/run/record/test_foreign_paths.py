@@ -33,6 +33,7 @@ VERBS = {
     "plan": ("plan", "resume=runs/a"),
     "sensitivity": ("sensitivity", "runs/a", "step=0"),
     "rank": ("rank", "runs/a"),
+    "gate": ("gate", "runs/a", "recipe=nvfp4", "margin=0.01"),
 }
 READERS = {
     "plan RUN": ("plan", "runs/a"),

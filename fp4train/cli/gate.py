@@ -1,0 +1,109 @@
+"""fp4train gate RUN… recipe=nvfp4 margin=0.01 [against=bf16] [policy=…] [phases=…] [step=…]
+
+Is a recipe good enough? Whether its loss is within ±margin of another's: a sequential test on paired forks of
+checkpoints (docs/gate.md). How many forks it will need is said first. Forks are made until the verdict falls.
+
+Exit code: 0 within, 1 beyond, 2 undecided, 3 for an error that is explained.
+
+  recipe=nvfp4     the recipe; policy=, phases= and their keys, recipe.KEY=, belong to it
+  margin=0.01      nats per token; the largest gap that does not matter
+  against=bf16     the reference, under the run's own policy
+  step=100,200     the checkpoints of each run; the default is the newest
+  forks=40         most seeds at each checkpoint; the default is enough for a gap of half the margin; 0: only say how
+                   many it will need
+  bound=0.1        nats per token; the largest difference that one fork may have; the default is ten margins
+  deviation=0.002  of a difference, for the number of forks; the default is as measured, or a quarter of the margin
+  steps=24         optimizer steps of a fork; the default with schedule=own is the rest of the run
+  schedule=linear  the learning rate falls to zero over the steps; own: as the run's would
+  lr=1e-3          that it falls from; the default is that of the checkpoint
+  batches=8        validation batches; the default is the run's
+  processes=1      forks at the same time, each with a copy of the model
+  plugins=[NAME]   packages of the classes of your own that the run uses
+  data.path=PATH   paths of the run's configuration, where it is another user's or machine's, or the data was moved
+  out=FOLDER       for the record and the results; the default is a folder in RUN/studies
+
+Writes gate.json. Finished forks and answers are recorded: the same command goes on, and a verdict stands.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from fp4train.cli.fork_words import FORK_OPTIONS, fork_words
+from fp4train.cli.output import fitted, usage
+from fp4train.config import overrides, plugins
+from fp4train.errors import UserError, user_errors
+from fp4train.lab.gate.gate import gate
+from fp4train.lab.gate.question import GateRequest
+from fp4train.lab.gate.result import GATE, Estimated, gate_json
+from fp4train.run.host import keep_freed_memory
+from fp4train.run.record import directory as run_directory
+from fp4train.sealed import sealed
+
+_log = logging.getLogger("fp4train")
+
+USAGE = usage(__doc__)
+AGAINST = "against"
+_HINTS = get_type_hints(GateRequest)
+_OWN: Mapping[str, Any] = {
+    "margin": float,
+    AGAINST: str,
+    **{key: _HINTS[key] for key in ("forks", "bound", "deviation")},
+}
+OPTIONS: Mapping[str, Any] = {**FORK_OPTIONS, **_OWN}
+
+
+class RefusedError(UserError):
+    """A question that cannot be answered; 1 is the exit code of a verdict."""
+
+    exit_code = 3
+
+
+def main(arguments: list[str]) -> int:
+    """Ask, print the answer, and write gate.json; returns the exit code of the verdict."""
+    try:
+        return _main(arguments)
+    except UserError as error:
+        if error.exit_code != 1:
+            raise
+        raise RefusedError(str(error)) from error
+
+
+def _main(arguments: list[str]) -> int:
+    request = _request(arguments)
+    keep_freed_memory()
+
+    def announce(estimated: Estimated) -> None:
+        print(fitted(estimated.render()) + "\n", flush=True)
+
+    with plugins.using(request.packages, request.folders):
+        try:
+            answered, folders = gate(request, announce)
+        except KeyboardInterrupt:
+            _log.warning(
+                "interrupted: the forks that were made are recorded, the same command goes on"
+            )
+            raise
+    print(fitted(answered.render()) + "\n")
+    contents = gate_json(answered)
+    for folder, base in zip(folders, answered.bases, strict=False):
+        body = {**contents, "identity": {"run": run_directory.identity(base.source)}}
+        run_directory.write_text(folder / GATE, sealed(body, indent=1).decode())
+        print(folder / GATE)
+    return answered.exit_code
+
+
+def _request(arguments: list[str]) -> GateRequest:
+    words = fork_words("gate", "a gate has one {}", USAGE, arguments, _OWN)
+    options = dict(words.options)
+    if "margin" not in options:
+        raise UserError(
+            "gate needs margin=…, the largest gap in nats per token that does not matter: "
+            f"margin=0.01. {USAGE}"
+        )
+    if not any(word.partition("=")[0].strip() == "recipe" for word in words.sections):
+        raise UserError(f"gate needs recipe=…, the recipe that is tested: {USAGE}")
+    if AGAINST in options:
+        options[AGAINST] = overrides.with_files([f"recipe={options[AGAINST]}"])[0]
+    with user_errors(ValueError):
+        return GateRequest(sweep=words.sections, **words.settings, **options)

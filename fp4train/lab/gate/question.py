@@ -1,0 +1,177 @@
+"""What a gate is asked, and what the records of its checkpoints hold of earlier questions.
+
+A record is one checkpoint's. Beside its forks it holds the bound of each pair of recipes, which the
+first question sets for good, and every answer:
+
+    "bound/PAIR": {"bound": 0.1}
+    "answer/3":   {"pair": PAIR, "of": [checkpoints], "margin": 0.01, "verdict": "within", …}
+
+The bound is the only choice on which the error depends. Questions with other margins on the same
+forks have one error probability together (`betting`); they are recorded so that nobody who reads an
+answer is in doubt about which was asked first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fp4train.errors import UserError
+from fp4train.lab.gate.betting import BOUND, GateVerdict
+from fp4train.lab.studies.base import ForkRequest, check_count
+from fp4train.lab.studies.recorded_forks import Forks
+
+_ANSWER = "answer/"
+_BOUND = "bound/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateRequest(ForkRequest):
+    """The question of a gate.
+
+    Args:
+        sweep: "recipe=nvfp4", and words on policy, phases and keys: what is tested.
+        against: "recipe=bf16": the reference, under the run's own policy.
+        margin: nats per token; the largest gap that does not matter.
+        forks: most seeds at each checkpoint; 0: the number that is needed is said, none are made;
+            None: as many as a gap of half the margin needs.
+        bound: nats per token; the largest difference of a fork that counts in full; None: that of
+            the record, or ten margins.
+        deviation: assumed standard deviation of a difference; None: as measured so far, or a
+            quarter of the margin.
+    """
+
+    study: ClassVar[str] = "gate"
+    noun: ClassVar[str] = "gate"
+
+    sweep: Sequence[str]
+    against: str = "recipe=bf16"
+    margin: float
+    forks: int | None = None
+    bound: float | None = None
+    deviation: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.forks is not None:
+            check_count("forks", self.forks, least=0)
+        for name in ("margin", "bound", "deviation"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value:g} must be a number of nats per token above 0")
+        if self.bound is not None and self.bound <= self.margin:
+            raise ValueError(
+                f"bound={self.bound:g} must be larger than margin={self.margin:g}: it is the "
+                "largest difference of one fork, whose mean the margin limits"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An earlier answer.
+
+    Args:
+        of: titles of its checkpoints.
+        pairs: pairs of forks that it saw.
+    """
+
+    margin: float
+    of: tuple[str, ...]
+    pairs: int
+    verdict: GateVerdict
+
+
+class Questions:
+    """The questions about one pair of recipes, in the records of the checkpoints."""
+
+    def __init__(self, forks: Sequence[Forks]) -> None:
+        self._forks = forks
+        self.of = [base_forks.base.title for base_forks in forks]
+
+    def bound(self, request: GateRequest) -> float:
+        """The bound of the records, or the one that this question sets in them by `begin`.
+
+        Raises:
+            UserError: the records, or the request, have different ones, or one not above the
+                margin.
+        """
+        recorded = {
+            base_forks.base.title: float(base_forks.record[_key(base_forks)]["bound"])
+            for base_forks in self._forks
+            if _key(base_forks) in base_forks.record
+        }
+        if len(set(recorded.values())) > 1:
+            listed = ", ".join(f"{title}: {bound:g}" for title, bound in recorded.items())
+            raise UserError(
+                f"earlier gates had different bounds there ({listed}): a difference of a fork "
+                "counts alike at all checkpoints; ask of those with one bound, or begin anew with "
+                "out=…"
+            )
+        bound = next(iter(recorded.values()), request.bound or BOUND * request.margin)
+        if request.bound not in (None, bound):
+            raise UserError(
+                f"bound={request.bound:g}: the record began with bound={bound:g}, which stays; "
+                "leave it out, or begin anew with out=…"
+            )
+        if bound <= request.margin:
+            raise UserError(
+                f"margin={request.margin:g} must be below the bound of the record, {bound:g}: the "
+                "differences of its forks count up to there; begin anew with out=…"
+            )
+        return bound
+
+    def begin(self, bound: float) -> None:
+        """Write the bound into every record that lacks it, before there are forks."""
+        for base_forks in self._forks:
+            if _key(base_forks) not in base_forks.record:
+                base_forks.record.add(_key(base_forks), {"bound": bound})
+
+    @property
+    def answers(self) -> list[Answer]:
+        """The answers so far, each once."""
+        found: dict[Answer, None] = {}
+        for base_forks in self._forks:
+            for key, values in base_forks.record.known.items():
+                if key.startswith(_ANSWER) and values["pair"] == _pair(base_forks):
+                    found[_answer(values)] = None
+        return list(found)
+
+    def record(self, answer: Answer) -> None:
+        """Write an answer into every record that lacks it."""
+        for base_forks in self._forks:
+            record = base_forks.record
+            earlier = [key for key in record.known if key.startswith(_ANSWER)]
+            pair = _pair(base_forks)
+            if any(
+                record[key]["pair"] == pair and _answer(record[key]) == answer for key in earlier
+            ):
+                continue
+            values = {
+                "pair": pair,
+                "of": list(answer.of),
+                "margin": answer.margin,
+                "pairs": answer.pairs,
+                "verdict": answer.verdict,
+            }
+            record.add(f"{_ANSWER}{len(earlier) + 1}", values)
+
+
+def _pair(forks: Forks) -> str:
+    """The two recipes at a checkpoint, by the keys of their forks."""
+    reference, tested = forks.base.branches
+    return f"{reference.key} {tested.key}"
+
+
+def _key(forks: Forks) -> str:
+    return f"{_BOUND}{_pair(forks)}"
+
+
+def _answer(values: Mapping[str, Any]) -> Answer:
+    return Answer(
+        margin=float(values["margin"]),
+        of=tuple(values["of"]),
+        pairs=int(values["pairs"]),
+        verdict=values["verdict"],
+    )

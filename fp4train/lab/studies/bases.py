@@ -1,0 +1,202 @@
+"""The checkpoints that forks begin from, opened with their candidates and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from fp4train import checkpoint
+from fp4train.config import Config, plain, to_config
+from fp4train.data.source import ready_tokenizer
+from fp4train.errors import UserError, user_errors
+from fp4train.lab.studies.base import Base, Branch, ForkRequest, ForkSettings
+from fp4train.lab.studies.candidates import SECTIONS, RecipeCandidate
+from fp4train.lab.studies.forks import branch, branch_of, checkpoint_config
+from fp4train.lab.studies.subject import open_subject
+from fp4train.precision.layers import find_layers
+from fp4train.run.build import build_model
+from fp4train.run.checks import learning_rate
+from fp4train.run.host import choose_device
+from fp4train.run.record import directory as run_directory
+from fp4train.text import counted
+
+CandidatesOf = Callable[[Mapping[str, Any]], list[RecipeCandidate]]
+"""Function from the sections of a run, as plain values, to the candidates at its checkpoints."""
+
+
+def open_bases(
+    request: ForkRequest,
+    candidates_of: CandidatesOf,
+    check: Callable[[Sequence[Sequence[Branch]]], object],
+) -> list[Base]:
+    """The checkpoints that a request names, each with its candidates.
+
+    Args:
+        candidates_of: function from the sections of a run, as plain values, to the candidates.
+        check: raises UserError where the candidates of all checkpoints do not fit together; called
+            before data is read, where that is known by then.
+
+    Raises:
+        UserError: there is no such checkpoint or option, or one is named twice.
+    """
+    requested = [
+        (source, step)
+        for source in map(run_directory.require_run, request.runs)
+        for step in request.steps_at
+    ]
+    places = [(source, _step(source, step)) for source, step in requested]
+    checkpoints = [_configured(request, source, step) for source, step in places]
+    planned = [_planned(chosen, candidates_of) for chosen in checkpoints]
+    if all(planned):
+        check([branches for branches in planned if branches])
+    bases: dict[str, Base] = {}
+    for chosen in checkpoints:
+        base = _open(request, candidates_of, chosen, keep=len(places) == 1)
+        if (same := bases.setdefault(base.mark, base)) is not base:
+            raise UserError(f"{base.title} and {same.title} are the same checkpoint: name it once")
+    return list(bases.values())
+
+
+def _step(source: Path, requested: int | None) -> int:
+    have = checkpoint.steps(source / run_directory.CHECKPOINTS)
+    if not have:
+        raise UserError(
+            f"{source} has no checkpoint yet: forks need the weights and the moments of one"
+        )
+    if requested is not None and requested not in have:
+        raise UserError(
+            f"step={requested}: {source} has no such checkpoint; it has {', '.join(map(str, have))}"
+        )
+    return have[-1] if requested is None else requested
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checkpoint:
+    """A checkpoint before it is opened.
+
+    Args:
+        source: run directory.
+        step: optimizer steps of the checkpoint.
+        saved: configuration of the run, as it was read.
+        cfg: the composed one that opens the checkpoint.
+        config: typed configuration of the same.
+        settings: settings of the forks.
+    """
+
+    source: Path
+    step: int
+    saved: Mapping[str, Any]
+    cfg: DictConfig
+    config: Config
+    settings: ForkSettings
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """Recipe, policy and phases of the run, for what a request does not name."""
+        sections = {name: self.saved[name] for name in SECTIONS}
+        if self.settings.schedule == "linear":
+            sections["phases"] = {}  # those of the run belong to its own schedule
+        return sections
+
+
+def _configured(request: ForkRequest, source: Path, step: int) -> _Checkpoint:
+    saved = plain(run_directory.read_config(source))
+    cfg = checkpoint_config(source, step, request.paths, saved)
+    config = to_config(cfg)
+    return _Checkpoint(
+        source=source,
+        step=step,
+        saved=saved,
+        cfg=cfg,
+        config=config,
+        settings=_settings(request, config, step),
+    )
+
+
+def _planned(chosen: _Checkpoint, candidates_of: CandidatesOf) -> list[Branch] | None:
+    """The candidates at a checkpoint, planned without its data and weights; None: the data or the
+    model says only when it is read what that takes.
+
+    Raises:
+        UserError: see `branch`.
+    """
+    config = chosen.config
+    vocab_size = getattr(config.data, "vocab_size", None)
+    if (tokenizer := ready_tokenizer(config.data, chosen.source)) is not None:
+        vocab_size = tokenizer.vocab_size
+    if not isinstance(vocab_size, int):
+        return None
+    try:
+        model = build_model(config, vocab_size, torch.device("meta"))
+    except RuntimeError:  # it reads values of tensors while it is built
+        return None
+    layers = find_layers(model)
+    device = choose_device(config.device)
+    return [
+        branch_of(config, layers, device, chosen.step, candidate, chosen.settings)
+        for candidate in candidates_of(chosen.sections)
+    ]
+
+
+def _open(
+    request: ForkRequest, candidates_of: CandidatesOf, chosen: _Checkpoint, *, keep: bool
+) -> Base:
+    settings = chosen.settings
+    subject = open_subject(chosen.config, chosen.cfg, chosen.saved, optimizer=True)
+    train = subject.run.config.train
+    batches = min(settings.batches, max(1, subject.run.val_data.batches_per_epoch))
+    return Base(
+        study=request.study,
+        source=chosen.source,
+        step=chosen.step,
+        settings=settings,
+        run=subject.identity["run"] or str(chosen.source),
+        trained=subject.run.config.recipe.name,
+        tokens=batches * train.tokens,
+        identity={"study": request.study, **subject.identity, **asdict(settings)},
+        branches=[
+            branch(subject, candidate, settings) for candidate in candidates_of(chosen.sections)
+        ],
+        subject=subject if keep else None,
+    )
+
+
+def _settings(request: ForkRequest, config: Config, step: int) -> ForkSettings:
+    left = config.train.steps - step
+    own_schedule = request.schedule == "own"
+    if own_schedule and left < 1:
+        raise UserError(
+            f"schedule=own: the run ends at step {config.train.steps}, no step is left after "
+            f"step {step}; give an "
+            "earlier step=…, or schedule=linear"
+        )
+    if own_schedule and request.lr is not None:
+        raise UserError(
+            "schedule=own has the rates of the run: leave out lr=, or give schedule=linear"
+        )
+    if own_schedule and request.steps is not None and request.steps > left:
+        raise UserError(
+            f"steps={request.steps}: the run has {counted(left, 'step')} left after step {step}"
+        )
+    if request.steps is not None:
+        steps = request.steps
+    elif own_schedule:
+        steps = left
+    else:
+        steps = 24
+    if request.lr is None:
+        lr = learning_rate(config, min(step, config.train.steps - 1))
+    else:
+        lr = request.lr
+    with user_errors(ValueError):
+        return ForkSettings(
+            steps=steps,
+            schedule=request.schedule,
+            lr=lr,
+            batches=config.eval.batches if request.batches is None else request.batches,
+        )

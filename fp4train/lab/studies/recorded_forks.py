@@ -1,0 +1,97 @@
+"""The forks at one checkpoint: those that its record holds, and those that it lacks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import torch
+
+from fp4train.lab.studies.base import Base, ForkRequest
+from fp4train.lab.studies.forks import Fork, Job, Pool, here, open_checkpoint
+from fp4train.lab.studies.record import Shown, StudyRecord
+
+_log = logging.getLogger(__name__)
+
+_THREADS = "threads"
+"""The record's entry for the number of threads, on which the last bits of a sum depend."""
+
+
+class Forks:
+    """The forks of the candidates at one checkpoint, made where its record lacks them."""
+
+    def __init__(self, request: ForkRequest, base: Base, record: StudyRecord) -> None:
+        self.request = request
+        self.base = base
+        self.record = record
+        self.threads = self._threads(request.processes)
+
+    def _threads(self, processes: int) -> int:
+        """The threads of each process; a study that goes on keeps those that it began with."""
+        now = max(1, torch.get_num_threads() // processes)
+        if _THREADS not in self.record:
+            self.record.add(_THREADS, {_THREADS: now})
+        recorded = int(self.record[_THREADS][_THREADS])
+        if recorded != now:
+            _log.info(
+                "threads: %d in each process, as the %s began, so that its numbers stay the same",
+                recorded,
+                self.request.noun,
+            )
+        return recorded
+
+    def of(self, key: str, count: int) -> list[Fork | None]:
+        """The first `count` forks of a candidate; None for one that is not recorded."""
+        keys = [f"{key}/{number}" for number in range(count)]
+        return [
+            Fork(**self.record[fork_key]) if fork_key in self.record else None for fork_key in keys
+        ]
+
+    @property
+    def recorded(self) -> int:
+        """How many forks of each candidate are recorded."""
+        return self.missing(len(self.record.known) + 1)[0][1]
+
+    @property
+    def candidates(self) -> list[str]:
+        """The keys of all candidates in the record, whoever asked for them."""
+        every = (
+            key.rpartition("/")[0]
+            for key, values in self.record.known.items()
+            if "recipe" in values
+        )
+        return list(dict.fromkeys(every))
+
+    def missing(self, count: int) -> list[Job]:
+        """The forks with the numbers below `count` that are not recorded, seed by seed."""
+        return [
+            (index, number)
+            for number in range(count)
+            for index, branch in enumerate(self.base.branches)
+            if f"{branch.key}/{number}" not in self.record
+        ]
+
+    def make(self, jobs: Sequence[Job], shown: Shown, done: int, most: int) -> None:
+        """Make the forks of `jobs`; `done` of `most` are made before."""
+        with ExitStack() as stack:
+            for (index, number), fork in self._run(jobs, stack):
+                branch = self.base.branches[index]
+                self.record.add(f"{branch.key}/{number}", asdict(fork))
+                done += 1
+                # no loss: that would be a look
+                ended = ", diverged" if fork.recipe is None else ""
+                where = "" if self.base.subject else f"{self.base.title}: "
+                shown(done, most, f"{where}{branch.candidate.name}, seed {number}{ended}")
+
+    def _run(self, jobs: Sequence[Job], stack: ExitStack) -> Iterator[tuple[Job, Fork]]:
+        if not jobs:
+            return iter(())
+        base = self.base
+        request = self.request
+        if request.processes > 1:
+            count = min(request.processes, len(jobs))
+            return stack.enter_context(Pool(base, request, self.threads, count)).run(jobs)
+        subject = base.subject or open_checkpoint(base.source, base.step, request.paths)
+        return here(subject, base.branches, base.settings, self.threads, jobs)

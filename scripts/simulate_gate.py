@@ -1,0 +1,126 @@
+"""Simulate `fp4train gate` without training, and print what its test promises: both errors, number of forks.
+
+    python scripts/simulate_gate.py [--trials 2000] [--parts errors checkpoints forks]
+
+The test is that of the package (`betting.decisions`), with the default bound of ten margins; differences are drawn. A
+sequence of 300 pairs is looked at after every pair: a verdict that falls at any time counts. Differences have the mean
+and the scatter of the table, in margins: Gaussian, lognormal and exponential (both ways), small with a spike of ten
+margins in one of ten forks (both ways). ± is two standard errors of the simulation.
+
+errors       "within" where the mean is a margin, "beyond" where it is a margin: each must be at most 5 %
+checkpoints  the same over four checkpoints whose means differ, their mean being a margin
+forks        pairs until "within" or "beyond" in half and in nine of ten cases; –: not by 1,000 pairs
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from fp4train.lab.gate.betting import BOUND, decisions
+
+Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
+Rates = tuple[float, float]
+SPIKE = BOUND
+"""A spike in one of ten forks, in margins."""
+
+
+def spiky(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    spikes = SPIKE * (rng.random(shape) < 0.1)
+    return 0.1 * rng.normal(size=shape) + spikes - 0.1 * SPIKE
+
+
+def exponential(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    return rng.exponential(size=shape) - 1
+
+
+def lognormal(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    return np.exp(rng.normal(size=shape)) - math.exp(0.5)
+
+
+NOISE: Mapping[str, Draw] = {
+    "Gaussian, .2": lambda rng, shape: 0.2 * rng.normal(size=shape),
+    "Gaussian, 1": lambda rng, shape: rng.normal(size=shape),
+    "exponential, .5": lambda rng, shape: 0.5 * exponential(rng, shape),
+    "exponential, 2": lambda rng, shape: 2 * exponential(rng, shape),
+    "exponential downwards, 2": lambda rng, shape: -2 * exponential(rng, shape),
+    "lognormal, 2.2": lognormal,
+    "lognormal downwards, 2.2": lambda rng, shape: -lognormal(rng, shape),
+    "one fork in ten spikes, 3": spiky,
+    "one fork in ten spikes downwards, 3": lambda rng, shape: -spiky(rng, shape),
+}
+"""Differences with mean 0 and this standard deviation, in margins."""
+
+
+def rates(differences: np.ndarray, checkpoints: int = 1) -> Rates:
+    """The shares of the sequences with the verdicts within and beyond."""
+    kinds, _ = decisions(differences, 1.0, BOUND, checkpoints).T
+    return float((kinds > 0).mean()), float((kinds < 0).mean())
+
+
+def errors_of(noise: str, trials: int, pairs: int, seed: int = 0) -> Rates:
+    """The rates where the mean is exactly a margin, so that both verdicts are wrong."""
+    rng = np.random.default_rng(seed)
+    return rates(1 + NOISE[noise](rng, (trials, pairs)))
+
+
+def errors_over_checkpoints(noise: str, trials: int, rounds: int, seed: int = 0) -> Rates:
+    """The same with four checkpoints, whose means are −1, 0, 1 and 4 margins: one on average."""
+    rng = np.random.default_rng(seed)
+    means = np.tile([-1.0, 0.0, 1.0, 4.0], rounds)
+    return rates(means + NOISE[noise](rng, (trials, 4 * rounds)), 4)
+
+
+def shown(rate: float, trials: int) -> str:
+    error = 2 * math.sqrt(max(rate * (1 - rate), 1 / trials) / trials)
+    return f"{rate:.3f} ± {error:.3f}"
+
+
+def pairs_shown(pairs: float) -> str:
+    return f"{pairs:.0f}" if math.isfinite(pairs) else "–"
+
+
+def print_errors(trials: int, of: Callable[[str], Rates]) -> None:
+    print("\n| differences, deviation in margins | false within | false beyond |\n|---|---|---|")
+    for noise in NOISE:
+        within, beyond = of(noise)
+        print(f"| {noise} | {shown(within, trials)} | {shown(beyond, trials)} |", flush=True)
+
+
+def print_forks(trials: int) -> None:
+    print("\n| differences | gap, margins | verdict | half | nine of ten |\n|---|---|---|---|---|")
+    for noise in NOISE:
+        for gap in (0.0, 0.5, 2.0, 4.0):
+            rng = np.random.default_rng(1)
+            differences = gap + NOISE[noise](rng, (trials, 1000))
+            kinds, after = decisions(differences, 1.0, BOUND).T
+            right = 1 if gap < 1 else -1
+            waits = np.sort(np.where(kinds == right, after, np.inf))
+            cells = [pairs_shown(waits[int(share * trials) - 1]) for share in (0.5, 0.9)]
+            verdict = "within" if right > 0 else "beyond"
+            print(f"| {noise} | {gap:g} | {verdict} | {' | '.join(cells)} |", flush=True)
+
+
+PARTS: Mapping[str, Callable[[int], None]] = {
+    "errors": lambda trials: print_errors(trials, lambda noise: errors_of(noise, trials, 300)),
+    "checkpoints": lambda trials: print_errors(
+        trials, lambda noise: errors_over_checkpoints(noise, trials, 75)
+    ),
+    "forks": lambda trials: print_forks(max(trials // 10, 10)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=2000)
+    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
+    arguments = parser.parse_args()
+    for part in arguments.parts:
+        PARTS[part](arguments.trials)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""`fp4train gate` on a tiny run: verdicts and their exit codes, what goes on where it stopped, what is
+recorded, and what it refuses.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import TINY, Cli, Outcome, wait_for
+
+import fp4train.lab.studies.forks as workers
+from fp4train.cli.main import main
+from fp4train.lab.studies.forks import Fork
+from fp4train.lab.studies.record import MEASUREMENTS
+
+FAST = ("steps=1", "batches=1", "recipe=mxfp8")
+Pretend = Callable[..., list[tuple[str, int]]]
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with checkpoints of steps 3 and 6; tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    data = (f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}")
+    with pytest.raises(SystemExit) as ended:
+        main([*TINY, *data, f"run.dir={folder}", "checkpoint.every=3"])
+    assert ended.value.code == 0
+    return folder
+
+
+@pytest.fixture
+def cli(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    return Cli(text, tmp_path, capsys)
+
+
+@pytest.fixture
+def here(cli: Cli, trained: Path) -> str:
+    """A copy of `trained` in the working directory."""
+    shutil.copytree(trained, "runs/a")
+    return "runs/a"
+
+
+@pytest.fixture
+def run(cli: Cli, small_run: Path) -> str:
+    """A finished run, from which no fork is really trained."""
+    return str(small_run)
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """`pretend(gap)`: forks without training, 5 nats, what the seed does, and `gap` in the recipe;
+    gives what was made. `problem`: (recipe, seed) of a fork that diverges.
+    """
+    made: list[tuple[str, int]] = []
+
+    def choose(gap: float, problem: tuple[str, int] | None = None) -> list[tuple[str, int]]:
+        def fork(subject: Any, branch: Any, settings: Any, number: int) -> Fork:
+            name = branch.candidate.name
+            made.append((name, number))
+            if (name, number) == problem:
+                why = "step 1: loss is nan in MXFP8; first non-finite: blocks.0.mlp.down"
+                return Fork(recipe=None, high=None, train=None, problem=why, seconds=0.1)
+            loss = 5 + 0.1 * number + (gap + 1e-4 * (number % 3)) * (name != "bf16")
+            return Fork(recipe=loss, high=loss, train=loss, problem=None, seconds=0.1, parts=[loss])
+
+        monkeypatch.setattr(workers, "fork", fork)
+        return made
+
+    return choose
+
+
+def saved(folder: str = "found") -> dict[str, Any]:
+    contents: dict[str, Any] = json.loads((Path(folder) / "gate.json").read_text())
+    return contents
+
+
+def gate(cli: Cli, run: str, *words: str) -> Outcome:
+    return cli.raw("gate", run, *FAST, "out=found", *words)
+
+
+def test_real_forks_end_in_a_number_beforehand_an_answer_and_its_exit_code(
+    cli: Cli, run: str, text: Path
+) -> None:
+    ended = gate(cli, run, "margin=3", "bound=4", "forks=4", f"data.path={text}")
+    assert ended.code == 0, ended.err
+    assert "pairs of forks over 1 checkpoint" in ended.out and "(assumed), bound 4" in ended.out
+    assert "WITHIN: mxfp8 against bf16, margin ±3 nats per token" in ended.out
+    answer = saved()
+    assert answer["verdict"] == "within" and answer["pairs"] == 4 == len(answer["differences"])
+    low, high = answer["interval"]
+    assert -3 < low < answer["gap"] < high < 3
+
+
+@pytest.mark.parametrize(
+    ("gap", "verdict", "code"),
+    [(0.001, "WITHIN", 0), (-0.05, "BEYOND", 1), (0.0099, "UNDECIDED", 2)],
+)
+def test_the_exit_code_is_that_of_the_verdict(
+    cli: Cli, run: str, pretend: Pretend, gap: float, verdict: str, code: int
+) -> None:
+    made = pretend(gap)
+    ended = gate(cli, run, "margin=0.01")
+    assert ended.code == code and f"\n{verdict}: mxfp8 against bf16" in ended.out
+    assert f"{gap + 1e-4:+.5f}"[:6] in ended.out
+    asked = re.search(r"\+0.00500 +within +(\d+)", ended.out)
+    assert asked and len(made) // 2 <= int(asked[1]), "no more than it said"
+    if code == 2:
+        assert (
+            len(made) // 2 == int(asked[1]) and "no number of forks that can be made" in ended.out
+        )
+
+
+def test_the_number_of_forks_is_said_before_any_is_made_and_alone_with_none(
+    cli: Cli, run: str, pretend: Pretend
+) -> None:
+    made = pretend(0.001)
+    ended = gate(cli, run, "margin=0.01", "forks=0", "deviation=0.004")
+    assert (
+        ended.code == 2 and not made and "deviation of a difference 0.004 (as given)" in ended.out
+    )
+    assert "no forks were made" in ended.out
+    gate(cli, run, "margin=0.02", "forks=4")
+    assert len(made) == 8, "a question without forks set no bound"
+    ended = gate(cli, run, "margin=0.02", "forks=0")
+    assert "(measured on 4 pairs), bound 0.2" in ended.out and len(made) == 8
+
+
+def test_asking_again_measures_nothing_and_a_verdict_stands(
+    cli: Cli, run: str, pretend: Pretend
+) -> None:
+    made = pretend(0.001)
+    first = gate(cli, run, "margin=0.01")
+    pairs = len(made)
+    pretend(0.5)
+    again = gate(cli, run, "margin=0.01", "forks=200")
+    assert again.code == first.code == 0 and len(made) == pairs
+    assert again.out.partition("WITHIN")[2] == first.out.partition("WITHIN")[2]
+
+
+def test_forks_that_are_added_go_on_with_the_same_sequence(
+    cli: Cli, run: str, pretend: Pretend
+) -> None:
+    pretend(0.001)
+    assert gate(cli, run, "margin=0.01", "forks=5").code == 2
+    assert gate(cli, run, "margin=0.01", "forks=30").code == 2
+    assert gate(cli, run, "margin=0.01").code == 0
+    in_pieces = saved()
+    assert cli.raw("gate", run, *FAST, "margin=0.01", "out=whole").code == 0
+    whole = saved("whole")
+    assert in_pieces["pairs_at_verdict"] == whole["pairs_at_verdict"]
+
+
+def test_another_margin_on_the_same_forks_is_recorded_and_said(
+    cli: Cli, run: str, pretend: Pretend
+) -> None:
+    pretend(0.004)
+    assert gate(cli, run, "margin=0.005", "forks=20").code == 2
+    ended = gate(cli, run, "margin=0.02", "forks=20")
+    assert ended.code == 0 and ", bound 0.05:" in ended.out, "the bound of the first question"
+    assert "asked before on these forks: margin 0.005 at " in ended.out
+    assert ": undecided after 20 pairs" in ended.out
+    assert [answer["margin"] for answer in saved()["earlier"]] == [0.005]
+    refused = gate(cli, run, "margin=0.02", "bound=0.2")
+    assert refused.code == 3 and "the record began with bound=0.05, which stays" in refused.message
+    refused = gate(cli, run, "margin=0.06")
+    assert "must be below the bound of the record, 0.05" in refused.message
+
+
+def test_several_checkpoints_are_one_question_and_share_the_forks(
+    cli: Cli, here: str, pretend: Pretend
+) -> None:
+    made = pretend(0.001)
+    ended = cli.raw("gate", here, *FAST, "margin=0.01", "step=3,6")
+    assert ended.code == 0 and "over 2 checkpoints" in ended.out
+    assert "runs/a, step 3" in ended.out and "holds the mean at these 2 checkpoints" in ended.out
+    assert "one base run: this holds for it alone" in ended.out
+    assert 2 * 2 * 18 < len(made) < 2 * 2 * 25, "as one checkpoint would take"
+    records = list(Path("runs/a/studies").glob("gate-*/gate.json"))
+    assert len(records) == 2
+    ended = cli.raw("gate", "runs/a", *FAST, "margin=0.01", "step=6", "forks=20")
+    assert ended.code == 2 and "runs/a, step 3; runs/a, step 6: within after" in ended.out
+
+
+def test_a_recipe_that_diverges_in_a_fork_is_never_within(
+    cli: Cli, run: str, pretend: Pretend
+) -> None:
+    pretend(0.001, problem=("mxfp8", 2))
+    ended = gate(cli, run, "margin=0.01", "forks=60")
+    assert ended.code == 2 and '"within" cannot be said any more' in ended.out
+    assert "seed 2: step 1: loss is nan in MXFP8" in ended.out and saved()["differences"][2] == [
+        None
+    ]
+    pretend(0.001, problem=("bf16", 1))
+    refused = cli.raw("gate", run, *FAST, "out=b", "margin=0.01", "forks=60")
+    assert refused.code == 3 and "the reference bf16 diverged at" in refused.message
+
+
+@pytest.mark.long
+def test_a_gate_that_is_killed_goes_on_where_it_stopped(cli: Cli, here: str) -> None:
+    words = ["gate", here, *FAST, "margin=2", "bound=4", "forks=8", "out=killed"]
+    record = Path("killed") / MEASUREMENTS
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fp4train", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(lambda: record.exists() and record.read_text().count("\n") >= 5)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = record.read_bytes()
+    ended = cli.raw(*words)
+    assert ended.code == 0, ended.err
+    assert record.read_bytes().startswith(done[: done.rindex(b"\n") + 1])
+    whole = cli.raw(*words[:-1], "out=whole")
+    assert whole.code == 0 and saved("killed")["differences"] == saved("whole")["differences"]
+
+
+def test_an_interruption_says_that_the_command_goes_on(
+    cli: Cli, run: str, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = pretend(0.001)
+    fork = workers.fork
+
+    def interrupted(*arguments: Any) -> Fork:
+        if len(made) == 9:
+            raise KeyboardInterrupt
+        return fork(*arguments)
+
+    monkeypatch.setattr(workers, "fork", interrupted)
+    ended = gate(cli, run, "margin=0.01")
+    assert ended.code == 128 + signal.SIGINT and "the same command goes on" in ended.err
+    monkeypatch.setattr(workers, "fork", fork)
+    assert gate(cli, run, "margin=0.01").code == 0
+    assert sorted(set(made)) == sorted(made), "no fork was made twice"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["recipe=mxfp8"], "gate needs margin=…, the largest gap"),
+        (["margin=0.01"], "gate needs recipe=…"),
+        (["recipe=mxfp8", "margin=0"], "margin=0 must be a number of nats per token above 0"),
+        (["recipe=mxfp8", "margin=-1e-3"], "margin=-0.001 must be a number"),
+        (["recipe=mxfp8", "margin=nan"], "margin=nan must be finite"),
+        (["recipe=mxfp8", "margin=little"], "margin"),
+        (["recipe=mxfp8", "margin=0.01,0.02"], "a gate has one margin"),
+        (["recipe=mxfp8", "margin=0.01", "bound=0.01"], "bound=0.01 must be larger than margin"),
+        (["recipe=mxfp9", "margin=0.01"], "there is no such recipe; did you mean 'mxfp8'?"),
+        (["recipe=mxfp8", "margin=0.01", "against=bf61"], "against: recipe=bf61: there is no such"),
+        (["recipe=mxfp8,nvfp4", "margin=0.01"], "a gate is of one recipe; fp4train rank compares"),
+        (["recipe=bf16", "margin=0.01"], "there is nothing to test: bf16 and bf16 run every GEMM"),
+        (["recipe=mxfp8", "margin=0.01", "step=5"], "step=5: {run} has no such checkpoint"),
+        (["recipe=mxfp8", "margin=0.01", "forks=-1"], "forks=-1 must be at least 0"),
+        (["recipe=mxfp8", "margin=0.01", "deviation=0"], "deviation=0 must be"),
+        (["recipe=mxfp8", "margn=0.01"], "unknown key 'margn'; did you mean 'margin'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_question_that_cannot_be_answered_is_refused_with_a_code_of_its_own(
+    cli: Cli, run: str, pretend: Pretend, words: list[str], message: str
+) -> None:
+    made = pretend(0.001)
+    ended = cli.raw("gate", run, *words, "out=found")
+    assert ended.code == 3 and message.format(run=run) in ended.message
+    assert not made and not Path("found").exists()
+
+
+def test_runs_without_checkpoints_or_of_different_models_are_refused(
+    cli: Cli, here: str, pretend: Pretend
+) -> None:
+    made = pretend(0.001)
+    assert cli("run.name=b", "model.layers=1", "train.steps=1").code == 0
+    ended = cli.raw("gate", "runs/a", "runs/b", *FAST, "margin=0.01")
+    assert ended.code == 3 and "the runs have different models (model.layers)" in ended.message
+    ended = cli.raw("gate", "runs/a", "runs/a", *FAST, "margin=0.01")
+    assert "are the same checkpoint: name it once" in ended.message
+    for folder in Path("runs/b/checkpoints").iterdir():
+        folder.rename(folder.with_name(f"old_{folder.name}"))
+    ended = cli.raw("gate", "runs/b", *FAST, "margin=0.01")
+    assert ended.code == 3 and "runs/b has no checkpoint yet" in ended.message
+    assert not made
+
+
+def test_policy_and_keys_belong_to_the_recipe_that_is_tested(
+    cli: Cli, run: str, pretend: Pretend
+) -> None:
+    made = pretend(0.001)
+    words = ("recipe=nvfp4", "policy=all", "against=nvfp4", "margin=0.01", "forks=1")
+    ended = cli.raw("gate", run, *words, "out=found")
+    assert ended.code == 2 and made == [("nvfp4", 0), ("nvfp4 policy=all", 0)]
+    assert math.isclose(saved()["gap"], 0.001, abs_tol=1e-9) or saved()["gap"] == 0
+
+
+def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["gate", "--help"])
+    assert "Exit code: 0 within, 1 beyond, 2 undecided, 3 for an error" in capsys.readouterr().out
