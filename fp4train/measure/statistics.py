@@ -103,26 +103,30 @@ class WatchedLayers:
             if not table.quantised or seen.x is None or seen.w is None or seen.dy is None:
                 continue
             measured: dict[object, tuple[Tensor, Decoded, bool]] = {}
-            decoded: list[Decoded] = []
+            decoded: dict[str, Decoded] = {}
             samples = {"x": seen.x, "w": self._fused(seen.w, plans[name]), "dy": seen.dy}
             for number, ((gemm, tensor), operand) in enumerate(sourced(table).items()):
-                spec = operand.spec
-                if spec is None:
+                of_codes = operand.codes
+                if of_codes is None:
                     continue
-                codes = tensor, operand.source if spec.random else operand.shared
+                spec = of_codes.spec
+                codes = tensor, of_codes if spec.random else operand.shared
                 if codes not in measured:
                     statistics, values = _statistics(
                         samples[tensor], spec, key, transposed=operand.transposed
                     )
                     measured[codes] = statistics, values, operand.transposed
                 statistics, values, transposed = measured[codes]
-                rows.append(statistics)
-                at.append((len(layers), number))
+                if operand.spec is not None:
+                    rows.append(statistics)
+                    at.append((len(layers), number))
+                elif gemm == "wgrad":  # values of codes that another GEMM multiplies
+                    values = Decoded(values.tensor(torch.float32), None)
                 if gemm == "wgrad":
                     if transposed != operand.transposed:
                         values = Decoded(values.values.T, values.scale)
-                    decoded.append(values)
-            noises.append(_noise(seen.dy.rows, seen.x.rows, decoded, *table["wgrad"].both))
+                    decoded[tensor] = values
+            noises.append(_noise(seen.dy.rows, seen.x.rows, decoded))
             layers.append(name)
         tokens = max(
             (seen.x.rows.shape[0] for seen in self.seen.values() if seen.x is not None), default=0
@@ -233,20 +237,20 @@ def _statistics(
 def _noise(
     dy_TN: Tensor,
     x_TK: Tensor,
-    decoded: list[Decoded],
-    dy_spec: QuantSpec | None,
-    x_spec: QuantSpec | None,
+    decoded: Mapping[str, Decoded],
 ) -> Tensor:
     """Norm of the error of dyᵀ·x on the sampled tokens, float64 0-d; zero where neither operand is
     quantised.
+
+    Args:
+        decoded: the operands that are other values than dyᵀ [N, T] and xᵀ [K, T], by tensor.
     """
     dy = dy_TN.float().T
     x = x_TK.float()
     if not decoded:
         return torch.zeros((), dtype=torch.float64, device=dy.device)
-    operands = [_values(operand) for operand in decoded]
-    a = operands.pop(0) if dy_spec is not None else dy
-    b = operands.pop(0) if x_spec is not None else x.T
+    a = _values(decoded["dy"]) if "dy" in decoded else dy
+    b = _values(decoded["x"]) if "x" in decoded else x.T
     noise: Tensor = (a @ b.T - dy @ x).norm()
     return noise.double()
 

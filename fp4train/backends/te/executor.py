@@ -31,7 +31,7 @@ from fp4train.backends.protocol import LayerState, Prepared, Readers
 from fp4train.backends.table import Table
 from fp4train.backends.te.availability import pytorch_module
 from fp4train.backends.te.given import QuantisedInput
-from fp4train.backends.te.translate import shares_codes, to_te
+from fp4train.backends.te.translate import dequantises, shares_codes, to_te
 from fp4train.backends.te.weights import given_weight
 from fp4train.quantize import RunStep
 
@@ -219,7 +219,7 @@ class _Built:
         Args:
             x: the layer's input; x_MK: in the recipe's dtype, padded.
         """
-        column = torch.is_grad_enabled() and weight.requires_grad
+        column = torch.is_grad_enabled() and weight.requires_grad and not dequantises(self.table)
         quantised_input: QuantisedInput | None = readers.cache.get("te")
         if quantised_input is None or not quantised_input.is_of(x, self.table, column):
             if self.quantizer is None:
@@ -245,7 +245,7 @@ class _Built:
         self.module.init_fp8_metadata(num_gemms=1)
         quantizers = self.module.quantizers["scaling_fwd"]
         weight_quantizer = quantizers[1]
-        quantizers[1] = given_weight(codes)
+        quantizers[1] = given_weight(codes, row_wise=dequantises(self.table))
         try:
             y_MN: Tensor = self.module(x_MK, **options)
         finally:

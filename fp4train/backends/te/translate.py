@@ -4,6 +4,7 @@ The table decides, not the recipe's class: a `Custom` table that happens to be N
 `NVFP4BlockScaling`. Two ways, in this order:
 
 1. one of TE's recipe classes, every switch set, so that TE's environment variables change nothing;
+   with `backward_override="dequantized"` where backward takes the values of fprop's codes (2.20);
 2. `CustomRecipe` with a quantiser for each form of each tensor (TE ≥ 2.19): high precision in
    single GEMMs, or different formats in forward and backward. TE's
    `backward_override="high_precision"` does not
@@ -36,6 +37,8 @@ NEWEST = (2, 20)
 """The TE that a GPU on another machine is taken to have."""
 CODES = (2, 19)
 """The oldest TE whose linear layer, which takes codes of others, was read."""
+DEQUANTISES = (2, 20)
+"""The oldest TE whose `backward_override="dequantized"` was read."""
 GROUPED = (2, 20)
 """The oldest TE whose GroupedLinear was read."""
 
@@ -50,13 +53,64 @@ def to_te(table: Table) -> Any:
     if not table.quantised:
         return None
     te = recipe_module()
+    table, override = overridden(table, version() or ())
     families = _families(table, version() or ())
     _check_products(table, families)
     _check_sums(table, families)
     kind = _native_kind(table, families)
     if kind is None:
         return _custom(te, table, families)
-    return _native(te, table, kind)
+    return _native(te, table, kind, override)
+
+
+def overridden(table: Table, installed: tuple[int, ...]) -> tuple[Table, str | None]:
+    """(The table of TE's recipe, its `backward_override`): where dgrad and wgrad take the values of
+    the codes that fprop multiplies, the table of a recipe whose fprop is the same.
+
+    Raises:
+        ValueError: TE has no such backward pass; the message names the operand and what to use
+            instead.
+    """
+    gemms = [gemm for gemm in ("dgrad", "wgrad") if table[gemm].dequantised]
+    if not gemms:
+        return table, None
+    where = f"{table.name}: {gemms[0]}: {OPERANDS[gemms[0]][1]}"
+    if installed < DEQUANTISES:
+        raise ValueError(
+            f"{where} is the values of the codes that fprop multiplies, which needs TE "
+            f"{'.'.join(map(str, DEQUANTISES))}, and this is {version_text()}; {INSTEAD}"
+        )
+    families = _families(table, installed)
+    x, w = table["fprop"].both
+    in_high_precision = table["dgrad"].first is None and table["wgrad"].first is None
+    if x is None or w is None or len(gemms) == 1 or not in_high_precision:
+        raise ValueError(
+            f"{where}: TE takes the values of the codes that fprop multiplies for x and w "
+            f"together, beside a dy in high precision; {INSTEAD}"
+        )
+    if "fp8_delayed" in families.values():
+        raise ValueError(
+            f"{where}: TE's delayed scaling has no dequantised backward; use FP8Current, or "
+            f"{INSTEAD}"
+        )
+    if families[x] == "nvfp4":
+        dy = QuantSpec(formula=x.formula)
+    else:
+        dy = x
+    quantised = dataclasses.replace(
+        table, dgrad=Operands(first=dy, second=w), wgrad=Operands(first=dy, second=x)
+    )
+    if _native_kind(quantised, _families(quantised, installed)) is None:
+        raise ValueError(
+            f"{where}: TE's dequantised backward is run for its recipe classes, and none has this "
+            f"fprop; {INSTEAD}"
+        )
+    return quantised, "dequantized"
+
+
+def dequantises(table: Table) -> bool:
+    """Whether the backward passes of a table that TE runs take the values of fprop's codes."""
+    return table["dgrad"].dequantised
 
 
 def shares_codes(table: Table, *, here: bool = True) -> bool:
@@ -69,6 +123,7 @@ def shares_codes(table: Table, *, here: bool = True) -> bool:
         here: with the TE of this machine; else with the newest one.
     """
     installed = (version() or ()) if here else NEWEST
+    table, _ = overridden(table, installed)
     return installed >= CODES and _native_kind(table, _families(table, installed)) not in (
         None,
         "fp8_delayed",
@@ -118,7 +173,10 @@ def why_not(table: Table, layer: Shape, device: Device) -> str | None:
     try:
         if device.here:
             to_te(table)
-        families = _families(table, (version() or ()) if device.here else NEWEST)
+        installed = (version() or ()) if device.here else NEWEST
+        experts_override = layer.experts and dequantises(table)
+        table, _ = overridden(table, installed)
+        families = _families(table, installed)
         _check_products(table, families)
         _check_sums(table, families)
     except ValueError as error:
@@ -127,6 +185,8 @@ def why_not(table: Table, layer: Shape, device: Device) -> str | None:
     for name, size in (("in_features", layer.in_features), ("out_features", layer.out_features)):
         if size % multiple:
             return f"TE needs {name} divisible by {multiple}, not {size}"
+    if experts_override:
+        return f"TE's GroupedLinear is not given a dequantised backward; {INSTEAD}"
     if layer.experts:
         return _why_not_experts(table, families, device)
     return None
@@ -188,11 +248,6 @@ def _check_products(table: Table, families: Mapping[QuantSpec, str]) -> None:
     for gemm, operands in table.items():
         a_spec = operands.first
         b_spec = operands.second
-        if operands.dequantised:
-            raise ValueError(
-                f"{table.name}: {gemm}: {OPERANDS[gemm][1]} is the values of the codes that fprop "
-                f"multiplies; {INSTEAD}"
-            )
         if a_spec is None and b_spec is None:
             continue
         names = OPERANDS[gemm]
@@ -272,17 +327,19 @@ def _native_kind(table: Table, families: Mapping[QuantSpec, str]) -> str | None:
     return None
 
 
-def _native(te: Any, table: Table, kind: str) -> Any:
-    """The recipe of TE's class for a table of this family (`_native_kind`)."""
+def _native(te: Any, table: Table, kind: str, override: str | None) -> Any:
+    """The recipe of TE's class for a table of this family (`_native_kind`), with this
+    `backward_override`.
+    """
     x = table["fprop"].first
     w = table["fprop"].second
     dy = table["dgrad"].first
     assert x is not None and w is not None and dy is not None
     if kind == "nvfp4":
-        return _nvfp4(te, table, x, w, dy)
+        return _nvfp4(te, table, x, w, dy, override)
     fields: dict[str, Any] = {
         "fp8_format": te.Format.HYBRID if dy.format == E5M2 else te.Format.E4M3,
-        "backward_override": None,
+        "backward_override": override,
         "fp8_dpa": False,
         "fp8_mha": False,
     }
@@ -350,8 +407,10 @@ def _is_nvfp4(table: Table, x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> bool:
     return w.global_scale != "row" and (not both or x.four_over_six == w.four_over_six)
 
 
-def _nvfp4(te: Any, table: Table, x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> Any:
-    """NVFP4BlockScaling with the switches that this table shows."""
+def _nvfp4(
+    te: Any, table: Table, x: QuantSpec, w: QuantSpec, dy: QuantSpec, override: str | None
+) -> Any:
+    """NVFP4BlockScaling with the switches that this table shows, and this `backward_override`."""
     scopes = {
         (False, False): "none",
         (False, True): "weights",
@@ -374,7 +433,7 @@ def _nvfp4(te: Any, table: Table, x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> 
         fp8_format=te.Format.E4M3,
         fp8_dpa=False,
         fp8_mha=False,
-        backward_override=None,
+        backward_override=override,
     )
 
 

@@ -90,9 +90,11 @@ def weight_codes(form: Prepared, *, column: bool) -> Any:
     return tensor.NVFP4TensorStorage(**options)
 
 
-def given_weight(codes: Callable[[bool], Prepared]) -> Any:
-    """`GivenWeight` for one call, forward and backward."""
-    return _given_weight()(codes)
+def given_weight(codes: Callable[[bool], Prepared], *, row_wise: bool = False) -> Any:
+    """`GivenWeight` for one call, forward and backward; `row_wise`: backward, too, takes the codes
+    of fprop, whose values it multiplies.
+    """
+    return _given_weight()(codes, row_wise)
 
 
 @cache
@@ -105,11 +107,13 @@ def _given_weight() -> Any:
         checkpoints ask in forward: they are not used.
         """
 
-        def __init__(self, codes: Callable[[bool], Prepared]) -> None:
+        def __init__(self, codes: Callable[[bool], Prepared], row_wise: bool) -> None:
             super().__init__(rowwise=True, columnwise=False)
             self.codes = codes
+            self.row_wise = row_wise
 
         def quantize(self, tensor: Tensor, **_: Any) -> Any:
-            return weight_codes(self.codes(self.columnwise_usage), column=self.columnwise_usage)
+            column = self.columnwise_usage and not self.row_wise
+            return weight_codes(self.codes(column), column=column)
 
     return GivenWeight

@@ -47,7 +47,8 @@ from fp4train.precision.context import Context, use
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.recipe import Recipe
-from fp4train.quantize import QuantSpec, packed_bytes
+from fp4train.quantize import Operand
+from fp4train.quantize.source import Source
 from fp4train.run.produced import ProducedNorms
 
 
@@ -182,7 +183,7 @@ class _MetaRun:
             (layer, "forward", partial(self._layer, layer, plan)) for layer, plan in layers.items()
         ]
         self._repeated: set[int] = set()
-        self._last_codes: tuple[int, QuantSpec | None, Tensor] | None = None
+        self._last_codes: tuple[int, Source, Tensor] | None = None
 
     def kernels_of(
         self,
@@ -286,12 +287,13 @@ class _MetaRun:
 
     def _layer(self, layer: nn.Module, plan: LayerPlan, x: Tensor, *counts: object) -> Tensor:
         """Stand in for a linear layer, or for experts with the `counts` of their rows."""
-        wgrads = [(gemm, features) for gemm, features in plan.products if gemm.name == "wgrad"]
-        specs = [(gemm.operands.second, features) for gemm, features in wgrads]
-        if specs == [(None, plan.layer.in_features)]:
+        parts = [
+            (part.sources["wgrad", "x"], part.layer.in_features) for part in plan.channel_parts
+        ]
+        if len(parts) == 1 and parts[0][0].codes is None:
             kept = x.to(plan.table.torch_dtype)
         else:
-            kept = self._codes(x, specs, plan, layer in self._given)
+            kept = self._codes(x, parts, plan, layer in self._given)
         if not plan.layer.experts and plan.layer.name not in self._row_wise:
             self._repeated.add(_storage(kept))
         y: Tensor = LayerStandIn.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
@@ -300,7 +302,7 @@ class _MetaRun:
     def _codes(
         self,
         x: Tensor,
-        specs: list[tuple[QuantSpec | None, int]],
+        parts: list[tuple[Operand, int]],
         plan: LayerPlan,
         in_any_case: bool,
     ) -> Tensor:
@@ -308,18 +310,15 @@ class _MetaRun:
         share them, those of norms and gates in any case."""
         whole_layer = plan.layer_backend is not None
         shares = in_any_case or not whole_layer or (len(plan.readers) > 1 and shares_x(plan))
-        shares = shares and self._sharing and len(specs) == 1
-        key = (_storage(x), specs[0][0])
+        shares = shares and self._sharing and len(parts) == 1
+        key = (_storage(x), parts[0][0].source)
         if shares and self._last_codes is not None and self._last_codes[:2] == key:
             return self._last_codes[2]
         tokens = x.shape[:-1].numel()
         wide = plan.table.torch_dtype.itemsize
-        size = sum(
-            tokens * channels * wide if spec is None else packed_bytes(spec, channels, tokens)
-            for spec, channels in specs
-        )
+        size = sum(operand.bytes(tokens, channels, wide) for operand, channels in parts)
         codes = torch.empty(math.ceil(size), dtype=torch.uint8, device="meta")
-        if len(specs) == 1:
+        if len(parts) == 1:
             self._last_codes = (*key, codes)
         return codes
 

@@ -32,7 +32,7 @@ from fp4train.lab.costs.quantising import (
 from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
 from fp4train.nn.produced import Producer
 from fp4train.precision.layer_plan import Gemm, LayerPlan
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import QuantSpec, ValuesOf
 
 EMULATING: Final = ("emulate", "reference")
 """Backends that use no low-precision tensor cores."""
@@ -105,9 +105,10 @@ class GemmCost:
 
     @property
     def loses(self) -> bool:
-        """Whether quantising for the tensor cores costs more than they save; False for
-        emulation."""
-        return self.quantise > 0 and self.emulated is None and self.total > self.bf16
+        """Whether quantising for the tensor cores costs more than they save; False for emulation,
+        and for products of the values of codes, which save nothing."""
+        saves = self.emulated is None and self.gemm != self.bf16
+        return self.quantise > 0 and saves and self.total > self.bf16
 
 
 def why_emulated(gemm: Gemm) -> str | None:
@@ -185,6 +186,8 @@ def layer_costs(
             quantise[gemm.name] += times * seconds / len(operand.uses)
             if tensor == "x" and gemm.name == "wgrad":
                 quantise[gemm.name] += times * operand.decoding(gemm, spec)
+        for name, spec in operand.values_of:
+            quantise[name] += microbatches * operand.decode_seconds(spec)
     return [_gemm_cost(plan, gpu, gemm, tokens, microbatches, quantise) for gemm in plan.gemms]
 
 
@@ -211,6 +214,12 @@ class _Operand:
             spec = getattr(gemms[name].operands, side)
             if spec is not None:
                 self.uses.append((gemms[name], spec))
+        self.values_of: list[tuple[str, QuantSpec]] = []
+        """GEMMs that multiply the values of codes of another, with the spec of the codes."""
+        for name, _ in FORMS[tensor]:
+            source = plan.sources[name, tensor].source
+            if isinstance(source, ValuesOf):
+                self.values_of.append((name, source.codes.spec))
         rows = layer.rows(tokens)
         self._count = {
             "x": rows * layer.in_features,
@@ -240,6 +249,10 @@ class _Operand:
         """Seconds to decode x for an emulated wgrad."""
         if gemm.backend not in EMULATING:
             return 0.0
+        return self.decode_seconds(spec)
+
+    def decode_seconds(self, spec: QuantSpec) -> float:
+        """Seconds to make values of the codes of the tensor."""
         return self._calls * decode_seconds(self._gpu, self._count // self._calls, spec)
 
 

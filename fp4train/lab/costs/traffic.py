@@ -10,7 +10,7 @@ from fp4train.lab.costs.quantising import needs_amax
 from fp4train.lab.costs.weights import ModelWeight
 from fp4train.lab.costs.workload import Kind
 from fp4train.parallel.config import Mesh
-from fp4train.quantize import QuantSpec, packed_bytes
+from fp4train.quantize import Operand, QuantSpec, packed_bytes
 
 TENSOR: Final = "tensor collectives"
 AMAX: Final = "amax over tensor ranks"
@@ -63,7 +63,7 @@ def tensor_traffic(
             _sent_twice(stream, plan.dgrad.operands.first, plan.wgrad.operands.first)
             for plan in row_wise
         ]
-        backward += [_sent(stream, plan.wgrad.operands.second) for plan in again]
+        backward += [_sent(stream, _spec_of_codes(plan.sources["wgrad", "x"])) for plan in again]
     else:
         forward *= 2
         backward *= 2
@@ -91,6 +91,11 @@ def _tensor_pass(
     shared = sum(spec is not None and needs_amax(spec) for spec in operands)
     amaxes = Traffic(shared * group.gather(8).sent, shared * group.reduce(0.0).seconds)
     return {TENSOR: sum(map(group.gather, sizes), NOTHING_SENT), AMAX: amaxes}
+
+
+def _spec_of_codes(operand: Operand) -> QuantSpec | None:
+    """The spec of the codes that an operand is, or has the values of; None: it has none."""
+    return None if operand.codes is None else operand.codes.spec
 
 
 def _sent(stream: float, spec: QuantSpec | None) -> float:

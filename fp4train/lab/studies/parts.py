@@ -7,7 +7,8 @@ recipe of fewer operands, and every other layer has its plan in high precision. 
 blocks stay in high precision, as in training.
 
 The Hadamard transform of wgrad cancels only if both operands have it. An operand that is quantised
-alone is therefore quantised without the transform; wgrad as a whole has it.
+alone is therefore quantised without the transform; wgrad as a whole has it. Where backward takes
+the values of the codes of an operand of fprop, it does so where that operand is quantised alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -200,6 +201,12 @@ def _operands_alone(recipe: Recipe) -> dict[str, Recipe]:
         for which, name in zip(("first", "second"), OPERANDS[gemm], strict=True):
             if (spec := getattr(pair, which)) is not None:
                 pairs: dict[str, Any] = dict.fromkeys(GEMMS, HIGH_PRECISION)
+                if gemm == "fprop":
+                    pairs |= {
+                        backward: Operands(dequantised=True)
+                        for backward, operands in recipe.table().items()
+                        if operands.dequantised and OPERANDS[backward][1] == name
+                    }
                 pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
                 alone[f"{gemm}.{name}"] = Custom(
                     label=f"{gemm}.{name} alone", dtype=recipe.dtype, **pairs

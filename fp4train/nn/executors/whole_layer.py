@@ -43,7 +43,7 @@ from fp4train.nn.operands import TensorForms
 from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Decoded, High, Operand
+from fp4train.quantize import Decoded, High, Operand, ValuesOf
 
 
 def torch_linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -197,7 +197,9 @@ class BackendLayer(Executor):
 
     @cached_property
     def w(self) -> tuple[WeightForm, WeightForm]:
-        """The weight as codes that are made elsewhere: the form of fprop, and that of dgrad."""
+        """The weight as codes that are made elsewhere: the form of fprop, and that of dgrad, which
+        is the same where dgrad takes the values of fprop's codes.
+        """
 
         def form(gemm: str) -> WeightForm:
             form = WeightForm(
@@ -206,7 +208,10 @@ class BackendLayer(Executor):
             form.strided = True
             return form
 
-        return form("fprop"), form("dgrad")
+        row = form("fprop")
+        if isinstance(self.plan.sources["dgrad", "w"].source, ValuesOf):
+            return row, row
+        return row, form("dgrad")
 
     def _codes(
         self, layer: CalledLayer, w_NK: Tensor, now: State

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import te_calls_on_cpu
 import te_products_on_cpu as products
 import torch
 import transformer_engine_torch as tex
@@ -205,6 +206,24 @@ tex.generic_gemm = gemm
 tex.bgrad_quantize = lambda dy, quantiser: (dy.sum(0), quantise(dy, quantiser))
 
 
+def row_wise_values(codes: Any, *, dtype: torch.dtype) -> Tensor:
+    """What TE's dequantised backward multiplies of codes, which must have their row-wise form."""
+    if isinstance(codes, products.TensorCodes):
+        assert codes.usages["rowwise"], "the row-wise form was given up"
+    return decoded(codes, False).to(dtype)  # type: ignore[no-any-return]
+
+
+for kind in (
+    te_calls_on_cpu.Codes,
+    products.TensorCodes,
+    te_tensor.NVFP4TensorStorage,
+    te_tensor.MXFP8TensorStorage,
+    te_tensor.Float8TensorStorage,
+    te_tensor.Float8BlockwiseQTensorStorage,
+):
+    kind.dequantize = row_wise_values  # type: ignore[method-assign]
+
+
 class Source:
     """A weight that two shards send as codes, for each pass the form that it multiplies
     (`WeightGather`).
@@ -272,7 +291,29 @@ def passes(
         evaluated = layer(inputs[0])
     by_te = sum(shape == (256, features) for shape, _ in products.quantised_from)
     seen = {"kept": kept, "by te": by_te, "asked": source.asked}
+    if recipe.backward == "dequantised":
+        seen |= straight_through(recipe, layer, torch.cat(source.shards), inputs)
     return [*outputs, evaluated, *(each.grad for each in inputs), layer.weight.grad], seen  # type: ignore[list-item]
+
+
+def straight_through(
+    recipe: Recipe, layer: Any, w_NK: Tensor, inputs: list[Tensor]
+) -> dict[str, Any]:
+    """Whether each dx is that of a straight-through estimator in every bit, and how far dw is from
+    it, relative.
+    """
+    of_x, of_w = recipe.table()["fprop"].both
+    assert of_x is not None and of_w is not None
+    reference = [quantizer(spec, "cpu", "reference") for spec in (of_x, of_w)]
+    w = reference[1].codes(w_NK).dequantize(torch.bfloat16).double()
+    dy = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16().double()
+    xs = [reference[0].codes(x.detach()).dequantize(torch.bfloat16).double() for x in inputs]
+    dw = sum(dy.T @ x for x in xs)
+    dx = (dy @ w).float().bfloat16()
+    return {
+        "dx": [torch.equal(x.grad, dx) for x in inputs],  # type: ignore[arg-type]
+        "dw": float((layer.weight.grad - dw).norm() / dw.norm()),  # type: ignore[union-attr]
+    }
 
 
 def results() -> dict[str, Any]:
@@ -291,6 +332,12 @@ def results() -> dict[str, Any]:
         "nvfp4, wgrad high": NVFP4().with_high_precision("wgrad"),
         "mxfp8": MXFP8(),
         "mxfp8, 2D weights": MXFP8(two_d_weights=True),
+        "nvfp4, dequantised": NVFP4(backward="dequantised"),
+        "nvfp4, 1D weights, dequantised": NVFP4(two_d_weights=False, backward="dequantised"),
+        "mxfp8, dequantised": MXFP8(backward="dequantised"),
+        "fp8_current, dequantised": FP8Current(backward="dequantised"),
+        "fp8_current, both layouts, dequantised": FP8Current(backward="dequantised"),
+        "fp8_block, dequantised": FP8Block(backward="dequantised"),
         "nvfp4, then mxfp8": Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
         "fp8_current": FP8Current(),
         "fp8_current, both layouts": FP8Current(),

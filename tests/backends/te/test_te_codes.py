@@ -30,10 +30,18 @@ CODED = (
     "fp8_block, parts of blocks",
     "fp8_block, 1D weights",
 )
+DEQUANTISED = (
+    "nvfp4, dequantised",
+    "nvfp4, 1D weights, dequantised",
+    "mxfp8, dequantised",
+    "fp8_current, dequantised",
+    "fp8_current, both layouts, dequantised",
+    "fp8_block, dequantised",
+)
 
 
 @pytest.mark.parametrize("sums", ["", ", summed"])
-@pytest.mark.parametrize("recipe", [*CODED, "nvfp4, fprop high"])
+@pytest.mark.parametrize("recipe", [*CODED, *DEQUANTISED, "nvfp4, fprop high"])
 def test_codes_of_shards_give_the_bits_of_a_whole_weight_and_nothing_of_them_is_kept(
     report: Any, recipe: str, sums: str
 ) -> None:
@@ -46,7 +54,19 @@ def test_codes_of_shards_give_the_bits_of_a_whole_weight_and_nothing_of_them_is_
     assert found["whole"]["kept"] > 0 and found["whole"]["by te"] > 0
 
 
-@pytest.mark.parametrize("recipe", CODED)
+@pytest.mark.parametrize("recipe", DEQUANTISED)
+def test_a_dequantised_backward_is_that_of_a_straight_through_estimator(
+    report: Any, recipe: str
+) -> None:
+    """Of TE's own codes, and of those that shards sent; all bits of dx, and dw, which is a sum of
+    two microbatches, to the rounding of its terms.
+    """
+    for seen in (report[recipe]["whole"], report[recipe]):
+        assert seen["dx"] == [True, True]
+        assert seen["dw"] < 2**-8
+
+
+@pytest.mark.parametrize("recipe", [*CODED, *DEQUANTISED])
 def test_each_pass_asks_for_the_codes_of_its_form_and_none_for_values(
     report: Any, recipe: str
 ) -> None:

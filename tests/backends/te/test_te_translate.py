@@ -204,6 +204,30 @@ def _with(gemm: str, **operands: QuantSpec | None) -> Recipe:
     return Custom(label="mine", **(table | {gemm: dataclasses.replace(table[gemm], **operands)}))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        (NVFP4(), recipes.NVFP4BlockScaling),
+        (NVFP4(four_over_six="all", hadamard=False), recipes.NVFP4BlockScaling),
+        (MXFP8(element="hybrid"), recipes.MXFP8BlockScaling),
+        (FP8Current(), recipes.Float8CurrentScaling),
+        (FP8Block(), recipes.Float8BlockScaling),
+    ],
+    ids=lambda value: value.name if isinstance(value, Recipe) else "",
+)
+def test_a_dequantised_backward_is_tes_override(recipe: Recipe, kind: type) -> None:
+    """With the fprop of the same recipe; only what quantises dy may differ, which nothing reads."""
+    made = to_te(dataclasses.replace(recipe, backward="dequantised").table())
+    quantised = to_te(recipe.table())
+    assert type(made) is kind
+    assert (made.backward_override, quantised.backward_override) == ("dequantized", None)
+    of_fprop = ("disable_2d_quantization", "nvfp4_4over6", "nvfp4_4over6_e4m3_use_256")
+    of_fprop += ("enable_2d_quantization", "x_block_scaling_dim", "w_block_scaling_dim")
+    of_fprop += ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight")
+    for name in of_fprop:
+        assert getattr(made, name, None) == getattr(quantised, name, None), name
+
+
 NVFP4_X = QuantSpec()
 TRANSFORMED = QuantSpec(hadamard=Hadamard())
 LONG = QuantSpec(hadamard=Hadamard(size=32))
@@ -240,6 +264,16 @@ BLOCK_2D = QuantSpec(element="e4m3", block=(128, 128), scale="fp32", global_scal
             ),
             ["dgrad dy", "16×16 blocks are rounded to nearest"],
         ),
+        (FP8Delayed(backward="dequantised"), ["dgrad: w", "delayed scaling", "FP8Current"]),
+        (
+            NVFP4(row_scaled_activation=True, backward="dequantised"),
+            ["dgrad: w", "none has this fprop", "backend=emulate"],
+        ),
+        (MXFP4(backward="dequantised"), ["fprop x", "E2M1, 1×32", "backend=emulate"]),
+        (
+            Custom(fprop=Operands(first=NVFP4_X, second=NVFP4_X), wgrad=Operands(dequantised=True)),
+            ["wgrad: x", "for x and w together", "backend=emulate"],
+        ),
         (Custom(fprop=Operands(first=E5M2, second=E5M2)), ["E5M2"]),
         (Custom(fprop=Operands(first=BLOCK_2D, second=BLOCK_2D)), ["128×128"]),
     ],
@@ -258,6 +292,7 @@ def test_what_te_cannot_express_is_refused_by_operand_and_with_what_to_do(
     ("found", "recipe", "word"),
     [
         ((2, 18, 0), NVFP4().with_high_precision("fprop"), "2.19"),
+        ((2, 19, 0), NVFP4(backward="dequantised"), "2.20"),
         ((2, 13, 0), NVFP4(), "formula=te2.13"),
         ((2, 8, 0), NVFP4(), "too old"),
         (None, NVFP4(), "not installed"),
