@@ -106,6 +106,8 @@ def test_in_every_recipe_the_first_loss_is_that_of_one_rank(ranks: Ranks, world:
         "bf16",
         "nvfp4",
         "nvfp4_fused",
+        "nvfp4_dequantised",
+        "fp8_row_dequantised",
         "mxfp8",
         "fp8_current",
         "fp8_row",
@@ -149,7 +151,7 @@ def test_recomputation_changes_nothing(ranks: Ranks) -> None:
 
 @pytest.mark.long
 def test_tokens_sent_as_codes_change_no_bit(ranks: Ranks) -> None:
-    recipes = ["nvfp4", "mxfp8", "fp8_row"]
+    recipes = ["nvfp4", "mxfp8", "fp8_row", "nvfp4_dequantised", "fp8_row_dequantised"]
     codes = trained(ranks, 2, recipes)
     activations = trained(ranks, 2, recipes, codes=False)
     for (ours, _), (theirs, _) in zip(codes, activations, strict=True):

@@ -34,6 +34,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "nvfp4": NVFP4,
     "nvfp4_fp32": lambda: NVFP4(dtype="float32"),
     "nvfp4_fused": lambda: NVFP4(fused_scales=True),
+    "nvfp4_dequantised": lambda: NVFP4(backward="dequantised"),
+    "fp8_row_dequantised": lambda: FP8Row(backward="dequantised"),
     "mxfp8": MXFP8,
     "mxfp8_fp32": lambda: MXFP8(dtype="float32"),
     "fp8_current": FP8Current,

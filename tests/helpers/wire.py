@@ -64,6 +64,7 @@ BYTES = {
     **{
         "nvfp4": 0.5 + 1 / 256,
         "nvfp4_four_over_six": 0.5 + 1 / 256,
+        "nvfp4_dequantised": 0.5 + 1 / 256,
         "mxfp4": 0.5 + 1 / 32,
         "mxfp8": 1 + 1 / 32,
     },

@@ -82,12 +82,22 @@ def test_a_sample_is_of_whole_groups_across_the_tensor_with_the_amax_of_all() ->
     assert torch.equal(sample(-x[:200]).rows, -x[:200]) and sample(-x[:200]).amax == 199
 
 
-def test_the_noise_of_a_gradient_is_that_of_all_tokens_scaled_from_a_sample() -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        NVFP4().with_high_precision("fprop", "dgrad"),
+        NVFP4(backward="dequantised"),
+        FP8Row(backward="dequantised"),
+    ],
+    ids=lambda recipe: recipe.name,
+)
+def test_the_noise_of_a_gradient_is_that_of_all_tokens_scaled_from_a_sample(
+    recipe: Recipe,
+) -> None:
     """Of one layer: ‖dw in the recipe - dw in BF16‖, with dy the same in both."""
     torch.manual_seed(1)
     x = torch.randn(4096, 64)
     target = torch.randn(4096, 48)
-    recipe = NVFP4().with_high_precision("fprop", "dgrad")
     gradients = []
     noises = []
     for each in (recipe, BF16()):

@@ -79,6 +79,23 @@ def test_an_operand_alone_keeps_its_spec_but_for_the_transform(trained: Path) ->
     )
 
 
+def test_an_operand_alone_is_dequantised_in_backward_where_the_recipe_does_so(
+    trained: Path,
+) -> None:
+    """x of fprop alone, with the values of its codes in wgrad, is the operand of such a recipe."""
+    _, found = parts_of(trained, NVFP4(backward="dequantised"))
+    assert {name for name in found if name.startswith("operand/")} == {
+        "operand/fprop.x",
+        "operand/fprop.w",
+    }
+    tables = {
+        name: found[f"operand/fprop.{name}"].stretch.layers["blocks.0.mlp.up"].table
+        for name in ("x", "w")
+    }
+    assert (tables["x"].dgrad.dequantised, tables["x"].wgrad.dequantised) == (False, True)
+    assert (tables["w"].dgrad.dequantised, tables["w"].wgrad.dequantised) == (True, False)
+
+
 def test_what_the_recipe_leaves_in_high_precision_is_no_part(trained: Path) -> None:
     parts, found = parts_of(trained, NVFP4().with_high_precision("fprop"))
     assert parts.gemms == ["dgrad", "wgrad"] and "operand/fprop.x" not in found
