@@ -100,7 +100,8 @@ def overridden(table: Table, installed: tuple[int, ...]) -> tuple[Table, str | N
     quantised = dataclasses.replace(
         table, dgrad=Operands(first=dy, second=w), wgrad=Operands(first=dy, second=x)
     )
-    if _native_kind(quantised, _families(quantised, installed)) is None:
+    in_class = x.global_scale != "row" and _native_kind(quantised, families | {dy: families[x]})
+    if not in_class:
         raise ValueError(
             f"{where}: TE's dequantised backward is run for its recipe classes, and none has this "
             f"fprop; {INSTEAD}"
