@@ -255,8 +255,10 @@ def test_gradients_in_bf16_are_half_the_bytes_and_other_digits(ranks: Ranks) -> 
     assert b[1]["train/loss"] == pytest.approx(a[1]["train/loss"], rel=1e-3)
 
 
-def test_a_resume_goes_on_in_the_same_bits_with_either_gather(ranks: Ranks) -> None:
-    ranks.train(2, "whole", *WIDE, "recipe=fp8_delayed", "checkpoint.every=3", "checkpoint.keep=2")
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4_dequantised"])
+def test_a_resume_goes_on_in_the_same_bits_with_either_gather(ranks: Ranks, recipe: str) -> None:
+    options = (*WIDE, f"recipe={recipe}", "checkpoint.every=3", "checkpoint.keep=2")
+    ranks.train(2, "whole", *options)
     ended = ranks(2, "resume=runs/whole", "resume_step=3", "run.name=parts", "parallel.gather=fp32")
     assert ended.codes == [0, 0], ended.err
     assert ranks.state("whole") == ranks.state("parts")
