@@ -28,10 +28,6 @@ each.
 """
 
 
-INPUT = "<input>"
-ITSELF = "."
-
-
 class Split(StrEnum):
     """How p tensor-parallel ranks share a parameter."""
 
@@ -133,10 +129,6 @@ class ParameterSpec:
         stage: the stage of a pipeline that has it: the first, the last, or that of its block.
         tied: name of the parameter whose tensor it is, too; "": it is a tensor of its own.
         copied: whether a folder has a tied weight under both names.
-        reads: name of the norm or gate whose result its layer reads and nothing but such layers
-            does, so that it may be quantised where it is made: `INPUT` is what its module is given,
-            `ITSELF` its module; "": anything else.
-        gates: name of the module whose gate is computed from the layer's result; "": none.
         fused: a label that the layers of one input share which serving software multiplies as one
             (queries, keys and values); they quantise one x, and under `recipe.fused_scales` their
             weights share one global scale.
@@ -155,8 +147,6 @@ class ParameterSpec:
     stage: Literal["first", "last", "block"] = "block"
     tied: str = ""
     copied: bool = False
-    reads: str = ""
-    gates: str = ""
     fused: str = ""
     elementwise: bool = False
     high_precision: str = ""
@@ -186,27 +176,12 @@ class ParameterSpec:
             name=joined(path, self.name),
             stored=place,
             tied=tied,
-            reads=_placed(path, self.reads),
-            gates=_placed(path, self.gates),
         )
 
 
 def joined(path: str, name: str) -> str:
     """The name of what has `name` inside the module at `path`, which is "" for the model itself."""
     return f"{path}.{name}" if path else name
-
-
-def _placed(path: str, name: str) -> str:
-    if name in ("", INPUT):
-        return name
-    return path if name == ITSELF else joined(path, name)
-
-
-def fed_by(producer: str, specs: Iterable[ParameterSpec]) -> Iterator[ParameterSpec]:
-    """The parameters of a module to which the norm called `producer` gives its result, and to
-    nothing else.
-    """
-    return (replace(spec, reads=producer) if spec.reads == INPUT else spec for spec in specs)
 
 
 def inside(path: str, stored: str, specs: Iterable[ParameterSpec]) -> Iterator[ParameterSpec]:
@@ -221,8 +196,6 @@ def linear(
     cut: Split,
     bias: bool = False,
     initial: Initial | Spread | None = None,
-    reads: str = "",
-    gates: str = "",
     fused: str = "",
     segments: tuple[int, ...] = (),
     counts: tuple[tuple[str, str], ...] = (),
@@ -242,8 +215,6 @@ def linear(
         segments=segments,
         counts=counts,
         initial=initial,
-        reads=reads,
-        gates=gates,
         fused=fused,
     )
     if not bias:

@@ -215,9 +215,9 @@ class Sources(Protocol):
         it is dy's.
         """
 
-    def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
-        """Let the layers that run `table` and share `cache` take x, the backend's own tensor, where
-        they are called with x [M, K].
+    def close(self, codes: Sequence[Tensor]) -> None:
+        """Drop what no backward pass needs of x, the backend's own tensors, which layers were
+        called with.
         """
 
     def why_no_norm(self, table: Table, *, here: bool = True) -> str | None:

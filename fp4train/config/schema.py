@@ -100,7 +100,7 @@ class TrainSettings:
             (`models/common/liger.py`), and on a CPU C kernels of norms, gates and rotations, with
             which losses differ in no digit (`models/common/on_cpu.py`). Except with "torch", norms
             and gates of which all readers multiply codes are quantised where they are made on a GPU
-            (`nn/produced.py`), products add up dw over microbatches, which "torch" leaves to
+            (`nn/fused_layers.py`), products add up dw over microbatches, which "torch" leaves to
             autograd (`Executor.adds`), and AdamW's kernel clips, for which "torch" has a pass of
             its own (`run/step.py`). Losses differ in the last digits there. With train.compile the
             compiler has the blocks, and liger's what lies outside of them.

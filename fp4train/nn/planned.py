@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from fp4train.backends import CHOICES, LayerState
 from fp4train.hardware import Device
@@ -420,21 +419,3 @@ class PlannedLayer(nn.Module):
         tensors_by_kind = by_state(state)
         for kind in {**self.states, **tensors_by_kind}:
             self._state(kind).load_state(tensors_by_kind.get(kind, {}))
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether hooks, its own or those of all modules, may read what the module is called with, or
-    its gradients. FSDP's do not: they gather weights, and wait for gradients.
-    """
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
-    return everywhere or any(not _is_of_fsdp(hook) for table in hooks for hook in table.values())
-
-
-def _is_of_fsdp(hook: object) -> bool:
-    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")

@@ -16,9 +16,8 @@ from fp4train.errors import UserError
 from fp4train.kernels import cpu
 from fp4train.models.common import liger, on_cpu
 from fp4train.models.common.operators import operations_of, use
-from fp4train.nn.produced import Producer
 from fp4train.precision.layers import find_blocks
-from fp4train.run.produced import producers_of, why_not_produced
+from fp4train.run.produced import fused_layers, why_not_produced
 
 _log = logging.getLogger(__name__)
 
@@ -121,9 +120,8 @@ def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
     if used:
         liger.use_liger(model, spare=find_blocks(model) if train.compile else [])
     if why_not_produced(train, device) is None:
-        for owner, producer in producers_of(model):
-            if isinstance(producer, Producer):
-                owner.producer = producer  # type: ignore[assignment]
+        for fused in fused_layers(model):
+            fused.enabled = fused.why_never() is None
     if device == "cuda" and train.kernels != "torch":
         _log.info("%s", reason)
 

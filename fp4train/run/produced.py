@@ -1,22 +1,19 @@
-"""Norms and gates of a run that quantise their results where they are made (`nn/produced.py`), by
-stretch, and why others do not.
+"""Norms and gates of a run that quantise their results where they are made
+(`nn/fused_layers.py`), by stretch, and why others do not.
 """
 
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import nn
 
 from fp4train.config.schema import TrainSettings
 from fp4train.nn.executors import make_executor
-from fp4train.nn.gated_mlp import FusedGatedMLP
+from fp4train.nn.fused_layers import FusedLayers, why_padded
 from fp4train.nn.layer_shard import LayerShard
-from fp4train.nn.linear import Linear
-from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.produced import NormProducer, Producer, why_padded
-from fp4train.parameters import INPUT, declared
+from fp4train.nn.normed_linears import NormedLinears
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize import triton, triton_launch
 from fp4train.text import first_few, ranges
@@ -31,34 +28,13 @@ _BLOCK = re.compile(r"\bblocks\.(\d+)\.(.+)")
 """The name of a module: the number of its block, and its name there."""
 
 
-def producers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Producer | str]]:
-    """Each norm and gate of `model` that may quantise its result, as its table of parameters says
-    (`ParameterSpec.reads`), with its producer, or why none is possible.
+def fused_layers(model: nn.Module) -> Iterator[FusedLayers]:
+    """The norms and gates of `model` that may quantise their results for the layers that read
+    them, as its modules say.
     """
-    readers: dict[str, list[nn.Module]] = {}
-    writers: dict[str, list[nn.Module]] = {}
-    for spec in declared(model).values():
-        if spec.reads not in ("", INPUT):
-            readers.setdefault(spec.reads, []).append(model.get_submodule(spec.layer))
-        if spec.gates:
-            writers.setdefault(spec.gates, []).append(model.get_submodule(spec.layer))
-    for name, modules in readers.items():
-        owner = model.get_submodule(name)
-        made_by = writers.get(name, [])
-        layers = [module for module in modules if isinstance(module, PlannedLayer)]
-        sources = [module for module in made_by if isinstance(module, PlannedLayer)]
-        unplanned = [
-            module for module in (*modules, *made_by) if not isinstance(module, PlannedLayer)
-        ]
-        if not hasattr(owner, "producer"):
-            yield owner, f"{type(owner).__name__} asks no producer"
-        elif unplanned:
-            kind = type(unplanned[0]).__name__
-            yield owner, f"a module that takes no codes ({kind}) reads the same"
-        elif sources:
-            yield owner, FusedGatedMLP(*cast(Sequence[Linear], (*sources, *layers)))
-        else:
-            yield owner, NormProducer(layers, kind=getattr(owner, "source", "norm"))
+    for module in model.modules():
+        if isinstance(module, FusedLayers) and module.readers:
+            yield module
 
 
 def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = False) -> str | None:
@@ -75,22 +51,17 @@ def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = Fal
 
 
 def check_asked(model: nn.Module) -> None:
-    """Look at a model after its first step: norms and gates that it did not ask their producer for
-    are logged as one warning.
+    """Look at a model after its first step: norms and gates that may quantise their results and
+    were not called for them are logged as one warning.
     """
-    producers = (
-        (name, getattr(module, "producer", None)) for name, module in model.named_modules()
-    )
+    names = {module: name for name, module in model.named_modules()}
     if silent := [
-        name
-        for name, producer in producers
-        if isinstance(producer, Producer) and not producer.asked
+        names[fused.owner] for fused in fused_layers(model) if fused.enabled and not fused.asked
     ]:
         _log.warning(
-            "%s: read by the layers that the table of parameters says, and no producer was asked "
-            "in the first step. "
-            "They write BF16, whatever "
-            "the plan says: the `forward` of their class asks none",
+            "%s: not asked for quantised results in the first step. They write BF16, whatever the "
+            "plan says: the `forward` of their class, or of its block, does not call their "
+            "NormedLinears or GatedMLP",
             first_few(silent, _NAMED),
         )
 
@@ -102,7 +73,7 @@ class ProducedNorms(NamedTuple):
         name.
     """
 
-    producers: dict[nn.Module, Producer]
+    producers: dict[nn.Module, FusedLayers]
     writing: dict[str, str]
 
 
@@ -128,24 +99,20 @@ def produced_in(
     norms = ProducedNorms({}, {})
     names = {module: name for name, module in model.named_modules()}
     why_not_any = why_not_produced(train, device, elsewhere=elsewhere)
-    for owner, producer in producers_of(model):
-        reason = why_not_any or (producer if isinstance(producer, str) else None)
-        if reason is None and isinstance(producer, Producer):
-            plans = [
-                stretch.layers[layer.layer.name] for layer in (*producer.readers, *producer.writers)
-            ]
+    for fused in fused_layers(model):
+        reason = why_not_any or fused.why_never()
+        if reason is None:
+            plans = [stretch.layers[layer.layer.name] for layer in (*fused.readers, *fused.writers)]
             reason = next(
                 (f"{plan.layer.name} is cut over ranks" for plan in plans if plan.layer.cut), None
             )
-            if reason is None:
-                executors = [make_executor(plan, device, amax) for plan in plans]
-                reason = producer.resolve(executors, here=not elsewhere) or why_padded(
-                    executors, tokens
-                )
-            if reason is None:
-                norms.producers[owner] = producer
-        if reason is not None:
-            norms.writing[names[owner]] = _LAYER.sub("a layer", reason)
+        if reason is None:
+            executors = [make_executor(plan, device, amax) for plan in plans]
+            reason = fused.resolve(executors, here=not elsewhere) or why_padded(executors, tokens)
+        if reason is None:
+            norms.producers[fused.owner] = fused
+        else:
+            norms.writing[names[fused.owner]] = _LAYER.sub("a layer", reason)
     return norms
 
 
@@ -181,7 +148,7 @@ def produced_by(
             by_fp4train = [
                 not producer.by_backend
                 for producer in norms_here.producers.values()
-                if isinstance(producer, NormProducer)
+                if isinstance(producer, NormedLinears)
             ]
             which = "these" if all(by_fp4train) else sum(by_fp4train)
             if any(by_fp4train):

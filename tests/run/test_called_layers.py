@@ -63,7 +63,7 @@ def test_a_weight_that_the_model_multiplies_itself_ends_the_run_in_its_first_ste
     assert "policy.keep=[mlp.down]" in ended.err
 
 
-def test_the_fix_that_the_error_names_trains_and_a_gate_that_asks_no_producer_is_named(
+def test_the_fix_that_the_error_names_trains_and_a_gate_that_is_not_asked_for_is_named(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, whose plan says that gates are quantised where they are made: their own forward
@@ -74,14 +74,14 @@ def test_the_fix_that_the_error_names_trains_and_a_gate_that_asks_no_producer_is
     assert ended.code == 0
     assert (
         ended.err.count(
-            "blocks.0.mlp, blocks.1.mlp: read by the layers that the table of parameters says, and no "
+            "blocks.0.mlp, blocks.1.mlp: not asked for quantised results in the first step"
         )
         == 1
     )
     assert sorted(losses("runs/a")) == [1, 2]
 
 
-def test_norms_that_hooks_watch_are_not_said_to_ask_no_producer(
+def test_norms_that_hooks_watch_are_not_said_to_be_left_out(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)

@@ -240,10 +240,7 @@ def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(
         "(Router) reads the same.",
     ]
     fuse(built, settings, "cuda")
-    assert (
-        built.blocks[1].attention_norm.producer is not None
-        and built.blocks[1].mlp_norm.producer is None
-    )
+    assert built.blocks[1].attention_in.enabled and not built.blocks[1].mlp_in.enabled
 
 
 def test_asked_for_by_name_on_a_cpu_they_are_refused(cli: Cli) -> None:

@@ -83,8 +83,8 @@ class TESources:
             return te_tensor
         return te_tensor.view(tuple(shape))
 
-    def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
-        cache["te"] = QuantisedInput(x_MK, x_MK._version, table, True, codes)
+    def close(self, codes: Sequence[Any]) -> None:
+        drop_rows(codes)
 
     def why_no_norm(self, table: Table, *, here: bool = True) -> str | None:
         quantizer_kinds = kinds(table)
@@ -153,6 +153,12 @@ def _quantizer(spec: QuantSpec | None) -> Any:
     return our_quantizer
 
 
+def drop_rows(tensors: Sequence[Any]) -> None:
+    """Drop the row-wise forms of TE's tensors."""
+    for codes in tensors:
+        codes.update_usage(rowwise_usage=False, columnwise_usage=True)
+
+
 class CodesFunction(torch.autograd.Function):
     """The codes of x [M, K] as a tensor whose gradient is that of x; each layer has one of its
     own.
@@ -203,5 +209,5 @@ class QuantisedInput:
         """Drop the row-wise form, which no backward pass needs; TE does so with codes of its
         own.
         """
-        for codes in self.given if self.column else ():
-            codes.update_usage(rowwise_usage=False, columnwise_usage=True)
+        if self.column:
+            drop_rows(self.given)

@@ -12,7 +12,7 @@ it reads its inputs and writes its results once, and keeps what the kernel keeps
                          row (FlashAttention, arXiv:2205.14135)
     RMSNorm              keeps its input, and a float32 factor per row
     Liger's kernels      where they run (`models/common/liger.py`)
-    norms and gates that quantise their results (`nn/produced.py`): those of forward count as
+    norms and gates that quantise their results (`nn/normed_linears.py`): those of forward count as
                          quantising; here only the sum that a norm is of, and a norm's backward pass
 
 So a new model family needs no formula here. Of the tensors that autograd keeps each storage is

@@ -30,7 +30,7 @@ from fp4train.lab.costs.quantising import (
     te_seconds,
 )
 from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
-from fp4train.nn.produced import Producer
+from fp4train.nn.fused_layers import FusedLayers
 from fp4train.precision.layer_plan import Gemm, LayerPlan
 from fp4train.quantize import QuantSpec, ValuesOf
 
@@ -60,7 +60,7 @@ Made = Mapping[tuple[str, str], MadeFrom]
 NOTHING_MADE: Made = MappingProxyType({})
 
 
-def made_by(producers: Iterable[Producer]) -> Made:
+def made_by(producers: Iterable[FusedLayers]) -> Made:
     """Operands that these norms and gates quantise."""
     operands = {}
     for producer in producers:

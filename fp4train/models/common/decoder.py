@@ -196,26 +196,7 @@ class Decoder(Fusible, nn.Module):
         specs = [
             spec for spec in (*self.shape.parameters(), *self.computed()) if spec.name in names
         ]
-        other_blocks = self._blocks_of_another_type()
-        return [
-            replace(
-                spec,
-                initial=self.shape.initial(spec.initial),
-                reads="" if spec.name.startswith(other_blocks) else spec.reads,
-            )
-            for spec in specs
-        ]
-
-    def _blocks_of_another_type(self) -> tuple[str, ...]:
-        """Beginnings of the names of parameters in blocks whose forward pass is not the one that
-        the table was written for: it may read its norms elsewhere.
-        """
-        kind = self.shape.block_type
-        return tuple(
-            f"blocks.{index}."
-            for index, block in self.blocks.named_children()
-            if kind is None or type(block).forward is not kind.forward
-        )
+        return [replace(spec, initial=self.shape.initial(spec.initial)) for spec in specs]
 
     def computed(self) -> Iterable[ParameterSpec]:
         """The buffers that follow from the shape, which no checkpoint holds."""

@@ -36,8 +36,9 @@ from fp4train.models.common.rotary import SwiGLU, gated_mlp_parameters
 from fp4train.models.common.router import DROPPED, Balance, ExpertShape, Router
 from fp4train.nn.call import Counts
 from fp4train.nn.experts import Experts, by_expert
+from fp4train.nn.fused_layers import takes_outputs
 from fp4train.nn.ranks import all_rows, summed_over, with_summed_gradient
-from fp4train.parameters import INPUT, ZEROS, ParameterSpec, Split, Spread, inside
+from fp4train.parameters import ZEROS, ParameterSpec, Split, Spread, inside
 from fp4train.precision.context import auxiliary, once
 
 
@@ -61,7 +62,6 @@ def expert_parameters(
             name="router.weight",
             stored="gate.weight",
             initial=Spread.MATRIX,
-            reads=INPUT,
             high_precision="router: chooses in float32",
         ),
         ParameterSpec(
@@ -71,7 +71,6 @@ def expert_parameters(
             ),
             cut=Split.EXPERTS,
             initial=Spread.MATRIX,
-            reads=INPUT,
         ),
         ParameterSpec(
             name="down.weight",
@@ -103,7 +102,11 @@ class ExpertLayer(nn.Module):
         self.gate_up = Experts(shape.count, width, 2 * shape.hidden, per_token=shape.top)
         self.down = Experts(shape.count, shape.hidden, width, per_token=shape.top)
         self.shared = SwiGLU(width, shape.shared * shape.hidden) if shape.shared else None
+        self.input_layers: tuple[str, ...] = ("router", "gate_up")
+        if self.shared is not None:
+            self.input_layers += ("shared.gate", "shared.up")
 
+    @takes_outputs
     def forward(self, x_BTD: Tensor, time: int | None = None) -> Tensor:
         """y of x [B, T, D] or, where tensor-parallel ranks share the tokens, of this rank's [B·T /
         p, D]; `time` is T then.

@@ -23,8 +23,8 @@ from fp4train.models.common.cut import shared_by
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible, Operation
 from fp4train.models.common.stream import StreamNorm, StreamTerms
-from fp4train.nn.planned import is_watched
-from fp4train.parameters import INPUT, ParameterSpec, Split, inside, linear, norm
+from fp4train.nn.fused_layers import LayerOutputs, has_hooks, outputs_of, takes_outputs
+from fp4train.parameters import ParameterSpec, Split, inside, linear, norm
 
 
 class RMSNorm(Fusible, StreamNorm):
@@ -32,14 +32,16 @@ class RMSNorm(Fusible, StreamNorm):
     activations stay BF16.
     """
 
+    source = "norm"
+
     def normalised(self, x: Tensor) -> Tensor:
         return self.operators.rms_norm(x, self._weight(x.dtype), self.eps)
 
-    def _unfused(self, stream: Tensor | StreamTerms) -> tuple[Tensor, Tensor]:
+    def of_stream(self, stream: Tensor | StreamTerms) -> tuple[Tensor, Tensor]:
         if not isinstance(stream, StreamTerms) or not isinstance(self.operators, Liger):
-            return super()._unfused(stream)
-        if self.eps is None or is_watched(self):
-            return super()._unfused(stream)
+            return super().of_stream(stream)
+        if self.eps is None or has_hooks(self):
+            return super().of_stream(stream)
         return self.operators.add_rms_norm(*stream, self._weight(stream.x.dtype), self.eps)
 
     def fp4train_operations(self) -> Sequence[Operation]:
@@ -126,7 +128,6 @@ def attention_parameters(name: str, stored: str, *, qk_norm: bool = False) -> li
                 f"w{letter}",
                 f"{letter}_proj",
                 cut=Split.OUT,
-                reads=INPUT,
                 fused="qkv",
                 counts=counts,
             )
@@ -152,6 +153,9 @@ class Attention(Fusible, nn.Module):
         qk_norm: ε of an RMSNorm over each head of queries and keys before their rotation, as in
             Qwen3; None: no norm.
     """
+
+    input_layers = ("wq", "wk", "wv")
+    """The layers that read x, and nothing else does."""
 
     def __init__(
         self,
@@ -184,9 +188,10 @@ class Attention(Fusible, nn.Module):
         """Multiplications per token of q·kᵀ and p·v, half of each square."""
         return self.wo.weight.shape[1] * time
 
+    @takes_outputs
     def forward(
         self,
-        x_BTD: Tensor,
+        x_BTD: Tensor | LayerOutputs,
         cos_TE: Tensor | None,
         sin_TE: Tensor | None,
         cache: KeyValues | None = None,
@@ -201,19 +206,20 @@ class Attention(Fusible, nn.Module):
         mask, bool [B, 1, T, T], a token attends to those that the mask says. If tensor-parallel
         ranks share the tokens, x and the result are this rank's rows [B·T / p, D].
         """
+        q, k, v = outputs_of(x_BTD, self.wq, self.wk, self.wv)
         if time is None:
             if cos_TE is None:
-                time = x_BTD.shape[1]
+                time = q.shape[1]
             else:
                 time = cos_TE.shape[0]
-        q = self.wq(x_BTD).view(-1, time, self.heads, self.head_dim)
-        k = self.wk(x_BTD).view(-1, time, self.kv_heads, self.head_dim)
+        q = q.view(-1, time, self.heads, self.head_dim)
+        k = k.view(-1, time, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
-        v = self.wv(x_BTD).view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = v.view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)
         if cos_TE is not None and sin_TE is not None:
             q, k = self.operators.rotate(q, k, cos_TE, sin_TE)
         grouped = self.kv_heads != self.heads

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,10 @@ from fp4train.models.common.layers import (
 from fp4train.models.common.operators import Fusible, Operation
 from fp4train.models.common.shape import DecoderShape
 from fp4train.models.common.stream import StreamTerms, handed_on
-from fp4train.parameters import (
-    INPUT,
-    ITSELF,
-    Computed,
-    ParameterSpec,
-    Split,
-    fed_by,
-    inside,
-    linear,
-    norm,
-)
-
-if TYPE_CHECKING:
-    from fp4train.nn.gated_mlp import FusedGatedMLP
+from fp4train.nn.fused_layers import LayerOutputs, ModuleOutput, outputs_of, takes_outputs
+from fp4train.nn.gated_mlp import GatedMLP
+from fp4train.nn.normed_linears import NormedLinears
+from fp4train.parameters import Computed, ParameterSpec, Split, inside, linear, norm
 
 MOST_LAYERS = 4096
 """Largest number of layers; the deepest models have some hundred."""
@@ -61,10 +51,6 @@ class RotaryShape(DecoderShape):
     qk_norm: bool = False
     rope_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
-
-    @property
-    def block_type(self) -> type[RotaryBlock]:
-        return RotaryBlock
 
     @property
     def residual_terms(self) -> int:
@@ -94,23 +80,19 @@ def gated_mlp_parameters(
     name: str,
     stored: str,
     places: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
-    *,
-    gate: bool = True,
 ) -> list[ParameterSpec]:
     """The parameters of a gated MLP.
 
     Args:
         stored: name of the module in a folder.
         places: names of its layers there.
-        gate: whether the module asks a producer for its gate, as `SwiGLU` does.
     """
     names = dict(zip(("gate", "up", "down"), places, strict=True))
-    gates = ITSELF if gate else ""
-    into = partial(linear, cut=Split.OUT, reads=INPUT, gates=gates, fused="gate and up")
+    into = partial(linear, cut=Split.OUT, fused="gate and up")
     specs = [
         *into("gate", names["gate"]),
         *into("up", names["up"]),
-        *linear("down", names["down"], cut=Split.IN, reads=gates),
+        *linear("down", names["down"], cut=Split.IN),
     ]
     return [*inside(name, stored, specs)]
 
@@ -130,22 +112,24 @@ def rotary_ends(shape: RotaryShape, *, copied: bool = False) -> list[ParameterSp
 class SwiGLU(Fusible, nn.Module):
     """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
 
-    producer: FusedGatedMLP | None = None
-    """Its layers as one, whose product is quantised where it is made; None: they are called one by
-    one.
-    """
+    input_layers = ("gate", "up")
+    """The layers that read x, and nothing else does."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
+        self.fused = GatedMLP(self)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        if self.producer is not None and (out := self.producer(x_BTD)) is not None:
-            return out
-        gate = self.gate(x_BTD)
-        up = self.up(x_BTD)
+    @takes_outputs
+    def forward(self, x_BTD: Tensor | LayerOutputs | ModuleOutput) -> Tensor:
+        if isinstance(x_BTD, ModuleOutput):
+            return x_BTD.tensor
+        fused = self.fused
+        if fused.enabled and (out := fused(x_BTD)) is not None:
+            return cast(Tensor, out)
+        gate, up = outputs_of(x_BTD, self.gate, self.up)
         product: Tensor = self.down(self.operators.silu_product(gate, up))
         return product
 
@@ -166,8 +150,8 @@ def rotary_block_parameters(
     return [
         norm("attention_norm", "input_layernorm.weight"),
         norm("mlp_norm", "post_attention_layernorm.weight"),
-        *fed_by("attention_norm", attention),
-        *fed_by("mlp_norm", mlp),
+        *attention,
+        *mlp,
     ]
 
 
@@ -185,7 +169,9 @@ class RotaryBlock(Fusible, nn.Module):
             qkv_bias=qkv_bias,
             qk_norm=shape.norm_eps if shape.qk_norm else None,
         )
+        self.attention_in = NormedLinears(self, "attention_norm", "attention")
         self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
+        self.mlp_in = NormedLinears(self, "mlp_norm", "mlp")
         self.mlp = mlp
 
     def fp4train_operations(self) -> Sequence[Operation]:
@@ -200,12 +186,12 @@ class RotaryBlock(Fusible, nn.Module):
         cache: KeyValues | None = None,
         mask: Tensor | None = None,
     ) -> Tensor | StreamTerms:
-        y_BTD, x_BTD = self.attention_norm.of_stream(stream)
+        y_BTD, x_BTD = self.attention_in(stream)
         mixed_BTD = self.attention(y_BTD, cos_TE, sin_TE, cache, mask)
-        y_BTD, x_BTD = self.mlp_norm.of_stream(StreamTerms(x_BTD, mixed_BTD))
+        y_BTD, x_BTD = self.mlp_in(StreamTerms(x_BTD, mixed_BTD))
         return handed_on(x_BTD, self.transformed(y_BTD, cos_TE.shape[0]))
 
-    def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
+    def transformed(self, x_BTD: Any, time: int) -> Tensor:
         """The MLP's output; `time` is T, which a tensor-parallel rank's share of the tokens does
         not tell.
         """

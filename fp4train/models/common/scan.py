@@ -24,6 +24,7 @@ from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import first_of_document, short_convolution
 from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.operators import Operation
+from fp4train.nn.fused_layers import LayerOutputs, outputs_of, takes_outputs
 
 STEP = (1e-3, 0.1)
 """The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section
@@ -173,6 +174,9 @@ class Mamba2(HoldsParts, nn.Module):
             none.
     """
 
+    input_layers = ("in_proj",)
+    """The layers that read x, and nothing else does."""
+
     def __init__(
         self,
         *,
@@ -234,9 +238,10 @@ class Mamba2(HoldsParts, nn.Module):
         per_token = self.chunk * (self.conv1d.weight.shape[0] + inner) // 2 + 2 * inner * self.state
         return -(-time // self.chunk) * self.chunk * per_token // time
 
+    @takes_outputs
     def forward(
         self,
-        u_BTD: Tensor,
+        u_BTD: Tensor | LayerOutputs,
         time: int,
         kept: ScanState | None = None,
         mask_BTT: Tensor | None = None,
@@ -252,14 +257,17 @@ class Mamba2(HoldsParts, nn.Module):
         document_BT = first_of_document(mask_BTT)
         inner = self.heads * self.head_dim
         mixed_size = sum(self.mixed_sizes)
-        projected_BTN = self.in_proj(u_BTD)
+        (projected_BTN,) = outputs_of(u_BTD, self.in_proj)
+        dtype = u_BTD.dtype if isinstance(u_BTD, Tensor) else projected_BTN.dtype
         projected_BTN = projected_BTN.view(-1, time, projected_BTN.shape[-1])
         z, mixed, dt = torch.split(projected_BTN, [inner, mixed_size, self.heads], -1)
         deterministic = torch.are_deterministic_algorithms_enabled()
         no_scan, no_convolution = self.missing
         fused = kept is None and no_scan is None
         fused = (
-            fused and scan_kernels.why_torch(self.kernels, u_BTD.device.type, deterministic) is None
+            fused
+            and scan_kernels.why_torch(self.kernels, projected_BTN.device.type, deterministic)
+            is None
         )
         convolves = fused and no_convolution is None
         if convolves and scan_kernels.why_torch_convolves(self.taps, mixed_size) is None:
@@ -297,7 +305,7 @@ class Mamba2(HoldsParts, nn.Module):
         y = (y + self.held(self.D)[:, None] * x).flatten(2) * F.silu(z.float())
         y = y.view(*y.shape[:2], self.groups, -1)
         y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
-        out: Tensor = self.out_proj((self.held(self.norm.weight) * y).to(u_BTD.dtype))
+        out: Tensor = self.out_proj((self.held(self.norm.weight) * y).to(dtype))
         return out
 
     def fp4train_operations(self) -> Sequence[Operation]:

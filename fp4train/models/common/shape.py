@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from torch import nn
-
 from fp4train.keys import CHANGES_DIGITS
 from fp4train.parameters import ONES, Initial, Normal, ParameterSpec, Split, Spread
 from fp4train.text import check_least
@@ -70,13 +68,6 @@ class DecoderShape:
     def rows(self, vocab_size: int) -> int:
         """Rows of embedding and head for a tokenizer of `vocab_size` ids."""
         return self.vocab_size or -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def block_type(self) -> type[nn.Module] | None:
-        """The class of blocks whose forward pass feeds layers as the table says
-        (`ParameterSpec.reads`); None: the table says nothing of it.
-        """
-        return None
 
     @property
     def residual_terms(self) -> int:

@@ -37,15 +37,15 @@ from fp4train.models.common.scan import STEP, Mamba2, ScanState, step_before_sof
 from fp4train.models.common.scan_kernels import CHOICES
 from fp4train.models.common.shape import DecoderShape, check_pattern
 from fp4train.models.common.stream import StreamTerms, handed_on
+from fp4train.nn.fused_layers import LayerOutputs, outputs_of, takes_outputs
+from fp4train.nn.normed_linears import NormedLinears
 from fp4train.parameters import (
-    INPUT,
     ONES,
     Initial,
     Numbered,
     ParameterSpec,
     Split,
     Uniform,
-    fed_by,
     inside,
     linear,
     norm,
@@ -124,7 +124,6 @@ class ScanShape:
                 "in_proj",
                 "in_proj",
                 cut=Split.OUT,
-                reads=INPUT,
                 segments=(inner, *mixed, self.heads),
                 counts=counts,
             ),
@@ -158,10 +157,6 @@ class Hybrid(DecoderShape):
         check_pattern(self.pattern, KINDS)
 
     @property
-    def block_type(self) -> type[HybridBlock]:
-        return HybridBlock
-
-    @property
     def residual_terms(self) -> int:
         return len(self.pattern)
 
@@ -173,12 +168,12 @@ class Hybrid(DecoderShape):
             "M": [*inside("mixer", "mixer", self.scan.parameters())],
             "*": attention_parameters("mixer", "mixer"),
             "-": [
-                *linear("mixer.up", "mixer.up_proj", cut=Split.OUT, reads=INPUT),
+                *linear("mixer.up", "mixer.up_proj", cut=Split.OUT),
                 *linear("mixer.down", "mixer.down_proj", cut=Split.IN),
             ],
         }
         for index, kind in enumerate(self.pattern):
-            block = [norm("norm", "norm.weight"), *fed_by("norm", mixers[kind])]
+            block = [norm("norm", "norm.weight"), *mixers[kind]]
             yield from inside(f"blocks.{index}", f"backbone.layers.{index}", block)
 
     def build(self, *, vocab_size: int, seq_len: int) -> HybridModel:
@@ -200,8 +195,13 @@ class SquaredReluMLP(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        out: Tensor = self.down(F.relu(self.up(x_BTD)).square())
+    input_layers = ("up",)
+    """The layers that read x, and nothing else does."""
+
+    @takes_outputs
+    def forward(self, x_BTD: Tensor | LayerOutputs) -> Tensor:
+        (up,) = outputs_of(x_BTD, self.up)
+        out: Tensor = self.down(F.relu(up).square())
         return out
 
 
@@ -212,7 +212,7 @@ class HybridBlock(nn.Module):
         super().__init__()
         self.kind = kind
         self.norm = RMSNorm(shape.width, eps=shape.norm_eps)
-        self.mixer: nn.Module
+        self.mixer: Mamba2 | Attention | SquaredReluMLP
         if kind == "M":
             self.mixer = Mamba2(width=shape.width, eps=shape.norm_eps, **asdict(shape.scan))
         elif kind == "*":
@@ -224,6 +224,7 @@ class HybridBlock(nn.Module):
             )
         else:
             self.mixer = SquaredReluMLP(shape.width, shape.hidden)
+        self.mixer_in = NormedLinears(self, "norm", "mixer")
 
     def forward(
         self,
@@ -232,7 +233,7 @@ class HybridBlock(nn.Module):
         kept: Any = None,
         mask_BTT: Tensor | None = None,
     ) -> Tensor | StreamTerms:
-        y, x_BTD = self.norm.of_stream(stream)
+        y, x_BTD = self.mixer_in(stream)
         if self.kind == "-":
             y = self.mixer(y)
         elif self.kind == "M":

@@ -35,8 +35,8 @@ from fp4train.models.common.convolution import (
 )
 from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.operators import rotate
+from fp4train.nn.fused_layers import LayerOutputs, outputs_of, takes_outputs
 from fp4train.parameters import (
-    INPUT,
     ZEROS,
     Normal,
     ParameterSpec,
@@ -92,7 +92,7 @@ class FilterShape:
         if kind == "*":
             heads = (("heads", "model.heads"),)
             return [
-                *linear("qkv", "inner_mha_cls.Wqkv", cut=Split.OUT, reads=INPUT, counts=heads),
+                *linear("qkv", "inner_mha_cls.Wqkv", cut=Split.OUT, counts=heads),
                 *linear("out_proj", "inner_mha_cls.out_proj", cut=Split.IN, bias=True),
             ]
         shortest, longest = map(math.log, TIMES)
@@ -100,9 +100,7 @@ class FilterShape:
         rows = partial(ParameterSpec, cut=Split.ROWS)
         filters = partial(rows, elementwise=True)
         specs = [
-            *linear(
-                "in_proj", "projections", cut=Split.OUT, reads=INPUT, initial=Normal(width**-0.5)
-            ),
+            *linear("in_proj", "projections", cut=Split.OUT, initial=Normal(width**-0.5)),
             filters(
                 name="featuriser",
                 stored="filter.short_filter_weight",
@@ -147,6 +145,9 @@ class GatedConvolution(HoldsParts, nn.Module):
     their own.
     """
 
+    input_layers = ("in_proj",)
+    """The layers that read x, and nothing else does."""
+
     def __init__(self, width: int, kind: str, filters: FilterShape) -> None:
         super().__init__()
         self.kind = kind
@@ -172,9 +173,10 @@ class GatedConvolution(HoldsParts, nn.Module):
             return 0
         return self.out_proj.weight.shape[1] * transformed(time, taps)
 
+    @takes_outputs
     def forward(
         self,
-        x_BTD: Tensor,
+        x_BTD: Tensor | LayerOutputs,
         time: int,
         kept: ConvolutionState | None = None,
         mask_BTT: Tensor | None = None,
@@ -188,9 +190,10 @@ class GatedConvolution(HoldsParts, nn.Module):
             time: T.
         """
         document_BT = first_of_document(mask_BTT)
-        projected = self.in_proj(x_BTD).float()
+        (projected,) = outputs_of(x_BTD, self.in_proj)
+        dtype = x_BTD.dtype if isinstance(x_BTD, Tensor) else projected.dtype
         features, window = short_convolution(
-            projected.view(-1, time, projected.shape[-1]),
+            projected.float().view(-1, time, projected.shape[-1]),
             self.held(self.featuriser)[:, 0],
             window_BKC=None if kept is None else kept.features_BKC,
             document_BT=document_BT,
@@ -202,7 +205,7 @@ class GatedConvolution(HoldsParts, nn.Module):
         y = (self._long if self.kind == "H" else self._explicit)(u, kept, document_BT)
         if self.direct is not None:
             y = y + self.held(self.direct) * u
-        out: Tensor = self.out_proj((q * y).to(x_BTD.dtype))
+        out: Tensor = self.out_proj((q * y).to(dtype))
         return out
 
     def _explicit(
@@ -253,6 +256,9 @@ class FusedAttention(nn.Module):
         head_dim: elements of a head.
     """
 
+    input_layers = ("qkv",)
+    """The layers that read x, and nothing else does."""
+
     def __init__(self, *, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
         self.heads = heads
@@ -264,9 +270,10 @@ class FusedAttention(nn.Module):
         """Multiplications per token of q·kᵀ and p·v, half of each square."""
         return self.out_proj.weight.shape[1] * time
 
+    @takes_outputs
     def forward(
         self,
-        x_BTD: Tensor,
+        x_BTD: Tensor | LayerOutputs,
         cos_TE: Tensor,
         sin_TE: Tensor,
         kept: KeyValues | None,
@@ -277,7 +284,8 @@ class FusedAttention(nn.Module):
         are this rank's rows [B·T / p, D].
         """
         time = cos_TE.shape[0]
-        heads = self.qkv(x_BTD).view(-1, time, self.heads, 3, self.head_dim)
+        (heads,) = outputs_of(x_BTD, self.qkv)
+        heads = heads.view(-1, time, self.heads, 3, self.head_dim)
         q, k, v = heads.transpose(1, 2).unbind(-2)
         q = rotate(q, cos_TE, sin_TE)
         k = rotate(k, cos_TE, sin_TE)

@@ -39,7 +39,9 @@ from fp4train.models.hyena.mixer import (
     FusedAttention,
     GatedConvolution,
 )
-from fp4train.parameters import ParameterSpec, fed_by, inside, norm
+from fp4train.nn.fused_layers import LayerOutputs, outputs_of, takes_outputs
+from fp4train.nn.normed_linears import NormedLinears
+from fp4train.parameters import ParameterSpec, inside, norm
 from fp4train.text import check_choice, check_least
 
 GELU = ("first", "all")
@@ -94,10 +96,6 @@ class Hyena(DecoderShape):
             )
 
     @property
-    def block_type(self) -> type[HyenaBlock]:
-        return HyenaBlock
-
-    @property
     def residual_terms(self) -> int:
         return 2 * len(self.pattern)
 
@@ -109,10 +107,8 @@ class Hyena(DecoderShape):
             block = [
                 norm("norm", "pre_norm.scale"),
                 norm("mlp_norm", "post_norm.scale"),
-                *fed_by(
-                    "mlp_norm", gated_mlp_parameters("mlp", "mlp", ("l1", "l2", "l3"), gate=False)
-                ),
-                *fed_by("norm", inside("mixer", "", self.filters.parameters(kind, self.width))),
+                *gated_mlp_parameters("mlp", "mlp", ("l1", "l2", "l3")),
+                *inside("mixer", "", self.filters.parameters(kind, self.width)),
             ]
             yield from inside(f"blocks.{index}", f"blocks.{index}", block)
 
@@ -131,7 +127,7 @@ class RootNorm(StreamNorm):
     """w ⊙ x / (√(mean(x²)) + ε), computed in float32."""
 
     source = "root"
-    """The kind of its source (`SourceTensors`): ε is outside of the root."""
+    """ε is outside of the root."""
 
     def normalised(self, x: Tensor) -> Tensor:
         assert self.eps is not None
@@ -142,8 +138,11 @@ class RootNorm(StreamNorm):
         return y
 
 
-class GatedMLP(nn.Module):
+class HyenaMLP(nn.Module):
     """w_down·(a(w_gate·x) ⊙ w_up·x); a is GELU, or nothing."""
+
+    input_layers = ("gate", "up")
+    """The layers that read x, and nothing else does."""
 
     def __init__(self, width: int, hidden: int, *, gelu: bool) -> None:
         super().__init__()
@@ -152,9 +151,10 @@ class GatedMLP(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        gate = self.gate(x_BTD)
-        out: Tensor = self.down((F.gelu(gate) if self.gelu else gate) * self.up(x_BTD))
+    @takes_outputs
+    def forward(self, x_BTD: Tensor | LayerOutputs) -> Tensor:
+        gate, up = outputs_of(x_BTD, self.gate, self.up)
+        out: Tensor = self.down((F.gelu(gate) if self.gelu else gate) * up)
         return out
 
 
@@ -172,8 +172,10 @@ class HyenaBlock(nn.Module):
             )
         else:
             self.mixer = GatedConvolution(shape.width, self.kind, shape.filters)
+        self.mixer_in = NormedLinears(self, "norm", "mixer")
         self.mlp_norm = RootNorm(shape.width, eps=shape.norm_eps)
-        self.mlp = GatedMLP(shape.width, shape.hidden, gelu=index == 0 or shape.gelu == "all")
+        self.mlp = HyenaMLP(shape.width, shape.hidden, gelu=index == 0 or shape.gelu == "all")
+        self.mlp_in = NormedLinears(self, "mlp_norm", "mlp")
 
     def forward(
         self,
@@ -183,12 +185,12 @@ class HyenaBlock(nn.Module):
         kept: Any = None,
         mask_BTT: Tensor | None = None,
     ) -> Tensor | StreamTerms:
-        y, x_BTD = self.norm.of_stream(stream)
+        y, x_BTD = self.mixer_in(stream)
         if isinstance(self.mixer, FusedAttention):
             y = self.mixer(y, cos_TE, sin_TE, kept, mask_BTT)
         else:
             y = self.mixer(y, cos_TE.shape[0], kept, mask_BTT)
-        y, x_BTD = self.mlp_norm.of_stream(StreamTerms(x_BTD, y))
+        y, x_BTD = self.mlp_in(StreamTerms(x_BTD, y))
         return handed_on(x_BTD, self.mlp(y))
 
     def cache(self, length: int) -> KeyValues | ConvolutionState:

@@ -157,6 +157,13 @@ def tensor_of(prepared: Prepared, dtype: torch.dtype) -> Tensor:
     return prepared.tensor(dtype)
 
 
+def summed_parameter(call: Call, w_NK: Tensor) -> Tensor:
+    """The argument w of `sum_so_far` for a weight that a call multiplies."""
+    if call.parameter is not None and is_sharded(call.parameter):
+        return call.parameter
+    return w_NK
+
+
 class Gemms(Executor):
     """The GEMMs of one layer, ready to run: its plan with backends and quantizers looked up.
 
@@ -366,10 +373,7 @@ class LayerFunction(torch.autograd.Function):
         ctx.save_for_backward(None if call.gradients.x is None else w_NK, *tensors)
         ctx.call = call
         if call.executor.adds:
-            if call.parameter is not None and is_sharded(call.parameter):
-                ctx.w = call.parameter
-            else:
-                ctx.w = w_NK
+            ctx.w = summed_parameter(call, w_NK)
         return y_MN
 
     @staticmethod

@@ -9,7 +9,7 @@ again then, and leaves dw in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from fp4train.backends import (
     add_product,
     widened,
 )
+from fp4train.backends.protocol import Forms
 from fp4train.backends.table import FORMS
 from fp4train.nn.call import Biases, Call, CalledLayer, Counts, Executor, Route, Sums, Weights
 from fp4train.nn.executors.gemms import (
@@ -151,10 +152,14 @@ class BackendLayer(Executor):
 
     @cached_property
     def x(self) -> TensorForms:
-        """x as codes that are made elsewhere (`nn/produced.py`): both forms, with scales in
+        """x as codes that are made elsewhere (`nn/fused_layers.py`): both forms, with scales in
         tiles.
         """
         return self._given("x")
+
+    def given(self, forms: Forms, shape: Sequence[int]) -> Tensor:
+        """See `Sources.given`."""
+        return self.backend.sources.given(forms, shape)
 
     @cached_property
     def dy(self) -> TensorForms:
@@ -194,6 +199,16 @@ class BackendLayer(Executor):
         w_NK, into = self._summed(weights[0], values=codes is None)
         readers = max(1, len(self.plan.readers))
         return self.multiplied(layer, x_MK, w_NK, biases[0], now, into, readers, codes=codes)
+
+    def of_codes(
+        self, layer: CalledLayer, codes_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, now: State
+    ) -> Tensor:
+        """The result of a call whose x is the backend's tensor of codes, which is this layer's
+        alone.
+        """
+        codes = self._codes(layer, w_NK, now)
+        w_NK, into = self._summed(w_NK, values=codes is None)
+        return self.multiplied(layer, codes_MK, w_NK, bias_N, now, into, 0, codes=codes)
 
     @cached_property
     def w(self) -> tuple[WeightForm, WeightForm]:
@@ -245,7 +260,7 @@ class BackendLayer(Executor):
 
         Args:
             into: see `LayerKernels`; None: autograd has dw.
-            readers: layers that read this x, each in a call of its own.
+            readers: layers that read this x, each in a call of its own; 0: x is this one's codes.
             parts: the parameters that w is the rows of; none: it is one.
             codes: codes of the weight, see `LayerKernels`.
         """
@@ -254,8 +269,7 @@ class BackendLayer(Executor):
             step = context.run_step
         else:
             step = None
-        shares = context is not None and (readers > 1 or self.backend.name in context.shared)
-        if context is not None and shares:
+        if context is not None and readers and (readers > 1 or self.backend.name in context.shared):
             of_x = Readers(context.shared, readers)
         else:
             of_x = None

@@ -38,8 +38,8 @@ from fp4train.config.schema import TrainSettings
 from fp4train.hardware import Device
 from fp4train.models.llama import Llama
 from fp4train.nn import operands, scaling, weight_form, weights
+from fp4train.nn.normed_linears import NormedLinears
 from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.produced import NormProducer
 from fp4train.precision import MXFP8, NVFP4
 from fp4train.precision.context import autocast
 from fp4train.precision.layers import find_layers
@@ -148,18 +148,17 @@ def noted(self: Any, *pointers: Any, **words: Any) -> Any:
 
 
 triton_launch.Launch.__call__ = noted  # type: ignore[method-assign]
-call = NormProducer.__call__
+forward = NormedLinears.forward
 
 
-def counted(
-    self: NormProducer, x: Tensor, weight: Tensor, eps: float, change: Tensor | None = None
-) -> Any:
-    made = call(self, x, weight, eps, change)
-    launched.extend(["sums"] * (made is not None and change is not None and not self.by_backend))
-    return made
+def counted(self: NormedLinears, stream: Any) -> Any:
+    outputs, h = forward(self, stream)
+    fused = isinstance(stream, tuple) and isinstance(outputs, tuple)
+    launched.extend(["sums"] * (fused and not self.by_backend))
+    return outputs, h
 
 
-NormProducer.__call__ = counted  # type: ignore[method-assign]
+NormedLinears.forward = counted  # type: ignore[method-assign]
 for module in (operands, scaling, sharded, weight_form, weights):
     module.quantizer = lambda spec, device: quantizer(spec, device, "triton")  # type: ignore[attr-defined]
 TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))

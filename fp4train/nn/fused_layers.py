@@ -1,52 +1,42 @@
-"""Norms whose results are quantised where they are made, and what gates have in common with them
-(`gated_mlp.py`): layers that read one get its codes, and the result in BF16 is neither written nor
-read (`quantize/produced.py`).
+"""Norms and gates whose results are quantised where they are made: the layers that read one get its
+codes, and the result in BF16 is neither written nor read (`quantize/produced.py`).
 
     h ─ RMSNorm ─ x ─ layers    x's codes from h, weight and the 1/√(mean + ε) of each token; h may be
                                 the sum of a residual stream and its change, and goes on as the
                                 stream
 
-The graph of autograd is that of the model, but that the residual stream goes through the norm: its
-sum is made in the kernel that normalises, and the gradients of both its readers are added in that
-of the norm's backward pass. In the place of x stands a *carrier*: one NaN, expanded to the shape of
-x, so that whatever would read it by mistake shows. The layers find the codes where those of a
-tensor that several layers read lie, in the context's cache. A layer whose GEMMs a backend runs
-together (Transformer Engine) gets the codes as the backend's own tensor, also as its gradient;
-where a kernel of the backend writes codes alone, it makes them (`backend_sources.py`), and the sum
-and that of its gradients are torch's.
+Such a module has norm or gate and the layers around it in one autograd function, whose context has
+the codes (`normed_linears.py`, `gated_mlp.py`). Layers whose GEMMs a backend runs together
+(Transformer Engine) get the codes as the backend's own tensor (`backend_sources.py`).
 
 Whether it can be done is asked in each call, of the executors that the layers hold then
-(`why_not`), and of the call itself: no gradients, torch.compile, torch.autocast, hooks that watch a
-layer, and anomaly detection leave norms and gates to the model, with the same numbers but for the
-last digits of 1/√(mean + ε).
+(`why_not`), and of the call itself: no gradients, torch.compile, torch.autocast, hooks, and anomaly
+detection leave norms and gates to the model, with the same numbers but for the last digits of
+1/√(mean + ε).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fp4train.backends import Prepared
-from fp4train.backends.protocol import Forms
 from fp4train.nn import backend_sources
-from fp4train.nn.backend_sources import carrier_of, matrix
 from fp4train.nn.call import Call, Executor
 from fp4train.nn.executors.gemms import Gemms, torch_autocasts
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.operands import TensorForms
-from fp4train.nn.planned import PlannedLayer, is_watched
+from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import State
 from fp4train.quantize import produced
 from fp4train.quantize.produced import SourceTensors
-from fp4train.quantize.quantizer import PLAIN
 
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 FormPair = tuple[Prepared, Prepared]
-TensorPair = tuple[Tensor, Tensor]
 CodeReader = Gemms | BackendLayer
 """Executors that take codes; those of subclasses do not."""
 
@@ -162,39 +152,108 @@ def forms_from(
     )
 
 
-class Producer:
+class LayerOutputs(NamedTuple):
+    """What stands for the input of a module: the outputs of the layers that read it."""
+
+    tensors: tuple[Tensor, ...]
+
+
+class ModuleOutput(NamedTuple):
+    """What stands for the input of a module: its output."""
+
+    tensor: Tensor
+
+
+def takes_outputs(forward: _Forward) -> _Forward:
+    """Mark the forward pass of a module that takes `LayerOutputs` in the place of its input, and
+    `ModuleOutput` if it is a gated MLP.
+    """
+    forward.takes_outputs = True  # type: ignore[attr-defined]
+    return forward
+
+
+def outputs_of(x: Tensor | LayerOutputs, *layers: nn.Module) -> Sequence[Tensor]:
+    """The outputs of the layers that read x."""
+    if isinstance(x, LayerOutputs):
+        return x.tensors
+    return [layer(x) for layer in layers]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anybody registered a hook on a module, or on all modules: its input, output and
+    gradients must be true tensors then. torch has no public way to ask.
+    """
+    everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+    return bool(
+        everywhere
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+class FusedLayers(nn.Module):
     """A norm or gate that quantises its result for the layers that read it.
 
+    Parameters and layers are those of other modules, and not registered here.
+
     Args:
-        readers: layers that read it, and alone do.
-        writers: layers whose outputs it is made of, if their gradients are to be quantised here,
-            too.
-        kind: kind of the source (`SourceTensors`).
+        holder: the module that has them.
+
+    Attributes:
+        enabled: whether it may; else the model's modules are called one by one.
+        asked: whether the model has asked it for a result, which it may have declined.
+        by_backend: whether it quantises in a backend's own kernels.
     """
 
-    def __init__(
-        self,
-        readers: Sequence[PlannedLayer],
-        writers: Sequence[PlannedLayer] = (),
-        kind: str = "norm",
-    ) -> None:
-        self.readers, self.writers, self.kind = tuple(readers), tuple(writers), kind
-        self._seen: tuple[Executor | None, ...] = ()
-        self._runs = self.by_backend = False
-        """Whether it quantises its result, and whether in a backend's own kernels."""
+    def __init__(self, holder: nn.Module) -> None:
+        super().__init__()
+        self._holder = (holder,)  # in a tuple, which registers no module
+        self.enabled = False
         self.asked = False
-        """Whether the model has asked it for a result, which it may have declined."""
+        self.by_backend = False
+        self._seen: tuple[Executor | None, ...] = ()
+        self._runs = False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_seen": (), "_runs": False}
+
+    @property
+    def kind(self) -> str:
+        """The kind of the source (`SourceTensors`); "": no kernel reads it."""
+        raise NotImplementedError
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that computes the result otherwise, and names it in a plan."""
+        return self._holder[0]
+
+    @property
+    def readers(self) -> tuple[Any, ...]:
+        """The layers that read the result, and alone do."""
+        raise NotImplementedError
+
+    @property
+    def writers(self) -> tuple[Any, ...]:
+        """Layers whose outputs it is made of, if their gradients are quantised here, too."""
+        return ()
+
+    def why_never(self) -> str | None:
+        """Why the modules that it is made of take no codes, whatever their plan; None: they do."""
+        for layer in (*self.readers, *self.writers):
+            if not isinstance(layer, PlannedLayer):
+                return f"a module that takes no codes ({type(layer).__name__}) reads the same"
+        return None
 
     def resolve(self, executors: Sequence[Executor], *, here: bool = True) -> str | None:
         """Why it does not quantise its result for layers with these executors, those of the readers
         first (`why_not`); else decide whether a backend's own kernels do.
         """
-        readers = executors[: len(self.readers)]
-        writers = executors[len(self.readers) :]
-        if (reason := why_not(readers, writers, self.kind, here=here)) is None:
+        count = len(self.readers)
+        readers = executors[:count]
+        reason = why_not(readers, executors[count:], self.kind, here=here)
+        if reason is None:
             self.by_backend = _why_not_by_backend(readers, self.kind, here=here) is None
         return reason
 
@@ -202,7 +261,6 @@ class Producer:
         """(the executors of readers and writers, the state of this thread) where codes can be made
         from tensors like x.
         """
-        self.asked = True
         if (
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
@@ -213,8 +271,8 @@ class Producer:
             or torch.is_anomaly_enabled()
         ):
             return None
-        layers = self.readers + self.writers
-        if not all(layer.weight.requires_grad for layer in layers) or any(map(is_watched, layers)):
+        layers: tuple[PlannedLayer, ...] = self.readers + self.writers
+        if not all(layer.weight.requires_grad for layer in layers) or any(map(has_hooks, layers)):
             return None
         candidates = [layer.executor_now(x.device, x.dtype) for layer in layers]
         executors = tuple(executor for executor, _ in candidates)
@@ -229,89 +287,3 @@ class Producer:
         if why_padded(ready_executors, x.numel() // x.shape[-1]) is None:
             return (ready_executors, candidates[0][1])
         return None
-
-
-class NormProducer(Producer):
-    """RMSNorm, or one of the kind "root"."""
-
-    def __call__(
-        self, x: Tensor, weight: Tensor, eps: float, change: Tensor | None = None
-    ) -> TensorPair | None:
-        """(A carrier of the norm of h = x + change, or of h = x, and h, for who reads the residual
-        stream after the norm); None: it cannot be made here.
-        """
-        executors = self.ready(x)
-        if (
-            type(weight) not in PLAIN
-            or executors is None
-            or not (change is None or _adds(x, change))
-        ):
-            return None
-        readers, now = executors
-        if self.by_backend:
-            h = x if change is None else x + change
-            return backend_sources.norm(h, weight, eps, readers[0], now), h
-        pair: TensorPair = _Norm.apply(
-            x, change, weight, eps, self.kind, code_reader(readers[0]), now
-        )  # type: ignore[no-untyped-call]
-        return pair
-
-
-def _adds(x: Tensor, change: Tensor) -> bool:
-    """Whether a kernel adds the change to x."""
-    return (type(change), change.dtype, change.shape) == (type(x), x.dtype, x.shape)
-
-
-def provide(source: SourceTensors, executor: CodeReader, now: State, like: Tensor) -> Tensor:
-    """Quantise x of a source for the layers that read it next, and return its carrier."""
-    (forms,) = forms_from(source, executor, "x", (None,))
-    carrier = carrier_of(like)
-    assert now.context is not None
-    x_MK = carrier.reshape(-1, like.shape[-1])
-    if isinstance(executor, BackendLayer):
-        sources = executor.backend.sources
-        sources.give(
-            now.context.shared, x_MK, executor.table, sources.given(cast(Forms, forms), x_MK.shape)
-        )
-        return carrier
-    now.context.shared["input"] = (executor.x.wants[True], x_MK._version, x_MK, forms)
-    return carrier
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        change: Tensor | None,
-        weight_K: Tensor,
-        eps: float,
-        kind: str,
-        executor: CodeReader,
-        now: State,
-    ) -> TensorPair:
-        h = x if change is None else x.new_empty(x.shape)
-        terms = () if change is None else (x, change)
-        h_MK = matrix(h)
-        rstd_M = torch.empty(h_MK.shape[0], dtype=torch.float32, device=h.device)
-        source = SourceTensors(kind, (h_MK, weight_K.detach(), rstd_M, *map(matrix, terms)), eps)
-        carrier = provide(source, executor, now, h)
-        ctx.save_for_backward(h, weight_K, rstd_M)
-        ctx.set_materialize_grads(False)
-        ctx.backward_of = partial(produced.norm_backward, outside=eps if kind == "root" else 0.0)
-        return carrier, h
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, added: Tensor | None) -> tuple[Tensor | None, ...]:
-        dh = added
-        dweight = None
-        if dy is not None:
-            h, weight_K, rstd_M = ctx.saved_tensors
-            added_MK = None if added is None else matrix(added)
-            dh, dweight = ctx.backward_of(
-                matrix(dy), matrix(h), weight_K.detach(), rstd_M, added_MK=added_MK
-            )
-            dh = dh.view(h.shape)
-            dweight = dweight.to(weight_K.dtype)
-        return dh, dh if ctx.needs_input_grad[1] else None, dweight, None, None, None, None
