@@ -19,13 +19,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
 from fp4train import __version__
-from fp4train.config.binding import flattened
-from fp4train.errors import OlderForm, UserError
+from fp4train.config.binding import bind, flattened
+from fp4train.errors import OlderForm, UserError, user_errors
 from fp4train.files import Folder
 from fp4train.run.record import directory as run_directory
 from fp4train.run.supervise.ledger import BAR
@@ -40,6 +40,8 @@ FORMAT = 3
 SHOWN = 4
 LENGTH = 24
 """Differences that a message names, and characters of a value in it."""
+
+T = TypeVar("T")
 
 Reading = dict[str, Any]
 """A measurement: plain JSON values, all numbers finite."""
@@ -108,6 +110,16 @@ class StudyRecord:
 
     def __getitem__(self, key: str) -> Reading:
         return self.known[key]
+
+    def bound(self, key: str, kind: type[T]) -> T:
+        """The values of a measurement as an object of class `kind`.
+
+        Raises:
+            UserError: they are not of such an object.
+        """
+        with user_errors(UserError, before=f"{self.path}: ", after=f"; {REMEDY}"):
+            values: T = bind(self.known[key], kind, key)
+        return values
 
     def add(self, key: str, values: Reading) -> Reading:
         """Record a finished measurement; returns the values as they will be read back.

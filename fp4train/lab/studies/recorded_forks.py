@@ -27,6 +27,8 @@ class Forks:
         self.base = base
         self.record = record
         self.threads = self._threads(request.processes)
+        self._bound: dict[str, Fork] = {}
+        """Key → fork, of those that were read."""
 
     def _threads(self, processes: int) -> int:
         """The threads of each process; a study that goes on keeps those that it began with."""
@@ -44,10 +46,13 @@ class Forks:
 
     def of(self, key: str, count: int) -> list[Fork | None]:
         """The first `count` forks of a candidate; None for one that is not recorded."""
-        keys = [f"{key}/{number}" for number in range(count)]
-        return [
-            Fork(**self.record[fork_key]) if fork_key in self.record else None for fork_key in keys
-        ]
+        return [self._fork(f"{key}/{number}") for number in range(count)]
+
+    def _fork(self, key: str) -> Fork | None:
+        """A fork by its key in the record; None where it is not recorded."""
+        if key not in self._bound and key in self.record:
+            self._bound[key] = self.record.bound(key, Fork)
+        return self._bound.get(key)
 
     @property
     def recorded(self) -> int:

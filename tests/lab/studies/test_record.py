@@ -11,6 +11,7 @@ import pytest
 
 from fp4train.errors import UserError
 from fp4train.lab.studies import record
+from fp4train.lab.studies.forks import Fork
 from fp4train.lab.studies.record import MEASUREMENTS, open_record, study_progress
 from fp4train.track import MetricsLog
 
@@ -44,6 +45,27 @@ def test_a_last_line_that_a_kill_tore_is_measured_again(tmp_path: Path) -> None:
         assert list(record.known) == ["a"]
         record.add("b", {"nmse": [5e-324], "loss": -0.0})
     assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"recipe": "low"}, "bf16/0.recipe='low' must be a number or null"),
+        ({"parts": [0.5, None]}, r"bf16/0.parts\[1\]=null must be a number"),
+        ({"loss": 0.5}, "unknown key 'bf16/0.loss'"),
+    ],
+)
+def test_a_fork_that_is_none_is_named_by_its_key_in_the_record(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    fork = {"recipe": 2.5, "high": 2.25, "train": 2.75, "problem": None, "seconds": 1.0}
+    with open_record(tmp_path, WHO, 200) as record:
+        record.add("nvfp4/0", {**fork, "parts": [2.5, 1 / 3]})
+        record.add("bf16/0", {**fork, **values})
+    with open_record(tmp_path, WHO, 200) as record:
+        assert record.bound("nvfp4/0", Fork) == Fork(**fork, parts=(2.5, 1 / 3))
+        with pytest.raises(UserError, match=f"{message}.*; remove the file to measure anew"):
+            record.bound("bf16/0", Fork)
 
 
 @pytest.mark.parametrize(
