@@ -361,7 +361,12 @@ def decode(codes: Tensor, fmt: ElementFormat, dtype: torch.dtype = torch.float32
     if fmt.float8 is not None:
         return codes.contiguous().view(fmt.float8).to(dtype)
     code = codes.to(torch.int32)
-    values = magnitude(code & (fmt.sign_bit - 1), fmt)
+    unsigned = code & (fmt.sign_bit - 1)
+    values = magnitude(unsigned, fmt)
+    if fmt.has_nan:
+        values = torch.where(unsigned > fmt.last_number_code, math.nan, values)
+    if fmt.has_inf:
+        values = torch.where(unsigned == fmt.infinity_code, math.inf, values)
     return torch.where((code & fmt.sign_bit) > 0, -values, values).to(dtype)
 
 

@@ -59,11 +59,10 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
         return reason
     if device_type != "cpu":
         return f"x is on {device_type}, the C kernels run on CPUs"
-    if spec.format not in cpu.ELEMENTS:
-        return (
-            f"element={spec.element!r} has no C kernel (known: "
-            f"{', '.join(fmt.name for fmt in cpu.ELEMENTS)})"
-        )
+    try:
+        cpu.element_number(spec.format)
+    except ValueError as error:
+        return str(error)
     for field, kernel_values in _KNOWN.items():
         if (value := getattr(spec, field)) not in kernel_values:
             return (
@@ -185,7 +184,7 @@ class CpuQuantizer(Quantizer):
         self.reads_columns = block[0] == 1 and block[1] in cpu.COLUMN_BLOCKS
         """Whether a kernel supports the strided axis of x.T: only for narrow blocks of one row."""
         self.scheme = cpu.SCHEME.pack(
-            cpu.ELEMENTS[spec.format],
+            cpu.element_number(spec.format),
             cpu.SCALES[spec.scale],
             cpu.SCALE_ROUNDINGS[spec.scale_rounding],
             cpu.FOUR_OVER_SIX[spec.four_over_six] or cpu.FORMULAS[spec.formula],

@@ -248,16 +248,14 @@ class TritonQuantizer(Quantizer):
             self._check_spec(quantized)
         if self._whole or quantized.tiled or 0 in quantized.shape:
             return quantized.decoded()
+        codes = quantized.codes.contiguous()
+        scales = quantized.scales.contiguous()
         if spec.format.packed:
-            codes = quantized.codes.view(torch.int32)
-        else:
-            codes = quantized.codes
+            codes = codes.view(torch.int32)
         width = operand_width(spec, quantized.shape[1])
         dtype = triton_launch.values_dtype(spec)
         out = torch.empty(codes.shape[0], width, dtype=dtype, device=codes.device)
-        self._planned(triton_launch.plan_decode, codes, quantized.scales.shape[1], width)(
-            codes, quantized.scales, out
-        )
+        self._planned(triton_launch.plan_decode, codes, scales.shape[1], width)(codes, scales, out)
         return Decoded(out, quantized.global_decode())
 
     def amax(

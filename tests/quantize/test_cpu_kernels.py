@@ -30,11 +30,42 @@ from golden import load_golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp4train.formats import ElementFormat
 from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
-from fp4train.quantize import Hadamard, QuantSpec
+from fp4train.quantize import Hadamard, QuantSpec, register
 
-ELEMENTS = ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")
+OWN = tuple(
+    ElementFormat(
+        name=f"own_e{exponent}m{mantissa}{'_nan' * has_nan}",
+        exponent_bits=exponent,
+        mantissa_bits=mantissa,
+        bias=bias,
+        has_nan=has_nan,
+    )
+    for exponent, mantissa, bias, has_nan in (
+        (1, 0, 1, False),
+        (2, 0, -3, False),
+        (3, 0, 3, False),
+        (0, 3, 1, False),
+        (1, 2, 0, True),
+        (2, 2, 1, False),
+        (4, 2, 7, True),
+        (0, 7, 1, False),
+        (1, 6, 0, False),
+        (3, 4, 20, True),
+        (5, 2, -10, False),
+        (6, 1, 31, True),
+    )
+)
+"""Formats of a user's own, of each width."""
+OWN_NAMES = tuple(fmt.name for fmt in OWN)
+ELEMENTS = ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2", "e1m2", "int4", *OWN_NAMES)
+
+
+@pytest.fixture(autouse=True)
+def own_formats() -> None:
+    register(*OWN)
 
 
 @st.composite

@@ -75,6 +75,15 @@ def test_the_values_of_a_format_give_the_format_back(
     ] == magnitudes
 
 
+@pytest.mark.parametrize("has_inf", [False, True])
+def test_codes_of_nan_and_infinity_decode_as_the_table_says(has_inf: bool) -> None:
+    fmt = own(exponent_bits=4, mantissa_bits=2, bias=7, has_nan=True, has_inf=has_inf)
+    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8)
+    torch.testing.assert_close(
+        decode(codes, fmt), torch.tensor(values_of(fmt)), rtol=0, atol=0, equal_nan=True
+    )
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -25,7 +25,7 @@ from typing import Final
 
 import torch
 
-from fp4train.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from fp4train.formats import E2M1, E2M3, E3M2, E4M3, E5M2, ElementFormat
 
 INSTRUCTION_SETS: Final = ("plain", "avx2", "avx512")
 """Instruction sets, slowest first."""
@@ -70,6 +70,9 @@ of block_rows.
 STREAM_BYTES: Final = 1 << 24
 """Larger outputs bypass the caches, which could not hold them."""
 
+LARGEST_BIAS: Final = 63
+"""Of a format whose number holds its fields."""
+
 LAYOUT = 3
 VERSION = 4
 """Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of
@@ -108,6 +111,26 @@ FUSED: Final = Struct("=3if3q6Q")
 float32 and not BF16, heads of a token, eps; tokens of a sequence, rows, columns; addresses, of what
 is read first.
 """
+
+
+def element_number(fmt: ElementFormat) -> int:
+    """The number of an element format: that of `ELEMENTS`, or one that holds the fields, as
+    csrc/job.h has them.
+
+    Raises:
+        ValueError: the kernels know no such format; the message says why.
+    """
+    if fmt in ELEMENTS:
+        return ELEMENTS[fmt]
+    if fmt.has_inf or fmt.bits > 8 or abs(fmt.bias) > LARGEST_BIAS:
+        raise ValueError(
+            f"element={fmt.name!r} has no C kernel: known are {', '.join(f.name for f in ELEMENTS)}, "
+            f"and formats without infinity of 8 bits at most with a bias from -{LARGEST_BIAS} to "
+            f"{LARGEST_BIAS}"
+        )
+    fields = fmt.mantissa_bits << 8 | fmt.bits << 12 | fmt.has_nan << 16 | (fmt.bias + 64) << 20
+    return 1 << 6 | fields
+
 
 NO_RANDOM: Final = bytes(24)
 """The words of a `RandomKey` for nearest rounding."""

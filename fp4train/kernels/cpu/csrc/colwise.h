@@ -30,8 +30,8 @@ INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *
                        ColumnVariant v) {
     const int e2m1 = v.nvfp4 || v.e2m1;
     const Element e = element_of(e2m1 ? E2M1 : job->element);
-    const int packed = e2m1 || job->element == E2M1, positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
-    const int f32 = !v.nvfp4 && job->values_f32, exact = v.nvfp4 || f32 || exact_in_bf16(job->scale, job->outer);
+    const int packed = e2m1 || is_packed(job->element), positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
+    const int f32 = !v.nvfp4 && job->values_f32, exact = v.nvfp4 || f32 || exact_in_bf16(job->element, job->scale, job->outer);
     I values[16], codes[4] = {i_set(0), i_set(0), i_set(0), i_set(0)};
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
@@ -122,7 +122,7 @@ INLINE void copy_out(char *to, const uint8_t *from, int64_t bytes, int stream) {
 /* Write the rows of the chunk to the tensors: `cols` values, and `coded` codes, which include the padding to blocks. */
 INLINE void flush_columns(const Job *job, int64_t row, int64_t col, int64_t cols, int64_t coded, const Columns *out) {
     const int64_t value_size = job->values_f32 ? 4 : 2, block = job->block_cols;
-    const int packed = job->element == E2M1;
+    const int packed = is_packed(job->element);
     const int bytes = scale_is_byte(job->scale);
     uint8_t scales[16][8];
     if (job->scales && bytes) {

@@ -27,25 +27,27 @@ INLINE F outer_decode(const DecodeJob *job, int64_t row, int64_t col) {
     return f_div(f_set(1.0f), f_pick(not_finite(magnitude_bits(each)), f_bits(i_set(0x7fc00000)), encode));
 }
 
-/* Thirty-two E2M1 codes in sixteen bytes to BF16; even codes are in the low nibbles. */
-INLINE I decoded_pairs(const uint8_t *codes, F factors, const Strip *s, int64_t at, int64_t block, int exact) {
+/* Thirty-two packed codes in sixteen bytes to BF16, by the table of their values; even codes are in the low nibbles. */
+INLINE I decoded_pairs(const uint8_t *codes, const float *table, F factors, const Strip *s, int64_t at, int64_t block, int exact) {
     static const int32_t halves[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
     const I bytes = i_load_u8(codes);
     const F decode = block == 16 ? f_lanes(factors, i_add(i_load(halves), i_set((int32_t)at / 16))) : f_set(s->decode[whole_blocks(at, block)]);
-    const F even = f_mul(f_lanes(f_load(e2m1_values), bytes), decode), odd = f_mul(f_lanes(f_load(e2m1_values), i_shr(bytes, 4)), decode);
+    const F even = f_mul(f_lanes(f_load(table), bytes), decode), odd = f_mul(f_lanes(f_load(table), i_shr(bytes, 4)), decode);
     return exact ? i_upper_halves(i_bits(even), i_bits(odd)) : i_upper_halves(round_to_bf16(even), round_to_bf16(odd));
 }
 
-INLINE F decoded(const uint8_t *codes, int64_t at, const Strip *s, int64_t block, int element) {
-    const F value = element == E2M1 ? f_lanes(f_load(e2m1_values), i_load_nibbles(codes + at / 2)) : element_value(i_load_u8(codes + at), element);
+INLINE F decoded(const uint8_t *codes, const float *table, int64_t at, const Strip *s, int64_t block, int element) {
+    const F value = is_packed(element) ? f_lanes(f_load(table), i_load_nibbles(codes + at / 2)) : element_value(i_load_u8(codes + at), element);
     return f_mul(value, f_set(s->decode[whole_blocks(at, block)]));
 }
 
 /* `nvfp4`: whole blocks of sixteen E2M1 whose values are exact in BF16, and are written so. */
 INLINE void decode_with(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int element, int nvfp4) {
-    const int packed = element == E2M1, f32 = !nvfp4 && job->values_f32;
-    const int exact = nvfp4 || exact_in_bf16(job->scale, job->outer_amax != NULL);
+    const int packed = is_packed(element), f32 = !nvfp4 && job->values_f32;
+    const int exact = nvfp4 || exact_in_bf16(job->element, job->scale, job->outer_amax != NULL);
     const int64_t block = nvfp4 ? 16 : job->block_cols, width = 16 * block, value_size = f32 ? 4 : 2;
+    float table[16] = {0};
+    if (packed) packed_values(element, table);
     Strip s;
     for (int64_t row = row0; row < row1; row++) {
         const int64_t scales_row = band_of(row, job->block_rows) * job->scales_stride;
@@ -64,9 +66,9 @@ INLINE void decode_with(const DecodeJob *job, int64_t row0, int64_t row1, int64_
             if (job->outer_amax) factors = f_mul(factors, outer_decode(job, row, col));
             f_store(s.decode, factors);
             for (int64_t i = 0; i < width; i += 32) {
-                if (packed && !f32) store_line(values + 2 * i, decoded_pairs(codes + i / 2, factors, &s, i, block, exact), stream);
-                else store_values(values + value_size * i, decoded(codes, i, &s, block, element),
-                                  decoded(codes, i + 16, &s, block, element), f32, exact, stream);
+                if (packed && !f32) store_line(values + 2 * i, decoded_pairs(codes + i / 2, table, factors, &s, i, block, exact), stream);
+                else store_values(values + value_size * i, decoded(codes, table, i, &s, block, element),
+                                  decoded(codes, table, i + 16, &s, block, element), f32, exact, stream);
             }
             if (valid < width) memcpy(values_at, s.values, (size_t)(valid * value_size));
         }
@@ -75,7 +77,7 @@ INLINE void decode_with(const DecodeJob *job, int64_t row0, int64_t row1, int64_
 }
 
 static void FN(decode)(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
-    const int nvfp4 = job->block_cols == 16 && !job->values_f32 && exact_in_bf16(job->scale, job->outer_amax != NULL);
+    const int nvfp4 = job->block_cols == 16 && !job->values_f32 && exact_in_bf16(job->element, job->scale, job->outer_amax != NULL);
     switch (job->element) {
     case E2M1:
         if (nvfp4) decode_with(job, row0, row1, col0, col1, E2M1, 1);
@@ -84,7 +86,8 @@ static void FN(decode)(const DecodeJob *job, int64_t row0, int64_t row1, int64_t
     case E2M3: decode_with(job, row0, row1, col0, col1, E2M3, 0); break;
     case E3M2: decode_with(job, row0, row1, col0, col1, E3M2, 0); break;
     case E4M3: decode_with(job, row0, row1, col0, col1, E4M3, 0); break;
-    default: decode_with(job, row0, row1, col0, col1, E5M2, 0); break;
+    case E5M2: decode_with(job, row0, row1, col0, col1, E5M2, 0); break;
+    default: decode_with(job, row0, row1, col0, col1, job->element, 0); break;
     }
 }
 #endif

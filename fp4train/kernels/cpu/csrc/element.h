@@ -7,6 +7,8 @@
  */
 #ifndef FP4_ELEMENT_H
 #define FP4_ELEMENT_H
+#include <string.h>
+
 #include "job.h"
 
 typedef struct {
@@ -17,6 +19,24 @@ typedef struct {
     int sign_shift;      /* from bit 31 to the sign of a code */
 } Element;
 
+/* (1 + M / 2^m) 2^(E - b), or M / 2^m 2^(1 - b) for E = 0, of a code without sign. */
+INLINE float own_magnitude(int element, int code) {
+    const int mantissa = own_mantissa(element), stored = code >> mantissa, exponent = stored > 1 ? stored : 1;
+    const int significand = (code & ((1 << mantissa) - 1)) + (stored ? 1 << mantissa : 0);
+    const uint32_t quantum = (uint32_t)(127 + exponent - own_bias(element) - mantissa) << 23;
+    float value;
+    memcpy(&value, &quantum, sizeof value);
+    return (float)significand * value;
+}
+
+INLINE Element own_element(int element) {
+    const int bits = own_bits(element), mantissa = own_mantissa(element);
+    const float max = own_magnitude(element, (1 << (bits - 1)) - 1 - own_nan(element));
+    int32_t max_bits;
+    memcpy(&max_bits, &max, sizeof max);
+    return (Element){mantissa, (128 - own_bias(element)) << 23, max, (max_bits >> 23) - 127, 32 - bits};
+}
+
 /* The parameters of the format. With a constant argument they are folded at compile time, which makes E2M1 fast. */
 INLINE Element element_of(int element) {
     switch (element) {
@@ -25,7 +45,8 @@ INLINE Element element_of(int element) {
     case E3M2: return (Element){2, 0x3e800000, 28.0f, 4, 26};
     case E4M3: return (Element){3, 0x3c800000, 448.0f, 8, 24};
     case UE5M3: return (Element){3, 0x38800000, 114688.0f, 16, 23}; /* the sign would be bit 8; scales have none */
-    default: return (Element){2, 0x38800000, 57344.0f, 15, 24};
+    case E5M2: return (Element){2, 0x38800000, 57344.0f, 15, 24};
+    default: return own_element(element);
     }
 }
 
@@ -109,6 +130,8 @@ INLINE F element_value(I code, int element) {
     I value = i_pick(i_gt(i_set(1 << e.mantissa), magnitude), subnormal, normal);
     if (element == E4M3) value = i_pick(i_eq(magnitude, i_set(0x7f)), i_set(0x7fc00000), value);
     if (element == UE5M3) value = i_pick(i_eq(magnitude, i_set(0xff)), i_set(0x7fc00000), value);
+    if (element & OWN_ELEMENT && own_nan(element))
+        value = i_pick(i_eq(magnitude, i_set((1 << bits) - 1)), i_set(0x7fc00000), value);
     if (element == E5M2) value = i_pick(i_gt(magnitude, i_set(0x7b)),
                                         i_add(i_set(0x7f800000), i_shl(i_sub(magnitude, i_set(0x7c)), 21)), value);
     return f_bits(i_or(value, sign));
@@ -116,4 +139,18 @@ INLINE F element_value(I code, int element) {
 
 static const float e2m1_values[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
                                       -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+/* The values of the sixteen codes of a packed format; codes that it lacks have any value. */
+INLINE void packed_values(int element, float values[16]) {
+    if (element == E2M1) {
+        memcpy(values, e2m1_values, sizeof e2m1_values);
+        return;
+    }
+    const int sign = 1 << (own_bits(element) - 1);
+    for (int code = 0; code < 16; code++) {
+        const float magnitude = own_magnitude(element, code & (sign - 1));
+        values[code] = code & sign ? -magnitude : magnitude;
+        if (own_nan(element) && (code & (sign - 1)) == sign - 1) values[code] = __builtin_nanf("");
+    }
+}
 #endif

@@ -12,6 +12,15 @@
 
 enum { INPUT_BF16, INPUT_F32, INPUT_F16 };
 enum { E2M1, E2M3, E3M2, E4M3, E5M2, UE5M3 }; /* UE5M3: scales only */
+/* Any other element format, without infinity: a number that holds its fields; see element.h. */
+enum { OWN_ELEMENT = 1 << 6, OWN_MANTISSA_AT = 8, OWN_BITS_AT = 12, OWN_NAN_AT = 16, OWN_BIAS_AT = 20, OWN_BIAS = 64 };
+/* The fields of its number (`element_number` in kernels/cpu/__init__.py). */
+static inline int own_mantissa(int element) { return element >> OWN_MANTISSA_AT & 15; }
+static inline int own_bits(int element) { return element >> OWN_BITS_AT & 15; }
+static inline int own_nan(int element) { return element >> OWN_NAN_AT & 1; }
+static inline int own_bias(int element) { return (element >> OWN_BIAS_AT & 255) - OWN_BIAS; }
+/* Whether two codes share a byte. */
+static inline int is_packed(int element) { return element == E2M1 || (element & OWN_ELEMENT && own_bits(element) <= 4); }
 enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_UE5M3, SCALE_GIVEN };
 enum { ROUND_FLOOR, ROUND_RCEIL, ROUND_EVEN, ROUND_CEIL };
 enum { FORMULA_TE_2_14, FORMULA_TE_2_13, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE };
@@ -49,7 +58,7 @@ typedef struct {
     void *values;       /* BF16 or float32 [rows, cols], without the global scale; or NULL */
     int values_f32;
     int64_t values_stride; /* elements */
-    uint8_t *codes;     /* [rows, code_cols] bytes, or half as many for E2M1; or NULL */
+    uint8_t *codes;     /* [rows, code_cols] bytes, or half as many where two share one; or NULL */
     int64_t codes_stride, code_cols;
     void *scales;       /* bytes or float32, [blocks down, blocks across]; or NULL */
     int64_t scales_stride;

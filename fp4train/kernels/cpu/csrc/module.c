@@ -179,7 +179,7 @@ static int unpack_form(PyObject *object, Form *form) {
         PyErr_SetString(PyExc_ValueError, "quantize: x is neither BF16, float32 nor FP16");
         return 0;
     }
-    const int64_t wide = s->hadamard ? ceil_div(p.cols, s->hadamard) * s->hadamard : p.cols, packed = s->element == E2M1;
+    const int64_t wide = s->hadamard ? ceil_div(p.cols, s->hadamard) * s->hadamard : p.cols, packed = is_packed(s->element);
     const int64_t coded = given ? p.cols + (packed && p.cols % 2) : ceil_div(wide, s->block_cols) * s->block_cols;
     static const float largest_of[] = {[INPUT_BF16] = 0x1.fep127f, [INPUT_F32] = FLT_MAX, [INPUT_F16] = 65504.0f};
     form->amaxes = s->amax == EXTENT_ROW ? p.rows : 1;
@@ -432,7 +432,7 @@ static PyObject *quantize(PyObject *self, PyObject *const *arguments, Py_ssize_t
 static void join_narrow_coded_rows(DecodeJob *job) {
     const int64_t cols = job->cols, together = rows_together(job->rows, cols, job->block_cols);
     if (together == 1 || job->scale == SCALE_GIVEN || job->block_rows != 1) return;
-    if (job->code_cols != cols || job->codes_stride != (job->element == E2M1 ? cols / 2 : cols)) return;
+    if (job->code_cols != cols || job->codes_stride != (is_packed(job->element) ? cols / 2 : cols)) return;
     if (job->scales_stride != cols / job->block_cols || (job->outer_amax && cols % OUTER_COLUMNS)) return;
     job->rows /= together;
     job->cols = job->code_cols = job->values_stride = cols * together;
@@ -469,7 +469,7 @@ static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t c
         .block_cols = s->block_cols,
         .codes = (const uint8_t *)p.codes,
         .codes_stride = p.codes_stride,
-        .code_cols = p.code_bytes * (s->element == E2M1 ? 2 : 1),
+        .code_cols = p.code_bytes * (is_packed(s->element) ? 2 : 1),
         .scales = given ? NULL : (const void *)p.scales,
         .scales_stride = given ? 0 : p.scales_stride,
         .outer_amax = outer ? (const float *)p.amax : NULL,

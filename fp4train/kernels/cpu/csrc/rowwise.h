@@ -33,8 +33,8 @@ INLINE void store_values(char *to, F a, F b, int f32, int exact, int stream) {
 
 INLINE void strip_row(const Job *job, int64_t row, int64_t col, Strip *s, int wide, Variant v) {
     const int64_t block = v.nvfp4 ? 16 : job->block_cols, width = 16 * block, value_size = job->values_f32 ? 4 : 2;
-    const int packed = v.nvfp4 || job->element == E2M1, positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
-    const int f32 = !v.nvfp4 && job->values_f32, exact = v.nvfp4 || exact_in_bf16(job->scale, job->outer);
+    const int packed = v.nvfp4 || is_packed(job->element), positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
+    const int f32 = !v.nvfp4 && job->values_f32, exact = v.nvfp4 || exact_in_bf16(job->element, job->scale, job->outer);
     const Element e = element_of(v.nvfp4 ? E2M1 : job->element);
     const void *x = row_of(&job->x, row, col, width, wide, s->input);
     const Target out = target_of(job, row, col, width, s);

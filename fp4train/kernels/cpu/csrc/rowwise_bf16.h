@@ -46,8 +46,8 @@ INLINE void pair_32(const Job *job, const uint16_t *x, int64_t i, const uint16_t
                     const Strip *s, Variant v) {
     static const int32_t halves[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
     const int64_t block = v.nvfp4 ? 16 : job->block_cols;
-    const int packed = v.nvfp4 || job->element == E2M1, positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
-    const int exact = v.nvfp4 || exact_in_bf16(job->scale, job->outer);
+    const int packed = v.nvfp4 || is_packed(job->element), positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
+    const int exact = v.nvfp4 || exact_in_bf16(job->element, job->scale, job->outer);
     const Element e = element_of(v.nvfp4 ? E2M1 : job->element);
     const I words = i_load((const int32_t *)(x + i));
     F encode, decode;

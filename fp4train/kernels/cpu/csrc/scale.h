@@ -110,8 +110,10 @@ INLINE Global row_scale(const Job *job, F given) {
 INLINE int scale_is_byte(int scale) { return scale == SCALE_E4M3 || scale == SCALE_UE5M3 || scale == SCALE_E8M0; }
 /* Bytes with a mantissa, under which a negative zero is coded as zero. */
 INLINE int scale_has_mantissa(int scale) { return scale == SCALE_E4M3 || scale == SCALE_UE5M3; }
-/* Whether decoded values are exact in BF16: elements and such scales have at most four significant bits each. */
-INLINE int exact_in_bf16(int scale, int outer) { return (scale_has_mantissa(scale) && !outer) || scale == SCALE_GIVEN; }
+/* Whether decoded values are exact in BF16: such scales have four significant bits, and so have elements of three bits of mantissa. */
+INLINE int exact_in_bf16(int element, int scale, int outer) {
+    return (scale_has_mantissa(scale) && !outer && element_of(element).mantissa <= 3) || scale == SCALE_GIVEN;
+}
 INLINE int is_four_over_six(const Job *job) { return job->formula >= FOUR_OVER_SIX_MAE; }
 /* E2M1 in blocks of sixteen with such scales, and values exact in BF16: the kernels have variants for these. */
 INLINE int is_nvfp4(const Job *job) {

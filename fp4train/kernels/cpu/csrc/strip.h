@@ -75,7 +75,7 @@ typedef struct {
 INLINE Target target_of(const Job *job, int64_t row, int64_t col, int64_t width, Strip *s) {
     const int64_t valid = job->x.cols - col < width ? job->x.cols - col : width;
     const int64_t coded = job->code_cols - col < width ? job->code_cols - col : width;
-    const int64_t size = job->values_f32 ? 4 : 2, packed = job->element == E2M1;
+    const int64_t size = job->values_f32 ? 4 : 2, packed = is_packed(job->element);
     Target t = {0};
     if (job->values) t.values_at = (char *)job->values + (row * job->values_stride + col) * size;
     if (job->codes) t.codes_at = (char *)job->codes + row * job->codes_stride + (packed ? col / 2 : col);
