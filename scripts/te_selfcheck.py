@@ -63,6 +63,7 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4, plain": NVFP4(stochastic_rounding=False, hadamard=False, two_d_weights=False),
     "nvfp4, fprop in BF16": NVFP4(stochastic_rounding=False).with_high_precision("fprop"),
     "nvfp4, forward only": NVFP4().with_high_precision("dgrad", "wgrad"),
+    "nvfp4, dequantised": NVFP4(backward="dequantised"),
     "nvfp4 forward, mxfp8 backward": Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
     "nvfp4, row-scaled": NVFP4(row_scaled_activation=True, stochastic_rounding=False),
     "nvfp4, four-over-six": NVFP4(four_over_six="all", hadamard=False, stochastic_rounding=True),
@@ -70,6 +71,7 @@ RECIPES: dict[str, Recipe] = {
     "mxfp8, hybrid": MXFP8(element="hybrid"),
     "mxfp8, 2D weights": MXFP8(two_d_weights=True),
     "mxfp8, fprop in BF16": MXFP8().with_high_precision("fprop"),
+    "mxfp8, dequantised": MXFP8(backward="dequantised"),
     "fp8 current": FP8Current(),
     "fp8 current, e4m3, 2^k": FP8Current(element="e4m3", power_of_two=True),
     "fp8 current, fprop in BF16": FP8Current().with_high_precision("fprop"),
@@ -85,10 +87,13 @@ DRY = ("nvfp4", "nvfp4, nearest", "mxfp8", "fp8 delayed")
 def emulated(recipe: Recipe, problem: Problem, backend: str = "reference") -> Products:
     """y, dx, dw in float32; "reference" accumulates products block by block."""
     table = recipe.table()
+    of_x, of_w = table["fprop"].both
+    x = _values(problem.x, of_x) if table["wgrad"].dequantised else problem.x
+    w = _values(problem.w, of_w) if table["dgrad"].dequantised else problem.w
     operands = {
         "fprop": (problem.x, problem.w),
-        "dgrad": (problem.dy, problem.w.T),
-        "wgrad": (problem.dy.T, problem.x.T),
+        "dgrad": (problem.dy, w.T),
+        "wgrad": (problem.dy.T, x.T),
     }
     y, dx, dw = (
         BACKENDS[backend].product(
@@ -99,6 +104,11 @@ def emulated(recipe: Recipe, problem: Problem, backend: str = "reference") -> Pr
         for gemm, (first, second) in operands.items()
     )
     return y, dx, dw
+
+
+def _values(x: Tensor, spec: QuantSpec | None) -> Tensor:
+    assert spec is not None
+    return quantize(x, spec).dequantize(x.dtype)
 
 
 def _codes(x: Tensor, spec: QuantSpec | None) -> Prepared:

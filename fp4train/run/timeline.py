@@ -4,13 +4,19 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.config import Config
-from fp4train.errors import user_errors
-from fp4train.precision import Swap, Timeline
+from fp4train.errors import UserError, user_errors
+from fp4train.precision import Recipe, Swap, Timeline
 from fp4train.run.record.journal import read_swaps
 
 
 def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
-    """Recipe, phases in the order of their steps, and what was swapped before."""
+    """Recipe, phases in the order of their steps, and what was swapped before.
+
+    Raises:
+        UserError: they do not go together, or backward would take values of codes that fprop has
+            not.
+    """
+    _check_backward(config.recipe)
     steps = config.train.steps
     cooldown = config.schedule.cooldown_start(steps)
 
@@ -25,6 +31,18 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
             cooldown=cooldown,
             phases=tuple(sorted(config.phases.values(), key=order)),
             swaps=tuple(read_swaps(directory)) if directory else (),
+        )
+
+
+def _check_backward(recipe: Recipe) -> None:
+    """Refuse a dequantised backward whose fprop the configuration itself leaves in high precision:
+    nothing would be quantised. (A phase may do so: backward is plain then.)
+    """
+    if recipe.backward == "dequantised" and "fprop" in recipe.high_precision:
+        raise UserError(
+            "recipe.backward=dequantised takes the values of the codes that fprop multiplies, and "
+            "recipe.high_precision leaves fprop without: take fprop out of recipe.high_precision, "
+            "or recipe.backward=quantised"
         )
 
 

@@ -18,6 +18,8 @@ from linear_layers import layer, rand
 from torch import Tensor
 
 from fp4train.backends.emulate import widened
+from fp4train.config.binding import bind
+from fp4train.hardware import Device
 from fp4train.nn import Linear
 from fp4train.precision import (
     BF16,
@@ -39,6 +41,7 @@ from fp4train.precision import (
     TetraJetV2Outliers,
     autocast,
 )
+from fp4train.precision.layer_plan import part_of, resolve
 from fp4train.precision.layers import Layer
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, packed_bytes, quantize
 from fp4train.quantize.random import FPROP_W, FPROP_X
@@ -198,6 +201,47 @@ def test_codes_of_fprop_are_saved_for_backward_and_x_is_not(recipe: Recipe) -> N
     amaxes = [tensor for tensor in of_x if tensor.numel() == 1]
     expected = packed_bytes(spec, *x.shape) + sum(tensor.nbytes for tensor in amaxes)
     assert sum(tensor.nbytes for tensor in of_x) == expected
+
+
+@pytest.mark.parametrize(("recipe", "backend"), [(FP8Current(), "native"), (NVFP4(), "reference")])
+def test_codes_that_another_backend_multiplies_have_the_same_values(
+    recipe: Recipe, backend: str
+) -> None:
+    linear, x, dy = tensors(SHAPES["fills blocks"], torch.bfloat16)
+    linear.backend = backend
+    _, dx, dw = passes(linear, x, dy, replace(recipe, backward="dequantised"))
+    expected = straight_through(x, linear.weight, dy, recipe)
+    assert torch.equal(dx, expected[0]) and torch.equal(dw, expected[1])
+
+
+def test_a_table_in_yaml_takes_values_of_codes() -> None:
+    spec = {"_target_": "fp4train.quantize.QuantSpec"}
+    operands = {"_target_": "fp4train.precision.Operands"}
+    written = {
+        "_target_": "fp4train.precision.Custom",
+        "fprop": {**operands, "first": spec, "second": spec},
+        "dgrad": {**operands, "dequantised": True},
+        "wgrad": {**operands, "dequantised": True},
+    }
+    recipe = bind(written, Recipe, "recipe")
+    whole = Custom(fprop=Operands(first=QuantSpec(), second=QuantSpec()), backward="dequantised")
+    assert recipe.table() == whole.table()
+
+
+def test_a_shard_that_cuts_blocks_of_fprop_has_a_plain_backward() -> None:
+    """There are no codes of fprop whose values it could take; else it is that of the recipe."""
+    recipe = NVFP4(backward="dequantised")
+    layer_of_model = Layer(name=NAME, in_features=64, out_features=32, block=0, blocks=1)
+    device = Device(type="cpu")
+    whole = resolve(layer_of_model.part("out", 2), recipe, None, "emulate", device)
+    assert whole.dgrad.operands.dequantised and whole.wgrad.operands.dequantised
+    assert whole.wgrad.why == "values of the codes that fprop multiplies"
+    cut = resolve(layer_of_model.part("out", 4), recipe, None, "emulate", device)
+    for gemm in cut.gemms:
+        assert gemm.operands == Operands() and gemm.backend == "torch"
+    assert "8 is not whole blocks of 16" in cut.fprop.why
+    part = part_of(resolve(layer_of_model, recipe, None, "emulate", device), "out", 4)
+    assert part.operands == cut.operands
 
 
 def test_where_fprop_is_in_high_precision_backward_is_plain() -> None:

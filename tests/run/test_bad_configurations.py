@@ -117,6 +117,18 @@ WRONG = {
         "name some of fprop, dgrad, wgrad",
     ),
     "an impossible cooldown": (["schedule.cooldown=1.5"], "schedule.cooldown=1.5"),
+    "a backward of codes that no product has": (
+        ["recipe=bf16", "recipe.backward=dequantised"],
+        "BF16 quantises neither x nor w in fprop",
+    ),
+    "a backward of codes that fprop has not": (
+        ["recipe=bf16_forward_nvfp4_backward", "recipe.backward=dequantised"],
+        "take fprop out of recipe.high_precision",
+    ),
+    "an unknown backward": (
+        ["recipe.backward=dequantized"],
+        "backward='dequantized' is not one of quantised, dequantised",
+    ),
     "an impossible rounding": (["recipe=mxfp8", "recipe.scale_rounding=up"], "scale_rounding='up'"),
     "missing data": (["data.path=/nowhere/text.txt"], "/nowhere/text.txt"),
     "no data": (["data.path=null"], "data.path=null must be text"),
