@@ -115,7 +115,7 @@ def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Ite
             yield Step(name="te install", asks=asks, words=words, dry=None)
         asks = (
             "y, dx and dw of Transformer Engine's reference modules (reference), its kernels "
-            "in 18 recipes (native), "
+            "in 20 recipes (native), "
             "with norms and gates (given) and weights (weights) that fp4train's kernels "
             "quantise, and "
             "their times (time)"
