@@ -14,8 +14,8 @@ from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.observe import queue_statistics, watching
 from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.run import Run
-from fp4train.run.step import step_rows
 from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
+from fp4train.run.supervise.audit import AuditError
 from fp4train.run.supervise.divergence import DivergedError, follow, verdict
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger, Progress
@@ -106,9 +106,10 @@ def train(run: Run) -> Result:
                         progress.resume_timing()
                 ledger.settle()
                 saved = run.step == started or save_at_end(run, watch)
+                run.audits.finish()
             except NonFiniteError as error:
                 raise AgreedError(rescue(run, error)) from error
-            except DivergedError:
+            except (AuditError, DivergedError):
                 raise
             except Exception as error:
                 keep_what_is_whole(run, ledger, watch, error)
@@ -154,10 +155,10 @@ def train_step(run: Run, recipe: Recipe) -> Step:
         late = []
         if every and (run.step + 1) % every == 0:
             with watching(run, recipe) as watched:
-                queued = run.runner.step(recipe, step_rows(run))
+                queued = run.audits.step(recipe)
             late = queue_statistics(run, recipe, watched, queued)
         else:
-            queued = run.runner.step(recipe, step_rows(run))
+            queued = run.audits.step(recipe)
     except Exception:
         if not run.mid_update:
             run.load_scaling(scaling)

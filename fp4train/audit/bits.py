@@ -71,10 +71,13 @@ def equal(a: Decoded, b: Decoded) -> bool:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, read as integers, modulo 2^64: int64 [].
+    """The sum of a tensor's bytes, read as 64-bit integers, modulo 2^64: int64 [].
 
-    One changed bit changes it. It is the same in every order of the elements, and of parts of a
-    tensor it adds up to that of the whole.
+    One changed bit changes it.
     """
-    bits = integers(tensor)
-    return bits.sum(dtype=torch.int64)
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    total = flat[whole:].sum(dtype=torch.int64)
+    if whole:
+        total = total + flat[:whole].view(torch.int64).sum()
+    return total

@@ -151,20 +151,27 @@ def source_of(
     values = tensors(call, expected)[tensor]
     if values is None:
         return None
+    dtype = plan.table.torch_dtype
+    if isinstance(operand.source, ValuesOf):
+        codes = source_of_operand(call, expected, Operand(tensor, operand.source.codes), values)
+        values = codes.decoded().tensor(dtype)
+        return OperandSource(values.T if operand.transposed else values, None, None, None, dtype)
+    return source_of_operand(call, expected, operand, values)
+
+
+def source_of_operand(
+    call: LayerCall, expected: Expectation, operand: Operand, values: Tensor
+) -> OperandSource:
+    """The source of an operand that is quantised, or in high precision, from its tensor as it
+    lies.
+    """
+    plan = expected.plan
+    dtype = plan.table.torch_dtype
     if operand.transposed:
         values = values.T
-    dtype = plan.table.torch_dtype
     spec = operand.spec
     if spec is None:
         return OperandSource(values, None, None, None, dtype)
     position = expected.position or call.position
     key = key_of(call, operand, position) if spec.random else None
     return OperandSource(values, spec, key, amax_of(call, operand, plan), dtype)
-
-
-def why_not_expected(plan: LayerPlan, gemm: str, tensor: str) -> str | None:
-    """Why the reference cannot make an operand from the tensors of one call; None: it can."""
-    operand = plan.sources[gemm, tensor]
-    if isinstance(operand.source, ValuesOf):
-        return "values of codes that another GEMM multiplies"
-    return None

@@ -19,7 +19,15 @@ from fp4train.audit.observe import LayerCall
 from fp4train.audit.rounding import rounding_of
 from fp4train.backends import describe
 from fp4train.formats import decode
-from fp4train.quantize import Decoded, Hadamard, Quantized, QuantSpec, RandomKey, reference
+from fp4train.quantize import (
+    Decoded,
+    Hadamard,
+    Quantized,
+    QuantSpec,
+    RandomKey,
+    has_tensor_amax,
+    reference,
+)
 from fp4train.quantize.quantized import apply_block_scales, finish_operand
 from fp4train.quantize.random import random_bits
 from fp4train.quantize.rounding import round_to_values
@@ -120,7 +128,11 @@ def _other_tensors(suspect: Suspect) -> Iterator[Hypothesis]:
     yield "all values are zero", zeros
     yield "quantised from zeros", of(torch.zeros_like(tensor))
     if tensor.dtype != torch.bfloat16:
-        yield "rounded to BF16 before it is quantised", of(tensor.bfloat16().to(tensor.dtype))
+        narrow = tensor.bfloat16().to(tensor.dtype)
+        yield "rounded to BF16 before it is quantised", of(narrow)
+        if source.spec is not None and has_tensor_amax(source.spec) and source.amax is None:
+            alike = replace(source, tensor=narrow, amax=tensor.abs().max().float())
+            yield "rounded to BF16 before it is quantised, and not for its amax", alike.decoded
     yield "negated", of(-tensor)
     yield "multiplied by 2", of(tensor * 2)
     if suspect.tensor == "w" and call.w is not None and suspect.expected.weight is not None:

@@ -56,6 +56,7 @@ from fp4train.run.record.trust import check_paths
 from fp4train.run.state.moments import Moments
 from fp4train.run.state.weights import ModelWeights
 from fp4train.run.states import bytes_per_parameter
+from fp4train.run.supervise.audit import described
 from fp4train.run.teacher import check_teacher
 from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.text import columns, counted, short, span, tabulate
@@ -294,7 +295,8 @@ def _plan(
             produced_in(model, stretch, config.train, device.type, plan.tokens)
             for stretch in plan.stretches
         ]
-        for sentence in (kernels, *layers, *produced_by(model, plan.stretches, norms, device.type)):
+        sentences = produced_by(model, plan.stretches, norms, device.type)
+        for sentence in (kernels, *layers, *sentences, described(plan, config, Mesh())):
             print(fitted(sentence))
     if gpu is not None:
         from fp4train.lab.costs.estimate import estimate

@@ -254,7 +254,7 @@ def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result
         summary = "\n".join(
             [
                 summarise(run.plan, terminal_width()),
-                *(fitted(line) for line in (*run.gathers(), *layers)),
+                *(fitted(line) for line in (*run.gathers(), *layers, run.audits.described)),
             ]
         )
         _log.info("%s\nevery layer and GEMM: %s\n", summary, run.directory / run_directory.PLAN)

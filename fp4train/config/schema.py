@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fp4train.audit.settings import AuditSettings
 from fp4train.backends import CHOICES
 from fp4train.checkpoint.source import WeightSource
 from fp4train.config.binding import bind
@@ -312,6 +313,7 @@ class Config:
     distillation: DistillationSettings = field(default_factory=DistillationSettings)
     parallel: Annotated[Parallel, CHANGES_DIGITS] = field(default_factory=Parallel)
     oscillation: OscillationReset = field(default_factory=OscillationReset)
+    audit: Annotated[AuditSettings, CHANGES_NOTHING] = field(default_factory=AuditSettings)
 
     @property
     def init_weights(self) -> WeightSource | None:

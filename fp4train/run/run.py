@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,6 +40,9 @@ from fp4train.shards import RowOrder
 from fp4train.text import counted, first_line
 from fp4train.track import Tracker
 
+if TYPE_CHECKING:
+    from fp4train.run.supervise.audits import RunAudits
+
 
 @dataclass
 class Run:
@@ -65,7 +68,7 @@ class Run:
         world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
 
     Attributes:
-        saver: writes its checkpoints. runner: queues its steps. states: what it keeps
+        saver: writes its checkpoints. runner: queues its steps. audits: audits them. states: what it keeps
             (`run/states.py`).
         hooks: functions that are called with each step after it is queued.
     """
@@ -99,6 +102,7 @@ class Run:
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
     saver: Checkpoints = field(init=False, repr=False, compare=False)
     runner: StepRunner = field(init=False, repr=False, compare=False)
+    audits: RunAudits = field(init=False, repr=False, compare=False)
     states: list[RunState] = field(default_factory=list, repr=False, compare=False)
     hooks: list[Callable[[Run, Step], None]] = field(
         default_factory=list, repr=False, compare=False

@@ -33,6 +33,7 @@ RECIPES = (
     recipes.TetraJetV2(),
     recipes.BF16(),
     recipes.FP32(),
+    NVFP4(backward="dequantised"),
 )
 LAYER = "2"
 

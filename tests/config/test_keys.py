@@ -27,6 +27,7 @@ REPEATED = [
     "train.rewinds",
     "track",
     "data.cache_dir",
+    "audit",
 ]
 COURSE = ["recipe", "policy", "phases", "optim", "schedule", "train.steps"]
 PLACES = ["data.path", "data.val_path"]

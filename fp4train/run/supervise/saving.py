@@ -44,6 +44,7 @@ from fp4train.files import Folder
 from fp4train.run.finite import first_non_finite
 from fp4train.run.record import directory as run_directory
 from fp4train.run.supervise.checkpoints import Outcome
+from fp4train.run.supervise.sums import changed_copy, sums_of
 from fp4train.shards import TensorShard, owned, separate
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
@@ -125,6 +126,9 @@ class Saver:
             bad = first_non_finite(kept)
         else:
             bad = None
+        sums = {}
+        if run.config.audit.sums:
+            sums = sums_of({name: part.tensor for name, part in parts.items()})
         copies = self._copy(parts)
         self._begun = step
 
@@ -132,13 +136,18 @@ class Saver:
             worst = bad
             if run.device.type == "cpu":
                 worst = first_non_finite({n: copies[n].tensor for n in kept})
+            problem = changed_copy(sums, copies)
             try:
+                problem = self.ranks.agree(problem)
                 worst = self.ranks.agree(worst)
             except RuntimeError:
                 self._outcomes.put(Outcome(step=step, problem=ENDED))
                 return
             if worst:
                 self._outcomes.put(Outcome(step=step, bad=worst))
+                return
+            if problem:
+                self._outcomes.put(Outcome(step=step, problem=problem))
                 return
             previous_good = self.good
             self.good = step if proven else self.good

@@ -1,0 +1,34 @@
+"""When a run audits itself, and what it does about a fault."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp4train.text import check_choice, check_least
+
+ACTIONS = ("warn", "stop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditSettings:
+    """Audits of a run (docs/audit.md). None changes a bit of it.
+
+    Args:
+        every: steps from one audit of a layer to the next, layers in turn; 0: never.
+        sums: steps from one comparison of the sums of bits to the next: the state after an update
+            with that before the next step, and copies of it with each other; 0: never.
+        repeat: steps from one step that is computed twice to the next; 0: never. A repeated step
+            takes twice the time, and the memory of a second state.
+        action: what a fault does: "warn"; "stop", which ends the run without another checkpoint.
+    """
+
+    every: int = 100
+    sums: int = 10
+    repeat: int = 0
+    action: str = "warn"
+
+    def __post_init__(self) -> None:
+        check_least(
+            self, "audit.", "every", "sums", "repeat", least=0, must="a number of steps, or 0"
+        )
+        check_choice("audit.action", self.action, ACTIONS)

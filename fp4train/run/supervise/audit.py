@@ -1,0 +1,301 @@
+"""Audits of a run: of one layer every `audit.every` steps, by the readable reference.
+
+Layers are audited in turn, the last one that is quantised twice as often: a fault in all layers can
+hide from an inner one, whose dy is made by the layers above it. All ranks audit at the same steps,
+each a layer that it holds, with its own tokens. Where ranks share the rows of a weight, the whole
+weight is gathered from what their optimizers hold, and compared with what came over the wire.
+
+An audit that fails itself is logged once, and never ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fp4train.audit.compare import CallComparison
+from fp4train.audit.expected import Expectation
+from fp4train.audit.fault import Audited, Fault
+from fp4train.audit.observe import Observer, why_not_observed
+from fp4train.config import Config
+from fp4train.nn.executors import executor_class
+from fp4train.nn.planned import PlannedLayer
+from fp4train.parallel.config import Mesh
+from fp4train.parallel.world import AgreedError
+from fp4train.precision.layer_plan import LayerPlan
+from fp4train.precision.plan import Plan
+from fp4train.quantize import Position, RunStep
+from fp4train.run.queued import Step
+from fp4train.shards import is_sharded
+from fp4train.text import counted, first_few, first_line
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+_log = logging.getLogger(__name__)
+
+EVENT = "audit"
+FAULT = "audit fault"
+
+
+class AuditError(AgreedError):
+    """An audit found a fault, and audit.action is "stop": nothing more is saved."""
+
+
+class LayerAudits:
+    """The audits of the layers that one rank holds.
+
+    Attributes:
+        audited: names of the layers that were audited.
+        bypassed: layers in high precision that were not called, with the reason.
+        faults: number of faults found, of all ranks.
+        seconds: time that the comparisons took.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.settings = run.config.audit
+        self.audited: set[str] = set()
+        self.bypassed: dict[str, str] = {}
+        self.faults = 0
+        self.count = 0
+        self.seconds = 0.0
+        self._observers: dict[str, Observer] = {}
+        self._earlier: dict[str, Observer] = {}
+        self._weight: Tensor | None = None
+        self._failed = False
+
+    def due(self, step: int) -> bool:
+        """Whether a layer is audited in the step of this index."""
+        every = self.settings.every
+        return every > 0 and step % every == min(1, every - 1)
+
+    def layer_at(self, step: int) -> PlannedLayer | None:
+        """The layer that is audited in a step; None: this rank has none that can be."""
+        plans = self.run.plan.at(step).layers
+        layers = [
+            layer
+            for layer in self.run.linears
+            if why_not_audited(plans[layer.layer.name], self.run.config, self.run.world.mesh)
+            is None
+        ]
+        if not layers:
+            return None
+        quantised = [layer for layer in layers if plans[layer.layer.name].quantised]
+        last = (quantised or layers)[-1]
+        turn = [last, *(layer for layer in layers if layer is not last)]
+        turn.insert(len(turn) // 2 + 1, last)
+        return turn[step // self.settings.every % len(turn)]
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """A context of the passes of a step; the layer that is audited in it is observed."""
+        step = self.run.step
+        layers = [self.layer_at(at) for at in (step, step + 1) if self.due(at)]
+        observed = [layer for layer in dict.fromkeys(layers) if layer is not None]
+        microbatches = self.run.config.train.microbatches
+        number = step // max(self.settings.every, 1) % microbatches
+        for layer in observed:
+            observer = Observer(layer, number)
+            self._observers[layer.layer.name] = layer.observer = observer
+        if self.due(step) and layers[0] is not None:
+            self._weight = weight_of(layers[0])
+        try:
+            yield
+        finally:
+            for layer in observed:
+                layer.observer = None
+
+    def after_step(self, run: Run, step: Step) -> None:
+        """Compare the observed layer of a step that was queued.
+
+        Raises:
+            AuditError: a fault was found, and audit.action is "stop".
+        """
+        if not self.due(step.index):
+            self._keep_for_next()
+            return
+        began = time.perf_counter()
+        layer = self.layer_at(step.index)
+        result = None if layer is None else self._compared(layer, step.index)
+        self._keep_for_next()
+        self.seconds += time.perf_counter() - began
+        self.count += 1
+        if result is not None:
+            self.audited.add(layer.layer.name)  # type: ignore[union-attr]
+        faults = () if result is None else result.faults
+        self.report(step.index, result, faults)
+
+    def _keep_for_next(self) -> None:
+        self._earlier, self._observers = self._observers, {}
+        self._weight = None
+
+    def _compared(self, layer: PlannedLayer, step: int) -> Audited | None:
+        """The result of the audit; None: it could not be made."""
+        name = layer.layer.name
+        observer = self._observers.get(name)
+        if observer is None:
+            return None
+        try:
+            return self._compare(layer, observer, step)
+        except Exception as error:  # the audit must not end the run
+            if not self._failed:
+                self._failed = True
+                _log.warning("step %d: the audit of %s failed: %r", step + 1, name, error)
+                values = {"layer": name, "reason": first_line(error)}
+                self.run.tracker.log_event(step + 1, "audit failed", values)
+            return None
+
+    def _compare(self, layer: PlannedLayer, observer: Observer, step: int) -> Audited | None:
+        call = observer.call
+        plan = self.run.plan.at(step).layers[layer.layer.name]
+        if call is None:
+            if observer.uncovered is not None or layer.layer.experts:
+                return None  # experts without a token rest
+            if not plan.quantised:
+                self.bypassed[layer.layer.name] = "other code multiplies its weight"
+                return None
+            what = "the plan has this layer, and the step did not call it"
+            fault = Fault(layer=layer.layer.name, what=what, rank=self.run.world.place.rank)
+            return Audited(layer=layer.layer.name, step=step, faults=(fault,))
+        if not call.complete:
+            return None
+        earlier = self._earlier.get(layer.layer.name)
+        weight = self._weight
+        if weight is not None and weight.dim() == 3:
+            weight = weight[call.member]
+        if weight is not None and self.run.config.parallel.gather == "bf16" and call.w is None:
+            weight = weight.bfloat16().float()
+        expected = Expectation(plan, self._position(call.position, observer.number, step), weight)
+        previous = None if earlier is None else earlier.call
+        return CallComparison(call, expected, previous).run(step)
+
+    def _position(self, taken: Position | None, number: int, step: int) -> Position | None:
+        if taken is None:
+            return None
+        run = self.run
+        row = run.world.data_rank * run.share + number * run.rows
+        token = row * run.config.train.seq_len
+        return Position(RunStep(run.config.run.seed, step), token)
+
+    # -- what is said of it ------------------------------------------------------------------------
+
+    def report(self, step: int, result: Audited | None, faults: Sequence[Fault]) -> None:
+        """Log what all ranks found, and end the run where that is asked for.
+
+        Raises:
+            AuditError: a rank found a fault, and audit.action is "stop".
+        """
+        self.faults += report(self.run, step, faults)
+        if result is None:
+            return
+        values = {
+            "layer": result.layer,
+            "gemms": list(result.gemms),
+            "faults": len(result.faults),
+            "uncovered": list(result.uncovered),
+        }
+        self.run.tracker.log_event(step + 1, EVENT, values)
+
+
+def report(run: Run, step: int, faults: Sequence[Fault]) -> int:
+    """Log the faults of all ranks in a step, and count them; every rank calls this.
+
+    Raises:
+        AuditError: there is one, and audit.action is "stop".
+    """
+    rank = run.world.place.rank
+    by_rank = run.world.gathered([replace(fault, rank=rank) for fault in faults])
+    everywhere = [fault for rank_faults in by_rank for fault in rank_faults]
+    if not everywhere:
+        return 0
+    where = " on rank {}" if run.world.size > 1 else ""
+    for fault in everywhere:
+        run.tracker.log_event(step + 1, FAULT, fault.values())
+        if run.world.lead:
+            _log.warning("step %d, audit%s: %s", step + 1, where.format(fault.rank), fault)
+    if run.config.audit.action == "stop":
+        raise AuditError(
+            f"step {step + 1}: the audit found {counted(len(everywhere), 'fault')}: "
+            f"{everywhere[0]}. Nothing more is saved (audit.action=stop); go on from a checkpoint "
+            f"before it: resume={run.directory}"
+        )
+    return len(everywhere)
+
+
+def weight_of(layer: PlannedLayer) -> Tensor:
+    """The weight that the optimizer holds, whole: [N, K] or, of a group, [E, N, K]. Of a sharded
+    one a collective.
+    """
+    weight = layer.weight
+    if is_sharded(weight):
+        weight = weight.full_tensor()  # type: ignore[attr-defined]
+    if layer.transposed:
+        weight = weight.mT
+    return weight.detach().clone()
+
+
+def why_not_audited(plan: LayerPlan, config: Config, mesh: Mesh) -> str | None:
+    """Why a layer of `plan` is not audited in a run; None: it is."""
+    layer = plan.layer
+    if layer.unconverted is not None:
+        return f"not a layer of fp4train: {layer.unconverted}"
+    if config.train.cuda_graph:
+        return "train.cuda_graph: its steps are replayed, and no Python runs"
+    if config.train.compile and not plan.quantised:
+        return "train.compile: the compiler has the products in high precision"
+    if mesh.tensor > 1:
+        return "tensor parallelism: a rank has a part of each layer"
+    if plan.fused and mesh.shard > 1:
+        return "fused scales of weights that other ranks share"
+    if config.parallel.amax == "data" and mesh.data > 1:
+        return "parallel.amax=data: its amaxes cover tokens of other ranks"
+    return why_not_observed(executor_class(plan))
+
+
+def uncovered(plan: Plan, config: Config, mesh: Mesh) -> dict[str, list[str]]:
+    """Reason → names of the layers that are not audited in any stretch for it."""
+    reasons: dict[str, list[str]] = {}
+    for stretch in plan.stretches:
+        for name, layer_plan in stretch.layers.items():
+            reason = why_not_audited(layer_plan, config, mesh)
+            if reason is not None and name not in reasons.setdefault(reason, []):
+                reasons[reason].append(name)
+    return reasons
+
+
+def described(plan: Plan, config: Config, mesh: Mesh) -> str:
+    """A sentence about the audits of a run, for its plan."""
+    settings = config.audit
+    layers = {name for stretch in plan.stretches for name in stretch.layers}
+    reasons = uncovered(plan, config, mesh)
+    covered = len(layers - {name for names in reasons.values() for name in names})
+    if not settings.every:
+        return "audits: none of layers (audit.every=0)"
+    text = f"audits: one of {counted(covered, 'layer')} every {counted(settings.every, 'step')}"
+    return text + "".join(
+        f"; not covered: {first_few(names, 3)} ({reason})" for reason, names in reasons.items()
+    )
+
+
+def summary(audits: LayerAudits) -> str | None:
+    """A sentence about the audits of a run, for its end; None: there were none."""
+    if not audits.count:
+        return None
+    run = audits.run
+    text = (
+        f"{counted(audits.count, 'audit')} of {counted(len(audits.audited), 'layer')} of "
+        f"{len(run.linears)}: {counted(audits.faults, 'fault')}"
+    )
+    reasons = uncovered(run.plan, run.config, run.world.mesh)
+    for name, reason in audits.bypassed.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        text += f"; not covered: {first_few(names, 3)} ({reason})"
+    return text

@@ -1,0 +1,81 @@
+"""All audits of a run: of layers, of sums of the state, of repeated steps (docs/audit.md)."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from fp4train.audit.fault import Fault
+from fp4train.precision import Recipe
+from fp4train.run.queued import Queued, Step
+from fp4train.run.step import step_rows
+from fp4train.run.supervise.audit import LayerAudits, described, report, summary
+from fp4train.run.supervise.repeat import RepeatedSteps
+from fp4train.run.supervise.sums import StateSums
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+class RunAudits:
+    """The audits of `run`.
+
+    Attributes:
+        layers: audits of layers by the readable reference.
+        sums: comparisons of sums of bits.
+        repeated: steps that are computed twice.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.layers = LayerAudits(run)
+        self.sums = StateSums(run)
+        self.repeated = RepeatedSteps(run)
+
+    @property
+    def described(self) -> str:
+        """What is audited, and what is not, in a sentence."""
+        return described(self.run.plan, self.run.config, self.run.world.mesh)
+
+    def step(self, recipe: Recipe) -> Queued:
+        """Queue the step that `run.step` is at, by the run's runner, and observe it where that is
+        due.
+
+        Raises:
+            AuditError: the state changed since the last update, or a repeated step gave other bits,
+                and audit.action is "stop".
+        """
+        run = self.run
+        faults = self.sums.before_step()
+        if faults or self.sums.due(run.step - 1):
+            self._report(run.step - 1, faults)
+        if not self.repeated.due(run.step):
+            return self._observed(recipe)
+        sums, _ = self.repeated.compare(recipe)
+        queued = self._observed(recipe)
+        self._report(run.step, self.repeated.faults(sums, self.repeated.sums(queued)))
+        return queued
+
+    def _observed(self, recipe: Recipe) -> Queued:
+        with self.layers.observing():
+            return self.run.runner.step(recipe, step_rows(self.run))
+
+    def after_step(self, run: Run, step: Step) -> None:
+        """Compare what a step that was queued left behind: a hook of the run, its last one.
+
+        Raises:
+            AuditError: there is a fault, and audit.action is "stop".
+        """
+        if self.sums.due(step.index):
+            self._report(step.index, self.sums.after_step(step))
+        self.layers.after_step(run, step)
+
+    def finish(self) -> None:
+        """Say what was audited, at the end of a run."""
+        if (text := summary(self.layers)) is not None and self.run.world.lead:
+            _log.info("audit: %s", text)
+
+    def _report(self, step: int, faults: list[Fault]) -> None:
+        self.layers.faults += report(self.run, step, faults)

@@ -1,0 +1,153 @@
+"""Sums of the bits of a run's state: weights, moments, and what else a checkpoint holds.
+
+The state after an update must be the state before the next step, whatever evaluations and
+checkpoints did between: memory that changes by itself, or code that writes where it should not,
+changes the sum of a tensor. Ranks that hold copies of a tensor must have the same sums. An update
+at a rate above zero must change some weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp4train import checkpoint
+from fp4train.audit.bits import bit_sum
+from fp4train.audit.fault import Fault
+from fp4train.checkpoint.layout import MODEL
+from fp4train.parallel.tensor import copies
+from fp4train.parallel.world import REPLICATE
+from fp4train.run.queued import Step
+from fp4train.shards import TensorShard, local, separate
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+BitSums = dict[str, int]
+"""Path of a tensor in the state → the sum of the bits of this rank's part of it."""
+
+
+def sums_of(tensors: Mapping[str, Tensor]) -> BitSums:
+    """The sums of tensors; waits for the device once."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_device.setdefault(tensor.device, []).append(name)
+    sums: BitSums = {}
+    for names in by_device.values():
+        values = torch.stack([bit_sum(local(tensors[name])) for name in names]).tolist()
+        sums |= dict(zip(names, values, strict=True))
+    return {name: sums[name] for name in tensors}
+
+
+def state_sums(run: Run) -> BitSums:
+    """The sums of all tensors of a run's state; of tied weights under one of their names."""
+    tensors, _ = checkpoint.flatten(run.state())
+    stored, _ = separate({name: local(tensor) for name, tensor in tensors.items()})
+    return sums_of(stored)
+
+
+class StateSums:
+    """The sums of a run's state every `audit.sums` steps, of the part that this rank holds."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.every = run.config.audit.sums
+        self._before: BitSums | None = None
+        self._after: BitSums | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether the state after the step of this index is summed."""
+        return self.every > 0 and (step + 1) % self.every == 0
+
+    def before_step(self) -> list[Fault]:
+        """The tensors that changed since the last update; takes the sums of the coming one."""
+        faults: list[Fault] = []
+        step = self.run.step
+        if self._after is None and not self.due(step):
+            return faults
+        sums = self._sums()
+        if self._after is not None:
+            what = "its bits changed between the update and the next step"
+            faults = [
+                Fault(layer=name, what=what)
+                for name, total in self._after.items()
+                if sums.get(name, total) != total
+            ]
+        self._after = None
+        self._before = sums if self.due(step) else None
+        return faults
+
+    def after_step(self, step: Step) -> list[Fault]:
+        """Sum the state after an update; what it should have changed, and copies that differ."""
+        if not self.due(step.index):
+            return []
+        self._after = self._sums()
+        before, self._before = self._before, None
+        return [*self._unchanged(before, self._after, step), *self._copies_that_differ(self._after)]
+
+    def _sums(self) -> BitSums:
+        return state_sums(self.run)
+
+    def _unchanged(self, before: BitSums | None, after: BitSums, step: Step) -> list[Fault]:
+        weights = [f"{MODEL}/{checkpoint.escaped(name)}" for name in step.names]
+        weights = [name for name in weights if name in after]
+        failed = self.run.failed is not None and bool(self.run.failed)
+        rate = step.values.get("train/lr", 0.0)
+        if before is None or failed or not weights or not isinstance(rate, float) or not rate:
+            return []
+        if any(before.get(name) != after[name] for name in weights):
+            return []
+        what = f"the update at a rate of {rate:.3g} changed no weight"
+        return [Fault(layer="the optimizer", what=what)]
+
+    def _copies_that_differ(self, sums: BitSums) -> list[Fault]:
+        """Tensors of which ranks hold copies with other bits."""
+        world = self.run.world
+        if world.size == 1:
+            return []
+        parameters = dict(self.run.model.named_parameters())
+        faults = []
+        if world.data_mesh is not None and world.mesh.replicate > 1:
+            group = world.data_mesh.get_group(REPLICATE)
+            faults += _differing(sums, list(sums), group, "replica")
+        if world.tensor is not None:
+            names = {
+                f"{MODEL}/{checkpoint.escaped(name)}"
+                for name, parameter in parameters.items()
+                if copies(parameter) > 1
+            }
+            alike = [name for name in sums if name in names]
+            faults += _differing(sums, alike, world.tensor.get_group(), "tensor-parallel copy")
+        return faults
+
+
+def _differing(sums: BitSums, names: list[str], group: Any, kind: str) -> list[Fault]:
+    """The tensors of these names whose sums are not the same on all ranks of a group."""
+    if not names:
+        return []
+    values = torch.tensor([sums[name] for name in names])
+    largest, least = values.clone(), values.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    what = f"its bits are not those of every {kind}"
+    apart = (largest != least).nonzero().flatten().tolist()
+    return [Fault(layer=names[at], what=what) for at in apart]
+
+
+def changed_copy(sums: BitSums, copied: Mapping[str, TensorShard]) -> str | None:
+    """A sentence about the first copy whose bits are not those of the state; None: all are.
+
+    Args:
+        sums: sums of the state; empty: they were not taken.
+    """
+    for name, total in sums.items():
+        if int(bit_sum(copied[name].tensor)) != total:
+            return (
+                f"The copy of {name} that was to be written has other bits than the state: memory "
+                "is failing, or something writes to it. The checkpoint is not written."
+            )
+    return None

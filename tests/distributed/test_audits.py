@@ -1,0 +1,91 @@
+"""Audits of several ranks: weights that come over the wire are compared with what the optimizers
+hold, replicas with each other; no clean run has a fault.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from command_line import events, losses
+
+Ranks = Any
+AUDITED = ("recipe=nvfp4", "policy=all", "phases=none", "audit.every=1", "audit.sums=1")
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("parallel.dp_shard=2",),
+        ("parallel.dp_shard=2", "parallel.gather=bf16"),
+        ("parallel.dp_replicate=2",),
+        ("parallel.tp=2", "model.kv_heads=2"),
+        ("parallel.pp=2", "train.microbatch=2"),
+    ],
+    ids=["shards", "bf16", "replicas", "tensor", "stages"],
+)
+def test_a_clean_run_has_no_fault_and_the_same_bits(ranks: Ranks, mesh: tuple[str, ...]) -> None:
+    assert not any(ranks(2, "run.name=a", *AUDITED, *mesh).codes)
+    silent = ("audit.every=0", "audit.sums=0")
+    assert not any(ranks(2, "run.name=b", *AUDITED, *mesh, *silent).codes)
+    assert losses(ranks.folder / "runs/a") == losses(ranks.folder / "runs/b")
+    assert events(ranks.folder / "runs/a", "audit fault") == []
+    assert events(ranks.folder / "runs/a", "audit failed") == []
+    audits = events(ranks.folder / "runs/a", "audit")
+    if "parallel.tp=2" in mesh:
+        assert not audits
+    else:
+        assert len(audits) == 5 and all(len(entry["gemms"]) >= 2 for entry in audits)
+        assert not any(entry["uncovered"] for entry in audits)
+
+
+DRIFTS = """
+import fp4train.train as loop, torch
+original = loop.train_step
+def train_step(run, recipe):
+    step = original(run, recipe)
+    if run.step == 1 and rank:
+        from fp4train.shards import local
+        weight = local(next(run.model.parameters())).detach()
+        weight.view(torch.int32).view(-1)[3] ^= 1 << 9
+    return step
+loop.train_step = train_step
+"""
+
+
+def test_a_replica_that_drifts_is_found_with_its_tensor(ranks: Ranks) -> None:
+    mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.action=stop")
+    ended = ranks(2, "run.name=a", *AUDITED, *mesh, "audit.sums=1", patch=DRIFTS)
+    assert "model/embed.weight" in ended.message and "the audit found" in ended.message
+
+
+def test_a_replica_that_drifted_unseen_is_found_by_the_sums_of_the_others(ranks: Ranks) -> None:
+    mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.sums=3")
+    ranks(2, "run.name=a", *AUDITED, *mesh, patch=DRIFTS)
+    faults = events(ranks.folder / "runs/a", "audit fault")
+    assert {entry["what"] for entry in faults} >= {"its bits are not those of every replica"}
+
+
+ROUNDED = """
+import torch
+from fp4train.parallel.gather import WeightGather
+original = WeightGather._make
+def shard(self):
+    master = self.parameter._sharded_local_tensor
+    return master.bfloat16().to(master.dtype) if vars(self).get("sending") else master
+def make(self, part):
+    self.sending = True
+    try:
+        return original(self, part)
+    finally:
+        self.sending = False
+WeightGather.shard = property(shard)
+WeightGather._make = make
+"""
+
+
+def test_bf16_on_the_wire_is_found_and_named(ranks: Ranks) -> None:
+    ranks(2, "run.name=a", *AUDITED, "parallel.dp_shard=2", patch=ROUNDED)
+    faults = events(ranks.folder / "runs/a", "audit fault")
+    names = {name for fault in faults for name in fault["hypotheses"]}
+    assert any("rounded to BF16 before" in name for name in names), faults

@@ -1,0 +1,189 @@
+"""Audits of whole runs: no bit changes, clean runs have no fault, and planted ones are found, logged,
+and end the run where that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import audit_planting as planting
+import pytest
+import torch
+from command_line import STEADY, Cli, after_update, events, losses, steps
+
+from fp4train import checkpoint
+from fp4train.run.supervise import audit as run_audit
+from fp4train.run.supervise.saving import Saver
+
+AUDITED = ("audit.every=1", "audit.sums=1", "audit.repeat=2")
+SILENT = ("audit.every=0", "audit.sums=0", "audit.repeat=0")
+NVFP4 = ("recipe=nvfp4", "policy=all", *STEADY)
+
+
+def weights(run: str) -> dict[str, bytes]:
+    state = checkpoint.load(f"{run}/checkpoints")
+    return {name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*NVFP4, "train.microbatch=2"),
+        ("recipe=fp8_delayed", "policy=last15"),
+        ("model=moe_tiny", "recipe=nvfp4"),
+    ],
+    ids=["microbatches", "delayed", "experts"],
+)
+def test_a_run_has_the_same_bits_with_and_without_audits_and_no_fault(
+    cli: Cli, options: tuple[str, ...]
+) -> None:
+    cli.trained("run.name=plain", *options, *SILENT)
+    cli.trained("run.name=audited", *options, *AUDITED)
+    assert losses("runs/plain") == losses("runs/audited")
+    assert weights("runs/plain") == weights("runs/audited")
+    assert events("runs/audited", "audit fault") == []
+    assert events("runs/audited", "audit failed") == []
+    audits = events("runs/audited", "audit")
+    assert len(audits) == 6 and all(entry["gemms"] for entry in audits)
+    assert not events("runs/plain", "audit")
+
+
+def test_layers_are_audited_in_turn_and_the_last_quantised_one_twice_as_often(cli: Cli) -> None:
+    cli.trained("run.name=a", "recipe=nvfp4", "policy=all", "train.steps=18", "audit.every=1")
+    names = [entry["layer"] for entry in events("runs/a", "audit")]
+    last = names[0]
+    turn = names[: names.index(last, names.index(last, 1) + 1)]
+    assert turn.count(last) == 2
+    assert len(set(turn)) == len(turn) - 1
+    assert set(turn) == set(names)
+
+
+def planted_stale_amax() -> AbstractContextManager[Any]:
+    return planting.planted_operand(planting.OPERAND_FAULTS["amax stale by one step"][0])
+
+
+FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+    "the same bits in every step": (
+        lambda: planting.planted_operand(planting.OPERAND_FAULTS["the same bits in every step"][0]),
+        "random bits of step 0",
+    ),
+    "the same bits in every microbatch": (
+        lambda: planting.planted_operand(
+            planting.OPERAND_FAULTS["the same bits in every microbatch"][0]
+        ),
+        "first tokens",
+    ),
+    "a stale weight": (planting.stale_weights, "weight of the step before"),
+    "a stale amax": (planted_stale_amax, "amax of the step before"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_all_layers_is_found_at_its_place_and_named(cli: Cli, fault: str) -> None:
+    plant, words = FAULTS[fault]
+    with plant():
+        ended = cli("run.name=a", *NVFP4, "train.microbatch=2", "audit.every=1")
+    assert ended.code == 0
+    faults = events("runs/a", "audit fault")
+    assert any(words in name for entry in faults for name in entry["hypotheses"]), faults
+    assert "audit: " in ended.err and words in ended.err
+
+
+def test_a_fault_ends_the_run_where_that_is_asked_for(cli: Cli) -> None:
+    change, _ = planting.OPERAND_FAULTS["an option that resolves to off"]
+    with planting.planted_operand(change):
+        ended = cli(
+            "run.name=a", *NVFP4, "audit.every=3", "audit.action=stop", "checkpoint.every=1"
+        )
+    assert ended.code == 1
+    assert "step 2: the audit found" in ended.message
+    assert "rounded to nearest, planned stochastically" in ended.message
+    assert steps("runs/a") == [1]
+
+
+def test_an_audit_that_fails_is_said_once_and_ends_nothing(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no reference")
+
+    monkeypatch.setattr(run_audit.CallComparison, "run", broken)
+    ended = cli("run.name=a", *NVFP4, "audit.every=1")
+    assert ended.code == 0
+    (entry,) = events("runs/a", "audit failed")
+    assert "no reference" in entry["reason"]
+
+
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    tensor.detach().view(torch.int32).view(-1)[7] ^= 1 << bit
+
+
+@pytest.mark.parametrize("bit", [29, 23, 12, 0])
+def test_a_bit_of_a_weight_that_flips_between_two_steps_is_found(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, bit: int
+) -> None:
+    after_update(3, monkeypatch, lambda run: flip(next(run.model.parameters()), bit))
+    cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=1")
+    (entry,) = events("runs/a", "audit fault")
+    assert entry["layer"] == "model/embed.weight"
+    assert "between the update and the next step" in entry["what"]
+
+
+def test_a_step_that_gives_other_bits_when_it_is_repeated_is_found(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp4train.run.step import EagerSteps
+
+    original = EagerSteps.step
+    calls: list[int] = []
+
+    def step(self: EagerSteps, recipe: Any, rows: Any) -> Any:
+        queued = original(self, recipe, rows)
+        calls.append(self.run.step)
+        if calls.count(4) == 1 and self.run.step == 4:
+            flip(next(self.run.model.parameters()), 3)
+        return queued
+
+    monkeypatch.setattr(EagerSteps, "step", step)
+    cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=0", "audit.repeat=2")
+    assert calls == [0, 1, 2, 2, 3, 4, 4, 5]
+    faults = events("runs/a", "audit fault")
+    assert [(entry["layer"], entry["step"]) for entry in faults] == [("model/embed.weight", 5)]
+    assert "other bits" in faults[0]["what"]
+
+
+def test_an_update_that_is_left_out_is_found(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4train.run import step as run_step
+
+    original = run_step.step_unless
+
+    def leave_out(optimizer: Any, *arguments: Any) -> None:
+        if float(next(iter(optimizer.state.values()), {}).get("step", 0)) != 3:
+            original(optimizer, *arguments)
+
+    monkeypatch.setattr(run_step, "step_unless", leave_out)
+    cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=1")
+    faults = events("runs/a", "audit fault")
+    assert faults and "changed no weight" in faults[0]["what"]
+    assert faults[0]["step"] == 4
+
+
+def test_a_checkpoint_whose_copy_has_other_bits_is_not_written(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Saver._copy
+
+    def copied(self: Saver, parts: Any) -> Any:
+        copies = original(self, parts)
+        if self.run.step == 2:
+            flip(next(iter(copies.values())).tensor, 5)
+        return copies
+
+    monkeypatch.setattr(Saver, "_copy", copied)
+    ended = cli("run.name=a", *NVFP4, "checkpoint.every=2", "checkpoint.keep=9")
+    assert ended.code == 0
+    (entry,) = events("runs/a", "checkpoint failed")
+    assert "other bits than the state" in entry["reason"]
+    assert steps("runs/a") == [3, 4, 6]
