@@ -38,7 +38,7 @@ SMALL = (
     "model.hidden=96",
     "backend=te",
 )
-STEPS = ("policy=all", "phases=none", "train.steps=2", "train.seq_len=32", "train.batch_size=4")
+STEPS = ("policy=all", "phases=none", "train.steps=2", "train.seq_len=16", "train.batch_size=4")
 
 
 @pytest.fixture(scope="module")

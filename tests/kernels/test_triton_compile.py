@@ -155,13 +155,16 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 
 WITHIN_OTHERS = {
+    "norm: mxfp8 codes of both forms",
+    "gate: mxfp8 codes of both forms",
+    "gradients of gate and up: mxfp8 codes of both forms",
     "norm: mxfp8 codes of both forms, as x lies",
     "gate: mxfp8 codes of both forms, as x lies",
     "norm of a sum: mxfp8 codes of both forms",
 }
-"""What compiles no function that others do not: what is made from a source is computed as in "norm"
-and "gate", its sum is that of "norm of a sum … as x lies", and stored as x lies are codes of
-gradients, which take most registers.
+"""What compiles no function that others do not: what is made from a source is computed as in NVFP4,
+MXFP8's codes are those of "root", a sum is that of "norm of a sum … as x lies", and stored as x
+lies are codes of gradients, which take most registers.
 """
 OF_CODES = {"nvfp4": 100, "mxfp8": 100, "fp8": 90}
 """The GPU whose tensor cores multiply the codes; others are compiled for the oldest that is

@@ -90,7 +90,7 @@ torch.manual_seed(0)
 h, gate, up, dh, change = (torch.randn(70, 2 * 264).bfloat16()[:, ::2].contiguous() for _ in range(5))
 weight, rstd = torch.randn(264), torch.empty(70)
 gate[2, 3] = torch.nan
-for recipe in (NVFP4(), MXFP8(), FP8Current()):
+for recipe, without in ((NVFP4(), ()), (MXFP8(), ("root", "gate")), (FP8Current(), ())):
     table = recipe.table()
     x, dy = (table["fprop"].first, table["wgrad"].second), (table["dgrad"].first, table["wgrad"].first)
     for source, specs, drawn in (
@@ -100,6 +100,8 @@ for recipe in (NVFP4(), MXFP8(), FP8Current()):
         (SourceTensors("gate", (gate, up)), x, [(None, None)]),
         (SourceTensors("gradients", (dh, gate, up)), dy, [keys(7), keys(9)]),
     ):
+        if source.kind in without:  # another form of the rows and columns, of the same sources
+            continue
         launched.clear()
         made = produce(*(quantizer(spec, "cpu", "triton") for spec in specs), source, drawn)
         for forms, values, key in zip(made, source.values(), drawn):
@@ -158,8 +160,6 @@ def test_codes_are_those_of_the_reference_over_tiles_and_strips_in_the_interpret
         "NVFP4 gradients 3 amax_produced quantize_produced",
         "MXFP8 norm 3 quantize_produced",
         "MXFP8 norm 5 quantize_produced",
-        "MXFP8 root 3 quantize_produced",
-        "MXFP8 gate 2 quantize_produced",
         "MXFP8 gradients 3 quantize_produced",
         "FP8Current norm 3 amax_produced turned_produced",
         "FP8Current norm 5 amax_produced turned_produced",
