@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -301,21 +301,17 @@ def _plan(
     if gpu is not None:
         from fp4train.lab.costs.estimate import estimate
         from fp4train.lab.costs.mesh_plan import MeshPlan
-        from fp4train.lab.costs.rows import made_by
         from fp4train.lab.costs.screen import render_step, step_costs
 
         on_one_gpu = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
-        norms = on_one_gpu.produced(plan)
-        producers = [made_by(norm.producers.values()) for norm in norms]
-        options: Any = {
-            "microbatches": config.train.microbatches,
-            "produced": producers,
-            "sharing": not config.train.compile,
-        }
-        print("", fitted(estimate(plan, gpu, **options).render(width)), sep="\n")
+        cost = estimate(plan, gpu, microbatches=config.train.microbatches)
+        norms = [
+            produced_in(model, stretch, config.train, "cuda", plan.tokens, elsewhere=True)
+            for stretch in plan.stretches
+        ]
         sentences = produced_by(model, plan.stretches, norms, "cuda")
-        print("")
-        step = render_step(step_costs(on_one_gpu, plan, norms), width)
+        print("", fitted(cost.render(width)), "", sep="\n")
+        step = render_step(step_costs(on_one_gpu, plan), width)
         for text in (step, on_one_gpu.kernels[1], *sentences):
             print(fitted(text))
     return 0

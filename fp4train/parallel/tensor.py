@@ -53,7 +53,7 @@ def cut_tensors(
     ranks = Ranks.of(mesh)
     parallel = cast(TensorParallel, model)
     cut = tensor_cut_of(model, ranks.size)
-    _check(model, cut, ranks.size)
+    check_division(model, cut, ranks.size)
     local_of: dict[nn.Parameter, nn.Parameter] = {}
     orders: dict[str, RowOrder] = {}
     for module, axis, along, name in _sliced(model, cut):
@@ -143,7 +143,13 @@ def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
             module.shard(LayerShard(amax=amax, data=data))
 
 
-def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
+def check_division(model: nn.Module, cut: TensorCut, size: int) -> None:
+    """Check that `size` ranks divide all that `cut` divides.
+
+    Raises:
+        TypeError: a layer is not converted.
+        ValueError: they do not; the message says what does.
+    """
     counts = [
         (key, getattr(model.get_submodule(name), attribute)) for name, attribute, key in cut.counts
     ]

@@ -40,14 +40,6 @@ scale.
 """
 STRIP: Final = 16
 """Tokens of a program of `norm_backward`."""
-READ: Final = {"norm": 2, "root": 2, "gate": 4, "gradients": 6}
-"""Bytes of its sources that a kernel reads once, by their kind: per element of the result, or of
-each of two.
-"""
-SUM: Final = 4
-"""Bytes per element that a norm moves beside, where h is a sum: its two terms are read for h once,
-and h is written.
-"""
 NORM_BACKWARD: Final = 6 + 8 / STRIP
 """Bytes per element that `norm_backward` moves: dy, h and dh, and a program's float32 terms of
 dweight, twice.

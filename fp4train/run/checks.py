@@ -99,15 +99,18 @@ def check_cut(config: Config, mesh: Mesh) -> None:
     batch = config.train.batch_size
     ranks = mesh.data
     rows = config.train.microbatch
-    if batch % (ranks * (rows or 1)):
+    step = ranks * (rows or 1)
+    if batch % step:
         if rows is None:
             per_rank = ""
         else:
             per_rank = f" × train.microbatch={rows}"
+        below = batch // step * step
+        near = " or ".join(str(size) for size in (below, below + step) if size)
         raise UserError(
             f"train.batch_size={batch} is not divisible by {ranks} data ranks{per_rank}: every "
-            "rank must have the same "
-            "number of sequences and microbatches"
+            f"rank must have the same number of sequences and microbatches; use "
+            f"train.batch_size={near}"
         )
     sequences = config.train.rows(ranks)
     if config.parallel.sp and sequences * config.train.seq_len % mesh.tensor:

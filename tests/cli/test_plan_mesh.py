@@ -222,12 +222,11 @@ def test_a_search_tries_tensor_parallel_ranks_for_experts(
         (("parallel.tp=2", "optim=muon"), "optim=muon multiplies whole matrices"),
         (
             ("parallel.tp=2", "model=moe_tiny", "model.kv_heads=2", "model.experts.count=15"),
-            "parallel.tp=2 does not divide 15, the split dimension of "
-            "blocks.1.mlp.gate_up.weight: parallel.tp may be",
+            "blocks.1.mlp.gate_up: 15 experts cannot be divided over parallel.tp=2 ranks",
         ),
         (
             ("parallel.tp=2", "model=hyena_tiny", "model.filters.groups=1"),
-            "parallel.tp=2 does not divide 1, the split dimension of blocks.0.mixer.taps",
+            "blocks.0.mixer.taps: 1 rows cannot be divided over parallel.tp=2 ranks",
         ),
         (
             (
@@ -238,11 +237,11 @@ def test_a_search_tries_tensor_parallel_ranks_for_experts(
                 "data.path=a",
                 "data.vocab_size=64",
             ),
-            "parallel.tp=5 does not divide model.kv_heads=8: parallel.tp may be 1, 2, 4, 8",
+            "model.scan.groups=8 cannot be divided over parallel.tp=5 ranks; parallel.tp allowed: 1",
         ),
         (
             ("parallel.tp=2", "model=evo2_1b", "model.kv_heads=15"),
-            "parallel.tp=2 does not divide model.heads=15: parallel.tp may be 1",
+            "model.heads=15 cannot be divided over parallel.tp=2 ranks; parallel.tp allowed: 1",
         ),
         (("parallel.tp=2", "eval.errors_every=5"), "eval.errors_every=5 measures whole operands"),
         (
@@ -406,16 +405,16 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
         ),
         (
             ["parallel.tp=5"],
-            "parallel.tp=5 does not divide model.heads=12: parallel.tp may be 1, 2, 4",
+            "model.heads=12 cannot be divided over parallel.tp=5 ranks; parallel.tp allowed: 1, 2, 4",
         ),
         (
             ["parallel.pp=13"],
             "over parallel.pp=13 stages, which need one each; parallel.pp may be at most 12",
         ),
-        (["parallel.dp_shard=8", "train.batch_size=12"], "train.batch_size=8 or 16 does"),
+        (["parallel.dp_shard=8", "train.batch_size=12"], "use train.batch_size=8 or 16"),
         (
             ["parallel.dp_shard=8", "train.batch_size=16", "train.microbatch=16"],
-            "train.microbatch may be 1, 2",
+            "8 data ranks × train.microbatch=16: every rank must have",
         ),
         (["parallel=auto"], "parallel=auto needs the number of GPUs: gpus=N"),
         (

@@ -10,7 +10,6 @@ import pytest
 import torch
 from interpreted import interpreted
 
-from fp4train.lab.costs.quantising import own_passes
 from fp4train.precision import MXFP8, NVFP4
 from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey
 from fp4train.quantize.triton import TritonQuantizer
@@ -129,11 +128,6 @@ def test_both_forms_of_an_emulated_operand_move_hardly_more_bytes_than_the_least
         tensors = [argument for argument in launch.arguments if isinstance(argument, torch.Tensor)]
         moved += sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
     assert least * count <= moved <= 1.01 * least * count
-    tensor, _, name = forms.split()
-    charged = own_passes(*operands(tensor, name), count, codes=False, kept=tensor == "x")
-    assert sum(map(sum, charged)) == pytest.approx(least, rel=1e-4), (
-        "the cost model charges as much"
-    )
 
 
 @pytest.mark.long

@@ -10,14 +10,8 @@ from operator import attrgetter
 
 from fp4train.backends.table import Operands
 from fp4train.hardware import Gpu
-from fp4train.lab.costs.rows import (
-    NOTHING_MADE,
-    GemmCost,
-    Made,
-    layer_costs,
-    square_gain,
-    why_emulated,
-)
+from fp4train.lab.costs.quantising import EMULATING
+from fp4train.lab.costs.rows import GemmCost, layer_costs, square_gain
 from fp4train.precision.plan import Plan
 from fp4train.text import ranges, screen, table_width, tabulate, three_digits
 
@@ -93,21 +87,12 @@ class CostEstimate:
         )
 
 
-def estimate(
-    plan: Plan,
-    gpu: Gpu,
-    *,
-    microbatches: int = 1,
-    produced: Iterable[Made] = (),
-    sharing: bool = True,
-) -> CostEstimate:
+def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
     """Estimate the time of every GEMM of `plan` on `gpu`.
 
     Args:
         plan: a plan for `gpu` (`Device.elsewhere(gpu)`), with the tokens of one microbatch.
         microbatches: forward passes per step.
-        produced: operands that norms and gates quantise in each stretch; none: nothing.
-        sharing: whether layers that read one x quantise it once; not under train.compile.
 
     Raises:
         ValueError: `microbatches` is not positive.
@@ -116,21 +101,12 @@ def estimate(
         raise ValueError(f"microbatches={microbatches} must be at least 1")
     stretches = []
     points: dict[str, int | None] = {}
-    produced_by_stretch = list(produced) or [NOTHING_MADE] * len(plan.stretches)
-    for stretch, in_stretch in zip(plan.stretches, produced_by_stretch, strict=True):
+    for stretch in plan.stretches:
         rows: list[GemmCost] = []
         for layer in stretch.layers.values():
-            rows += layer_costs(
-                layer,
-                gpu,
-                plan.tokens,
-                microbatches,
-                layers=stretch.layers,
-                produced=in_stretch,
-                sharing=sharing,
-            )
+            rows += layer_costs(layer, gpu, plan.tokens, microbatches)
             for gemm, _ in layer.products:
-                on_tensor_cores = gemm.operands.quantised and why_emulated(gemm) is None
+                on_tensor_cores = gemm.operands.quantised and gemm.backend not in EMULATING
                 if on_tensor_cores and gemm.elements not in points:
                     points[gemm.elements] = break_even(gemm.operands, gpu, backend=gemm.backend)
         steps = stretch.stop - stretch.start

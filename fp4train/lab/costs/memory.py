@@ -7,8 +7,7 @@
                       forms of every weight
     activations       what the blocks keep for backward (`blocks.py`), of the microbatches in flight
     weights in BF16   of layers without a quantised GEMM, cast once per step to the recipe's
-                      dtype; not of weights that shards gather, which are freed after each use;
-                      under torch.compile once per microbatch in flight
+                      dtype; not of weights that shards gather, which are freed after each use
     unsharded weights two blocks' weights as the GEMMs read them (one runs, one arrives), those
                       outside the blocks, which stay gathered, and the gradients of one block and of
                       those outside
@@ -20,14 +19,11 @@ The host holds a copy of the states while a checkpoint is written.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
-import torch
-
 from fp4train.lab.costs.blocks import BlockCost
-from fp4train.lab.costs.weights import ModelWeight
+from fp4train.lab.costs.weights import ModelWeight, elements
 from fp4train.lab.costs.workload import Kind, Workload
 from fp4train.models.common.loss import chunk_rows
 from fp4train.parallel.config import Mesh
@@ -51,22 +47,26 @@ class RankMemory:
         self.stage = stage
         outer = load.outer(stage, mesh)
         kinds = [(load.kinds[kind], number) for kind, number in counts.items()]
-        unsharded = sum(number * _elements(kind.weights, mesh) for kind, number in kinds)
-        unsharded += _elements(outer, mesh)
+        unsharded = elements(outer, mesh)
+        unsharded += sum(number * elements(kind.weights, mesh) for kind, number in kinds)
         self.parameters = unsharded / mesh.shard
         """Elements of its shard."""
         self.host = load.state_bytes * self.parameters
         """Bytes in main memory while a checkpoint is written."""
-        adds_up = mesh.microbatches > 1 and mesh.shard > 1
-        last = stage == mesh.pipeline - 1
+        gradients = 4 * self.parameters
+        if mesh.microbatches > 1 and mesh.shard > 1:
+            gradients += 4 * unsharded
+        logits = 0.0
+        if stage == mesh.pipeline - 1:
+            logits = _logits(load, mesh)
         self.parts: dict[str, float] = {
-            **{title: n * self.parameters for title, n in load.execution.states.items()},
-            "gradients": 4 * self.parameters + (4 * unsharded if adds_up else 0.0),
-            "codes of weights": sum(n * _codes(kind.weights, mesh) for kind, n in kinds),
+            **{title: size * self.parameters for title, size in load.execution.states.items()},
+            "gradients": gradients,
+            "codes of weights": sum(n * _codes(kind, mesh) for kind, n in kinds),
             "activations": _activations(load, mesh, stage, kinds),
-            "weights in BF16": _rounded_weights(load, mesh, stage, kinds),
-            "unsharded weights": _gathered([kind.weights for kind, _ in kinds], outer, mesh),
-            "logits and head": _logits(load, mesh) if last else 0.0,
+            "weights in BF16": sum(n * _rounded_weights(kind, mesh) for kind, n in kinds),
+            "unsharded weights": _gathered([kind for kind, _ in kinds], outer, mesh),
+            "logits and head": logits,
             "reserve": RESERVE,
         }
         """Bytes by what they are for."""
@@ -85,26 +85,23 @@ def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
 
 def saved(block: BlockCost, mesh: Mesh) -> float:
     """Bytes that a rank keeps of one block and microbatch."""
-    divided = (block.saved - block.unsplit - block.routed) / mesh.tensor
-    repeated = block.unsplit / (mesh.tensor if mesh.sequence else 1)
-    return (repeated + block.routed + divided) / mesh.context
+    divided = (block.saved - block.unsplit) / mesh.tensor
+    return (_stream(block.unsplit, mesh) + divided) / mesh.context
 
 
 def entered(block: BlockCost, mesh: Mesh) -> float:
     """Bytes of a block's input on a rank."""
-    return block.input / (mesh.tensor if mesh.sequence else 1) / mesh.context
+    return _stream(block.input, mesh) / mesh.context
 
 
-def _elements(weights: Sequence[ModelWeight], mesh: Mesh) -> float:
-    return sum(weight.of_rank(mesh) for weight in weights)
+def _stream(size: float, mesh: Mesh) -> float:
+    """Bytes on a rank of tensors of the residual stream."""
+    if mesh.sequence:
+        return size / mesh.tensor
+    return size
 
 
-def _activations(
-    load: Workload,
-    mesh: Mesh,
-    stage: int,
-    kinds: Sequence[tuple[Kind, int]],
-) -> float:
+def _activations(load: Workload, mesh: Mesh, stage: int, kinds: list[tuple[Kind, int]]) -> float:
     """Bytes for the microbatches in flight; of recomputed blocks the inputs, and one that runs."""
     again = load.execution.recomputed
     kept = sum(
@@ -115,44 +112,35 @@ def _activations(
     return mesh.in_flight(stage) * kept + again * running
 
 
-def _rounded_weights(
-    load: Workload,
-    mesh: Mesh,
-    stage: int,
-    kinds: Sequence[tuple[Kind, int]],
-) -> float:
-    """Bytes of the copies of weights in the recipe's dtype."""
-    copies = float(mesh.shard == 1)
-    if load.execution.compiled:  # graphs save the copy that each pass makes
-        copies = mesh.in_flight(stage) * (1 - load.execution.recomputed)
-    size = sum(
-        number * plan.layer.weights * plan.table.torch_dtype.itemsize
-        for kind, number in kinds
-        for plan in kind.plans
-        if not plan.quantised and plan.table.torch_dtype != torch.float32
-    )
-    return copies * size / mesh.tensor
-
-
-def _codes(weights: Sequence[ModelWeight], mesh: Mesh) -> float:
+def _rounded_weights(kind: Kind, mesh: Mesh) -> float:
+    """Bytes of the copies of a block's weights in the recipe's dtype."""
     if mesh.shard > 1:
-        return sum(weight.shard_code_bytes(mesh) for weight in weights)
-    return sum(weight.resident_bytes(mesh) for weight in weights if weight.forms)
+        return 0.0
+    plain = [weight for weight in kind.layers if not weight.code_bytes(mesh)]
+    return sum(weight.resident_bytes(mesh) for weight in plain if not _is_float32(weight))
 
 
-def _gathered(
-    blocks: Sequence[Sequence[ModelWeight]],
-    outer: Sequence[ModelWeight],
-    mesh: Mesh,
-) -> float:
+def _is_float32(weight: ModelWeight) -> bool:
+    return weight.plan is not None and weight.plan.table.torch_dtype.itemsize == 4
+
+
+def _codes(kind: Kind, mesh: Mesh) -> float:
+    if mesh.shard > 1:
+        coded = [weight for weight in kind.layers if weight.wire(mesh).coded]
+        return sum(weight.code_bytes(mesh) for weight in coded) / mesh.shard
+    coded = [weight for weight in kind.layers if weight.code_bytes(mesh)]
+    return sum(weight.resident_bytes(mesh) for weight in coded)
+
+
+def _gathered(kinds: list[Kind], outer: list[ModelWeight], mesh: Mesh) -> float:
     if mesh.shard == 1:
         return 0.0
-    resident = [sum(weight.resident_bytes(mesh) for weight in weights) for weights in blocks]
+    resident = [sum(weight.resident_bytes(mesh) for weight in kind.weights) for kind in kinds]
     kept = sum(weight.wire_bytes(mesh) for weight in outer)
     gradients = 0.0
     if mesh.microbatches == 1:
-        largest = max((_elements(weights, mesh) for weights in blocks), default=0.0)
-        gradients = 4 * (largest + _elements(outer, mesh))
+        largest = max((elements(kind.weights, mesh) for kind in kinds), default=0.0)
+        gradients = 4 * (largest + elements(outer, mesh))
     return 2 * max(resident, default=0.0) + kept + gradients
 
 

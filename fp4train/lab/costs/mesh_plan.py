@@ -1,6 +1,6 @@
 """A configuration planned on a mesh: the mesh that it asks for, or the cheapest that fits."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import lru_cache
 
@@ -11,15 +11,12 @@ from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import interconnect
-from fp4train.lab.costs.search import MeshCandidate, batch_problem, candidates, problems
-from fp4train.lab.costs.weights import find_weights
+from fp4train.lab.costs.search import MeshCandidate, candidates
 from fp4train.lab.costs.workload import Execution, Workload, workload
 from fp4train.models.common.cut import tensor_cut
-from fp4train.nn.layer_shard import LayerShard
-from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import REST, Mesh, Parallel
 from fp4train.parallel.stages import cut_of, tied_weights
-from fp4train.parallel.tensor import tensor_cut_of
+from fp4train.parallel.tensor import check_division, tensor_cut_of
 from fp4train.precision.gather import effective
 from fp4train.precision.layers import find_layers
 from fp4train.precision.phases import Timeline
@@ -28,7 +25,6 @@ from fp4train.precision.report import gathers
 from fp4train.run.build import build_plan
 from fp4train.run.checks import check_cut, check_oscillation, divided_blocks
 from fp4train.run.fuse import kernels_of
-from fp4train.run.produced import ProducedNorms, produced_by, produced_in
 from fp4train.run.states import bytes_per_parameter
 
 SMALL_SEQ_LEN = 512
@@ -66,7 +62,8 @@ class MeshPlan:
         self.links = interconnect(gpu)
         self.kernels = kernels_of(config.train, "cuda", elsewhere=True)
         """Whether Liger's kernels run what lies between the products, and a sentence that says
-        so."""
+        so.
+        """
         self.notes: list[str] = []
         self._batch_named = "train.batch_size" in named
         if "train.seq_len" not in named and config.train.seq_len <= SMALL_SEQ_LEN:
@@ -104,7 +101,8 @@ class MeshPlan:
 
     def plan(self, sequences: int, tensors: int, stages: int = 1, data_ranks: int = 1) -> Plan:
         """The plan of a rank with microbatches of so many sequences, on so many tensor-parallel
-        ranks."""
+        ranks.
+        """
         train = replace(self.config.train, batch_size=sequences, microbatch=sequences)
         parallel = replace(self.config.parallel, tp=tensors)
         config = replace(self.config, train=train, parallel=parallel)
@@ -118,18 +116,6 @@ class MeshPlan:
         device = Device.elsewhere(self.gpu)
         return build_plan(config, parts, self.timeline, device, data_ranks, stages=stages)
 
-    def produced(self, plan: Plan, data_ranks: int = 1) -> list[ProducedNorms]:
-        """Norms and gates that quantise their results in every stretch, on so many data ranks."""
-        amax = None
-        if self.config.parallel.amax == "data" and data_ranks > 1:
-            ranks = Ranks(group=None, rank=0, size=data_ranks)
-            amax = LayerShard(amax="data", data=ranks)
-        train = self.config.train
-        return [
-            produced_in(self.model, stretch, train, "cuda", plan.tokens, elsewhere=True, amax=amax)
-            for stretch in plan.stretches
-        ]
-
     @property
     def execution(self) -> Execution:
         """How the run executes the model."""
@@ -137,23 +123,16 @@ class MeshPlan:
         return Execution(
             compiled=train.compile,
             recorded=train.cuda_graph,
-            recomputed=1.0 if getattr(self.config.model, "recompute", False) else 0.0,
+            recomputed=float(getattr(self.config.model, "recompute", False)),
             states=bytes_per_parameter(self.config),
             liger=self.kernels[0],
-            fused=train.kernels != "torch",
         )
 
-    def workloads(
-        self, plan: Plan, sequences: int, produced: Sequence[ProducedNorms]
-    ) -> list[tuple[str, int, Workload]]:
-        """(Title, steps, workload) of every stretch of the run.
-
-        Args:
-            produced: norms and gates that quantise their results in every stretch.
-        """
+    def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
+        """(Title, steps, workload) of every stretch of the run."""
         uncut = find_layers(self.model)
         loads = []
-        for stretch, norms in zip(plan.stretches, produced, strict=True):
+        for stretch in plan.stretches:
             load = workload(
                 self.model,
                 {name: replace(plan, layer=uncut[name]) for name, plan in stretch.layers.items()},
@@ -161,7 +140,6 @@ class MeshPlan:
                 sequences=sequences,
                 seq_len=self.config.train.seq_len,
                 execution=self.execution,
-                produced=norms,
             )
             loads.append((stretch.title, stretch.stop - stretch.start, load))
         return loads
@@ -173,26 +151,19 @@ class MeshPlan:
             UserError: the mesh cannot be; the message says what to do.
         """
         mesh = self.mesh()
-        for problem in problems(self.model, find_weights(self.model, {}), mesh):
-            raise UserError(problem)
         batch, sequences = self._batch(mesh)
-        mesh = self.mesh(batch // mesh.data // sequences)
         self.check(mesh, batch, sequences)
+        mesh = self.mesh(batch // mesh.data // sequences)
         plan = self.plan(sequences, mesh.tensor, stages=mesh.pipeline, data_ranks=mesh.data)
         check_oscillation(self.config, plan)
-        produced = self.produced(plan, mesh.data)
-        self._note(plan, produced, mesh)
+        self._note(plan, mesh)
         return plan, [
             (title, steps, ClusterCost(load, self.gpu, self.links, mesh))
-            for title, steps, load in self.workloads(plan, sequences, produced)
+            for title, steps, load in self.workloads(plan, sequences)
         ]
 
     def _batch(self, mesh: Mesh) -> tuple[int, int]:
-        """(Sequences of a step, sequences of a microbatch) on a mesh.
-
-        Raises:
-            UserError: they do not divide; the message says what to do.
-        """
+        """(Sequences of a step, sequences of a microbatch) on a mesh, which may not divide them."""
         train = self.config.train
         batch = train.batch_size
         if not self._batch_named and batch % (mesh.data * mesh.pipeline):
@@ -201,11 +172,9 @@ class MeshPlan:
                 f"train.batch_size={train.batch_size}, the default, does not divide over "
                 f"{mesh.data} data ranks: planned with train.batch_size={batch}"
             )
-        if refused := batch_problem(batch, train.microbatch, mesh):
-            raise UserError(refused)
-        local = batch // mesh.data
         if train.microbatch is not None:
             return batch, train.microbatch
+        local = max(1, batch // mesh.data)
         if mesh.pipeline == 1:
             return batch, local
         sequences = max(1, local // (4 * mesh.pipeline))
@@ -217,7 +186,7 @@ class MeshPlan:
         )
         return batch, sequences
 
-    def _note(self, plan: Plan, produced: Sequence[ProducedNorms], mesh: Mesh) -> None:
+    def _note(self, plan: Plan, mesh: Mesh) -> None:
         """Note how weights are gathered, and which kernels run between the products."""
         if mesh.shard > 1:
             layers = [layer for stretch in plan.stretches for layer in stretch.layers.values()]
@@ -228,7 +197,6 @@ class MeshPlan:
         if mesh.tensor > 1 and liger:
             sentence += " The loss is torch's where ranks share the vocabulary."
         self.notes += filter(None, [divided_blocks(plan), sentence])
-        self.notes += produced_by(self.model, plan.stretches, produced, "cuda")
 
     def check(self, mesh: Mesh, batch: int, sequences: int) -> None:
         """Check that a run with microbatches of so many sequences begins on `mesh`.
@@ -237,11 +205,11 @@ class MeshPlan:
             UserError: it does not.
         """
         parallel = replace(self.config.parallel, tp=mesh.tensor, pp=mesh.pipeline)
-        train = replace(self.config.train, batch_size=batch, microbatch=sequences)
-        check_cut(replace(self.config, train=train, parallel=parallel), mesh)
         with user_errors(TypeError, ValueError):
             if mesh.tensor > 1:
-                tensor_cut_of(self.model, mesh.tensor)
+                check_division(self.model, tensor_cut_of(self.model, mesh.tensor), mesh.tensor)
+            train = replace(self.config.train, batch_size=batch, microbatch=sequences)
+            check_cut(replace(self.config, train=train, parallel=parallel), mesh)
             if mesh.pipeline > 1:
                 tied_weights(self.model, cut_of(self.model, parallel))
 
@@ -265,7 +233,6 @@ class MeshPlan:
             why = self.config.train.whole_weights
             self.notes.append(f"{why} takes float32 weights: they are not gathered as codes")
         ranked = candidates(
-            self.model,
             self._measure(batch),
             self.gpu,
             self.links,
@@ -292,7 +259,7 @@ class MeshPlan:
                 if tensors == 1:
                     raise
                 return None  # the named backend runs no parts of layers
-            return self.workloads(plan, sequences, self.produced(plan, data_ranks))[0][2]
+            return self.workloads(plan, sequences)[0][2]
 
         def measure(sequences: int, mesh: Mesh) -> Workload | None:
             try:

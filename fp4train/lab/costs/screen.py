@@ -6,7 +6,7 @@ The rows of a step are the parts of `cluster.py` for a plan, beside the same mod
 GEMMs, quantising          of the linear layers in the blocks
 attention                  its products
 elementwise                what runs between products: RoPE, SwiGLU, norms, residuals; the embedding
-casts, gradient sums       passes over weights and their gradients beside the products (`casts.py`)
+casts, gradient sums       passes over weights and their gradients beside the products
 GEMMs of the head, loss    the layers outside the blocks, and the cross-entropy of their logits
 optimizer                  AdamW, and the norm of the gradients
 waiting for the host       how much longer the host takes to queue the kernels than the GPU to run
@@ -24,13 +24,11 @@ from fp4train.lab.costs.links import NETWORK_SHARE, NVLINK_SHARE
 from fp4train.lab.costs.memory import USABLE
 from fp4train.lab.costs.mesh_plan import MeshPlan
 from fp4train.lab.costs.search import MeshCandidate
-from fp4train.lab.costs.weights import aligned_shard
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan
-from fp4train.run.produced import ProducedNorms
 from fp4train.text import counted, screen, short, tabulate, with_unit
 
 _GIB: Final = 2**30
@@ -45,8 +43,6 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]], width: int | N
         width: most characters of a line.
     """
     title, _, cost = costs[0]
-    weights = cost.workload.distinct
-    misaligned = any(weight.misaligned(cost.mesh) for weight in weights)
     header = ("", "step", "tokens/s per GPU", "tokens/s", "TFLOP/s per GPU", "MFU (of BF16)")
     shares = cost.workload.shares(cost.mesh)
     return screen(
@@ -59,7 +55,6 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]], width: int | N
         stages=", ".join(" and ".join(map(_blocks, parts)) for parts in shares),
         beside=_beside(_memory(cost), _step(cost), width),
         collectives=_collectives(cost, width) if cost.collectives else [],
-        aligned=aligned_shard(weights, cost.mesh) if misaligned else None,
         usable=USABLE * cost.gpu.capacity,
         speeds=tabulate(
             [header, *(_speed(title, cost) for title, _, cost in costs)],
@@ -241,24 +236,16 @@ def _largest(cost: ClusterCost) -> str:
     return f"{name} {_gib(value)} GiB"
 
 
-def step_costs(
-    mesh_plan: MeshPlan,
-    plan: Plan,
-    produced: Sequence[ProducedNorms],
-) -> list[tuple[str, ClusterCost]]:
-    """(Title, cost of a step) on one GPU: of the model in BF16, then of every stretch of `plan`.
-
-    Args:
-        produced: norms and gates that quantise their results in every stretch.
-    """
+def step_costs(mesh_plan: MeshPlan, plan: Plan) -> list[tuple[str, ClusterCost]]:
+    """(Title, cost of a step) on one GPU: of the model in BF16, then of every stretch of `plan`."""
     train = mesh_plan.config.train
     sequences = train.batch_size // train.microbatches
     layers = find_layers(mesh_plan.model)
     timeline = Timeline(recipe=BF16(), steps=1)
-    high = build_plan(mesh_plan.config, layers, timeline, Device.elsewhere(mesh_plan.gpu))
-    ((_, _, in_bf16),) = mesh_plan.workloads(high, sequences, mesh_plan.produced(high))
-    loads = [("all in BF16", in_bf16)]
-    loads += [(title, load) for title, _, load in mesh_plan.workloads(plan, sequences, produced)]
+    in_bf16 = build_plan(mesh_plan.config, layers, timeline, Device.elsewhere(mesh_plan.gpu))
+    ((_, _, load_in_bf16),) = mesh_plan.workloads(in_bf16, sequences)
+    loads = [("all in BF16", load_in_bf16)]
+    loads += [(title, load) for title, _, load in mesh_plan.workloads(plan, sequences)]
     mesh = Mesh(microbatches=train.microbatches)
     return [
         (title, ClusterCost(load, mesh_plan.gpu, mesh_plan.links, mesh)) for title, load in loads

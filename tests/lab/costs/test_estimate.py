@@ -2,17 +2,17 @@
 
 import re
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from fp4train.hardware import GPUS, Device, Gpu, find_gpu, stored_bytes
+from fp4train.lab.costs.blocks import saved_bytes
 from fp4train.lab.costs.estimate import CostEstimate, break_even, estimate
-from fp4train.lab.costs.quantising import own_seconds, te_seconds
+from fp4train.lab.costs.quantising import decode_seconds, quantise_seconds
 from fp4train.lab.costs.roofline import COPY, gemm_seconds, half_size, move_seconds
-from fp4train.lab.costs.rows import TRITON_SHARE
+from fp4train.lab.costs.rows import layer_costs
 from fp4train.precision import (
     BF16,
     FP32,
@@ -30,9 +30,11 @@ from fp4train.precision import (
     Recipe,
     Timeline,
 )
-from fp4train.precision.layer_plan import resolve
+from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import make_plan
+from fp4train.quantize import Operand, Own, QuantSpec
+from fp4train.quantize.source import ValuesOf
 
 DOCUMENT = Path(__file__).parents[3] / "benchmarks" / "cost_model.md"
 B200, B300, H200, H100, A100 = (find_gpu(name) for name in ("B200", "B300", "H200", "H100", "A100"))
@@ -70,14 +72,20 @@ def autocast(gpu: str, recipe: Recipe, elements: str, *passes: str) -> float:
     dx is computed.
     """
     table = recipe.table()
-    x = (table["fprop"].first, table["wgrad"].second)
-    w = table["fprop"].second
+    x = specs(table["fprop"].first, table["wgrad"].second)
+    w = specs(table["fprop"].second)
     quantising = sum(
-        te_seconds(find_gpu(gpu), m * k, *x) + te_seconds(find_gpu(gpu), n * k, w, None)
+        quantise_seconds(find_gpu(gpu), m * k, x, "te")
+        + quantise_seconds(find_gpu(gpu), n * k, w, "te")
         for p in passes
         for m, k, n in SHAPES[p]
     )
     return kernels(gpu, elements, *passes) + 1e3 * quantising
+
+
+def specs(*operands: QuantSpec | None) -> list[QuantSpec]:
+    """The specs of operands that are all quantised."""
+    return [spec for spec in operands if spec is not None]
 
 
 ALL = ("fprop", "dgrad", "wgrad")
@@ -209,69 +217,68 @@ def test_time_to_move_grows_smoothly_past_the_cache() -> None:
 
 
 def test_two_forms_from_one_read_cost_less_than_two_reads() -> None:
-    mx = MXFP8().table()["fprop"].first
-    row = te_seconds(B200, 1 << 26, mx, None)
-    assert row < te_seconds(B200, 1 << 26, mx, mx) < 2 * row
-    nv = NVFP4().table()["fprop"].first
-    hadamard = NVFP4().table()["wgrad"].second
-    plain = te_seconds(B200, 1 << 26, nv, nv)
-    assert plain < te_seconds(B200, 1 << 26, nv, hadamard), (
+    mx = specs(MXFP8().table()["fprop"].first)
+    row = quantise_seconds(B200, 1 << 26, mx, "te")
+    assert row < quantise_seconds(B200, 1 << 26, 2 * mx, "te") < 2 * row
+    nv = specs(NVFP4().table()["fprop"].first)
+    hadamard = specs(NVFP4().table()["wgrad"].second)
+    plain = quantise_seconds(B200, 1 << 26, 2 * nv, "te")
+    assert plain < quantise_seconds(B200, 1 << 26, nv + hadamard, "te"), (
         "the transform's kernel reads for itself"
     )
 
 
 def test_an_amax_from_history_saves_a_pass() -> None:
-    current = FP8Current().table()["fprop"].first
-    delayed = FP8Delayed().table()["fprop"].first
-    saved = te_seconds(H200, 1 << 26, current, None) - te_seconds(H200, 1 << 26, delayed, None)
-    assert saved == pytest.approx(move_seconds(H200, 2 << 26, COPY))
+    current, delayed = (
+        quantise_seconds(H200, 1 << 26, specs(recipe.table()["fprop"].first), "te")
+        for recipe in (FP8Current(), FP8Delayed())
+    )
+    assert current - delayed == pytest.approx(move_seconds(H200, 2 << 26, COPY))
 
 
-def test_emulation_quantises_square_blocks_once() -> None:
-    square = NVFP4().table()["dgrad"].second
-    row = NVFP4().table()["fprop"].first
-    emulated = partial(own_seconds, H200, 1 << 24, codes=False)
-    assert emulated(square, square) == emulated(square, None)
-    once = emulated(row, None)
-    twice = emulated(row, row)
-    assert once < twice < 2 * once, "one read serves both forms of x or dy"
-    weight = partial(own_seconds, H200, 1 << 24, codes=False, weight=4)
-    assert weight(row, row) == 2 * weight(row, None)
+def planned(backend: str) -> LayerPlan:
+    """An NVFP4 layer of 4096² on a B200."""
+    up = layer("blocks.0.mlp.up", 4096, 4096, 0)
+    return resolve(up, NVFP4(), None, backend, Device.elsewhere(B200))
 
 
-def test_scales_of_an_emulated_product_cost_launches_or_the_rate_of_another_kernel() -> None:
-    """Two small kernels beside cuBLAS's product for scales of tensors, a slower product for scales
-    of rows.
-    """
-
-    def products(recipe: Recipe) -> list[tuple[float, float]]:
-        rows = price(recipe, "H100", backend="emulate").stretches[0].rows
-        return [(row.gemm, row.quantise) for row in rows if row.quantise]
-
-    for (product, of_row), (_, of_tensor) in zip(
-        products(FP8Row()), products(FP8Current()), strict=True
-    ):
-        assert of_row > product * (1 / TRITON_SHARE - 1)
-        assert of_tensor < of_row
+def quantised(plan: LayerPlan, weight_passes: float) -> float:
+    """Seconds of quantising in a step of 8192 tokens."""
+    return sum(r.quantise for r in layer_costs(plan, B200, 8192, 1, weight_passes=weight_passes))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "gpu", "once"),
-    [(MXFP8(), "B200", "x"), (FP8Current(), "B200", "all"), (FP8Block(), "H200", "none")],
-)
-def test_native_products_pay_for_the_kernels_of_fp4train(
-    recipe: Recipe, gpu: str, once: str
+def test_decoded_square_blocks_are_made_once_and_codes_for_each_axis() -> None:
+    """Tensor cores take each operand with its contracted axis in memory order."""
+    square = specs(NVFP4().table()["dgrad"].second)
+    count = 4096 * 4096
+    for backend, forms in (("emulate", square), ("native", 2 * square)):
+        seconds = quantised(planned(backend), 1) - quantised(planned(backend), 0)
+        assert seconds == pytest.approx(quantise_seconds(B200, count, forms, backend, read=4))
+
+
+def test_a_product_of_the_values_of_other_codes_decodes_and_keeps_them() -> None:
+    plain = planned("native")
+    fprop = plain.sources["fprop", "x"]
+    assert isinstance(fprop.source, Own)
+    values = Operand("x", ValuesOf(fprop.source, "tokens"))
+    shared = replace(plain)
+    vars(shared)["sources"] = plain.sources | {("wgrad", "x"): values}
+    both = specs(fprop.spec, plain.sources["wgrad", "x"].spec)
+    count = 8192 * 4096
+    once = quantise_seconds(B200, count, both[:1], "native")
+    decoding = decode_seconds(B200, count, both[0])
+    saved = quantised(plain, 0) - quantised(shared, 0)
+    assert saved == pytest.approx(quantise_seconds(B200, count, both, "native") - once - decoding)
+    assert saved_bytes(shared, 8192) == fprop.bytes(8192, 4096, 2)
+
+
+@pytest.mark.parametrize(("recipe", "gpu"), [(MXFP8(), "B200"), (FP8Current(), "B200")])
+def test_native_products_and_transformer_engine_quantise_alike_on_blackwell(
+    recipe: Recipe, gpu: str
 ) -> None:
-    """Transformer Engine's kernels read a tensor once for both forms; those of fp4train where one
-    scale serves both, and x and dy where blocks are narrow.
-    """
-    te, native = (price(recipe, gpu, backend=backend) for backend in ("te", "native"))
-    products = [[row.gemm for row in cost.stretches[0].rows] for cost in (te, native)]
-    assert products[0] == products[1]
-    theirs = te.stretches[0].quantise
-    own = native.stretches[0].quantise
-    least, most = {"all": (1 - 1e-9, 1 + 1e-9), "x": (1.05, 1.2), "none": (1.2, 2.0)}[once]
-    assert least < own / theirs < most
+    te, native = (price(recipe, gpu, backend=backend).stretches[0] for backend in ("te", "native"))
+    assert [row.gemm for row in te.rows] == [row.gemm for row in native.rows]
+    assert native.quantise == pytest.approx(te.quantise)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +384,7 @@ def test_weights_are_quantised_once_a_step_whatever_the_microbatches() -> None:
     cut = price(MXFP8(), "B200", tokens=2048, microbatches=4)
     assert cut.bf16 > whole.bf16, "smaller products are less efficient"
     spec = MXFP8().table()["fprop"].second
-    weights = 6 * te_seconds(B200, 2048 * 8192, spec, spec, read=4)
+    weights = 6 * quantise_seconds(B200, 2048 * 8192, specs(spec, spec), "te", read=4)
     activations = price(MXFP8(), "B200", tokens=2048).stretches[0].quantise - weights
     assert cut.stretches[0].quantise == pytest.approx(weights + 4 * activations)
 
