@@ -79,6 +79,7 @@ def train(run: Run) -> Result:
         ):
             ledger = Ledger(run, progress.advance, partial(follow, run), watch.advance)
             try:
+                run.audits.begin()
                 while True:
                     watchdog.set()
                     agreed = agree(run, watch, stop.signal)

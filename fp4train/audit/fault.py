@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+AUDIT = "audit"
+AUDIT_FAULT = "audit fault"
+"""Events of a run's metrics: a layer was audited; a fault was found."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:

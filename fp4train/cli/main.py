@@ -24,6 +24,7 @@ fp4train verify FOLDER against=runs/a       whether an export has the codes, sca
 fp4train eval runs/a recipe=bf16,nvfp4      bits per byte on held-out text, or task=…: tasks of lm_eval
 fp4train formats                            the number formats
 fp4train doctor                             what this machine can do: recipes, kernels, versions; --json
+fp4train check runs/a                       whether this machine computes what the plan of a run says
 fp4train --cfg job                          the whole configuration
 fp4train help plan                          the options of a verb, as plan --help
 fp4train help train.steps                   what a key means; or a group (recipe), or recipe=mxfp8
@@ -57,6 +58,7 @@ VERBS = (
     "sample",
     "eval",
     "formats",
+    "check",
     "doctor",
 )
 """Each is a module of this package, which is imported when it is asked for: its docstring is the

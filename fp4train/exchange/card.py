@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4train import __version__
+from fp4train.audit.fault import AUDIT, AUDIT_FAULT
 from fp4train.exchange.stored import StoredModel
 from fp4train.files import Folder
 from fp4train.run.record.inbox import EVALUATION
 from fp4train.run.record.journal import read_journal, stretches
 from fp4train.sealed import unlike
-from fp4train.text import printable, screen
+from fp4train.text import counted, printable, screen
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT, parse_line
 
@@ -27,6 +28,8 @@ LOSSES = {
     "train/loss": "training",
 }
 """Losses of a card, in nats per token: key of the metrics → name."""
+_WORDS = (b'"val/loss"', EVALUATION.encode(), f'"{AUDIT}'.encode())
+"""Words of the lines that a card reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +40,25 @@ class RecordedResults:
         evaluated: last line of each recipe that has a validation loss.
         tasks: last results of each task and recipe at the checkpoint's step (`fp4train eval`).
         damaged: number of lines that cannot be read.
+        audits: number of audits of layers.
+        faults: number of faults that audits found.
     """
 
     evaluated: list[dict[str, Any]]
     tasks: list[dict[str, Any]]
     damaged: int
+    audits: int = 0
+    faults: int = 0
+
+    @property
+    def audited(self) -> str:
+        """A sentence about the audits of the run; empty: there were none."""
+        if not self.audits:
+            return ""
+        return (
+            f"{counted(self.audits, 'audit')} of a live layer against the readable reference "
+            f"found {counted(self.faults, 'fault')}."
+        )
 
     @property
     def notes(self) -> list[str]:
@@ -91,6 +108,7 @@ def model_card(
         losses=LOSSES,
         evaluated=results.evaluated,
         damaged=results.damaged,
+        audited=results.audited,
         tasks=[(line.get("task"), line.get("recipe"), _results(line)) for line in results.tasks],
         ran=ran,
         plan="\n\n".join(stretch.render(full=False) for stretch in ran).replace("```", "'''"),
@@ -117,6 +135,7 @@ def measured(model: StoredModel) -> RecordedResults:
     evaluated: dict[Any, dict[str, Any]] = {}
     tasks: dict[tuple[Any, Any], dict[str, Any]] = {}
     damaged = 0
+    counts = dict.fromkeys((AUDIT, AUDIT_FAULT), 0)
     with suppress(FileNotFoundError), Folder.open(model.run) as folder:
         if changed := unlike(folder, METRICS, model.saved.state.get("metrics"), LIMIT):
             _log.warning(
@@ -128,19 +147,25 @@ def measured(model: StoredModel) -> RecordedResults:
             if not raw.startswith(b"{") or not raw.endswith((b"}\n", b"}")):
                 damaged += raw.endswith(b"\n")  # else it is the last one, and being written
                 continue
-            if b'"val/loss"' not in raw and EVALUATION.encode() not in raw:
+            if not any(word in raw for word in _WORDS):
                 continue
             try:
                 line = parse_line(raw)
                 if line.get("event") == EVALUATION and line["step"] == model.saved.step:
                     tasks[line.get("task"), line.get("recipe")] = line
+                elif line.get("event") in counts and line["step"] <= model.saved.step:
+                    counts[line["event"]] += 1
                 elif "val/loss" in line and line["step"] <= model.saved.step:
                     evaluated.pop(recipe := line.get("precision/recipe"), None)
                     evaluated[recipe] = line
             except (ValueError, RecursionError, LookupError, TypeError):
                 damaged += 1
     return RecordedResults(
-        evaluated=list(evaluated.values()), tasks=list(tasks.values()), damaged=damaged
+        evaluated=list(evaluated.values()),
+        tasks=list(tasks.values()),
+        damaged=damaged,
+        audits=counts[AUDIT],
+        faults=counts[AUDIT_FAULT],
     )
 
 

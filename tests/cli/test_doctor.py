@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp4train.audit import start
 from fp4train.cli import main
 from fp4train.config.folders import RECIPES
 from fp4train.hardware import Device
@@ -160,7 +161,8 @@ def test_a_kernel_that_quantises_otherwise_is_found_and_matters_where_the_defaul
             else quantizer(spec, device_type, kernel)
         )
 
-    monkeypatch.setattr(recipes, "quantizer", chosen)
+    for module in (recipes, start):
+        monkeypatch.setattr(module, "quantizer", chosen)
     found, screen, _ = doctor(capsys)
     assert found == code
     (row,) = [line for line in screen.splitlines() if line.startswith(f"{name} ")]

@@ -16,6 +16,7 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor, nn
 
+from fp4train.audit.start import drawn, equal_codes
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.hardware import GPUS, Device
 from fp4train.nn import Linear
@@ -24,7 +25,7 @@ from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16
-from fp4train.quantize import QuantSpec, RandomKey, quantizer
+from fp4train.quantize import quantizer
 
 FEATURES = 256
 TOKENS = 128
@@ -162,28 +163,6 @@ def _native(recipe: Recipe, device: Device) -> bool:
     return all(gemm.backend != "emulate" for gemm in plan.gemms)
 
 
-def equal_codes(spec: QuantSpec, device_type: str) -> bool:
-    """Whether the device's quantiser gives the codes and scales of the readable reference, for one
-    tensor.
-    """
-    x = _normal(64, FEATURES, seed=1).to(torch.bfloat16)
-    if spec.random:
-        key = RandomKey(seed=1, step=2, layer=3, operand=0)
-    else:
-        key = None
-    if spec.delayed is not None:
-        amax = torch.tensor(3.0)
-    else:
-        amax = None
-    reference = quantizer(spec, "cpu", "reference").codes(x, key, amax)
-    quantised = quantizer(spec, device_type).codes(
-        x.to(device_type), key, None if amax is None else amax.to(device_type)
-    )
-    return torch.equal(quantised.codes.cpu(), reference.codes) and torch.equal(
-        quantised.scales.cpu(), reference.scales
-    )
-
-
 def products(
     recipe: Recipe, plan: LayerPlan, device: Device, backend: str = "auto"
 ) -> tuple[float, str | None]:
@@ -210,10 +189,10 @@ def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Ten
     """y, dx and dw of the sample layer."""
     linear = nn.Linear(FEATURES, FEATURES, bias=False)
     with torch.no_grad():
-        linear.weight.copy_(_normal(FEATURES, FEATURES, seed=2) / FEATURES**0.5)
+        linear.weight.copy_(drawn(FEATURES, FEATURES, seed=2) / FEATURES**0.5)
     layer = Linear.from_linear(linear.to(device), SAMPLE, backend)
-    x = _normal(TOKENS, FEATURES, seed=3).to(torch.bfloat16).to(device).requires_grad_()
-    dy = _normal(TOKENS, FEATURES, seed=4).to(torch.bfloat16).to(device)
+    x = drawn(TOKENS, FEATURES, seed=3).to(torch.bfloat16).to(device).requires_grad_()
+    dy = drawn(TOKENS, FEATURES, seed=4).to(torch.bfloat16).to(device)
     layer_backend = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
     region: AbstractContextManager[object] = nullcontext()
     if layer_backend is not None:
@@ -223,10 +202,6 @@ def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Ten
     y.backward(dy)
     assert x.grad is not None and layer.weight.grad is not None
     return y.detach().cpu(), x.grad.cpu(), layer.weight.grad.cpu()
-
-
-def _normal(rows: int, columns: int, *, seed: int) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -33,6 +33,8 @@ MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "
 """Event → matplotlib's marker on the band of a run."""
 IN_HISTORY = ("resume", "init", "rewind", "recipe")
 """Events of the metrics that the history tells, too."""
+ROUTINE = ("audit",)
+"""Events that happen all the time, and are not listed."""
 UNREADABLE = (
     UserError,
     OSError,
@@ -133,7 +135,7 @@ class RunSource:
         events += [
             (event.step, event.name, "", ", ".join(f"{k}: {v}" for k, v in event.values.items()))
             for event in self.metrics.events()
-            if event.name not in IN_HISTORY and (event.step, event.name) not in listed
+            if event.name not in (*IN_HISTORY, *ROUTINE) and (event.step, event.name) not in listed
         ]
         events.sort(key=lambda event: event[0])
         more = len(events) - EVENTS

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp4train.audit.compare import CallComparison
 from fp4train.audit.expected import Expectation
-from fp4train.audit.fault import Audited, Fault
+from fp4train.audit.fault import AUDIT, AUDIT_FAULT, Audited, Fault
 from fp4train.audit.observe import Observer, why_not_observed
 from fp4train.config import Config
 from fp4train.nn.executors import executor_class
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 _log = logging.getLogger(__name__)
-
-EVENT = "audit"
-FAULT = "audit fault"
 
 
 class AuditError(AgreedError):
@@ -201,7 +198,7 @@ class LayerAudits:
             "faults": len(result.faults),
             "uncovered": list(result.uncovered),
         }
-        self.run.tracker.log_event(step + 1, EVENT, values)
+        self.run.tracker.log_event(step + 1, AUDIT, values)
 
 
 def report(run: Run, step: int, faults: Sequence[Fault]) -> int:
@@ -217,7 +214,7 @@ def report(run: Run, step: int, faults: Sequence[Fault]) -> int:
         return 0
     where = " on rank {}" if run.world.size > 1 else ""
     for fault in everywhere:
-        run.tracker.log_event(step + 1, FAULT, fault.values())
+        run.tracker.log_event(step + 1, AUDIT_FAULT, fault.values())
         if run.world.lead:
             _log.warning("step %d, audit%s: %s", step + 1, where.format(fault.rank), fault)
     if run.config.audit.action == "stop":

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from fp4train.audit.fault import Fault
+from fp4train.audit.start import check_plan
 from fp4train.precision import Recipe
 from fp4train.run.queued import Queued, Step
 from fp4train.run.step import step_rows
@@ -26,6 +27,7 @@ class RunAudits:
         layers: audits of layers by the readable reference.
         sums: comparisons of sums of bits.
         repeated: steps that are computed twice.
+        active: whether a loop has begun them; studies, which put states back, have none.
     """
 
     def __init__(self, run: Run) -> None:
@@ -33,11 +35,28 @@ class RunAudits:
         self.layers = LayerAudits(run)
         self.sums = StateSums(run)
         self.repeated = RepeatedSteps(run)
+        self.active = False
 
     @property
     def described(self) -> str:
         """What is audited, and what is not, in a sentence."""
         return described(self.run.plan, self.run.config, self.run.world.mesh)
+
+    def begin(self) -> None:
+        """Try each distinct quantiser and layer of the plan, before the first step.
+
+        Raises:
+            AuditError: one computes otherwise than the reference, and audit.action is "stop".
+        """
+        self.active = True
+        if not self.run.config.audit.every:
+            return
+        faults: list[Fault] = []
+        try:
+            faults += check_plan(self.run.plan)
+        except Exception as error:  # an audit must not end the run
+            _log.warning("the plan could not be tried before the first step: %r", error)
+        self._report(self.run.step - 1, faults)
 
     def step(self, recipe: Recipe) -> Queued:
         """Queue the step that `run.step` is at, by the run's runner, and observe it where that is
@@ -48,6 +67,8 @@ class RunAudits:
                 and audit.action is "stop".
         """
         run = self.run
+        if not self.active:
+            return run.runner.step(recipe, step_rows(run))
         faults = self.sums.before_step()
         if faults or self.sums.due(run.step - 1):
             self._report(run.step - 1, faults)
@@ -68,6 +89,8 @@ class RunAudits:
         Raises:
             AuditError: there is a fault, and audit.action is "stop".
         """
+        if not self.active:
+            return
         if self.sums.due(step.index):
             self._report(step.index, self.sums.after_step(step))
         self.layers.after_step(run, step)

@@ -187,3 +187,23 @@ def test_a_checkpoint_whose_copy_has_other_bits_is_not_written(
     (entry,) = events("runs/a", "checkpoint failed")
     assert "other bits than the state" in entry["reason"]
     assert steps("runs/a") == [3, 4, 6]
+
+
+def test_a_layer_that_the_policy_keeps_and_other_code_multiplies_is_no_fault(cli: Cli) -> None:
+    ended = cli("run.name=a", "recipe=nvfp4", "policy=last15", "train.steps=16", "audit.every=1")
+    assert ended.code == 0
+    assert events("runs/a", "audit fault") == []
+    assert "not covered: head (other code multiplies its weight)" in ended.err
+
+
+def test_a_machine_that_computes_otherwise_is_told_before_the_first_step(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp4train.audit import start
+
+    monkeypatch.setattr(start, "equal_codes", lambda spec, device: False)
+    ended = cli("run.name=a", *NVFP4, "audit.action=stop")
+    assert ended.code == 1
+    assert "step 0: the audit found" in ended.message
+    assert "quantises otherwise than the reference" in ended.message
+    assert steps("runs/a") == []

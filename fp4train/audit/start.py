@@ -1,0 +1,100 @@
+"""Checks of a plan before its first step: each distinct quantiser, and a call of each distinct
+layer, on small random tensors.
+
+Layers are tried with the features that they have, up to `FEATURES`; wider ones with as many whose
+remainder by 256 is the same, so that they are padded alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.audit.fault import Fault
+from fp4train.audit.loop import audit
+from fp4train.audit.observe import why_not_observed
+from fp4train.nn import Linear
+from fp4train.nn.executors import executor_class
+from fp4train.precision.context import autocast
+from fp4train.precision.layer_plan import LayerPlan
+from fp4train.precision.plan import Plan
+from fp4train.quantize import QuantSpec, RandomKey, quantizer
+
+FEATURES: Final = 512
+TOKENS: Final = 64
+
+
+def check_plan(plan: Plan) -> Iterator[Fault]:
+    """The faults of the quantisers and layers of a plan on its device."""
+    layers = [layer_plan for stretch in plan.stretches for layer_plan in stretch.layers.values()]
+    specs = dict.fromkeys(spec for layer_plan in layers for spec in layer_plan.specs)
+    device = plan.device.type
+    for spec in specs:
+        if not equal_codes(spec, device):
+            yield Fault(layer=str(spec), what="its kernel quantises otherwise than the reference")
+    distinct: dict[object, tuple[LayerPlan, tuple[int, int]]] = {}
+    for layer_plan in layers:
+        layer = layer_plan.layer
+        observed = why_not_observed(executor_class(layer_plan)) is None
+        if observed and not layer.experts and layer.cut is None and layer.unconverted is None:
+            shape = (_narrowed(layer.in_features), _narrowed(layer.out_features))
+            key = (layer_plan.computation, layer_plan.recipe, shape)
+            distinct.setdefault(key, (layer_plan, shape))
+    for layer_plan, shape in distinct.values():
+        yield from check_layer(layer_plan, device, shape)
+
+
+def _narrowed(features: int) -> int:
+    if features <= FEATURES:
+        return features
+    return FEATURES - 256 + features % 256
+
+
+def check_layer(plan: LayerPlan, device: str, shape: tuple[int, int]) -> list[Fault]:
+    """The faults of one call of a layer with `plan`, of so many in and out features."""
+    in_features, out_features = shape
+    with torch.random.fork_rng(devices=[]):  # its first weights leave the run's numbers alone
+        empty = nn.Linear(in_features, out_features, bias=False)
+    with torch.no_grad():
+        empty.weight.copy_(drawn(out_features, in_features, seed=2) / in_features**0.5)
+    layer = replace(
+        plan.layer, in_features=in_features, out_features=out_features, fused=(), names=()
+    )
+    backends = {gemm.backend for gemm in plan.gemms if gemm.operands.quantised}
+    backend = backends.pop() if len(backends) == 1 else "auto"
+    linear = Linear.from_linear(empty.to(device), layer, backend)
+    linear.joined = True  # alone, whatever ranks there are
+    x = drawn(TOKENS, in_features, seed=3).to(device, torch.bfloat16).requires_grad_()
+    dy = drawn(TOKENS, out_features, seed=4).to(device, torch.bfloat16)
+    recipe = plan.recipe if plan.fused == () else replace(plan.recipe, fused_scales=False)
+    with audit(linear) as report:
+        with autocast(recipe, step=0):
+            y = linear(x)
+        y.backward(dy)
+    return report.faults
+
+
+def equal_codes(spec: QuantSpec, device_type: str) -> bool:
+    """Whether the device's quantiser gives the codes and scales of the readable reference, for one
+    tensor.
+    """
+    x = drawn(64, 256, seed=1).to(torch.bfloat16)
+    key = amax = None
+    if spec.random:
+        key = RandomKey(seed=1, step=2, layer=3, operand=0)
+    if spec.delayed is not None:
+        amax = torch.tensor(3.0)
+    reference = quantizer(spec, "cpu", "reference").codes(x, key, amax)
+    amax_there = None if amax is None else amax.to(device_type)
+    quantised = quantizer(spec, device_type).codes(x.to(device_type), key, amax_there)
+    codes_equal = torch.equal(quantised.codes.cpu(), reference.codes)
+    return codes_equal and torch.equal(quantised.scales.cpu(), reference.scales)
+
+
+def drawn(rows: int, columns: int, *, seed: int) -> Tensor:
+    """Gaussian numbers, float32 [rows, columns], of a generator of their own."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))

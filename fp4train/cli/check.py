@@ -1,0 +1,81 @@
+"""fp4train check RUN [step=200] [--json] [key=value…]
+
+Whether this machine computes what the plan of a run says: one step at a checkpoint, on the batch that comes next, with
+every layer's three GEMMs made again by the readable reference and compared (docs/audit.md), and each distinct quantiser
+and layer of the plan on small random tensors. Nothing is trained or written. Exit code 0: all is equal; 1: not.
+
+  step=200         the checkpoint; the default is the newest
+  --json           as data
+  backend=… device=…  and other keys that a resume may change: what is checked is the run as it would go on
+  plugins=[NAME]   packages of classes of your own that the run needs
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+from fp4train.cli.launch import Start, launch
+from fp4train.cli.output import fitted, usage
+from fp4train.config.overrides import Option, read_options
+from fp4train.errors import UserError
+from fp4train.lab.check import Checked, check
+from fp4train.lab.studies.subject import open_subject
+from fp4train.run.host import keep_freed_memory
+from fp4train.run.record import directory as run_directory
+from fp4train.run.record.trust import check_paths
+from fp4train.text import counted, whole_number
+
+USAGE = usage(__doc__)
+OPTIONS = {"step": Option(whole_number, "step={!r} must be the step of a checkpoint")}
+
+
+def main(arguments: list[str]) -> int:
+    """Check, and print what was found; returns the exit code.
+
+    Raises:
+        UserError: there is no run directory or checkpoint, or an option is refused.
+    """
+    as_data = "--json" in arguments
+    line = read_options([word for word in arguments if word != "--json"], OPTIONS)
+    if len(line.runs) != 1:
+        raise UserError(f"check needs one run directory: {USAGE}")
+    run = run_directory.require_run(Path(line.runs[0]))
+    words = [f"resume={run}"]
+    if line.options["step"] is not None:
+        words.append(f"resume_step={line.options['step']}")
+    return launch([*words, *line.flags, *line.overrides], partial(_check, as_data=as_data))
+
+
+def _check(start: Start, *, as_data: bool) -> int:
+    keep_freed_memory()
+    check_paths(start.cfg, start.named)
+    subject = open_subject(start.config, start.cfg, start.saved)
+    checked = check(subject)
+    if as_data:
+        print(json.dumps(_data(checked, subject.step)))
+    else:
+        print(fitted(_rendered(checked, subject.title, subject.step)))
+    return 1 if checked.faults else 0
+
+
+def _rendered(checked: Checked, title: str, step: int) -> str:
+    gemms = sum(len(audited.gemms) for audited in checked.audits)
+    lines = [
+        f"{title}, step {step}: {counted(gemms, 'GEMM')} of "
+        f"{counted(len(checked.audits), 'layer')} compared with the reference, "
+        f"{counted(len(checked.faults), 'fault')}"
+    ]
+    lines += [str(fault) for fault in checked.faults]
+    lines += [f"not covered: {name}: {reason}" for name, reason in checked.uncovered.items()]
+    return "\n".join(lines)
+
+
+def _data(checked: Checked, step: int) -> dict[str, object]:
+    return {
+        "step": step,
+        "layers": {audited.layer: list(audited.gemms) for audited in checked.audits},
+        "faults": [fault.values() for fault in checked.faults],
+        "uncovered": checked.uncovered,
+    }

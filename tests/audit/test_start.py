@@ -1,0 +1,38 @@
+"""Each distinct quantiser and layer of a plan is tried before the first step."""
+
+from __future__ import annotations
+
+import audit_planting as planting
+import pytest
+import torch
+from torch import nn
+
+import fp4train as f4
+from fp4train.audit import start
+from fp4train.audit.start import check_plan
+from fp4train.precision import MXFP8, NVFP4, FP8Delayed, LayerPolicy
+from fp4train.precision.recipe import Recipe
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Delayed()], ids=["nvfp4", "mxfp8", "fp8"])
+def test_a_plan_that_this_machine_computes_has_no_fault(recipe: Recipe) -> None:
+    model = nn.Sequential(nn.Linear(48, 1056), nn.Linear(1056, 48))
+    before = torch.random.get_rng_state()
+    plan = f4.plan(model, recipe, LayerPolicy(last=0))
+    assert list(check_plan(plan)) == []
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_kernel_that_quantises_otherwise_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = f4.plan(nn.Sequential(nn.Linear(32, 32)), NVFP4(), LayerPolicy(last=0))
+    monkeypatch.setattr(start, "equal_codes", lambda spec, device: spec.random)
+    faults = list(check_plan(plan))
+    assert faults and all("otherwise than the reference" in fault.what for fault in faults)
+
+
+def test_a_layer_that_multiplies_otherwise_is_a_fault() -> None:
+    plan = f4.plan(nn.Sequential(nn.Linear(32, 32)), NVFP4(), LayerPolicy(last=0))
+    change, words = planting.OPERAND_FAULTS["zeroed stochastic rounding"]
+    with planting.planted_operand(change):
+        faults = list(check_plan(plan))
+    assert any(words in name for fault in faults for name in fault.hypotheses)

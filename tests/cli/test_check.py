@@ -1,0 +1,50 @@
+"""`fp4train check`: all layers of a run at a checkpoint against the reference; its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import audit_planting as planting
+import pytest
+from command_line import STEADY, Cli
+
+RUN = ("run.name=a", "recipe=nvfp4", "policy=last15", *STEADY)
+
+
+@pytest.fixture
+def cli(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    return Cli(text, tmp_path, capsys)
+
+
+def test_a_run_that_computes_what_its_plan_says_passes(cli: Cli) -> None:
+    assert cli(*RUN).code == 0
+    ended = cli.raw("check", "runs/a")
+    assert ended.code == 0
+    assert ended.out.startswith("runs/a, step 6: 42 GEMMs of 14 layers compared")
+    assert "0 faults" in ended.out
+
+
+def test_a_fault_is_named_and_is_the_exit_code(cli: Cli) -> None:
+    assert cli(*RUN).code == 0
+    change, words = planting.OPERAND_FAULTS["an option that resolves to off"]
+    with planting.planted_operand(change):
+        ended = cli.raw("check", "runs/a", "--json")
+    assert ended.code == 1
+    faults = json.loads(ended.out)["faults"]
+    assert any(words in name for fault in faults for name in fault["hypotheses"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((), "check needs one run directory"), (("runs/none",), "runs/none")],
+)
+def test_what_cannot_be_checked_is_refused(
+    cli: Cli, arguments: tuple[str, ...], words: str
+) -> None:
+    ended = cli.raw("check", *arguments)
+    assert ended.code == 1
+    assert words in ended.message
