@@ -26,6 +26,7 @@ from fp4train.backends import (
     GEMMS,
     HIGH_PRECISION,
     LAYER_BACKENDS,
+    OPERANDS,
     Choice,
     Operands,
     Table,
@@ -329,6 +330,8 @@ def resolve(
             )
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
+        if operands.dequantised and operands.quantised:
+            why += f"; {OPERANDS[name][1]}: {DEQUANTISED}"
         why += fused_note(layer, layer_recipe, name) + input_note(
             alike, layer_recipe, name, chosen, device
         )

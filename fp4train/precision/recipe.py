@@ -127,7 +127,11 @@ class Recipe:
         kept = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
         if "fprop" in self.high_precision:
             # the values that fprop multiplied are those of the tensors
-            kept = {g: dataclasses.replace(o, dequantised=False) for g, o in kept.items()}
+            kept |= {
+                gemm: dataclasses.replace(operands, dequantised=False)
+                for gemm, operands in kept.items()
+                if operands.dequantised
+            }
         object.__setattr__(self, "_table", Table(**kept, dtype=self.dtype, name=self.name))
 
     def _with_backward(self, operands: dict[str, Operands]) -> dict[str, Operands]:

@@ -48,6 +48,7 @@ from fp4train.quantize.random import FPROP_W, FPROP_X
 
 NAME = "blocks.0.mlp.up"
 SEED = 3
+CPU = Device(type="cpu")
 STOCHASTIC = QuantSpec(rounding="stochastic")
 RECIPES: list[Recipe] = [
     NVFP4(),
@@ -174,6 +175,9 @@ def test_a_custom_table_names_the_operands_one_by_one() -> None:
     assert torch.equal(dw, passes(linear, x, dy, BF16())[2]), "wgrad takes x as it is"
     quantised_dy = Operands(first=QuantSpec(), dequantised=True)
     _, dx, _ = passes(linear, x, dy, replace(of_dgrad, dgrad=quantised_dy))
+    plan = resolve(linear.layer, replace(of_dgrad, dgrad=quantised_dy), None, "emulate", CPU)
+    assert plan.dgrad.elements == "E2M1·BF16"
+    assert plan.dgrad.why == "backend=emulate; w: values of the codes that fprop multiplies"
     values_of_dy = quantize(dy, QuantSpec()).decoded()
     w = quantize(linear.weight.detach(), fprop.second or QuantSpec()).dequantize(torch.bfloat16)
     exact = (values_of_dy.values.double() * values_of_dy.scale.double()) @ w.double()
@@ -232,15 +236,14 @@ def test_a_shard_that_cuts_blocks_of_fprop_has_a_plain_backward() -> None:
     """There are no codes of fprop whose values it could take; else it is that of the recipe."""
     recipe = NVFP4(backward="dequantised")
     layer_of_model = Layer(name=NAME, in_features=64, out_features=32, block=0, blocks=1)
-    device = Device(type="cpu")
-    whole = resolve(layer_of_model.part("out", 2), recipe, None, "emulate", device)
+    whole = resolve(layer_of_model.part("out", 2), recipe, None, "emulate", CPU)
     assert whole.dgrad.operands.dequantised and whole.wgrad.operands.dequantised
     assert whole.wgrad.why == "values of the codes that fprop multiplies"
-    cut = resolve(layer_of_model.part("out", 4), recipe, None, "emulate", device)
+    cut = resolve(layer_of_model.part("out", 4), recipe, None, "emulate", CPU)
     for gemm in cut.gemms:
         assert gemm.operands == Operands() and gemm.backend == "torch"
     assert "8 is not whole blocks of 16" in cut.fprop.why
-    part = part_of(resolve(layer_of_model, recipe, None, "emulate", device), "out", 4)
+    part = part_of(resolve(layer_of_model, recipe, None, "emulate", CPU), "out", 4)
     assert part.operands == cut.operands
 
 
