@@ -7,7 +7,8 @@ import torch
 from fp4train.nn import Linear
 from fp4train.nn.executors.whole_layer import ValuesFunction
 from fp4train.nn.gathered import Gathered
-from fp4train.parallel.gather import Payload, Sent, WeightGather
+from fp4train.parallel.gather import WeightGather
+from fp4train.parallel.gather_items import GatherItem, SentTensors
 
 
 def test_a_weight_that_came_rounded_is_whole_without_another_gather() -> None:
@@ -18,7 +19,7 @@ def test_a_weight_that_came_rounded_is_whole_without_another_gather() -> None:
     record = SimpleNamespace(_orig_size=layer.weight.shape)
     gather = WeightGather(layer, record, None, "bf16")  # type: ignore[arg-type]
     rounded = layer.weight.detach().bfloat16()
-    gather._received = {Payload(None, dtype=torch.bfloat16): Sent((rounded,))}
+    gather._received = {GatherItem(None, dtype=torch.bfloat16): SentTensors((rounded,))}
     whole = Gathered(gather, layer.weight.shape, rounded.device)
     assert torch.equal(whole.view(4, 8).clone(), rounded.float())
     kept = ValuesFunction.apply(whole.requires_grad_(), [], True)  # type: ignore[no-untyped-call]

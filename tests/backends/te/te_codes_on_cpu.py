@@ -40,7 +40,7 @@ from fp4train.nn import convert
 from fp4train.nn.call import Call
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.weight_form import WeightForm
-from fp4train.parallel.received import Payload, form_of
+from fp4train.parallel.gather_items import GatherItem, form_of
 from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, Recipe
 from fp4train.precision.context import Context, use
 from fp4train.precision.layer_plan import resolve
@@ -238,7 +238,7 @@ class Source:
     def form(self, form: WeightForm, call: Call) -> Any:
         return form_of(self, form, call)  # type: ignore[arg-type]
 
-    def codes(self, part: Payload, call: Call) -> Quantized:
+    def codes(self, part: GatherItem, call: Call) -> Quantized:
         assert part.spec is not None
         amax = torch.stack([measure_amax(each, part.spec) for each in self.shards]).amax()
         amax = amax if amax_extent(part.spec) == "tensor" else None
