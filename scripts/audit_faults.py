@@ -115,12 +115,12 @@ class Finding:
 @contextmanager
 def rounded_weights() -> Iterator[None]:
     """Weights arrive in BF16."""
-    whole = PreparedWeights.form
+    whole = PreparedWeights.prepared
 
     def form(weights: PreparedWeights, w_NK: Tensor, *more: Any, **options: Any) -> Any:
         return whole(PreparedWeights(False), w_NK.bfloat16().float(), *more, **options)
 
-    with mock.patch.object(PreparedWeights, "form", form):
+    with mock.patch.object(PreparedWeights, "prepared", form):
         yield
 
 

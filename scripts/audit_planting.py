@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fp4train.nn.call import Call
+from fp4train.nn.call import LayerCall
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.operands import Form, TensorForms
 from fp4train.nn.weights import PreparedWeights
@@ -42,7 +42,7 @@ class Place:
     spec: Any
     key: Any
     codes: bool
-    call: Call
+    call: LayerCall
     memory: dict[str, Any]
 
     def quantised(self, **changes: Any) -> Any:
@@ -222,7 +222,7 @@ class Planted:
     memory: dict[str, Any] = field(default_factory=dict)
     on: bool = True
 
-    def acts_on(self, call: Call) -> bool:
+    def acts_on(self, call: LayerCall) -> bool:
         keys = {zlib.crc32(name.encode()) for name in (self.layer or "",)}
         return self.on and (self.layer is None or call.layer_key in keys)
 
@@ -233,7 +233,7 @@ def planted_operand(change: Change, layer: str | None = None) -> Iterator[Plante
     fault = Planted(layer)
     whole_prepare = TensorForms.prepare
 
-    def of_form(form: Form, x_MK: Tensor, call: Call) -> Any:
+    def of_form(form: Form, x_MK: Tensor, call: LayerCall) -> Any:
         if form.spec is None:
             return form.prepare(x_MK, call)
         values = x_MK.T if form.column else x_MK
@@ -245,7 +245,7 @@ def planted_operand(change: Change, layer: str | None = None) -> Iterator[Plante
         return form.prepare(x_MK, call) if operand is None else operand
 
     def prepare(
-        forms: TensorForms, x_MK: Tensor, call: Call, row: bool = True, column: bool = True
+        forms: TensorForms, x_MK: Tensor, call: LayerCall, row: bool = True, column: bool = True
     ) -> Any:
         if not fault.acts_on(call):
             return whole_prepare(forms, x_MK, call, row, column)
@@ -270,13 +270,18 @@ def planted_operand(change: Change, layer: str | None = None) -> Iterator[Plante
 def stale_weights(layer: str | None = None) -> Iterator[Planted]:
     """A context in which the prepared weight of a layer is that of the step before."""
     fault = Planted(layer)
-    whole_form = PreparedWeights.form
+    whole_form = PreparedWeights.prepared
     latest: dict[int, Tensor] = {}
     stale: dict[int, Tensor] = {}
     steps: dict[int, int] = {}
 
     def form(
-        weights: PreparedWeights, w_NK: Tensor, wanted: Any, call: Call, *more: Any, **options: Any
+        weights: PreparedWeights,
+        w_NK: Tensor,
+        wanted: Any,
+        call: LayerCall,
+        *more: Any,
+        **options: Any,
     ) -> Any:
         step = call.position.step.number
         if fault.acts_on(call):
@@ -289,7 +294,7 @@ def stale_weights(layer: str | None = None) -> Iterator[Planted]:
             return whole_form(PreparedWeights(False), stale[key], wanted, call, *more, **options)
         return whole_form(weights, w_NK, wanted, call, *more, **options)
 
-    with mock.patch.object(PreparedWeights, "form", form):
+    with mock.patch.object(PreparedWeights, "prepared", form):
         yield fault
 
 
@@ -331,7 +336,7 @@ def planted_product(
     whole_forward, whole_backward = Gemms.forward, Gemms.backward
 
     def forward(
-        executor: Gemms, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, *more: Any
+        executor: Gemms, x: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall, *more: Any
     ) -> Any:
         y, saved = whole_forward(executor, x, w, bias, call, *more)
         if fault.acts_on(call) and gemm in ("", "fprop"):
@@ -339,7 +344,13 @@ def planted_product(
         return y, saved
 
     def backward(
-        executor: Gemms, dy: Tensor, w: Tensor, saved: Any, call: Call, *more: Any, **options: Any
+        executor: Gemms,
+        dy: Tensor,
+        w: Tensor,
+        saved: Any,
+        call: LayerCall,
+        *more: Any,
+        **options: Any,
     ) -> Any:
         dx, dw, dbias = whole_backward(executor, dy, w, saved, call, *more, **options)
         if fault.acts_on(call):

@@ -18,7 +18,7 @@ from fp4train.audit.bits import Difference, difference
 from fp4train.audit.expected import Expectation, OperandSource, source_of
 from fp4train.audit.fault import Audited, Fault
 from fp4train.audit.hypotheses import Suspect, explain
-from fp4train.audit.observe import LayerCall, Product
+from fp4train.audit.observe import ObservedCall, Product
 from fp4train.backends import GEMMS, OPERANDS, Prepared
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized, QuantSpec
@@ -34,9 +34,9 @@ class CallComparison:
         previous: call of the same layer in the step before; None: it was not kept.
     """
 
-    call: LayerCall
+    call: ObservedCall
     expected: Expectation
-    previous: LayerCall | None = None
+    previous: ObservedCall | None = None
     faults: list[Fault] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp4train.audit.observe import LayerCall
+from fp4train.audit.observe import ObservedCall
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import (
     Decoded,
@@ -87,7 +87,7 @@ class Expectation:
     weight: Tensor | None = None
 
 
-def tensors(call: LayerCall, expected: Expectation) -> dict[str, Tensor | None]:
+def tensors(call: ObservedCall, expected: Expectation) -> dict[str, Tensor | None]:
     """x and dy in the dtype of the recipe and the weight as it is stored, by name."""
     dtype = expected.plan.table.torch_dtype
     return {
@@ -97,7 +97,7 @@ def tensors(call: LayerCall, expected: Expectation) -> dict[str, Tensor | None]:
     }
 
 
-def key_of(call: LayerCall, operand: Operand, position: Position | None) -> RandomKey | None:
+def key_of(call: ObservedCall, operand: Operand, position: Position | None) -> RandomKey | None:
     """The key of the random bits of an operand; None: there is no position."""
     if position is None:
         return None
@@ -120,7 +120,7 @@ def key_of(call: LayerCall, operand: Operand, position: Position | None) -> Rand
     )
 
 
-def amax_of(call: LayerCall, operand: Operand, plan: LayerPlan) -> Tensor | None:
+def amax_of(call: ObservedCall, operand: Operand, plan: LayerPlan) -> Tensor | None:
     """The amax that scales an operand, where it is not its own."""
     spec = operand.spec
     assert spec is not None
@@ -143,7 +143,7 @@ def delayed(scaling: dict[str, Tensor], name: str, spec: QuantSpec, settings: De
 
 
 def source_of(
-    call: LayerCall, expected: Expectation, gemm: str, tensor: str
+    call: ObservedCall, expected: Expectation, gemm: str, tensor: str
 ) -> OperandSource | None:
     """The source of an operand; None: its tensor is not there."""
     plan = expected.plan
@@ -160,7 +160,7 @@ def source_of(
 
 
 def source_of_operand(
-    call: LayerCall, expected: Expectation, operand: Operand, values: Tensor
+    call: ObservedCall, expected: Expectation, operand: Operand, values: Tensor
 ) -> OperandSource:
     """The source of an operand that is quantised, or in high precision, from its tensor as it
     lies.

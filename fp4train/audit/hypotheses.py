@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp4train.audit.bits import difference, equal
 from fp4train.audit.expected import Expectation, OperandSource, amax_of, key_of, source_of
-from fp4train.audit.observe import LayerCall
+from fp4train.audit.observe import ObservedCall
 from fp4train.audit.rounding import rounding_of
 from fp4train.backends import describe
 from fp4train.formats import decode
@@ -54,11 +54,11 @@ class Suspect:
     """
 
     source: OperandSource
-    call: LayerCall
+    call: ObservedCall
     expected: Expectation
     gemm: str
     tensor: str
-    previous: LayerCall | None = None
+    previous: ObservedCall | None = None
 
 
 def explain(values: Decoded, suspect: Suspect) -> tuple[str, ...]:

@@ -19,9 +19,9 @@ from torch import Tensor
 from fp4train.backends import Backend, Prepared
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
-from fp4train.nn.call import Biases, Call, CalledLayer, Counts, Executor, Weights
+from fp4train.nn.call import Biases, CallSource, Counts, Executor, LayerCall, Weights
 from fp4train.nn.executors.cut import CutGemms
-from fp4train.nn.executors.gemms import Gemms, Gradients, Saved
+from fp4train.nn.executors.gemms import Gemms, Gradients, SavedInput
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
@@ -47,7 +47,7 @@ class Product:
 
 
 @dataclass
-class LayerCall:
+class ObservedCall:
     """One call of a layer with its backward pass.
 
     Args:
@@ -112,13 +112,13 @@ class Observer:
     def __init__(self, layer: PlannedLayer, number: int = 0) -> None:
         self.layer = layer
         self.number = number
-        self.call: LayerCall | None = None
+        self.call: ObservedCall | None = None
         self.calls = 0
         self.uncovered: str | None = None
-        self._now: LayerCall | None = None
-        self._of: Call | None = None
+        self._now: ObservedCall | None = None
+        self._of: LayerCall | None = None
         self._copies: dict[Executor, Executor] = {}
-        self._counted: list[Call] = []
+        self._counted: list[LayerCall] = []
         self._scaling = {
             name: tensor.detach().clone() for name, tensor in layer.scaling_state().items()
         }
@@ -160,8 +160,8 @@ class Observer:
     # -- what the observed executor reports --------------------------------------------------------
 
     def begin(
-        self, executor: Executor, x: Tensor, w: Tensor, bias: Tensor | None, call: Call | None
-    ) -> LayerCall | None:
+        self, executor: Executor, x: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall | None
+    ) -> ObservedCall | None:
         """The record of a call that begins; None: it is not kept."""
         if call is not None and not any(call.gradients):
             return None
@@ -179,7 +179,7 @@ class Observer:
         name = self.layer.layer.name
         if executor.plan.layer.group or self._is_group:
             name = f"{name}.{self._place(member)}"
-        self.call = LayerCall(
+        self.call = ObservedCall(
             name=name,
             plan=executor.plan,
             position=None if call is None else call.position,
@@ -200,7 +200,7 @@ class Observer:
         members: Any = getattr(self.layer, "members", range(0))
         return int(members[member])
 
-    def _call_number(self, call: Call | None) -> int:
+    def _call_number(self, call: LayerCall | None) -> int:
         """The number of a call in the step; those of a group's weights count as one."""
         if call is None or not self._is_group:
             return self.calls - 1
@@ -218,7 +218,7 @@ class Observer:
         if self._now is not None:
             self._now.products[gemm] = product
 
-    def forward(self, run: Callable[..., tuple[Tensor, Saved]], *arguments: Any) -> Any:
+    def forward(self, run: Callable[..., tuple[Tensor, SavedInput]], *arguments: Any) -> Any:
         """Run a forward pass, and keep its tensors."""
         executor, x_MK, w_NK, bias_N, call, *_more = arguments
         self._now = self.begin(executor, x_MK, w_NK, bias_N, call)
@@ -313,7 +313,7 @@ class ObservedTorchLayer(TorchLayer):
 
     def __call__(
         self,
-        layer: CalledLayer,
+        source: CallSource,
         x_MK: Tensor,
         weights: Weights,
         biases: Biases,
@@ -322,13 +322,13 @@ class ObservedTorchLayer(TorchLayer):
     ) -> Tensor:
         by_torch = not self.sums and not isinstance(weights[0], Gathered)
         if not by_torch or not torch.is_grad_enabled():
-            return super().__call__(layer, x_MK, weights, biases, now, counts)
+            return super().__call__(source, x_MK, weights, biases, now, counts)
         record = self._observer.begin(self, x_MK, weights[0], biases[0], None)
         if record is None:
-            return super().__call__(layer, x_MK, weights, biases, now, counts)
+            return super().__call__(source, x_MK, weights, biases, now, counts)
         x_MK = _passed(x_MK, record, "dx")
         weights = (_passed(weights[0], record, "dw"),)
-        y_MN = super().__call__(layer, x_MK, weights, biases, now, counts)
+        y_MN = super().__call__(source, x_MK, weights, biases, now, counts)
         record.y = y_MN.detach().clone()
         return _passed(y_MN, record, "dy")
 
@@ -337,7 +337,7 @@ class _Passed(torch.autograd.Function):
     """The identity, whose gradient is kept as a field of a record."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, record: LayerCall, name: str) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, record: ObservedCall, name: str) -> Tensor:
         ctx.record = record
         ctx.name = name
         return tensor.view_as(tensor)
@@ -348,7 +348,7 @@ class _Passed(torch.autograd.Function):
         return gradient, None, None
 
 
-def _passed(tensor: Tensor, record: LayerCall, name: str) -> Tensor:
+def _passed(tensor: Tensor, record: ObservedCall, name: str) -> Tensor:
     if not tensor.requires_grad:
         return tensor
     result: Tensor = _Passed.apply(tensor, record, name)  # type: ignore[no-untyped-call]

@@ -183,7 +183,7 @@ class ExpertKernels(LayerState, Protocol):
         """
 
 
-Forms: TypeAlias = tuple[Quantized, Quantized]
+CodePair: TypeAlias = tuple[Quantized, Quantized]
 """Codes of both forms of x or dy, row-wise and column-wise, with scales in tiles."""
 
 
@@ -210,7 +210,7 @@ class Sources(Protocol):
         transposed.
         """
 
-    def given(self, forms: Forms, shape: Sequence[int]) -> Tensor:
+    def given(self, forms: CodePair, shape: Sequence[int]) -> Tensor:
         """x or dy of this shape from its codes, as the backend's own tensor in BF16; as a gradient
         it is dy's.
         """

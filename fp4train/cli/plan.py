@@ -281,9 +281,9 @@ def _plan(
     width = terminal_width()
     print(fitted(_whole_run(config)), end="\n\n")
     if full:
-        shown = render(plan, full=True, width=width)
+        shown = render(plan.sections, full=True, width=width)
     else:
-        shown = summarise(plan, width)
+        shown = summarise(plan.sections, width)
     print(config.recipe.shown(width), shown, sep="\n\n")
     print("", _weights(model), "", fitted(_checkpoint(model, config)), sep="\n")
     if gpu is None:
@@ -413,9 +413,9 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         return 0
     width = terminal_width()
     if full:
-        shown = render(plan, full=True, width=width)
+        shown = render(plan.sections, full=True, width=width)
     else:
-        shown = summarise(plan, width)
+        shown = summarise(plan.sections, width)
     print(fitted(_whole_run(mesh_plan.config)), end="\n\n")
     print(shown, _weights(mesh_plan.model), fitted(render_cluster(costs, width)), sep="\n\n")
     for note in mesh_plan.notes:

@@ -253,7 +253,7 @@ def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result
         )
         summary = "\n".join(
             [
-                summarise(run.plan, terminal_width()),
+                summarise(run.plan.sections, terminal_width()),
                 *(fitted(line) for line in (*run.gathers(), *layers, run.audits.described)),
             ]
         )

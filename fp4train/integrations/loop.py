@@ -31,9 +31,10 @@ from fp4train.nn.called import check_called
 from fp4train.nn.conversion import report
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision import LayerPolicy, Phase, Recipe, Timeline, recompute_contexts
-from fp4train.precision.context import Context, enter, is_stray_recomputation, leave, state
+from fp4train.precision.context import Context, pop, push, state
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan, PlannedStretch, make_plan
+from fp4train.precision.recomputation import is_stray_recomputation
 
 _log = logging.getLogger(__name__)
 
@@ -262,18 +263,18 @@ class Precision:
         now = state()
         if now.context is not None or is_stray_recomputation(now):
             # an autocast of the caller's, an entrance inside of another, or an error of the layers
-            enter(now.context)
+            push(now.context)
         elif module.training or self.evaluates:
-            enter(self._context())
+            push(self._context())
         else:
-            enter(None)
+            push(None)
         if module.training:
             for checkpointed in self._recomputed:
                 _recompute_exactly(checkpointed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, module: nn.Module, arguments: object, output: object) -> None:
-        leave()
+        pop()
 
     def _context(self) -> Context:
         """The context of a pass. A copy of the model has no applied plan: its layers resolve the
@@ -297,7 +298,7 @@ class Precision:
             seed=self.seed,
             step=self.step,
             token_start=self._start,
-            met=self._called,
+            called_layers=self._called,
         )
 
     # -- the loop ----------------------------------------------------------------------------------

@@ -272,7 +272,7 @@ def watch(layers: Iterable[tuple[Layer, PlannedLayer]]) -> Iterator[WatchedLayer
         if seen.hooked:
             return
         if seen.x is None:
-            x_MK, w_NK, seen.rows = module.observed(*args)
+            x_MK, w_NK, seen.rows = module.sampled_operands(*args)
             # Before the optimizer, and while it is whole: sharded weights are gathered for the
             # layer's call only.
             seen.w = sample(w_NK)

@@ -16,9 +16,8 @@ from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.scaling import DelayedScaling, MemberScaling
 from fp4train.nn.weight_form import WeightForm
-from fp4train.precision.context import Context, State, backward_pass, once
+from fp4train.precision.context import Context, State, backward_pass
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.precision.layers import Layer
 from fp4train.quantize import Position, Quantizer, QuantSpec, RunStep
 
 Weights = Sequence[Tensor]
@@ -29,13 +28,13 @@ Counts = Sequence[int]
 """The rows of x that each weight of a group multiplies, in turn."""
 
 
-Sums = Literal["product", "autograd"] | None
+GradientSum = Literal["product", "autograd"] | None
 """Adder of dw where it is a term of a sum, over microbatches or ranks: the product that makes it,
 where that can, or autograd after it; None: it is the whole gradient.
 """
 
 
-class Route(NamedTuple):
+class CompiledRoute(NamedTuple):
     """How an executor is called in a compiled graph: the properties of a layer that the graph
     depends on.
     """
@@ -50,58 +49,53 @@ class Route(NamedTuple):
     """Whether wgrad takes x in high precision."""
 
 
-EAGER = Route("eager")
+EAGER = CompiledRoute("eager")
 
 
 class PreparedForms(Protocol):
     """The prepared forms of one weight [N, K] in one step (`nn.weights.PreparedWeights`)."""
 
-    def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
+    def prepared(self, w_NK: Tensor, form: WeightForm, call: LayerCall) -> Prepared:
         """The weight in the given form."""
 
     def delayed_amax(
-        self, w_NK: Tensor, quantizer: Quantizer, call: Call
+        self, w_NK: Tensor, quantizer: Quantizer, call: LayerCall
     ) -> tuple[Tensor, Tensor | None]:
         """`DelayedScaling.amax` of the weight."""
 
 
-class CalledLayer(Protocol):
-    """A layer as its executor sees it (`nn.planned.PlannedLayer`).
+class CallSource(Protocol):
+    """Who calls an executor, as that sees it (`nn.planned.PlannedLayer`): the source of calls, and
+    of what lasts longer than one.
 
     Attributes:
-        layer: name, sizes and place in the model.
         states: tensors that executors carry from step to step, by name.
-        joined: whether the loop joins the states over the ranks.
-        common: data that the states of all layers of a model have in common.
         keeps_forms: whether prepared forms of the weight are kept within a step.
     """
 
-    layer: Layer
     states: dict[str, LayerState]
-    joined: bool
-    common: dict[Any, Any]
     keeps_forms: bool
 
-    def call_in(self, now: State, executor: Executor, tokens: int) -> Call:
+    def call_in(self, now: State, executor: Executor, tokens: int) -> LayerCall:
         """The coming call of `executor` with so many tokens; inside a recomputed region, that of
         the first pass.
         """
 
     def new_call(
         self, context: Context, executor: Executor, tokens: int, *, training: bool
-    ) -> Call:
+    ) -> LayerCall:
         """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
 
     def prepared(self, part: Hashable) -> PreparedForms:
         """The prepared forms of the weight, or of a part of it, in a step."""
 
 
-class CalledGroup(CalledLayer, Protocol):
+class GroupCallSource(CallSource, Protocol):
     """A group of weights as its executor sees it (`nn.experts.Experts`)."""
 
     def new_calls(
         self, executor: Executor, counts: Counts, context: Context, *, training: bool
-    ) -> list[Call]:
+    ) -> list[LayerCall]:
         """A call of `executor` for each weight."""
 
 
@@ -124,12 +118,17 @@ class Executor(ABC):
     """
 
     kinds: ClassVar[tuple[type[LayerState], ...]] = ()
-    route: Route = EAGER
+    route: CompiledRoute = EAGER
     states: tuple[str, ...] = ()
     adds = False
 
     def __init__(
-        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+        self,
+        plan: LayerPlan,
+        device: str,
+        shard: LayerShard | None = None,
+        *,
+        sums: GradientSum = None,
     ) -> None:
         self.plan = plan
         self.device = device
@@ -157,7 +156,7 @@ class Executor(ABC):
     @abstractmethod
     def __call__(
         self,
-        layer: CalledLayer,
+        source: CallSource,
         x_MK: Tensor,
         weights: Weights,
         biases: Biases,
@@ -167,14 +166,14 @@ class Executor(ABC):
         """y [M, N] of x [M, K] in the recipe's dtype; gradients through autograd.
 
         Args:
-            layer: whose states and position in the run count.
+            source: whose states and position in the run count.
             weights, biases: one of each; of a group of E weights two tensors, [E, N, K] and [E, N].
             now: the state of this thread, in a context.
             counts: rows of every group; x may have more rows, which count for nothing: those of y
                 are zero.
         """
 
-    def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+    def quantised_columns(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of x and w that the layer's own recipe multiplied in the last call."""
         return x_MK, w_NK
 
@@ -185,15 +184,15 @@ class Executor(ABC):
         return quantised(w_NK)
 
     def calls_of_group(
-        self, layer: CalledGroup, x_MK: Tensor, now: State, counts: Counts
-    ) -> list[Call]:
+        self, source: GroupCallSource, x_MK: Tensor, now: State, counts: Counts
+    ) -> list[LayerCall]:
         """The coming calls of this executor of one weight, for each of a group; arguments as of a
         call. Inside a recomputed region, those of the first pass.
         """
         assert now.context is not None
-        return once(
-            layer,
-            partial(layer.new_calls, self, counts, now.context, training=torch.is_grad_enabled()),
+        return now.replay.once(
+            source,
+            partial(source.new_calls, self, counts, now.context, training=torch.is_grad_enabled()),
         )
 
 
@@ -264,7 +263,7 @@ _NO_GRADIENTS = GradientDtypes()
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class LayerCall:
     """The state of one call, shared by forward and backward; tensors are passed separately.
 
     Args:

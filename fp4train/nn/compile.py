@@ -1,7 +1,7 @@
 """Linear layers in torch.compile: one operator per call, no graph break. Imported only during
 tracing.
 
-A graph depends on a layer only through its `Route`. The route is determined when the graph is
+A graph depends on a layer only through its `CompiledRoute`. The route is determined when the graph is
 traced, and a guard checks it before each run of the graph. A change of recipe that keeps the
 routes, such as NVFP4 to MXFP8, does not recompile. The operators need private parts of torch (2.13
 and newer). With a torch version that lacks them, each layer breaks the graph and runs outside it,
@@ -19,7 +19,7 @@ from torch import Tensor
 from fp4train.nn.call import EAGER
 from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.executors.whole_layer import torch_linear
-from fp4train.nn.planned import Handle
+from fp4train.nn.planned import LayerHandle
 from fp4train.precision.compile_context import UNAVAILABLE
 from fp4train.precision.context import current
 
@@ -45,7 +45,7 @@ OPERATOR = _operator()
 class TracedLayer(Protocol):
     """A linear layer as a trace sees it (`nn.linear.Linear`)."""
 
-    handle: Handle
+    handle: LayerHandle
 
     @property
     def bias(self) -> Tensor | None: ...

@@ -25,28 +25,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4train.nn.call import Call, gradient_dtypes
+from fp4train.nn.call import LayerCall, gradient_dtypes
 from fp4train.nn.executors.gemms import without_torchs_autocast
-from fp4train.nn.planned import Handle, PlannedLayer
+from fp4train.nn.planned import LayerHandle, PlannedLayer
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.compile_classes import Metaclass, register
-from fp4train.precision.context import Context, is_stray_recomputation, once, state
+from fp4train.precision.context import Context, state
+from fp4train.precision.recomputation import is_stray_recomputation, once
 from fp4train.quantize import Quantized
 
 # Each call runs Python code, which sets the random key: a CUDA graph must not replay it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
-Handle.__class__ = Metaclass  # type: ignore[method-assign]  # as in `precision.compile_context`
-register(Handle, guard=lambda handle: [handle.route()], constant=("route",))
+LayerHandle.__class__ = Metaclass  # type: ignore[method-assign]  # as in `precision.compile_context`
+register(LayerHandle, guard=lambda handle: [handle.route()], constant=("route",))
 
 
 @dataclass(eq=False)
 class SavedCall(metaclass=Metaclass):  # type: ignore[metaclass]
     """The data of one call for its backward, except for the tensors that the graph saves."""
 
-    call: Call | None = None
+    call: LayerCall | None = None
     x: Quantized | None = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
     """The list in which the call is recorded for recomputation."""
 
     def release(self) -> None:
@@ -63,7 +64,7 @@ def linear(
     x_MK: Tensor,
     w_NK: Tensor,
     bias_N: Tensor | None,
-    layer: Handle,
+    layer: LayerHandle,
     context: Context,
     training: bool,
     wanted: Sequence[bool],
@@ -77,26 +78,26 @@ def linear(
         wanted: whether backward computes the gradients of x, w and bias.
         keeps_x: whether the graph saves x for backward.
     """
-    calls: list[Call] = context.compiled_calls.setdefault(layer.layer, [])
+    calls: list[LayerCall] = context.compiled_calls.setdefault(layer.layer, [])
     call = _call(layer.layer, calls, w_NK, context, x_MK, training)
     call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, wanted)
     y_MN, (x,) = call.executor.forward(x_MK, w_NK, bias_N, call)
     saved = SavedCall(call, None, calls)
     stray = is_stray_recomputation(state())
     kept = saved if stray else once(layer, partial(weakref.ref, saved))()
-    if kept is not None and isinstance(x, Quantized) and (stray or not state().recording):
+    if kept is not None and isinstance(x, Quantized) and (stray or not state().replay.records):
         kept.x = x
     return y_MN, saved
 
 
 def _call(
     layer: PlannedLayer,
-    calls: list[Call],
+    calls: list[LayerCall],
     w_NK: Tensor,
     context: Context,
     x_MK: Tensor,
     training: bool,
-) -> Call:
+) -> LayerCall:
     """A new call; in a graph that recomputes activations in its backward, the call of the forward
     pass.
     """

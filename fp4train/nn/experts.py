@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp4train.nn.call import Call, Counts, Executor, TokenCount
+from fp4train.nn.call import Counts, Executor, LayerCall, TokenCount
 from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
@@ -121,11 +121,11 @@ class Experts(PlannedLayer):
             start = self.layer_shard.first
         return range(start, start + self.experts)
 
-    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+    def sampled_operands(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
         rows = self._counts(x, *counts)
         busiest = max(range(self.experts), key=rows.__getitem__)
         start = sum(rows[:busiest])
-        return *self.own(x, self.w_ENK[busiest]), slice(start, start + rows[busiest])
+        return *self.quantised_columns(x, self.w_ENK[busiest]), slice(start, start + rows[busiest])
 
     def shard(self, own: LayerShard) -> None:
         if own.amax == "data":
@@ -220,7 +220,7 @@ class Experts(PlannedLayer):
 
     def new_calls(
         self, executor: Executor, counts: Sequence[int], context: Context, *, training: bool
-    ) -> list[Call]:
+    ) -> list[LayerCall]:
         """A call of `executor` for each expert; `training`: whether gradients are enabled."""
         group_call = self.new_call(context, executor, 0, training=training)
         scaling = self.states.get(DelayedScaling.kind)

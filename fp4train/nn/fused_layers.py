@@ -26,7 +26,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fp4train.backends import Prepared
 from fp4train.nn import backend_sources
-from fp4train.nn.call import Call, Executor
+from fp4train.nn.call import Executor, LayerCall
 from fp4train.nn.executors.gemms import Gemms, torch_autocasts
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.operands import TensorForms
@@ -136,7 +136,7 @@ def _why_no_source(operand: TensorForms, here: bool) -> str | None:
 
 
 def forms_from(
-    source: SourceTensors, reader: CodeReader, tensor: str, calls: Sequence[Call | None]
+    source: SourceTensors, reader: CodeReader, tensor: str, calls: Sequence[LayerCall | None]
 ) -> list[FormPair]:
     """Both forms of each result of the source, with the random bits of its call."""
     operand: TensorForms = getattr(reader, tensor)

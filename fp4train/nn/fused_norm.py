@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends.protocol import Forms
+from fp4train.backends.protocol import CodePair
 from fp4train.nn.backend_sources import matrix
 from fp4train.nn.call import gradient_dtypes
 from fp4train.nn.executors.gemms import (
@@ -67,7 +67,7 @@ class KernelNorm:
         source = SourceTensors(self.kind, tensors, self.eps)
         (forms,) = forms_from(source, self.reader, "x", (None,))
         if isinstance(self.reader, BackendLayer):
-            return self.reader.given(cast(Forms, forms), h_MK.shape), h, rstd_M
+            return self.reader.given(cast(CodePair, forms), h_MK.shape), h, rstd_M
         return forms, h, rstd_M
 
     def backward(

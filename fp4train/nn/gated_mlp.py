@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends.protocol import Forms
+from fp4train.backends.protocol import CodePair
 from fp4train.nn.backend_sources import matrix
-from fp4train.nn.call import Call, Executor, gradient_dtypes
+from fp4train.nn.call import Executor, LayerCall, gradient_dtypes
 from fp4train.nn.executors.gemms import Gemms, flatten, unflatten, without_torchs_autocast
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.fused_layers import FusedLayers, LayerOutputs, forms_from, outputs_of
@@ -132,7 +132,7 @@ class GatedMLP(FusedLayers):
         )
         return outputs
 
-    def _calls(self, now: State, executors: Sequence[Executor], tokens: int) -> list[Call]:
+    def _calls(self, now: State, executors: Sequence[Executor], tokens: int) -> list[LayerCall]:
         """The coming calls of the layers, of which gate and up draw random bits for one place."""
         calls = [
             layer.call_in(now, executor, tokens)
@@ -179,7 +179,7 @@ class _GatedProducts(torch.autograd.Function):
         source = SourceTensors("gate", (gate_MH, up_MH))
         ((row, column),) = forms_from(source, products, "x", (None,))
         assert isinstance(column, Quantized)
-        w = down.weights.form(weights[2], products.w_row, down)
+        w = down.weights.prepared(weights[2], products.w_row, down)
         y_MN = products.fprop.product(row, w, out_dtype=products.y_dtype, bias=biases[2])
         saved, ctx.heads = flatten((*x_of_gate, *x_of_up, column))
         of_norm = (None,) * 3 if norm is None else (h, weight_K, rstd_M)
@@ -224,14 +224,14 @@ class _BackendGate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, calls: list[Call], down: BackendLayer
+        ctx: Any, gate: Tensor, up: Tensor, calls: list[LayerCall], down: BackendLayer
     ) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.calls = calls
         gate_MH = matrix(gate)
         source = SourceTensors("gate", (gate_MH, matrix(up)))
         (forms,) = forms_from(source, down, "x", (None,))
-        return down.given(cast(Forms, forms), gate_MH.shape)
+        return down.given(cast(CodePair, forms), gate_MH.shape)
 
     @staticmethod
     @once_differentiable
@@ -240,5 +240,5 @@ class _BackendGate(torch.autograd.Function):
         source = SourceTensors("gradients", tuple(map(matrix, (dh_MH, gate, up))))
         layer: BackendLayer = ctx.calls[0].executor
         codes = forms_from(source, layer, "dy", ctx.calls)
-        gradients = [layer.given(cast(Forms, forms), gate.shape) for forms in codes]
+        gradients = [layer.given(cast(CodePair, forms), gate.shape) for forms in codes]
         return *gradients, None, None

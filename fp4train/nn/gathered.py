@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import Prepared
-from fp4train.nn.call import Call
+from fp4train.nn.call import LayerCall
 from fp4train.nn.weight_form import WeightForm
 from fp4train.quantize import Own
 
@@ -30,17 +30,17 @@ class GatheredSource(Protocol):
 
     rounds: bool
 
-    def form(self, form: WeightForm, call: Call) -> Prepared | None:
+    def prepared(self, form: WeightForm, call: LayerCall) -> Prepared | None:
         """The weight in a form, from codes; None if the weight did not come as codes: `values` has
         it then.
         """
 
-    def rounded(self, codes: Own, call: Call) -> Tensor | None:
+    def rounded(self, codes: Own, call: LayerCall) -> Tensor | None:
         """The values of these codes of the whole weight [N, K], in BF16; None if they did not
         come.
         """
 
-    def fused_amax(self, call: Call) -> Tensor | None:
+    def fused_amax(self, call: LayerCall) -> Tensor | None:
         """The largest amax of the float32 masters of the weights that share a scale; None if it was
         not joined.
         """

@@ -76,7 +76,7 @@ class LayerShard:
         """The context of the layer outside of any; None: it is nn.Linear there."""
         return None if self.tensor is None else default_context
 
-    def held(self, w_NK: Tensor) -> Tensor:
+    def local_part(self, w_NK: Tensor) -> Tensor:
         """This rank's part of a weight."""
         return w_NK if self.tensor is None else local(w_NK)
 

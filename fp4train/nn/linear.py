@@ -68,8 +68,8 @@ class Linear(PlannedLayer, nn.Linear):
         new._begin(layer, backend)
         return new
 
-    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
-        return *self.own(x.reshape(-1, x.shape[-1]), self.w_NK), slice(None)
+    def sampled_operands(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+        return *self.quantised_columns(x.reshape(-1, x.shape[-1]), self.w_NK), slice(None)
 
     def shard(self, own: LayerShard) -> None:
         self.layer_shard = own
@@ -119,7 +119,7 @@ class Linear(PlannedLayer, nn.Linear):
 
     @property
     def own_weights(self) -> tuple[Tensor, ...]:
-        return (self.w_NK if self.layer_shard is None else self.layer_shard.held(self.w_NK),)
+        return (self.w_NK if self.layer_shard is None else self.layer_shard.local_part(self.w_NK),)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import Prepared
-from fp4train.nn.call import Call
+from fp4train.nn.call import LayerCall
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.quantize import (
@@ -57,8 +57,8 @@ class Form:
         "column",
         "delayed",
         "feature",
-        "kernel_only",
         "make",
+        "needs_no_position",
         "number",
         "plain",
         "pure",
@@ -116,7 +116,7 @@ class Form:
             self.amax_ranks, self.rounding_ranks = shard.amax_and_rounding_ranks(
                 operand, tokens=tokens
             )
-        self.kernel_only = self.pure and not self.amax_ranks and not self.rounding_ranks
+        self.needs_no_position = self.pure and not self.amax_ranks and not self.rounding_ranks
         """Whether it takes neither random bits nor an amax."""
         if spec is not None:
             chosen = quantizer(
@@ -132,13 +132,13 @@ class Form:
             if self.runs:
                 self.make = self._in_runs
 
-    def prepare(self, x_MK: Tensor, call: Call) -> Prepared:
+    def prepare(self, x_MK: Tensor, call: LayerCall) -> Prepared:
         """This form of x [M, K]."""
         if self.column:
             x_MK = x_MK.T
         if self.spec is None:
             return Decoded(x_MK, None)
-        if self.kernel_only:
+        if self.needs_no_position:
             return self.make(x_MK)
         if self.stochastic:
             key = self.key(call, x_MK.shape[1 if self.column else 0])
@@ -150,7 +150,7 @@ class Form:
             )
         return self.make(x_MK, key, self.amax(x_MK, call, key))
 
-    def key(self, call: Call, tokens: int) -> RandomKey:
+    def key(self, call: LayerCall, tokens: int) -> RandomKey:
         """Key of the random bits of a tensor of so many tokens, which is rounded stochastically."""
         token = call.position.token + self.rank * tokens
         if not self.column:
@@ -170,7 +170,7 @@ class Form:
             return codes
         return quantizer(self.plain, x.device.type).decode(codes)
 
-    def amax(self, x: Tensor, call: Call, key: RandomKey | None) -> Tensor | None:
+    def amax(self, x: Tensor, call: LayerCall, key: RandomKey | None) -> Tensor | None:
         """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the
         rest of x.
         """
@@ -247,7 +247,7 @@ class TensorForms:
                 self.requantise = plain.codes if codes[1] else plain.values
 
     def prepare(
-        self, x_MK: Tensor, call: Call, row: bool = True, column: bool = True
+        self, x_MK: Tensor, call: LayerCall, row: bool = True, column: bool = True
     ) -> tuple[Prepared | None, Prepared | None]:
         """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for. Where the
         row-wise form serves both, it is both: codes [M, K].
@@ -281,7 +281,7 @@ class TensorForms:
         ) if column else None
 
     def _amaxes(
-        self, x_MK: Tensor, call: Call, *keys: RandomKey | None
+        self, x_MK: Tensor, call: LayerCall, *keys: RandomKey | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The amaxes of both forms, whose keys are given, if they are not those of x."""
         if not self.joined:

@@ -22,25 +22,21 @@ from torch import Tensor, nn
 
 from fp4train.backends import CHOICES, LayerState
 from fp4train.hardware import Device
-from fp4train.nn.call import EAGER, Call, Executor, Route, Sums, TokenCount
+from fp4train.nn.call import EAGER, CompiledRoute, Executor, GradientSum, LayerCall, TokenCount
 from fp4train.nn.executors import by_state, make_executor, make_state, saved_states
 from fp4train.nn.executors.gemms import torch_autocasts
 from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.context import (
-    Context,
-    GraphInput,
-    State,
-    is_stray_recomputation,
-    once,
-    state,
-)
+from fp4train.precision.context import Context, State, state
 from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
+from fp4train.precision.recomputation import is_stray_recomputation
+from fp4train.precision.replay import NO_REPLAY
+from fp4train.precision.settings import GraphInput
 from fp4train.quantize import Position, RunStep
 from fp4train.text import check_choice
 
@@ -51,7 +47,7 @@ class StrayRecomputation(RuntimeError):
     """A call that recomputes one of the forward pass in another context than that had."""
 
 
-class Handle(metaclass=GraphInput):
+class LayerHandle(metaclass=GraphInput):
     """A layer as an opaque input of compiled graphs; it holds a weak reference to the layer that
     owns it.
     """
@@ -65,14 +61,14 @@ class Handle(metaclass=GraphInput):
         assert layer is not None
         return layer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        return Handle(memo[id(self.layer)])
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerHandle:
+        return LayerHandle(memo[id(self.layer)])
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """The compiler's cache key, equal for all layers: graphs depend on the route only."""
-        return str, (Handle.__qualname__,)
+        return str, (LayerHandle.__qualname__,)
 
-    def route(self) -> Route:
+    def route(self) -> CompiledRoute:
         """The layer's route in the current context."""
         # not `weight`, which a parametrization would recompute
         parameter = next(self.layer.parameters())
@@ -81,7 +77,7 @@ class Handle(metaclass=GraphInput):
         except (ValueError, StrayRecomputation):  # the call raises it
             return EAGER
         if executor is None:
-            return Route("plain")
+            return CompiledRoute("plain")
         return executor.route
 
 
@@ -112,7 +108,7 @@ class PlannedLayer(nn.Module):
         """The weights [out_features, in_features]; of a layer that is cut, this rank's part."""
 
     def _begin(self, layer: Layer, backend: str) -> None:
-        self.handle = Handle(self)
+        self.handle = LayerHandle(self)
         self.states: dict[str, LayerState] = {}
         """States that executors carry from step to step, by name; see `nn.executors`."""
         self.joined = False
@@ -140,22 +136,22 @@ class PlannedLayer(nn.Module):
         """Function that gives the executor of the coming call another one to run, which computes
         the same and is watched (`fp4train.audit`); None: nobody watches.
         """
-        self._sums: Sums = None
+        self._sums: GradientSum = None
         self._was_in_context = False
         self._calls, self._tokens = 0, TokenCount()
         self.rename(layer, backend)
 
     @abstractmethod
-    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
-        """(`own` of x [M, K] and w [N, K], the rows of x that w multiplies) of one call, for
+    def sampled_operands(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+        """(`quantised_columns` of x [M, K] and w [N, K], the rows of x that w multiplies) of one call, for
         statistics: of a group those of the weight with the most rows.
         """
 
-    def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Executor.own`; of the executor that ran last."""
+    def quantised_columns(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Executor.quantised_columns`; of the executor that ran last."""
         if self._held[3] is None:
             return (x_MK, w_NK)
-        return self._held[3].own(x_MK, w_NK)
+        return self._held[3].quantised_columns(x_MK, w_NK)
 
     @abstractmethod
     def shard(self, own: LayerShard) -> None:
@@ -259,8 +255,8 @@ class PlannedLayer(nn.Module):
                     plan, device.type, self.layer_shard, sums=self._sums
                 )
             executor = self._hold((context.recipe, context.policy, key[2]), device)
-        if context.met is not None:
-            context.met[self] = executor.plan.quantised
+        if context.called_layers is not None:
+            context.called_layers[self] = executor.plan.quantised
         if self.observer is not None:
             return self.observer(executor)
         return executor
@@ -316,20 +312,22 @@ class PlannedLayer(nn.Module):
             x_MK = input.reshape(shape[:-1].numel(), self.in_features)
         return x_MK, autocast, (*shape[:-1], self.out_features)
 
-    def call_in(self, now: State, executor: Executor, tokens: int) -> Call:
+    def call_in(self, now: State, executor: Executor, tokens: int) -> LayerCall:
         """The coming call of `executor` with so many tokens; inside a recomputed region, that of
         the first pass.
         """
         context = now.context
         assert context is not None
         training = torch.is_grad_enabled()
-        if not now.recording and now.replaying is None:
+        if now.replay is NO_REPLAY:
             return self.new_call(context, executor, tokens, training=training)
-        return once(self, partial(self.new_call, context, executor, tokens, training=training))
+        return now.replay.once(
+            self, partial(self.new_call, context, executor, tokens, training=training)
+        )
 
     def new_call(
         self, context: Context, executor: Executor, tokens: int, *, training: bool
-    ) -> Call:
+    ) -> LayerCall:
         """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
         token = context.token_offset
         step = context.run_step
@@ -346,7 +344,7 @@ class PlannedLayer(nn.Module):
         position = Position(step, token or 0, context.counters)
         scaling: Any = self.states.get(DelayedScaling.kind)
         place = (executor, position, self._layer_key)
-        return Call(
+        return LayerCall(
             *place, weights, scaling, training, context.shared, self.fused_weights, self.stored
         )
 
@@ -403,7 +401,7 @@ class PlannedLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.handle = Handle(self)
+        self.handle = LayerHandle(self)
         self.fused_weights.add(self)
 
     def scaling_state(self) -> dict[str, Tensor]:

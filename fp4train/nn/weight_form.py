@@ -166,7 +166,7 @@ class WeightForm:
             self.both_key = column.key
             column.turned_from = self.key
 
-    def finish(self, prepared: Prepared) -> Prepared:
+    def view_for_gemm(self, prepared: Prepared) -> Prepared:
         """This form from codes that were gathered, or from the values that serve both forms."""
         if isinstance(prepared, Quantized):
             prepared = prepared if self.strided else prepared.contiguous()

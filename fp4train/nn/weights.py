@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import Prepared
-from fp4train.nn.call import Call
+from fp4train.nn.call import LayerCall
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.nn.weight_form import FormKey, WeightForm
@@ -78,11 +78,11 @@ class PreparedWeights:
         """Copies and pickles start empty: the forms belong to the original tensor."""
         return PreparedWeights, (self._keep,)
 
-    def form(
+    def prepared(
         self,
         w_NK: Tensor,
         form: WeightForm,
-        call: Call,
+        call: LayerCall,
         group: Tensor | None = None,
         rounded: bool = False,
     ) -> Prepared:
@@ -140,15 +140,15 @@ class PreparedWeights:
             if self._keep:
                 self._forms.append((form.key, prepared))
         if form.transposed:
-            return form.finish(prepared)
+            return form.view_for_gemm(prepared)
         return prepared
 
-    def _of_gathered(self, w_NK: Gathered, form: WeightForm, call: Call) -> Prepared:
-        """A form of a gathered weight: from the codes that came, or as `form` makes it of the
+    def _of_gathered(self, w_NK: Gathered, form: WeightForm, call: LayerCall) -> Prepared:
+        """A form of a gathered weight: from the codes that came, or as `prepared` makes it of the
         values that came.
         """
         source = w_NK.source
-        if (sent := source.form(form, call)) is not None:
+        if (sent := source.prepared(form, call)) is not None:
             return sent
         rounded = None
         if isinstance(form.source, Requantised) and form.of_transpose:
@@ -158,9 +158,9 @@ class PreparedWeights:
             values = source.values(w_NK.dtype)
         else:
             values = rounded
-        return self.form(values, form, call, group, rounded is not None)
+        return self.prepared(values, form, call, group, rounded is not None)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: LayerCall) -> None:
         """Forget what belongs to another step than that of `call`."""
         self._step = call.position.step
         self._forms.clear()
@@ -172,14 +172,14 @@ class PreparedWeights:
         self,
         w_NK: Tensor,
         form: WeightForm,
-        call: Call,
+        call: LayerCall,
         amax: Tensor | None,
         group: Tensor | None,
         rounded: bool,
         both: PairQuantizer | None,
         newest: Tensor | None,
     ) -> Prepared:
-        """The weight in the given form; `group` and `rounded` as for `form`.
+        """The weight in the given form; `group` and `rounded` as for `prepared`.
 
         Args:
             both: function that makes the transposed form with it, for backward; `newest` is its.
@@ -261,7 +261,7 @@ class PreparedWeights:
         return self._amaxes["fused"]
 
     def delayed_amax(
-        self, w_NK: Tensor, quantizer: Quantizer, call: Call, *, later: bool = False
+        self, w_NK: Tensor, quantizer: Quantizer, call: LayerCall, *, later: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """`DelayedScaling.amax` of the weight; its own enters the history once per step, at its
         first call in training.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.backends import Prepared
-from fp4train.nn.call import Call
+from fp4train.nn.call import LayerCall
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
@@ -198,15 +198,15 @@ class WeightGather:
 
     # -- what the layer takes ----------------------------------------------------------------------
 
-    def form(self, form: WeightForm, call: Call) -> Prepared | None:
+    def prepared(self, form: WeightForm, call: LayerCall) -> Prepared | None:
         """See `nn.gathered.GatheredSource`."""
         return form_of(self, form, call)
 
-    def rounded(self, codes: Own, call: Call) -> Tensor | None:
+    def rounded(self, codes: Own, call: LayerCall) -> Tensor | None:
         """See `nn.gathered.GatheredSource`."""
         return rounded_from(self.codes(GatherItem(codes), call))
 
-    def codes(self, item: GatherItem, call: Call) -> Quantized | None:
+    def codes(self, item: GatherItem, call: LayerCall) -> Quantized | None:
         """The whole quantised weight, if it came in this step."""
         sent = self._arrived_codes(item, call)
         if sent is None or sent.shard is None:
@@ -214,7 +214,7 @@ class WeightGather:
         rows = self.ranks.size * sent.shard.shape[1 if item.column else 0]
         return joined(sent.shard, sent.tensors, rows, columns=item.column)
 
-    def codes_of(self, member: int, item: GatherItem, call: Call) -> Quantized | None:
+    def codes_of(self, member: int, item: GatherItem, call: LayerCall) -> Quantized | None:
         """The codes of one weight of a group, if they came in this step."""
         sent = self._arrived_codes(item, call)
         if sent is None or sent.shard is None:
@@ -222,7 +222,7 @@ class WeightGather:
         codes, scales, *amax = (tensor[member] for tensor in sent.tensors)
         return sent.shard._replace(codes=codes, scales=scales, amax=amax[0] if amax else None)
 
-    def _arrived_codes(self, item: GatherItem, call: Call) -> SentTensors | None:
+    def _arrived_codes(self, item: GatherItem, call: LayerCall) -> SentTensors | None:
         sent = self._received.get(item)
         if sent is None or call.position.step != self._received_at or not _is_here(sent):
             return None
@@ -232,7 +232,7 @@ class WeightGather:
         """See `nn.gathered.GatheredSource`."""
         return MemberGather(self, index)
 
-    def fused_amax(self, call: Call) -> Tensor | None:
+    def fused_amax(self, call: LayerCall) -> Tensor | None:
         """See `nn.gathered.GatheredSource`."""
         if self.amaxes.step == call.position.step:
             return self.amaxes.known.get(FUSED)
@@ -274,19 +274,19 @@ class MemberGather:
         self._index = index
         self.rounds = group.rounds
 
-    def form(self, form: WeightForm, call: Call) -> Prepared | None:
+    def prepared(self, form: WeightForm, call: LayerCall) -> Prepared | None:
         """See `nn.gathered.GatheredSource`."""
         return form_of(self, form, call)
 
-    def rounded(self, codes: Own, call: Call) -> Tensor | None:
+    def rounded(self, codes: Own, call: LayerCall) -> Tensor | None:
         """See `nn.gathered.GatheredSource`."""
         return rounded_from(self.codes(GatherItem(codes), call))
 
-    def codes(self, item: GatherItem, call: Call) -> Quantized | None:
+    def codes(self, item: GatherItem, call: LayerCall) -> Quantized | None:
         """The quantised weight, if it came in this step."""
         return self._group.codes_of(self._index, item, call)
 
-    def fused_amax(self, call: Call) -> Tensor | None:
+    def fused_amax(self, call: LayerCall) -> Tensor | None:
         """None: experts that share scales are sent as values."""
         return None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import Prepared
-from fp4train.nn.call import Call
+from fp4train.nn.call import LayerCall
 from fp4train.nn.weight_form import WeightForm
 from fp4train.quantize import Decoded, Own, Quantized, QuantSpec, quantizer
 from fp4train.quantize.quantized import turned
@@ -89,19 +89,19 @@ def codes_of_group(shard: Tensor, item: GatherItem) -> SentTensors:
 class ReceivedWeight(Protocol):
     """A gathered weight [N, K]."""
 
-    def codes(self, item: GatherItem, call: Call) -> Quantized | None:
+    def codes(self, item: GatherItem, call: LayerCall) -> Quantized | None:
         """The quantised weight, if it came in this step."""
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.gathered.GatheredSource`."""
 
 
-def form_of(source: ReceivedWeight, form: WeightForm, call: Call) -> Prepared | None:
+def form_of(source: ReceivedWeight, form: WeightForm, call: LayerCall) -> Prepared | None:
     """A gathered weight in a form, from its codes or from values that a layer in high precision
     takes.
     """
     if form.spec is None:
-        return form.finish(Decoded(source.values(form.dtype), None))
+        return form.view_for_gemm(Decoded(source.values(form.dtype), None))
     codes = form.operand.shared
     if not isinstance(codes, Own):
         return None
@@ -111,7 +111,7 @@ def form_of(source: ReceivedWeight, form: WeightForm, call: Call) -> Prepared | 
         arrived = turned(arrived)
     if arrived is None:
         return None
-    return form.finish(arrived)
+    return form.view_for_gemm(arrived)
 
 
 def rounded_from(codes: Quantized | None) -> Tensor | None:

@@ -249,10 +249,10 @@ def _distribute(
         module.register_parameter(name, local_of[parameter])
 
 
-def copies(parameter: Tensor) -> int:
+def replicas(parameter: Tensor) -> int:
     """Number of tensor-parallel ranks that hold the same part of a parameter or gradient.
 
-    In a sum over those ranks, the squares of a gradient count by 1 / copies.
+    In a sum over those ranks, the squares of a gradient count by 1 / replicas.
     """
     from torch.distributed.tensor import DTensor, Replicate
 

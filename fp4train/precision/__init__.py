@@ -4,8 +4,6 @@ from fp4train.backends.table import GEMMS as GEMMS
 from fp4train.backends.table import Operands as Operands
 from fp4train.backends.table import Table as Table
 from fp4train.precision.context import autocast as autocast
-from fp4train.precision.context import recompute as recompute
-from fp4train.precision.context import recompute_contexts as recompute_contexts
 from fp4train.precision.phases import Phase as Phase
 from fp4train.precision.phases import Swap as Swap
 from fp4train.precision.phases import Timeline as Timeline
@@ -30,3 +28,5 @@ from fp4train.precision.recipes import Mixed as Mixed
 from fp4train.precision.recipes import QuartetII as QuartetII
 from fp4train.precision.recipes import TetraJetV2 as TetraJetV2
 from fp4train.precision.recipes.tetrajet import TetraJetV2Outliers as TetraJetV2Outliers
+from fp4train.precision.recomputation import recompute_contexts as recompute_contexts
+from fp4train.precision.recompute import recompute as recompute

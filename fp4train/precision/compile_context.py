@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp4train.precision.context import Context, recompute_eagerly
+from fp4train.precision.settings import Context
 
 
 def _make_opaque() -> str | None:
@@ -50,9 +50,6 @@ def _make_opaque() -> str | None:
 
 UNAVAILABLE = _make_opaque()
 """Why layers cannot be part of a graph with the installed torch, or None where they can."""
-
-recompute = torch.compiler.disable(recompute_eagerly, recursive=False)  # type: ignore[no-untyped-call]
-"""`recompute` with a graph break around it."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -9,112 +9,40 @@ As with Transformer Engine's autocast, an inner context overrides an outer one. 
 outside the context, in the precision of its forward. The state is one thread-local variable; there
 is no other global state.
 
-Activation recomputation runs a forward pass inside backward, after the context of the first pass
-has ended. `recompute`, or `torch.utils.checkpoint` with `context_fn=recompute_contexts`, restores
-that context and what each layer took from it in the first pass (its call number, its delayed
-scales). A layer that is recomputed without its context raises an error.
+A forward pass that is recomputed inside backward has the context of the first pass again
+(`recomputation.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
-from fp4train.quantize import RunStep
+from fp4train.precision.replay import NO_REPLAY, Replay
+from fp4train.precision.settings import Context as Context
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class GraphInput(type):
-    """Metaclass of objects that compiled graphs take as inputs.
-
-    torch.compile accepts such objects only if their class has a private metaclass of torch.
-    `compile_context` replaces this metaclass with torch's when a graph is traced. A process that
-    compiles nothing uses no private part of torch.
-    """
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Context(metaclass=GraphInput):
-    """The settings of one `autocast` region, which documents the fields."""
-
-    recipe: Recipe
-    policy: LayerPolicy | None = None
-    seed: int = 0
-    step: int | None = None
-    token_offset: int | None = None
-    token_start: int = 0
-    """Index of this rank's first token in a step, where layers count their tokens."""
-    counters: torch.Tensor | None = field(default=None, repr=False)
-    shared: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Cache for layers that read the same input in one forward pass, and in it one for each expert;
-    `forget` clears them.
-    """
-    compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
-    """Calls made from compiled graphs, by layer, for graphs that recompute activations."""
-    met: dict[object, bool] | None = field(default=None, repr=False)
-    """Layer that was called → whether it quantises; None: the layers are not watched."""
-    applied: bool = False
-    """Whether the layers run a plan that was applied to them: another recipe or policy than the
-    plan's is an error.
-    """
-    auxiliary: float = 0.0
-    """The factor, in a pass of training, of losses that parts of the model have of their own,
-    before their gradient is taken: the microbatch's share of the batch, times the loss scale. 0:
-    they have none.
-    """
-
-    run_step: RunStep | None = field(init=False, repr=False)
-    """The step of the run; None: there is none."""
-
-    def __post_init__(self) -> None:
-        if self.step is None:
-            step = None
-        else:
-            step = RunStep(self.seed, self.step)
-        object.__setattr__(self, "run_step", step)
-
-    def activation_dtype(self) -> torch.dtype:
-        """The dtype in which a model carries its activations."""
-        return self.recipe.torch_dtype
-
-    def forget(self) -> None:
-        """Clear what layers share. Calls hold the experts' caches until the backward pass, and a
-        cache holds tensors of later layers: one that is not cleared keeps the graph of the whole
-        pass, which no garbage collector sees.
-        """
-        for shared_forms in self.shared.values():
-            if isinstance(shared_forms, dict):
-                shared_forms.clear()
-        self.shared.clear()
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """The compiler's cache key, equal for all contexts: graphs depend on the dtype only."""
-        return str, (Context.__qualname__,)
-
-
 class State(NamedTuple):
-    """The state of one thread: the context, where it was entered, and the recomputed regions around
-    it.
-    """
+    """The state of one thread: the context, and where it was entered."""
 
     context: Context | None = None
     backward: int = -1
     """The backward pass (autograd's graph task) inside which the context was entered; -1: none."""
-    recording: tuple[dict[object, list[object]], ...] = ()
-    replaying: dict[object, Iterator[object]] | None = None
+    replay: Replay = NO_REPLAY
+    """What layers take from the context in regions that are recomputed."""
     outer: State | None = None
-    """The state that `leave` restores; None: no `enter` is open."""
+    """The state that `pop` restores; None: no `push` is open."""
 
 
 _OUTSIDE = State()
@@ -140,28 +68,7 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the running backward pass, or -1."""
 
 
-def is_stray_recomputation(now: State) -> bool:
-    """Whether a backward pass is running and the current state (a context or none) was set outside
-    it.
-    """
-    return backward_pass() not in (-1, now.backward)
-
-
-def once(owner: object, make: Callable[[], T]) -> T:
-    """`make()`; inside a recomputed region, the value that the same call of `owner` made in the
-    first pass.
-    """
-    now = state()
-    if now.replaying is None:
-        value = make()
-    else:
-        value = cast(T, next(now.replaying[owner]))
-    for record in now.recording:
-        record.setdefault(owner, []).append(value)
-    return value
-
-
-class _Region(ContextDecorator):
+class Region(ContextDecorator):
     """A region of this thread in the state `entered(the state around it)`. A class, since
     `autocast` is entered in each forward pass, and a generator of contextlib takes several times as
     long.
@@ -204,30 +111,30 @@ class _Region(ContextDecorator):
             context.forget()
             if (
                 self._watched
-                and context.met is not None
+                and context.called_layers is not None
                 and outer.context is None
                 and error is None
             ):
-                _judge(context, context.met)
+                _judge(context, context.called_layers)
 
 
 def use(context: Context | None) -> AbstractContextManager[None]:
     """Run layers in `context`, without what `autocast` checks."""
-    return _Region(partial(_within, context))
+    return Region(partial(_within, context))
 
 
 def _within(context: Context | None, outer: State) -> State:
-    return State(context, backward_pass(), outer.recording, outer.replaying, outer.outer)
+    return State(context, backward_pass(), outer.replay, outer.outer)
 
 
-def enter(context: Context | None) -> None:
-    """Run layers in `context` until `leave`: for hooks, which are two calls and no region."""
+def push(context: Context | None) -> None:
+    """Run layers in `context` until `pop`: for hooks, which are two calls and no region."""
     now = state()
     _THREAD.state = now._replace(context=context, backward=backward_pass(), outer=now)
 
 
-def leave() -> None:
-    """Restore what was before the last `enter`."""
+def pop() -> None:
+    """Restore what was before the last `push`."""
     now = state()
     if now.outer is not None:
         _THREAD.state = now.outer
@@ -239,28 +146,30 @@ def _watched(context: Context, outer: State) -> State:
     """`_within`; the layers of a thread's first outermost region of a recipe and policy note
     whether they quantise.
     """
-    met = None if outer.context is None else outer.context.met
+    called_layers = None if outer.context is None else outer.context.called_layers
     judged = _THREAD.__dict__.setdefault("judged", set())
     if (
         outer.context is None
         and (context.recipe, context.policy) not in judged
         and context.recipe.quantised
     ):
-        met = {}
-    return _within(context if met is None else replace(context, met=met), outer)
+        called_layers = {}
+    return _within(
+        context if called_layers is None else replace(context, called_layers=called_layers), outer
+    )
 
 
-def _judge(context: Context, met: dict[object, bool]) -> None:
+def _judge(context: Context, called_layers: dict[object, bool]) -> None:
     """Warn, at the end of an outermost region whose layers noted it, if none of them quantises."""
     _THREAD.judged.add((context.recipe, context.policy))
-    if any(met.values()):
+    if any(called_layers.values()):
         return
     why = (
         "no fp4train layer ran in it; fp4train.convert(model) makes them, "
         "fp4train.conversion(model) lists the others"
     )
-    if met:
-        kept = f"the policy keeps every layer that ran ({len(met)}) in high precision"
+    if called_layers:
+        kept = f"the policy keeps every layer that ran ({len(called_layers)}) in high precision"
         why = f"{kept}; LayerPolicy(last=0) keeps fewer"
     _log.warning("autocast(%s): nothing is quantised: %s", type(context.recipe).__name__, why)
 
@@ -328,7 +237,7 @@ def _region(
     if not enabled:
         return use(None)
     context = Context(recipe=recipe, policy=policy, **settings)
-    return _Region(partial(_watched, context), watched=True)
+    return Region(partial(_watched, context), watched=True)
 
 
 def activation_dtype(default: torch.dtype) -> torch.dtype:
@@ -347,58 +256,3 @@ def auxiliary() -> float:
     """
     context = current()
     return 0.0 if context is None else context.auxiliary
-
-
-def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of a region's first pass and of its recomputation: `context_fn` of
-    `torch.utils.checkpoint`.
-
-    Hugging Face: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
-        recompute_contexts})`.
-    """
-    outer = state()
-    record: dict[object, list[object]] = {}
-
-    def again(_: State) -> State:
-        # `recording` starts empty: the outer regions have ended, or are being recomputed around
-        # this one.
-        return outer._replace(
-            backward=backward_pass(),
-            recording=(),
-            replaying={k: iter(v) for k, v in record.items()},
-        )
-
-    return _Region(lambda _: outer._replace(recording=(*outer.recording, record))), _Region(again)
-
-
-def recompute(function: Callable[..., T], *args: object) -> T:
-    """`function(*args)`, saving only `args` for backward, which recomputes the activations.
-
-    This is `torch.utils.checkpoint` with the context of the forward pass restored. The recomputed
-    activations equal the first ones in every bit, stochastic rounding and dropout included. Under
-    torch.compile the region is a separate graph.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        from fp4train.precision import compile_context
-
-        result: T = compile_context.recompute(function, *args)
-        return result
-    return recompute_eagerly(function, *args)
-
-
-def recompute_eagerly(function: Callable[..., T], *args: object) -> T:
-    """`recompute` outside torch.compile.
-
-    With `counters` the state of torch's generator, which the host would read, is left alone: see
-    `autocast`.
-    """
-    from torch.utils.checkpoint import checkpoint
-
-    context = current()
-    kept = context is None or context.counters is None
-    options: dict[str, Any] = {
-        "use_reentrant": False,
-        "context_fn": recompute_contexts,
-        "preserve_rng_state": kept,
-    }
-    return cast(T, checkpoint(function, *args, **options))

@@ -70,7 +70,7 @@ class WireForm(NamedTuple):
         )
 
 
-def effective(gather: str, *, fully_gathered: bool, blocks: bool = True) -> str:
+def gather_mode(gather: str, *, fully_gathered: bool, blocks: bool = True) -> str:
     """One of `GATHERS`, the effective one where `gather` is configured: graphs, of torch.compile
     and of CUDA, take float32 weights (`whole`), and so does a model without blocks, which is
     gathered once and stays whole.

@@ -21,6 +21,7 @@ from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.phases import Phase, Stretch, Timeline
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
+from fp4train.precision.report import Row, Section, render, shares, summarise
 from fp4train.text import step_span
 
 
@@ -45,28 +46,6 @@ class PlannedStretch(Stretch):
                 if layer_plan.layer_backend == backend
             )
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One GEMM of one layer in one stretch: a row of a table. `size` is (rows, columns,
-    contraction).
-    """
-
-    start: int
-    stop: int
-    layer: Layer
-    gemm: str
-    size: tuple[int, int, int]
-    elements: str
-    backend: str
-    why: str
-
-    @property
-    def macs(self) -> int:
-        """Multiply-adds."""
-        rows, columns, contraction = self.size
-        return rows * columns * contraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +98,15 @@ class Plan:
                         why=gemm.why,
                     )
 
+    @property
+    def sections(self) -> list[Section]:
+        """The rows of each stretch, with its title."""
+        rows = list(self.rows)
+        return [
+            Section(stretch.title, [row for row in rows if row.start == stretch.start])
+            for stretch in self.stretches
+        ]
+
     def check_ranks(self, *, stages: int) -> None:
         """`check_stages` of every layer in every stretch."""
         check_stages(
@@ -130,17 +118,13 @@ class Plan:
         """Share of the linear layers' multiply-adds by elements, in the stretch that starts at step
         `start`.
         """
-        from fp4train.precision.report import shares
-
         return shares((row.elements, row.macs) for row in self.rows if row.start == start)
 
     def render(self, *, full: bool = False) -> str:
         """One line per group of equal layers; with `full` a row per layer and GEMM."""
-        from fp4train.precision.report import render, summarise
-
         if full:
-            return render(self, full=True)
-        return summarise(self)
+            return render(self.sections, full=True)
+        return summarise(self.sections)
 
     def __str__(self) -> str:
         return self.render()

@@ -10,15 +10,16 @@ Percentages are shares of the multiply-adds of all linear layers.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-from fp4train.precision.gather import WireForm, effective, wire_form
+from fp4train.precision.gather import WireForm, gather_mode, wire_form
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import Plan, Row
 from fp4train.text import columns, first_few, ranges, span, tabulate, wrapped
 
 COLUMNS = ("steps", "layer", "GEMM", "size", "elements", "backend", "why")
@@ -27,9 +28,43 @@ _NAMED = 3
 """Most kinds of layers of a block that are named individually."""
 
 
-def table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Column names and one row per GEMM, unabridged."""
-    return list(COLUMNS), [list(cells(row)) for row in plan.rows]
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One GEMM of one layer in one stretch: a row of a table. `size` is (rows, columns,
+    contraction).
+    """
+
+    start: int
+    stop: int
+    layer: Layer
+    gemm: str
+    size: tuple[int, int, int]
+    elements: str
+    backend: str
+    why: str
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds."""
+        rows, columns, contraction = self.size
+        return rows * columns * contraction
+
+
+class Section(NamedTuple):
+    """The rows of one stretch of a plan, in the order of its layers."""
+
+    title: str
+    rows: Sequence[Row]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the linear layers' multiply-adds by elements."""
+        return shares((row.elements, row.macs) for row in self.rows)
+
+
+def table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+    """Column names and the cells of each row, unabridged."""
+    return list(COLUMNS), [list(cells(row)) for row in rows]
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -39,16 +74,12 @@ def cells(row: Row) -> tuple[str, ...]:
     return (steps, row.layer.label, row.gemm, size, row.elements, row.backend, row.why)
 
 
-def render(plan: Plan, *, full: bool = False, width: int | None = None) -> str:
-    """The plan as a table per stretch; unless `full`, equal rows of neighbouring blocks are folded
-    into one.
-    """
+def render(sections: Iterable[Section], *, full: bool = False, width: int | None = None) -> str:
+    """A table per stretch; unless `full`, equal rows of neighbouring blocks are folded into one."""
     parts = []
-    for stretch in plan.stretches:
-        rows = [cells(row)[1:] for row in plan.rows if row.start == stretch.start]
-        parts.append(
-            section(stretch.title, rows, plan.shares(stretch.start), full=full, width=width)
-        )
+    for stretch in sections:
+        rows = [cells(row)[1:] for row in stretch.rows]
+        parts.append(section(stretch.title, rows, stretch.shares, full=full, width=width))
     return "\n\n".join(parts)
 
 
@@ -70,7 +101,7 @@ def gathers(
         whole: the option for which blocks take plain weights; None: none. blocks: whether there are
             any.
     """
-    sent = effective(gather, fully_gathered=fully_gathered is not None, blocks=blocks)
+    sent = gather_mode(gather, fully_gathered=fully_gathered is not None, blocks=blocks)
     start = f"weights of the blocks are gathered from {shards} shards"
     if sent == "fp32":
         if sent == gather:
@@ -162,7 +193,7 @@ def _fold(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(f"{head}{ranges(span)}{tail}", *cells) for head, span, tail, cells in folded]
 
 
-def summarise(plan: Plan, width: int | None = None) -> str:
+def summarise(sections: Iterable[Section], width: int | None = None) -> str:
     """The title of every stretch, and one line per group of equal layers with its share of the
     multiply-adds.
 
@@ -171,9 +202,8 @@ def summarise(plan: Plan, width: int | None = None) -> str:
     """
     groups: list[tuple[str, ...]] = []
     titles: dict[int, str] = {}
-    for stretch in plan.stretches:
-        titles[len(groups)] = stretch.title
-        rows = [row for row in plan.rows if row.start == stretch.start]
+    for title, rows in sections:
+        titles[len(groups)] = title
         total = sum(row.macs for row in rows) or 1
         for gemms, group in _alike(rows):
             share = f"{sum(row.macs for row in group) / total:6.1%}"

@@ -31,7 +31,7 @@ from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.parameters import largest_values
 from fp4train.precision import Timeline
-from fp4train.precision.gather import effective
+from fp4train.precision.gather import gather_mode
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.run import checks
@@ -256,7 +256,7 @@ def assemble(
     if pipeline is not None:
         model = pipeline.model
     if world.size > 1:
-        gather = effective(
+        gather = gather_mode(
             config.parallel.gather, fully_gathered=config.train.whole_weights is not None
         )
         for part in (model,) if pipeline is None else pipeline.stages.values():

@@ -26,7 +26,7 @@ from torch import Tensor
 from fp4train.data.loader import Rows
 from fp4train.parallel.fsdp import join_scales, synchronise
 from fp4train.parallel.pipeline import Microbatch
-from fp4train.parallel.tensor import copies
+from fp4train.parallel.tensor import replicas
 from fp4train.parallel.world import World
 from fp4train.precision import Recipe
 from fp4train.precision.context import Context, use
@@ -73,10 +73,10 @@ class EagerSteps:
         if run.loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1 / run.loss_scale)
         if run.world.tensor is None:
-            alike = None
+            replica_counts = None
         else:
-            alike = [copies(p) for p in trained.values()]
-        norm, norms = gradient_norms(gradients, run.world, alike)
+            replica_counts = [replicas(p) for p in trained.values()]
+        norm, norms = gradient_norms(gradients, run.world, replica_counts)
         failed = ~(loss.isfinite() & norm.isfinite())
         if run.failed is None:
             run.failed = failed
@@ -143,7 +143,13 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
         last = start + run.rows == rank_start + run.share
         offset = start * run.config.train.seq_len
         yield microbatch(
-            run, recipe, *row, token_offset=offset, last=last, met=run.called, auxiliary=share
+            run,
+            recipe,
+            *row,
+            token_offset=offset,
+            last=last,
+            called_layers=run.called,
+            auxiliary=share,
         )
 
 
@@ -155,13 +161,13 @@ def microbatch(
     *,
     token_offset: int = 0,
     last: bool = True,
-    met: dict[object, bool] | None = None,
+    called_layers: dict[object, bool] | None = None,
     auxiliary: float = 0.0,
 ) -> Microbatch:
     """Rows to be run in `recipe`, whose plan was applied to the layers (`Run.apply`).
 
     Args:
-        met: set in which layers note that they were called (`Context.met`).
+        called_layers: set in which layers note that they were called (`Context.called_layers`).
         auxiliary: weight of a training pass's losses beside the returned one (`Context.auxiliary`).
     """
 
@@ -174,7 +180,7 @@ def microbatch(
             step=run.step,
             token_offset=token_offset,
             counters=run.counters,
-            met=met,
+            called_layers=called_layers,
             applied=True,
             auxiliary=auxiliary,
         )

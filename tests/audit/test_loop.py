@@ -15,8 +15,8 @@ import fp4train as f4
 from fp4train.audit.bits import difference
 from fp4train.nn import Experts, Linear
 from fp4train.precision import NVFP4, LayerPolicy, recipes
-from fp4train.precision.context import recompute
 from fp4train.precision.recipe import Recipe
+from fp4train.precision.recompute import recompute
 
 RECIPES = (
     NVFP4(),

@@ -22,7 +22,7 @@ from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.llama import Llama
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.optim.adamw import AdamW
-from fp4train.parallel.tensor import copies, cut_tensors
+from fp4train.parallel.tensor import cut_tensors, replicas
 from fp4train.precision import NVFP4, FP8Block
 from fp4train.precision.plan import plan
 from fp4train.precision.recipes.quartet import QuartetII
@@ -357,7 +357,7 @@ def test_adamw_of_shards_is_torchs_and_dispatches_no_dtensor(
 
 def test_whole_parameters_are_counted_once_in_a_sum_over_the_ranks(mesh: DeviceMesh) -> None:
     model = cut_tensors(llama_steps.model(layers=1), mesh)
-    found = {name: copies(p) for name, p in model.named_parameters()}
+    found = {name: replicas(p) for name, p in model.named_parameters()}
     assert found["norm.weight"] == found["blocks.0.mlp_norm.weight"] == 4
     assert found["embed.weight"] == found["blocks.0.attention.wo.weight"] == 1
 

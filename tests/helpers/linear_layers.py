@@ -45,4 +45,4 @@ def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
 def own_channels(module: PlannedLayer) -> Tensor:
     """The in features that the layer's own recipe multiplied in the last call."""
     every = torch.arange(module.in_features)[None]
-    return module.own(every, every)[0][0]
+    return module.quantised_columns(every, every)[0][0]

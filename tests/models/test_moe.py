@@ -19,7 +19,7 @@ from fp4train.models.common.experts import ExpertLayer
 from fp4train.models.common.router import DROPPED, Balance, ExpertShape
 from fp4train.models.families import family_for, family_of
 from fp4train.models.moe import MixtureModel, MixtureOfExperts
-from fp4train.nn.call import Call
+from fp4train.nn.call import LayerCall
 from fp4train.nn.conversion import weight_groups
 from fp4train.precision import BF16, NVFP4
 from fp4train.precision.context import Context, use
@@ -355,7 +355,7 @@ def test_the_graph_of_a_step_is_freed_with_its_loss() -> None:
 
     def calls() -> int:
         gc.collect()
-        return sum(type(each) is Call for each in gc.get_objects())
+        return sum(type(each) is LayerCall for each in gc.get_objects())
 
     model = small()
     before = calls()

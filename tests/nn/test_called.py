@@ -33,12 +33,12 @@ class Mixer(nn.Module):
 def checked(model: nn.Module, policy: LayerPolicy | None = None) -> None:
     """One pass of `model`, and the guard."""
     f4.convert(model)
-    met: dict[object, bool] = {}
-    with use(Context(recipe=NVFP4(), policy=policy, step=0, met=met)):
+    called_layers: dict[object, bool] = {}
+    with use(Context(recipe=NVFP4(), policy=policy, step=0, called_layers=called_layers)):
         for block in model.children():
             block(torch.randn(16, 32)).sum().backward()
     layers = [module for module in model.modules() if isinstance(module, Linear)]
-    called = {layer.layer.name for layer in met if isinstance(layer, Linear)}
+    called = {layer.layer.name for layer in called_layers if isinstance(layer, Linear)}
     check_called(
         f4.plan(model, NVFP4(), policy), layers, called, lambda layer: layer.weight.grad is not None
     )

@@ -18,7 +18,8 @@ from torch._dynamo.utils import counters
 
 import fp4train as f4
 from fp4train.precision import NVFP4, autocast
-from fp4train.precision.context import current, recompute
+from fp4train.precision.context import current
+from fp4train.precision.recompute import recompute
 from fp4train.quantize import Quantized
 
 pytestmark = MARKS

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp4train.backends.native import cpu_multiplies_rows
 from fp4train.nn import Linear
-from fp4train.nn.call import Call
+from fp4train.nn.call import LayerCall
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.operands import TensorForms
 from fp4train.precision import (
@@ -306,7 +306,7 @@ def test_stochastic_rounding_of_gradients_is_unbiased_with_the_guard() -> None:
         assert abs(float(error.mean())) < 0.35, "no common direction"
 
 
-def gradient_operand(layer: Linear, context: Context) -> tuple[TensorForms, Call]:
+def gradient_operand(layer: Linear, context: Context) -> tuple[TensorForms, LayerCall]:
     """What prepares dy of `layer`, and a call."""
     executor = layer.executor_in(context, torch.device("cpu"))
     assert isinstance(executor, Gemms)

@@ -18,7 +18,7 @@ from fp4train.precision import (
     Recipe,
     TetraJetV2,
 )
-from fp4train.precision.gather import WireForm, effective, wire_form
+from fp4train.precision.gather import WireForm, gather_mode, wire_form
 from fp4train.precision.layer_plan import LayerPlan, part_of, resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.report import gathers
@@ -214,7 +214,7 @@ def test_a_part_whose_cut_divides_blocks_is_what_a_run_resolves() -> None:
 
 def test_graphs_and_models_without_blocks_take_float32() -> None:
     assert [
-        effective("recipe", fully_gathered=c, blocks=b)
+        gather_mode("recipe", fully_gathered=c, blocks=b)
         for c, b in ((False, True), (True, True), (False, False))
     ] == ["recipe", "fp32", "fp32"]
 

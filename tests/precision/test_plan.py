@@ -209,8 +209,8 @@ def test_folding_loses_nothing(policy: LayerPolicy | None) -> None:
     def body(text: str) -> list[list[str]]:
         return [re.split(r" {2,}", line) for line in text.splitlines()[3:-1]]
 
-    folded = body(render(plan))
-    full = body(render(plan, full=True))
+    folded = body(render(plan.sections))
+    full = body(render(plan.sections, full=True))
     assert (
         sorted(unfold(folded))
         == sorted(map(tuple, full))
@@ -221,7 +221,7 @@ def test_folding_loses_nothing(policy: LayerPolicy | None) -> None:
 
 def test_the_table_for_trackers_is_unabridged() -> None:
     plan = plan_of(model_of("auto"), Timeline(recipe=NVFP4(), steps=10), LayerPolicy())
-    columns, rows = table(plan)
+    columns, rows = table(plan.rows)
     assert columns == ["steps", "layer", "GEMM", "size", "elements", "backend", "why"]
     assert len(rows) == len(list(plan.rows))
     assert all(len(row) == len(columns) for row in rows)

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends.protocol import Forms
+from fp4train.backends.protocol import CodePair
 from fp4train.backends.table import Table
 from fp4train.backends.te.quantizers import family, forms, quantizer
 from fp4train.backends.te.translate import shares_codes
@@ -67,7 +67,7 @@ class TESources:
     def turned(self, table: Table) -> bool:
         return kinds(table) == {"mxfp8"}
 
-    def given(self, forms: Forms, shape: Sequence[int]) -> Tensor:
+    def given(self, forms: CodePair, shape: Sequence[int]) -> Tensor:
         from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
         from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 

@@ -27,7 +27,7 @@ from fp4train.quantize import Hadamard, QuantSpec
 SLOTS = {"input": FORMS["x"], "weight": FORMS["w"], "grad_output": FORMS["dy"]}
 """TE's name of each tensor → (GEMM, operand) of its row-wise and of its column-wise form."""
 
-Forms = tuple[QuantSpec | None, QuantSpec | None]
+FormSpecs = tuple[QuantSpec | None, QuantSpec | None]
 """The row-wise and the column-wise form of a tensor; None is high precision."""
 
 
@@ -112,7 +112,7 @@ def joint(row: QuantSpec | None, column: QuantSpec | None) -> bool:
     return row == (replace(column, hadamard=None) if family(row) == "nvfp4" else column)
 
 
-def forms(table: Table) -> dict[str, Forms]:
+def forms(table: Table) -> dict[str, FormSpecs]:
     """The row-wise and column-wise form of each of TE's tensors."""
 
     def form(gemm: str, operand: str) -> QuantSpec | None:
@@ -133,9 +133,9 @@ class QuantizerFactory:
             float32 in most runs.
     """
 
-    input: Forms
-    weight: Forms
-    grad_output: Forms
+    input: FormSpecs
+    weight: FormSpecs
+    grad_output: FormSpecs
     dtype: str
 
     @classmethod

@@ -17,7 +17,7 @@ from fp4train.models.common.cut import tensor_cut
 from fp4train.parallel.config import REST, Mesh, Parallel
 from fp4train.parallel.stages import cut_of, tied_weights
 from fp4train.parallel.tensor import check_division, tensor_cut_of
-from fp4train.precision.gather import effective
+from fp4train.precision.gather import gather_mode
 from fp4train.precision.layers import find_layers
 from fp4train.precision.phases import Timeline
 from fp4train.precision.plan import Plan
@@ -96,7 +96,7 @@ class MeshPlan:
                 instead = f"parallel.dp_shard={gpus // other_ranks} fills it, or gpus={fitting}"
             raise UserError(f"gpus={gpus} is not {factors} = {other_ranks * shard}: {instead}")
         takes_float32 = self.config.train.whole_weights is not None
-        gather = effective(parallel.gather, fully_gathered=takes_float32)
+        gather = gather_mode(parallel.gather, fully_gathered=takes_float32)
         return replace(parallel.mesh(gpus), microbatches=microbatches, gather=gather)
 
     def plan(self, sequences: int, tensors: int, stages: int = 1, data_ranks: int = 1) -> Plan:

@@ -26,7 +26,8 @@ from fp4train.models.common.shape import DecoderShape
 from fp4train.models.common.stream import StreamTerms, summed
 from fp4train.nn.ranks import all_rows, local, summed_over, with_summed_gradient
 from fp4train.parameters import ParameterSpec
-from fp4train.precision.context import activation_dtype, recompute
+from fp4train.precision.context import activation_dtype
+from fp4train.precision.recompute import recompute
 from fp4train.shards import RowOrder
 
 

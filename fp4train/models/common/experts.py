@@ -39,7 +39,8 @@ from fp4train.nn.experts import Experts, by_expert
 from fp4train.nn.fused_layers import takes_outputs
 from fp4train.nn.ranks import all_rows, summed_over, with_summed_gradient
 from fp4train.parameters import ZEROS, ParameterSpec, Split, Spread, inside
-from fp4train.precision.context import auxiliary, once
+from fp4train.precision.context import auxiliary
+from fp4train.precision.recomputation import once
 
 
 def expert_parameters(

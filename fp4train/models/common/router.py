@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp4train.models.common.cut import HoldsParts
-from fp4train.precision.context import auxiliary, once
+from fp4train.precision.context import auxiliary
+from fp4train.precision.recomputation import once
 from fp4train.text import check_choice, check_least
 
 SCORES = ("softmax", "sigmoid")

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
 from fp4train.backends import LAYER_BACKENDS, DataRanks, LayerState, SavedTensor
-from fp4train.nn.call import CalledLayer, Executor, Sums
+from fp4train.nn.call import CallSource, Executor, GradientSum
 from fp4train.nn.executors.cut import CutGemms
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
@@ -30,6 +30,7 @@ from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.precision.layer_plan import LayerPlan
+from fp4train.precision.layers import Layer
 
 EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
     BackendExperts: lambda plan: plan.layer.experts and plan.layer_backend,
@@ -54,7 +55,7 @@ def executor_class(plan: LayerPlan) -> type[Executor]:
 
 
 def make_executor(
-    plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+    plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: GradientSum = None
 ) -> Executor:
     """The executor of `plan`; arguments as for `Executor`."""
     chosen = executor_class(plan)
@@ -67,7 +68,21 @@ def make_executor(
     return chosen(plan, device, shard, sums=sums)
 
 
-def make_state(layer: CalledLayer, kind: str) -> LayerState:
+class StatefulLayer(Protocol):
+    """A layer whose states are made here (`nn.planned.PlannedLayer`).
+
+    Attributes:
+        layer: name, sizes and place in the model.
+        joined: whether the loop joins the states over the ranks.
+        common: data that the states of all layers of a model have in common.
+    """
+
+    layer: Layer
+    joined: bool
+    common: dict[Any, Any]
+
+
+def make_state(layer: StatefulLayer, kind: str) -> LayerState:
     """A state of `layer` that has seen nothing."""
     if kind in LAYER_BACKENDS:
         backend = LAYER_BACKENDS[kind]
@@ -120,7 +135,7 @@ def _place(key: str) -> tuple[str, str]:
     return (head, tail) if owner is None else (owner, key)
 
 
-def join_states(layers: Iterable[CalledLayer], ranks: DataRanks) -> None:
+def join_states(layers: Iterable[CallSource], ranks: DataRanks) -> None:
     """Join the layers' states over `ranks` after the last backward of a step: they become those of
     the whole batch.
     """

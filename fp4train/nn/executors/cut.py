@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
-from fp4train.nn.call import EAGER, Biases, Call, CalledLayer, Counts, Sums, Weights
-from fp4train.nn.executors.gemms import Gemms, Gradients, LayerFunction, Prepare, Saved
+from fp4train.nn.call import EAGER, Biases, CallSource, Counts, GradientSum, LayerCall, Weights
+from fp4train.nn.executors.gemms import Gemms, Gradients, LayerFunction, Prepare, SavedInput
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import Ranks, local
@@ -66,7 +66,7 @@ class CutGemms(Gemms):
     """The GEMMs of a layer's shard, and the collectives around them."""
 
     def __init__(
-        self, plan: LayerPlan, device: str, shard: LayerShard, *, sums: Sums = None
+        self, plan: LayerPlan, device: str, shard: LayerShard, *, sums: GradientSum = None
     ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         assert shard.tensor is not None
@@ -94,7 +94,7 @@ class CutGemms(Gemms):
 
     def __call__(
         self,
-        layer: CalledLayer,
+        source: CallSource,
         x_MK: Tensor,
         weights: Weights,
         biases: Biases,
@@ -105,7 +105,7 @@ class CutGemms(Gemms):
         bias_N = None if biases[0] is None else local(biases[0])
         if self.device == "meta":
             return self._shape_of(x_MK, w_NK).to(self.dtype)
-        call = layer.call_in(now, self, x_MK.shape[0] * self.tokens)
+        call = source.call_in(now, self, x_MK.shape[0] * self.tokens)
         call.parameter = weights[0]
         y_MN: Tensor = LayerFunction.apply(x_MK, w_NK, bias_N, call)  # type: ignore[no-untyped-call]
         return y_MN
@@ -124,9 +124,9 @@ class CutGemms(Gemms):
         x_MK: Tensor,
         w_NK: Tensor,
         bias_N: Tensor | None,
-        call: Call,
+        call: LayerCall,
         prepare: Prepare | None = None,
-    ) -> tuple[Tensor, Saved]:
+    ) -> tuple[Tensor, SavedInput]:
         own_tokens = x_MK = x_MK.to(self.dtype)
         if self.cut == "out" and self.sequence:
             if self._sends_codes(x_MK.shape[0]):
@@ -158,7 +158,7 @@ class CutGemms(Gemms):
         return all_tokens
 
     def _send_x(
-        self, x_MK: Tensor, call: Call, row: bool, column: bool
+        self, x_MK: Tensor, call: LayerCall, row: bool, column: bool
     ) -> tuple[Prepared | None, Prepared | None]:
         """The row-wise form of all tokens, and the column-wise form of this rank's: backward sends
         it.
@@ -168,7 +168,7 @@ class CutGemms(Gemms):
         return self._received(of_row, codes=self.fprop.takes_codes), of_column
 
     def _send_dy(
-        self, dy_MN: Tensor, call: Call, row: bool, column: bool
+        self, dy_MN: Tensor, call: LayerCall, row: bool, column: bool
     ) -> tuple[Prepared | None, Prepared | None]:
         """The two prepared forms of all tokens."""
         assert self.sent is not None
@@ -192,8 +192,8 @@ class CutGemms(Gemms):
         self,
         dy_MN: Tensor,
         w_NK: Tensor | None,
-        saved: Saved,
-        call: Call,
+        saved: SavedInput,
+        call: LayerCall,
         prepare: Prepare | None = None,
         total_NK: Tensor | None = None,
     ) -> Gradients:

@@ -32,12 +32,12 @@ from torch.autograd.function import once_differentiable
 from fp4train.backends import BACKENDS, Prepared
 from fp4train.nn.call import (
     Biases,
-    Call,
-    CalledLayer,
+    CallSource,
+    CompiledRoute,
     Counts,
     Executor,
-    Route,
-    Sums,
+    GradientSum,
+    LayerCall,
     Weights,
     gradient_dtypes,
 )
@@ -51,7 +51,7 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Hadamard, High, Quantized, ValuesOf, quantizer
 from fp4train.shards import is_sharded
 
-Saved = tuple[Quantized | Tensor | None, ...]
+SavedInput = tuple[Quantized | Tensor | None, ...]
 """Tensors of x that backward needs, one per set of GEMMs: q(xᵀ), q(x), x in high precision, or
 None.
 """
@@ -60,22 +60,22 @@ SAVED = len(Quantized._fields) - 2
 _NO_CODES = (None,) * (SAVED - 1)
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
-Prepare = Callable[[Tensor, Call, bool, bool], tuple[Prepared | None, Prepared | None]]
-Heads = list[tuple[Any, ...] | None]
+Prepare = Callable[[Tensor, LayerCall, bool, bool], tuple[Prepared | None, Prepared | None]]
+SavedKinds = list[tuple[Any, ...] | None]
 """The rest of each quantised x, without its tensors; None: x is a tensor, or is not saved."""
 
 
-def flatten(saved: Saved) -> tuple[list[Tensor | None], Heads]:
+def flatten(saved: SavedInput) -> tuple[list[Tensor | None], SavedKinds]:
     """(`SAVED` tensors for each x, what is none): autograd saves tensors alone."""
     tensors: list[Tensor | None] = []
-    heads: Heads = []
+    heads: SavedKinds = []
     for x in saved:
         tensors += x[2:] if isinstance(x, Quantized) else (x, *_NO_CODES)
         heads.append(x[:2] if isinstance(x, Quantized) else None)
     return tensors, heads
 
 
-def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
+def unflatten(tensors: Sequence[Any], heads: SavedKinds) -> SavedInput:
     """The argument of `flatten`."""
     saved: list[Any] = []
     # no generator, whose every step is one more call of Python's
@@ -107,7 +107,7 @@ def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def adds(dtype: torch.dtype, device: str, sums: Sums) -> bool:
+def adds(dtype: torch.dtype, device: str, sums: GradientSum) -> bool:
     """Whether a wgrad that can adds dw to the sum so far, on devices of this type."""
     return sums == "product" and device in ADDING and dtype is not torch.float32
 
@@ -157,7 +157,7 @@ def tensor_of(prepared: Prepared, dtype: torch.dtype) -> Tensor:
     return prepared.tensor(dtype)
 
 
-def summed_parameter(call: Call, w_NK: Tensor) -> Tensor:
+def summed_parameter(call: LayerCall, w_NK: Tensor) -> Tensor:
     """The argument w of `sum_so_far` for a weight that a call multiplies."""
     if call.parameter is not None and is_sharded(call.parameter):
         return call.parameter
@@ -177,7 +177,12 @@ class Gemms(Executor):
     kinds = (DelayedScaling,)
 
     def __init__(
-        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+        self,
+        plan: LayerPlan,
+        device: str,
+        shard: LayerShard | None = None,
+        *,
+        sums: GradientSum = None,
     ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         dtype = self.dtype
@@ -225,7 +230,7 @@ class Gemms(Executor):
             self.states = (DelayedScaling.kind,)
         else:
             self.states = ()
-        self.route = Route("operator", dtype, self.keeps_x)
+        self.route = CompiledRoute("operator", dtype, self.keeps_x)
 
     def begin_at(self, feature: int) -> None:
         """Key random bits of x and w as those of a wider layer's in features from `feature` on."""
@@ -249,14 +254,14 @@ class Gemms(Executor):
 
     def __call__(
         self,
-        layer: CalledLayer,
+        source: CallSource,
         x_MK: Tensor,
         weights: Weights,
         biases: Biases,
         now: State,
         counts: Counts = (),
     ) -> Tensor:
-        call = layer.call_in(now, self, x_MK.shape[0])
+        call = source.call_in(now, self, x_MK.shape[0])
         if torch._C._are_functorch_transforms_active():
             apply: Any = LayerFunction.apply
         else:
@@ -269,9 +274,9 @@ class Gemms(Executor):
         x_MK: Tensor,
         w_NK: Tensor,
         bias_N: Tensor | None,
-        call: Call,
+        call: LayerCall,
         prepare: Prepare | None = None,
-    ) -> tuple[Tensor, Saved]:
+    ) -> tuple[Tensor, SavedInput]:
         """(y [M, N] in `y_dtype`, what backward needs of x).
 
         Consecutive layers that read the same tensor (queries, keys and values; gate and up) share
@@ -305,7 +310,7 @@ class Gemms(Executor):
             forms = (prepare or self.x.prepare)(x_MK, call, True, keeps_codes)
             if shared is not None:
                 shared["input"] = (wants, x_MK._version, x_MK, forms)
-        b = call.weights.form(w_NK, self.w_row, call)
+        b = call.weights.prepared(w_NK, self.w_row, call)
         y_MN = self.fprop.product(forms[0], b, out_dtype=self.y_dtype, bias=bias_N)
         return y_MN, (x_MK if gradients.w is not None and self.keeps_x else forms[1],)
 
@@ -313,8 +318,8 @@ class Gemms(Executor):
         self,
         dy_MN: Tensor,
         w_NK: Tensor | None,
-        saved: Saved,
-        call: Call,
+        saved: SavedInput,
+        call: LayerCall,
         prepare: Prepare | None = None,
         total_NK: Tensor | None = None,
     ) -> Gradients:
@@ -337,7 +342,7 @@ class Gemms(Executor):
         )
         if row is not None:
             assert w_NK is not None and gradients.x is not None
-            w = call.weights.form(w_NK, self.w_column, call)
+            w = call.weights.prepared(w_NK, self.w_column, call)
             if self.dequantises_w:
                 w = Decoded(tensor_of(w, self.dtype).T, None)
             dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype)
@@ -365,7 +370,9 @@ class LayerFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
+    def forward(
+        ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: LayerCall
+    ) -> Tensor:
         call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, ctx.needs_input_grad)
         y_MN: Tensor
         y_MN, saved = call.executor.forward(x_MK, w_NK, bias_N, call)
@@ -381,7 +388,7 @@ class LayerFunction(torch.autograd.Function):
         # of a pass whose graph is kept only: the refusal itself takes some microseconds
         if torch.is_grad_enabled():
             return _once(ctx, dy_MN)
-        call: Call = ctx.call
+        call: LayerCall = ctx.call
         w_NK, *tensors = ctx.saved_tensors
         saved = unflatten(tensors, ctx.heads)
         adds = call.executor.adds and ctx.needs_input_grad[1]

@@ -28,12 +28,12 @@ from fp4train.backends import ExpertKernels
 from fp4train.backends.grouped import Products
 from fp4train.nn.call import (
     Biases,
-    Call,
-    CalledGroup,
-    CalledLayer,
+    CallSource,
     Counts,
     Executor,
-    Sums,
+    GradientSum,
+    GroupCallSource,
+    LayerCall,
     Weights,
     gradient_dtypes,
 )
@@ -65,7 +65,7 @@ class GroupGemms(Executor):
         device: str,
         shard: LayerShard | None = None,
         *,
-        sums: Sums,
+        sums: GradientSum,
     ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         # without `shard`: a rank has each of its weights whole
@@ -80,19 +80,19 @@ class GroupGemms(Executor):
         )
         return super().why_no_graph(plan) or rows
 
-    def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
-        return self.member.own(x_MK, w_NK)
+    def quantised_columns(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+        return self.member.quantised_columns(x_MK, w_NK)
 
     def __call__(
         self,
-        layer: CalledLayer,
+        source: CallSource,
         x_MK: Tensor,
         weights: Weights,
         biases: Biases,
         now: State,
         counts: Counts = (),
     ) -> Tensor:
-        calls = self.member.calls_of_group(cast(CalledGroup, layer), x_MK, now, counts)
+        calls = self.member.calls_of_group(cast(GroupCallSource, source), x_MK, now, counts)
         x_MK = x_MK.to(self.dtype)
         y_MN: Tensor = GroupFunction.apply(x_MK, weights[0], biases[0], calls, counts)  # type: ignore[no-untyped-call]
         return y_MN
@@ -105,14 +105,14 @@ class BackendExperts(BackendLayer):
 
     def __call__(
         self,
-        layer: CalledLayer,
+        source: CallSource,
         x_MK: Tensor,
         weights: Weights,
         biases: Biases,
         now: State,
         counts: Counts = (),
     ) -> Tensor:
-        kernels = cast(ExpertKernels, layer.states[self.states[0]])
+        kernels = cast(ExpertKernels, source.states[self.states[0]])
         w_ENK, into = self._summed(weights[0])
         return kernels(x_MK, w_ENK, biases[0], self.table, counts, into=into)
 
@@ -128,7 +128,7 @@ class GroupFunction(torch.autograd.Function):
         x_MK: Tensor,
         w_ENK: Tensor,
         bias_EN: Tensor | None,
-        calls: list[Call],
+        calls: list[LayerCall],
         counts: Counts,
     ) -> Tensor:
         gradients = gradient_dtypes(x_MK, w_ENK, bias_EN, ctx.needs_input_grad)
@@ -219,7 +219,7 @@ def _grouped_products(executor: Any, gemm: str) -> tuple[Any, Products | None]:
 
 
 def _put_all(
-    target: Tensor | None, products: Products | None, calls: list[Call], counts: Counts
+    target: Tensor | None, products: Products | None, calls: list[LayerCall], counts: Counts
 ) -> None:
     """Make the products, and set their rows."""
     if target is not None and products is not None:
@@ -227,7 +227,7 @@ def _put_all(
             target[rows] = part
 
 
-def _used(calls: list[Call], counts: Counts) -> Iterator[tuple[Call, slice]]:
+def _used(calls: list[LayerCall], counts: Counts) -> Iterator[tuple[LayerCall, slice]]:
     """The calls that are made, each with its rows of x."""
     start = 0
     for call, count in zip(calls, counts, strict=True):

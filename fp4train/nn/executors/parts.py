@@ -27,12 +27,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
-from fp4train.nn.call import Biases, Call, CalledGroup, CalledLayer, Counts, Executor, Sums, Weights
-from fp4train.nn.executors.gemms import Gemms, Gradients, LayerFunction, Prepare, Saved
+from fp4train.nn.call import (
+    Biases,
+    CallSource,
+    Counts,
+    Executor,
+    GradientSum,
+    GroupCallSource,
+    LayerCall,
+    Weights,
+)
+from fp4train.nn.executors.gemms import Gemms, Gradients, LayerFunction, Prepare, SavedInput
 from fp4train.nn.gathered import values_of
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.context import Context, State, once
+from fp4train.precision.context import Context, State
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.recipe import OutlierChannels
 from fp4train.quantize import RunStep
@@ -134,10 +143,10 @@ class ChannelNorms(LayerState):
 
 
 @dataclass(eq=False, slots=True)
-class SplitCall(Call):
+class SplitCall(LayerCall):
     """A call that multiplies parts of the in features; `parts`: (channels, call) of each."""
 
-    parts: tuple[tuple[Tensor, Call], ...] = ()
+    parts: tuple[tuple[Tensor, LayerCall], ...] = ()
 
 
 class SplitGemms(Gemms):
@@ -147,7 +156,7 @@ class SplitGemms(Gemms):
     """
 
     def __init__(
-        self, plan: LayerPlan, device: str, shard: LayerShard | None, *, sums: Sums
+        self, plan: LayerPlan, device: str, shard: LayerShard | None, *, sums: GradientSum
     ) -> None:
         Executor.__init__(self, plan, device, shard, sums=sums)
         dense, top = plan.channel_parts
@@ -167,7 +176,7 @@ class SplitGemms(Gemms):
             gemms.y_dtype = torch.float32  # a term of a sum is not rounded
 
     def call(
-        self, call: Call, channels: Sequence[Tensor], layer: CalledLayer, *, keep: bool
+        self, call: LayerCall, channels: Sequence[Tensor], source: CallSource, *, keep: bool
     ) -> SplitCall:
         """`call`, whose two parts multiply these channels; `keep`: whether prepared weights are
         kept for the step.
@@ -175,13 +184,15 @@ class SplitGemms(Gemms):
         parts = []
         for number, executor in enumerate(self.of_parts):
             if keep:
-                weights = layer.prepared((call.member, self.count, number))
+                weights = source.prepared((call.member, self.count, number))
             else:
                 weights = PreparedWeights()
             parts.append(
                 (channels[number], replace(call, executor=executor, weights=weights, shared=None))
             )
-        values = {item.name: getattr(call, item.name) for item in fields(Call)} | {"executor": self}
+        values = {item.name: getattr(call, item.name) for item in fields(LayerCall)} | {
+            "executor": self
+        }
         return SplitCall(**values, parts=tuple(parts))
 
     def forward(
@@ -189,9 +200,9 @@ class SplitGemms(Gemms):
         x_MK: Tensor,
         w_NK: Tensor,
         bias_N: Tensor | None,
-        call: Call,
+        call: LayerCall,
         prepare: Prepare | None = None,
-    ) -> tuple[Tensor, Saved]:
+    ) -> tuple[Tensor, SavedInput]:
         assert isinstance(call, SplitCall)
         terms = []
         w = values_of(w_NK, w_NK.dtype)
@@ -216,8 +227,8 @@ class SplitGemms(Gemms):
         self,
         dy_MN: Tensor,
         w_NK: Tensor | None,
-        saved: Saved,
-        call: Call,
+        saved: SavedInput,
+        call: LayerCall,
         prepare: Prepare | None = None,
         total_NK: Tensor | None = None,
     ) -> Gradients:
@@ -258,7 +269,12 @@ class ChannelParts(Executor):
     rest: Tensor | None = None
 
     def __init__(
-        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+        self,
+        plan: LayerPlan,
+        device: str,
+        shard: LayerShard | None = None,
+        *,
+        sums: GradientSum = None,
     ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         self.whole = Gemms(plan, device, shard, sums=sums)
@@ -273,7 +289,7 @@ class ChannelParts(Executor):
         name = f"recipe {plan.recipe.name}, {plan.layer.name}"
         return f"{name}: the host counts the steps by which outlier channels are chosen"
 
-    def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+    def quantised_columns(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
         if self.rest is None:
             return (x_MK, w_NK)
         return (x_MK.index_select(1, self.rest), w_NK.index_select(1, self.rest))
@@ -285,46 +301,46 @@ class ChannelParts(Executor):
 
     def __call__(
         self,
-        layer: CalledLayer,
+        source: CallSource,
         x_MK: Tensor,
         weights: Weights,
         biases: Biases,
         now: State,
         counts: Counts = (),
     ) -> Tensor:
-        def new(context: Context, *, training: bool) -> list[Call]:
-            return [layer.new_call(context, self.whole, x_MK.shape[0], training=training)]
+        def new(context: Context, *, training: bool) -> list[LayerCall]:
+            return [source.new_call(context, self.whole, x_MK.shape[0], training=training)]
 
-        (call,) = self.calls(layer, x_MK, now, new)
+        (call,) = self.calls(source, x_MK, now, new)
         y_MN: Tensor = LayerFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
         return y_MN
 
     def calls_of_group(
-        self, layer: CalledGroup, x_MK: Tensor, now: State, counts: Counts
-    ) -> list[Call]:
+        self, source: GroupCallSource, x_MK: Tensor, now: State, counts: Counts
+    ) -> list[LayerCall]:
         return self.calls(
-            layer, x_MK[: sum(counts)], now, partial(layer.new_calls, self.whole, counts)
+            source, x_MK[: sum(counts)], now, partial(source.new_calls, self.whole, counts)
         )
 
     def calls(
-        self, layer: CalledLayer, x_MK: Tensor, now: State, new: Callable[..., list[Call]]
-    ) -> list[Call]:
+        self, source: CallSource, x_MK: Tensor, now: State, new: Callable[..., list[LayerCall]]
+    ) -> list[LayerCall]:
         """The coming calls of `layer`, one of each weight, in parts if the outlier channels are
         chosen; until then x enters the norms where that is due. Inside a recomputed region, those
         of the first pass.
 
         Args:
             x_MK: the rows of all weights, and no others.
-            new: makes the calls of `whole`, at least one, in a context (`CalledLayer.new_call`).
+            new: makes the calls of `whole`, at least one, in a context (`CallSource.new_call`).
         """
-        norms = layer.states[ChannelNorms.kind]
+        norms = source.states[ChannelNorms.kind]
         outliers = self.plan.recipe.outliers
         context = now.context
         assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None
         make = partial(new, context, training=torch.is_grad_enabled())
-        if now.replaying is not None:
-            return once(layer, make)
-        calls = once(layer, make) if now.recording else make()
+        calls = now.replay.once(source, make)
+        if now.replay.values is not None:
+            return calls
         step = calls[0].position.step
         self.rest = None
         if not norms.chosen(outliers, step):
@@ -333,7 +349,7 @@ class ChannelParts(Executor):
         elif self.split is not None:
             self.rest, _ = channels = norms.channels(self.split.count, self.device)
             calls[:] = [
-                self.split.call(call, channels, layer, keep=context.step is not None)
+                self.split.call(call, channels, source, keep=context.step is not None)
                 for call in calls
             ]
         return calls

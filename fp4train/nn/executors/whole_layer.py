@@ -27,14 +27,23 @@ from fp4train.backends import (
     add_product,
     widened,
 )
-from fp4train.backends.protocol import Forms
+from fp4train.backends.protocol import CodePair
 from fp4train.backends.table import FORMS
-from fp4train.nn.call import Biases, Call, CalledLayer, Counts, Executor, Route, Sums, Weights
+from fp4train.nn.call import (
+    Biases,
+    CallSource,
+    CompiledRoute,
+    Counts,
+    Executor,
+    GradientSum,
+    LayerCall,
+    Weights,
+)
 from fp4train.nn.executors.gemms import (
     Gradients,
     LayerFunction,
     Prepare,
-    Saved,
+    SavedInput,
     accumulates,
     adds,
 )
@@ -61,18 +70,23 @@ class TorchLayer(Executor):
     """
 
     def __init__(
-        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+        self,
+        plan: LayerPlan,
+        device: str,
+        shard: LayerShard | None = None,
+        *,
+        sums: GradientSum = None,
     ) -> None:
         super().__init__(
             plan, device, shard, sums=None if plan.table.torch_dtype == torch.float32 else sums
         )
         self.adds = adds(self.dtype, device, sums)
         self.w_row = WeightForm(Operand("w", High("in")), BACKENDS["torch"], self.dtype, device)
-        self.route = Route("torch", self.dtype)
+        self.route = CompiledRoute("torch", self.dtype)
 
     def __call__(
         self,
-        layer: CalledLayer,
+        source: CallSource,
         x_MK: Tensor,
         weights: Weights,
         biases: Biases,
@@ -84,13 +98,13 @@ class TorchLayer(Executor):
             return torch_linear(x_MK, w_NK, bias_N, self.dtype)
         bias_N = None if bias_N is None else bias_N.to(self.dtype)
         assert now.context is not None
-        call = layer.new_call(now.context, self, 0, training=False)
+        call = source.new_call(now.context, self, 0, training=False)
         y_MN: Tensor = LayerFunction.apply(x_MK.to(self.dtype), w_NK, bias_N, call)  # type: ignore[no-untyped-call]
         return y_MN
 
     def forward(
-        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call
-    ) -> tuple[Tensor, Saved]:
+        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: LayerCall
+    ) -> tuple[Tensor, SavedInput]:
         """(y [M, N] in the dtype of x, what backward needs of x).
 
         As torch's linear layer computes it, in every bit. The prepared weights of the call hold the
@@ -103,8 +117,8 @@ class TorchLayer(Executor):
         self,
         dy_MN: Tensor,
         w_NK: Tensor | None,
-        saved: Saved,
-        call: Call,
+        saved: SavedInput,
+        call: LayerCall,
         prepare: Prepare | None = None,
         total_NK: Tensor | None = None,
     ) -> Gradients:
@@ -130,10 +144,10 @@ class TorchLayer(Executor):
             dbias = widened(torch.sum, dy_MN, dim=0)
         return dx, dw, dbias
 
-    def _rounded(self, w_NK: Tensor, call: Call) -> Tensor:
+    def _rounded(self, w_NK: Tensor, call: LayerCall) -> Tensor:
         if isinstance(w_NK, Gathered) or w_NK.dtype == self.dtype:
             return values_of(w_NK, self.dtype)
-        rounded = call.weights.form(w_NK, self.w_row, call)
+        rounded = call.weights.prepared(w_NK, self.w_row, call)
         assert isinstance(rounded, Decoded)
         return rounded.values
 
@@ -142,7 +156,12 @@ class BackendLayer(Executor):
     """A layer whose GEMMs a backend runs together (Transformer Engine)."""
 
     def __init__(
-        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+        self,
+        plan: LayerPlan,
+        device: str,
+        shard: LayerShard | None = None,
+        *,
+        sums: GradientSum = None,
     ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         assert plan.layer_backend is not None
@@ -157,7 +176,7 @@ class BackendLayer(Executor):
         """
         return self._given("x")
 
-    def given(self, forms: Forms, shape: Sequence[int]) -> Tensor:
+    def given(self, forms: CodePair, shape: Sequence[int]) -> Tensor:
         """See `Sources.given`."""
         return self.backend.sources.given(forms, shape)
 
@@ -188,27 +207,27 @@ class BackendLayer(Executor):
 
     def __call__(
         self,
-        layer: CalledLayer,
+        source: CallSource,
         x_MK: Tensor,
         weights: Weights,
         biases: Biases,
         now: State,
         counts: Counts = (),
     ) -> Tensor:
-        codes = self._codes(layer, weights[0], now)
+        codes = self._codes(source, weights[0], now)
         w_NK, into = self._summed(weights[0], values=codes is None)
         readers = max(1, len(self.plan.readers))
-        return self.multiplied(layer, x_MK, w_NK, biases[0], now, into, readers, codes=codes)
+        return self.multiplied(source, x_MK, w_NK, biases[0], now, into, readers, codes=codes)
 
     def of_codes(
-        self, layer: CalledLayer, codes_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, now: State
+        self, source: CallSource, codes_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, now: State
     ) -> Tensor:
         """The result of a call whose x is the backend's tensor of codes, which is this layer's
         alone.
         """
-        codes = self._codes(layer, w_NK, now)
+        codes = self._codes(source, w_NK, now)
         w_NK, into = self._summed(w_NK, values=codes is None)
-        return self.multiplied(layer, codes_MK, w_NK, bias_N, now, into, 0, codes=codes)
+        return self.multiplied(source, codes_MK, w_NK, bias_N, now, into, 0, codes=codes)
 
     @cached_property
     def w(self) -> tuple[WeightForm, WeightForm]:
@@ -229,7 +248,7 @@ class BackendLayer(Executor):
         return row, form("dgrad")
 
     def _codes(
-        self, layer: CalledLayer, w_NK: Tensor, now: State
+        self, source: CallSource, w_NK: Tensor, now: State
     ) -> Callable[[bool], Prepared] | None:
         """A function that gives the codes of a gathered weight in each pass, as they came for it;
         None: the backend quantises its values.
@@ -237,16 +256,16 @@ class BackendLayer(Executor):
         if not isinstance(w_NK, Gathered) or w_NK.source.rounds or self.plan.why_values is not None:
             return None
         assert now.context is not None
-        call = layer.new_call(now.context, self, 0, training=False)
-        return lambda column: call.weights.form(w_NK, self.w[column], call)
+        call = source.new_call(now.context, self, 0, training=False)
+        return lambda column: call.weights.prepared(w_NK, self.w[column], call)
 
-    def kernels(self, layer: CalledLayer) -> LayerKernels:
+    def kernels(self, source: CallSource) -> LayerKernels:
         """The backend's kernels of a layer."""
-        return cast(LayerKernels, layer.states[self.backend.name])
+        return cast(LayerKernels, source.states[self.backend.name])
 
     def multiplied(
         self,
-        layer: CalledLayer,
+        source: CallSource,
         x_MK: Tensor,
         w_NK: Tensor,
         bias_N: Tensor | None,
@@ -265,7 +284,7 @@ class BackendLayer(Executor):
             codes: codes of the weight, see `LayerKernels`.
         """
         context = now.context
-        if context is not None and layer.keeps_forms:
+        if context is not None and source.keeps_forms:
             step = context.run_step
         else:
             step = None
@@ -273,8 +292,8 @@ class BackendLayer(Executor):
             of_x = Readers(context.shared, readers)
         else:
             of_x = None
-        freed = not layer.keeps_forms
-        kernels = cast(LayerKernels, layer.states[self.backend.name])
+        freed = not source.keeps_forms
+        kernels = cast(LayerKernels, source.states[self.backend.name])
         options: Any = {"step": step, "into": into, "freed": freed, "readers": of_x, "parts": parts}
         options["codes"] = codes
         return kernels(x_MK, w_NK, bias_N, self.table, **options)

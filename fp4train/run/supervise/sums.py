@@ -19,7 +19,7 @@ from fp4train import checkpoint
 from fp4train.audit.bits import bit_sum
 from fp4train.audit.fault import Fault
 from fp4train.checkpoint.layout import MODEL
-from fp4train.parallel.tensor import copies
+from fp4train.parallel.tensor import replicas
 from fp4train.parallel.world import REPLICATE
 from fp4train.run.queued import Step
 from fp4train.shards import TensorShard, local, separate
@@ -118,7 +118,7 @@ class StateSums:
             names = {
                 f"{MODEL}/{checkpoint.escaped(name)}"
                 for name, parameter in parameters.items()
-                if copies(parameter) > 1
+                if replicas(parameter) > 1
             }
             alike = [name for name in sums if name in names]
             faults += _differing(sums, alike, world.tensor.get_group(), "tensor-parallel copy")

@@ -37,7 +37,7 @@ from fp4train.backends import GEMMS, Operands
 from fp4train.backends.te import weights
 from fp4train.hardware import Device
 from fp4train.nn import convert
-from fp4train.nn.call import Call
+from fp4train.nn.call import LayerCall
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.weight_form import WeightForm
 from fp4train.parallel.gather_items import GatherItem, form_of
@@ -235,10 +235,10 @@ class Source:
         self.shards = weight.detach().clone().chunk(2)
         self.asked = []
 
-    def form(self, form: WeightForm, call: Call) -> Any:
+    def prepared(self, form: WeightForm, call: LayerCall) -> Any:
         return form_of(self, form, call)  # type: ignore[arg-type]
 
-    def codes(self, part: GatherItem, call: Call) -> Quantized:
+    def codes(self, part: GatherItem, call: LayerCall) -> Quantized:
         assert part.spec is not None
         amax = torch.stack([measure_amax(each, part.spec) for each in self.shards]).amax()
         amax = amax if amax_extent(part.spec) == "tensor" else None

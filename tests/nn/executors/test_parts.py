@@ -284,11 +284,12 @@ def test_evaluation_records_nothing_and_uses_the_choice() -> None:
 def test_what_looks_at_operands_gets_those_of_the_layers_own_recipe() -> None:
     made, (x, _) = trained(tetrajet(), 3), inputs(0)
     assert (
-        torch.equal(made.observed(x)[0], x) and not made.values(made.weight, torch.zeros_like).any()
+        torch.equal(made.sampled_operands(x)[0], x)
+        and not made.values(made.weight, torch.zeros_like).any()
     )
     step(made, tetrajet(), 3, *inputs(3))
     rest, top = chosen(made)
-    x_rest, w_rest, rows = made.observed(x)
+    x_rest, w_rest, rows = made.sampled_operands(x)
     w = made.weight.detach()
     assert (
         torch.equal(x_rest, x[:, rest]) and torch.equal(w_rest, w[:, rest]) and rows == slice(None)
