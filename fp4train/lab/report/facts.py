@@ -1,5 +1,5 @@
-"""Facts about the runs of a report: what differs in their data, configuration and environment;
-warnings; cost.
+"""Facts about the runs of a report: what differs in their data, configuration and environment; weak
+gradients; cost.
 """
 
 import math
@@ -122,53 +122,69 @@ def _median(series: Series) -> float | None:
     return None
 
 
-def different_data(sources: Sequence[RunSource]) -> list[str]:
-    """Reasons why losses of these runs do not compare: other data, tokens, or sequences. Empty
-    where none is known.
+@dataclass(frozen=True, kw_only=True)
+class DataDifference:
+    """Why losses of runs may not compare.
+
+    Args:
+        other_tokens: fingerprints of the training data differ.
+        data: differing keys of the data.
+        evaluation: differing keys that choose the tokens of validation.
     """
-    warnings = []
+
+    other_tokens: bool
+    data: list[str]
+    evaluation: list[str]
+
+
+def different_data(sources: Sequence[RunSource]) -> DataDifference:
+    """What is known of other data, tokens, or sequences."""
     prints = {
         str(source.environments[-1][1].get("data")) for source in sources if source.environments
     }
-    keys = list(
-        dict.fromkeys(key for s in sources for key in s.config or {} if key.startswith("data."))
-    )
-    keys = [key for key in (*keys, "train.seq_len", "eval.batches") if not key.endswith(_CACHE)]
     configured = [source for source in sources if source.config is not None]
-    differing = [
-        key for key in keys if len({str(source.setting(key)) for source in configured}) > 1
-    ]
-    if len(prints) > 1:
-        warnings.append(
-            "The runs were trained on different data (their fingerprints differ): losses do "
-            "not compare."
-        )
-    elif data := [key for key in differing if key.startswith("data.")]:
-        warnings.append(f"The runs differ in {', '.join(data[:6])}: losses may not compare.")
-    if other := [key for key in differing if not key.startswith("data.")]:
-        warnings.append(
-            f"The runs differ in {', '.join(other)}: their validation losses are of different "
-            "tokens."
-        )
-    return warnings
+    keys = dict.fromkeys(key for source in configured for key in source.config or {})
+    data = [key for key in keys if key.startswith("data.") and not key.endswith(_CACHE)]
+
+    def differing(keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if len({str(s.setting(key)) for s in configured}) > 1]
+
+    return DataDifference(
+        other_tokens=len(prints) > 1,
+        data=differing(data),
+        evaluation=differing(("train.seq_len", "eval.batches")),
+    )
 
 
-def weak_gradient(source: RunSource) -> list[str]:
-    """A warning where the gradient fell below √3 times its quantisation noise ("FP4 All the Way",
-    arXiv 2505.19115).
+@dataclass(frozen=True, kw_only=True)
+class WeakGradient:
+    """Measured steps at which the gradient was lost in its quantisation noise ("FP4 All the Way",
+    arXiv 2505.19115): its norm was below √3 times that of the noise.
+
+    Args:
+        step: the first of them. ratio: norm of the gradient over that of the noise there.
+        below: their number, of `measured` steps.
     """
+
+    step: int
+    ratio: float
+    below: int
+    measured: int
+
+
+def weak_gradient(source: RunSource) -> WeakGradient | None:
+    """The measured steps at which the gradient was too weak; None: there were none."""
     ratio = source.metrics.series("error/gradient_to_noise")
     below = (ratio.values < THRESHOLD).nonzero()[0]
     if not len(below):
-        return []
+        return None
     index = int(below[0])
-    return [
-        f"{source.label}: at step {int(ratio.steps[index])} the gradient's norm was "
-        f"{ratio.values[index]:.2f} times "
-        f"its quantisation noise, less than √3, and at {len(below)} of {len(ratio)} measured "
-        "steps; quantised training "
-        "becomes less effective there (arXiv 2505.19115)."
-    ]
+    return WeakGradient(
+        step=int(ratio.steps[index]),
+        ratio=float(ratio.values[index]),
+        below=len(below),
+        measured=len(ratio),
+    )
 
 
 def differences(sources: Sequence[RunSource]) -> Differing | None:

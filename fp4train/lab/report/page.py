@@ -33,7 +33,6 @@ from fp4train.lab.report import facts, groups
 from fp4train.lab.report.sources import RunSource, read_sources
 from fp4train.lab.studies import figures, sequential
 from fp4train.lab.studies.results import RankResult
-from fp4train.text import shortened
 
 PAGE = "page.html"
 STYLE = "page.css"
@@ -153,19 +152,11 @@ def render(
     grouped = groups.group(sources)
     at = groups.common(grouped)
     rows = groups.recipe_rows(grouped)
-    named = " and ".join(shortened(source.name, 40) for source in sources)
-    warned = [
-        *(f"Left out: {omission}" for omission in left_out),
-        *facts.different_data(sources),
-        *(sentence for source in sources for sentence in facts.weak_gradient(source)),
-        *(f"{source.name}: {problem}" for source in sources for problem in source.problems),
-    ]
     pages = _environment()
     return pages.get_template(PAGE).render(
-        title=f"Report of {named if len(sources) < 3 else f'{len(sources)} runs'}",
         style=Markup(pages.get_template(STYLE).render()),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        warnings=list(dict.fromkeys(warned)),
+        left_out=left_out,
         sources=sources,
         grouped=grouped,
         at=at,
