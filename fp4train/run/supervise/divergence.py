@@ -46,8 +46,8 @@ class DivergedError(AgreedError):
 def follow(run: Run, step: Step, loss: float) -> Values:
     """Take note of the loss of a step, and say at once that it diverged, or is back.
 
-    Weights that gave a loss within its past are good, as far as it can tell: their checkpoint is
-        proven.
+    Weights that gave a loss that fits the curve before it are good, as far as it can tell: their
+    checkpoint is proven.
     """
     divergence = run.divergence
     number = step.index + 1
@@ -65,12 +65,16 @@ def follow(run: Run, step: Step, loss: float) -> Values:
         run.saver.wait()  # so that it is known which checkpoint is good
         if run.config.train.on_divergence == "warn":
             _log.warning("step %d: %s", number, rise(run))
-        values = {"loss": loss, "level": divergence.level - base, "since": divergence.since + 1}
+        values = {
+            "loss": loss,
+            "level": divergence.measured_from[0] - base,
+            "since": divergence.since + 1,
+        }
         run.tracker.log_event(number, "divergence", values)
     elif seen_before and not divergence.seen:
         _log.warning("step %d: the loss is %.4g, back within its past", number, loss)
         run.tracker.log_event(number, "divergence over", {"loss": loss})
-    if divergence.since is None:
+    if divergence.is_good:
         run.saver.prove(step.index)
     return {}
 
@@ -156,9 +160,10 @@ def rise(run: Run, *, advice: bool = True) -> str:
     base = _base(run)
     since = f"step {divergence.since + 1}"
     loss = divergence.recent[-1] - base
-    past = f"far above its past ({divergence.level - base:.4g})"
+    level, limit = divergence.measured_from
+    past = f"far above its past ({level - base:.4g})"
     text = f"the loss is {loss:.4g}, {past}, since {since}"
-    if loss + base <= divergence.limit:
+    if loss + base <= limit:
         text = f"the loss rose {past} in {since} and is not back, at {loss:.4g}"
     return f"{text}. {_advice(run)}" if advice else text
 

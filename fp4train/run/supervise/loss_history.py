@@ -1,15 +1,27 @@
 """The history of a run's losses: whether one lies far above its own past.
 
-The past of a loss is the last `WINDOW` = 32 losses that were within their own past. With its median
-m, its spread s = 1.4826 · median |loss − m|, its ceiling c (the second largest loss, so that a
-single outlier is not the measure) and the number n of its losses,
+The past of a loss is the last `MEMORY` = 64 losses that were within their own past. Of the last
+`WINDOW` = 32 of them are the median m and the spread s = 1.4826 · median |loss − m|; the ceiling c
+is the second largest of all 64, so that a single outlier is not the measure. With the number n of
+the losses in the window,
 
     limit = max(c, m + max(6 s, (0.2 + 1.6 / n) |m|))
 
-A loss above the limit begins a rise, which lasts while losses are above c. After `PERSIST` = 5
-losses it is a divergence, which ends when 5 losses in a row are within c again. A rise that ends
-earlier is noise of a batch, and joins the past. A loss that falls, as in the warm-up, never reaches
-its limit; few losses have a wide one, because their spread says little.
+A loss above the limit begins a rise, which lasts while losses are above it; while the window is not
+full, while they are above c. After `PERSIST` = 5 losses it is a divergence, which ends when 5 losses
+in a row are back. A rise that ends earlier is noise of a batch, and joins the past. Few losses have
+a wide limit, because their spread says little.
+
+That measure is wide on a falling curve. So losses are also measured from the trend, the median f of
+the last `RECENT` = 8 of them. The residual of a past loss is what it lies above the median of the 8
+before it; J is the largest residual, S the spread of all. A loss above
+
+    f + max(1.5 J, 6 S, (0.3 + 1.6 / n) |f|)
+
+begins a rise, too, once the past has 8 losses. It lasts while losses are above this bar.
+
+A loss fits the curve before it if it is within its past and at most f + max(J, 3 S, 0.1 |f|): only
+then is the state that it was computed from known to be good.
 
 A run that ends with its last 5 losses (their median) above its first one by more than max(3 s,
 (0.02 + 2 / steps)
@@ -18,14 +30,17 @@ A run that ends with its last 5 losses (their median) above its first one by mor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from fp4train.config.schema import MOST_STEPS
 
+MEMORY = 64
 WINDOW = 32
 PERSIST = 5
+RECENT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +67,13 @@ class Divergence:
     Args:
         known: steps whose losses were read.
         first: the first loss of the run; None: none was read, or the run began before it was kept.
-        past: the last losses that were within their past.
+        past: the last `MEMORY` losses that were within their past.
         recent: the last `PERSIST` losses.
         since: the step (from 0) whose loss began the current rise; None: the last loss is within
             its past.
-        high: losses of the rise; calm: those within the ceiling since the last one above it.
+        high: losses of the rise; calm: those within the bar since the last one above it.
+        from_trend: whether the rise is measured from the trend, because it lies within the limit.
+        fits: whether the last loss fits the curve before it.
         rewinds: how often the run went back to a milestone.
         skips: (step, batches): from that step on, up to the next entry, so many batches of the data
             were skipped.
@@ -69,6 +86,8 @@ class Divergence:
     since: int | None = None
     high: int = 0
     calm: int = 0
+    from_trend: bool = False
+    fits: bool = True
     rewinds: int = 0
     skips: tuple[tuple[int, int], ...] = ()
 
@@ -87,13 +106,21 @@ class Divergence:
         return self.high >= PERSIST
 
     @property
+    def is_good(self) -> bool:
+        """Whether the state that gave the last loss is good, as far as losses can tell."""
+        return self.fits and self.since is None
+
+    @property
+    def window(self) -> tuple[float, ...]:
+        return self.past[-WINDOW:]
+
+    @property
     def level(self) -> float:
-        return median(self.past)
+        return median(self.window)
 
     @property
     def spread(self) -> float:
-        level = self.level
-        return 1.4826 * median([abs(loss - level) for loss in self.past])
+        return _spread(self.window)
 
     @property
     def ceiling(self) -> float:
@@ -103,34 +130,87 @@ class Divergence:
     def limit(self) -> float:
         level = self.level
         return max(
-            self.ceiling, level + max(6 * self.spread, (0.2 + 1.6 / len(self.past)) * abs(level))
+            self.ceiling, level + max(6 * self.spread, (0.2 + 1.6 / len(self.window)) * abs(level))
         )
+
+    @property
+    def trend(self) -> float:
+        return median(self.past[-RECENT:])
+
+    @property
+    def residuals(self) -> list[float]:
+        """What past losses lie above the trend before them."""
+        past = self.past
+        return [past[i] - median(past[max(0, i - RECENT) : i]) for i in range(1, len(past))]
+
+    @property
+    def trend_limit(self) -> float:
+        residuals = self.residuals
+        least = (0.3 + 1.6 / len(self.window)) * abs(self.trend)
+        return self.trend + max(1.5 * max(residuals), 6 * _spread(residuals), least)
+
+    @property
+    def bar(self) -> float:
+        """The level that the losses of a rise lie above."""
+        if self.from_trend:
+            return self.trend_limit
+        return self.ceiling if len(self.past) < WINDOW else self.limit
+
+    @property
+    def measured_from(self) -> tuple[float, float]:
+        """The level that the current rise is told from, and its limit."""
+        if self.from_trend:
+            return self.trend, self.trend_limit
+        return self.level, self.limit
+
+    def _within(self, loss: float) -> bool:
+        """Whether a loss is within the past of the window."""
+        return not self.past or loss <= self.ceiling or loss <= self.limit
+
+    def _leaves_trend(self, loss: float) -> bool:
+        if len(self.past) < RECENT or loss <= self.trend + 0.3 * abs(self.trend):
+            return False
+        return loss > self.trend_limit
+
+    def _fits(self, loss: float) -> bool:
+        """Whether a loss that is within its past is near the trend, too."""
+        if len(self.past) < RECENT or loss <= self.trend + 0.1 * abs(self.trend):
+            return True
+        residuals = self.residuals
+        return loss <= self.trend + max(*residuals, 3 * _spread(residuals))
 
     def add(self, step: int, loss: float) -> None:
         """The loss of step `step` (from 0) is known."""
+        within = self._within(loss)
+        leaves_trend = within and self._leaves_trend(loss)
+        self.fits = self.since is None and within and not leaves_trend and self._fits(loss)
         self.known = step + 1
         self.first = loss if step == 0 else self.first
         self.recent = (*self.recent, loss)[-PERSIST:]
-        if not self.past or (self.since is None and (loss <= self.ceiling or loss <= self.limit)):
-            self.past = (*self.past, loss)[-WINDOW:]
+        if not self.past or (self.since is None and within and not leaves_trend):
+            self.past = (*self.past, loss)[-MEMORY:]
         elif self.since is None:
             self.since = step
             self.high = 1
             self.calm = 0
-        elif loss > self.ceiling:
+            self.from_trend = leaves_trend
+        elif loss > self.bar:
             self.high = min(self.high + 1, PERSIST)
             self.calm = 0
         elif not self.seen:
-            self.past = (*self.past, *self.recent[-self.high - 1 :])[-WINDOW:]
-            self.since = None
-            self.high = 0
+            self._ends(self.recent[-self.high - 1 :])
         else:
             self.calm += 1
             if self.calm == PERSIST:
-                self.past = (*self.past, *self.recent)[-WINDOW:]
-                self.since = None
-                self.high = 0
-                self.calm = 0
+                self._ends(self.recent)
+
+    def _ends(self, losses: tuple[float, ...]) -> None:
+        """The rise is over; these losses of it join the past."""
+        self.past = (*self.past, *losses)[-MEMORY:]
+        self.since = None
+        self.high = 0
+        self.calm = 0
+        self.from_trend = False
 
     def ends_above_its_beginning(self, steps: int) -> bool:
         """Whether a run of `steps` steps does that."""
@@ -153,3 +233,9 @@ class Divergence:
             "skipped": [begin, last],
         }
         return Rewind(step=step, rewinds=self.rewinds + 1, skips=skips, record=record)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """The standard deviation of normal values with the same median deviation from their median."""
+    centre = median(values)
+    return 1.4826 * median([abs(value - centre) for value in values])

@@ -87,7 +87,7 @@ def save(run: Run, *, proven: bool = False) -> None:
     would stand alone.
     """
     if not worthless(run):
-        run.saver.begin(proven=proven and run.divergence.since is None)
+        run.saver.begin(proven=proven and run.divergence.is_good)
 
 
 def report(run: Run) -> Outcome | None:

@@ -81,3 +81,31 @@ def test_a_validation_loss_that_is_no_number_does_not_end_well(
     ended = cli("run.name=a", "train.steps=2", "checkpoint.every=1", *STEADY)
     assert ended.code == 1 and "validation loss" in ended.message and "step 1" in ended.message
     assert steps() == [1], "the state that gave it is not saved"
+
+
+def test_weights_that_tell_nothing_while_the_loss_falls_cost_no_good_checkpoint(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At step 41 of 60 the loss goes back to that of equally likely bytes, within what it was some
+    steps ago.
+    """
+
+    def ruin(run: Any) -> None:
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.zero_()
+
+    after_update(41, monkeypatch, ruin)
+    ended = cli(
+        "run.name=a",
+        "recipe=bf16",
+        "train.steps=60",
+        "optim.lr=0.01",
+        "checkpoint.every=10",
+        "checkpoint.keep=2",
+        *STEADY,
+    )
+    assert ended.code == 0 and "diverged: the loss " in ended.out
+    assert "far above its past (" in ended.err and "since step 42" in ended.err
+    assert "The last good checkpoint is that of step 40" in ended.err
+    assert 40 in steps()
