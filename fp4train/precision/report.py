@@ -171,13 +171,13 @@ def section(
     """One stretch: its title, the rows of `cells` without their steps, and the shares of the
     multiply-adds.
     """
-    shown, notes = _footnotes(rows if full else _fold(rows), width)
+    shown, notes = _footnotes(rows if full else fold_blocks(rows), width)
     lines = [*tabulate([COLUMNS[1:], *shown], width=width), *notes]
     listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
     return "\n".join([title, *lines, f"multiply-adds of linear layers: {listed}"])
 
 
-def _fold(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def fold_blocks(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """One row for the same GEMM of consecutive blocks: "blocks.0–4.mlp.up"."""
     folded: list[tuple[str, list[int], str, list[str]]] = []
     latest: dict[tuple[str, ...], list[int]] = {}

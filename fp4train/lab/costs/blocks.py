@@ -266,7 +266,7 @@ def _layer(plan: LayerPlan, codes: dict[object, Tensor], x: Tensor, *counts: obj
     """Stand in for a linear layer, or for experts with the `counts` of their rows.
 
     Args:
-        codes: what layers of the block keep, by x and source: layers of one x share it.
+        codes: kept bytes of the block's layers, by x and source, which layers of one x share.
     """
     source = plan.sources["wgrad", "x"]
     if source.codes is None:

@@ -1,7 +1,7 @@
 """The time of a plan's linear layers on a named GPU: its rows (`rows.py`), summed per step and per
 run, the sizes from which formats pay, and all of it as text."""
 
-import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,8 @@ from fp4train.hardware import Gpu
 from fp4train.lab.costs.quantising import EMULATING
 from fp4train.lab.costs.rows import GemmCost, layer_costs, square_gain
 from fp4train.precision.plan import Plan
-from fp4train.text import ranges, screen, table_width, tabulate, three_digits
+from fp4train.precision.report import fold_blocks
+from fp4train.text import screen, table_width, tabulate, three_digits
 
 LARGEST = 1 << 16
 """n of the largest product n×n×n that is tried for a break-even point."""
@@ -124,17 +125,13 @@ def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | No
     Args:
         backend: name of the backend whose kernels quantise.
     """
-    low = 1
-    high = LARGEST // 16
-    if square_gain(operands, gpu, 16 * high, backend=backend) <= 0:
+    sizes = range(16, LARGEST + 16, 16)
+    smallest = bisect_left(
+        sizes, True, key=lambda n: square_gain(operands, gpu, n, backend=backend) > 0
+    )
+    if smallest == len(sizes):
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if square_gain(operands, gpu, 16 * middle, backend=backend) > 0:
-            high = middle
-        else:
-            low = middle + 1
-    return 16 * low
+    return sizes[smallest]
 
 
 def time_text(seconds: float) -> str:
@@ -153,7 +150,7 @@ def _table(rows: Iterable[GemmCost], width: int | None) -> list[str]:
     """The table of a stretch; where lines have no room for it, layers stand above their GEMMs, and
     notes below.
     """
-    cells = [_HEADER, *_fold(_merge(rows))]
+    cells = [_HEADER, *fold_blocks([_cells(row) for row in _merge(rows)])]
     if width is None or table_width(cells) <= width:
         return tabulate(cells, right=range(4, 8), width=width)
     layers, *_, notes = zip(*cells[1:], strict=True)
@@ -183,6 +180,7 @@ def _merge(rows: Iterable[GemmCost]) -> list[GemmCost]:
 
 def _cells(row: GemmCost) -> tuple[str, ...]:
     return (
+        row.layer,
         row.gemm_name,
         "×".join(map(str, row.size)),
         row.elements,
@@ -192,19 +190,3 @@ def _cells(row: GemmCost) -> tuple[str, ...]:
         f"{row.bf16 / row.total:.2f}×",
         row.note,
     )
-
-
-def _fold(rows: Iterable[GemmCost]) -> list[tuple[str, ...]]:
-    """One line for the same GEMM of the same kind of layer, with the range of the blocks."""
-    spans: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for row in rows:
-        number = re.search(r"(?<![^.])\d+(?![^.])", row.layer)
-        if number is None:
-            spans.setdefault((row.layer, _cells(row)), [])
-            continue
-        kind = f"{row.layer[: number.start()]}*{row.layer[number.end() :]}"
-        spans.setdefault((kind, _cells(row)), []).append(int(number[0]))
-    return [
-        (kind.replace("*", ranges(blocks, comma=","), 1), *cells)
-        for (kind, cells), blocks in spans.items()
-    ]

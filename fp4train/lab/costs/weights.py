@@ -30,7 +30,7 @@ class ModelWeight:
     Args:
         name: name of the parameter.
         shape: shape of the whole parameter.
-        spec: what the model says of it.
+        spec: its entry in the table of parameters.
         block: index of its block; None outside the blocks.
         plan: plan of the linear layer whose weight it is.
         tied: whether it is the tensor of another parameter.
