@@ -104,7 +104,7 @@ def place(frame: FrameType) -> str:
     return str(Path(frame.f_code.co_filename).relative_to(PACKAGE))
 
 
-def test_a_step_reaches_the_kernel_in_seven_files(cli: Cli, before: Before) -> None:
+def test_a_step_reaches_the_kernel_in_nine_files(cli: Cli, before: Before) -> None:
     to_kernel: list[str] = []
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -122,7 +122,7 @@ def test_a_step_reaches_the_kernel_in_seven_files(cli: Cli, before: Before) -> N
     before(3, lambda run: sys.setprofile(note))
     before(4, lambda run: sys.setprofile(None))
     assert cli("run.name=a", "recipe=nvfp4", "train.steps=5", "phases=none", "policy=all").code == 0
-    assert len([name for name in to_kernel if not name.startswith("models/")]) <= 7, to_kernel
+    assert len([name for name in to_kernel if not name.startswith("models/")]) <= 9, to_kernel
 
 
 @pytest.mark.parametrize(
