@@ -13,7 +13,9 @@ from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import INTERCONNECTS, Group, interconnect
 from fp4train.lab.costs.memory import rank_memory
 from fp4train.lab.costs.search import candidates
+from fp4train.lab.costs.traffic import tensor_traffic
 from fp4train.parallel.config import Mesh
+from fp4train.parameters import Split
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Recipe
 
 MIB = 2**20
@@ -240,6 +242,27 @@ def test_activations_sent_as_codes_are_a_quarter_of_bf16_and_a_little() -> None:
     in_bf16 = ClusterCost(measured("8B", BF16(), H100), H100, DGX, Mesh(tensor=8, joined=True))
     plain = {each.name: each.sent for each in in_bf16.collectives}
     assert plain["tensor gathers and scatters"] == pytest.approx(7 / 8 * elements * blocks * 10 * 2)
+
+
+def test_what_tensor_parallel_ranks_send_follows_from_the_table_of_parameters() -> None:
+    """Attention and MLP send as much as each other; what the table does not cut sends nothing."""
+    kind = measured("8B", BF16(), H100).kinds[0]
+    mesh = Mesh(tensor=8, joined=True)
+    group = Group.along(mesh, "tensor", DGX)
+
+    def sent(uncut: str) -> list[float]:
+        weights = [
+            replace(weight, spec=replace(weight.spec, cut=Split.WHOLE))
+            if uncut in weight.name
+            else weight
+            for weight in kind.weights
+        ]
+        return [part.sent for part in tensor_traffic(weights, kind.cost.input, mesh, group)]
+
+    forward, backward = sent("nothing")
+    assert forward == pytest.approx(7 / 8 * 4 * kind.cost.input)
+    assert sent("mlp") == sent("attention") == pytest.approx([forward / 2, backward / 2])
+    assert sent("blocks.0") == [0, 0]
 
 
 def test_accumulated_gradients_are_held_unsharded() -> None:
