@@ -214,9 +214,12 @@ class StoredIds(Generic[IdFileKind]):
 
     def take(self, places: Places) -> Ids:
         """The ids at `places`, of any shape. A stretch of places that follow each other is read at
-        once.
+        once, and so is what lies between all places where that is no more than they are.
         """
         flat = np.asarray(places, np.int64).ravel()
+        if len(flat) and (span := int(np.ptp(flat)) + 1) <= len(flat):
+            first = int(flat.min())
+            return self._stretch(first, span)[flat - first].reshape(np.shape(places))
         ids = np.empty(len(flat), self.dtype)
         borders = np.flatnonzero(np.diff(flat) != 1) + 1
         for begin, end in zip([0, *borders.tolist()], [*borders.tolist(), len(flat)], strict=True):

@@ -330,3 +330,27 @@ def test_an_id_that_the_vocabulary_lacks_divides_nothing() -> None:
         Tokens(path="x", vocab_size=500, end_id=500)
     with pytest.raises(ValueError, match=r"data\.begin_id=-1"):
         Tokens(path="x", vocab_size=500, begin_id=-1)
+
+
+@pytest.mark.parametrize("reach", [40, 4000], ids=["close to each other", "far from each other"])
+def test_ids_at_any_places_are_those_of_the_file(
+    tmp_path: Path, reach: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are as many places as ids between them, all of these are read at once."""
+    (np.arange(8000) % 251).astype(np.uint8).tofile(tmp_path / "ids.bin")
+    data = Tokens(path=str(tmp_path / "ids.bin"), dtype="uint8", vocab_size=256, val=100).build(
+        tmp_path / "run", 16, 0
+    )
+    ids = data.train.ids
+    reads: list[int] = []
+    file = ids.files[0]
+    read = type(file).read
+    monkeypatch.setattr(
+        type(file),
+        "read",
+        lambda self, place, count: reads.append(count) or read(self, place, count),
+    )
+    places = np.random.default_rng(0).integers(100, 100 + reach, (8, 16))
+    assert np.array_equal(ids.take(places), (places % 251).astype(np.uint8))
+    assert (len(reads) == 1) is (reach < places.size)
+    assert ids.take(np.empty((0, 4), int)).shape == (0, 4)

@@ -12,7 +12,11 @@ from fp4train import train
 from fp4train.run import host
 from fp4train.run.host import CollectorBetweenSteps
 
-COUNTED = gc.get_freeze_count
+
+@pytest.fixture(autouse=True)
+def whole_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user's run collects; others of the tests take less, see tests/conftest.py."""
+    monkeypatch.setattr(host, "gc", gc)
 
 
 def unreachable_tensors() -> list[torch.Size]:
@@ -81,9 +85,8 @@ def test_cycles_that_a_model_does_leave_are_collected_every_few_steps() -> None:
 
 
 @pytest.fixture
-def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_frozen() -> Iterator[None]:
     """A process as a user's; that of the tests has frozen its objects, see tests/conftest.py."""
-    monkeypatch.setattr(gc, "get_freeze_count", COUNTED)
     gc.unfreeze()
     yield
     gc.collect()
