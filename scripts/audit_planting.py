@@ -305,7 +305,7 @@ ProductChange = Callable[[str, Tensor], Tensor]
 def _element(amount: float) -> Callable[[Tensor], Tensor]:
     def change(product: Tensor) -> Tensor:
         product = product.clone()
-        product[3, 5] += amount
+        product[min(3, len(product) - 1), 5] += amount
         return product
 
     return change
@@ -313,7 +313,7 @@ def _element(amount: float) -> Callable[[Tensor], Tensor]:
 
 def _row(product: Tensor) -> Tensor:
     product = product.clone()
-    product[2] *= 1.01
+    product[min(2, len(product) - 1)] *= 1.01
     return product
 
 

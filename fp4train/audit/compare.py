@@ -43,6 +43,11 @@ class CallComparison:
     @torch.no_grad()
     def run(self, step: int = 0) -> Audited:
         """Compare all GEMMs."""
+        self.call = self.call.on_host()
+        if self.previous is not None:
+            self.previous = self.previous.on_host()
+        if self.expected.weight is not None:
+            self.expected = replace(self.expected, weight=self.expected.weight.cpu())
         self._compare_plan()
         self._compare_weight()
         compared = [gemm.name for gemm in self.expected.plan.gemms if self._compare_gemm(gemm)]
@@ -95,9 +100,10 @@ class CallComparison:
         correct = True
         for tensor, operand in zip(OPERANDS[gemm.name], _both(product), strict=True):
             correct &= self._compare_operand(gemm.name, tensor, operand)
-        apart = products.compare(product, gemm)
+        executed: Gemm = getattr(self.call.plan, gemm.name)
+        apart = products.compare(product, executed)
         if apart is not None:
-            again = products.repeated(product, gemm)
+            again = products.repeated(product, executed)
             if again is None or difference(product.result, again) is None:
                 again = _float64_product(product)
             names = products.explain(product.result, again, product.bias)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Position, QuantSpec
+from fp4train.quantize import Decoded, Position, Quantized, QuantSpec
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Product:
     """One product that a backend computed: first [R, C] · second [S, C]ᵀ + bias [S].
 
     before: the float32 sum to which it was added; None: it stands alone.
+    elsewhere: whether another device than a CPU computed it.
     """
 
     first: Prepared
@@ -44,6 +45,15 @@ class Product:
     result: Tensor
     bias: Tensor | None = None
     before: Tensor | None = None
+    elsewhere: bool = False
+
+
+def _on_host(operand: Prepared) -> Prepared:
+    if isinstance(operand, Quantized):
+        tensors = (None if tensor is None else tensor.cpu() for tensor in operand[2:])
+        return Quantized(operand.spec, operand.shape, *tensors)  # type: ignore[arg-type]
+    scale = None if operand.scale is None else operand.scale.cpu()
+    return Decoded(operand.values.cpu(), scale)
 
 
 @dataclass
@@ -76,6 +86,34 @@ class ObservedCall:
     products: dict[str, Product] = field(default_factory=dict)
     scaling: dict[str, Tensor] = field(default_factory=dict)
     fused: Sequence[Tensor] = ()
+
+    def on_host(self) -> ObservedCall:
+        """The call with all tensors in main memory, where the reference computes."""
+        products = {
+            gemm: replace(
+                product,
+                first=_on_host(product.first),
+                second=_on_host(product.second),
+                result=product.result.cpu(),
+                bias=None if product.bias is None else product.bias.cpu(),
+                before=None if product.before is None else product.before.cpu(),
+                elsewhere=product.elsewhere or product.result.device.type != "cpu",
+            )
+            for gemm, product in self.products.items()
+        }
+        names = ("w", "bias", "y", "dy", "dx", "dw")
+        tensors: dict[str, Any] = {
+            name: None if getattr(self, name) is None else getattr(self, name).cpu()
+            for name in names
+        }
+        return replace(
+            self,
+            x=self.x.cpu(),
+            products=products,
+            scaling={name: tensor.cpu() for name, tensor in self.scaling.items()},
+            fused=[weight.cpu() for weight in self.fused],
+            **tensors,
+        )
 
     @property
     def complete(self) -> bool:
@@ -160,7 +198,12 @@ class Observer:
     # -- what the observed executor reports --------------------------------------------------------
 
     def begin(
-        self, executor: Executor, x: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall | None
+        self,
+        executor: Executor,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        call: LayerCall | None,
     ) -> ObservedCall | None:
         """The record of a call that begins; None: it is not kept."""
         if call is not None and not any(call.gradients):

@@ -103,14 +103,10 @@ def compare(product: Product, gemm: Gemm) -> Difference | None:
     where = torch.zeros(result.shape, dtype=torch.bool, device=result.device)
     where[rows] = wrong
     again = repeated(product, gemm)
-    if again is not None and result.device.type == "cpu":
+    if again is not None:
         apart = difference(result, again)
         if apart is not None:
             where |= apart.where
-    elif again is not None:
-        apart_values = (result.double() - again.double()).abs()
-        most = 2 * _RELATIVE[result.dtype] * again.double().abs() + bound.max()
-        where |= ~((apart_values <= most) | (result == again) | result.isnan() & again.isnan())
     return where_differing(where)
 
 
@@ -127,8 +123,8 @@ def _compare_sum(product: Product, gemm: Gemm) -> Difference | None:
 
 
 def repeated(product: Product, gemm: Gemm) -> Tensor | None:
-    """The product, made again by its backend; None: it was added to a sum."""
-    if product.before is not None:
+    """The product, made again by its backend; None: it was added to a sum, or on another device."""
+    if product.before is not None or product.elsewhere:
         return None
     backend = BACKENDS[gemm.backend].summing(gemm.operands.accumulator)
     return backend.product(

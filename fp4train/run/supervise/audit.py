@@ -57,7 +57,7 @@ class LayerAudits:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.settings = run.config.audit
+        self.every = run.config.audit.steps(run.device.type)
         self.audited: set[str] = set()
         self.bypassed: dict[str, str] = {}
         self.faults = 0
@@ -70,7 +70,7 @@ class LayerAudits:
 
     def due(self, step: int) -> bool:
         """Whether a layer is audited in the step of this index."""
-        every = self.settings.every
+        every = self.every
         return every > 0 and step % every == min(1, every - 1)
 
     def layer_at(self, step: int) -> PlannedLayer | None:
@@ -88,7 +88,7 @@ class LayerAudits:
         last = (quantised or layers)[-1]
         turn = [last, *(layer for layer in layers if layer is not last)]
         turn.insert(len(turn) // 2 + 1, last)
-        return turn[step // self.settings.every % len(turn)]
+        return turn[step // self.every % len(turn)]
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -97,7 +97,7 @@ class LayerAudits:
         layers = [self.layer_at(at) for at in (step, step + 1) if self.due(at)]
         observed = [layer for layer in dict.fromkeys(layers) if layer is not None]
         microbatches = self.run.config.train.microbatches
-        number = step // max(self.settings.every, 1) % microbatches
+        number = step // max(self.every, 1) % microbatches
         for layer in observed:
             observer = Observer(layer, number)
             self._observers[layer.layer.name] = layer.observer = observer
@@ -273,9 +273,10 @@ def described(plan: Plan, config: Config, mesh: Mesh) -> str:
     layers = {name for stretch in plan.stretches for name in stretch.layers}
     reasons = uncovered(plan, config, mesh)
     covered = len(layers - {name for names in reasons.values() for name in names})
-    if not settings.every:
-        return "audits: none of layers (audit.every=0)"
-    text = f"audits: one of {counted(covered, 'layer')} every {counted(settings.every, 'step')}"
+    every = settings.steps(plan.device.type)
+    if not every:
+        return f"audits: none of layers on {plan.device.type} (audit.every=…)"
+    text = f"audits: one of {counted(covered, 'layer')} every {counted(every, 'step')}"
     return text + "".join(
         f"; not covered: {first_few(names, 3)} ({reason})" for reason, names in reasons.items()
     )

@@ -49,7 +49,7 @@ class RunAudits:
             AuditError: one computes otherwise than the reference, and audit.action is "stop".
         """
         self.active = True
-        if not self.run.config.audit.every:
+        if not self.layers.every:
             return
         faults: list[Fault] = []
         try:

@@ -11,9 +11,11 @@ from typing import Any
 import audit_planting as planting
 import pytest
 import torch
+from audit_faults import without_policy
 from command_line import STEADY, Cli, after_update, events, losses, steps
 
 from fp4train import checkpoint
+from fp4train.audit.settings import AuditSettings
 from fp4train.run.supervise import audit as run_audit
 from fp4train.run.supervise.saving import Saver
 
@@ -91,9 +93,13 @@ def test_a_fault_in_all_layers_is_found_at_its_place_and_named(cli: Cli, fault: 
     assert "audit: " in ended.err and words in ended.err
 
 
-def test_a_fault_ends_the_run_where_that_is_asked_for(cli: Cli) -> None:
+def test_a_fault_ends_the_run_where_that_is_asked_for(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     change, _ = planting.OPERAND_FAULTS["an option that resolves to off"]
-    with planting.planted_operand(change):
+    with planting.planted_operand(change) as fault:
+        fault.on = False  # while the plan is tried
+        after_update(1, monkeypatch, lambda run: setattr(fault, "on", True))
         ended = cli(
             "run.name=a", *NVFP4, "audit.every=3", "audit.action=stop", "checkpoint.every=1"
         )
@@ -207,3 +213,20 @@ def test_a_machine_that_computes_otherwise_is_told_before_the_first_step(
     assert "step 0: the audit found" in ended.message
     assert "quantises otherwise than the reference" in ended.message
     assert steps("runs/a") == []
+
+
+def test_layers_are_audited_by_default_on_a_cpu_alone() -> None:
+    settings = AuditSettings()
+    assert (settings.steps("cpu"), settings.steps("cuda")) == (100, 0)
+    assert AuditSettings(every=7).steps("cuda") == 7
+
+
+def test_a_layer_that_is_quantised_although_the_policy_keeps_it_is_found(cli: Cli) -> None:
+    steps_of_a_turn = ("train.steps=16", "audit.every=1")
+    with without_policy():
+        cli("run.name=a", "recipe=nvfp4", "policy=last15", *STEADY, *steps_of_a_turn)
+    faults = events("runs/a", "audit fault")
+    assert {fault["layer"].split(".")[1] for fault in faults} == {"1"}
+    assert any("another plan" in fault["what"] for fault in faults)
+    assert any("quantised by the plan that" in h for fault in faults for h in fault["hypotheses"])
+    assert events("runs/a", "audit failed") == []
