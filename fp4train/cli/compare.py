@@ -68,9 +68,9 @@ def main(arguments: list[str]) -> int:
     print(fitted(comparison.render(terminal_width())))
     beside: Mapping[str, object] = {}
     if margin is not None:
-        found = whole_runs(comparison, margin)
-        beside = {"margin": asdict(found)}
-        print("\n" + fitted(found.render()))
+        judged = whole_runs(comparison, margin)
+        beside = {"margin": asdict(judged)}
+        print("\n" + fitted(judged.render()))
     if out is None:
         print(comparison.draw(width=width))
     else:

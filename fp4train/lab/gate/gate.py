@@ -188,13 +188,8 @@ def _pairs(forks: Forks, rounds: int) -> list[tuple[Fork, Fork]]:
         UserError: the reference diverged.
     """
     reference, tested = forks.base.branches
-    pairs = [
-        (one, other)
-        for one, other in zip(
-            forks.of(reference.key, rounds), forks.of(tested.key, rounds), strict=True
-        )
-        if one is not None and other is not None
-    ]
+    both = zip(forks.of(reference.key, rounds), forks.of(tested.key, rounds), strict=True)
+    pairs = [(of_reference, fork) for of_reference, fork in both if of_reference and fork]
     for number, (fork, _) in enumerate(pairs):
         if fork.problem is not None:
             raise UserError(

@@ -131,12 +131,12 @@ class Questions:
     @property
     def answers(self) -> list[Answer]:
         """The answers so far, each once."""
-        found: dict[Answer, None] = {}
+        answers: dict[Answer, None] = {}
         for base_forks in self._forks:
             for key, values in base_forks.record.known.items():
                 if key.startswith(_ANSWER) and values["pair"] == _pair(base_forks):
-                    found[_answer(values)] = None
-        return list(found)
+                    answers[_answer(values)] = None
+        return list(answers)
 
     def record(self, answer: Answer) -> None:
         """Write an answer into every record that lacks it."""

@@ -70,7 +70,7 @@ class WholeRuns:
 
     def render(self) -> str:
         """Lines below the tables of a comparison."""
-        return screen(__package__, "whole_runs.txt", found=self, isfinite=math.isfinite)
+        return screen(__package__, "whole_runs.txt", beside=self, isfinite=math.isfinite)
 
 
 def whole_runs(comparison: Comparison, margin: float) -> WholeRuns:
