@@ -14,6 +14,7 @@ from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.observe import queue_statistics, watching
 from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.run import Run
+from fp4train.run.step import step_rows
 from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
 from fp4train.run.supervise.audit import AuditError
 from fp4train.run.supervise.divergence import DivergedError, follow, verdict
@@ -155,11 +156,12 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     try:
         late = []
         if every and (run.step + 1) % every == 0:
-            with watching(run, recipe) as watched:
-                queued = run.audits.step(recipe)
+            with watching(run, recipe) as watched, run.audits.around(recipe):
+                queued = run.runner.step(recipe, step_rows(run))
             late = queue_statistics(run, recipe, watched, queued)
         else:
-            queued = run.audits.step(recipe)
+            with run.audits.around(recipe):
+                queued = run.runner.step(recipe, step_rows(run))
     except Exception:
         if not run.mid_update:
             run.load_scaling(scaling)

@@ -148,7 +148,7 @@ class CallComparison:
             return False
         bias = self.call.bias if gemm.name == "fprop" else None
         operands = first.decoded(), second.decoded()
-        narrow = result.to(self.expected.plan.table.torch_dtype)
+        narrow = result.to(products.coarser(result.dtype, self.expected.plan.table.torch_dtype))
         rows, exact, bound = products.bounds(*operands, bias, narrow)
         wrong = products.beyond_rounding(narrow, rows, exact, bound)
         if not bool(wrong.any()):

@@ -50,6 +50,11 @@ def exact(operand: Prepared, rows: Tensor | None = None) -> Tensor:
     return values if scale is None else values * scale.double()
 
 
+def coarser(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype that rounds most."""
+    return max(dtypes, key=_RELATIVE.__getitem__)
+
+
 def sampled(count: int) -> Tensor:
     """Indices of at most `ROWS` of `count` rows, evenly spaced, the first and the last included."""
     if count <= ROWS:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fp4train.audit.fault import Fault
 from fp4train.audit.start import check_plan
 from fp4train.precision import Recipe
-from fp4train.run.queued import Queued, Step
-from fp4train.run.step import step_rows
+from fp4train.run.queued import Step
 from fp4train.run.supervise.audit import LayerAudits, described, report, summary
 from fp4train.run.supervise.repeat import RepeatedSteps
-from fp4train.run.supervise.sums import StateSums
+from fp4train.run.supervise.sums import StateSums, state_sums
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -58,30 +59,27 @@ class RunAudits:
             _log.warning("the plan could not be tried before the first step: %r", error)
         self._report(self.run.step - 1, faults)
 
-    def step(self, recipe: Recipe) -> Queued:
-        """Queue the step that `run.step` is at, by the run's runner, and observe it where that is
-        due.
+    @contextmanager
+    def around(self, recipe: Recipe) -> Iterator[None]:
+        """A context in which the step that `run.step` is at is queued; it is observed, or computed
+        once before, where that is due.
 
         Raises:
             AuditError: the state changed since the last update, or a repeated step gave other bits,
                 and audit.action is "stop".
         """
-        run = self.run
         if not self.active:
-            return run.runner.step(recipe, step_rows(run))
+            yield
+            return
+        run = self.run
         faults = self.sums.before_step()
-        if faults or self.sums.due(run.step - 1):
+        if self.sums.due(run.step - 1):
             self._report(run.step - 1, faults)
-        if not self.repeated.due(run.step):
-            return self._observed(recipe)
-        sums, _ = self.repeated.compare(recipe)
-        queued = self._observed(recipe)
-        self._report(run.step, self.repeated.faults(sums, self.repeated.sums(queued)))
-        return queued
-
-    def _observed(self, recipe: Recipe) -> Queued:
+        earlier = self.repeated.computed(recipe) if self.repeated.due(run.step) else None
         with self.layers.observing():
-            return self.run.runner.step(recipe, step_rows(self.run))
+            yield
+        if earlier is not None:
+            self._report(run.step, self.repeated.faults(earlier, state_sums(run)))
 
     def after_step(self, run: Run, step: Step) -> None:
         """Compare what a step that was queued left behind: a hook of the run, its last one.

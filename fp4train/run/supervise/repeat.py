@@ -12,21 +12,17 @@ import torch
 from torch import Tensor
 
 from fp4train import checkpoint
-from fp4train.audit.bits import bit_sum
 from fp4train.audit.fault import Fault
 from fp4train.parallel.weights import changed
 from fp4train.precision import Recipe
 from fp4train.run.determinism import seed_model
 from fp4train.run.experts import Routed
-from fp4train.run.queued import Queued
 from fp4train.run.step import step_rows
 from fp4train.run.supervise.sums import BitSums, state_sums
 from fp4train.shards import local
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
-
-NUMBERS = "loss and gradient norms"
 
 
 class RepeatedSteps:
@@ -42,19 +38,17 @@ class RepeatedSteps:
         """Whether the step of this index is repeated."""
         return self.every > 0 and step > 0 and step % self.every == 0
 
-    def compare(self, recipe: Recipe) -> tuple[BitSums, dict[str, Tensor]]:
-        """Compute the step that `run.step` is at once, and take it back.
-
-        Returns:
-            The sums of its result, and the state before it, which is the run's again.
+    def computed(self, recipe: Recipe) -> BitSums:
+        """Compute the step that `run.step` is at once, and take it back: the sums of the bits of
+        the state after it.
         """
         run = self.run
         tensors, _ = checkpoint.flatten(run.state())
         state = {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
         scaling = run.scaling()
         failed = None if run.failed is None else run.failed.clone()
-        queued = run.runner.step(recipe, step_rows(run))
-        sums = self.sums(queued)
+        run.runner.step(recipe, step_rows(run))
+        sums = state_sums(run)
         self._write_back(state)
         run.load_scaling(scaling)
         run.failed = failed
@@ -63,11 +57,7 @@ class RepeatedSteps:
         if isinstance(run.model, Routed):
             run.model.fp4train_routers().seen(run.world.device)  # loads of the first time
         seed_model(run)
-        return sums, state
-
-    def sums(self, queued: Queued) -> BitSums:
-        """The sums of the bits of the state and the numbers after a step."""
-        return {**state_sums(self.run), NUMBERS: int(bit_sum(queued.numbers))}
+        return sums
 
     def faults(self, sums: BitSums, again: BitSums) -> list[Fault]:
         """The tensors whose bits differ between the two times."""
