@@ -9,6 +9,7 @@ write are copied.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -298,17 +299,19 @@ class _Forward:
     """The forward pass of an observed executor."""
 
     def __init__(self, observer: Observer, executor: Executor, run: Callable[..., Any]) -> None:
-        self._observer, self._executor, self._run = observer, executor, run
+        self._observer = observer
+        self._executor = weakref.ref(executor)  # which has this object: no cycle holds tensors
+        self._run = run
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._observer.forward(self._run, self._executor, *arguments)
+        return self._observer.forward(self._run, self._executor(), *arguments)
 
 
 class _Backward(_Forward):
     """The backward pass of an observed executor."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._observer.backward(self._run, self._executor, *arguments, **options)
+        return self._observer.backward(self._run, self._executor(), *arguments, **options)
 
 
 class ObservedBackend:

@@ -108,6 +108,7 @@ class LayerAudits:
         finally:
             for layer in observed:
                 layer.observer = None
+                self._observers[layer.layer.name].close()
 
     def after_step(self, run: Run, step: Step) -> None:
         """Compare the observed layer of a step that was queued.
