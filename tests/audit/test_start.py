@@ -12,9 +12,14 @@ from fp4train.audit import start
 from fp4train.audit.start import check_plan
 from fp4train.precision import MXFP8, NVFP4, FP8Delayed, LayerPolicy
 from fp4train.precision.recipe import Recipe
+from fp4train.precision.recipes import FP16, FP32
 
 
-@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Delayed()], ids=["nvfp4", "mxfp8", "fp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [NVFP4(), MXFP8(), FP8Delayed(), FP16(), FP32()],
+    ids=["nvfp4", "mxfp8", "fp8", "fp16", "fp32"],
+)
 def test_a_plan_that_this_machine_computes_has_no_fault(recipe: Recipe) -> None:
     model = nn.Sequential(nn.Linear(48, 1056), nn.Linear(1056, 48))
     before = torch.random.get_rng_state()

@@ -26,7 +26,16 @@ DIVIDING = (
     "nn/executors/cut.py",
     *(
         f"parallel/{name}.py"
-        for name in ("fsdp", "gather", "held", "pipeline", "received", "stages", "tensor")
+        for name in (
+            "fsdp",
+            "gather",
+            "gather_amaxes",
+            "gather_items",
+            "held",
+            "pipeline",
+            "stages",
+            "tensor",
+        )
     ),
 )
 """Files of which a run of one process calls nothing in a step or an evaluation. It does call its

@@ -102,7 +102,7 @@ class LayerAudits:
             observer = Observer(layer, number)
             self._observers[layer.layer.name] = layer.observer = observer
         if self.due(step) and layers[0] is not None:
-            self._weight = weight_of(layers[0])
+            self._weight = weight_of(layers[0], divided=self.run.world.size > 1)
         try:
             yield
         finally:
@@ -227,12 +227,12 @@ def report(run: Run, step: int, faults: Sequence[Fault]) -> int:
     return len(everywhere)
 
 
-def weight_of(layer: PlannedLayer) -> Tensor:
+def weight_of(layer: PlannedLayer, *, divided: bool) -> Tensor:
     """The weight that the optimizer holds, whole: [N, K] or, of a group, [E, N, K]. Of a sharded
     one a collective.
     """
     weight = layer.weight
-    if is_sharded(weight):
+    if divided and is_sharded(weight):
         weight = weight.full_tensor()  # type: ignore[attr-defined]
     if layer.transposed:
         weight = weight.mT

@@ -32,13 +32,13 @@ BitSums = dict[str, int]
 
 
 def sums_of(tensors: Mapping[str, Tensor]) -> BitSums:
-    """The sums of tensors; waits for the device once."""
+    """The sums of tensors of this rank; waits for the device once."""
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in tensors.items():
         by_device.setdefault(tensor.device, []).append(name)
     sums: BitSums = {}
     for names in by_device.values():
-        values = torch.stack([bit_sum(local(tensors[name])) for name in names]).tolist()
+        values = torch.stack([bit_sum(tensors[name]) for name in names]).tolist()
         sums |= dict(zip(names, values, strict=True))
     return {name: sums[name] for name in tensors}
 
