@@ -154,7 +154,7 @@ class Origin(ABC):
         )
         for event, values in events:
             run.tracker.log_event(run.step + 1, event, values)
-        write_plan(directory, run.journal.records, [*run.gathers(), run.audits.described])
+        write_plan(directory, run.journal.records, run.gathers())
         run.tracker.log_table("plan", *table(run.plan.rows))
 
     @abstractmethod

@@ -155,7 +155,7 @@ def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:
         UserError: the journal cannot be written; nothing has changed then.
     """
     plan = _plan(run, timeline)
-    sentences = [*run.gathers(), run.audits.described]
+    sentences = run.gathers()
     run.journal.add(event, run.step, plan, **values)
     run.inbox.record(run.journal, lambda: write_plan(run.directory, run.journal.records, sentences))
     run.timeline, run.plan, run.swaps = timeline, plan, swaps(run.journal.records)
