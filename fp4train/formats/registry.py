@@ -29,7 +29,7 @@ class Registry(Collection[EntryType]):
     """Entries by name, in the order in which they were added.
 
     Args:
-        kind: what an entry is, for messages: "element format".
+        kind: the word for an entry in messages: "element format".
         own: the program's own entries.
     """
 

@@ -75,7 +75,7 @@ class ScaleFormat:
         rounded to nearest, ties to even.
 
         Args:
-            needs_global: as above.
+            needs_global: the field of that name.
 
         Raises:
             ValueError: the fields have not 8 bits, or values are not exact in BF16.
