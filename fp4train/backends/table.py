@@ -51,7 +51,7 @@ class Operands:
             codes with one scale per tensor or row: "fast", 14 bits; "exact", whose partial sums of
             128 products are added in float32; "auto": what the backend does by itself, Transformer
             Engine "fast" in fprop, all others "exact". Other products have one.
-        dequantised: of dgrad and wgrad: whether the second operand is the values of the codes that
+        dequantised: a flag of dgrad and wgrad: whether the second operand is the values of the codes that
             fprop multiplies, in high precision; `second` is None then.
     """
 

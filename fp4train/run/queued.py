@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -35,6 +36,23 @@ class StepRunner(Protocol):
 
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
         """Queue the step that `run.step` is at, on its microbatches."""
+
+
+class StepAudits(Protocol):
+    """Compares what a run computes with what it should (docs/audit.md)."""
+
+    @property
+    def described(self) -> str:
+        """What is audited, and what is not, in a sentence."""
+
+    def begin(self) -> None:
+        """Called once, before the first step of a loop."""
+
+    def around(self, recipe: Recipe) -> AbstractContextManager[None]:
+        """A context in which a step is queued."""
+
+    def finish(self) -> None:
+        """Called once, after the last step of a loop."""
 
 
 def due(step: int, every: int, steps: int) -> bool:

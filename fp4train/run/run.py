@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from fp4train.precision import GEMMS, Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch, make_plan
 from fp4train.precision.report import gathers
-from fp4train.run.queued import Step, StepRunner
+from fp4train.run.queued import Step, StepAudits, StepRunner
 from fp4train.run.record.inbox import Inbox
 from fp4train.run.record.journal import Journal, SwapEntry
 from fp4train.run.state.base import PlainState, RunState, orders_of, saved_part
@@ -39,9 +39,6 @@ from fp4train.run.teacher import Teacher
 from fp4train.shards import RowOrder
 from fp4train.text import counted, first_line
 from fp4train.track import Tracker
-
-if TYPE_CHECKING:
-    from fp4train.run.supervise.audits import RunAudits
 
 
 @dataclass
@@ -102,7 +99,7 @@ class Run:
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
     saver: Checkpoints = field(init=False, repr=False, compare=False)
     runner: StepRunner = field(init=False, repr=False, compare=False)
-    audits: RunAudits = field(init=False, repr=False, compare=False)
+    audits: StepAudits = field(init=False, repr=False, compare=False)
     states: list[RunState] = field(default_factory=list, repr=False, compare=False)
     hooks: list[Callable[[Run, Step], None]] = field(
         default_factory=list, repr=False, compare=False

@@ -74,7 +74,7 @@ LARGEST_BIAS: Final = 63
 """Of a format whose number holds its fields."""
 
 LAYOUT = 3
-VERSION = 4
+VERSION = 5
 """Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of
 functions.
 """

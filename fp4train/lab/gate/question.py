@@ -36,7 +36,7 @@ class GateRequest(ForkRequest):
         against: "recipe=bf16": the reference, under the run's own policy.
         margin: nats per token; the largest gap that does not matter.
         forks: most seeds at each checkpoint; 0: the number that is needed is said, none are made;
-            None: as many as a gap of half the margin needs.
+            null: that number for a gap of half the margin.
         bound: nats per token; the largest difference of a fork that counts in full; None: that of
             the record, or ten margins.
         deviation: assumed standard deviation of a difference; None: as measured so far, or a

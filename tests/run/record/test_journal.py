@@ -18,6 +18,7 @@ from made import chained
 from fp4train import formats
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.formats.registry import Registry
 from fp4train.run.record import journal
 
 STEADY = ("phases=none", "schedule=constant")
@@ -413,7 +414,8 @@ def test_a_format_of_the_same_name_and_other_values_does_not_go_on(
     assert start.values["formats"] == {"e2m1": e2m1}
     namesake = replace(formats.E2M1, exponent_bits=1, mantissa_bits=2)
     others = tuple(fmt for fmt in formats.ELEMENT_FORMATS if fmt != formats.E2M1)
-    monkeypatch.setattr(formats, "ELEMENT_FORMATS", (namesake, *others))
+    changed = Registry("element format", (namesake, *others))
+    monkeypatch.setattr(formats, "ELEMENT_FORMATS", changed)
     refused = cli("resume=runs/a", "train.steps=4")
     assert refused.code != 0
     assert "another element format e2m1 (exponent_bits=2, mantissa_bits=1" in refused.err

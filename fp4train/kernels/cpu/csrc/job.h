@@ -81,7 +81,7 @@ typedef struct {
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
 enum { LAYOUT = 3 };
 /* Of the numbers that fields can hold, and of the arguments of functions. An extension of another version does not know some. */
-enum { VERSION = 4 };
+enum { VERSION = 5 };
 enum { MAX_HADAMARD = 128 };
 
 /* The same for every call of a scheme. */
