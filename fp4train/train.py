@@ -71,6 +71,7 @@ def train(run: Run) -> Result:
     )
     started = run.step
     try:
+        run.audits.begin()
         with (
             stop_on_signals(quietly=not world.lead) as stop,
             CollectorBetweenSteps() as collector,
@@ -80,7 +81,6 @@ def train(run: Run) -> Result:
         ):
             ledger = Ledger(run, progress.advance, partial(follow, run), watch.advance)
             try:
-                run.audits.begin()
                 while True:
                     watchdog.set()
                     agreed = agree(run, watch, stop.signal)
