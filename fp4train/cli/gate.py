@@ -3,7 +3,7 @@
 Is a recipe good enough? Whether its loss is within ±margin of another's: a sequential test on paired forks of
 checkpoints (docs/gate.md). How many forks it will need is said first. Forks are made until the verdict falls.
 
-Exit code: 0 within, 1 beyond, 2 undecided, 3 for an error that is explained.
+Exit code: 0 within, 1 beyond, 2 undecided, 3 for an error, whatever it is.
 
   recipe=nvfp4     the recipe; policy=, phases= and their keys, recipe.KEY=, belong to it
   margin=0.01      nats per token; the largest gap that does not matter
@@ -12,7 +12,7 @@ Exit code: 0 within, 1 beyond, 2 undecided, 3 for an error that is explained.
   forks=40         most seeds at each checkpoint; the default is enough for a gap of half the margin; 0: only say how
                    many it will need
   bound=0.1        nats per token; the largest difference that one fork may have; the default is ten margins
-  deviation=0.002  of a difference, for the number of forks; the default is as measured, or a quarter of the margin
+  deviation=0.002  from seed to seed, for the number of forks; the default is as measured, or a quarter of the margin
   steps=24         optimizer steps of a fork; the default with schedule=own is the rest of the run
   schedule=linear  the learning rate falls to zero over the steps; own: as the run's would
   lr=1e-3          that it falls from; the default is that of the checkpoint
@@ -26,19 +26,22 @@ Writes gate.json. Finished forks and answers are recorded: the same command goes
 """
 
 import logging
+import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from fp4train.cli.fork_words import FORK_OPTIONS, fork_words
-from fp4train.cli.output import fitted, usage
+from fp4train.cli.output import discard_output, fitted, of_system, usage
 from fp4train.config import overrides, plugins
 from fp4train.errors import UserError, user_errors
 from fp4train.lab.gate.gate import gate
 from fp4train.lab.gate.question import GateRequest
-from fp4train.lab.gate.result import GATE, Estimated, gate_json
+from fp4train.lab.gate.result import EXIT_CODES, GATE, Estimated, gate_json
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.sealed import sealed
+from fp4train.text import first_line
 
 _log = logging.getLogger("fp4train")
 
@@ -54,19 +57,41 @@ OPTIONS: Mapping[str, Any] = {**FORK_OPTIONS, **_OWN}
 
 
 class RefusedError(UserError):
-    """A question that cannot be answered; 1 is the exit code of a verdict."""
+    """A question without an answer; 0, 1 and 2 are the exit codes of verdicts."""
 
     exit_code = 3
 
 
 def main(arguments: list[str]) -> int:
-    """Ask, print the answer, and write gate.json; returns the exit code of the verdict."""
+    """Ask, print the answer, and write gate.json; returns the exit code of the verdict.
+
+    Raises:
+        RefusedError: there is no answer, whatever the reason.
+    """
     try:
-        return _main(arguments)
+        code = _main(arguments)
+        sys.stdout.flush()  # a reader that has gone is noticed here
     except UserError as error:
-        if error.exit_code != 1:
+        if error.exit_code not in EXIT_CODES.values():
             raise
         raise RefusedError(str(error)) from error
+    except BrokenPipeError as error:
+        discard_output()
+        raise RefusedError(
+            "the reader of the output has gone; forks that were made are recorded, "
+            "the same command goes on"
+        ) from error
+    except OSError as error:
+        raise RefusedError(of_system(error)) from error
+    except Exception as error:  # uncaught it would end with 1, a verdict
+        raise RefusedError(_unexpected(error)) from error
+    return code
+
+
+def _unexpected(error: Exception) -> str:
+    """Message of an error that nothing expects: its class, its text and its line."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {first_line(error)} ({where.filename}, line {where.lineno})"
 
 
 def _main(arguments: list[str]) -> int:

@@ -113,8 +113,13 @@ def explained(task: Callable[[], int]) -> int:
     except BrokenPipeError:
         return discard_output()
     except OSError as error:
-        print(f"fp4train: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        print(f"fp4train: {of_system(error)}", file=sys.stderr)
         return 1
+
+
+def of_system(error: OSError) -> str:
+    """Message of an error of the operating system: the file, and what is wrong."""
+    return f"{error.filename or 'a file'}: {error.strerror or error}"
 
 
 def terminal_width() -> int:
