@@ -39,8 +39,8 @@ class GateRequest(ForkRequest):
             null: that number for a gap of half the margin.
         bound: nats per token; the largest difference of a fork that counts in full; None: that of
             the record, or ten margins.
-        deviation: assumed standard deviation of a difference; None: as measured so far, or a
-            quarter of the margin.
+        deviation: assumed standard deviation of a seed's difference, its mean over the checkpoints;
+            None: as measured so far, or a quarter of the margin.
     """
 
     study: ClassVar[str] = "gate"
@@ -106,19 +106,19 @@ class Questions:
             listed = ", ".join(f"{title}: {bound:g}" for title, bound in recorded.items())
             raise UserError(
                 f"earlier gates had different bounds there ({listed}): a difference of a fork "
-                "counts alike at all checkpoints; ask of those with one bound, or begin anew with "
-                "out=…"
+                "counts alike at all checkpoints; ask of those with one bound"
             )
         bound = next(iter(recorded.values()), request.bound or BOUND * request.margin)
         if request.bound not in (None, bound):
             raise UserError(
                 f"bound={request.bound:g}: the record began with bound={bound:g}, which stays; "
-                "leave it out, or begin anew with out=…"
+                "leave it out. Another record has the same seeds, so the same forks: a bound that "
+                "is chosen when they are known promises nothing"
             )
         if bound <= request.margin:
             raise UserError(
                 f"margin={request.margin:g} must be below the bound of the record, {bound:g}: the "
-                "differences of its forks count up to there; begin anew with out=…"
+                "differences of its forks count up to there; ask for a smaller margin"
             )
         return bound
 
