@@ -13,7 +13,7 @@ from shown import commands
 
 from fp4train.cli import main
 from fp4train.cli.gate import OPTIONS
-from fp4train.lab.gate.betting import BOUND, decide, pairs_needed
+from fp4train.lab.gate.betting import BOUND, decide, rounds_needed
 from fp4train.lab.gate.result import ASSUMED, EXIT_CODES
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "gate.md").read_text(encoding="utf-8")
@@ -54,7 +54,8 @@ def test_the_numbers_of_forks_are_those_of_the_code() -> None:
     rows = re.findall(r"^\+(0.\d+) +(?:within|beyond) +(\d+)$", TEXT, re.MULTILINE)
     assert len(rows) == 4
     for gap, pairs in rows:
-        assert pairs_needed(float(gap), ASSUMED * 0.01, 0.01, BOUND * 0.01, 2) == int(pairs)
+        seeds = rounds_needed(float(gap), ASSUMED * 0.01, 0.01, BOUND * 0.01)
+        assert seeds is not None and 2 * seeds == int(pairs)
     (pairs,) = re.findall(r"and (\d+) forks miss\s+it in 2 % of all cases", TEXT)
     assert decide(np.zeros((60, 1)), 0.01, BOUND * 0.01).rounds == int(pairs)
     (pairs,) = re.findall(r"`bound=0.03` at the margin .01, equal recipes need (\d+) pairs", TEXT)
@@ -68,3 +69,12 @@ def test_the_table_of_errors_has_every_kind_of_the_script_and_what_it_prints() -
         assert max(float(within), float(beyond)) <= 0.05
         for shown, rate in zip((within, beyond), simulated.errors_of(name, 800, 300), strict=True):
             assert abs(float(shown) - rate) < 0.03, name
+
+
+def test_what_it_says_of_checkpoints_that_share_seeds_is_what_the_script_prints() -> None:
+    pattern = r"^Two and four checkpoints, .* within at most (0\.\d+), false beyond (0\.\d+)\.$"
+    (shown,) = re.findall(pattern, TEXT, re.MULTILINE)
+    worst = simulated.errors_of_dependent("lognormal, 2.2", 2, 1.0, 800, 300)
+    assert abs(float(shown[0]) - worst[0]) < 0.03 and float(shown[0]) <= 0.05
+    worst = simulated.errors_of_dependent("lognormal downwards, 2.2", 4, 1.0, 800, 300)
+    assert abs(float(shown[1]) - worst[1]) < 0.03 and float(shown[1]) <= 0.05

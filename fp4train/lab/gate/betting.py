@@ -1,26 +1,32 @@
 """The test of a gate: does the mean difference of paired forks lie within ±margin?
 
-A difference d is the loss of a fork in the recipe minus that of its pair in the reference. It
-counts as at most `bound` in size. Against the hypothesis that the mean is at least m one bets on
-small differences: with the stake c, of which none is larger than the capital,
+A difference is the loss of a fork in the recipe minus that of its pair in the reference. A round is
+one pair at each checkpoint; d is the mean of its differences, each within ±bound. Against the
+hypothesis that the mean is at least m one bets on small d: with the stake c, of which none is
+larger than the capital,
 
     E(m) = Σ_c w_c · Π_i (1 + c · (m − d_i) / (bound − m)),   0 < c ≤ 1, Σ w_c = 1
 
 If the mean is at least m, E is a supermartingale with the expectation 1, and by Ville's inequality
 P(E ever reaches 1/α) ≤ α: whatever the distribution of the differences, whenever one looks and
-stops (Waudby-Smith and Ramdas, J. R. Stat. Soc. B 2024). Forks of several checkpoints have means of
-their own; after rounds with one fork at each the product is at most that of their mean (geometric
-and arithmetic mean), so that the test is of the mean over the checkpoints.
+stops (Waudby-Smith and Ramdas, J. R. Stat. Soc. B 2024). Rounds have seeds of their own. The forks
+of one round may see the same batches and random bits, so their differences may depend on each other
+in any way: the product of bets on each of them would have another expectation, the bet on their
+mean has not. The price: a round decides as much as one pair does, however many checkpoints it has.
 
-E rises with m. So one event of probability α covers all m at once: the m that were not rejected are
-a confidence sequence, an interval that holds at all times and for every margin that is asked.
+E rises with m, and an m that was rejected once stays rejected. So one event of probability α covers
+all m at once: those that were not rejected are a confidence sequence, an interval that holds at all
+times and for every margin that is asked.
 
-    within      the interval lies inside ±margin, and no difference was larger than the bound
+    within      the interval lies inside ±margin
     beyond      the interval lies outside ±margin
     undecided   neither
 
 Each end of the interval has α/2, so that both errors together are at most α. The first verdict
 stands.
+
+A difference above the bound counts as the bound, which is less than it is: from then on nothing is
+said against large means, and the upper end is not known. One below −bound does so to the lower end.
 
 The bound is the price. A recipe that costs `bound` in one fork of ten, and nothing in the others,
 has a mean of bound/10, and 36 forks miss it with a probability of .9³⁶ = 2.3 %: no test can say
@@ -46,8 +52,8 @@ BOUND = 10.0
 """The default bound, in margins."""
 
 TRIALS = 200
-MOST_PAIRS = 2048
-"""Simulated sequences, and pairs in each, of `pairs_needed`."""
+MOST_ROUNDS = 2048
+"""Simulated sequences, and rounds in each, of `rounds_needed`."""
 CERTAINTY = 0.9
 STEPS = 50
 """Halvings of the search for an end of the interval."""
@@ -65,36 +71,38 @@ class Decision:
 
 
 def evidence_below(differences: Array, level: float, bound: float) -> Array:
-    """Log evidence that the mean is below `level`, after each difference.
+    """Log evidence that the mean is below `level`: the largest so far, after each round; −∞ from
+    the first difference above the bound on.
 
     Args:
-        differences: [..., differences], infinite where a fork diverged.
+        differences: [..., rounds, checkpoints], infinite where a fork diverged.
         level: hypothesis that is betted against; between −bound and bound.
-        bound: largest size that a difference counts as.
+        bound: largest size of a difference.
     """
-    counted = np.clip(differences, -bound, bound)[..., None]
+    means = np.clip(differences, -bound, bound).mean(axis=-1, keepdims=True)
+    means = np.clip(means, -bound, bound)  # a mean of bounds may be rounded beyond them
     with np.errstate(divide="ignore"):  # a full bet that lost everything
-        gains = np.log(1 + STAKES * (level - counted) / (bound - level))
-    capital: Array = np.logaddexp.reduce(np.cumsum(gains, axis=-2) + np.log(WEIGHTS), axis=-1)
-    return capital
+        gains = np.log(1 + STAKES * (level - means) / (bound - level))
+    capital = np.logaddexp.reduce(np.cumsum(gains, axis=-2) + np.log(WEIGHTS), axis=-1)
+    excessive = np.logical_or.accumulate((differences > bound).any(axis=-1), axis=-1)
+    largest: Array = np.where(excessive, -math.inf, np.maximum.accumulate(capital, axis=-1))
+    return largest
 
 
-def decisions(differences: Array, margin: float, bound: float, checkpoints: int = 1) -> Array:
+def decisions(differences: Array, margin: float, bound: float) -> Array:
     """The verdict of each sequence and the round after which it fell.
 
     Args:
-        differences: [sequences, rounds · checkpoints], round by round.
+        differences: [sequences, rounds, checkpoints].
 
     Returns:
         [sequences, 2]: 1 (within), −1 (beyond) or 0, and the number of rounds.
     """
-    last = slice(checkpoints - 1, None, checkpoints)
 
     def rejected(values: Array, level: float) -> Bools:
-        return evidence_below(values, level, bound)[:, last] >= THRESHOLD
+        return evidence_below(values, level, bound) >= THRESHOLD
 
-    excessive = np.cumsum(np.abs(differences) > bound, axis=1)[:, last] > 0
-    within = rejected(differences, margin) & rejected(-differences, margin) & ~excessive
+    within = rejected(differences, margin) & rejected(-differences, margin)
     beyond = rejected(differences, -margin) | rejected(-differences, -margin)
     rounds = within.shape[1]
     decided = within | beyond
@@ -106,10 +114,9 @@ def decisions(differences: Array, margin: float, bound: float, checkpoints: int 
 
 def decide(differences: Array, margin: float, bound: float) -> Decision:
     """The verdict on differences of forks, [rounds, checkpoints]."""
-    rounds, checkpoints = differences.shape
-    if not rounds:
+    if not len(differences):
         return Decision("undecided", 0)
-    kind, after = decisions(differences.reshape(1, -1), margin, bound, checkpoints)[0]
+    kind, after = decisions(differences[None], margin, bound)[0]
     verdict: GateVerdict = "undecided"
     if kind:
         verdict = "within" if kind > 0 else "beyond"
@@ -127,11 +134,9 @@ def interval(differences: Array, bound: float) -> tuple[float, float]:
 
 def _upper_end(differences: Array, bound: float) -> float:
     """The least level that is rejected: the mean is below it."""
-    flat = differences.reshape(-1)
-    last = slice(differences.shape[1] - 1, None, differences.shape[1])
 
     def rejected(level: float) -> bool:
-        return bool((evidence_below(flat, level, bound)[last] >= THRESHOLD).any())
+        return bool(evidence_below(differences, level, bound)[-1] >= THRESHOLD)
 
     low = -bound
     high = bound * (1 - 1e-9)
@@ -146,26 +151,22 @@ def _upper_end(differences: Array, bound: float) -> float:
     return high
 
 
-def pairs_needed(
-    gap: float, deviation: float, margin: float, bound: float, checkpoints: int = 1
-) -> int | None:
-    """Pairs of forks, over all checkpoints, after which the right verdict has fallen in nine of ten
-    cases; None: more than `MOST_PAIRS`.
+def rounds_needed(gap: float, deviation: float, margin: float, bound: float) -> int | None:
+    """Rounds after which the right verdict has fallen in nine of ten cases; None: more than
+    `MOST_ROUNDS`.
 
     Args:
         gap: true mean difference.
-        deviation: standard deviation of a difference, which is simulated as Gaussian.
+        deviation: standard deviation of a round's mean, which is simulated as Gaussian.
     """
     verdict = 1 if abs(gap) < margin else -1
-    noise = np.random.default_rng(0).normal(size=(TRIALS, MOST_PAIRS))
-    pairs = 128
-    while pairs <= MOST_PAIRS:
-        rounds = pairs // checkpoints
-        used = noise[:, : rounds * checkpoints]
-        kinds, after = decisions(gap + deviation * used, margin, bound, checkpoints).T
+    noise = np.random.default_rng(0).normal(size=(TRIALS, MOST_ROUNDS, 1))
+    rounds = 128
+    while rounds <= MOST_ROUNDS:
+        kinds, after = decisions(gap + deviation * noise[:, :rounds], margin, bound).T
         waits = np.sort(np.where(kinds == verdict, after, np.inf))
         enough = waits[math.ceil(CERTAINTY * TRIALS) - 1]
         if np.isfinite(enough):
-            return int(enough) * checkpoints
-        pairs *= 4
+            return int(enough)
+        rounds *= 4
     return None

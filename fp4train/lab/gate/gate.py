@@ -228,15 +228,14 @@ def _estimated(
 ) -> Estimated:
     """How many forks will be needed, as far as `rounds` show."""
     differences = _differences(forks, rounds)
-    finite = np.where(np.isfinite(differences), differences, np.nan)
-    measured = None
-    if rounds > 2 and np.isfinite(finite).all():
-        measured = math.sqrt(float(np.mean(np.var(finite, axis=0, ddof=1))))
-    deviation = request.deviation or measured or ASSUMED * request.margin
+    finite = bool(rounds) and bool(np.isfinite(differences).all())
+    deviation = ASSUMED * request.margin
     origin = "assumed"
-    if request.deviation:
+    if request.deviation is not None:
+        deviation = request.deviation
         origin = "as given"
-    elif measured:
+    elif finite and rounds > 2:
+        deviation = float(np.std(differences.mean(axis=1), ddof=1))
         origin = f"measured on {differences.size} pairs"
     return Estimated.of(
         request,
@@ -245,5 +244,5 @@ def _estimated(
         origin=origin,
         checkpoints=len(forks),
         rounds=rounds,
-        gap=float(np.mean(finite)) if measured else None,
+        gap=float(differences.mean()) if finite else None,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.lab.gate.betting import MOST_PAIRS, Decision, pairs_needed
+from fp4train.lab.gate.betting import MOST_ROUNDS, Decision, rounds_needed
 from fp4train.lab.gate.question import Answer, GateRequest
 from fp4train.lab.studies.base import Base
 from fp4train.lab.studies.sequential import ALPHA, Array
@@ -18,9 +18,9 @@ from fp4train.text import screen, tabulate
 GATE = "gate.json"
 EXIT_CODES = {"within": 0, "beyond": 1, "undecided": 2}
 ASSUMED = 0.25
-"""The deviation of a difference that nobody has measured, in margins."""
+"""The deviation from seed to seed that nobody has measured, in margins."""
 GAPS = (0.0, 0.5, 0.8, 2.0)
-"""Gaps, in margins, for which the number of pairs is said."""
+"""Gaps, in margins, for which the number of pairs is said, while none is measured."""
 PLANNED = 0.5
 """The gap, in margins, that the default number of forks is enough for."""
 FORM = "+.5f"
@@ -31,9 +31,10 @@ class Estimated:
     """How many pairs of forks a gate will need.
 
     Args:
-        deviation: standard deviation of a difference. origin: where that is from.
-        needed: gap → pairs over all checkpoints with which the verdict falls in nine of ten cases;
-            None: more than `MOST_PAIRS`.
+        deviation: standard deviation of a seed's difference, its mean over the checkpoints.
+        origin: where the deviation is from.
+        needed: gap → seeds at each checkpoint with which the verdict falls in nine of ten cases;
+            None: more than `MOST_ROUNDS`.
         checkpoints: number of checkpoints.
         rounds: seeds at each checkpoint that are recorded.
         most: seeds at each checkpoint that are made at most.
@@ -62,17 +63,16 @@ class Estimated:
     ) -> Estimated:
         """The estimate for some gaps, and for the one that was measured."""
 
-        def pairs(of_gap: float) -> int | None:
-            return pairs_needed(of_gap, deviation, request.margin, bound, checkpoints)
+        def seeds(of_gap: float) -> int | None:
+            return rounds_needed(of_gap, deviation, request.margin, bound)
 
         gaps = [share * request.margin for share in GAPS if share * request.margin < bound]
-        needed = {at: pairs(at) for at in gaps if gap is None}
+        needed = {at: seeds(at) for at in gaps if gap is None}
         if gap is not None:
-            needed[gap] = pairs(gap)
+            needed[gap] = seeds(gap)
         most = request.forks
         if most is None:
-            planned = pairs(PLANNED * request.margin) or MOST_PAIRS
-            most = -(-planned // checkpoints)
+            most = seeds(PLANNED * request.margin) or MOST_ROUNDS
         return cls(
             margin=request.margin,
             bound=bound,
@@ -90,9 +90,9 @@ class Estimated:
             [
                 f"{gap:{FORM}}",
                 "within" if abs(gap) < self.margin else "beyond",
-                f"more than {MOST_PAIRS:,}" if pairs is None else f"{pairs:,}",
+                f"{'more than ' * (seeds is None)}{(seeds or MOST_ROUNDS) * self.checkpoints:,}",
             ]
-            for gap, pairs in self.needed.items()
+            for gap, seeds in self.needed.items()
         ]
         return screen(
             __package__,
@@ -112,7 +112,7 @@ class Answered:
         interval: interval that holds the mean difference at all times.
         problems: forks that diverged.
         earlier: answers to other questions on these forks.
-        needed: how many pairs the verdict will need, as far as these show.
+        needed: how many seeds the verdict will need, as far as these show.
     """
 
     bases: Sequence[Base]
