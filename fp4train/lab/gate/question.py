@@ -39,8 +39,8 @@ class GateRequest(ForkRequest):
             null: that number for a gap of half the margin.
         bound: nats per token; the largest difference of a fork that counts in full; None: that of
             the record, or ten margins.
-        deviation: assumed standard deviation of a seed's difference, its mean over the checkpoints;
-            None: as measured so far, or a quarter of the margin.
+        deviation: assumed standard deviation of a seed's mean difference over the checkpoints; None:
+            as measured so far, or a quarter of the margin.
     """
 
     study: ClassVar[str] = "gate"

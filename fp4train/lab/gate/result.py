@@ -31,8 +31,8 @@ class Estimated:
     """How many pairs of forks a gate will need.
 
     Args:
-        deviation: standard deviation of a seed's difference, its mean over the checkpoints.
-        origin: where the deviation is from.
+        deviation: standard deviation of a seed's mean difference over the checkpoints.
+        origin: source of the deviation.
         needed: gap → seeds at each checkpoint with which the verdict falls in nine of ten cases;
             None: more than `MOST_ROUNDS`.
         checkpoints: number of checkpoints.
