@@ -395,8 +395,15 @@ def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = (
     if not divided:
         return replace(plan, layer=layer)
     recipe = plan.recipe.with_high_precision(*divided)
+    # Without codes of fprop there are no values of them.
+    why_values = divided.get("fprop", DEQUANTISED)
     gemms: dict[str, Any] = {
-        gemm.name: replace(gemm, operands=recipe.table()[gemm.name]) for gemm in plan.gemms
+        gemm.name: replace(
+            gemm,
+            operands=recipe.table()[gemm.name],
+            why=gemm.why.replace(DEQUANTISED, why_values),
+        )
+        for gemm in plan.gemms
     }
     for name, why in divided.items():
         gemms[name] = replace(gemms[name], backend="torch", why=why, divided=True)
@@ -439,7 +446,7 @@ def check_fused(recipe: Recipe, layer_plans: Mapping[str, LayerPlan]) -> None:
     group.
 
     Args:
-        found: the plans of all layers, by name.
+        layer_plans: the plans of all layers, by name.
     """
     if not recipe.fused_scales:
         return

@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 from fp4train.backends.protocol import CodePair
 from fp4train.backends.table import Table
 from fp4train.backends.te.quantizers import family, forms, quantizer
-from fp4train.backends.te.translate import shares_codes
+from fp4train.backends.te.translate import dequantises, shares_codes
 from fp4train.backends.te.weights import in_tiles
 from fp4train.quantize import QuantSpec
 
@@ -137,6 +137,8 @@ def kinds(table: Table) -> set[str]:
 
 
 def _why_no_codes(table: Table, here: bool) -> str | None:
+    if dequantises(table):
+        return "backward takes the values of fprop's codes, and codes made elsewhere keep wgrad's alone"
     if shares_codes(table, here=here):
         return None
     return "Transformer Engine takes no codes before 2.19, nor in a recipe of single quantisers"

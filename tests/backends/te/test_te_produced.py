@@ -124,6 +124,12 @@ def test_random_bits_of_the_gradients_are_those_of_the_step(report: Any) -> None
         ),
         (MXFP8(), None, None),
         (MXFP8().with_high_precision("dgrad"), "takes no codes", "takes no codes"),
+        (MXFP8(backward="dequantised"), "values of fprop's codes", "values of fprop's codes"),
+        (
+            NVFP4(backward="dequantised"),
+            "values of fprop's codes",
+            "writes BF16, then quantises (nvfp4)",
+        ),
         (FP8Current(), "in NVFP4 and MXFP8 only", "writes BF16, then quantises (fp8_current)"),
         (FP8Block(), "in NVFP4 and MXFP8 only", "writes BF16, then quantises (fp8_block)"),
         (FP8Delayed(), "in NVFP4 and MXFP8 only", "into the history of one layer"),
