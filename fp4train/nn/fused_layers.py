@@ -179,6 +179,21 @@ def outputs_of(x: Tensor | LayerOutputs, *layers: nn.Module) -> Sequence[Tensor]
     return [layer(x) for layer in layers]
 
 
+def overrides(module: nn.Module, declaration: str, *methods: str) -> bool:
+    """Whether a module has other `methods` than the class that sets the attribute `declaration`:
+    what this tells of them is not known to be true then. Without the attribute it has not.
+    """
+    if not hasattr(module, declaration):
+        return False
+    for owner in (module, *type(module).__mro__):
+        names = vars(owner)
+        if declaration in names:
+            return False
+        if any(method in names for method in methods):
+            return True
+    return False
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether anybody registered a hook on a module, or on all modules: its input, output and
     gradients must be true tensors then. torch has no public way to ask.

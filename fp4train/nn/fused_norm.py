@@ -114,10 +114,12 @@ def total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """The sum of the gradients of one tensor in the order in which autograd adds them up, that of
     its last reader first; None: there are none.
     """
-    result: Tensor | None = None
-    for gradient in reversed(gradients):
-        if gradient is not None:
-            result = gradient if result is None else result + gradient
+    present = [gradient for gradient in reversed(gradients) if gradient is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    result = present[0] + present[1]
+    for gradient in present[2:]:
+        result += gradient
     return result
 
 
@@ -168,7 +170,7 @@ class NormedFunction(torch.autograd.Function):
         count = len(ctx.calls)
         weights = tensors[:count]
         codes = unflatten(tensors[count:], ctx.heads)
-        dxs: list[Tensor | None] = [None] * count
+        dn: Tensor | None = None
         dws: list[Tensor | None] = [None] * count
         dbiases: list[Tensor | None] = [None] * count
         for number in reversed(range(count)):
@@ -181,10 +183,16 @@ class NormedFunction(torch.autograd.Function):
                 node = ctx.next_functions[ctx.first_weight + number][0]
                 sum_NK = sum_so_far(ctx.summed[number], node)
             with without_torchs_autocast(dy_MN.device.type):
-                dxs[number], dws[number], dbiases[number] = call.executor.backward(
+                dx_MK, dws[number], dbiases[number] = call.executor.backward(
                     dy_MN, weights[number], codes, call, total_NK=sum_NK
                 )
-        dn = total(dxs)
+            # The first product's memory has the sum, in the order of `total`.
+            if dn is None:
+                dn = dx_MK
+            else:
+                dn += dx_MK
+            del dx_MK
+        del tensors, weights, codes
         dh, dweight = added, None
         if dn is not None:
             dh, dweight = ctx.norm.backward(dn, h, weight_K, rstd_M, added)

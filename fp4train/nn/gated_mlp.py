@@ -25,7 +25,7 @@ from fp4train.nn.backend_sources import matrix
 from fp4train.nn.call import Executor, LayerCall, gradient_dtypes
 from fp4train.nn.executors.gemms import Gemms, flatten, unflatten, without_torchs_autocast
 from fp4train.nn.executors.whole_layer import BackendLayer
-from fp4train.nn.fused_layers import FusedLayers, LayerOutputs, forms_from, outputs_of
+from fp4train.nn.fused_layers import FusedLayers, LayerOutputs, forms_from, outputs_of, overrides
 from fp4train.nn.fused_norm import NormCodes, multiplied_codes
 from fp4train.precision.context import State
 from fp4train.quantize import Quantized
@@ -39,7 +39,8 @@ class GatedMLP(FusedLayers):
     """down(silu(gate(x)) ⊙ up(x)) of three layers of a module.
 
     Args:
-        mlp: the module, which computes it otherwise.
+        mlp: the module, which computes it otherwise. Where its class says so (`source`), it is not
+            done for a subclass with a forward pass of its own.
         gate, up, down: names of the layers in it.
     """
 
@@ -67,6 +68,12 @@ class GatedMLP(FusedLayers):
     def layers(self) -> tuple[Any, ...]:
         """Gate, up and down."""
         return (*self.writers, *self.readers)
+
+    def why_never(self) -> str | None:
+        source = getattr(self.owner, "source", self.kind)
+        if source != self.kind or overrides(self.owner, "source", "forward"):
+            return f"no kernel computes {type(self.owner).__name__}"
+        return super().why_never()
 
     def forward(self, x: Tensor | LayerOutputs) -> Tensor | None:
         """y [..., N] of x [..., K], or of the outputs of gate and up; None: the codes cannot be
@@ -201,12 +208,16 @@ class _GatedProducts(torch.autograd.Function):
             dh_MH, dw_down, dbias = down.executor.backward(dy_MN, w_down, (product,), down)
             source = SourceTensors("gradients", (matrix(dh_MH), gate_MH, up_MH))
             of_gate, of_up = forms_from(source, gate.executor, "dy", (gate, up))
+            del dh_MH, source, product
             # In the place of dy stands a tensor of its shape and dtype: its codes are there.
-            dx_up, dw_up, _ = up.executor.backward(up_MH, w_up, (x_of_up,), up, _giving(of_up))
+            dx, dw_up, _ = up.executor.backward(up_MH, w_up, (x_of_up,), up, _giving(of_up))
+            del of_up, up_MH
             dx_gate, dw_gate, _ = gate.executor.backward(
                 gate_MH, w_gate, (x_of_gate,), gate, _giving(of_gate)
             )
-        dx = dx_up + dx_gate
+            del of_gate, gate_MH, x_of_gate, x_of_up, saved
+        dx += dx_gate
+        del dx_gate
         dweight = None
         if ctx.norm is not None:
             dx, dweight = ctx.norm.backward(dx, h, weight_K, rstd_M, added)

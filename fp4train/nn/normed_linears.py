@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
-from fp4train.nn.fused_layers import FusedLayers, LayerOutputs, ModuleOutput, has_hooks
+from fp4train.nn.fused_layers import (
+    FusedLayers,
+    LayerOutputs,
+    ModuleOutput,
+    has_hooks,
+    overrides,
+)
 from fp4train.nn.fused_norm import (
     BackendNorm,
     KernelNorm,
@@ -41,7 +47,7 @@ class NormedLinears(FusedLayers):
     Args:
         block: the module that has norm and reader.
         norm: name in it of the norm, with `of_stream(stream)` → (n, h), and `source`, its kind of
-            `SourceTensors`, or "".
+            `SourceTensors`, or "". A subclass that overrides what the norm computes sets its own.
         reader: name in it of the module that is called with n. The layers that read n are its
             `input_layers`, names in it; without these it is not said.
     """
@@ -52,6 +58,8 @@ class NormedLinears(FusedLayers):
 
     @property
     def kind(self) -> str:
+        if overrides(self.owner, "source", "normalised", "of_stream", "forward"):
+            return ""
         return str(getattr(self.owner, "source", ""))
 
     @property
@@ -73,11 +81,12 @@ class NormedLinears(FusedLayers):
     def why_never(self) -> str | None:
         if self.kind not in ("norm", "root"):
             return f"no kernel computes {type(self.owner).__name__}"
-        if not _takes_outputs(self.reader):
+        reason = super().why_never()
+        if reason is None and not _takes_outputs(self.reader):
             return (
                 f"the forward pass of {type(self.reader).__name__} takes no outputs of its layers"
             )
-        return super().why_never()
+        return reason
 
     def forward(self, stream: StreamOrTerms) -> tuple[Any, Tensor]:
         norm: Any = self.owner

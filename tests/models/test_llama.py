@@ -17,6 +17,7 @@ from fp4train.config.composition import compose
 from fp4train.models import Architecture
 from fp4train.models.common.layers import Attention, rope_angles
 from fp4train.models.common.operators import rotate
+from fp4train.models.common.rotary import rotary_block_parameters
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.precision import BF16, NVFP4, autocast
 
@@ -30,6 +31,16 @@ def small(**changes: object) -> LlamaModel:
 
 def tokens(batch: int = 2, time: int = 12) -> Tensor:
     return torch.randint(0, 60, (batch, time), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_block_has_other_names_in_folders_of_other_software() -> None:
+    shape = Llama(**SMALL)  # type: ignore[arg-type]
+    names = {"attention": "mixer", "attention_norm": "norm1", "mlp_norm": "norm2"}
+    specs = rotary_block_parameters(shape, (), **names)
+    stored = {spec.name: spec.stored for spec in specs}
+    assert stored["attention_norm.weight"] == "norm1.weight"
+    assert stored["mlp_norm.weight"] == "norm2.weight"
+    assert stored["attention.wo.weight"] == "mixer.o_proj.weight"
 
 
 def test_a_later_token_changes_no_earlier_logits() -> None:

@@ -16,11 +16,14 @@ from fp4train.hardware import Device, find_gpu
 from fp4train.models.common.layers import RMSNorm
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import OF_TORCH
+from fp4train.models.common.rotary import SwiGLU
+from fp4train.models.common.router import ExpertShape
 from fp4train.models.common.stream import StreamTerms
 from fp4train.models.llama import Llama
+from fp4train.models.moe import MixtureOfExperts
 from fp4train.nn import Linear
 from fp4train.nn.executors import make_executor
-from fp4train.nn.fused_layers import why_not
+from fp4train.nn.fused_layers import outputs_of, takes_outputs, why_not
 from fp4train.nn.gated_mlp import GatedMLP
 from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, FP8Row, Recipe
 from fp4train.precision.context import state
@@ -325,6 +328,63 @@ def test_a_module_whose_forward_pass_is_not_ours_gets_true_tensors_and_the_plan_
     x = torch.randn(1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
     y, _ = block.mlp_in(x)
     assert torch.equal(block.mlp(y), 2 * block.mlp_norm(x))
+
+
+class ShiftedNorm(RMSNorm):
+    """RMSNorm with the weight 1 + w, as Gemma has."""
+
+    def normalised(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + self._weight(x.dtype), self.eps)
+
+
+class NamedShiftedNorm(ShiftedNorm):
+    source = "norm"
+
+
+class GatedByGelu(SwiGLU):
+    @takes_outputs
+    def forward(self, x: Any) -> torch.Tensor:
+        gate, up = outputs_of(x, self.gate, self.up)
+        product: torch.Tensor = self.down(torch.nn.functional.gelu(gate) * up)
+        return product
+
+
+def test_a_subclass_that_computes_otherwise_inherits_no_kernels() -> None:
+    """Unless it says which compute it."""
+    block = Llama(width=64, layers=1, heads=2).build(vocab_size=60, seq_len=8).blocks[0]
+    block.attention_norm = ShiftedNorm(64, eps=1e-5)
+    block.mlp = GatedByGelu(64, 96)
+    f4.convert(block)
+    assert block.attention_in.why_never() == "no kernel computes ShiftedNorm"
+    assert block.mlp_in.why_never() is None
+    assert block.mlp.fused.why_never() == "no kernel computes GatedByGelu"
+    block.mlp.source = "gelu"
+    assert block.mlp.fused.why_never() == "no kernel computes GatedByGelu"
+    block.mlp.source = "gate"
+    assert block.mlp.fused.why_never() is None
+    block.attention_in.enabled = True
+    x = torch.randn(1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    block.attention_in.ready = Mock(side_effect=AssertionError)
+    y, _ = block.attention_in(x)
+    assert torch.equal(y, block.attention_norm.normalised(x))
+    block.attention_norm.operators = Mock(spec=Liger)
+    y, _ = block.attention_norm.of_stream(StreamTerms(x, x))
+    assert torch.equal(y, block.attention_norm.normalised(x + x))
+    assert not block.attention_norm.operators.add_rms_norm.called
+    block.attention_norm = NamedShiftedNorm(64, eps=1e-5)
+    assert block.attention_in.why_never() is None
+
+
+def test_a_layer_of_experts_gets_true_tensors_whoever_reads_them() -> None:
+    shape = MixtureOfExperts(
+        width=64, layers=1, heads=2, experts=ExpertShape(count=2, top=1, hidden=32, shared=1)
+    )
+    block = f4.convert(shape.build(vocab_size=60, seq_len=8)).blocks[0]
+    assert "(Router) reads the same" in str(block.mlp_in.why_never())
+    block.mlp.input_layers = ("shared.gate", "shared.up")
+    assert block.mlp_in.why_never() == (
+        "the forward pass of ExpertLayer takes no outputs of its layers"
+    )
 
 
 def test_a_gated_mlp_whose_layers_saw_different_tokens_says_what_to_do() -> None:

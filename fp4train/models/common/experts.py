@@ -36,7 +36,6 @@ from fp4train.models.common.rotary import SwiGLU, gated_mlp_parameters
 from fp4train.models.common.router import DROPPED, Balance, ExpertShape, Router
 from fp4train.nn.call import Counts
 from fp4train.nn.experts import Experts, by_expert
-from fp4train.nn.fused_layers import takes_outputs
 from fp4train.nn.ranks import all_rows, summed_over, with_summed_gradient
 from fp4train.parameters import ZEROS, ParameterSpec, Split, Spread, inside
 from fp4train.precision.context import auxiliary
@@ -107,7 +106,6 @@ class ExpertLayer(nn.Module):
         if self.shared is not None:
             self.input_layers += ("shared.gate", "shared.up")
 
-    @takes_outputs
     def forward(self, x_BTD: Tensor, time: int | None = None) -> Tensor:
         """y of x [B, T, D] or, where tensor-parallel ranks share the tokens, of this rank's [B·T /
         p, D]; `time` is T then.

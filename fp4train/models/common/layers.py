@@ -23,7 +23,13 @@ from fp4train.models.common.cut import shared_by
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible, Operation
 from fp4train.models.common.stream import StreamNorm, StreamTerms
-from fp4train.nn.fused_layers import LayerOutputs, has_hooks, outputs_of, takes_outputs
+from fp4train.nn.fused_layers import (
+    LayerOutputs,
+    has_hooks,
+    outputs_of,
+    overrides,
+    takes_outputs,
+)
 from fp4train.parameters import ParameterSpec, Split, inside, linear, norm
 
 
@@ -40,7 +46,11 @@ class RMSNorm(Fusible, StreamNorm):
     def of_stream(self, stream: Tensor | StreamTerms) -> tuple[Tensor, Tensor]:
         if not isinstance(stream, StreamTerms) or not isinstance(self.operators, Liger):
             return super().of_stream(stream)
-        if self.eps is None or has_hooks(self):
+        if (
+            self.eps is None
+            or has_hooks(self)
+            or overrides(self, "source", "normalised", "forward")
+        ):
             return super().of_stream(stream)
         return self.operators.add_rms_norm(*stream, self._weight(stream.x.dtype), self.eps)
 

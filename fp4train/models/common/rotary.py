@@ -115,6 +115,11 @@ class SwiGLU(Fusible, nn.Module):
     input_layers = ("gate", "up")
     """The layers that read x, and nothing else does."""
 
+    source = "gate"
+    """Its kind of `SourceTensors`, whose kernels compute what `forward` does. A subclass that
+    overrides `forward` inherits no kernels.
+    """
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.gate = nn.Linear(width, hidden, bias=False)
@@ -139,18 +144,24 @@ class SwiGLU(Fusible, nn.Module):
 
 
 def rotary_block_parameters(
-    shape: RotaryShape, mlp: Iterable[ParameterSpec]
+    shape: RotaryShape,
+    mlp: Iterable[ParameterSpec],
+    *,
+    attention: str = "self_attn",
+    attention_norm: str = "input_layernorm",
+    mlp_norm: str = "post_attention_layernorm",
 ) -> list[ParameterSpec]:
-    """The parameters of a `RotaryBlock`, with the names that Llama has in transformers.
+    """The parameters of a `RotaryBlock`.
 
     Args:
         mlp: parameters of its MLP, named as in the block.
+        attention, attention_norm, mlp_norm: names of these modules in a folder, as Llama's are in
+            transformers.
     """
-    attention = attention_parameters("attention", "self_attn", qk_norm=shape.qk_norm)
     return [
-        norm("attention_norm", "input_layernorm.weight"),
-        norm("mlp_norm", "post_attention_layernorm.weight"),
-        *attention,
+        norm("attention_norm", f"{attention_norm}.weight"),
+        norm("mlp_norm", f"{mlp_norm}.weight"),
+        *attention_parameters("attention", attention, qk_norm=shape.qk_norm),
         *mlp,
     ]
 

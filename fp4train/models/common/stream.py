@@ -46,7 +46,9 @@ class StreamNorm(nn.RMSNorm):
     """
 
     source = ""
-    """Its kind of `SourceTensors`, whose kernels compute what `normalised` does; "": none do."""
+    """Its kind of `SourceTensors`, whose kernels compute what `normalised` does; "": none do. A
+    subclass that overrides `normalised` inherits no kernels: it sets its own.
+    """
 
     def of_stream(self, stream: Tensor | StreamTerms) -> tuple[Tensor, Tensor]:
         """(The norm of the stream, the stream), each [..., width].
