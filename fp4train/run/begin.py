@@ -17,6 +17,7 @@ from fp4train.config.binding import differing_keys, unknown_keys
 from fp4train.errors import OtherRunError, UserError
 from fp4train.keys import MayDiffer, lies_in
 from fp4train.parallel.world import World
+from fp4train.run.checks import check_cut
 from fp4train.run.initial import load_init
 from fp4train.run.origin import Branched, Fresh, Init, Origin, Resume, Rewound
 from fp4train.run.record import directory as run_directory
@@ -40,11 +41,12 @@ def find_origin(
         swap: the recipe to which the command swaps where the run goes on.
 
     Raises:
-        UserError: see `find_start` and `new_origin`.
+        UserError: see `find_start`, `check_cut` and `new_origin`.
     """
     start = find_start(config, cfg, world, saved_config)
     if start is None:
         with world.together():
+            check_cut(config, world.mesh)  # before weights are read, which takes long
             return new_origin(config, cfg, world.ranks)
     kind = Resume if _is_in(start, config.run.dir) else Branched
     return kind(config=config, cfg=cfg, checkpoint=start, swap=swap)

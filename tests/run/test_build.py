@@ -1,6 +1,8 @@
 """What becomes of a configuration before the first step."""
 
 import inspect
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,10 +10,12 @@ from torch import nn
 
 from fp4train.config.composition import compose
 from fp4train.config.schema import TrainSettings, to_config
+from fp4train.errors import UserError
 from fp4train.models.llama import Llama
+from fp4train.parallel.config import Mesh
 from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
-from fp4train.run import build, fuse
+from fp4train.run import begin, build, fuse
 
 OPTIONS_OF_TORCH_2_11 = {"fullgraph", "dynamic", "backend", "mode", "options", "disable"}
 """Of `torch.compile` in torch/__init__.py."""
@@ -57,3 +61,15 @@ def test_a_gpu_draws_by_counter_itself(
         to_config(cfg), 257, World(device=torch.device(device)), True
     )  # type: ignore[arg-type]
     assert (built, deferred) == (["meta"] if waits else [device], waits)
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused_before_weights_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To verify those of a large model takes minutes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(begin, "load_init", Mock(side_effect=AssertionError))
+    cfg = compose(["run.name=a", "train.batch_size=3", "train.microbatch=null", "device=cpu"])
+    world = World(device=torch.device("cpu"), mesh=Mesh(shard=2))
+    with pytest.raises(UserError, match=r"train\.batch_size=3 is not divisible by 2 data ranks"):
+        begin.find_origin(to_config(cfg), cfg, world)
