@@ -10,7 +10,7 @@ row, the amax is that of the sample.) The cost does not grow with the batch.
 Of a group of weights (experts) they are those of the weight with the most rows of that call, and
 the noise is that of its gradient as a part of the group's.
 
-x and w are the columns that the layer's own recipe multiplied (`Executor.own`).
+x and w are the columns that the layer's own recipe multiplied (`Executor.quantised_columns`).
 
 The noise of a weight gradient is that of its own product, as in "FP4 All the Way" (arXiv
 2505.19115): ‖q(dyᵀ)·q(xᵀ)ᵀ - dyᵀ·x‖ of the sampled tokens; its square grows with the number of

@@ -251,7 +251,7 @@ class GradientDtypes(NamedTuple):
 def gradient_dtypes(
     x: Tensor, w: Tensor, bias: Tensor | None, needs_grad: Sequence[bool]
 ) -> GradientDtypes:
-    """The gradient dtypes of those of x, w and bias that are `wanted`."""
+    """The dtypes of the gradients of those of x, w and bias that need one (`needs_grad`)."""
     return GradientDtypes(
         x.dtype if needs_grad[0] else None,
         w.dtype if needs_grad[1] else None,

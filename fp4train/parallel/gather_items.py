@@ -42,8 +42,8 @@ class GatherItem(NamedTuple):
 
 
 class SentTensors(NamedTuple):
-    """The tensors that one rank sends of a payload, and the quantised shard of which they are;
-    None: of values.
+    """The tensors that one rank sends for a `GatherItem`, and the quantised shard of which they
+    are; None: of values.
     """
 
     tensors: tuple[Tensor, ...]

@@ -98,8 +98,8 @@ def gathers(
         layers: the plans of this rank's parts of the layers, in every stretch of a run.
         shards: ranks that share a weight.
         gather: one of `precision.gather.GATHERS`.
-        whole: the option for which blocks take plain weights; None: none. blocks: whether there are
-            any.
+        fully_gathered: the option for which blocks take plain weights; None: none.
+        blocks: whether there are any.
     """
     sent = gather_mode(gather, fully_gathered=fully_gathered is not None, blocks=blocks)
     start = f"weights of the blocks are gathered from {shards} shards"

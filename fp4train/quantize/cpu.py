@@ -110,8 +110,8 @@ def _why_not_transform(transform: Hadamard | Transform) -> str | None:
 
 
 def _why_not_first(spec: QuantSpec, requantised: QuantSpec, device_type: str) -> str | None:
-    """Why the kernels cannot round x by `first`, which `spec` requantises, before they quantise it,
-    or None.
+    """Why the kernels cannot round x by `requantised`, which `spec` requantises, before they
+    quantise it, or None.
     """
     if requantised.hadamard is not None:
         return (

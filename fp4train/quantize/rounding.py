@@ -143,9 +143,11 @@ def corrected_scales(
 ) -> Tensor:
     """Bytes of the corrected block scales [R, Cb], stochastically rounded E4M3.
 
-    t: the scaled elements [R, 1, Cb, bc], float32. scale: their block scales, decoded [R, Cb].
-        size: size of a group, a
-    multiple of bc. bits: random bits 0..65535 per block, int32 [R, Cb].
+    Args:
+        t: the scaled elements [R, 1, Cb, bc], float32.
+        scale: their block scales, decoded [R, Cb].
+        size: size of a group, a multiple of bc.
+        bits: random bits 0..65535 per block, int32 [R, Cb].
     """
     q = round_to_values(t, fmt)
     weight = scale.square()

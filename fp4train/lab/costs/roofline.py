@@ -1,8 +1,9 @@
 """The time of a product and of a memory pass on a named GPU: a roofline with few parameters.
 
     GEMM, m×n×k      max(2·m·n·k / rate(s), bytes / (bandwidth · COPY)) + LAUNCH,  s = (m·n·k)^(1/3)
-    rate(s)          peak · gemm_share · s / (s + half),  half = EXPOSED · peak · gemm_share /
-    (bandwidth · COPY) a pass           (bytes read + written) / (bandwidth · share) + LAUNCH
+    rate(s)          peak · gemm_share · s / (s + half)
+    half             EXPOSED · peak · gemm_share / (bandwidth · COPY)
+    a pass           (bytes read + written) / (bandwidth · share) + LAUNCH
 
 `half` is the size at which a GEMM reaches half of its rate. It grows with the rate: loading the
 first tiles, writing the last ones and the partial last wave take a time proportional to the area of

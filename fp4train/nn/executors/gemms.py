@@ -1,5 +1,5 @@
-"""The three GEMMs of a linear layer, each on its own backend, and the autograd function that runs
-them.
+"""The three GEMMs of a linear layer, each on its own backend, and the autograd function of a
+layer with one weight. (Experts, fused norms and gated MLPs have functions of their own.)
 
 With q(·) the quantisation of an operand by the layer's table (the identity for high precision),
 

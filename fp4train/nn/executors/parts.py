@@ -325,9 +325,9 @@ class ChannelParts(Executor):
     def calls(
         self, source: CallSource, x_MK: Tensor, now: State, new: Callable[..., list[LayerCall]]
     ) -> list[LayerCall]:
-        """The coming calls of `layer`, one of each weight, in parts if the outlier channels are
-        chosen; until then x enters the norms where that is due. Inside a recomputed region, those
-        of the first pass.
+        """The coming calls of the layer `source`, one of each weight, in parts if the outlier
+        channels are chosen; until then x enters the norms where that is due. Inside a recomputed
+        region, those of the first pass.
 
         Args:
             x_MK: the rows of all weights, and no others.

@@ -275,7 +275,7 @@ class BackendLayer(Executor):
         parts: Weights = (),
         codes: Callable[[bool], Prepared] | None = None,
     ) -> Tensor:
-        """y [M, N] of x [M, K] by the kernels of `layer`.
+        """y [M, N] of x [M, K] by the kernels of the layer `source`.
 
         Args:
             into: see `LayerKernels`; None: autograd has dw.
