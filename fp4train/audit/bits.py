@@ -1,4 +1,4 @@
-"""CallComparison of tensors bit by bit, and sums of the bits of tensors."""
+"""Comparison of tensors bit by bit, and sums of the bits of tensors."""
 
 from __future__ import annotations
 
@@ -76,6 +76,8 @@ def bit_sum(tensor: Tensor) -> Tensor:
     One changed bit changes it.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()  # a view as 64-bit integers begins at a multiple of their size
     whole = flat.numel() // 8 * 8
     total = flat[whole:].sum(dtype=torch.int64)
     if whole:

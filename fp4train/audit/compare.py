@@ -1,4 +1,4 @@
-"""CallComparison of one call of a layer with the readable reference.
+"""Comparison of one call of a layer with the readable reference.
 
 Of each GEMM both operands are compared code by code with those that the reference makes, then the
 product with that of the operands that were multiplied, then what the layer returned with the
@@ -7,7 +7,8 @@ product. So a fault is named where it arises, and not by what follows from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +23,7 @@ from fp4train.audit.observe import ObservedCall, Product
 from fp4train.backends import GEMMS, OPERANDS, Prepared
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized, QuantSpec
+from fp4train.text import first_line
 
 
 @dataclass
@@ -39,10 +41,11 @@ class CallComparison:
     previous: ObservedCall | None = None
     faults: list[Fault] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     @torch.no_grad()
     def run(self, step: int = 0) -> Audited:
-        """Compare all GEMMs."""
+        """Compare all GEMMs. One whose comparison fails leaves the faults of the others."""
         self.call = self.call.on_host()
         if self.previous is not None:
             self.previous = self.previous.on_host()
@@ -50,13 +53,20 @@ class CallComparison:
             self.expected = replace(self.expected, weight=self.expected.weight.cpu())
         self._compare_plan()
         self._compare_weight()
-        compared = [gemm.name for gemm in self.expected.plan.gemms if self._compare_gemm(gemm)]
+        compared = []
+        for gemm in self.expected.plan.gemms:
+            try:
+                if self._compare_gemm(gemm):
+                    compared.append(gemm.name)
+            except Exception as error:
+                self.failures.append(f"{gemm.name}: its comparison failed: {first_line(error)}")
         return Audited(
             layer=self.call.name,
             step=step,
             gemms=compared,
             faults=self.faults,
             uncovered=self.uncovered,
+            failures=self.failures,
         )
 
     # -- plan and weight ---------------------------------------------------------------------------
@@ -81,11 +91,14 @@ class CallComparison:
         candidates = {"rounded to BF16": held.bfloat16().to(held.dtype)}
         if self.previous is not None and self.previous.w is not None:
             candidates["weight of the step before"] = self.previous.w
-        names = tuple(
-            name for name, weight in candidates.items() if difference(passed, weight) is None
-        )
+
+        def explained() -> list[str]:
+            return [
+                name for name, weight in candidates.items() if difference(passed, weight) is None
+            ]
+
         what = "the layer is called with another weight than the optimizer holds"
-        self._add(what, apart, names, operand="w")
+        self._add(what, apart, explained, operand="w")
 
     # -- a GEMM ------------------------------------------------------------------------------------
 
@@ -103,11 +116,15 @@ class CallComparison:
         executed: Gemm = getattr(self.call.plan, gemm.name)
         apart = products.compare(product, executed)
         if apart is not None:
-            again = products.repeated(product, executed)
-            if again is None or difference(product.result, again) is None:
-                again = _float64_product(product)
-            names = products.explain(product.result, again, product.bias)
-            self._add("the product is not that of its operands", apart, names, gemm=gemm.name)
+
+            def explained() -> Iterable[str]:
+                again = products.repeated(product, executed)
+                if again is None or difference(product.result, again) is None:
+                    again = _float64_product(product)
+                return products.explain(product.result, again, product.bias)
+
+            what = "the product is not that of its operands"
+            self._add(what, apart, explained, gemm=gemm.name)
         self._compare_returned(gemm, product, result)
         return True
 
@@ -121,9 +138,12 @@ class CallComparison:
         if found is None:
             return True
         what, apart = found
-        values = products.decoded(operand)
         suspect = Suspect(source, self.call, self.expected, gemm, tensor, self.previous)
-        self._add(what, apart, explain(values, suspect), gemm=gemm, operand=tensor)
+
+        def explained() -> Iterable[str]:
+            return explain(products.decoded(operand), suspect)
+
+        self._add(what, apart, explained, gemm=gemm, operand=tensor)
         return False
 
     def _compare_returned(self, gemm: Gemm, product: Product, result: Tensor) -> None:
@@ -133,9 +153,13 @@ class CallComparison:
             return
         apart = difference(result, expected.view(result.shape))
         if apart is not None:
-            names = products.explain(result, expected, product.bias)
             what = "the layer returns something else than the product"
-            self._add(what, apart, names, gemm=gemm.name)
+            self._add(
+                what,
+                apart,
+                lambda: products.explain(result, expected, product.bias),
+                gemm=gemm.name,
+            )
 
     def _compare_in_high_precision(self, gemm: Gemm, result: Tensor) -> bool:
         """Compare a product of torch's own, whose operands are not seen."""
@@ -163,11 +187,12 @@ class CallComparison:
         apart = Difference(
             int(wrong.sum()), wrong.numel(), tuple(where.nonzero()[0].tolist()), where
         )
-        names = tuple(self._explained_product(gemm, narrow, bias, (first, second)))
-        if not names:
-            expected = exact.to(narrow.dtype)
-            names = products.explain(narrow[rows], expected, bias)
-        self._add("the product is not that of the plan", apart, names, gemm=gemm.name)
+
+        def explained() -> Iterable[str]:
+            names = list(self._explained_product(gemm, narrow, bias, (first, second)))
+            return names or products.explain(narrow[rows], exact.to(narrow.dtype), bias)
+
+        self._add("the product is not that of the plan", apart, explained, gemm=gemm.name)
         return True
 
     def _explained_product(
@@ -191,11 +216,12 @@ class CallComparison:
         self,
         what: str,
         apart: Difference | None = None,
-        hypotheses: tuple[str, ...] = (),
+        explained: Callable[[], Iterable[str]] = tuple,
         *,
         gemm: str = "",
         operand: str = "",
     ) -> None:
+        """Add a fault, then its explanation: a fault counts without one."""
         fault = Fault(
             layer=self.call.name,
             what=what,
@@ -203,9 +229,10 @@ class CallComparison:
             operand=operand,
             first=() if apart is None else apart.first,
             share=0.0 if apart is None else apart.share,
-            hypotheses=hypotheses,
         )
         self.faults.append(fault)
+        with suppress(Exception):
+            self.faults[-1] = replace(fault, hypotheses=tuple(explained()))
 
 
 def _both(product: Product) -> tuple[Prepared, Prepared]:

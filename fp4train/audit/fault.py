@@ -68,6 +68,7 @@ class Audited:
         gemms: GEMMs that were compared.
         faults: differences; none: everything is equal.
         uncovered: GEMMs or operands that could not be compared, with the reason.
+        failures: GEMMs whose comparison failed, with the reason.
     """
 
     layer: str
@@ -75,3 +76,4 @@ class Audited:
     gemms: Sequence[str] = ()
     faults: Sequence[Fault] = ()
     uncovered: Sequence[str] = ()
+    failures: Sequence[str] = ()

@@ -63,25 +63,20 @@ class Suspect:
 
 def explain(values: Decoded, suspect: Suspect) -> tuple[str, ...]:
     """The names of the faults that give these values."""
+    kinds = [_other_plans, _other_tensors]
+    if suspect.source.spec is not None:
+        kinds += [_other_bits, _other_specs, _other_scales]
     names = []
-    for name, make in hypotheses(suspect):
-        # a spec may not allow what a hypothesis changes
-        with suppress(ValueError, RuntimeError, IndexError, KeyError):
-            if equal(make(), values):
-                names.append(name)
+    for kind in kinds:
+        # a spec may not allow what a hypothesis changes: the next one is tried
+        with suppress(Exception):
+            for name, make in kind(suspect):
+                with suppress(Exception):
+                    if equal(make(), values):
+                        names.append(name)
     if not names:
         names += _structural(values, suspect)
     return tuple(dict.fromkeys(names))
-
-
-def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:
-    """The faults that can be tried for an operand."""
-    yield from _other_plans(suspect)
-    yield from _other_tensors(suspect)
-    if suspect.source.spec is not None:
-        yield from _other_bits(suspect)
-        yield from _other_specs(suspect)
-        yield from _other_scales(suspect)
 
 
 # -- another plan, another tensor ------------------------------------------------------------------
@@ -290,9 +285,10 @@ def _other_scales(suspect: Suspect) -> Iterator[Hypothesis]:
 
         return make
 
-    yield "inverted global scale", scaled(lambda scale: 1 / scale)
-    yield "global scale left out", scaled(lambda scale: None)
-    yield "global scale applied twice", scaled(lambda scale: scale * scale)
+    if source.decoded().scale is not None:
+        yield "inverted global scale", scaled(lambda scale: 1 / scale)
+        yield "global scale left out", scaled(lambda scale: None)
+        yield "global scale applied twice", scaled(lambda scale: scale * scale)
     if spec.scale_format.is_byte:
         yield "block scales cut off, not rounded", lambda: _with_scales(source, _cut_off)
         yield "zero block scales taken for 1", lambda: _with_scales(source, _one_for_zero)

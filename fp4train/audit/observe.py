@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Position, Quantized, QuantSpec
+from fp4train.text import first_line
 
 
 @dataclass
@@ -122,8 +124,10 @@ class ObservedCall:
         return self.dy is not None
 
 
-def why_not_observed(executor: type[Executor]) -> str | None:
-    """Why calls of an executor of this class cannot be observed; None: they can be."""
+def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
+    """Why calls of an executor of this class with `plan` cannot be observed; None: they can be."""
+    if any(gemm.grouped for gemm in plan.gemms):
+        return "experts that are multiplied in one call: none has a product of its own"
     if issubclass(executor, CutGemms):
         return "tensor parallelism: a rank has one term of each sum"
     if issubclass(executor, ChannelParts):
@@ -146,6 +150,8 @@ class Observer:
         call: the call; None: none came.
         calls: training calls that came.
         uncovered: why the layer cannot be observed; None: it can be.
+        failure: why observing it failed, after which nothing more is kept; None: it did not. The
+            pass goes on.
     """
 
     def __init__(self, layer: PlannedLayer, number: int = 0) -> None:
@@ -154,19 +160,32 @@ class Observer:
         self.call: ObservedCall | None = None
         self.calls = 0
         self.uncovered: str | None = None
+        self.failure: str | None = None
         self._now: ObservedCall | None = None
         self._of: LayerCall | None = None
         self._copies: dict[Executor, Executor] = {}
         self._counted: list[LayerCall] = []
-        self._scaling = {
-            name: tensor.detach().clone() for name, tensor in layer.scaling_state().items()
-        }
+        self._scaling: dict[str, Tensor] = {}
+        with self.guarding():
+            for name, tensor in layer.scaling_state().items():
+                self._scaling[name] = tensor.detach().clone()
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """A context in which tensors are kept; a failure ends the observation alone."""
+        try:
+            yield
+        except Exception as error:
+            self.call = self._now = None
+            if self.failure is None:
+                self.failure = first_line(error)
 
     def __call__(self, executor: Executor) -> Executor:
         """The observed copy of `executor`; itself where it cannot be observed."""
-        if executor not in self._copies:
-            self._copies[executor] = self._observed(executor)
-        return self._copies[executor]
+        with self.guarding():
+            if executor not in self._copies:
+                self._copies[executor] = self._observed(executor)
+        return self._copies.get(executor, executor)
 
     def close(self) -> None:
         """Forget everything but the call."""
@@ -175,9 +194,9 @@ class Observer:
         self._of = None
 
     def _observed(self, executor: Executor) -> Executor:
-        self.uncovered = why_not_observed(type(executor))
+        self.uncovered = why_not_observed(type(executor), executor.plan)
         if self.uncovered is None and isinstance(executor, GroupGemms):
-            self.uncovered = why_not_observed(type(executor.member))
+            self.uncovered = why_not_observed(type(executor.member), executor.plan)
         if self.uncovered is not None:
             return executor
         observed: Any
@@ -207,7 +226,7 @@ class Observer:
         call: LayerCall | None,
     ) -> ObservedCall | None:
         """The record of a call that begins; None: it is not kept."""
-        if call is not None and not any(call.gradients):
+        if self.failure is not None or (call is not None and not any(call.gradients)):
             return None
         if call is not None and call is self._of:
             assert self.call is not None
@@ -262,16 +281,27 @@ class Observer:
         if self._now is not None:
             self._now.products[gemm] = product
 
+    def copied(self, tensor: Tensor) -> Tensor | None:
+        """A copy of a tensor of the running pass; None: the pass is not kept."""
+        if self._now is None:
+            return None
+        duplicate = None
+        with self.guarding():
+            duplicate = tensor.detach().clone()
+        return duplicate
+
     def forward(self, run: Callable[..., tuple[Tensor, SavedInput]], *arguments: Any) -> Any:
         """Run a forward pass, and keep its tensors."""
         executor, x_MK, w_NK, bias_N, call, *_more = arguments
-        self._now = self.begin(executor, x_MK, w_NK, bias_N, call)
+        with self.guarding():
+            self._now = self.begin(executor, x_MK, w_NK, bias_N, call)
         try:
             y_MN, saved = run(*arguments)
         finally:
             record, self._now = self._now, None
         if record is not None:
-            record.y = y_MN.detach().clone()
+            with self.guarding():
+                record.y = y_MN.detach().clone()
         return y_MN, saved
 
     def backward(self, run: Callable[..., Gradients], *arguments: Any, **options: Any) -> Gradients:
@@ -285,9 +315,10 @@ class Observer:
         finally:
             self._now = None
         if record is not None:
-            record.dy = dy_MN.detach().clone()
-            record.dx = _copied(gradients[0])
-            record.dw = _copied(gradients[1] if total is None else total)
+            with self.guarding():
+                record.dy = dy_MN.detach().clone()
+                record.dx = _copied(gradients[0])
+                record.dw = _copied(gradients[1] if total is None else total)
         return gradients
 
 
@@ -333,15 +364,17 @@ class ObservedBackend:
         self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
         result = self._backend.product(a, b, out_dtype=out_dtype, bias=bias)
-        copied = result.detach().clone()
-        self._observer.product(self._gemm, Product(a, b, copied, bias))
+        copied = self._observer.copied(result)
+        if copied is not None:
+            self._observer.product(self._gemm, Product(a, b, copied, bias))
         return result
 
     def add(self, total_RS: Tensor, a: Prepared, b: Prepared) -> None:
-        before = total_RS.detach().clone()
+        before = self._observer.copied(total_RS)
         self._backend.add(total_RS, a, b)
-        after = total_RS.detach().clone()
-        self._observer.product(self._gemm, Product(a, b, after, None, before))
+        after = self._observer.copied(total_RS)
+        if before is not None and after is not None:
+            self._observer.product(self._gemm, Product(a, b, after, None, before))
 
     def summing(self, accumulator: str) -> Backend:
         return ObservedBackend(self._backend.summing(accumulator), self._gemm, self._observer)
@@ -369,33 +402,39 @@ class ObservedTorchLayer(TorchLayer):
         by_torch = not self.sums and not isinstance(weights[0], Gathered)
         if not by_torch or not torch.is_grad_enabled():
             return super().__call__(source, x_MK, weights, biases, now, counts)
-        record = self._observer.begin(self, x_MK, weights[0], biases[0], None)
+        record = None
+        with self._observer.guarding():
+            record = self._observer.begin(self, x_MK, weights[0], biases[0], None)
         if record is None:
             return super().__call__(source, x_MK, weights, biases, now, counts)
-        x_MK = _passed(x_MK, record, "dx")
-        weights = (_passed(weights[0], record, "dw"),)
+        x_MK = self._passed(x_MK, record, "dx")
+        weights = (self._passed(weights[0], record, "dw"),)
         y_MN = super().__call__(source, x_MK, weights, biases, now, counts)
-        record.y = y_MN.detach().clone()
-        return _passed(y_MN, record, "dy")
+        with self._observer.guarding():
+            record.y = y_MN.detach().clone()
+        return self._passed(y_MN, record, "dy")
+
+    def _passed(self, tensor: Tensor, record: ObservedCall, name: str) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        result: Tensor = _Passed.apply(tensor, record, name, self._observer)  # type: ignore[no-untyped-call]
+        return result
 
 
 class _Passed(torch.autograd.Function):
     """The identity, whose gradient is kept as a field of a record."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, record: ObservedCall, name: str) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, record: ObservedCall, name: str, observer: Observer
+    ) -> Tensor:
         ctx.record = record
         ctx.name = name
+        ctx.observer = observer
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        setattr(ctx.record, ctx.name, gradient.detach().clone())
-        return gradient, None, None
-
-
-def _passed(tensor: Tensor, record: ObservedCall, name: str) -> Tensor:
-    if not tensor.requires_grad:
-        return tensor
-    result: Tensor = _Passed.apply(tensor, record, name)  # type: ignore[no-untyped-call]
-    return result
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.observer.guarding():
+            setattr(ctx.record, ctx.name, gradient.detach().clone())
+        return gradient, None, None, None

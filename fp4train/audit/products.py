@@ -1,4 +1,4 @@
-"""CallComparison of a product with one that is made again.
+"""Comparison of a product with one that is made again.
 
 Two ways: by the same backend from the same operands, equal in every bit on a CPU, which finds what
 happens once; and in float64 for some of the rows, which finds what a backend always does. There

@@ -7,6 +7,7 @@ remainder by 256 is the same, so that they are padded alike.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
@@ -24,6 +25,8 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.plan import Plan
 from fp4train.quantize import QuantSpec, RandomKey, quantizer
 
+_log = logging.getLogger(__name__)
+
 FEATURES: Final = 512
 TOKENS: Final = 64
 
@@ -39,7 +42,7 @@ def check_plan(plan: Plan) -> Iterator[Fault]:
     distinct: dict[object, tuple[LayerPlan, tuple[int, int]]] = {}
     for layer_plan in layers:
         layer = layer_plan.layer
-        observed = why_not_observed(executor_class(layer_plan)) is None
+        observed = why_not_observed(executor_class(layer_plan), layer_plan) is None
         if observed and not layer.experts and layer.cut is None and layer.unconverted is None:
             shape = (_narrowed(layer.in_features), _narrowed(layer.out_features))
             key = (layer_plan.computation, layer_plan.recipe, shape)
@@ -75,6 +78,8 @@ def check_layer(plan: LayerPlan, device: str, shape: tuple[int, int]) -> list[Fa
         with autocast(recipe, step=0):
             y = linear(x)
         y.backward(dy)
+    for reason in report.uncovered.values():
+        _log.warning("a layer like %s could not be tried: %s", plan.layer.name, reason)
     return report.faults
 
 

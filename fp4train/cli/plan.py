@@ -41,6 +41,7 @@ from fp4train.run.build import build_model, build_plan
 from fp4train.run.checks import (
     check_cut,
     check_oscillation,
+    check_repeat,
     plan_warnings,
     scale_warnings,
     warn_of_schedule,
@@ -252,6 +253,7 @@ def _plan(
         device = Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())
+    check_repeat(config, device.type)
     check_oscillation(config, plan)
     if gpu is not None:
         kernels = ""

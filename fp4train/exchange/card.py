@@ -53,11 +53,12 @@ class RecordedResults:
     @property
     def audited(self) -> str:
         """A sentence about the audits of the run; empty: there were none."""
+        faults = counted(self.faults, "fault")
         if not self.audits:
-            return ""
+            return f"Audits of the run's state found {faults}." if self.faults else ""
         return (
             f"{counted(self.audits, 'audit')} of a live layer against the readable reference "
-            f"found {counted(self.faults, 'fault')}."
+            f"found {faults}."
         )
 
     @property
@@ -154,7 +155,7 @@ def measured(model: StoredModel) -> RecordedResults:
                 if line.get("event") == EVALUATION and line["step"] == model.saved.step:
                     tasks[line.get("task"), line.get("recipe")] = line
                 elif line.get("event") in counts and line["step"] <= model.saved.step:
-                    counts[line["event"]] += 1
+                    counts[line["event"]] += 1 + int(line.get("more", 0))
                 elif "val/loss" in line and line["step"] <= model.saved.step:
                     evaluated.pop(recipe := line.get("precision/recipe"), None)
                     evaluated[recipe] = line

@@ -14,7 +14,7 @@ from fp4train.hardware import Device
 from fp4train.parallel.config import Mesh
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan
-from fp4train.run.checks import check_cut, check_oscillation
+from fp4train.run.checks import check_cut, check_oscillation, check_repeat
 from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init
 from fp4train.run.teacher import check_teacher_source
@@ -40,6 +40,7 @@ def check_possible(config: Config) -> None:
     if init is not None:
         init.check(model)
     device = Device.of(choose_device(config.device))
+    check_repeat(config, device.type)
     check_oscillation(
         config, build_plan(config, find_layers(model), build_timeline(config), device)
     )

@@ -51,6 +51,11 @@ class StepAudits(Protocol):
     def around(self, recipe: Recipe) -> AbstractContextManager[None]:
         """A context in which a step is queued."""
 
+    def of_update(self, step: int) -> dict[str, int]:
+        """The sums of the state right after the update that was number `step`, by tensor; empty:
+        they were not taken.
+        """
+
     def finish(self) -> None:
         """Called once, after the last step of a loop."""
 

@@ -5,16 +5,22 @@ at their place and named, and no bit of a pass changes.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import audit_planting as planting
 import pytest
 import torch
+from recorded_products import GroupRecorder, Recorder
 from torch import nn
 
 import fp4train as f4
+from fp4train.audit import compare, observe
 from fp4train.audit.bits import difference
+from fp4train.backends import grouped, native
+from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Experts, Linear
 from fp4train.precision import NVFP4, LayerPolicy, recipes
+from fp4train.precision.layer_plan import resolve
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recompute import recompute
 
@@ -164,3 +170,88 @@ def test_what_cannot_be_audited_is_said_with_its_reason() -> None:
         pass
     with pytest.raises(ValueError, match="no layer 7"), f4.audit(layers, layers=["7"]):
         pass
+
+
+@pytest.mark.parametrize("recipe", [recipes.MXFP8(), recipes.FP8Block()], ids=["mxfp8", "blocks"])
+@pytest.mark.parametrize("fault", ["a padded tail not masked", "one 4-bit code doubled"])
+def test_a_fault_in_a_recipe_without_a_global_scale_is_found(recipe: Recipe, fault: str) -> None:
+    change, words = planting.OPERAND_FAULTS[fault]
+    layers = model()
+    with planting.planted_operand(change, LAYER), f4.audit(layers) as report:
+        passes(layers, batch(), recipe)
+    assert not report.uncovered
+    assert any(words in h for fault in report.faults for h in fault.hypotheses), str(report)
+    assert {fault.layer for fault in report.faults} == {LAYER}
+
+
+def test_a_fault_that_cannot_be_explained_is_found_without_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change, _ = planting.OPERAND_FAULTS["a padded tail not masked"]
+    monkeypatch.setattr(compare, "explain", broken)
+    layers = model()
+    with planting.planted_operand(change, LAYER), f4.audit(layers) as report:
+        passes(layers, batch(), NVFP4())
+    assert report.faults and not report.faults[0].hypotheses
+    assert not report.uncovered
+
+
+def test_a_gemm_whose_comparison_fails_leaves_the_faults_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = compare.CallComparison._compare_gemm
+
+    def compare_gemm(self: Any, gemm: Any) -> bool:
+        return broken() if gemm.name == "dgrad" else whole(self, gemm)
+
+    monkeypatch.setattr(compare.CallComparison, "_compare_gemm", compare_gemm)
+    change, _ = planting.OPERAND_FAULTS["a padded tail not masked"]
+    layers = model()
+    with planting.planted_operand(change, LAYER), f4.audit(layers) as report:
+        passes(layers, batch(), NVFP4())
+    assert {fault.gemm for fault in report.faults} == {"fprop"}
+    assert report.uncovered[LAYER] == "dgrad: its comparison failed: no memory"
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), recipes.BF16()], ids=["nvfp4", "bf16"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(observe.Observer, "begin"), (observe, "_copied"), (compare.CallComparison, "run")],
+    ids=["forward", "backward", "comparison"],
+)
+def test_an_audit_that_fails_ends_no_pass_and_is_not_covered(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, recipe: Recipe
+) -> None:
+    expected = passes(model(), batch(), recipe)
+    if name == "_copied" and isinstance(recipe, recipes.BF16):
+        pytest.skip("autograd copies the gradients of layers in high precision")
+    monkeypatch.setattr(owner, name, broken)
+    layers = model()
+    with f4.audit(layers, layers=["0", "2"]) as report:
+        loss = passes(layers, batch(), recipe)
+    assert loss == expected
+    assert layers[0].weight.grad is not None
+    assert report.uncovered == dict.fromkeys(("0", "2"), "its audit failed: no memory")
+    assert not report.audits
+
+
+def broken(*_: object, **__: object) -> Any:
+    raise RuntimeError("no memory")
+
+
+def test_experts_that_are_multiplied_in_one_call_are_not_covered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grouped.F, "scaled_grouped_mm", GroupRecorder())
+    monkeypatch.setattr(native.F, "scaled_mm", Recorder())
+    experts = Experts(3, 128, 160)
+    plan = resolve(experts.layer, NVFP4(), None, "native", Device.elsewhere(find_gpu("B200")))
+    assert plan.fprop.grouped
+    experts.apply_plan(plan, NVFP4(), None, torch.device("cpu"))
+    with f4.audit(experts) as report:
+        with f4.autocast(NVFP4(), seed=1, step=2):
+            y = experts(torch.randn(64, 128).bfloat16().requires_grad_(), [0, 40, 24])
+        y.float().square().mean().backward()
+    (reason,) = report.uncovered.values()
+    assert "multiplied in one call" in reason
+    assert not report.audits

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
+from fp4train import checkpoint
 from fp4train.audit.compare import CallComparison
 from fp4train.audit.expected import Expectation
 from fp4train.audit.fault import AUDIT, AUDIT_FAULT, Audited, Fault
 from fp4train.audit.observe import Observer, why_not_observed
 from fp4train.config import Config
+from fp4train.errors import UserError
 from fp4train.nn.executors import executor_class
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Mesh
@@ -32,13 +35,18 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.plan import Plan
 from fp4train.quantize import Position, RunStep
 from fp4train.run.queued import Step
+from fp4train.run.record.directory import CHECKPOINTS
+from fp4train.run.supervise.audit_failures import AuditFailures
 from fp4train.shards import is_sharded
-from fp4train.text import counted, first_few, first_line
+from fp4train.text import counted, first_few
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 _log = logging.getLogger(__name__)
+
+SHOWN: Final = 3
+"""Faults of a step that are logged and recorded; the others are counted."""
 
 
 class AuditError(AgreedError):
@@ -52,6 +60,9 @@ class LayerAudits:
         audited: names of the layers that were audited.
         bypassed: layers in high precision that were not called, with the reason.
         faults: number of faults found, of all ranks.
+        failures: audits that failed themselves.
+        clean: layer, or kind of comparison → optimizer steps done when it last had no fault.
+        began: optimizer steps done when the audits began.
         seconds: time that the comparisons took.
     """
 
@@ -66,7 +77,9 @@ class LayerAudits:
         self._observers: dict[str, Observer] = {}
         self._earlier: dict[str, Observer] = {}
         self._weight: Tensor | None = None
-        self._failed = False
+        self.failures = AuditFailures(run)
+        self.clean: dict[str, int] = {}
+        self.began = 0
 
     def due(self, step: int) -> bool:
         """Whether a layer is audited in the step of this index."""
@@ -75,6 +88,16 @@ class LayerAudits:
 
     def layer_at(self, step: int) -> PlannedLayer | None:
         """The layer that is audited in a step; None: this rank has none that can be."""
+        turn = self._turn(step)
+        return turn[step // self.every % len(turn)] if turn else None
+
+    def microbatch_at(self, step: int) -> int:
+        """The microbatch of which a layer is audited in a step: another one in each turn."""
+        turns, place = divmod(step // self.every, len(self._turn(step)))
+        return (turns + place) % self.run.config.train.microbatches
+
+    def _turn(self, step: int) -> list[PlannedLayer]:
+        """The layers in the order in which they are audited, under the plan of a step."""
         plans = self.run.plan.at(step).layers
         layers = [
             layer
@@ -83,32 +106,33 @@ class LayerAudits:
             is None
         ]
         if not layers:
-            return None
+            return []
         quantised = [layer for layer in layers if plans[layer.layer.name].quantised]
         last = (quantised or layers)[-1]
         turn = [last, *(layer for layer in layers if layer is not last)]
         turn.insert(len(turn) // 2 + 1, last)
-        return turn[step // self.every % len(turn)]
+        return turn
 
     @contextmanager
     def observing(self) -> Iterator[None]:
         """A context of the passes of a step; the layer that is audited in it is observed."""
         step = self.run.step
-        layers = [self.layer_at(at) for at in (step, step + 1) if self.due(at)]
-        observed = [layer for layer in dict.fromkeys(layers) if layer is not None]
-        microbatches = self.run.config.train.microbatches
-        number = step // max(self.every, 1) % microbatches
-        for layer in observed:
-            observer = Observer(layer, number)
-            self._observers[layer.layer.name] = layer.observer = observer
-        if self.due(step) and layers[0] is not None:
-            self._weight = weight_of(layers[0], divided=self.run.world.size > 1)
+        observed: dict[PlannedLayer, Observer] = {}
+        for at in (step, step + 1):
+            layer = self.layer_at(at) if self.due(at) else None
+            if layer is None or layer in observed:
+                continue
+            observer = Observer(layer, self.microbatch_at(at))
+            observed[layer] = self._observers[layer.layer.name] = layer.observer = observer
+            if at == step:
+                with self.failures.guarding(layer.layer.name):
+                    self._weight = weight_of(layer, divided=self.run.world.size > 1)
         try:
             yield
         finally:
-            for layer in observed:
+            for layer, observer in observed.items():
                 layer.observer = None
-                self._observers[layer.layer.name].close()
+                observer.close()
 
     def after_step(self, run: Run, step: Step) -> None:
         """Compare the observed layer of a step that was queued.
@@ -121,14 +145,13 @@ class LayerAudits:
             return
         began = time.perf_counter()
         layer = self.layer_at(step.index)
-        result = None if layer is None else self._compared(layer, step.index)
+        result = None
+        if layer is not None:
+            with self.failures.guarding(layer.layer.name):
+                result = self._compared(layer, step.index)
         self._keep_for_next()
         self.seconds += time.perf_counter() - began
-        self.count += 1
-        if result is not None:
-            self.audited.add(layer.layer.name)  # type: ignore[union-attr]
-        faults = () if result is None else result.faults
-        self.report(step.index, result, faults)
+        self.report(step.index, result)
 
     def _keep_for_next(self) -> None:
         self._earlier, self._observers = self._observers, {}
@@ -140,15 +163,18 @@ class LayerAudits:
         observer = self._observers.get(name)
         if observer is None:
             return None
-        try:
-            return self._compare(layer, observer, step)
-        except Exception as error:  # the audit must not end the run
-            if not self._failed:
-                self._failed = True
-                _log.warning("step %d: the audit of %s failed: %r", step + 1, name, error)
-                values = {"layer": name, "reason": first_line(error)}
-                self.run.tracker.log_event(step + 1, "audit failed", values)
+        if observer.failure is not None:
+            self.failures.add(name, observer.failure)
             return None
+        result = self._compare(layer, observer, step)
+        if result is None:
+            return None
+        if result.failures:
+            self.failures.add(name, "; ".join(result.failures))
+        if result.gemms or result.faults:
+            self.count += 1
+            self.audited.add(name)
+        return result
 
     def _compare(self, layer: PlannedLayer, observer: Observer, step: int) -> Audited | None:
         call = observer.call
@@ -184,15 +210,23 @@ class LayerAudits:
 
     # -- what is said of it ------------------------------------------------------------------------
 
-    def report(self, step: int, result: Audited | None, faults: Sequence[Fault]) -> None:
+    def report(self, step: int, result: Audited | None) -> None:
         """Log what all ranks found, and end the run where that is asked for.
 
         Raises:
             AuditError: a rank found a fault, and audit.action is "stop".
         """
-        self.faults += report(self.run, step, faults)
         if result is None:
+            self.faults += report(self.run, step, ())
             return
+        name = result.layer
+        if result.failures and not (result.gemms or result.faults):
+            self.faults += report(self.run, step, ())
+            return
+        clean = self.clean.get(name, self.began)
+        self.faults += report(self.run, step, result.faults, clean)
+        if not result.faults and not result.failures:
+            self.clean[name] = step + 1
         values = {
             "layer": result.layer,
             "gemms": list(result.gemms),
@@ -202,29 +236,73 @@ class LayerAudits:
         self.run.tracker.log_event(step + 1, AUDIT, values)
 
 
-def report(run: Run, step: int, faults: Sequence[Fault]) -> int:
+def report(run: Run, step: int, faults: Sequence[Fault], clean: int = 0) -> int:
     """Log the faults of all ranks in a step, and count them; every rank calls this.
+
+    Args:
+        clean: optimizer steps done when what was compared last had no fault.
 
     Raises:
         AuditError: there is one, and audit.action is "stop".
     """
     rank = run.world.place.rank
-    by_rank = run.world.gathered([replace(fault, rank=rank) for fault in faults])
-    everywhere = [fault for rank_faults in by_rank for fault in rank_faults]
-    if not everywhere:
+    shown = [replace(fault, rank=rank) for fault in foremost(faults)]
+    by_rank = run.world.gathered((shown, len(faults), clean))
+    count = sum(number for _, number, _ in by_rank)
+    if not count:
         return 0
+    in_turn = zip_longest(*(rank_faults for rank_faults, *_ in by_rank))
+    listed = foremost(fault for place in in_turn for fault in place if fault is not None)
+    more = count - len(listed)
     where = " on rank {}" if run.world.size > 1 else ""
-    for fault in everywhere:
-        run.tracker.log_event(step + 1, AUDIT_FAULT, fault.values())
+    for fault in listed:
+        values = fault.values()
+        if fault is listed[-1] and more:
+            values["more"] = more
+        run.tracker.log_event(step + 1, AUDIT_FAULT, values)
         if run.world.lead:
             _log.warning("step %d, audit%s: %s", step + 1, where.format(fault.rank), fault)
+    if more and run.world.lead:
+        _log.warning("step %d, audit: and %d more", step + 1, more)
     if run.config.audit.action == "stop":
+        run.saver.wait()  # for one that is being written
+        since = min(clean for _, number, clean in by_rank if number)
         raise AuditError(
-            f"step {step + 1}: the audit found {counted(len(everywhere), 'fault')}: "
-            f"{everywhere[0]}. Nothing more is saved (audit.action=stop); go on from a checkpoint "
-            f"before it: resume={run.directory}"
+            f"step {step + 1}: the audit found {counted(count, 'fault')}: "
+            f"{listed[0]}. Nothing more is saved (audit.action=stop); "
+            f"{run.world.of_lead(way_back(run, since))}"
         )
-    return len(everywhere)
+    return count
+
+
+def foremost(faults: Iterable[Fault]) -> list[Fault]:
+    """At most `SHOWN` faults, those of different kinds before others of the same."""
+    kinds: dict[str, Fault] = {}
+    repetitions = []
+    for fault in faults:
+        if kinds.setdefault(fault.what, fault) is not fault:
+            repetitions.append(fault)
+    return [*kinds.values(), *repetitions][:SHOWN]
+
+
+def way_back(run: Run, clean: int) -> str:
+    """A sentence about the newest checkpoint of at most `clean` optimizer steps."""
+    try:
+        steps = checkpoint.steps(run.directory / CHECKPOINTS)
+    except (UserError, OSError):
+        steps = []
+    before = [step for step in steps if step <= clean]
+    if before:
+        return (
+            f"the state after step {clean} is the last one without a fault; go on from the newest "
+            f"checkpoint up to it: resume={run.directory} resume_step={before[-1]}"
+        )
+    if not steps:
+        return "the run has no checkpoint"
+    return (
+        f"the state after step {clean} is the last one without a fault, and all checkpoints are "
+        f"from after it: fp4train check {run.directory} step=… audits one of them"
+    )
 
 
 def weight_of(layer: PlannedLayer, *, divided: bool) -> Tensor:
@@ -254,7 +332,7 @@ def why_not_audited(plan: LayerPlan, config: Config, mesh: Mesh) -> str | None:
         return "fused scales of weights that other ranks share"
     if config.parallel.amax == "data" and mesh.data > 1:
         return "parallel.amax=data: its amaxes cover tokens of other ranks"
-    return why_not_observed(executor_class(plan))
+    return why_not_observed(executor_class(plan), plan)
 
 
 def uncovered(plan: Plan, config: Config, mesh: Mesh) -> dict[str, list[str]]:
@@ -284,17 +362,23 @@ def described(plan: Plan, config: Config, mesh: Mesh) -> str:
 
 
 def summary(audits: LayerAudits) -> str | None:
-    """A sentence about the audits of a run, for its end; None: there were none."""
-    if not audits.count:
-        return None
+    """A sentence about the audits of a run, for its end; None: nothing is to be said."""
     run = audits.run
-    text = (
-        f"{counted(audits.count, 'audit')} of {counted(len(audits.audited), 'layer')} of "
-        f"{len(run.linears)}: {counted(audits.faults, 'fault')}"
-    )
-    reasons = uncovered(run.plan, run.config, run.world.mesh)
-    for name, reason in audits.bypassed.items():
-        reasons.setdefault(reason, []).append(name)
+    reasons: dict[str, list[str]] = {}
+    if audits.count:
+        text = (
+            f"{counted(audits.count, 'audit')} of {counted(len(audits.audited), 'layer')} of "
+            f"{len(run.linears)}: {counted(audits.faults, 'fault')}"
+        )
+        reasons = uncovered(run.plan, run.config, run.world.mesh)
+        for name, reason in audits.bypassed.items():
+            reasons.setdefault(reason, []).append(name)
+    elif audits.faults or audits.failures.reasons:
+        text = f"no layer was audited: {counted(audits.faults, 'fault')}"
+    else:
+        return None
+    for subject, reason in audits.failures.reasons.items():
+        reasons.setdefault(f"its audit failed: {reason}", []).append(subject)
     for reason, names in reasons.items():
         text += f"; not covered: {first_few(names, 3)} ({reason})"
     return text

@@ -12,8 +12,8 @@ from fp4train.audit.start import check_plan
 from fp4train.precision import Recipe
 from fp4train.run.queued import Step
 from fp4train.run.supervise.audit import LayerAudits, described, report, summary
-from fp4train.run.supervise.repeat import RepeatedSteps
-from fp4train.run.supervise.sums import StateSums, state_sums
+from fp4train.run.supervise.repeat import STEPS, RepeatedSteps
+from fp4train.run.supervise.sums import STATE, BitSums, StateSums
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -34,8 +34,9 @@ class RunAudits:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.layers = LayerAudits(run)
-        self.sums = StateSums(run)
-        self.repeated = RepeatedSteps(run)
+        failures = self.layers.failures
+        self.sums = StateSums(run, failures)
+        self.repeated = RepeatedSteps(run, failures)
         self.active = False
 
     @property
@@ -50,6 +51,7 @@ class RunAudits:
             AuditError: one computes otherwise than the reference, and audit.action is "stop".
         """
         self.active = True
+        self.layers.began = self.run.step
         if not self.layers.every:
             return
         faults: list[Fault] = []
@@ -57,7 +59,7 @@ class RunAudits:
             faults += check_plan(self.run.plan)
         except Exception as error:  # an audit must not end the run
             _log.warning("the plan could not be tried before the first step: %r", error)
-        self._report(self.run.step - 1, faults)
+        self._report(self.run.step - 1, faults, "the plan")
 
     @contextmanager
     def around(self, recipe: Recipe) -> Iterator[None]:
@@ -74,12 +76,14 @@ class RunAudits:
         run = self.run
         faults = self.sums.before_step()
         if self.sums.due(run.step - 1):
-            self._report(run.step - 1, faults)
-        earlier = self.repeated.computed(recipe) if self.repeated.due(run.step) else None
+            self._report(run.step - 1, faults, STATE)
+        repeating = self.repeated.due(run.step)
+        earlier = self.repeated.computed(recipe) if repeating else None
         with self.layers.observing():
             yield
-        if earlier is not None:
-            self._report(run.step, self.repeated.faults(earlier, state_sums(run)))
+        if repeating:
+            faults = [] if earlier is None else self.repeated.faults(earlier)
+            self._report(run.step, faults, STEPS)
 
     def after_step(self, run: Run, step: Step) -> None:
         """Compare what a step that was queued left behind: a hook of the run, its last one.
@@ -90,13 +94,29 @@ class RunAudits:
         if not self.active:
             return
         if self.sums.due(step.index):
-            self._report(step.index, self.sums.after_step(step))
+            self._report(step.index, self.sums.after_step(step), STATE)
         self.layers.after_step(run, step)
 
     def finish(self) -> None:
-        """Say what was audited, at the end of a run."""
+        """Say what was audited, at the end of a run.
+
+        Raises:
+            AuditError: the state changed since the last update, and audit.action is "stop".
+        """
+        if self.active and self.sums.every:
+            self._report(self.run.step - 1, self.sums.at_end(), STATE)
         if (text := summary(self.layers)) is not None and self.run.world.lead:
             _log.info("audit: %s", text)
 
-    def _report(self, step: int, faults: list[Fault]) -> None:
-        self.layers.faults += report(self.run, step, faults)
+    def of_update(self, step: int) -> BitSums:
+        """The sums of the state right after the update that was number `step`, by tensor; empty:
+        they were not taken.
+        """
+        return self.sums.of_update(step)
+
+    def _report(self, step: int, faults: list[Fault], compared: str) -> None:
+        layers = self.layers
+        clean = layers.clean.get(compared, layers.began)
+        layers.faults += report(self.run, step, faults, clean)
+        if not faults and compared not in layers.failures.reasons:
+            layers.clean[compared] = step + 1

@@ -6,7 +6,8 @@ the second result, which is that of a run that repeats nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from fp4train.precision import Recipe
 from fp4train.run.determinism import seed_model
 from fp4train.run.experts import Routed
 from fp4train.run.step import step_rows
+from fp4train.run.supervise.audit_failures import AuditFailures
 from fp4train.run.supervise.sums import BitSums, state_sums
 from fp4train.shards import local
 
@@ -25,31 +27,62 @@ if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 
+STEPS: Final = "repeated steps"
+
+
 class RepeatedSteps:
     """Repeats a step of `run` every `audit.repeat` steps; not the first one, in which moments
     begin.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, failures: AuditFailures) -> None:
         self.run = run
+        self.failures = failures
         self.every = run.config.audit.repeat
 
     def due(self, step: int) -> bool:
         """Whether the step of this index is repeated."""
         return self.every > 0 and step > 0 and step % self.every == 0
 
-    def computed(self, recipe: Recipe) -> BitSums:
+    def computed(self, recipe: Recipe) -> BitSums | None:
         """Compute the step that `run.step` is at once, and take it back: the sums of the bits of
-        the state after it.
+        the state after it; None: some rank has no memory for it, or they could not be taken.
         """
         run = self.run
-        tensors, _ = checkpoint.flatten(run.state())
-        state = {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
+        state = None
+        with self.failures.guarding(STEPS):
+            tensors, _ = checkpoint.flatten(run.state())
+            state = {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
+        if not run.world.everywhere(state is not None) or state is None:
+            return None  # a step is the work of all ranks
+        moments = {parameter: set(entries) for parameter, entries in run.optimizer.state.items()}
         scaling = run.scaling()
         failed = None if run.failed is None else run.failed.clone()
-        run.runner.step(recipe, step_rows(run))
-        sums = state_sums(run)
+        sums = None
+        try:
+            run.runner.step(recipe, step_rows(run))
+            with self.failures.guarding(STEPS):
+                sums = state_sums(run)
+        finally:
+            self._take_back(state, moments, scaling, failed)
+        return sums
+
+    def _take_back(
+        self,
+        state: dict[str, Tensor],
+        moments: Mapping[Tensor, Set[str]],
+        scaling: dict[str, dict[str, Tensor]],
+        failed: Tensor | None,
+    ) -> None:
+        """Put the run back before the step."""
+        run = self.run
         self._write_back(state)
+        for parameter, entries in list(run.optimizer.state.items()):
+            if parameter not in moments:
+                del run.optimizer.state[parameter]
+                continue
+            for key in set(entries) - moments[parameter]:
+                del entries[key]
         run.load_scaling(scaling)
         run.failed = failed
         run.mid_update = False
@@ -57,10 +90,12 @@ class RepeatedSteps:
         if isinstance(run.model, Routed):
             run.model.fp4train_routers().seen(run.world.device)  # loads of the first time
         seed_model(run)
-        return sums
 
-    def faults(self, sums: BitSums, again: BitSums) -> list[Fault]:
-        """The tensors whose bits differ between the two times."""
+    def faults(self, sums: BitSums) -> list[Fault]:
+        """The tensors whose bits now are not those of the first time."""
+        again = sums
+        with self.failures.guarding(STEPS):
+            again = state_sums(self.run)
         what = "the same step on the same state gave other bits"
         return [
             Fault(layer=name, what=what) for name, total in sums.items() if again.get(name) != total

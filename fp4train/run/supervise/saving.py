@@ -44,8 +44,8 @@ from fp4train.files import Folder
 from fp4train.run.finite import first_non_finite
 from fp4train.run.record import directory as run_directory
 from fp4train.run.supervise.checkpoints import Outcome
-from fp4train.run.supervise.sums import changed_copy, sums_of
-from fp4train.shards import TensorShard, owned, separate
+from fp4train.run.supervise.sums import BitSums, changed_copy, same_extent, sums_of
+from fp4train.shards import TensorShard, local, owned, separate
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.statistics import STATISTICS
@@ -126,9 +126,7 @@ class Saver:
             bad = first_non_finite(kept)
         else:
             bad = None
-        sums = {}
-        if run.config.audit.sums:
-            sums = sums_of({name: part.tensor for name, part in parts.items()})
+        sums = self._sums(tensors, parts)
         copies = self._copy(parts)
         self._begun = step
 
@@ -136,7 +134,11 @@ class Saver:
             worst = bad
             if run.device.type == "cpu":
                 worst = first_non_finite({n: copies[n].tensor for n in kept})
-            problem = changed_copy(sums, copies)
+            try:
+                problem = changed_copy(sums, copies)
+            except Exception as error:  # the other ranks wait to agree
+                _log.warning("the copy of step %d could not be compared: %s", step, error)
+                problem = None
             try:
                 problem = self.ranks.agree(problem)
                 worst = self.ranks.agree(worst)
@@ -227,6 +229,26 @@ class Saver:
         self._buffers.clear()
 
     # -- the loop's part ---------------------------------------------------------------------------
+
+    def _sums(self, tensors: Mapping[str, Tensor], parts: Mapping[str, TensorShard]) -> BitSums:
+        """The sums that the copy must have: those right after the update, else those of now; empty:
+        it is not compared.
+        """
+        run = self.run
+        if not run.config.audit.sums:
+            return {}
+        try:
+            of_update = run.audits.of_update(run.step)
+            sums = {
+                name: of_update[name]
+                for name, part in parts.items()
+                if name in of_update and same_extent(part.tensor, local(tensors[name]))
+            }
+            later = {name: part.tensor for name, part in parts.items() if name not in sums}
+            return sums | sums_of(later)
+        except Exception as error:  # an audit must not end the run
+            _log.warning("the copy of step %d is not compared: %s", run.step, error)
+            return {}
 
     def _copy(self, parts: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         stored, aliases = separate({name: part.tensor for name, part in parts.items()})

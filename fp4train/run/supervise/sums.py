@@ -9,7 +9,7 @@ at a rate above zero must change some weight.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,8 @@ from fp4train.audit.fault import Fault
 from fp4train.checkpoint.layout import MODEL
 from fp4train.parallel.tensor import replicas
 from fp4train.parallel.world import REPLICATE
-from fp4train.run.queued import Step
+from fp4train.run.queued import Step, due
+from fp4train.run.supervise.audit_failures import AuditFailures
 from fp4train.shards import TensorShard, local, separate
 
 if TYPE_CHECKING:
@@ -50,47 +51,81 @@ def state_sums(run: Run) -> BitSums:
     return sums_of(stored)
 
 
+STATE: Final = "the sums of the state"
+
+
 class StateSums:
     """The sums of a run's state every `audit.sums` steps, of the part that this rank holds."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, failures: AuditFailures) -> None:
         self.run = run
+        self.failures = failures
         self.every = run.config.audit.sums
         self._before: BitSums | None = None
         self._after: BitSums | None = None
+        self._summed: int | None = None
 
     def due(self, step: int) -> bool:
-        """Whether the state after the step of this index is summed."""
-        return self.every > 0 and (step + 1) % self.every == 0
+        """Whether the state after the step of this index is summed: that becomes a checkpoint, too."""
+        if not self.every:
+            return False
+        config = self.run.config
+        saved = due(step + 1, config.checkpoint.every, config.train.steps)
+        return saved or (step + 1) % self.every == 0
+
+    def of_update(self, step: int) -> BitSums:
+        """The sums right after the update that was number `step`; empty: they were not taken."""
+        if self._after is None or self._summed != step:
+            return {}
+        return self._after
 
     def before_step(self) -> list[Fault]:
         """The tensors that changed since the last update; takes the sums of the coming one."""
-        faults: list[Fault] = []
         step = self.run.step
         if self._after is None and not self.due(step):
-            return faults
+            return []
         sums = self._sums()
-        if self._after is not None:
-            what = "its bits changed between the update and the next step"
-            faults = [
-                Fault(layer=name, what=what)
-                for name, total in self._after.items()
-                if sums.get(name, total) != total
-            ]
+        faults = self._changed(sums)
         self._after = None
         self._before = sums if self.due(step) else None
+        return faults
+
+    def at_end(self) -> list[Fault]:
+        """The tensors that changed since the last update, where no step follows."""
+        if self._after is None:
+            return []
+        faults = self._changed(self._sums())
+        self._after = None
         return faults
 
     def after_step(self, step: Step) -> list[Fault]:
         """Sum the state after an update; what it should have changed, and copies that differ."""
         if not self.due(step.index):
             return []
-        self._after = self._sums()
+        sums = self._after = self._sums()
+        self._summed = step.index + 1
         before, self._before = self._before, None
-        return [*self._unchanged(before, self._after, step), *self._copies_that_differ(self._after)]
+        on_all_ranks = self.run.world.everywhere(sums is not None)
+        if sums is None:
+            return []
+        faults = self._unchanged(before, sums, step)
+        return [*faults, *self._copies_that_differ(sums)] if on_all_ranks else faults
 
-    def _sums(self) -> BitSums:
-        return state_sums(self.run)
+    def _sums(self) -> BitSums | None:
+        sums = None
+        with self.failures.guarding(STATE):
+            sums = state_sums(self.run)
+        return sums
+
+    def _changed(self, sums: BitSums | None) -> list[Fault]:
+        if self._after is None or sums is None:
+            return []
+        what = "its bits changed between the update and the next step"
+        return [
+            Fault(layer=name, what=what)
+            for name, total in self._after.items()
+            if sums.get(name, total) != total
+        ]
 
     def _unchanged(self, before: BitSums | None, after: BitSums, step: Step) -> list[Fault]:
         weights = [f"{MODEL}/{checkpoint.escaped(name)}" for name in step.names]
@@ -136,6 +171,11 @@ def _differing(sums: BitSums, names: list[str], group: Any, kind: str) -> list[F
     what = f"its bits are not those of every {kind}"
     apart = (largest != least).nonzero().flatten().tolist()
     return [Fault(layer=names[at], what=what) for at in apart]
+
+
+def same_extent(part: Tensor, tensor: Tensor) -> bool:
+    """Whether two tensors are all of the same memory."""
+    return len(separate({"part": part, "tensor": tensor})[0]) == 1
 
 
 def changed_copy(sums: BitSums, copied: Mapping[str, TensorShard]) -> str | None:

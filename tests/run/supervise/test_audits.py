@@ -16,7 +16,11 @@ from command_line import STEADY, Cli, after_update, events, losses, steps
 
 from fp4train import checkpoint
 from fp4train.audit.settings import AuditSettings
+from fp4train.exchange.card import RecordedResults
 from fp4train.run.supervise import audit as run_audit
+from fp4train.run.supervise import repeat as run_repeat
+from fp4train.run.supervise import saving
+from fp4train.run.supervise import sums as run_sums
 from fp4train.run.supervise.saving import Saver
 
 AUDITED = ("audit.every=1", "audit.sums=1", "audit.repeat=2")
@@ -120,6 +124,25 @@ def test_an_audit_that_fails_is_said_once_and_ends_nothing(
     assert ended.code == 0
     (entry,) = events("runs/a", "audit failed")
     assert "no reference" in entry["reason"]
+    assert "no layer was audited: 0 faults; not covered: " in ended.err
+    assert "(its audit failed: no reference)" in ended.err
+
+
+@pytest.mark.parametrize("module", [run_sums, run_repeat], ids=["sums", "repeated steps"])
+def test_sums_that_cannot_be_taken_end_nothing_and_are_not_covered(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, module: Any
+) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("no memory")
+
+    cli.trained("run.name=b", *NVFP4, *SILENT)
+    monkeypatch.setattr(module, "state_sums", broken)
+    ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=1", "audit.repeat=2")
+    assert ended.code == 0
+    assert len(events("runs/a", "audit failed")) == 1
+    assert events("runs/a", "audit fault") == []
+    assert "(its audit failed: no memory)" in ended.err
+    assert losses("runs/a") == losses("runs/b")
 
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
@@ -160,6 +183,101 @@ def test_a_step_that_gives_other_bits_when_it_is_repeated_is_found(
     assert "other bits" in faults[0]["what"]
 
 
+def flip_all(run: Any) -> None:
+    for parameter in run.model.parameters():
+        flip(parameter, 3)
+
+
+def test_of_many_faults_of_a_step_three_are_said_and_the_others_counted(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count: list[int] = []
+    after_update(3, monkeypatch, flip_all)
+    after_update(3, monkeypatch, lambda run: count.append(len([*run.model.parameters()])))
+    ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=1")
+    faults = events("runs/a", "audit fault")
+    assert len(faults) == 3
+    assert [fault.get("more", 0) for fault in faults] == [0, 0, count[0] - 3]
+    assert f"step 3, audit: and {count[0] - 3} more" in ended.err
+    assert f"no layer was audited: {count[0]} faults" in ended.err
+
+
+def test_a_run_that_stops_names_the_checkpoint_from_before_the_fault(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after_update(5, monkeypatch, flip_all)
+    stop = ("audit.every=0", "audit.sums=1", "audit.action=stop")
+    ended = cli("run.name=a", *NVFP4, *stop, "checkpoint.every=2", "checkpoint.keep=9")
+    assert ended.code == 1
+    assert "resume=" in ended.message and "resume_step=4" in ended.message
+    assert steps("runs/a") == [2, 4]
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+def test_a_bit_that_flips_between_the_last_update_and_its_checkpoint_is_found(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    after_update(6, monkeypatch, lambda run: flip(next(run.model.parameters()), 3))
+    monkeypatch.setattr(saving, "PAUSES", (0.01,))
+    options = ("audit.every=0", "audit.sums=100", f"audit.action={action}", "checkpoint.every=3")
+    cli("run.name=a", *NVFP4, *options)
+    assert 6 not in steps("runs/a")
+    (entry,) = events("runs/a", "audit fault")
+    assert entry["layer"] == "model/embed.weight" and entry["step"] == 6
+    assert "other bits than the state" in events("runs/a", "checkpoint failed")[0]["reason"]
+
+
+def test_a_repeated_step_leaves_no_new_state_of_the_optimizer(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp4train.run.step import EagerSteps
+
+    original = EagerSteps.step
+    left: list[bool] = []
+
+    def step(self: EagerSteps, recipe: Any, rows: Any) -> Any:
+        states = self.run.optimizer.state.values()
+        left.append(any("extra" in state for state in states))
+        queued = original(self, recipe, rows)
+        if self.run.step == 4 and len(left) == 6:
+            next(iter(states))["extra"] = torch.zeros(2)
+        return queued
+
+    monkeypatch.setattr(EagerSteps, "step", step)
+    cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=0", "audit.repeat=2")
+    assert left == [False] * 8
+
+
+def test_every_microbatch_of_every_layer_is_audited_in_its_turn(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audited: set[tuple[str, int]] = set()
+
+    def collect(run: Any) -> None:
+        audits = run.audits.layers
+        for step in range(200):
+            audited.add((audits.layer_at(step).layer.name, audits.microbatch_at(step)))
+
+    after_update(1, monkeypatch, collect)
+    cli("run.name=a", *NVFP4, "train.microbatch=2", "train.steps=2", "audit.every=1")
+    names = {name for name, _ in audited}
+    numbers = {number for _, number in audited}
+    assert len(names) > 2 and len(numbers) > 1
+    assert len(audited) == len(names) * len(numbers)
+
+
+def test_steps_are_repeated_on_a_gpu_where_correct_ones_are_equal_alone(cli: Cli) -> None:
+    ended = cli("plan", "gpu=H100", "audit.repeat=2")
+    assert ended.code == 1
+    assert "audit.repeat=2 needs train.deterministic=true" in ended.message
+    assert cli("plan", "gpu=H100", "audit.repeat=2", "train.deterministic=true").code == 0
+
+
+def test_a_model_card_says_faults_that_sums_alone_found() -> None:
+    results = RecordedResults(evaluated=[], tasks=[], damaged=0, faults=2)
+    assert results.audited == "Audits of the run's state found 2 faults."
+
+
 def test_an_update_that_is_left_out_is_found(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp4train.run import step as run_step
 
@@ -188,6 +306,7 @@ def test_a_checkpoint_whose_copy_has_other_bits_is_not_written(
         return copies
 
     monkeypatch.setattr(Saver, "_copy", copied)
+    after_update(3, monkeypatch, lambda run: run.saver.wait())
     ended = cli("run.name=a", *NVFP4, "checkpoint.every=2", "checkpoint.keep=9")
     assert ended.code == 0
     (entry,) = events("runs/a", "checkpoint failed")
