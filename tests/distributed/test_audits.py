@@ -89,3 +89,19 @@ def test_bf16_on_the_wire_is_found_and_named(ranks: Ranks) -> None:
     faults = events(ranks.folder / "runs/a", "audit fault")
     names = {name for fault in faults for name in fault["hypotheses"]}
     assert any("rounded to BF16 before" in name for name in names), faults
+
+
+FAILS = """
+import fp4train.run.supervise.repeat as repeat
+import fp4train.run.supervise.sums as sums
+def broken(run):
+    raise RuntimeError("no memory")
+if rank:
+    repeat.state_sums = sums.state_sums = broken
+"""
+
+
+def test_a_rank_whose_audits_fail_still_takes_part_in_those_of_the_others(ranks: Ranks) -> None:
+    mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.repeat=2")
+    assert not any(ranks(2, "run.name=a", *AUDITED, *mesh, "audit.sums=1", patch=FAILS).codes)
+    assert events(ranks.folder / "runs/a", "audit fault") == []
