@@ -91,6 +91,10 @@ HERE: dict[str, tuple[str, Callable[[], bool]]] = {
         "yes",
         lambda: {"sensitivity", "rank"} <= set(VERBS),
     ),
+    "live steps audited by an independent reference, faults named": (
+        "yes",
+        lambda: run_of().audit.every is None and "check" in VERBS,
+    ),
     "export of packed NVFP4": ("yes", lambda: {"modelopt", "compressed-tensors"} <= set(LAYOUTS)),
     "context and expert parallelism, profiler": (
         "no",
