@@ -37,7 +37,8 @@ from fp4train.config import overrides, plugins
 from fp4train.errors import UserError, user_errors
 from fp4train.lab.gate.gate import gate
 from fp4train.lab.gate.question import GateRequest
-from fp4train.lab.gate.result import EXIT_CODES, GATE, Estimated, gate_json
+from fp4train.lab.gate.result import EXIT_CODES, Estimated, gate_json
+from fp4train.lab.studies.results import GATE
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.sealed import sealed

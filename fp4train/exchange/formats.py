@@ -162,6 +162,10 @@ def kind_of(spec: QuantSpec | None) -> str:
         return HIGH
     if spec.random:
         raise ValueError(f"is rounded by rounding={spec.rounding}: its codes are those of one step")
+    if spec.rounding != "nearest":
+        raise ValueError(
+            f"is rounded by rounding={spec.rounding}: other software rounds activations to nearest"
+        )
     if spec.delayed is not None:
         raise ValueError(
             "takes its scale from a history (delayed scaling), and a folder has that of the tensor"

@@ -27,9 +27,11 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-SMALLEST_NORMAL: Final = 2.0**-126
-LARGEST_BF16: Final = 2.0**127 * (2 - 2.0**-7)
-"""The normal numbers of BF16: what values of a format must lie between."""
+SMALLEST: Final = 2.0**-64
+LARGEST: Final = 2.0**64
+"""What magnitudes of an element format must lie between, so that their products with scales and the
+positions on the grid are normal numbers of float32.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +187,20 @@ def check_element(fmt: ElementFormat) -> None:
     """Refuse a format that tensors cannot be quantised to.
 
     Raises:
-        ValueError: it is wider than a byte, or has values that BF16, or the float32 arithmetic of
-            the grid, does not hold.
+        ValueError: it is wider than a byte, has values that the float32 arithmetic of scales and
+            of the grid does not hold, or names a dtype or a rate.
     """
     place = f"element format {fmt.name!r}"
+    fields = (fmt.exponent_bits, fmt.mantissa_bits, fmt.bias)
+    if not all(type(field) is int for field in fields):
+        raise ValueError(
+            f"{place}: exponent_bits, mantissa_bits and bias are integers, not {fields}"
+        )
+    if fmt.dtype is not None or fmt.rate is not None:
+        raise ValueError(
+            f"{place}: dtype and rate are those of formats that torch and tensor cores know; leave "
+            "them out"
+        )
     if fmt.exponent_bits < 0 or fmt.mantissa_bits < 0 or not 2 <= fmt.bits <= 8:
         raise ValueError(
             f"{place}: exponent_bits={fmt.exponent_bits} and mantissa_bits={fmt.mantissa_bits}: "
@@ -200,10 +212,10 @@ def check_element(fmt: ElementFormat) -> None:
         )
     if fmt.last_number_code < 1 or fmt.max <= 0.0:
         raise ValueError(f"{place}: it has no value but zero; give it more bits")
-    if fmt.smallest_subnormal < SMALLEST_NORMAL or fmt.max > LARGEST_BF16:
+    if fmt.smallest_subnormal < SMALLEST or fmt.max > LARGEST:
         raise ValueError(
-            f"{place}: its values reach from {fmt.smallest_subnormal:.3g} to {fmt.max:.3g}; exact "
-            f"in BF16 are those from {SMALLEST_NORMAL:.3g} to {LARGEST_BF16:.3g}: choose another "
+            f"{place}: its values reach from {fmt.smallest_subnormal:.3g} to {fmt.max:.3g}; the "
+            f"arithmetic of scales and of the grid takes those from 2^-64 to 2^64: choose another "
             f"bias than {fmt.bias}"
         )
 

@@ -52,13 +52,17 @@ class Registry(Collection[EntryType]):
         """The names, in order."""
         return tuple(self._entries)
 
+    def is_own(self, name: str) -> bool:
+        """Whether the name is that of one of the program's own entries."""
+        return name in self._own
+
     def get(self, name: str) -> EntryType:
         """The entry called `name`.
 
         Raises:
             ValueError: there is none; the message has the near miss and all names.
         """
-        if name in self._entries:
+        if isinstance(name, str) and name in self._entries:
             return self._entries[name]
         raise ValueError(
             f"{self.kind} {name!r} is unknown{near_miss(str(name), self.names)} (known: "
@@ -98,12 +102,18 @@ class Registry(Collection[EntryType]):
 
 
 def _definition(entry: Any) -> tuple[object, ...]:
-    """What an entry is, the same after its module was imported again."""
+    """What an entry is, the same after its module was imported again: its class with the code of
+    its methods, and its fields.
+    """
     kind = type(entry)
     values = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
-    functions = {
-        name: f"{value.__module__}.{value.__qualname__}"
-        for name, value in values.items()
-        if isinstance(value, FunctionType)
-    }
-    return kind.__module__, kind.__qualname__, repr(values | functions)
+    functions = {name: value for name, value in values.items() if isinstance(value, FunctionType)}
+    methods = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+    code = [_code(function) for function in (*functions.values(), *methods)]
+    return kind.__module__, kind.__qualname__, repr({**values, **dict.fromkeys(functions)}), code
+
+
+def _code(function: FunctionType) -> tuple[object, ...]:
+    code = function.__code__
+    numbers = [value for value in code.co_consts if isinstance(value, int | float | str)]
+    return function.__qualname__, code.co_code, code.co_names, numbers

@@ -28,14 +28,15 @@ from torch import Tensor
 from fp4train.formats.element import (
     E4M3,
     FP32,
-    LARGEST_BF16,
-    SMALLEST_NORMAL,
     ElementFormat,
     encode,
     magnitude,
 )
 
 E8M0_NAN = 255
+SMALLEST_SCALE: Final = 2.0**-126
+LARGEST_SCALE: Final = 2.0**127
+"""What values of a format of scales with a mantissa must lie between: normal numbers of BF16."""
 BF16_SIGNIFICANT_BITS = 8
 
 
@@ -93,7 +94,7 @@ class ScaleFormat:
                 f"mantissa_bits={mantissa_bits} must be 8 bits together, 1 to 7 of them the "
                 "mantissa's (e8m0 has powers of two)"
             )
-        if element.smallest_subnormal < SMALLEST_NORMAL or element.max > LARGEST_BF16:
+        if element.smallest_subnormal < SMALLEST_SCALE or element.max > LARGEST_SCALE:
             raise ValueError(
                 f"scale format {name!r}: its values reach from {element.smallest_subnormal:.3g} to "
                 f"{element.max:.3g}, beyond those of BF16: choose another bias than {bias}"
@@ -119,6 +120,25 @@ class ScaleFormat:
         """
         scale_bits = self.mantissa_bits + 1 if self.mantissa_bits else 0
         return element.mantissa_bits + 1 + scale_bits <= BF16_SIGNIFICANT_BITS
+
+
+def check_scale(fmt: ScaleFormat) -> None:
+    """Refuse a format in which scales cannot be stored.
+
+    Raises:
+        ValueError: it stores neither bytes nor float32 numbers, or its largest and smallest values
+            are not stored exactly.
+    """
+    place = f"scale format {fmt.name!r}"
+    if fmt.dtype not in (torch.uint8, torch.float32):
+        raise ValueError(f"{place}: dtype={fmt.dtype}: scales are torch.uint8 or torch.float32")
+    ends = torch.tensor([fmt.smallest, fmt.max], dtype=torch.float32)
+    stored = fmt.encode(ends)
+    if stored.dtype != fmt.dtype or not torch.equal(fmt.decode(stored), ends):
+        raise ValueError(
+            f"{place}: encode and decode do not give back smallest={fmt.smallest:g} and "
+            f"max={fmt.max:g} as {fmt.dtype}"
+        )
 
 
 def e4m3_encode(x: Tensor) -> Tensor:

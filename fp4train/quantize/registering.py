@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from fp4train.formats import ELEMENT_FORMATS, SCALE_FORMATS, ElementFormat, ScaleFormat
 from fp4train.formats.element import check_element
+from fp4train.formats.scale import check_scale
 from fp4train.quantize.rounding import ROUNDINGS, Rounding
 
 Registered: TypeAlias = ElementFormat | ScaleFormat | Rounding
@@ -38,6 +39,7 @@ def register(*entries: Registered) -> None:
             check_element(entry)
             ELEMENT_FORMATS.add(entry)
         elif isinstance(entry, ScaleFormat):
+            check_scale(entry)
             SCALE_FORMATS.add(entry)
         elif isinstance(entry, Rounding):
             ROUNDINGS.add(entry)

@@ -80,13 +80,15 @@ def transform_matrix(transform: Transform) -> Tensor:
         ValueError: it is not orthogonal or has another shape, so that it would not cancel in a
             product.
     """
-    matrix = transform.matrix().detach().to("cpu", torch.float64)
     n = transform.size
+    with torch.device("cpu"):  # whatever the default device of the surrounding code is
+        matrix = transform.matrix().detach().to("cpu", torch.float64)
     if matrix.shape != (n, n):
         raise ValueError(
             f"{transform}: matrix() is {list(matrix.shape)}; size={n} needs [{n}, {n}]"
         )
-    error = (matrix.T @ matrix - torch.eye(n, dtype=torch.float64)).abs().max().item()
+    identity = torch.eye(n, dtype=torch.float64, device="cpu")
+    error = (matrix.T @ matrix - identity).abs().max().item()
     if not error <= TOLERANCE:
         raise ValueError(
             f"{transform}: matrix() is not orthogonal (QᵀQ differs from 1 by {error:.2g}): it would "

@@ -105,6 +105,11 @@ ROUNDINGS: Final = Registry[Rounding]("rounding", (NEAREST, STOCHASTIC, EDEN))
 """Roundings, those of plugins last."""
 
 
+def _is_torchs_cast(rounding: Rounding) -> bool:
+    """Whether torch's cast to a float8 dtype rounds so; a class of its own may round otherwise."""
+    return type(rounding).integers is Nearest.integers
+
+
 def round_to_values(
     t: Tensor, fmt: ElementFormat, bits: Tensor | None = None, rounding: Rounding | None = None
 ) -> Tensor:
@@ -116,7 +121,7 @@ def round_to_values(
         rounding: None is stochastic where there are bits, else to nearest.
     """
     rounding = rounding or (NEAREST if bits is None else STOCHASTIC)
-    if isinstance(rounding, Nearest) and fmt.float8 is not None:
+    if _is_torchs_cast(rounding) and fmt.float8 is not None:
         return t.clamp(-fmt.max, fmt.max).to(fmt.float8).to(torch.float32)
     position, exponent = grid_position(t.abs().clamp_(max=fmt.max), fmt)
     return grid_value(rounding.integers(position, bits), exponent, fmt).copysign_(t)
@@ -129,7 +134,7 @@ def round_to_codes(
     the largest value, whose scale is then NaN. Arguments as of `round_to_values`.
     """
     rounding = rounding or (NEAREST if bits is None else STOCHASTIC)
-    if isinstance(rounding, Nearest) and fmt.float8 is not None:
+    if _is_torchs_cast(rounding) and fmt.float8 is not None:
         codes = t.clamp(-fmt.max, fmt.max).to(fmt.float8).view(torch.uint8)
     else:
         position, exponent = grid_position(torch.fmin(t.abs(), t.new_full((), fmt.max)), fmt)

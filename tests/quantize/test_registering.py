@@ -2,8 +2,9 @@
 quantises.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,18 @@ from fp4train.quantize import (
     quantize_dequantize,
     register,
 )
+from fp4train.quantize.rounding import Nearest
+
+WIDE: dict[str, Any] = {
+    "name": "wide",
+    "exponent_bits": 4,
+    "mantissa_bits": 4,
+    "bias": 7,
+    "needs_global": True,
+}
 
 
-def own(**fields: int) -> ElementFormat:
+def own(**fields: Any) -> ElementFormat:
     return ElementFormat(
         **{"name": "own", "exponent_bits": 2, "mantissa_bits": 1, "bias": 1} | fields
     )  # type: ignore[arg-type]
@@ -39,7 +49,10 @@ def own(**fields: int) -> ElementFormat:
         (own(name="e4m3"), "name='e4m3' is taken (fp4train's own): give the new one another name"),
         (own(name="E3M0"), "name='E3M0': allowed are a letter, then letters"),
         (own(mantissa_bits=6), "allowed are codes of 2 to 8 bits, one of them the sign"),
-        (own(bias=300), "exact in BF16 are those from 1.18e-38 to 3.39e+38: choose another bias"),
+        (own(bias=300), "takes those from 2^-64 to 2^64: choose another bias than 300"),
+        (own(bias=1.5), "exponent_bits, mantissa_bits and bias are integers"),
+        (own(dtype=torch.float8_e4m3fnuz), "leave them out"),
+        (own(rate="FP8"), "leave them out"),
         (own(exponent_bits=6, bias=-100), "choose another bias than -100"),
         (own(has_inf=True), "has_inf=True needs has_nan=True"),
         (own(exponent_bits=0, mantissa_bits=1, has_nan=True), "it has no value but zero"),
@@ -177,6 +190,41 @@ class Upwards(Rounding):
     def integers(self, position: Tensor, bits: Tensor | None) -> Tensor:
         assert bits is not None
         return torch.where(bits >= 1 << 15, position.ceil(), position.floor())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Down(Nearest):
+    """Another rounding on the class of the one to nearest."""
+
+    def integers(self, position: Tensor, bits: Tensor | None) -> Tensor:
+        return position.floor_()
+
+
+@pytest.mark.parametrize("element", ["e2m1", "e4m3"])
+def test_a_rounding_of_ones_own_rounds_elements_that_torch_casts_to_as_well(element: str) -> None:
+    register(Down(name="down"))
+    scheme: dict[str, Any] = {"element": element, "scale": "fp32", "global_scale": None}
+    x = torch.rand(8, 64, generator=torch.Generator().manual_seed(0)) + 1
+    down = quantize(x, QuantSpec(rounding="down", **scheme)).restore(torch.float32)
+    assert (down <= x * (1 + 1e-6)).all() and (down < x).float().mean() > 0.8
+
+
+def test_a_changed_rounding_or_scale_format_does_not_take_a_name_in_silence() -> None:
+    register(Down(name="down"))
+    changed = type("Down", (Down,), {"integers": lambda self, position, bits: position.ceil_()})
+    changed.__module__, changed.__qualname__ = Down.__module__, Down.__qualname__
+    with pytest.raises(ValueError, match="name='down' is taken"):
+        register(changed(name="down"))
+    scale = replace(ScaleFormat.unsigned(**WIDE), encode=lambda x: x.to(torch.uint8))
+    with pytest.raises(ValueError, match="encode and decode do not give back"):
+        register(scale)
+    with pytest.raises(ValueError, match=r"scales are torch\.uint8"):
+        register(replace(scale, dtype=torch.int16))
+
+
+def test_transforms_are_checked_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert QuantSpec(hadamard=Rotation(kind="dct", size=32)).hadamard is not None
 
 
 def test_a_rounding_of_ones_own_draws_bits_for_each_element() -> None:

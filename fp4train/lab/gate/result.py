@@ -15,7 +15,6 @@ from fp4train.lab.studies.base import Base
 from fp4train.lab.studies.sequential import ALPHA, Array
 from fp4train.text import screen, tabulate
 
-GATE = "gate.json"
 EXIT_CODES = {"within": 0, "beyond": 1, "undecided": 2}
 ASSUMED = 0.25
 """The deviation from seed to seed that nobody has measured, in margins."""

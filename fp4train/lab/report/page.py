@@ -32,7 +32,7 @@ from fp4train.lab.costs import estimate
 from fp4train.lab.report import facts, groups
 from fp4train.lab.report.sources import RunSource, read_sources
 from fp4train.lab.studies import figures, sequential
-from fp4train.lab.studies.results import RankResult
+from fp4train.lab.studies.results import GateResult, RankResult
 
 PAGE = "page.html"
 STYLE = "page.css"
@@ -165,6 +165,7 @@ def render(
         stretches=[(source, stretch) for source in sources for stretch in source.stretches],
         events=[(source, event) for source in sources for event in source.events],
         rankings=_rankings(sources),
+        gates=_gates(sources),
         sensitivities=[
             (source, study) for source in sources for study in source.studies.sensitivities
         ],
@@ -180,6 +181,12 @@ def _rankings(sources: Sequence[RunSource]) -> list[tuple[RunSource, RankResult]
         shown = [ranking for _, ranking in every]
         every += [(source, ranking) for ranking in source.studies.rankings if ranking not in shown]
     return every
+
+
+def _gates(sources: Sequence[RunSource]) -> list[GateResult]:
+    """The answers of gates on checkpoints of the runs; one of several runs is shown once."""
+    every = [answer for source in sources for answer in source.studies.gates]
+    return [answer for number, answer in enumerate(every) if answer not in every[:number]]
 
 
 def _environment() -> Environment:

@@ -1,4 +1,4 @@
-"""rank.json and sensitivity.json: what the commands write, and what figures and reports read of
+"""rank.json, sensitivity.json and gate.json: what the commands write, and what figures and reports read of
 it.
 """
 
@@ -25,6 +25,7 @@ from fp4train.lab.studies.stored import (
     StoredEstimate,
     StoredFinding,
     StoredGap,
+    StoredGateBase,
     StoredPair,
     StoredPoint,
     StoredPolicy,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 RANKING = "rank.json"
 SENSITIVITY = "sensitivity.json"
+GATE = "gate.json"
 LIMIT = 1 << 26
 """Bytes of a result that are read."""
 MOST = 32
@@ -214,11 +216,36 @@ class RankResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GateResult:
+    """The answer of a gate, of what `gate_json` wrote. That on several runs is equal in the folder
+    of each.
+
+    Args:
+        recipe: name of the recipe that was tested.
+        against: name of the reference.
+        margin: nats per token.
+        pairs: pairs of forks at each checkpoint.
+        gap: mean difference in nats per token; None: there is none, or a fork diverged.
+        interval: ends of the interval of the gap at the verdict's confidence.
+    """
+
+    recipe: str
+    against: str
+    margin: float
+    verdict: str
+    pairs: int
+    gap: float | None
+    interval: tuple[float | None, ...]
+    checkpoints: tuple[StoredGateBase, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Studies:
     """The results of a run, by their folders' names."""
 
     sensitivities: Sequence[SensitivityResult] = ()
     rankings: Sequence[RankResult] = ()
+    gates: Sequence[GateResult] = ()
 
 
 def read_studies(run: Path, problems: list[str]) -> Studies:
@@ -229,6 +256,7 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
     """
     sensitivities: list[SensitivityResult] = []
     rankings: list[RankResult] = []
+    gates: list[GateResult] = []
     with Folder.open(run) as top:
         if top.status(STUDIES) is None:
             return Studies()
@@ -247,13 +275,15 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
                             )
                         elif folder.has_file(RANKING):
                             rankings.append(bound(_parsed(top, folder, RANKING), RankResult))
+                        elif folder.has_file(GATE):
+                            gates.append(bound(_parsed(top, folder, GATE), GateResult))
                         else:
                             problems.append(
                                 f"{folder.path} has no result: the study is not finished"
                             )
                     except (OSError, ValueError, UserError, RecursionError) as error:
                         problems.append(f"{folder.path} cannot be read{_why(error)}")
-    return Studies(sensitivities=sensitivities, rankings=rankings)
+    return Studies(sensitivities=sensitivities, rankings=rankings, gates=gates)
 
 
 def _why(error: Exception) -> str:

@@ -213,3 +213,15 @@ class StoredPair:
         if low is None or high is None:
             return None
         return (low, high) if self.first == reference else (-high, -low)
+
+
+# -- a gate ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredGateBase:
+    """A checkpoint of a gate."""
+
+    run: str
+    step: int
+    mean: float | None

@@ -1,19 +1,25 @@
-"""Element formats in the journal: what their codes stand for, so that no other format takes the
-place of a name.
+"""Formats and roundings in the journal: what they were, so that no other one takes the place of a
+name.
 
-A recipe names its formats. The record of a start, and of a swap, says beside the plan what each
-name meant then.
+A recipe names its formats. The record of a start, and of a swap, says beside the plan what the name
+of each element format meant then, and those of the scale formats and roundings of plugins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from fp4train.errors import UserError
-from fp4train.formats import ElementFormat
+from fp4train.formats import SCALE_FORMATS, ElementFormat, ScaleFormat
 from fp4train.precision.plan import Plan
+from fp4train.quantize import ROUNDINGS, Rounding
+from fp4train.text import shortened
 
+LONGEST = 300
+"""Characters of what a message shows of a record."""
 FIELDS = ("exponent_bits", "mantissa_bits", "bias", "has_inf", "has_nan")
 """The fields of a format that the values of its codes follow from."""
 
@@ -23,16 +29,34 @@ def described(fmt: ElementFormat) -> dict[str, int]:
     return {name: int(getattr(fmt, name)) for name in FIELDS}
 
 
-def described_formats(plan: Plan) -> dict[str, dict[str, int]]:
-    """Name of each element format that a plan quantises to → what it is (`described`)."""
-    formats = set[ElementFormat]()
-    for stretch in plan.stretches:
-        for layer in stretch.layers.values():
-            for spec in layer.specs:
-                formats.add(spec.format)
-                if spec.requantises is not None:
-                    formats.add(spec.requantises.format)
-    return {fmt.name: described(fmt) for fmt in sorted(formats, key=lambda fmt: fmt.name)}
+def described_formats(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Name of each element format that a plan quantises to → what it is (`described`); so of each
+    scale format and rounding of a plugin, whose names have the kind before them.
+    """
+    specs = [
+        part
+        for stretch in plan.stretches
+        for layer in stretch.layers.values()
+        for spec in layer.specs
+        for part in (spec, spec.requantises)
+        if part is not None
+    ]
+    formats = {spec.format for spec in specs}
+    named: dict[str, dict[str, Any]] = {fmt.name: described(fmt) for fmt in formats}
+    for spec in specs:
+        if not SCALE_FORMATS.is_own(spec.scale):
+            named[f"scale {spec.scale}"] = _fields(spec.scale_format)
+        if not ROUNDINGS.is_own(spec.rounding):
+            named[f"rounding {spec.rounding}"] = _fields(spec.rounder)
+    return dict(sorted(named.items()))
+
+
+def _fields(entry: ScaleFormat | Rounding) -> dict[str, Any]:
+    """The class of an entry, and its numbers and texts, as plain JSON."""
+    kind = type(entry)
+    values = {field.name: getattr(entry, field.name) for field in fields(entry)}
+    plain = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", **plain}
 
 
 def check_formats(plan: Plan, tables: Iterable[Mapping[str, object]], run: Path) -> None:
@@ -52,15 +76,19 @@ def check_formats(plan: Plan, tables: Iterable[Mapping[str, object]], run: Path)
         for name, recorded in table.items():
             if name in planned and planned[name] != recorded:
                 raise UserError(
-                    f"{run} was trained with another element format {name} "
+                    f"{run} was trained with another {_kind(name)} "
                     f"({_shown(recorded)}; now: "
                     f"{_shown(planned[name])}): give the new one another name, or go on with "
                     "a recipe that does not "
-                    f"quantise to {name} (recipe=…)"
+                    f"use {name.rpartition(' ')[2]} (recipe=…)"
                 )
 
 
-def _shown(fields: object) -> str:
+def _kind(name: str) -> str:
+    return name if " " in name else f"element format {name}"
+
+
+def _shown(recorded: object) -> str:
     """The fields of a format, of a record that somebody else may have prepared."""
-    values = fields if isinstance(fields, dict) else {}
-    return ", ".join(f"{name}={values[name]}" for name in FIELDS if name in values)
+    values = recorded if isinstance(recorded, dict) else {}
+    return shortened(", ".join(f"{name}={value}" for name, value in values.items()), LONGEST)

@@ -123,6 +123,15 @@ def test_the_exit_code_is_that_of_the_verdict(
         )
 
 
+def test_a_report_shows_the_answers_of_gates(cli: Cli, here: str, pretend: Pretend) -> None:
+    pretend(0.001)
+    assert cli.raw("gate", here, *FAST, "margin=0.01").code == 0
+    ended = cli.raw("report", here, "out=report.html")
+    assert ended.code == 0 and "not finished" not in ended.out + ended.err
+    page = re.sub(r"<[^>]+>", " ", Path("report.html").read_text())
+    assert "mxfp8 against bf16" in page and "within" in page and "+0.00110" in page
+
+
 def test_the_number_of_forks_is_said_before_any_is_made_and_alone_with_none(
     cli: Cli, run: str, pretend: Pretend
 ) -> None:

@@ -93,7 +93,7 @@ INLINE I random_high(I words) { return i_shr(words, 10); }
 INLINE Rounded round_stochastic(F t, I random, Element e) {
     const F magnitude = f_min_magnitude(t, f_set(e.max));
     const I exponent = grid_exponent(magnitude, e);
-    const F inverse = f_bits(i_sub(i_set((254 + e.mantissa) << 23), exponent));
+    const F inverse = f_bits(i_sub(i_set((int32_t)((uint32_t)(254 + e.mantissa) << 23)), exponent));
     const F quantum = f_bits(i_sub(exponent, i_set(e.mantissa << 23)));
     const F position = f_mul(magnitude, inverse);
     const F below = f_floor(position);
