@@ -59,6 +59,14 @@ def _on_host(operand: Prepared) -> Prepared:
     return Decoded(operand.values.cpu(), scale)
 
 
+def _duplicate(operand: Prepared) -> Prepared:
+    if isinstance(operand, Quantized):
+        tensors = (None if tensor is None else tensor.clone() for tensor in operand[2:])
+        return Quantized(operand.spec, operand.shape, *tensors)  # type: ignore[arg-type]
+    scale = None if operand.scale is None else operand.scale.clone()
+    return Decoded(operand.values.clone(), scale)
+
+
 @dataclass
 class ObservedCall:
     """One call of a layer with its backward pass.
@@ -277,9 +285,15 @@ class Observer:
         return [weight.detach().clone() for weight in weights]
 
     def product(self, gemm: str, product: Product) -> None:
-        """A product of the running pass."""
-        if self._now is not None:
-            self._now.products[gemm] = product
+        """A product of the running pass; its operands are copied, because a gathered weight's memory
+        is freed after the pass.
+        """
+        if self._now is None:
+            return
+        with self.guarding():
+            first = _duplicate(product.first)
+            second = _duplicate(product.second)
+            self._now.products[gemm] = replace(product, first=first, second=second)
 
     def copied(self, tensor: Tensor) -> Tensor | None:
         """A copy of a tensor of the running pass; None: the pass is not kept."""

@@ -31,7 +31,13 @@ def test_steps_evaluations_and_measured_steps_resolve_nothing_in_a_call(
         return make_plan(layers, timeline, *rest, **more)
 
     monkeypatch.setattr(runs, "make_plan", noted)
-    words = ("train.steps=5", "eval.every=1", "eval.errors_every=2", "phases.cooldown.start=3")
+    words = (
+        "train.steps=5",
+        "eval.every=1",
+        "eval.errors_every=2",
+        "phases.cooldown.start=3",
+        "audit.every=0",  # whose trial of the plan resolves layers of its own
+    )
     assert cli("run.name=a", *words, *options).code == 0
     assert len(planned) == 2, (
         "one plan in high precision for each stretch, whatever the number of evaluations"
