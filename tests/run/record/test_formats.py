@@ -12,7 +12,7 @@ from fp4train.formats.registry import Registry
 from fp4train.quantize import ROUNDINGS
 from fp4train.run.record import journal
 
-STEADY = ("phases=none", "policy=all")
+STEADY = ("phases=none", "schedule=constant")
 
 
 def test_a_format_of_the_same_name_and_other_values_does_not_go_on(
