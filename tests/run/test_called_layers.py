@@ -63,22 +63,16 @@ def test_a_weight_that_the_model_multiplies_itself_ends_the_run_in_its_first_ste
     assert "policy.keep=[mlp.down]" in ended.err
 
 
-def test_the_fix_that_the_error_names_trains_and_a_gate_that_is_not_asked_for_is_named(
+def test_the_fix_that_the_error_names_trains_and_nothing_is_expected_of_a_gate_of_ones_own(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, whose plan says that gates are quantised where they are made: their own forward
-    pass asks nobody.
+    """Also on a GPU, whose kernels quantise gates where they are made: a class with another forward
+    pass has none of them, so none is missed.
     """
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
     ended = cli(*OWN, "run.name=a", "train.steps=2", "policy.keep=[mlp.down]")
     assert ended.code == 0
-    assert (
-        ended.err.count(
-            "blocks.0.mlp, blocks.1.mlp: not asked for quantised results in the first step"
-        )
-        == 1
-    )
-    assert sorted(losses("runs/a")) == [1, 2]
+    assert "not asked for quantised results in the first step" not in ended.err
 
 
 def test_norms_that_hooks_watch_are_not_said_to_be_left_out(
