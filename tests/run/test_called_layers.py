@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import Cli, losses
+from command_line import Cli
 
 from fp4train.quantize import triton
 
