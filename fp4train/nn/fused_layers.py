@@ -17,6 +17,7 @@ detection leave norms and gates to the model, with the same numbers but for the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -208,7 +209,7 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-class FusedLayers(nn.Module):
+class FusedLayers(nn.Module, ABC):
     """A norm or gate that quantises its result for the layers that read it.
 
     Parameters and layers are those of other modules, and not registered here.
@@ -235,9 +236,9 @@ class FusedLayers(nn.Module):
         return self.__dict__ | {"_seen": (), "_runs": False}
 
     @property
+    @abstractmethod
     def kind(self) -> str:
         """The kind of the source (`SourceTensors`); "": no kernel reads it."""
-        raise NotImplementedError
 
     @property
     def owner(self) -> nn.Module:
@@ -245,9 +246,9 @@ class FusedLayers(nn.Module):
         return self._holder[0]
 
     @property
+    @abstractmethod
     def readers(self) -> tuple[Any, ...]:
         """The layers that read the result, and alone do."""
-        raise NotImplementedError
 
     @property
     def writers(self) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import simulate_gate as simulated
-from shown import commands
+from shown import SMALL, commands
 
 from fp4train.cli import main
 from fp4train.cli.gate import OPTIONS
@@ -17,17 +17,6 @@ from fp4train.lab.gate.betting import BOUND, decide, rounds_needed
 from fp4train.lab.gate.result import ASSUMED, EXIT_CODES
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "gate.md").read_text(encoding="utf-8")
-SMALL = (
-    "model.width=32",
-    "model.layers=2",
-    "model.heads=2",
-    "model.kv_heads=1",
-    "model.hidden=64",
-    "train.batch_size=4",
-    "train.seq_len=32",
-    "eval.batches=1",
-    "track=jsonl",
-)
 
 
 @pytest.mark.long

@@ -10,21 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from shown import SMALL
 
 from fp4train.cli import main
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
-SMALL = (
-    "model.width=32",
-    "model.layers=2",
-    "model.heads=2",
-    "model.kv_heads=1",
-    "model.hidden=64",
-    "train.batch_size=4",
-    "train.seq_len=32",
-    "eval.batches=1",
-    "track=jsonl",
-)
 VERBS = ("plan", "swap", "compare", "report", "formats")
 
 

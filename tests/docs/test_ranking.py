@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from shown import SMALL
 
 from fp4train.cli import main
 from fp4train.cli.rank import OPTIONS
@@ -15,17 +16,6 @@ from fp4train.lab.studies.intervals import quantile
 from fp4train.lab.studies.sequential import ALPHA, needed, share
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "ranking.md").read_text(encoding="utf-8")
-SMALL = (
-    "model.width=32",
-    "model.layers=2",
-    "model.heads=2",
-    "model.kv_heads=1",
-    "model.hidden=64",
-    "train.batch_size=4",
-    "train.seq_len=32",
-    "eval.batches=1",
-    "track=jsonl",
-)
 FEW = {"steps": "steps=2", "forks": "forks=1", "batches": "batches=1"}
 
 

@@ -5,24 +5,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from shown import SMALL as PAGE_RUN
 from shown import commands
 
 from fp4train.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-SMALL = (
-    "model.width=32",
-    "model.layers=2",
-    "model.heads=2",
-    "model.kv_heads=1",
-    "model.hidden=64",
-    "train.batch_size=4",
-    "train.seq_len=32",
-    "eval.batches=1",
-    "track=jsonl",
-    "train.steps=60",
-)
+SMALL = (*PAGE_RUN, "train.steps=60")
 
 
 @pytest.mark.long

@@ -5,23 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from shown import commands
+from shown import SMALL, commands
 
 from fp4train.cli import main, sensitivity
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
-SMALL = (
-    "model.width=32",
-    "model.layers=2",
-    "model.heads=2",
-    "model.kv_heads=1",
-    "model.hidden=64",
-    "train.batch_size=4",
-    "train.seq_len=32",
-    "eval.batches=1",
-    "track=jsonl",
-)
 
 
 @pytest.mark.long

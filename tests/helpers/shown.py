@@ -7,6 +7,18 @@ import shlex
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
+SMALL = (
+    "model.width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.hidden=64",
+    "train.batch_size=4",
+    "train.seq_len=32",
+    "eval.batches=1",
+    "track=jsonl",
+)
+"""Words that make the runs of a page small."""
 
 
 def blocks(page: str, language: str) -> list[str]:
