@@ -25,7 +25,7 @@ import gc, json, pathlib
 import te_codes_on_cpu as codes
 import te_products_on_cpu as te
 import torch
-kept, backward = [], torch.Tensor.backward
+kept, steps, backward = [], [], torch.Tensor.backward
 def noted(self, *rest, **options):
     gc.collect()
     kept.append(sum(te.is_weight(each) for each in te.codes) + len(codes.made_of_weights))
@@ -33,6 +33,9 @@ def noted(self, *rest, **options):
 torch.Tensor.backward = noted
 import fp4train.train as loop
 def train_step(run, recipe, first=loop.train_step):
+    if not steps:
+        kept.clear()  # passes of the start, which tries the plan
+    steps.append(run.step)
     shapes = [module.layer for module in run.linears if module.layer.block is not None]
     te.is_weight = lambda each: any(tuple(each.shape) == (at.out_features, at.in_features) for at in shapes)
     te.quantised_from.clear()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fp4train import checkpoint, shards
+from fp4train.audit.settings import AuditSettings
 from fp4train.checkpoint import CheckpointGroup
 from fp4train.config.schema import CheckpointSettings
 from fp4train.errors import UserError
@@ -294,6 +295,7 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
         saved_config=b"",
         inbox=SimpleNamespace(sync=lambda journal: None),
         journal=None,
+        audits=SimpleNamespace(of_update=lambda step: {}),
     )
     run.state = lambda: state(model, optimizer)
     run.row_orders = dict
@@ -301,6 +303,7 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
     run.must_be_finite = lambda path: path.startswith(("model/", "optimizer/"))
     settings = CheckpointSettings(every=0, keep=10, also=folder / "also")
     parts = {
+        "audit": AuditSettings(sums=1),
         "run": SimpleNamespace(name="a"),
         "train": SimpleNamespace(steps=9),
         "schedule": Constant(),
