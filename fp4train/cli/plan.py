@@ -57,7 +57,7 @@ from fp4train.run.record.trust import check_paths
 from fp4train.run.state.moments import Moments
 from fp4train.run.state.weights import ModelWeights
 from fp4train.run.states import bytes_per_parameter
-from fp4train.run.supervise.audit import described
+from fp4train.run.supervise.layer_audits import described
 from fp4train.run.teacher import check_teacher
 from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.text import columns, counted, short, span, tabulate

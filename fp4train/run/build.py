@@ -44,7 +44,7 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.run import Run
 from fp4train.run.states import states_of
 from fp4train.run.step import EagerSteps
-from fp4train.run.supervise.audits import RunAudits
+from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import Saver
 from fp4train.run.teacher import check_teacher_source, load_teacher
 from fp4train.text import short

@@ -148,7 +148,7 @@ class StateSums:
         faults = []
         if world.data_mesh is not None and world.mesh.replicate > 1:
             group = world.data_mesh.get_group(REPLICATE)
-            faults += _differing(sums, list(sums), group, "replica")
+            faults += _differing(sums, list(sums), group, world.device, "replica")
         if world.tensor is not None:
             names = {
                 f"{MODEL}/{checkpoint.escaped(name)}"
@@ -156,15 +156,22 @@ class StateSums:
                 if replicas(parameter) > 1
             }
             alike = [name for name in sums if name in names]
-            faults += _differing(sums, alike, world.tensor.get_group(), "tensor-parallel copy")
+            group = world.tensor.get_group()
+            faults += _differing(sums, alike, group, world.device, "tensor-parallel copy")
         return faults
 
 
-def _differing(sums: BitSums, names: list[str], group: Any, kind: str) -> list[Fault]:
-    """The tensors of these names whose sums are not the same on all ranks of a group."""
+def _differing(
+    sums: BitSums, names: list[str], group: Any, device: torch.device, kind: str
+) -> list[Fault]:
+    """The tensors of these names whose sums are not the same on all ranks of a group.
+
+    Args:
+        device: the device whose tensors the group sends: one of NCCL sends no others.
+    """
     if not names:
         return []
-    values = torch.tensor([sums[name] for name in names])
+    values = torch.tensor([sums[name] for name in names], device=device)
     largest, least = values.clone(), values.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)

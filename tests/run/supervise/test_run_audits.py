@@ -17,9 +17,8 @@ from command_line import STEADY, Cli, after_update, events, losses, steps
 from fp4train import checkpoint
 from fp4train.audit.settings import AuditSettings
 from fp4train.exchange.card import RecordedResults
-from fp4train.run.supervise import audit as run_audit
+from fp4train.run.supervise import layer_audits, saving
 from fp4train.run.supervise import repeat as run_repeat
-from fp4train.run.supervise import saving
 from fp4train.run.supervise import sums as run_sums
 from fp4train.run.supervise.saving import Saver
 
@@ -119,7 +118,7 @@ def test_an_audit_that_fails_is_said_once_and_ends_nothing(
     def broken(*_: object) -> None:
         raise RuntimeError("no reference")
 
-    monkeypatch.setattr(run_audit.CallComparison, "run", broken)
+    monkeypatch.setattr(layer_audits.CallComparison, "run", broken)
     ended = cli("run.name=a", *NVFP4, "audit.every=1")
     assert ended.code == 0
     (entry,) = events("runs/a", "audit failed")
@@ -349,3 +348,21 @@ def test_a_layer_that_is_quantised_although_the_policy_keeps_it_is_found(cli: Cl
     assert any("another plan" in fault["what"] for fault in faults)
     assert any("quantised by the plan that" in h for fault in faults for h in fault["hypotheses"])
     assert events("runs/a", "audit failed") == []
+
+
+def test_ranks_compare_sums_in_tensors_of_the_device_that_their_group_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL sends none of the host's."""
+    devices = []
+    make = torch.tensor
+
+    def tensor(values: Any, device: torch.device | None = None) -> torch.Tensor:
+        devices.append(device)
+        return make(values)
+
+    monkeypatch.setattr(run_sums.torch, "tensor", tensor)
+    monkeypatch.setattr(run_sums.dist, "all_reduce", lambda *_, **__: None)
+    device = torch.device("cuda:1")
+    assert run_sums._differing({"w": 7}, ["w"], None, device, "replica") == []
+    assert devices == [device]

@@ -11,7 +11,7 @@ from fp4train.audit.fault import Fault
 from fp4train.audit.start import check_plan
 from fp4train.precision import Recipe
 from fp4train.run.queued import Step
-from fp4train.run.supervise.audit import LayerAudits, described, report, summary
+from fp4train.run.supervise.layer_audits import LayerAudits, described, report, summary
 from fp4train.run.supervise.repeat import STEPS, RepeatedSteps
 from fp4train.run.supervise.sums import STATE, BitSums, StateSums
 
