@@ -204,7 +204,8 @@ def screen(
     **values: object,
 ) -> str:
     """The text of a template, the file `name` of `package`: lines of Jinja2, in which a name that
-    nobody gives is an error. A list stands for its lines.
+    nobody gives is an error. A list stands for its lines. Templates have `TOOLS` for tables and
+    sentences, and filters for numbers: `form`, and `number`, which shows None as a dash.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -215,8 +216,13 @@ def screen(
         lstrip_blocks=True,
         finalize=lambda value: "\n".join(value) if isinstance(value, list) else value,
     )
-    environment.filters |= {"form": format, **filters}
+    environment.filters |= {"form": format, "number": _number, **filters}
+    environment.globals |= {tool.__name__: tool for tool in TOOLS}
     return environment.get_template(name).render(values).rstrip("\n")
+
+
+def _number(value: float | None, form: str, unknown: str = "-") -> str:
+    return unknown if value is None else format(value, form)
 
 
 def whole_number(text: str) -> int | None:
@@ -330,6 +336,18 @@ def p_value(p: float) -> str:
     if p < 1e-4:
         return "<.0001"
     return f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
+
+
+TOOLS: tuple[Callable[..., object], ...] = (
+    columns,
+    counted,
+    counted_are,
+    p_value,
+    span,
+    table_width,
+    tabulate,
+)
+"""The functions that templates of screens call."""
 
 
 def nearest(word: str, words: Iterable[str], alike: float = _ALIKE) -> str | None:

@@ -35,7 +35,7 @@ from fp4train.lab.analysis.history import (
     seed_groups,
 )
 from fp4train.lab.analysis.over_steps import INSIDE, Curve, Losses, RecipeRow, over_steps
-from fp4train.text import screen, table_width, tabulate
+from fp4train.text import screen
 
 COMPARISON = "compare.png"
 OUTPUTS = (*FIGURES, ".csv", ".json")
@@ -96,74 +96,18 @@ class Comparison:
         """The tables as aligned text, in lines of `width` characters (None: of any), and the
         sentences below them.
         """
-        header = [
-            "run",
-            "recipe",
-            "quantised",
-            "steps",
-            "train loss",
-            "val loss",
-            "best",
-            "gap",
-            "tokens/s",
-        ]
-        cells = [
-            [
-                row.name,
-                row.recipe or "-",
-                "nothing" if row.quantised == 0 else _number(row.quantised, ".0%"),
-                str(row.steps),
-                _number(row.train_loss, ".4f"),
-                _number(row.val_loss, ".4f"),
-                _number(row.best_val_loss, ".4f"),
-                _number(row.gap, "+.2%"),
-                _number(row.tokens_per_s, ",.0f"),
-            ]
-            for row in self.rows
-        ]
-        rows = [header, *cells]
-        recipes: list[str] = []
-        # the recipes then have lines of their own
-        if width is not None and table_width(rows) > width:
-            recipes = tabulate([row[:2] for row in rows], width=width)
-            rows = [[row[0], *row[2:]] for row in rows]
-        if self.key == "val/loss":
-            of = "validation loss"
-        else:
-            of = "training loss"
-        means = self._means_of(of, width) if self.means else []
         return screen(
             __package__,
             "compare.txt",
             comparison=self,
-            of=of,
-            table=tabulate(rows, right=range(1 if recipes else 2, len(header)), width=width),
-            recipes=recipes,
             divergences=[
                 (row.name, *_divergences(history))
                 for history, row in zip(self.histories, self.rows, strict=True)
             ],
-            differing=[
-                f"{key}={'|'.join(map(str, values))}"
-                for key, values in by_class(self.differing).items()
-            ],
+            differing=by_class(self.differing),
             most=DIFFERING,
-            means=means,
+            width=width,
         )
-
-    def _means_of(self, of: str, width: int | None) -> list[str]:
-        header = ["mean over seeds", "seeds", "train loss", f"{of} at step {self.step}", "gap"]
-        cells = [
-            [
-                mean.name,
-                " ".join(map(str, mean.seeds)),
-                _with_deviation(mean.train_loss),
-                _with_deviation(mean.loss),
-                _number(mean.gap, "+.2%"),
-            ]
-            for mean in self.means
-        ]
-        return tabulate([header, *cells], right=(len(header) - 1,), width=width)
 
     def write(
         self, out: Path, width: float | None = None, beside: Mapping[str, object] | None = None
@@ -272,11 +216,6 @@ def _divergences(history: History) -> tuple[int | None, list[int]]:
     return None, back
 
 
-def _with_deviation(value: tuple[float, float | None]) -> str:
-    mean, deviation = value
-    return f"{mean:.4f} ± {_number(deviation, '.4f')}"
-
-
 def _cell(value: object) -> object:
     """A cell of a CSV file: a spreadsheet takes text that begins so for a formula, and runs it."""
     if isinstance(value, str) and value.lstrip().startswith(("=", "+", "-", "@")):
@@ -302,7 +241,3 @@ def _gap(series: Series, reference: Series) -> Curve:
         return Curve.of(
             Series(steps=steps, values=100 * (series.at(steps) / reference.at(steps) - 1))
         )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

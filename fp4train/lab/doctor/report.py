@@ -11,7 +11,7 @@ from fp4train.lab.doctor.machine import Fact, device, parts
 from fp4train.lab.doctor.ranks import CollectiveCheck
 from fp4train.lab.doctor.recipes import RecipeCheck, check_all
 from fp4train.precision.recipe import Recipe
-from fp4train.text import columns, screen, tabulate, wrapped
+from fp4train.text import screen, wrapped
 
 WIDTH = 120
 HEADER = ("recipe", "runs here", "quantised by", "codes", "products", "scaled_mm", "native on")
@@ -68,18 +68,14 @@ class DoctorReport:
 
     def render(self, width: int = WIDTH) -> str:
         """The screen (report.txt), in lines of `width` characters."""
-        header = ("collective", "of", "result", "GB/s per rank")
         return screen(
             __package__,
             "report.txt",
             {"wrapped": partial(_wrapped, width=width)},
             report=self,
             version=__version__,
-            machine=columns([(part.name, part.value) for part in self.machine], width=width),
-            recipes=tabulate([HEADER, *(_row(recipe) for recipe in self.recipes)], width=width),
-            collectives=tabulate(
-                [header, *(_collective(collective) for collective in self.collectives)], width=width
-            ),
+            header=HEADER,
+            width=width,
             reasons=self._reasons(),
             runs=next((recipe.runs for recipe in self.recipes if recipe.name == self.default), ""),
         )
@@ -100,35 +96,6 @@ class DoctorReport:
 def _wrapped(text: str, width: int = WIDTH) -> str:
     start, *more = wrapped(text, width - 4, "  ")
     return "\n".join([start, *(f"  {line}" for line in more)])
-
-
-def _row(check: RecipeCheck) -> tuple[str, ...]:
-    codes = {None: "-", True: "equal", False: "DIFFERENT"}[check.codes]
-    if check.distance is None:
-        products = "FAILED"
-    else:
-        products = _distance(check.distance)
-    if check.scaled_problem:
-        scaled = "FAILED"
-    elif check.scaled is None:
-        scaled = "-"
-    else:
-        scaled = _distance(check.scaled)
-    on = ", ".join(check.native_on) or "-"
-    return (check.name, check.runs, ", ".join(check.kernels) or "-", codes, products, scaled, on)
-
-
-def _collective(check: CollectiveCheck) -> tuple[str, ...]:
-    result = {None: "FAILED", True: "equal", False: "DIFFERENT"}[check.correct]
-    if check.rate is None:
-        rate = "-"
-    else:
-        rate = f"{check.rate / 1e9:.3g}"
-    return (check.name, check.dtype, result, rate)
-
-
-def _distance(distance: float) -> str:
-    return f"{distance:.0e}" if distance else "equal"
 
 
 def examine(

@@ -33,7 +33,7 @@ from fp4train.lab.studies.sequential import (
     needed,
     share,
 )
-from fp4train.text import columns, p_value, screen, tabulate
+from fp4train.text import screen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,92 +289,16 @@ def render(ranking: Ranking, width: int | None = None) -> str:
     of `width`.
     """
     units = len(set(ranking.units))
-    gaps = [
-        [e.name, *(f"{at.mean:+.5f}" for at in ranking.by_base(e))]
-        for e in ranking.ranked
-        if e != ranking.reference
-    ]
-    neighbours = ranking.neighbours() if ranking.tested else []
-    order = [
-        [
-            f"{pair.first} < {pair.second}",
-            _show(pair.difference),
-            f"t {_t(pair.difference)}",
-            p_value(pair.p),
-            VERDICTS[pair.verdict],
-        ]
-        for pair in neighbours
-    ]
     return screen(
         __package__,
         "ranking.txt",
         ranking=ranking,
         units=units,
-        table=_table(ranking, width),
-        by_base=columns(gaps, right=range(1, len(ranking.bases) + 1), width=width),
-        neighbours=columns(order, right=(1,), width=width),
+        width=width,
+        verdicts=VERDICTS,
         errors=quantile(CONFIDENCE, max(units - 1, 1)),
         least=-(-needed(ranking.next_look) // len(ranking.bases)),
         confidence=f"{CONFIDENCE:.0%}",
         alpha=ALPHA,
         share=share,
     )
-
-
-def _table(ranking: Ranking, width: int | None) -> list[str]:
-    header = ["", "", "in the recipe", "± tokens", "high precision", "t", "p", "verdict", "group"]
-    rows = []
-    for place, entry in enumerate(ranking.ranked, start=1):
-        pair = ranking.against_reference(entry)
-        if pair is None:
-            mean = math.fsum(entry.losses()) / ranking.forks
-            rows.append(
-                [
-                    str(place),
-                    entry.name,
-                    f"loss {mean:.4f}",
-                    "",
-                    "",
-                    "",
-                    "",
-                    "",
-                    ranking.groups[entry.name],
-                ]
-            )
-            continue
-        gap = ranking.gap(entry)
-        tokens = ranking.sampling(entry)
-        if ranking.tested:
-            p = p_value(pair.p)
-            verdict = VERDICTS[pair.verdict]
-        else:
-            p = "–"
-            verdict = "–"
-        sampled = "–" if tokens is None else f"± {tokens:.5f}"
-        cells = [
-            _show(gap),
-            sampled,
-            _show(ranking.gap(entry, "high")),
-            _t(gap),
-            p,
-            verdict,
-            ranking.groups[entry.name],
-        ]
-        rows.append([str(place), entry.name, *cells])
-    rows += [
-        ["–", entry.name, "diverged", *[""] * 6] for entry in ranking.entries if entry.diverged
-    ]
-    return tabulate([header, *rows], right=(0, 2, 3, 4, 5, 6), width=width)
-
-
-def _show(gap: Estimate) -> str:
-    """ "+0.00092 ± 0.00041", or without an interval where there is none."""
-    return gap.show("+.5f", " ± –")
-
-
-def _t(gap: Estimate) -> str:
-    if gap.t is None:
-        return "–"
-    if abs(gap.t) < 1000:
-        return f"{gap.t:.1f}"
-    return ">999"

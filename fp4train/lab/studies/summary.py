@@ -5,19 +5,18 @@ from dataclasses import dataclass
 
 import yaml
 
-from fp4train.lab.studies.findings import Finding, Judgement, Sensitivity
+from fp4train.lab.studies.findings import Judgement, Sensitivity
 from fp4train.lab.studies.intervals import CONFIDENCE
-from fp4train.lab.studies.parts import GEMM, KINDS, LAYER, NOTHING, OF_THE_RUN, OPERAND, WHOLE
+from fp4train.lab.studies.parts import KINDS, LAYER
 from fp4train.lab.studies.subject import Subject
 from fp4train.lab.studies.tradeoff import Tradeoff
 from fp4train.precision import LayerPolicy
-from fp4train.text import counted, screen, tabulate
+from fp4train.text import counted, screen
 
 LISTED = 8
 """Layers in the table, the worst first."""
 NEAR = 0.25
 """The sum of the parts is near the whole within this share of it."""
-_HEADER = ("quantised", "nMSE", "variance", "bias²", "cosine", "loss change", "output error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,29 +40,14 @@ class SensitivityReport:
         """
         study = self.sensitivity
         blocks = study.blocks()
-        rows = [
-            _row("nothing (floor)", study.findings[NOTHING]),
-            _row("everything", study.findings[WHOLE]),
-        ]
-        if (under_policy := study.findings.get(OF_THE_RUN)) is not None:
-            rows.append(_row("under the run's policy", under_policy))
-        rows += [
-            _row(f"{finding.what} alone", finding)
-            for kind in (GEMM, OPERAND)
-            for finding in study.of_kind(kind)
-        ]
-        layers = sorted(study.of_kind(LAYER), key=lambda finding: -finding.nmse.mean)
-        rows += [_row(finding.what, finding) for finding in layers[:LISTED]]
-        if self.judged is not None:
-            rows.append(_row("everything, on batches that judge", self.judged.everything))
-            rows.append(_row("under the chosen policy, on these", self.judged.chosen))
         return screen(
             __package__,
             "summary.txt",
             **vars(self),
             files=files,
-            table=tabulate([_HEADER, *rows], right=range(1, len(_HEADER)), width=width),
-            layers=len(layers),
+            width=width,
+            layers=sorted(study.of_kind(LAYER), key=lambda finding: -finding.nmse.mean),
+            listed=LISTED,
             total=sum(blocks.values()),
             worst=sorted(blocks.items(), key=lambda block_damage: -block_damage[1]),
             far=[KINDS[kind] for kind, share in study.shares.items() if abs(share.mean - 1) > NEAR],
@@ -102,15 +86,3 @@ def policy_yaml(policy: LayerPolicy) -> str:
     }
     text: str = yaml.safe_dump(plain, sort_keys=False)
     return text
-
-
-def _row(title: str, finding: Finding) -> tuple[str, ...]:
-    return (
-        title,
-        finding.nmse.show(".4f"),
-        "" if finding.variance is None else f"{finding.variance.mean:.4f}",
-        "" if finding.bias2 is None else finding.bias2.show(".4f"),
-        f"{finding.cosine.mean:.4f}",
-        finding.loss.show("+.4f"),
-        "" if finding.output is None else f"{finding.output.mean:.5f}",
-    )
