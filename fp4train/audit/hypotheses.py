@@ -222,7 +222,7 @@ def _other_specs(suspect: Suspect) -> Iterator[Hypothesis]:
     for block in _BLOCKS:
         if block != spec.block:
             yield f"blocks of {block[0]}×{block[1]}", by(block=block)
-    if spec.scale_format.needs_global:
+    if spec.global_scale is not None:
         for formula in ("te2.13", "te2.14"):
             yield f"block scales by the formula of {formula}", by(formula=formula)
         for bound in (256.0, 448.0):
@@ -259,7 +259,7 @@ def _other_scales(suspect: Suspect) -> Iterator[Hypothesis]:
     def with_amax(amax: Tensor) -> Callable[[], Decoded]:
         return replace(source, amax=amax).decoded
 
-    if spec.scale_format.needs_global or spec.has_outer_scale:
+    if spec.global_scale is not None or spec.has_outer_scale:
         for (gemm, tensor), _ in suspect.expected.plan.sources.items():
             other = source_of(suspect.call, suspect.expected, gemm, tensor)
             if other is not None and tensor != suspect.tensor:
@@ -335,7 +335,7 @@ def _cut_off(source: OperandSource, codes: Quantized) -> Tensor:
     if decode_factor is not None:
         exact = amax_b * ((1 / decode_factor) * torch.tensor(spec.format.max).reciprocal())
     stored = codes.scales
-    above = spec.scale_format.decode(stored) > exact.clamp(max=448.0)
+    above = spec.scale_format.decode(stored) > exact.clamp(max=spec.scale_format.max)
     return torch.where(above, (stored.int() - 1).clamp(min=0).to(torch.uint8), stored)
 
 
@@ -416,7 +416,7 @@ def _first_strange_row(values: Decoded, source: OperandSource) -> int | None:
 
 def _amax_of_scale(scale: Tensor | None, spec: QuantSpec | None) -> Tensor | None:
     """An amax whose global scale decodes by `scale`, 0-d; None: none does."""
-    if scale is None or scale.dim() or spec is None or not spec.scale_format.needs_global:
+    if scale is None or scale.dim() or spec is None or spec.global_scale is None:
         return None
     amax = scale * (spec.global_bound * element_range(spec))
     for direction in (torch.inf, -torch.inf):

@@ -30,7 +30,14 @@ from fp4train.formats.element import unpack_fp4 as unpack_fp4
 from fp4train.formats.element import unpack_fp6 as unpack_fp6
 from fp4train.formats.element import value_table as value_table
 from fp4train.formats.registry import Registry
-from fp4train.formats.scale import E4M3_SCALE, E8M0_SCALE, FP32_SCALE, POW2_SCALE, UE5M3_SCALE
+from fp4train.formats.scale import (
+    E4M3_SCALE,
+    E8M0_SCALE,
+    FP32_SCALE,
+    POW2_SCALE,
+    UE5M3_IEEE_SCALE,
+    UE5M3_SCALE,
+)
 from fp4train.formats.scale import ScaleFormat as ScaleFormat
 from fp4train.formats.scale import e4m3_decode as e4m3_decode
 from fp4train.formats.scale import e4m3_encode as e4m3_encode
@@ -45,7 +52,8 @@ plugins.
 """
 
 SCALE_FORMATS: Final = Registry[ScaleFormat](
-    "scale format", (E4M3_SCALE, E8M0_SCALE, UE5M3_SCALE, FP32_SCALE, POW2_SCALE)
+    "scale format",
+    (E4M3_SCALE, E8M0_SCALE, UE5M3_SCALE, UE5M3_IEEE_SCALE, FP32_SCALE, POW2_SCALE),
 )
 """Scale formats, those of plugins last."""
 

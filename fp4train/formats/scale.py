@@ -9,9 +9,12 @@ scales from an amax.
 UE5M3 has 5 exponent and 3 mantissa bits: the sign bit of E4M3 becomes range. It was proposed for
 FP4 block scales in "Is Finer Better? The Limits of Microscaling Formats in Large Language Models"
 (Fasoli et al., arXiv 2601.19026): with 33 binades of normal numbers it needs no global scale, hence
-no amax of the tensor, and it keeps the precision of E4M3. Bias 15; as in E4M3 there is no infinity
-and one NaN, the code of all ones, so the largest value is 1.75 * 2^16 = 114688 and the smallest
-2^-17. Rounding is to nearest, ties to even.
+no amax of the tensor, and it keeps the precision of E4M3. Bias 15, smallest value 2^-17; rounding
+is to nearest, ties to even. There are two codebooks, with the same values up to 61440:
+
+    ue5m3       as E4M3: one NaN, the code of all ones; largest value 1.75 * 2^16 = 114688 (AMD)
+    ue5m3_ieee  as E5M2: the exponent of all ones is reserved; largest value 1.875 * 2^15 = 61440
+                (arXiv 2609.02846). No scale is infinite, so its eight reserved codes are NaN.
 """
 
 from __future__ import annotations
@@ -70,13 +73,21 @@ class ScaleFormat:
 
     @classmethod
     def unsigned(
-        cls, *, name: str, exponent_bits: int, mantissa_bits: int, bias: int, needs_global: bool
+        cls,
+        *,
+        name: str,
+        exponent_bits: int,
+        mantissa_bits: int,
+        bias: int,
+        needs_global: bool,
+        ieee: bool = False,
     ) -> ScaleFormat:
         """A byte of exponent and mantissa without sign, whose code of all ones is NaN; a scale is
         rounded to nearest, ties to even.
 
         Args:
             needs_global: the field of that name.
+            ieee: whether all codes whose exponent is all ones are reserved; each decodes to NaN.
 
         Raises:
             ValueError: the fields have not 8 bits, or values are not exact in BF16.
@@ -86,6 +97,7 @@ class ScaleFormat:
             exponent_bits=exponent_bits,
             mantissa_bits=mantissa_bits,
             bias=bias,
+            has_inf=ieee,
             has_nan=True,
         )
         if exponent_bits + mantissa_bits != 8 or not 1 <= mantissa_bits <= 7:
@@ -112,6 +124,11 @@ class ScaleFormat:
         tensor is applied to the product.
         """
         return self.dtype == torch.uint8
+
+    @property
+    def takes_global(self) -> bool:
+        """Whether block scales can lie under a global scale: bytes with a mantissa."""
+        return self.is_byte and self.mantissa_bits > 0
 
     def exact_in_bf16(self, element: ElementFormat) -> bool:
         """Whether every element times every scale has few enough significant bits for BF16.
@@ -177,9 +194,10 @@ def e8m0_decode(codes: Tensor) -> Tensor:
 
 
 def _decode_unsigned(codes: Tensor, element: ElementFormat) -> Tensor:
-    """Float32 value of each byte without sign; NaN for the code of all ones. Exact."""
+    """Float32 value of each byte without sign; NaN for the reserved codes. Exact."""
     code = codes.to(torch.int32)
-    return torch.where(code == element.nan_code, math.nan, magnitude(code, element))
+    reserved = element.infinity_code if element.has_inf else element.nan_code
+    return torch.where(code >= reserved, math.nan, magnitude(code, element))
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -209,6 +227,9 @@ def _scale_of(element: ElementFormat, dtype: torch.dtype = torch.uint8, **its: A
 E4M3_SCALE: Final = _scale_of(E4M3, needs_global=True, encode=e4m3_encode, decode=e4m3_decode)
 UE5M3_SCALE: Final = ScaleFormat.unsigned(
     name="ue5m3", exponent_bits=5, mantissa_bits=3, bias=15, needs_global=False
+)
+UE5M3_IEEE_SCALE: Final = ScaleFormat.unsigned(
+    name="ue5m3_ieee", exponent_bits=5, mantissa_bits=3, bias=15, needs_global=False, ieee=True
 )
 FP32_SCALE: Final = _scale_of(FP32, torch.float32, encode=_unchanged, decode=_unchanged)
 POW2_SCALE: Final = replace(

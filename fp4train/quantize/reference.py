@@ -67,7 +67,7 @@ def scale_tensor(
     amax_b = x_blocks.abs().amax(dim=(1, 3)).to(torch.float32)  # [Rb, Cb]
     x_blocks = x_blocks.to(torch.float32)
     fmt = spec.scale_format
-    if fmt.needs_global:
+    if spec.global_scale is not None:
         return _scale_two_level(x_blocks, amax_b, spec, amax, key)
     if fmt.roundings:
         mode = spec.scale_rounding or fmt.roundings[0]

@@ -7,7 +7,7 @@ NVFP4 double-block         e2m1     (1, 16)     e4m3   block
 MXFP8 / MXFP6 / MXFP4      any      (1, 32)     e8m0   None
 FP8 current, per row       e4m3     (None,None) fp32   None       ((1, None) per row)
 FP8 blocks                 e4m3     (1, 128)    fp32   None       (or pow2; (128, 128) for weights)
-FP4 without a global scale e2m1     (1, 16)     ue5m3  None
+FP4 without a global scale e2m1     (1, 16)     ue5m3  None        (or tensor, row, block)
 
 Blocks run along the last axis of a 2-D tensor [R, C]; the column-wise form is the transposed tensor
 quantised row-wise.
@@ -78,14 +78,15 @@ class QuantSpec:
         spec holds the format itself, so that specs of formats that share a name differ.
     block: (rows, cols) that share a scale; None is the whole extent: (1, None) per row, (None,
         None) per tensor.
-    scale: e4m3 (needs a global scale), e8m0, ue5m3, fp32, pow2 (a float32 power of two), or one of
-        a plugin.
+    scale: e4m3 (needs a global scale), e8m0, ue5m3 (largest 114688) or ue5m3_ieee (largest 61440),
+        fp32, pow2 (a float32 power of two), or one of a plugin.
     scale_rounding: how the E8M0 exponent is rounded; None for other scales. rceil (the default)
         never clips.
-    global_scale: the second, float32 level above E4M3 block scales: one per tensor, one per row, or
-        one per 128 columns of a row ("block": the double-block scales of TetraJet-v2, arXiv
+    global_scale: the second, float32 level above block scales of E4M3 or UE5M3: one per tensor, one
+        per row, or one per 128 columns of a row ("block": the double-block scales of TetraJet-v2, arXiv
         2510.27527), which multiplies the elements.
-    global_bound: the largest E4M3 block scale in use. 256 leaves room for four-over-six.
+    global_bound: the largest block scale in use. 256 leaves room for four-over-six; of UE5M3 any
+        up to its largest value.
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then
         rounded to E4M3.
     rounding: nearest; stochastic; or eden: elements to nearest after a random Hadamard transform,
@@ -173,14 +174,14 @@ class QuantSpec:
 
     def _check_scale(self) -> None:
         fmt = self.scale_format
-        if fmt.needs_global:
-            if self.global_scale is None:
-                binades = round(math.log2(fmt.max / fmt.smallest))
-                raise ValueError(
-                    f"global_scale=None: scale={fmt.name!r} covers {binades} binades only and "
-                    "needs 'tensor', "
-                    "'row' or 'block'"
-                )
+        if self.global_scale is None and fmt.needs_global:
+            binades = round(math.log2(fmt.max / fmt.smallest))
+            raise ValueError(
+                f"global_scale=None: scale={fmt.name!r} covers {binades} binades only and "
+                "needs 'tensor', "
+                "'row' or 'block'"
+            )
+        if fmt.takes_global and self.global_scale is not None:
             self._check_bound(fmt)
         elif self.global_scale is not None:
             raise ValueError(
@@ -188,11 +189,12 @@ class QuantSpec:
                 "range; use None"
             )
         elif self.global_bound != 448.0:
-            having = _scales(lambda fmt: fmt.needs_global)
+            having = _scales(lambda fmt: fmt.takes_global)
             raise ValueError(
-                f"global_bound={self.global_bound!r}: only {having} has one; leave 448"
+                f"global_bound={self.global_bound!r}: only {having} under a global_scale has one; "
+                "leave 448"
             )
-        if fmt.is_byte and fmt.mantissa_bits and None in self.block:
+        if fmt.takes_global and None in self.block:
             raise ValueError(
                 f"block={self.block!r}: scale={fmt.name!r} is a block scale; use integers, or "
                 "scale='fp32'"
@@ -247,9 +249,10 @@ class QuantSpec:
         largest = 17 / 16 if self.rounding == "eden" else 1.0
         if not isinstance(self.guard, int | float) or not 0.5 < self.guard <= largest:
             raise ValueError(f"guard={self.guard!r}: allowed are numbers above 0.5 up to {largest}")
-        if self.guard != 1.0 and not _rounds_down(self.scale_format):
+        if self.guard != 1.0 and not self.scale_format.takes_global:
+            having = _scales(lambda fmt: fmt.takes_global)
             raise ValueError(
-                f"guard={self.guard!r}: only {_scales(_rounds_down)} rounds scales down far "
+                f"guard={self.guard!r}: only {having} rounds scales down far "
                 "enough to need it; use 1.0"
             )
         if self.delayed is not None and (self.block != (None, None) or self.scale_format.is_byte):
@@ -340,8 +343,3 @@ class QuantSpec:
 def _scales(having: Callable[[ScaleFormat], bool]) -> str:
     """The scale formats that have a property, for messages."""
     return "scale=" + " or ".join(repr(fmt.name) for fmt in SCALE_FORMATS if having(fmt))
-
-
-def _rounds_down(fmt: ScaleFormat) -> bool:
-    """Whether rounding to nearest can make a scale so small that elements clip."""
-    return fmt.is_byte and fmt.mantissa_bits > 0

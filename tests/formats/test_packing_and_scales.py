@@ -91,6 +91,7 @@ def test_e4m3_scales_are_the_elements_with_saturation_and_nan() -> None:
         ("e5m2", 8, 57344.0, 2.0**-16, 31.8),
         ("e8m0", 8, 2.0**127, 2.0**-127, 254.0),
         ("ue5m3", 8, 114688.0, 2.0**-17, 33.8),
+        ("ue5m3_ieee", 8, 61440.0, 2.0**-17, 32.9),
         ("fp16", 16, 65504.0, 2.0**-24, 40.0),
         ("bf16", 16, torch.finfo(torch.bfloat16).max, 2.0**-133, 261.0),
         ("fp32", 32, torch.finfo(torch.float32).max, 2.0**-149, 277.0),

@@ -27,8 +27,10 @@ byte_formats = pytest.mark.parametrize(
 
 def values_of(fmt: ScaleFormat) -> torch.Tensor:
     """All finite values of a byte format, in order of the codes."""
-    codes = torch.arange(128 if fmt.name == "e4m3" else 256, dtype=torch.uint8)
-    return fmt.decode(codes)[:-1]
+    values = fmt.decode(torch.arange(128 if fmt.name == "e4m3" else 256, dtype=torch.uint8))
+    reserved = values.isnan()
+    assert reserved.sum() == (8 if fmt.name == "ue5m3_ieee" else 1) and reserved[-1]
+    return values[~reserved]
 
 
 @byte_formats
@@ -53,10 +55,21 @@ def test_ue5m3_has_the_published_values() -> None:
     assert torch.equal(fmt.decode(2 * torch.arange(124, dtype=torch.uint8)), e5m2)
 
 
+def test_the_codebooks_of_ue5m3_agree_up_to_the_reserved_exponent() -> None:
+    ours, ieee = (get_scale_format(name) for name in ("ue5m3", "ue5m3_ieee"))
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(ieee.decode(codes)[:248], ours.decode(codes)[:248])
+    assert ieee.decode(codes)[248:].isnan().all()
+    assert (ieee.max, ours.max, ieee.smallest) == (61440.0, 114688.0, 2.0**-17)
+    assert ieee.encode(torch.tensor([61441.0, 65536.0, 1e30, math.inf])).tolist() == 4 * [247]
+
+
+@pytest.mark.parametrize("name", ["ue5m3", "ue5m3_ieee"])
 @settings(max_examples=300)
-@given(st.floats(0, 2.0**17, width=32))
-def test_ue5m3_rounds_to_nearest_and_ties_to_even(x: float) -> None:
-    fmt = get_scale_format("ue5m3")
+@given(x=st.floats(0, 2.0**17, width=32))
+def test_ue5m3_rounds_to_nearest_and_ties_to_even(name: str, x: float) -> None:
+    fmt = get_scale_format(name)
+    x = min(x, fmt.max)
     values = values_of(fmt).double()
     distances = (values - x).abs()
     (code,) = fmt.encode(torch.tensor([x])).tolist()

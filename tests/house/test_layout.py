@@ -31,6 +31,7 @@ PROGRAMS = {
     "backends/te/te_steps_on_cpu.py": "one test starts it",
     "golden/hyena.py": "makes the vectors beside it",
     "golden/tensor_cores.py": "makes the vectors beside it",
+    "golden/ue5m3.py": "makes the vectors beside it",
     "golden/reduce.py": "makes the vectors beside it",
 }
 

@@ -105,11 +105,15 @@ def specs(draw: st.DrawFn) -> QuantSpec:
         )
     if family == "ue5m3":
         block = draw(st.sampled_from(((1, 16), (16, 16), (1, 32), (2, 64), (1, 128))))
+        under = (None, "tensor", "row", "block") if block[0] == 1 else (None, "tensor")
+        global_scale = draw(st.sampled_from(under))
         return QuantSpec(
             element=draw(st.sampled_from(("e2m1", "e2m1", "e2m1", *ELEMENTS))),
             block=block,
-            scale="ue5m3",
-            global_scale=None,
+            scale=draw(st.sampled_from(("ue5m3", "ue5m3_ieee"))),
+            global_scale=global_scale,
+            global_bound=draw(st.sampled_from((448, 61440))) if global_scale else 448,
+            formula=draw(st.sampled_from(("te2.14", "te2.13"))),
             guard=draw(st.sampled_from((1.0, 16 / 17))),
             rounding=rounding,
             hadamard=draw(hadamards(rounding)) if block in ((1, 16), (1, 32)) else None,

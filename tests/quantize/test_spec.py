@@ -29,7 +29,7 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
         ({"block": (1, None)}, "block=(1, None): scale='e4m3' is a block scale"),
         (
             {"scale": "e5m2"},
-            "scale='e5m2' is not one of e4m3, e8m0, ue5m3, fp32, pow2; did you mean 'ue5m3'?",
+            "scale='e5m2' is not one of e4m3, e8m0, ue5m3, ue5m3_ieee, fp32, pow2; did you mean 'ue5m3'?",
         ),
         ({"scale": "e8m0"}, "global_scale='tensor': scale='e8m0' spans the whole range; use None"),
         ({**FP8, "global_scale": "row"}, "global_scale='row': scale='fp32' spans the whole range"),
@@ -47,7 +47,7 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
             "global_scale='row'",
         ),
         ({"global_bound": 384.0}, "global_bound=384.0 is not one of 448.0, 256.0"),
-        ({**MX, "global_bound": 256.0}, "global_bound=256.0: only scale='e4m3' has one"),
+        ({**MX, "global_bound": 256.0}, "global_bound=256.0: only scale='e4m3' or "),
         ({"scale_rounding": "floor"}, "scale_rounding='floor': only scale='e8m0' has one"),
         (
             {**MX, "scale_rounding": "up"},
@@ -68,7 +68,13 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
         ({"guard": 1.5}, "guard=1.5: allowed are numbers above 0.5 up to 1.0"),
         ({**MX, "guard": 0.9}, "guard=0.9: only scale='e4m3'"),
         ({"delayed": Delayed()}, "needs block=(None, None)"),
-        ({"scale": "ue5m3"}, "global_scale='tensor': scale='ue5m3' spans the whole range"),
+        ({"scale": "ue5m3", "global_bound": 114689}, "allowed are numbers from 1 to 114688"),
+        ({"scale": "ue5m3_ieee", "global_bound": 61441}, "allowed are numbers from 1 to 61440"),
+        (
+            {"scale": "ue5m3", "global_scale": None, "global_bound": 256},
+            "under a global_scale has one; leave 448",
+        ),
+        ({"scale": "ue5m3", "four_over_six": "mse"}, "needs element='e2m1' and scale='e4m3'"),
         (
             {"scale": "ue5m3", "global_scale": None, "block": (1, None)},
             "scale='ue5m3' is a block scale",

@@ -12,6 +12,7 @@ INLINE F scale_factor(int scale, const void *scales, int64_t at, int64_t count) 
     switch (scale) {
     case SCALE_E4M3: return element_value(i_load_u8(from), E4M3);
     case SCALE_UE5M3: return element_value(i_load_u8(from), UE5M3);
+    case SCALE_UE5M3_IEEE: return element_value(i_load_u8(from), UE5M3_IEEE);
     case SCALE_E8M0: return e8m0_value(i_load_u8(from));
     default: return f_load(from);
     }

@@ -45,6 +45,7 @@ INLINE Element element_of(int element) {
     case E3M2: return (Element){2, 0x3e800000, 28.0f, 4, 26};
     case E4M3: return (Element){3, 0x3c800000, 448.0f, 8, 24};
     case UE5M3: return (Element){3, 0x38800000, 114688.0f, 16, 23}; /* the sign would be bit 8; scales have none */
+    case UE5M3_IEEE: return (Element){3, 0x38800000, 61440.0f, 15, 23};
     case E5M2: return (Element){2, 0x38800000, 57344.0f, 15, 24};
     default: return own_element(element);
     }
@@ -129,6 +130,7 @@ INLINE F element_value(I code, int element) {
     const I subnormal = i_bits(f_mul(f_of_i(magnitude), quantum));
     I value = i_pick(i_gt(i_set(1 << e.mantissa), magnitude), subnormal, normal);
     if (element == E4M3) value = i_pick(i_eq(magnitude, i_set(0x7f)), i_set(0x7fc00000), value);
+    if (element == UE5M3_IEEE) value = i_pick(i_gt(magnitude, i_set(0xf7)), i_set(0x7fc00000), value);
     if (element == UE5M3) value = i_pick(i_eq(magnitude, i_set(0xff)), i_set(0x7fc00000), value);
     if (element & OWN_ELEMENT && own_nan(element))
         value = i_pick(i_eq(magnitude, i_set((1 << bits) - 1)), i_set(0x7fc00000), value);

@@ -11,7 +11,7 @@
 #include "philox_one.h"
 
 enum { INPUT_BF16, INPUT_F32, INPUT_F16 };
-enum { E2M1, E2M3, E3M2, E4M3, E5M2, UE5M3 }; /* UE5M3: scales only */
+enum { E2M1, E2M3, E3M2, E4M3, E5M2, UE5M3, UE5M3_IEEE }; /* UE5M3 and its IEEE codebook: scales only */
 /* Any other element format, without infinity: a number that holds its fields; see element.h. */
 enum { OWN_ELEMENT = 1 << 6, OWN_MANTISSA_AT = 8, OWN_BITS_AT = 12, OWN_NAN_AT = 16, OWN_BIAS_AT = 20, OWN_BIAS = 64 };
 /* The fields of its number (`element_number` in kernels/cpu/__init__.py). */
@@ -21,7 +21,7 @@ static inline int own_nan(int element) { return element >> OWN_NAN_AT & 1; }
 static inline int own_bias(int element) { return (element >> OWN_BIAS_AT & 255) - OWN_BIAS; }
 /* Whether two codes share a byte. */
 static inline int is_packed(int element) { return element == E2M1 || (element & OWN_ELEMENT && own_bits(element) <= 4); }
-enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_UE5M3, SCALE_GIVEN };
+enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_UE5M3, SCALE_UE5M3_IEEE, SCALE_GIVEN };
 enum { ROUND_FLOOR, ROUND_RCEIL, ROUND_EVEN, ROUND_CEIL };
 enum { FORMULA_TE_2_14, FORMULA_TE_2_13, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE };
 enum { NEAREST, STOCHASTIC, EDEN };
@@ -39,14 +39,14 @@ typedef struct {
     Matrix x;
     int element, scale, scale_rounding, formula;
     int64_t block_rows, block_cols;
-    float *amax; /* SCALE_E4M3: the amax, SCALE_GIVEN: the scale, of the tensor (amax_stride 0) or of each row (1) */
+    float *amax; /* of a global scale: the amax, SCALE_GIVEN: the scale, of the tensor (amax_stride 0) or of each row (1) */
     int64_t amax_stride;
-    float *global_decode; /* SCALE_E4M3: output for 1 / S_enc, one per amax; or NULL */
-    int outer;            /* SCALE_E4M3: the amaxes are those of outer blocks, which the kernel measures */
+    float *global_decode; /* output for 1 / S_enc, one per amax; or NULL */
+    int outer;            /* the amaxes are those of outer blocks, which the kernel measures */
     float *outer_amax;    /* output for them, [rows, outer_stride]; or NULL */
     int64_t outer_stride;
     float largest;     /* the magnitude that an amax is scaled to: the largest element, for NVFP4 times the guard */
-    float bound;       /* SCALE_E4M3: largest value of the global range, 448 * 6 */
+    float bound;       /* largest value of the global range, 448 * 6 */
     float scale_limit; /* SCALE_F32, SCALE_POW2: replaces an infinite scale */
     int stochastic;
     uint64_t round_keys[ROUNDS][2]; /* of Philox, in 64 bits, so that vectors are loaded from them */
@@ -81,7 +81,7 @@ typedef struct {
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
 enum { LAYOUT = 3 };
 /* Of the numbers that fields can hold, and of the arguments of functions. An extension of another version does not know some. */
-enum { VERSION = 5 };
+enum { VERSION = 6 };
 enum { MAX_HADAMARD = 128 };
 
 /* The same for every call of a scheme. */

@@ -3,7 +3,7 @@
  * NVFP4  S_enc = bound / amax, at most FLT_MAX, 1 for amax = 0; S_dec = 1 / S_enc
  *        s = E4M3(amax_b * (S_enc * (1 / largest))), before TE 2.14 E4M3((amax_b / largest) * S_enc)
  *        encode = min(1 / (s * S_dec), FLT_MAX), decode = s, or s * S_dec if S_dec is that of an outer block
- * UE5M3  s = UE5M3(amax_b / largest), encode = min(1 / s, FLT_MAX), decode = s
+ * UE5M3  as NVFP4; without a global scale s = UE5M3(amax_b / largest), encode = min(1 / s, FLT_MAX), decode = s
  * MX     byte = biased exponent of amax_b / largest rounded up, or of amax_b less the element's, rounded as named
  *        encode = 2^(127 - byte), decode = 2^(byte - 127)
  * FP8    encode = largest / amax_b, decode = 1 / encode (stored)
@@ -42,17 +42,21 @@ INLINE Global global_scale(const Job *job, F amax) {
     return (Global){encode, f_div(f_set(1.0f), encode), f_mul(encode, f_div(f_set(1.0f), f_set(job->largest)))};
 }
 
-INLINE Scale scale_e4m3(const Job *job, F amax, Global global, int outer) {
-    const Element e4m3 = element_of(E4M3);
+/* A scale with a mantissa, of the format `element`, under a global one. */
+INLINE Scale scale_under(const Job *job, F amax, Global global, int outer, int element) {
     const F wanted = job->formula == FORMULA_TE_2_13 ? f_mul(f_div(amax, f_set(job->largest)), global.encode)
                                                      : f_mul(amax, global.block);
-    const Rounded s = round_nearest(wanted, e4m3);
+    const Rounded s = round_nearest(wanted, element_of(element));
     const F decode = f_mul(s.value, global.decode), encode = f_div(f_set(1.0f), decode);
     return (Scale){s.code, f_min(encode, f_set(float_max)), outer ? decode : s.value};
 }
 
-INLINE Scale scale_ue5m3(const Job *job, F amax) {
-    const Rounded s = round_nearest(f_div(amax, f_set(job->largest)), element_of(UE5M3));
+/* Whether block scales lie under those of the tensor, of rows or of outer blocks. */
+INLINE int has_global(const Job *job) { return job->scale != SCALE_GIVEN && (job->amax || job->outer); }
+
+INLINE Scale scale_ue5m3(const Job *job, F amax, Global global, int outer, int element) {
+    if (has_global(job)) return scale_under(job, amax, global, outer, element);
+    const Rounded s = round_nearest(f_div(amax, f_set(job->largest)), element_of(element));
     return (Scale){s.code, f_min(f_div(f_set(1.0f), s.value), f_set(float_max)), s.value};
 }
 
@@ -90,13 +94,14 @@ INLINE Scale scale_float(const Job *job, F amax) {
     return (Scale){i_bits(decode), encode, decode};
 }
 
-/* `amax`: of each lane's block. `global`: of the tensor or the lane's row or, if `outer`, outer block, with SCALE_E4M3. */
+/* `amax`: of each lane's block. `global`: of the tensor or the lane's row or, if `outer`, outer block; undefined without any. */
 INLINE Scale block_scale(const Job *job, I amax, Global global, int outer) {
     report(job, not_finite(amax));
-    if (job->scale == SCALE_E4M3) return scale_e4m3(job, f_bits(amax), global, outer); /* first: faster than a jump table */
+    if (job->scale == SCALE_E4M3) return scale_under(job, f_bits(amax), global, outer, E4M3); /* first: faster than a jump table */
     switch (job->scale) {
     case SCALE_E8M0: return scale_e8m0(job, f_bits(amax));
-    case SCALE_UE5M3: return scale_ue5m3(job, f_bits(amax));
+    case SCALE_UE5M3: return scale_ue5m3(job, f_bits(amax), global, outer, UE5M3);
+    case SCALE_UE5M3_IEEE: return scale_ue5m3(job, f_bits(amax), global, outer, UE5M3_IEEE);
     case SCALE_GIVEN: return (Scale){i_set(0), global.encode, f_set(1.0f)};
     default: return scale_float(job, f_bits(amax));
     }
@@ -104,12 +109,12 @@ INLINE Scale block_scale(const Job *job, I amax, Global global, int outer) {
 
 /* The scales of a row that do not depend on its blocks; lanes are one row (row-wise) or sixteen rows (column-wise). */
 INLINE Global row_scale(const Job *job, F given) {
-    if (job->scale == SCALE_E4M3) return global_scale(job, given);
+    if (has_global(job)) return global_scale(job, given);
     return (Global){given, f_set(1.0f), f_set(1.0f)};
 }
-INLINE int scale_is_byte(int scale) { return scale == SCALE_E4M3 || scale == SCALE_UE5M3 || scale == SCALE_E8M0; }
 /* Bytes with a mantissa, under which a negative zero is coded as zero. */
-INLINE int scale_has_mantissa(int scale) { return scale == SCALE_E4M3 || scale == SCALE_UE5M3; }
+INLINE int scale_has_mantissa(int scale) { return scale == SCALE_E4M3 || scale == SCALE_UE5M3 || scale == SCALE_UE5M3_IEEE; }
+INLINE int scale_is_byte(int scale) { return scale_has_mantissa(scale) || scale == SCALE_E8M0; }
 /* Whether decoded values are exact in BF16: such scales have four significant bits, and so have elements of three bits of mantissa. */
 INLINE int exact_in_bf16(int element, int scale, int outer) {
     return (scale_has_mantissa(scale) && !outer && element_of(element).mantissa <= 3) || scale == SCALE_GIVEN;
