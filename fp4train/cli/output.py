@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from typing import Any, TextIO, cast
 
 from fp4train.errors import UserError
-from fp4train.text import printable, wrapped
+from fp4train.text import printable, screen, wrapped
 
 HANGING = 4
 """Characters by which lines are indented that go on with the line above them."""
@@ -159,6 +159,11 @@ def fitted(text: str) -> str:
         elif column and has_room:
             column_above = column
     return "\n".join(lines)
+
+
+def print_screen(name: str, **values: object) -> None:
+    """Print a template of this package (`fp4train.text.screen`) in the terminal's width."""
+    print(fitted(screen(__package__, name, width=terminal_width(), **values)))
 
 
 def hanging(line: str) -> list[str]:

@@ -13,7 +13,7 @@ What every GEMM of a run would run in, and why; trains nothing. Takes the keys o
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import nn
 
 from fp4train.checkpoint import ALONE
 from fp4train.cli.launch import Start, launch
-from fp4train.cli.output import fitted, terminal_width
+from fp4train.cli.output import fitted, print_screen, terminal_width
 from fp4train.config.folders import option_of
 from fp4train.config.overrides import Option, read_options, truth
 from fp4train.config.schema import Config
@@ -60,7 +60,7 @@ from fp4train.run.states import bytes_per_parameter
 from fp4train.run.supervise.layer_audits import described
 from fp4train.run.teacher import check_teacher
 from fp4train.run.timeline import build_timeline, with_swap
-from fp4train.text import columns, counted, short, span, tabulate
+from fp4train.text import short
 
 if TYPE_CHECKING:
     from fp4train.lab.costs.mesh_plan import MeshPlan
@@ -134,15 +134,15 @@ def main(arguments: list[str]) -> int:
                 f"plan RUN shows the run as it is; with {remaining[1]} write plan "
                 f"resume={remaining[0]} {remaining[1]}"
             )
-        print(fitted(_of_run(run_directory.require_run(Path(remaining[0])), full=full)))
+        _show_run(run_directory.require_run(Path(remaining[0])), full=full)
         return 0
     return launch(
         remaining, partial(_plan, full=full, gpus=gpus, auto=auto, as_data=as_data, words=remaining)
     )
 
 
-def _of_run(run: Path, *, full: bool) -> str:
-    """Journal of a run as text: its configurations and requests, the stretches that ran, and the
+def _show_run(run: Path, *, full: bool) -> None:
+    """Print the journal of a run: its configurations and requests, the stretches that ran, and the
     plan of the rest.
     """
     records = journal.read_journal(run)
@@ -153,46 +153,21 @@ def _of_run(run: Path, *, full: bool) -> str:
         )
     done = run_directory.steps_done(run)
     stretches = journal.stretches(records)
-    steps = stretches[-1].stop if stretches else 0
-    entries = [
-        (f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records
-    ]
-    head = [
-        f"{run}: {done} of {counted(steps, 'step')} {'is' if done == 1 else 'are'} done",
-        "",
-        *columns(entries),
-        "",
-    ]
-    split = [part for stretch in stretches for part in _split(stretch, done)]
-    if full:
-        body = [f"{_state(s, done)}: {s.render(full=True)}\n" for s in split]
-        return "\n".join([*head, *body]).rstrip()
-    rows = [
-        (
-            span(s.start, s.stop),
-            _state(s, done),
-            s.recipe,
-            ", ".join(f"{name} {share:.1%}" for name, share in s.shares.items()),
-            ", ".join(dict.fromkeys(row[4] for row in s.rows)),
-            s.reason,
-        )
-        for s in split
-    ]
-    table = tabulate(
-        [("steps", "", "recipe", "multiply-adds of linear layers", "backends", "why"), *rows],
-        width=terminal_width(),
+    print_screen(
+        "plan_of_run.txt",
+        run=run,
+        records=records,
+        done=done,
+        steps=stretches[-1].stop if stretches else 0,
+        stretches=[part for stretch in stretches for part in _split(stretch, done)],
+        full=full,
     )
-    return "\n".join([*head, *table])
 
 
 def _split(stretch: RecordedStretch, done: int) -> list[RecordedStretch]:
     if not stretch.start < done < stretch.stop:
         return [stretch]
     return [replace(stretch, stop=done), replace(stretch, start=done)]
-
-
-def _state(stretch: RecordedStretch, done: int) -> str:
-    return "ran" if stretch.stop <= done else "planned"
 
 
 def _plan(
@@ -264,121 +239,94 @@ def _plan(
     if as_data:
         print(_json({"recipe": config.recipe.name, **_data(plan, model)}))
         return 0
+    past: list[str] = []
     if source is not None and start:
-        past = [
-            s
-            for stretch in journal.stretches(journal.read_journal(source))
-            for s in _split(stretch, start)
-        ]
-        ran = [s.title for s in past if s.stop <= start]
-        print(
-            "\n".join(
-                [
-                    f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):",
-                    *ran,
-                ]
-            ),
-            "\n",
-        )
-    width = terminal_width()
-    print(fitted(_whole_run(config)), end="\n\n")
-    if full:
-        shown = render(plan.sections, full=True, width=width)
-    else:
-        shown = summarise(plan.sections, width)
-    print(config.recipe.shown(width), shown, sep="\n\n")
-    print("", _weights(model), "", fitted(_checkpoint(model, config)), sep="\n")
+        ran = journal.stretches(journal.read_journal(source))
+        parts = [part for stretch in ran for part in _split(stretch, start)]
+        past = [part.title for part in parts if part.stop <= start]
     if gpu is None:
+        estimated = []
         layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
         layers += operations_in_c(
             model, config.train, device.type, plan.stretches[0].recipe.torch_dtype, plan.tokens
         )
-        norms = [
-            produced_in(model, stretch, config.train, device.type, plan.tokens)
-            for stretch in plan.stretches
-        ]
-        sentences = produced_by(model, plan.stretches, norms, device.type)
-        for sentence in (kernels, *layers, *sentences, described(plan, config, Mesh())):
-            print(fitted(sentence))
-    if gpu is not None:
+        sentences = [kernels, *layers]
+        produced_on = device.type
+    else:
         from fp4train.lab.costs.estimate import estimate
         from fp4train.lab.costs.mesh_plan import MeshPlan
         from fp4train.lab.costs.screen import render_step, step_costs
 
         on_one_gpu = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
-        cost = estimate(plan, gpu, microbatches=config.train.microbatches)
-        norms = [
-            produced_in(model, stretch, config.train, "cuda", plan.tokens, elsewhere=True)
-            for stretch in plan.stretches
+        width = terminal_width()
+        estimated = [
+            estimate(plan, gpu, microbatches=config.train.microbatches).render(width),
+            render_step(step_costs(on_one_gpu, plan), width),
         ]
-        sentences = produced_by(model, plan.stretches, norms, "cuda")
-        print("", fitted(cost.render(width)), "", sep="\n")
-        step = render_step(step_costs(on_one_gpu, plan), width)
-        for text in (step, on_one_gpu.kernels[1], *sentences):
-            print(fitted(text))
+        sentences = [on_one_gpu.kernels[1]]
+        produced_on = "cuda"
+    norms = [
+        produced_in(
+            model, stretch, config.train, produced_on, plan.tokens, elsewhere=gpu is not None
+        )
+        for stretch in plan.stretches
+    ]
+    sentences += produced_by(model, plan.stretches, norms, produced_on)
+    if gpu is None:
+        sentences.append(described(plan, config, Mesh()))
+    _show(
+        config,
+        plan,
+        model,
+        full=full,
+        source=source,
+        past=past,
+        states=_checkpoint(model, config),
+        estimated=estimated,
+        sentences=sentences,
+    )
     return 0
 
 
-def _whole_run(config: Config) -> str:
-    """What the run trains on, how long, and at which rates, in words."""
-    train = config.train
-    schedule = config.schedule
-    warmup = schedule.warmup
-    if isinstance(warmup, int):
-        of_run = counted(warmup, "step")
+def _show(
+    config: Config,
+    plan: Plan,
+    model: nn.Module,
+    *,
+    full: bool,
+    states: Mapping[str, int] | None = None,
+    **values: object,
+) -> None:
+    """Print a plan: what the run trains on, what its GEMMs run in, its weights, and the `values` of
+    the template beside these.
+    """
+    width = terminal_width()
+    if full:
+        gemms = render(plan.sections, full=True, width=width)
     else:
-        of_run = f"{warmup:.3g} of the run"
-    kind = option_of("schedule", type(schedule))
-    rates = f"learning rate {config.optim.lr:g}, warm-up {of_run}, then {kind}"
-    data = getattr(config.data, "name", None) or getattr(config.data, "path", None) or ""
-    tokenizer = getattr(config.data, "tokenizer", None)
-    named = f" {getattr(tokenizer, 'name', None) or ''}".rstrip()
-    read = f"{option_of('data', type(config.data))} {data}".rstrip()
-    if tokenizer is not None:
-        text = f"{read} in ids of {option_of('data/tokenizer', type(tokenizer))}{named}"
-    else:
-        text = read
-    size = (
-        f"{counted(train.steps, 'step')} of {train.batch_size:,} × {train.seq_len:,} tokens, "
-        f"{short(train.steps * train.tokens)} in all"
+        gemms = summarise(plan.sections, width)
+    print_screen(
+        "plan.txt",
+        config=config,
+        gemms=gemms,
+        groups=weight_groups(model),
+        option=lambda group, setting: option_of(group, type(setting)),
+        short=short,
+        states=states,
+        **values,
     )
-    every = config.checkpoint.every
-    if every == 1:
-        saved = "a checkpoint at every step"
-    elif every:
-        saved = f"checkpoints every {every:,} steps"
-    else:
-        saved = "a checkpoint at the end"
-    return f"{size}; {text}; {rates}; {saved}"
 
 
-def _weights(model: nn.Module) -> str:
-    """All parameters of the model, and those that a token meets, by what becomes of them."""
-    groups = weight_groups(model)
-    total = ("together", *(sum(column) for column in list(zip(*groups, strict=True))[1:4]), None)
-    rows = [
-        (kind, *(f"{count:,}" for count in counts), why or "")
-        for kind, *counts, why in (*groups, total)
-    ]
-    header = ("parameters", "tensors", "all", "of a token", "why no recipe touches them")
-    return "\n".join(tabulate([header, *rows], right={1, 2, 3}, width=terminal_width()))
-
-
-def _checkpoint(model: nn.Module, config: Config) -> str:
-    """Size of a checkpoint in words."""
-    states = bytes_per_parameter(config)
-    beside = sum(size for title, size in states.items() if title != ModelWeights.title)
-    total = sum(p.numel() * (p.element_size() + beside) for p in model.parameters())
+def _checkpoint(model: nn.Module, config: Config) -> dict[str, int]:
+    """Title of each state in a checkpoint → its bytes."""
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    weights = sum(parameter.nbytes for parameter in parameters)
     spoken = {ModelWeights.title: "weights", Moments.title: "two moments"}
-    *names, last = (spoken.get(title, title) for title in states)
-    what = f"{', '.join(names)} and {last}"
-    if total >= 1e9:
-        size = f"{total / 1e9:,.2f} GB"
-    else:
-        size = f"{total / 1e6:,.1f} MB"
-    return (
-        f"A checkpoint holds about {size} ({what}); main memory holds a copy while it is written."
-    )
+    return {
+        spoken.get(title, title): weights if title == ModelWeights.title else round(size * count)
+        for title, size in bytes_per_parameter(config).items()
+    }
 
 
 def _json(value: object) -> str:
@@ -413,15 +361,14 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         }
         print(_json({**head, **_data(plan, mesh_plan.model)}))
         return 0
-    width = terminal_width()
-    if full:
-        shown = render(plan.sections, full=True, width=width)
-    else:
-        shown = summarise(plan.sections, width)
-    print(fitted(_whole_run(mesh_plan.config)), end="\n\n")
-    print(shown, _weights(mesh_plan.model), fitted(render_cluster(costs, width)), sep="\n\n")
-    for note in mesh_plan.notes:
-        print(fitted(f"note: {note}"))
+    _show(
+        mesh_plan.config,
+        plan,
+        mesh_plan.model,
+        full=full,
+        on_mesh=render_cluster(costs, terminal_width()),
+        sentences=[f"note: {note}" for note in mesh_plan.notes],
+    )
     return 0
 
 
