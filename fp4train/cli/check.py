@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 
 from fp4train.cli.launch import Start, launch
-from fp4train.cli.output import fitted, usage
+from fp4train.cli.output import print_screen, usage
 from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
-from fp4train.lab.check import Checked, check
+from fp4train.lab.check import check
 from fp4train.lab.studies.subject import open_subject
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_paths
-from fp4train.text import counted, whole_number
+from fp4train.text import whole_number
 
 USAGE = usage(__doc__)
 OPTIONS = {"step": Option(whole_number, "step={!r} must be the step of a checkpoint")}
@@ -37,15 +37,14 @@ def main(arguments: list[str]) -> int:
     Raises:
         UserError: there is no run directory or checkpoint, or an option is refused.
     """
-    as_data = "--json" in arguments
-    line = read_options([word for word in arguments if word != "--json"], OPTIONS)
+    line = read_options(arguments, OPTIONS, data=True)
     if len(line.runs) != 1:
         raise UserError(f"check needs one run directory: {USAGE}")
     run = run_directory.require_run(Path(line.runs[0]))
     words = [f"resume={run}"]
     if line.options["step"] is not None:
         words.append(f"resume_step={line.options['step']}")
-    return launch([*words, *line.flags, *line.overrides], partial(_check, as_data=as_data))
+    return launch([*words, *line.flags, *line.overrides], partial(_check, as_data=line.as_data))
 
 
 def _check(start: Start, *, as_data: bool) -> int:
@@ -54,28 +53,13 @@ def _check(start: Start, *, as_data: bool) -> int:
     subject = open_subject(start.config, start.cfg, start.saved)
     checked = check(subject)
     if as_data:
-        print(json.dumps(_data(checked, subject.step)))
+        data = {
+            "step": subject.step,
+            "layers": {audited.layer: list(audited.gemms) for audited in checked.audits},
+            "faults": [fault.values() for fault in checked.faults],
+            "uncovered": checked.uncovered,
+        }
+        print(json.dumps(data))
     else:
-        print(fitted(_rendered(checked, subject.title, subject.step)))
+        print_screen("check.txt", checked=checked, subject=subject)
     return 1 if checked.faults else 0
-
-
-def _rendered(checked: Checked, title: str, step: int) -> str:
-    gemms = sum(len(audited.gemms) for audited in checked.audits)
-    lines = [
-        f"{title}, step {step}: {counted(gemms, 'GEMM')} of "
-        f"{counted(len(checked.audits), 'layer')} compared with the reference, "
-        f"{counted(len(checked.faults), 'fault')}"
-    ]
-    lines += [str(fault) for fault in checked.faults]
-    lines += [f"not covered: {name}: {reason}" for name, reason in checked.uncovered.items()]
-    return "\n".join(lines)
-
-
-def _data(checked: Checked, step: int) -> dict[str, object]:
-    return {
-        "step": step,
-        "layers": {audited.layer: list(audited.gemms) for audited in checked.audits},
-        "faults": [fault.values() for fault in checked.faults],
-        "uncovered": checked.uncovered,
-    }

@@ -56,8 +56,7 @@ def main(arguments: list[str]) -> int:
         key = unknown[0].partition("=")[0]
         raise UserError(f"compare has no option {key!r}{near_miss(key, OPTIONS)}: {USAGE}")
     runs = baseline_first([Path(word) for word in line.words], baseline)
-    if line.flags:
-        raise UserError(f"compare knows no flag {line.flags[0]}: {USAGE}")
+    line.check_flags(USAGE, folders=False)
     if len(runs) < 2 and (not runs or out is None):
         raise UserError(f"compare needs two or more run directories: {USAGE}")
     if out is not None:

@@ -26,11 +26,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fp4train.cli.output import terminal_width, usage
+from fp4train.cli.output import print_screen, usage
 from fp4train.cli.trained import STEP, with_model
 from fp4train.config.overrides import Option, count, read_options, truth
 from fp4train.errors import UserError, user_errors
-from fp4train.text import tabulate, whole_number
+from fp4train.text import whole_number
 
 if TYPE_CHECKING:
     from fp4train.exchange.evaluation import Score
@@ -59,8 +59,7 @@ _OF = {
 
 def main(arguments: list[str]) -> int:
     """Print the scores and record them; returns the exit code."""
-    as_data = "--json" in arguments
-    line = read_options([a for a in arguments if a != "--json"], OPTIONS)
+    line = read_options(arguments, OPTIONS, data=True)
     options = line.options
     if options["task"] is not None and options["text"] is not None:
         raise UserError("task=… and text=… are two evaluations: give one of them")
@@ -79,24 +78,24 @@ def main(arguments: list[str]) -> int:
         if trained.trained_in is not None:
             default_recipes.append(trained.own)
         began = time.perf_counter()
-        scores = []
-        for score in _scores(trained, named or default_recipes, options):
-            scores.append(score)
+        scores = list(_scores(trained, named or default_recipes, options))
         seconds = time.perf_counter() - began
-        if as_data:
+        note = record(trained, scores) if options["record"] else ""
+        if line.as_data:
             about = {"run": str(trained.source), "step": trained.step, "seconds": round(seconds, 3)}
             print(json.dumps({**about, "scores": [asdict(score) for score in scores]}))
         else:
-            print(f"{trained.title}, {seconds:.1f} s\n")
-            print(_tables(scores))
-        note = record(trained, scores) if options["record"] else ""
-        if note.endswith("jsonl"):
-            note = f"recorded in {note}"
-        if note and not as_data:
-            print(f"\n{note}")
+            print_screen(
+                "eval.txt",
+                title=trained.title,
+                seconds=seconds,
+                scores=scores,
+                shown=_shown,
+                note=note,
+            )
         return 0
 
-    return with_model("eval", USAGE, line, list(OPTIONS), options["step"], task)
+    return with_model(USAGE, line, list(OPTIONS), options["step"], task)
 
 
 def _scores(
@@ -125,28 +124,8 @@ def _scores(
     )
 
 
-def _tables(scores: Sequence[Score]) -> str:
-    """A table per task, with a row per recipe and a column per metric, with its standard error
-    where there is one.
-    """
-    tables = []
-    for task in dict.fromkeys(score.task for score in scores):
-        mine = [score for score in scores if score.task == task]
-        names = list(
-            dict.fromkeys(name for score in mine for name in score.values if "_stderr" not in name)
-        )
-        rows = [(score.recipe, *(_cell(score.values, name) for name in names)) for score in mine]
-        tables.append(
-            "\n".join(
-                tabulate(
-                    [(task, *names), *rows], right=range(1, len(names) + 1), width=terminal_width()
-                )
-            )
-        )
-    return "\n\n".join(tables)
-
-
-def _cell(values: Mapping[str, float], name: str) -> str:
+def _shown(values: Mapping[str, float], name: str) -> str:
+    """A metric with its standard error, where there is one; empty where there is no such metric."""
     value = values.get(name)
     error = values.get(_error_of(name))
     if value is None:

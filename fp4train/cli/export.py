@@ -68,8 +68,7 @@ def main(arguments: list[str]) -> int:
     line = read_options(arguments, OPTIONS)
     to, out, step, dtype, shard, *of_codes = (line.options[key] for key in OPTIONS)
     folders = overrides.own_folders(line.flags)
-    if strange := overrides.other_flags(line.flags):
-        raise UserError(f"export knows no flag {strange[0]}: {USAGE}")
+    line.check_flags(USAGE)
     if len(line.runs) != 1:
         raise UserError(f"export needs one run directory: {USAGE}")
     dtype = dtype or ("float32" if to == "hf" else "bf16")

@@ -42,9 +42,7 @@ class ForkWords:
     options: Mapping[str, Any]
 
 
-def fork_words(
-    verb: str, refusal: str, usage: str, arguments: list[str], own: Mapping[str, Any]
-) -> ForkWords:
+def fork_words(refusal: str, usage: str, arguments: list[str], own: Mapping[str, Any]) -> ForkWords:
     """Take the command line of a verb apart, of which all are in Hydra's grammar: step= may be
     swept over.
 
@@ -57,10 +55,9 @@ def fork_words(
     """
     arguments = overrides.with_files(arguments)
     line = read_options(arguments, {})
-    if other := overrides.other_flags(line.flags):
-        raise UserError(f"{verb} knows no flag {other[0]}: {usage}")
+    line.check_flags(usage)
     if not line.runs:
-        raise UserError(f"{verb} takes the directories of runs: {usage}")
+        raise UserError(f"{usage.split()[1]} takes the directories of runs: {usage}")
     known = {**FORK_OPTIONS, **own}
     values: dict[str, Any] = {}
     path_words = []

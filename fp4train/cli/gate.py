@@ -120,7 +120,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _request(arguments: list[str]) -> GateRequest:
-    words = fork_words("gate", "a gate has one {}", USAGE, arguments, _OWN)
+    words = fork_words("a gate has one {}", USAGE, arguments, _OWN)
     options = dict(words.options)
     if "margin" not in options:
         raise UserError(

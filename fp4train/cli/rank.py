@@ -97,6 +97,6 @@ def main(arguments: list[str]) -> int:
 
 def _request(arguments: list[str]) -> RankRequest:
     refusal = f"a ranking has one {{}}; it sweeps over {', '.join(SECTIONS)}"
-    words = fork_words("rank", refusal, USAGE, arguments, _OWN)
+    words = fork_words(refusal, USAGE, arguments, _OWN)
     with user_errors(ValueError):
         return RankRequest(sweep=words.sections or [DEFAULT], **words.settings, **words.options)

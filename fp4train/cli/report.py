@@ -39,8 +39,7 @@ def main(arguments: list[str]) -> int:
 
     line = read_options(arguments, OPTIONS)
     baseline, out, endings, width, gpu_name = (line.options[key] for key in OPTIONS)
-    if line.flags:
-        raise UserError(f"report knows no flag {line.flags[0]}: {USAGE}")
+    line.check_flags(USAGE, folders=False)
     if line.overrides:
         key = line.overrides[0].partition("=")[0]
         raise UserError(f"report has no option {key!r}{near_miss(key, OPTIONS)}: {USAGE}")

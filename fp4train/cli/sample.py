@@ -49,8 +49,7 @@ def main(arguments: list[str]) -> int:
     """Print the text as it is sampled; returns the exit code."""
     from fp4train.exchange.generation import Sampling
 
-    as_data = "--json" in arguments
-    line = read_options([a for a in arguments if a != "--json"], OPTIONS)
+    line = read_options(arguments, OPTIONS, data=True)
     prompt, step, *_ = line.options.values()
     if prompt is None:
         raise UserError(f'sample needs prompt="…": {USAGE}')
@@ -64,9 +63,9 @@ def main(arguments: list[str]) -> int:
             raise UserError(
                 f"sample writes in one recipe, not in {', '.join(recipe.name for recipe in named)}"
             )
-        return _sample(trained, named[0] if named else trained.own, prompt, sampling, as_data)
+        return _sample(trained, named[0] if named else trained.own, prompt, sampling, line.as_data)
 
-    return with_model("sample", USAGE, line, list(OPTIONS), step, task)
+    return with_model(USAGE, line, list(OPTIONS), step, task)
 
 
 def _sample(

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from fp4train import checkpoint
-from fp4train.cli.output import fitted, terminal_width, usage
+from fp4train.cli.output import fitted, print_screen, usage
 from fp4train.config import overrides, plugins
 from fp4train.config.composition import composed
 from fp4train.config.overrides import Option, number, read_options
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.inbox import EVALUATION, ask, cancel_request, pending, wait_for_answer
+from fp4train.run.record.inbox import ask, cancel_request, pending, wait_for_answer
 from fp4train.run.record.journal import RecipeChoice, read_journal, read_swaps
-from fp4train.text import counted, counted_are, tabulate, whole_number
+from fp4train.text import counted, counted_are, whole_number
 
 USAGE = usage(__doc__)
 WAIT = 10.0
@@ -58,7 +58,15 @@ def main(arguments: list[str]) -> int:
                 raise UserError(f"swap cancel={cancel} stands alone, not with {beside[0]}")
             return _cancel(run, cancel, wait)
         if not words and (at, wait) == (None, WAIT):
-            print(_listed(run))
+            done = run_directory.steps_done(run)
+            print_screen(
+                "swaps.txt",
+                run=run,
+                done=done,
+                swaps=read_swaps(run),
+                requests=pending(run),
+                lost=bool(done) and not read_journal(run),
+            )
             return 0
         return _swap(run, line.flags, line.overrides, at, wait)
 
@@ -122,38 +130,6 @@ def _ask(run: Path, body: dict[str, Any], wait: float, what: str, later: str) ->
         raise UserError(f"{run} refuses {what}: {text}")
     print(fitted(f"{run}: accepted, {text}"))
     return 0
-
-
-def _listed(run: Path) -> str:
-    """The recorded swaps, and the requests that no process has taken."""
-    done = run_directory.steps_done(run)
-    rows = []
-    for swap in read_swaps(run):
-        if swap.step < done:
-            rows.append((str(swap.step), swap.name, "took effect", ""))
-        else:
-            rows.append((str(swap.step), swap.name, "recorded", f"cancel={swap.step}"))
-    for request, body in pending(run).items():
-        if EVALUATION in body:
-            what = "results to record"
-        elif "cancel" in body:
-            what = f"cancel step {body['cancel']}"
-        else:
-            what = str(body.get("name", "not readable"))
-        at = body.get("at")
-        rows.append(("next" if at is None else str(at), what, "pending", f"cancel={request}"))
-    lost = ""
-    if not read_journal(run) and done:
-        lost = fitted(
-            f"{run / run_directory.HISTORY} is missing or empty: which swaps took effect in "
-            f"{counted(done, 'step')} is not on record. Put it back; a resume takes the swaps "
-            "from the newest checkpoint"
-        )
-    if not rows:
-        return lost or fitted(f"{run}: no swap is recorded, none is pending")
-    header = ("step", "recipe", "state", "taken back by")
-    table = "\n".join(tabulate([header, *rows], width=terminal_width()))
-    return f"{lost}\n{table}".lstrip()
 
 
 def _cancel(run: Path, what: str, wait: float) -> int:

@@ -42,11 +42,12 @@ def source_named(word: str, step: int | None) -> WeightSource:
 
 
 def with_model(
-    verb: str, usage: str, line: CommandLine, options: Sequence[str], step: int | None, task: Task
+    usage: str, line: CommandLine, options: Sequence[str], step: int | None, task: Task
 ) -> int:
     """Load the model of the one run that a command names, and do `task`; returns its exit code.
 
     Args:
+        usage: the first line of the verb's help, "fp4train VERB …".
         line: the command line, of which the verb has taken its own options.
         options: names of these options, for suggestions.
         step: step of the checkpoint; None: the newest.
@@ -54,12 +55,10 @@ def with_model(
     Raises:
         UserError: another number of runs, an unknown key or option, or what `load_trained` refuses.
     """
-    folders = overrides.own_folders(line.flags)
-    strange = overrides.other_flags(line.flags)
-    if strange:
-        raise UserError(f"{verb} knows no flag {strange[0]}: {usage}")
+    line.check_flags(usage)
     if len(line.runs) != 1:
-        raise UserError(f"{verb} takes the directory of one run: {usage}")
+        raise UserError(f"{usage.split()[1]} takes the directory of one run: {usage}")
+    folders = overrides.own_folders(line.flags)
     words = overrides.parse(line.overrides)
     chosen = []
     path_words = []

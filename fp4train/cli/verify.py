@@ -18,17 +18,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fp4train.cli.output import fitted, terminal_width, usage
+from fp4train.cli.output import print_screen, usage
 from fp4train.cli.trained import named_paths, source_named
 from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
-from fp4train.text import columns, counted, counted_are, table_width, whole_number
-
-if TYPE_CHECKING:
-    from fp4train.exchange.verify import Verified
+from fp4train.text import whole_number
 
 USAGE = usage(__doc__)
 OPTIONS = {
@@ -45,10 +41,9 @@ def main(arguments: list[str]) -> int:
     """Compare, and print a line for each layer; returns the exit code."""
     from fp4train.exchange.verify import verify
 
-    line = read_options([argument for argument in arguments if argument != "--json"], OPTIONS)
+    line = read_options(arguments, OPTIONS, data=True)
     run, step, stretch, batches = (line.options[key] for key in OPTIONS)
-    if line.flags:
-        raise UserError(f"verify knows no flag {line.flags[0]}: {USAGE}")
+    line.check_flags(USAGE, folders=False)
     if len(line.runs) != 1 or run is None:
         raise UserError(f"verify needs one folder and the run that it was made from: {USAGE}")
     paths = named_paths(overrides.parse(line.overrides), tuple(OPTIONS))
@@ -59,53 +54,8 @@ def main(arguments: list[str]) -> int:
             from fp4train.exchange.served import served_losses
 
             losses = served_losses(verified, batches, paths)
-    if "--json" in arguments:
+    if line.as_data:
         print(json.dumps({**verified.as_json(), "losses": losses}, indent=1))
     else:
-        _show(verified, losses, batches)
+        print_screen("verify.txt", verified=verified, losses=losses, batches=batches)
     return 0 if verified.equal else 1
-
-
-def _show(verified: Verified, losses: dict[str, float], batches: int | None) -> None:
-    rows = [
-        (
-            module.name,
-            module.module,
-            module.form,
-            "differs" if module.differences else "equal",
-        )
-        for module in verified.layers
-    ]
-    if table_width(rows) > terminal_width():
-        # the names in the folder say which modules they are
-        lines = columns([row[1:] for row in rows])
-    else:
-        lines = columns(rows)
-    for module, line in zip(verified.layers, lines, strict=True):
-        print(line)
-        for difference in module.differences:
-            print(fitted(f"  {difference}"))
-    for sentence in verified.others:
-        print(fitted(sentence))
-    for name, loss in losses.items():
-        print(fitted(f"loss {loss:.4f}: {name}"))
-    if batches and not verified.equal:
-        print(
-            fitted(
-                f"loss={batches}: not measured, since the folder is another model than the run's"
-            )
-        )
-    wrong = sum(bool(module.differences) for module in verified.layers)
-    modules = counted(len(verified.layers), "module")
-    of = verified.title + (f", {verified.stretch}" if verified.stretch else "")
-    if verified.equal:
-        are_equal = f"{counted_are(len(verified.layers), 'module')} equal in every bit"
-        print(fitted(f"{verified.folder} has the numbers of {of}: {are_equal}"))
-        return
-    places = []
-    if wrong:
-        places.append(f"{wrong} of {modules}")
-    if verified.others:
-        places.append(f"{counted(len(verified.others), 'difference')} outside of the modules")
-    equal = "" if wrong else f"; all {modules} are equal"
-    print(fitted(f"{verified.folder} differs from {of}: {' and '.join(places)}{equal}"))

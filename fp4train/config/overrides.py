@@ -102,12 +102,13 @@ class Option:
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
     """The command line of a verb, taken apart: flags with their values, the value of every option
-    of the verb, and the other words.
+    of the verb, and the other words; whether the flag --json asks for data.
     """
 
     flags: list[str]
     options: dict[str, Any]
     words: list[str]
+    as_data: bool = False
 
     @property
     def runs(self) -> list[str]:
@@ -119,18 +120,32 @@ class CommandLine:
         """The words that name none."""
         return [word for word in self.words if word not in self.runs]
 
+    def check_flags(self, usage: str, *, folders: bool = True) -> None:
+        """Refuse flags, but for --config-dir where the verb takes `folders`.
 
-def read_options(arguments: list[str], declared: Mapping[str, Option]) -> CommandLine:
+        Args:
+            usage: the first line of the verb's help, "fp4train VERB …".
+        """
+        flags = other_flags(self.flags) if folders else self.flags
+        if flags:
+            raise UserError(f"{usage.split()[1]} knows no flag {flags[0]}: {usage}")
+
+
+def read_options(
+    arguments: list[str], declared: Mapping[str, Option], *, data: bool = False
+) -> CommandLine:
     """Take a command line apart.
 
     Args:
         arguments: words and flags, as the shell gives them.
         declared: the options of the verb, by key.
+        data: whether the verb takes the flag --json.
 
     Raises:
         UserError: an option is given twice, or its value is refused.
     """
-    flags, words = flags_and_words(arguments)
+    as_data = data and "--json" in arguments
+    flags, words = flags_and_words([a for a in arguments if not (data and a == "--json")])
     options = {key: option.default for key, option in declared.items()}
     other_words = []
     keys_read = set()
@@ -145,7 +160,7 @@ def read_options(arguments: list[str], declared: Mapping[str, Option]) -> Comman
         options[key] = declared[key].read(text)
         if options[key] is None:
             raise UserError(declared[key].refusal.format(text))
-    return CommandLine(flags=flags, options=options, words=other_words)
+    return CommandLine(flags=flags, options=options, words=other_words, as_data=as_data)
 
 
 def baseline_first(runs: Sequence[Path], baseline: Path | None) -> list[Path]:
