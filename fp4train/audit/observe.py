@@ -138,6 +138,8 @@ def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
         return "experts that are multiplied in one call: none has a product of its own"
     if issubclass(executor, CutGemms):
         return "tensor parallelism: a rank has one term of each sum"
+    if any(spec.held is not None for _, spec in executor.quantised(plan)):
+        return "held scales: the amax of the first call of an earlier step is not followed"
     if issubclass(executor, ChannelParts):
         return "outlier channels: two recipes add up one product"
     if issubclass(executor, BackendLayer | BackendExperts):

@@ -248,6 +248,8 @@ def describe(
         scale += " + FP32 1×128" if spec.global_scale == "block" else f" + FP32 {spec.global_scale}"
     if spec.delayed:
         scale += " delayed"
+    if spec.held:
+        scale += f" held {spec.held} steps"
     if spec.four_over_six:
         scale += f" 4/6 {spec.four_over_six}"
     hadamard = "no"

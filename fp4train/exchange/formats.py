@@ -170,6 +170,10 @@ def kind_of(spec: QuantSpec | None) -> str:
         raise ValueError(
             "takes its scale from a history (delayed scaling), and a folder has that of the tensor"
         )
+    if spec.held is not None:
+        raise ValueError(
+            f"holds its scale for {spec.held} steps (held), and a folder has that of the tensor"
+        )
     if spec.hadamard is not None or spec.requantises is not None:
         raise ValueError("is transformed before it is quantised")
     if element_range(spec) != spec.format.max:

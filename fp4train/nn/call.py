@@ -14,6 +14,8 @@ from torch import Tensor
 from fp4train.backends import LayerState, Prepared, named
 from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.layer_shard import LayerShard
+from fp4train.nn.held_amaxes import HeldAmaxes
+from fp4train.nn.ranks import Ranks
 from fp4train.nn.scaling import DelayedScaling, MemberScaling
 from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.context import Context, State, backward_pass
@@ -271,13 +273,14 @@ class LayerCall:
         position: the place of its tokens in the run.
         layer_key: the layer's part of the random key.
         weights: the layer's prepared weights; an empty cache if the context has no step.
-        scaling: the layer's amax histories; None: no operand has delayed scaling.
+        scaling: the layer's amax histories, or held amaxes; None: no operand takes the amax of an
+            earlier step.
         training: whether amaxes enter their histories.
         shared: the context's cache of forms that several layers read; None: this x is no other
             layer's, or is that of a compiled graph, which reuses the memory of its tensors.
         parameter: the parameter whose shard or part w is, if w is new in each call.
         gradients: gradients that backward computes; set by each forward pass.
-        amaxes: the delayed amaxes of this call, by tensor.
+        amaxes: the amaxes of this call that `scaling` gave, by tensor.
         fused: the weights that share a global scale with this layer's.
         member: the place of the weight in the layer's group.
     """
@@ -286,7 +289,7 @@ class LayerCall:
     position: Position
     layer_key: int
     weights: PreparedForms
-    scaling: DelayedScaling | MemberScaling | None
+    scaling: DelayedScaling | HeldAmaxes | MemberScaling | None
     training: bool
     shared: dict[str, Any] | None
     fused: FusedWeights
@@ -296,7 +299,13 @@ class LayerCall:
     member: int = 0
 
     def amax(
-        self, name: str, quantizer: Quantizer, tensor: Tensor, *, later: bool = False
+        self,
+        name: str,
+        quantizer: Quantizer,
+        tensor: Tensor,
+        *,
+        later: bool = False,
+        over: Sequence[Ranks] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """`DelayedScaling.amax` of x or dy, the same for both forms of the tensor."""
         assert self.scaling is not None
@@ -304,8 +313,9 @@ class LayerCall:
             self.amaxes = {}
         if name in self.amaxes:
             return self.amaxes[name], None
+        step = self.position.step
         amaxes = self.scaling.amax(
-            name, quantizer, tensor, enter=self.training, step=self.position.step, later=later
+            name, quantizer, tensor, enter=self.training, step=step, later=later, over=over
         )
         self.amaxes[name] = amaxes[0]
         return amaxes

@@ -24,7 +24,7 @@ from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import local
-from fp4train.nn.scaling import DelayedScaling, MemberScaling
+from fp4train.nn.scaling import MemberScaling
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context
 from fp4train.precision.layers import Layer
@@ -223,7 +223,7 @@ class Experts(PlannedLayer):
     ) -> list[LayerCall]:
         """A call of `executor` for each expert; `training`: whether gradients are enabled."""
         group_call = self.new_call(context, executor, 0, training=training)
-        scaling = self.states.get(DelayedScaling.kind)
+        scaling = group_call.scaling
         position = group_call.position
         calls = []
         parameter = self.weight
@@ -246,9 +246,9 @@ class Experts(PlannedLayer):
                 position=position._replace(token=token),
                 layer_key=key,
                 weights=PreparedWeights() if context.step is None else self.prepared(member),
-                scaling=MemberScaling(scaling, place, member_others)
-                if isinstance(scaling, DelayedScaling)
-                else None,
+                scaling=None
+                if scaling is None or isinstance(scaling, MemberScaling)
+                else MemberScaling(scaling, place, member_others),
                 shared=context.shared.setdefault(f"member {member}", {}),
                 parameter=parameter,
                 member=member,

@@ -92,7 +92,7 @@ class Form:
         self.column = operand.transposed
         self.number = operand.random_operand
         self.stochastic = spec is not None and spec.random
-        self.delayed = spec is not None and spec.delayed is not None
+        self.delayed = spec is not None and spec.earlier_amax
         self.pure = not self.stochastic and not self.delayed
         """Whether it is a function of the tensor alone, of its parts on other ranks included."""
         self.feature = self.rank = 0
@@ -171,11 +171,11 @@ class Form:
         return quantizer(self.plain, x.device.type).decode(codes)
 
     def amax(self, x: Tensor, call: LayerCall, key: RandomKey | None) -> Tensor | None:
-        """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the
-        rest of x.
+        """The amax if it is not that of x: that of earlier steps, or the maximum over the ranks
+        that hold the rest of x.
         """
         if self.delayed and self.spec is not None:
-            return call.amax(self.tensor, self.quantizer, x)[0]
+            return call.amax(self.tensor, self.quantizer, x, over=self.amax_ranks)[0]
         if not self.amax_ranks or self.spec is None:
             return None
         return amax_over(self.amax_ranks, x, self.spec, key)
@@ -227,7 +227,7 @@ class TensorForms:
         self.delayed = row.delayed or column.delayed
         self.own_amax = not (self.delayed or row.amax_ranks or column.amax_ranks)
         """Whether the amaxes are those of the tensor itself."""
-        if row.amax_ranks == column.amax_ranks:
+        if row.amax_ranks == column.amax_ranks and not self.delayed:
             self.joined = row.amax_ranks
         else:
             self.joined = ()
@@ -265,9 +265,15 @@ class TensorForms:
             else:
                 column_key = None
             row_amax = column_amax = newest = None
-            if self.row.delayed and self.column.delayed:  # one history has the amax of both
+            if self.row.delayed and self.column.delayed:  # one state has the amax of both
                 joins = self.pair.joins
-                row_amax, newest = call.amax(self.row.tensor, self.row.quantizer, x_MK, later=joins)
+                row_amax, newest = call.amax(
+                    self.row.tensor,
+                    self.row.quantizer,
+                    x_MK,
+                    later=joins,
+                    over=self.row.amax_ranks,
+                )
                 column_amax = row_amax
             elif not self.own_amax:
                 row_amax, column_amax = self._amaxes(x_MK, call, row_key, column_key)

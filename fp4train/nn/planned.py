@@ -27,7 +27,7 @@ from fp4train.nn.executors import by_state, make_executor, make_state, saved_sta
 from fp4train.nn.executors.gemms import torch_autocasts
 from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.layer_shard import LayerShard
-from fp4train.nn.scaling import DelayedScaling
+from fp4train.nn.scaling import EARLIER_AMAXES
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, State, state
 from fp4train.precision.layer_plan import LayerPlan, resolve
@@ -342,7 +342,8 @@ class PlannedLayer(nn.Module):
             if token is None and training and tokens:
                 token = context.token_start + self._tokens.offset(step, tokens, self.layer.name)
         position = Position(step, token or 0, context.counters)
-        scaling: Any = self.states.get(DelayedScaling.kind)
+        kinds = (kind for kind in executor.states if kind in EARLIER_AMAXES)
+        scaling: Any = self.states.get(next(kinds, ""))
         place = (executor, position, self._layer_key)
         return LayerCall(
             *place, weights, scaling, training, context.shared, self.fused_weights, self.stored

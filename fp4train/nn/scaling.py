@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
+from fp4train.nn.held_amaxes import HeldAmaxes
+from fp4train.nn.ranks import Ranks
 from fp4train.quantize import Quantizer, QuantSpec, RunStep
 from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax
 from fp4train.quantize.spec import Delayed
@@ -128,6 +130,7 @@ class DelayedScaling(LayerState):
         enter: bool,
         step: RunStep,
         later: bool = False,
+        over: Sequence[Ranks] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """(the amax that scales `tensor`, a 0-d float32; the entry of the history that the caller
         makes the larger of itself and the tensor's own amax, None: nothing is left to be done).
@@ -141,6 +144,8 @@ class DelayedScaling(LayerState):
             step: step of the call; the newest entry is that of the step in which an amax entered
                 last.
             later: whether the caller can do so.
+            over: ranks that hold the rest of the tensor; a history is joined over all ranks after
+                the step.
         """
         spec = quantizer.spec
         assert spec.delayed is not None
@@ -237,9 +242,13 @@ class DelayedScaling(LayerState):
         torch._foreach_copy_(newest, joined.unbind())
 
 
+EARLIER_AMAXES: Final = (DelayedScaling.kind, HeldAmaxes.kind)
+"""The kinds of states that give the amaxes of earlier steps; a layer's recipe has one of them."""
+
+
 class MemberScaling:
-    """The part of a group's amax histories that one of its weights has: its tensors are "x.3",
-    "w.3", "dy.3".
+    """The part of a group's amax histories, or held amaxes, that one of its weights has: its
+    tensors are "x.3", "w.3", "dy.3".
 
     Args:
         member: the weight's place in the whole group.
@@ -247,7 +256,9 @@ class MemberScaling:
             this weight's, so that all ranks have the same histories once they are joined.
     """
 
-    def __init__(self, scaling: DelayedScaling, member: int, elsewhere: Sequence[int] = ()) -> None:
+    def __init__(
+        self, scaling: DelayedScaling | HeldAmaxes, member: int, elsewhere: Sequence[int] = ()
+    ) -> None:
         self._scaling = scaling
         self._member = member
         self._elsewhere = elsewhere
@@ -261,6 +272,7 @@ class MemberScaling:
         enter: bool,
         step: RunStep,
         later: bool = False,
+        over: Sequence[Ranks] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """See `DelayedScaling.amax`."""
         for other in self._elsewhere if enter else ():
@@ -268,4 +280,6 @@ class MemberScaling:
                 f"{name}.{other}", quantizer, tensor.new_empty(0), enter=True, step=step
             )
         name = f"{name}.{self._member}"
-        return self._scaling.amax(name, quantizer, tensor, enter=enter, step=step, later=later)
+        return self._scaling.amax(
+            name, quantizer, tensor, enter=enter, step=step, later=later, over=over
+        )

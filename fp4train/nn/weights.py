@@ -128,11 +128,13 @@ class PreparedWeights:
         else:
             both = None
         amax = newest = None
-        if form.spec is not None and form.spec.delayed is not None:
+        if form.spec is not None and form.spec.earlier_amax:
             amax = self._amax
             if amax is None or not self._entered:
                 later = both is not None and both.joins
-                amax, newest = self.delayed_amax(w_NK, form.quantizer, call, later=later)
+                amax, newest = self.delayed_amax(
+                    w_NK, form.quantizer, call, later=later, over=form.amax_ranks
+                )
         if prepared is None:
             prepared = self._prepare(w_NK.detach(), form, call, amax, group, rounded, both, newest)
             if form.tiles and isinstance(prepared, Quantized):
@@ -211,7 +213,7 @@ class PreparedWeights:
             group = None
         if group is not None and not rounded:
             amax = group
-        elif form.amax_ranks:
+        elif form.amax_ranks and amax is None:
             assert isinstance(form.source, Own | Requantised)
             amax = self._amax_over_ranks(w, form.source, form.amax_ranks, key)
         if form.runs and key is not None:
@@ -261,20 +263,27 @@ class PreparedWeights:
         return self._amaxes["fused"]
 
     def delayed_amax(
-        self, w_NK: Tensor, quantizer: Quantizer, call: LayerCall, *, later: bool = False
+        self,
+        w_NK: Tensor,
+        quantizer: Quantizer,
+        call: LayerCall,
+        *,
+        later: bool = False,
+        over: Sequence[Ranks] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """`DelayedScaling.amax` of the weight; its own enters the history once per step, at its
         first call in training.
 
         Args:
             w_NK: the weight, or its amax (0-d).
+            later, over: see `DelayedScaling.amax`.
         """
         if call.position.step != self._step:
             self._begin(call)
         if (enter := call.training and not self._entered) or self._amax is None:
             assert call.scaling is not None
             amaxes = call.scaling.amax(
-                "w", quantizer, w_NK, enter=enter, step=call.position.step, later=later
+                "w", quantizer, w_NK, enter=enter, step=call.position.step, later=later, over=over
             )
             self._amax = amaxes[0]
             self._entered = self._entered or enter

@@ -78,8 +78,8 @@ def why_not(spec: QuantSpec) -> str | None:
     """
     if spec.random:
         return f"rounding={spec.rounding!r} draws its thresholds"
-    if spec.delayed is not None:
-        return "delayed scaling moves its thresholds with the steps before"
+    if spec.earlier_amax:
+        return "the steps before move its thresholds (delayed scaling, or a held amax)"
     if spec.hadamard is not None or spec.requantises is not None:
         return "it is transformed or rounded twice"
     return None

@@ -39,7 +39,7 @@ class GatherAmaxes:
 
     Attributes:
         known: amaxes of the whole weight at `step`, by the extent that they cover: see `AMAX`.
-        delayed: the amax of delayed scaling at `step`.
+        delayed: the amax that the layer's state gives at `step`.
         fused: those of the layers that a recipe may let share a scale with this one, itself
             included, by name.
         shared: the spec of the weight whose scale others share at `step`.
@@ -101,7 +101,7 @@ class GatherAmaxes:
         spec = item.spec
         if spec is None or shard.dim() == 3:  # a rank has whole weights of a group
             return None
-        if spec.delayed is not None or amax_extent(spec) == "tensor":
+        if spec.earlier_amax or amax_extent(spec) == "tensor":
             if self.shared is not None and has_tensor_amax(spec):
                 return FUSED
             return AMAX
@@ -136,9 +136,9 @@ class GatherAmaxes:
         self.known[FUSED] = torch.stack([self.fused[name].known[AMAX] for name in names]).amax()
 
     def enter(self, shard: Tensor, items: Iterable[GatherItem], training: bool) -> None:
-        """Take the delayed amax of the step; the weight's own enters its history."""
+        """Take the amax that the layer's state gives; the weight's own enters it."""
         specs = (item.spec for item in items)
-        spec = next((spec for spec in specs if spec is not None and spec.delayed), None)
+        spec = next((spec for spec in specs if spec is not None and spec.earlier_amax), None)
         context = current()
         if spec is None or context is None:
             return
@@ -150,7 +150,7 @@ class GatherAmaxes:
 
     def of(self, item: GatherItem, shard: Tensor) -> Tensor | None:
         """The amax that the codes of an item are made with; None: that of what is quantised."""
-        if item.spec is not None and item.spec.delayed is not None:
+        if item.spec is not None and item.spec.earlier_amax:
             return self.delayed
         key = self.key(item, shard)
         return None if key is None else self.known[key]

@@ -112,7 +112,7 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
         return WireForm(dtype=torch.bfloat16, why=why, rounds=True)
     forward, backward = (operand.sent for operand in operands)
     if experts and any(
-        codes is not None and codes.spec.delayed is not None for codes in (forward, backward)
+        codes is not None and codes.spec.earlier_amax for codes in (forward, backward)
     ):
         return WireForm(why="the history of each expert's amaxes is that of the whole group")
     if experts and plan.fused:

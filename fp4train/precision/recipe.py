@@ -25,6 +25,7 @@ from fp4train.backends.table import (
     Table,
     check_dequantised,
     describe_operand,
+    named,
     sourced,
 )
 from fp4train.quantize import QuantSpec, has_tensor_amax
@@ -122,6 +123,7 @@ class Recipe:
                     f"{OPERANDS[gemm][1]}; the transform cancels only if both operands have "
                     "the same one"
                 )
+        self._check_held(operands)
         self._check_outliers(operands)
         self._check_fused(operands["fprop"].second)
         kept = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
@@ -151,6 +153,26 @@ class Recipe:
             "wgrad": Operands(dequantised=x is not None),
         }
 
+    def _check_held(self, operands: dict[str, Operands]) -> None:
+        """ValueError where held amaxes meet delayed scaling, or one tensor has two periods."""
+        periods: dict[str, tuple[str, int]] = {}
+        delayed = [gemm for gemm, _, spec in named(operands) if spec is not None and spec.delayed]
+        for gemm, tensor, spec in named(operands):
+            if spec is None or spec.held is None:
+                continue
+            if delayed:
+                raise ValueError(
+                    f"{gemm}, {tensor}: held={spec.held}, and {delayed[0]} has delayed scaling: "
+                    "a layer keeps amaxes that are held, or histories; use held=None with "
+                    "FP8Delayed, or FP8Current with held"
+                )
+            earlier_gemm, period = periods.setdefault(tensor, (gemm, spec.held))
+            if spec.held != period:
+                raise ValueError(
+                    f"{gemm}, {tensor}: held={spec.held}, and held={period} in {earlier_gemm}: "
+                    f"both take one amax of {tensor}; use one number of steps"
+                )
+
     def _check_outliers(self, operands: dict[str, Operands]) -> None:
         outliers = self.outliers
         if outliers is None:
@@ -167,10 +189,10 @@ class Recipe:
                 "be kept apart"
             )
         pairs = [*operands.values(), *outliers.recipe.operands().values()]
-        if any(spec is not None and spec.delayed for pair in pairs for spec in pair.both):
+        if any(spec is not None and spec.earlier_amax for pair in pairs for spec in pair.both):
             raise ValueError(
                 "outliers: delayed scaling has one history per tensor, not one per part of "
-                "its channels"
+                "its channels; held scales one amax"
             )
 
     def _check_fused(self, w: QuantSpec | None) -> None:
@@ -179,6 +201,8 @@ class Recipe:
         why = None
         if w is None:
             why = "quantises no weight in fprop"
+        elif w.held is not None:
+            why = "holds the scale of each weight by itself"
         elif w.delayed is not None:
             why = "takes the scale of each weight from a history of its own"
         elif not has_tensor_amax(w):

@@ -42,6 +42,8 @@ GLOBAL_BOUNDS: Final = (448.0, 256.0)
 FORMULAS: Final = ("te2.14", "te2.13")
 ERROR_METRICS: Final = (None, "mae", "mse")
 DELAYED_ALGORITHMS: Final = ("max", "most_recent")
+_LATER: Final = ("held",)
+"""Fields that a spec's text has only where they are set."""
 LONGEST_HISTORY: Final = 1 << 20
 """Steps; each operand of each layer keeps 4 bytes per step."""
 
@@ -104,6 +106,8 @@ class QuantSpec:
         values are taken in BF16, so that backward uses the rounded tensor that the forward pass
         multiplied.
     delayed: take the amax of a tensor-scaled FP8 operand from its history.
+    held: steps for which the amax of the tensor is held after it was measured (arXiv 2609.02846);
+        None: it is measured in each step. Larger values saturate.
     """
 
     element: str = "e2m1"
@@ -119,6 +123,7 @@ class QuantSpec:
     guard: float = 1.0
     delayed: Delayed | None = None
     requantises: QuantSpec | None = None
+    held: int | None = None
     format: ElementFormat = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -142,6 +147,7 @@ class QuantSpec:
         self._check_scale()
         self._check_options()
         self._check_eden()
+        self._check_held()
         if isinstance(self.hadamard, Transform):
             check_transform(self.hadamard)
 
@@ -287,10 +293,45 @@ class QuantSpec:
                 raise ValueError(
                     f"requantises={self.requantises!r}: allowed is a QuantSpec, or None"
                 )
-            if self.requantises.random or self.requantises.delayed or self.requantises.requantises:
+            inner = self.requantises
+            if inner.random or inner.earlier_amax or inner.requantises:
                 raise ValueError(
-                    "requantises: allowed is rounding='nearest' without delayed scaling, once"
+                    "requantises: allowed is rounding='nearest' without delayed scaling or a held "
+                    "amax, once"
                 )
+
+    def _check_held(self) -> None:
+        if self.held is None:
+            return
+        if not isinstance(self.held, int) or isinstance(self.held, bool) or self.held < 1:
+            raise ValueError(f"held={self.held!r}: allowed are integers ≥ 1 (steps), or None")
+        if self.delayed is not None:
+            raise ValueError(
+                f"held={self.held!r} with delayed={self.delayed!r}: the amax is held, or that of a "
+                "history; use delayed=None or held=None"
+            )
+        outer = self.block == (None, None) and self.has_outer_scale
+        if self.global_scale != "tensor" and not outer:
+            raise ValueError(
+                f"held={self.held!r}: needs one amax per tensor, global_scale='tensor' or "
+                "block=(None, None) with a float32 scale; use None"
+            )
+        if self.hadamard is not None or self.requantises is not None:
+            raise ValueError(
+                f"held={self.held!r}: the amax that is held is that of the tensor as it is, not of "
+                "what a transform or a rounding before gives; use held=None, or hadamard=None and "
+                "requantises=None"
+            )
+
+    def __repr__(self) -> str:
+        """The fields; those of `_LATER` where they are set."""
+        shown = (
+            item.name
+            for item in fields(self)
+            if item.repr and (item.name not in _LATER or getattr(self, item.name) != item.default)
+        )
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+        return f"QuantSpec({values})"
 
     def __hash__(self) -> int:
         return self._hash
@@ -333,6 +374,13 @@ class QuantSpec:
     def random(self) -> bool:
         """Whether quantising draws random bits, and so needs a RandomKey."""
         return self.rounder.random
+
+    @property
+    def earlier_amax(self) -> bool:
+        """Whether the amax is given by a state of the layer, from earlier steps: that of a history,
+        or a held one.
+        """
+        return self.delayed is not None or self.held is not None
 
     @property
     def transposable(self) -> bool:

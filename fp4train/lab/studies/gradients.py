@@ -222,7 +222,7 @@ class GradientMeter:
         delayed = {
             name
             for name, plan in part.stretch.layers.items()
-            if any(spec.delayed is not None for spec in plan.table.specs())
+            if any(spec.earlier_amax for spec in plan.table.specs())
         }
         if any(not self._scaling.get(name) for name in delayed):
             self._pass(part, batch)

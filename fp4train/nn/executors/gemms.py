@@ -41,6 +41,7 @@ from fp4train.nn.call import (
     Weights,
     gradient_dtypes,
 )
+from fp4train.nn.held_amaxes import HeldAmaxes
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import local
@@ -174,7 +175,7 @@ class Gemms(Executor):
         y_dtype: dtype of y.
     """
 
-    kinds = (DelayedScaling,)
+    kinds = (DelayedScaling, HeldAmaxes)
 
     def __init__(
         self,
@@ -221,15 +222,12 @@ class Gemms(Executor):
                 operands["dgrad", "w"], self.dgrad, dtype, device, shard=shard, fused=plan.fused
             )
             self.w_row.pair_with(self.w_column)
-        delayed = [
-            spec
-            for spec in (fprop.second, dgrad.second)
-            if spec is not None and spec.delayed is not None
-        ]
-        if delayed or self.x.delayed or self.dy.delayed:
+        specs = [spec for pair in (fprop, dgrad, wgrad) for spec in pair.both if spec is not None]
+        self.states = ()
+        if any(spec.delayed is not None for spec in specs):
             self.states = (DelayedScaling.kind,)
-        else:
-            self.states = ()
+        elif any(spec.held is not None for spec in specs):
+            self.states = (HeldAmaxes.kind,)
         self.route = CompiledRoute("operator", dtype, self.keeps_x)
 
     def begin_at(self, feature: int) -> None:
@@ -244,6 +242,8 @@ class Gemms(Executor):
     @classmethod
     def why_no_graph(cls, plan: LayerPlan) -> str | None:
         for where, spec in cls.quantised(plan):
+            if spec.held is not None:
+                return f"{where}: the host counts the steps for which held={spec.held} holds its amax"
             if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
                 return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
             if spec.hadamard is not None and not isinstance(spec.hadamard, Hadamard):
