@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fp4train.backends import LayerState, Prepared, named
 from fp4train.nn.fused_weights import FusedWeights
-from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.held_amaxes import HeldAmaxes
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.ranks import Ranks
 from fp4train.nn.scaling import DelayedScaling, MemberScaling
 from fp4train.nn.weight_form import WeightForm

@@ -144,6 +144,8 @@ class GatherAmaxes:
             return
         executor = self.layer.executor_in(context, shard.device)
         call = self.layer.new_call(context, executor, 0, training=training)
+        if call.scaling is None:  # high precision: the items of backward are those of training
+            return
         self.delayed, _ = call.weights.delayed_amax(
             self.known[AMAX], quantizer(spec, shard.device.type), call
         )

@@ -40,7 +40,9 @@ def family(spec: QuantSpec) -> str:
             the way.
     """
     if spec.held is not None:
-        raise ValueError(f"TE measures a tensor's amax in every step, and held={spec.held} does not")
+        raise ValueError(
+            f"TE measures a tensor's amax in every step, and held={spec.held} does not"
+        )
     if spec.format == E2M1 and spec.scale == "e4m3":
         _check_nvfp4(spec)
         return "nvfp4"

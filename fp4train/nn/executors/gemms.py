@@ -243,7 +243,9 @@ class Gemms(Executor):
     def why_no_graph(cls, plan: LayerPlan) -> str | None:
         for where, spec in cls.quantised(plan):
             if spec.held is not None:
-                return f"{where}: the host counts the steps for which held={spec.held} holds its amax"
+                return (
+                    f"{where}: the host counts the steps for which held={spec.held} holds its amax"
+                )
             if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
                 return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
             if spec.hadamard is not None and not isinstance(spec.hadamard, Hadamard):
