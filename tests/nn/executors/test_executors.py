@@ -29,6 +29,7 @@ from fp4train.nn.executors.gemms import Gemms, torch_autocasts
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
+from fp4train.nn.held_amaxes import HeldAmaxes
 from fp4train.nn.layer_shard import LayerShard, default_context
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, OutlierChannels, Recipe
@@ -211,7 +212,7 @@ def test_a_state_says_itself_how_it_is_made_saved_checked_and_joined(
 
 def test_every_kind_of_state_that_an_executor_needs_is_known_by_name() -> None:
     needed = {kind for each in EXECUTORS for kind in each.kinds}
-    assert needed == {DelayedScaling, ChannelNorms} == set(STATES.values())
+    assert needed == {DelayedScaling, HeldAmaxes, ChannelNorms} == set(STATES.values())
     assert all(STATES[kind.kind] is kind for kind in needed)
 
 
