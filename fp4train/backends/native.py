@@ -168,6 +168,8 @@ class Native:
         if a_spec is None or b_spec is None:
             return "scaled_mm needs both operands quantised"
         for spec in (a_spec, b_spec):
+            if spec.product_factor is not None:
+                return f"scaled_mm does not undo guard={spec.guard:g} of scale={spec.scale}"
             one_scale = (
                 spec.format in FP8 and spec.block in _WHOLE and spec.scale in ("fp32", "pow2")
             )

@@ -10,6 +10,7 @@ from fp4train.config import overrides, plugins
 from fp4train.errors import UserError
 from fp4train.formats import formats_table
 from fp4train.quantize import ROUNDINGS
+from fp4train.quantize.rounding import FEW_BITS
 
 USAGE = usage(__doc__)
 
@@ -21,5 +22,12 @@ def main(arguments: list[str]) -> int:
     if strange := [word for word in line.words if not word.startswith("plugins=")]:
         raise UserError(f"formats takes plugins=[…] only, not {' '.join(strange)}: {USAGE}")
     with plugins.using(overrides.plugins(line.words), overrides.own_folders(line.flags)):
-        print_screen("formats.txt", formats=formats_table(), roundings=ROUNDINGS.names)
+        print_screen("formats.txt", formats=formats_table(), roundings=_roundings())
     return 0
+
+
+def _roundings() -> list[str]:
+    """The names of the roundings; those by a number of random bits in one entry."""
+    numbered = f"{FEW_BITS[0].name} to {FEW_BITS[-1].name}"
+    names = [numbered if rounding in FEW_BITS else rounding.name for rounding in ROUNDINGS]
+    return list(dict.fromkeys(names))

@@ -19,7 +19,7 @@ from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.quantizer import PLAIN, Quantizer, check_input
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.rotation import Transform
-from fp4train.quantize.scaling import element_range
+from fp4train.quantize.scaling import element_range, product_factor
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, hadamard_signs
 
@@ -176,6 +176,7 @@ class CpuQuantizer(Quantizer):
             repeated = hadamard_signs(spec.hadamard)[: cpu.REPEATED_SIGNS] * 2
             signs = sum(1 << i for i, sign in enumerate(repeated[: cpu.REPEATED_SIGNS]) if sign < 0)
         self._no_random = None if spec.random or drawn else cpu.NO_RANDOM
+        self._factor = product_factor(spec, _number.device)
         self._new_values = _new_float32 if float32 else _new_bfloat16
         if spec.scale_format.is_byte:
             self._new_scales = _new_uint8
@@ -197,7 +198,7 @@ class CpuQuantizer(Quantizer):
             drawn,
             float32,
             element_range(spec),
-            spec.global_bound * element_range(spec),
+            spec.guard if spec.scale_format.roundings else spec.global_bound * element_range(spec),
             2.0**spec.delayed.margin if spec.delayed else 1.0,
             cpu.STREAM_BYTES,
         )
@@ -241,7 +242,7 @@ class CpuQuantizer(Quantizer):
         if rows and cols and codes.is_cpu and contiguous:
             wide = -(-cols // self._width) * self._width
             values = self._new_values(codes.shape[0], wide)
-            factor = None
+            factor = self._factor
             address = 0
             factor_address = 0
             amaxes = 0
@@ -346,7 +347,7 @@ class CpuQuantizer(Quantizer):
             outputs = codes, scales, amax
         else:
             values = self._new_values(rows, wide)
-            factor = None
+            factor = self._factor
             values_address = values.data_ptr()
             if self._amax:
                 if self._row_amax:

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from fp4train.formats import decode, pack_fp4, unpack_fp4
 from fp4train.quantize.random import RandomKey
-from fp4train.quantize.scaling import global_scales, spread_outer, unswizzle_scales
+from fp4train.quantize.scaling import (
+    global_scales,
+    product_factor,
+    spread_outer,
+    unswizzle_scales,
+)
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import undo_transform
 
@@ -104,7 +109,11 @@ class Quantized(NamedTuple):
         return scales
 
     def global_decode(self) -> Tensor | None:
-        """S_dec, float32 0-d or [R, 1]; None without a scale of the tensor or row."""
+        """S_dec, float32 0-d or [R, 1], or what undoes the guard of powers of two; None without
+        such a factor.
+        """
+        if self.spec.product_factor is not None:
+            return product_factor(self.spec, self.codes.device)
         if self.spec.global_scale not in ("tensor", "row") or self.amax is None:
             return None
         if self.factor is None:

@@ -72,8 +72,9 @@ def scale_tensor(
     if fmt.roundings:
         mode = spec.scale_rounding or fmt.roundings[0]
         stored = scaling.block_scales_e8m0(amax_b, spec.format, mode)
-        t = x_blocks * _spread(scaling.encode_scales_e8m0(stored, mode))
-        return Scaled(t, stored, fmt.decode(stored), None, None)
+        encode = scaling.encode_scales_e8m0(stored, mode) * spec.guard
+        t = x_blocks * _spread(encode)
+        return Scaled(t, stored, fmt.decode(stored), None, scaling.product_factor(spec, t.device))
     if fmt.is_byte:
         stored = scaling.block_scales(amax_b, spec)
         decode = fmt.decode(stored)

@@ -7,6 +7,13 @@ Nearest: k = round_half_even(u). Stochastic, with 16 random bits r: k = floor(u)
 rounding up equals the fraction to within 2^-17: no bias, as long as |t| <= max. Larger |t|
 saturates, and that clipping is a bias: see `QuantSpec.guard`.
 
+`stochastic_1` to `stochastic_15` have so many random bits, the upper ones of the sixteen, and add no
+half: k = floor(u) + [floor((u - floor(u)) * 2^n) > r]. So tensor cores round that add n random bits
+below the mantissa and cut it off (Blackwell has 8 for E2M1), and so does "StochasticFastest" of
+gfloat, SRFF in "On Stochastic Rounding with Few Random Bits" (Fitzgibbon and Felix, arXiv
+2504.20634). The probability of rounding up is floor(fraction * 2^n) / 2^n: values shrink by up to
+half of 2^-n quanta on average.
+
 MS-EDEN (Quartet II, arXiv 2601.22813): unbiased NVFP4 with the randomness in the block scales, not
 in the elements.
 
@@ -45,6 +52,9 @@ from torch import Tensor
 from fp4train.formats import E4M3, ElementFormat
 from fp4train.formats.element import grid_code, grid_position, grid_value
 from fp4train.formats.registry import Registry
+
+RANDOM_BITS: Final = 16
+"""Random bits of an element."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +102,21 @@ class Stochastic(Rounding):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FewBits(Rounding):
+    """Up with a probability that is the fraction cut off to `bits` bits: see above."""
+
+    bits: int
+    random: bool = True
+
+    def integers(self, position: Tensor, bits: Tensor | None) -> Tensor:
+        if bits is None:
+            raise ValueError(f"bits=None: rounding={self.name!r} takes random bits")
+        floor = position.floor()
+        steps = position.sub_(floor).mul_(2.0**self.bits).floor_()
+        return floor.add_(steps > bits >> (RANDOM_BITS - self.bits))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Eden(Nearest):
     """Elements to nearest; the random bits round their corrected block scales."""
 
@@ -101,7 +126,10 @@ class Eden(Nearest):
 NEAREST: Final = Nearest(name="nearest")
 STOCHASTIC: Final = Stochastic(name="stochastic")
 EDEN: Final = Eden(name="eden")
-ROUNDINGS: Final = Registry[Rounding]("rounding", (NEAREST, STOCHASTIC, EDEN))
+FEW_BITS: Final = tuple(
+    FewBits(name=f"stochastic_{bits}", bits=bits) for bits in range(1, RANDOM_BITS)
+)
+ROUNDINGS: Final = Registry[Rounding]("rounding", (NEAREST, STOCHASTIC, EDEN, *FEW_BITS))
 """Roundings, those of plugins last."""
 
 

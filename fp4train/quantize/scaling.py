@@ -152,6 +152,13 @@ def encode_scales_e8m0(scale_bytes: Tensor, mode: str) -> Tensor:
     return torch.where(scale_bytes == 255, torch.nan, factor)
 
 
+def product_factor(spec: QuantSpec, device: torch.device) -> Tensor | None:
+    """`spec.product_factor` as a tensor, float32 0-d; None for 1."""
+    if spec.product_factor is None:
+        return None
+    return torch.full((), spec.product_factor, dtype=torch.float32, device=device)
+
+
 def scales_float(
     amax: Tensor,
     fmt: ElementFormat,

@@ -101,6 +101,9 @@ class QuantSpec:
     guard: the part of the element range that is used, as a share of the largest value. E4M3 rounds
         a normal block scale down by at most 16/17, so 16/17 keeps |t| <= max and makes stochastic
         rounding unbiased (Quartet II, arXiv 2601.22813); scales below 2^-6 can still clip. 1 is TE.
+        Under E8M0 scales that are rounded down or to even, which say nothing of the share, scaled
+        elements are multiplied by it and the product by its inverse: 3/4 keeps |t| <= max of E2M1
+        (arXiv 2502.20586).
         With rounding="eden", which corrects what clips, up to 17/16.
     requantises: x is first rounded along its other axis: x.T is quantised by this spec and its
         values are taken in BF16, so that backward uses the rounded tensor that the forward pass
@@ -255,7 +258,12 @@ class QuantSpec:
         largest = 17 / 16 if self.rounding == "eden" else 1.0
         if not isinstance(self.guard, int | float) or not 0.5 < self.guard <= largest:
             raise ValueError(f"guard={self.guard!r}: allowed are numbers above 0.5 up to {largest}")
-        if self.guard != 1.0 and not self.scale_format.takes_global:
+        if self.guard != 1.0 and not self._can_clip:
+            if self.scale_format.roundings:
+                raise ValueError(
+                    f"guard={self.guard!r}: scale_rounding={self.scale_rounding!r} never clips; use "
+                    "1.0, or scale_rounding='floor' or 'even'"
+                )
             having = _scales(lambda fmt: fmt.takes_global)
             raise ValueError(
                 f"guard={self.guard!r}: only {having} rounds scales down far "
@@ -369,6 +377,20 @@ class QuantSpec:
         return self.has_outer_scale or (
             self.global_scale != "block" and self.scale_format.exact_in_bf16(self.format)
         )
+
+    @property
+    def _can_clip(self) -> bool:
+        """Whether scales can be so small that elements clip."""
+        return self.scale_format.takes_global or self.scale_rounding in ("floor", "even")
+
+    @property
+    def product_factor(self) -> float | None:
+        """What undoes the guard in the product, under scales that are powers of two; None for
+        1.
+        """
+        if self.guard == 1.0 or not self.scale_format.roundings:
+            return None
+        return 1.0 / self.guard
 
     @cached_property
     def random(self) -> bool:

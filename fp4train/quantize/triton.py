@@ -107,6 +107,8 @@ def why_not_spec(spec: QuantSpec) -> str | None:
                 f"{field}={value!r} has no Triton kernel (known: "
                 f"{', '.join(map(str, kernel_values))})"
             )
+    if spec.product_factor is not None:
+        return f"guard={spec.guard!r} with scale={spec.scale!r} has no Triton kernel"
     rows, cols = spec.block
     if cols is None:
         if spec.scale not in ("fp32", "pow2") or spec.hadamard is not None or spec.format.packed:

@@ -70,7 +70,7 @@ def own_formats() -> None:
 
 @st.composite
 def specs(draw: st.DrawFn) -> QuantSpec:
-    rounding = draw(st.sampled_from(("nearest", "stochastic")))
+    rounding = draw(st.sampled_from(("nearest", "stochastic", "stochastic_8")))
     families = (
         "nvfp4",
         "ue5m3",
@@ -155,7 +155,15 @@ def specs(draw: st.DrawFn) -> QuantSpec:
         block = draw(st.sampled_from(((1, 32), (32, 32), (1, 16))))
         mode = draw(st.sampled_from(("floor", "rceil", "even", "ceil")))
         hadamard = draw(hadamards(rounding)) if block[0] == 1 else None
-        return replace(spec, block=block, scale_rounding=mode, rounding=rounding, hadamard=hadamard)
+        guard = draw(st.sampled_from((1.0, 0.75, 0.9))) if mode in ("floor", "even") else 1.0
+        return replace(
+            spec,
+            block=block,
+            scale_rounding=mode,
+            rounding=rounding,
+            hadamard=hadamard,
+            guard=guard,
+        )
     blocks = ((1, 128), (128, 128)) if family == "fp8 blocks" else ((None, None), (1, None))
     scale = draw(st.sampled_from(("fp32", "pow2")))
     return replace(
@@ -168,7 +176,7 @@ def specs(draw: st.DrawFn) -> QuantSpec:
 
 
 def hadamards(rounding: str) -> st.SearchStrategy[Hadamard | None]:
-    drawn = (STEP,) if rounding == "stochastic" else ()
+    drawn = () if rounding == "nearest" else (STEP,)
     larger = Hadamard(size=32, signs="random", seed=3), Hadamard(size=64), Hadamard(size=128)
     signed = Hadamard(signs="none"), Hadamard(signs="random", seed=3)
     return st.sampled_from((None, Hadamard(), *signed, *larger, *drawn))

@@ -36,7 +36,12 @@ ELEMENTS: Final = {E2M1: 0, E2M3: 1, E3M2: 2, E4M3: 3, E5M2: 4}
 SCALES: Final = {"e4m3": 0, "e8m0": 1, "fp32": 2, "pow2": 3, "ue5m3": 4, "ue5m3_ieee": 5}
 SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
 FORMULAS: Final = {"te2.14": 0, "te2.13": 1}
-ROUNDINGS: Final = {"nearest": 0, "stochastic": 1, "eden": 2}
+ROUNDINGS: Final = {
+    "nearest": 0,
+    "stochastic": 1,
+    "eden": 2,
+    **{f"stochastic_{bits}": 1 | bits << 8 for bits in range(1, 16)},
+}
 FOUR_OVER_SIX: Final = {None: None, "mae": 2, "mse": 3}
 """Number of the error by which a block chooses between 4 and 6; it stands in place of the
 formula's.
@@ -74,7 +79,7 @@ LARGEST_BIAS: Final = 63
 """Of a format whose number holds its fields."""
 
 LAYOUT = 3
-VERSION = 6
+VERSION = 7
 """Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of
 functions.
 """
@@ -89,7 +94,8 @@ row, which must be known before the
     blocks; or of an outer block of OUTER_COLUMNS of a row, whose scale multiplies the elements.
 signs: of a Hadamard transform, where bit i % 32 negates column i; or the random words draw them.
 whether values are float32: instead of BF16, to which the kernels round. largest: the magnitude that
-a block's amax is scaled to; bound: that of the tensor, S_enc = bound / amax. margin: divisor of
+a block's amax is scaled to; bound: that of the tensor, S_enc = bound / amax; of scales that are
+powers of two, what multiplies the scaled elements. margin: divisor of
 `whole` scales. stream bytes: `STREAM_BYTES`.
 """
 JOB: Final = Struct(f"={SCHEME.size}s24s6Q4q2i")

@@ -40,8 +40,8 @@ INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *
         if (positive_zero) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
         if (v.stochastic) {
             const I low = random_low(random[i / 2]), high = random_high(random[i / 2]);
-            even = e2m1 ? round_stochastic_e2m1(t0, low) : round_stochastic(t0, low, e);
-            odd = e2m1 ? round_stochastic_e2m1(t1, high) : round_stochastic(t1, high, e);
+            even = e2m1 ? round_stochastic_e2m1(t0, low) : round_drawn(t0, low, e, job->few_bits);
+            odd = e2m1 ? round_stochastic_e2m1(t1, high) : round_drawn(t1, high, e, job->few_bits);
         } else {
             even = e2m1 ? round_nearest_e2m1(t0, v.codes) : round_nearest(t0, e);
             odd = e2m1 ? round_nearest_e2m1(t1, v.codes) : round_nearest(t1, e);
@@ -237,7 +237,7 @@ static void FN(quantize_columns)(const Job *job, int64_t row0, int64_t row1, int
         {groups_any, groups_e2m1}, {groups_any_stochastic, groups_e2m1_stochastic}};
     const int wide = job->x.input != INPUT_BF16, s = job->stochastic != 0, codes = job->codes != NULL;
     if (job->outer || job->hadamard > 16 || job->eden || is_four_over_six(job))
-        groups[s][job->element == E2M1](job, row0, row1, col0, col1, ahead);
+        groups[s][job->element == E2M1 && !job->few_bits](job, row0, row1, col0, col1, ahead);
     else if (!wide && is_nvfp4(job) && codes != (job->values != NULL))
         nvfp4[s][job->hadamard != 0][codes](job, row0, row1, col0, col1, ahead);
     else if (wide) (s ? columns_wide_stochastic : columns_wide)(job, row0, row1, col0, col1, ahead);

@@ -104,6 +104,26 @@ INLINE Rounded round_stochastic(F t, I random, Element e) {
     return (Rounded){signed_code(i_of_f(chosen), exponent, t, e), with_sign(f_mul(chosen, quantum), t)};
 }
 
+/* With `few` random bits r, the upper ones: up if the fraction is at least (r + 1) / 2^few, which is not below its predecessor. */
+INLINE Rounded round_few(F t, I random, Element e, int few) {
+    const F magnitude = f_min_magnitude(t, f_set(e.max));
+    const I exponent = grid_exponent(magnitude, e);
+    const F inverse = f_bits(i_sub(i_set((int32_t)((uint32_t)(254 + e.mantissa) << 23)), exponent));
+    const F quantum = f_bits(i_sub(exponent, i_set(e.mantissa << 23)));
+    const F position = f_mul(magnitude, inverse);
+    const F below = f_floor(position);
+    const I drawn = i_and(i_shr_by(random, 22 - few), i_set((1 << few) - 1));
+    const F limit = f_mul(f_of_i(i_add(drawn, i_set(1))), f_bits(i_set((127 - few) << 23)));
+    const F threshold = f_bits(i_sub(i_bits(limit), i_set(1)));
+    const F chosen = f_add_where(f_gt(f_sub(position, below), threshold), below, f_set(1.0f));
+    return (Rounded){signed_code(i_of_f(chosen), exponent, t, e), with_sign(f_mul(chosen, quantum), t)};
+}
+
+/* As a job rounds; E2M1 with all sixteen bits has the faster function below. */
+INLINE Rounded round_drawn(F t, I random, Element e, int few) {
+    return few ? round_few(t, random, e, few) : round_stochastic(t, random, e);
+}
+
 /* The same for E2M1 with integers: from 1 on, the 22 bits below the mantissa bit of the format are the fraction, and a carry out of
  * fraction + (2^22 - 1 - threshold) rounds up. Below 1 the grid is that of [1, 2) shifted, so 1 is added first. That sum is
  * rounded up, which changes no comparison with a threshold of 17 bits; rounding to nearest could. */

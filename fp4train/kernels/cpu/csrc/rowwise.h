@@ -47,7 +47,7 @@ INLINE void strip_row(const Job *job, int64_t row, int64_t col, Strip *s, int wi
             const int64_t at = i + 16 * half, b = whole_blocks(at, block);
             F t = f_mul(load_floats(x, at, wide), f_set(s->encode[b]));
             if (positive_zero) t = f_add(t, f_set(0.0f)); /* -0 is coded as 0 */
-            const Rounded q = v.stochastic ? round_stochastic(t, random_low(i_load_u16(s->bits + at)), e)
+            const Rounded q = v.stochastic ? round_drawn(t, random_low(i_load_u16(s->bits + at)), e, job->few_bits)
                               : v.nvfp4    ? round_nearest_e2m1(t, v.codes)
                                            : round_nearest(t, e);
             y[half] = f_mul(q.value, f_set(s->decode[b]));

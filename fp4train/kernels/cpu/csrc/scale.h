@@ -5,7 +5,7 @@
  *        encode = min(1 / (s * S_dec), FLT_MAX), decode = s, or s * S_dec if S_dec is that of an outer block
  * UE5M3  as NVFP4; without a global scale s = UE5M3(amax_b / largest), encode = min(1 / s, FLT_MAX), decode = s
  * MX     byte = biased exponent of amax_b / largest rounded up, or of amax_b less the element's, rounded as named
- *        encode = 2^(127 - byte), decode = 2^(byte - 127)
+ *        encode = 2^(127 - byte) * bound, decode = 2^(byte - 127)
  * FP8    encode = largest / amax_b, decode = 1 / encode (stored)
  * All divisions are exact: sixteen blocks share one instruction, so an approximation would gain nothing.
  */
@@ -82,7 +82,7 @@ INLINE Scale scale_e8m0(const Job *job, F amax) {
     }
     byte = i_min(byte, i_set(254));
     const F encode = f_pick(i_eq(byte, zero), f_set(rceil ? 1.0f : 0x1p126f), e8m0_value(i_sub(i_set(254), byte)));
-    return (Scale){byte, encode, e8m0_value(byte)};
+    return (Scale){byte, f_mul(encode, f_set(job->bound)), e8m0_value(byte)};
 }
 
 INLINE Scale scale_float(const Job *job, F amax) {
@@ -120,8 +120,9 @@ INLINE int exact_in_bf16(int element, int scale, int outer) {
     return (scale_has_mantissa(scale) && !outer && element_of(element).mantissa <= 3) || scale == SCALE_GIVEN;
 }
 INLINE int is_four_over_six(const Job *job) { return job->formula >= FOUR_OVER_SIX_MAE; }
-/* E2M1 in blocks of sixteen with such scales, and values exact in BF16: the kernels have variants for these. */
+/* E2M1 in blocks of sixteen with such scales, and values exact in BF16: the kernels have variants for these, but not for few
+ * random bits. */
 INLINE int is_nvfp4(const Job *job) {
-    return job->element == E2M1 && job->block_cols == 16 && scale_has_mantissa(job->scale) && !job->outer;
+    return job->element == E2M1 && job->block_cols == 16 && scale_has_mantissa(job->scale) && !job->outer && !job->few_bits;
 }
 #endif
