@@ -346,13 +346,12 @@ def planted_product(
     def backward(
         executor: Gemms,
         dy: Tensor,
-        w: Tensor,
         saved: Any,
         call: LayerCall,
         *more: Any,
         **options: Any,
     ) -> Any:
-        dx, dw, dbias = whole_backward(executor, dy, w, saved, call, *more, **options)
+        dx, dw, dbias = whole_backward(executor, dy, saved, call, *more, **options)
         if fault.acts_on(call):
             if dx is not None and gemm in ("", "dgrad"):
                 dx = change(dx)

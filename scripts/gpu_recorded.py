@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map_only
 from fp4train.backends import native, scaled
 from fp4train.backends.emulate import SCALED, Emulate
 from fp4train.models.common import initialise, on_cpu
-from fp4train.nn.executors import gemms
+from fp4train.nn import engine
 from fp4train.quantize import Decoded, Quantized, cpu, triton, triton_launch
 from fp4train.quantize.launch import Launch
 from fp4train.quantize.quantizer import quantizer
@@ -175,7 +175,7 @@ def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
                 "_in_product",
                 lambda self, total, a, b: scaled.why_not(a, b, total.dtype) is None,
             ),
-            (gemms, "ADDING", frozenset({"cpu"})),
+            (engine, "ADDING", frozenset({"cpu"})),
             (scaled, "why_not_here", lambda device: None),
             (scaled, "processors", lambda device: processors),
             (scaled.ScaledProducts, "_cublas_on", unasked_cublas),

@@ -21,15 +21,15 @@ from torch import Tensor
 from fp4train.backends import Backend, Prepared
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
-from fp4train.nn.call import Biases, CallSource, Counts, Executor, LayerCall, Weights
+from fp4train.nn.call import LayerCall
+from fp4train.nn.engine import Executor, Gradients, Saved
 from fp4train.nn.executors.cut import CutGemms
-from fp4train.nn.executors.gemms import Gemms, Gradients, SavedInput
+from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
-from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Position, Quantized, QuantSpec
 from fp4train.text import first_line
@@ -306,7 +306,7 @@ class Observer:
             duplicate = tensor.detach().clone()
         return duplicate
 
-    def forward(self, run: Callable[..., tuple[Tensor, SavedInput]], *arguments: Any) -> Any:
+    def forward(self, run: Callable[..., tuple[Tensor, Saved]], *arguments: Any) -> Any:
         """Run a forward pass, and keep its tensors."""
         executor, x_MK, w_NK, bias_N, call, *_more = arguments
         with self.guarding():
@@ -322,10 +322,10 @@ class Observer:
 
     def backward(self, run: Callable[..., Gradients], *arguments: Any, **options: Any) -> Gradients:
         """Run a backward pass, and keep its tensors."""
-        _executor, dy_MN, _w_NK, _saved, call, *_more = arguments
+        _executor, dy_MN, _saved, call, *more = arguments
         record = self.call if call is self._of else None
         self._now = record
-        total = options.get("total_NK")
+        total = more[0] if more else None
         try:
             gradients = run(*arguments, **options)
         finally:
@@ -407,25 +407,18 @@ class ObservedTorchLayer(TorchLayer):
         self._observer = observer
 
     def __call__(
-        self,
-        source: CallSource,
-        x_MK: Tensor,
-        weights: Weights,
-        biases: Biases,
-        now: State,
-        counts: Counts = (),
+        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall | None
     ) -> Tensor:
-        by_torch = not self.sums and not isinstance(weights[0], Gathered)
-        if not by_torch or not torch.is_grad_enabled():
-            return super().__call__(source, x_MK, weights, biases, now, counts)
+        if call is not None or not torch.is_grad_enabled():
+            return super().__call__(x_MK, w, bias, call)
         record = None
         with self._observer.guarding():
-            record = self._observer.begin(self, x_MK, weights[0], biases[0], None)
+            record = self._observer.begin(self, x_MK, w, bias, None)
         if record is None:
-            return super().__call__(source, x_MK, weights, biases, now, counts)
+            return super().__call__(x_MK, w, bias, None)
         x_MK = self._passed(x_MK, record, "dx")
-        weights = (self._passed(weights[0], record, "dw"),)
-        y_MN = super().__call__(source, x_MK, weights, biases, now, counts)
+        w = self._passed(w, record, "dw")
+        y_MN = super().__call__(x_MK, w, bias, None)
         with self._observer.guarding():
             record.y = y_MN.detach().clone()
         return self._passed(y_MN, record, "dy")

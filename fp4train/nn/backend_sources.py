@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp4train.nn.call import Executor
+from fp4train.nn.engine import Executor
 from fp4train.nn.executors.whole_layer import BackendLayer
 
 

@@ -1,61 +1,39 @@
-"""The protocol of executors, and one call of a layer."""
+"""One call of a layer, or of a group of weights: what its products need besides tensors."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fp4train.backends import LayerState, Prepared, named
+from fp4train.backends import LayerState, Prepared
+from fp4train.nn.engine import sum_so_far
 from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.held_amaxes import HeldAmaxes
-from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.ranks import Ranks
 from fp4train.nn.scaling import DelayedScaling, MemberScaling
 from fp4train.nn.weight_form import WeightForm
-from fp4train.precision.context import Context, State, backward_pass
-from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Position, Quantizer, QuantSpec, RunStep
+from fp4train.precision.context import backward_pass
+from fp4train.quantize import Position, Quantizer, RunStep
+from fp4train.shards import is_sharded
 
-Weights = Sequence[Tensor]
-"""[N, K] each."""
-Biases = Sequence[Tensor | None]
-"""[N] each, or None."""
 Counts = Sequence[int]
 """The rows of x that each weight of a group multiplies, in turn."""
 
 
-GradientSum = Literal["product", "autograd"] | None
-"""Adder of dw where it is a term of a sum, over microbatches or ranks: the product that makes it,
-where that can, or autograd after it; None: it is the whole gradient.
-"""
-
-
-class CompiledRoute(NamedTuple):
-    """How an executor is called in a compiled graph: the properties of a layer that the graph
-    depends on.
-    """
-
-    kind: Literal["plain", "torch", "operator", "eager"]
-    """`plain`: nn.Linear, outside a context; `torch`: torch's GEMM, where nothing is quantised;
-    `operator`: the custom operator; `eager`: outside the graph.
-    """
-    dtype: torch.dtype | None = None
-    """Dtype of the recipe."""
-    keeps_x: bool = False
-    """Whether wgrad takes x in high precision."""
-
-
-EAGER = CompiledRoute("eager")
-
-
 class PreparedForms(Protocol):
-    """The prepared forms of one weight [N, K] in one step (`nn.weights.PreparedWeights`)."""
+    """The prepared forms of one weight [N, K] in one step (`nn.weights.PreparedWeights`).
+
+    keep: whether they are kept within the step: not where the weight itself is freed.
+    """
+
+    keep: bool
+
+    def part(self, key: Hashable) -> PreparedForms:
+        """Those of a part of the weight, or of one weight of a group."""
 
     def prepared(self, w_NK: Tensor, form: WeightForm, call: LayerCall) -> Prepared:
         """The weight in the given form."""
@@ -64,138 +42,6 @@ class PreparedForms(Protocol):
         self, w_NK: Tensor, quantizer: Quantizer, call: LayerCall
     ) -> tuple[Tensor, Tensor | None]:
         """`DelayedScaling.amax` of the weight."""
-
-
-class CallSource(Protocol):
-    """Who calls an executor, as that sees it (`nn.planned.PlannedLayer`): the source of calls, and
-    of what lasts longer than one.
-
-    Attributes:
-        states: tensors that executors carry from step to step, by name.
-        keeps_forms: whether prepared forms of the weight are kept within a step.
-    """
-
-    states: dict[str, LayerState]
-    keeps_forms: bool
-
-    def call_in(self, now: State, executor: Executor, tokens: int) -> LayerCall:
-        """The coming call of `executor` with so many tokens; inside a recomputed region, that of
-        the first pass.
-        """
-
-    def new_call(
-        self, context: Context, executor: Executor, tokens: int, *, training: bool
-    ) -> LayerCall:
-        """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
-
-    def prepared(self, part: Hashable) -> PreparedForms:
-        """The prepared forms of the weight, or of a part of it, in a step."""
-
-
-class GroupCallSource(CallSource, Protocol):
-    """A group of weights as its executor sees it (`nn.experts.Experts`)."""
-
-    def new_calls(
-        self, executor: Executor, counts: Counts, context: Context, *, training: bool
-    ) -> list[LayerCall]:
-        """A call of `executor` for each weight."""
-
-
-class Executor(ABC):
-    """Runs what the plan of a layer says.
-
-    Args:
-        plan: the layer's plan.
-        device: device type of its tensors.
-        shard: place of the layer's shard in the whole layer; None: it is whole and alone.
-        sums: the sum to which dw is added, unrounded; None: dw is returned in the recipe's dtype.
-
-    Attributes:
-        adds: whether wgrad is a product that adds dw to the sum of the weight's gradients
-            (`sum_so_far`).
-        kinds: kinds of states of its own that an executor of this class may need; those of a
-            backend are the backend's.
-        route: how it is called under torch.compile.
-        states: names of the layer's states that it needs.
-    """
-
-    kinds: ClassVar[tuple[type[LayerState], ...]] = ()
-    route: CompiledRoute = EAGER
-    states: tuple[str, ...] = ()
-    adds = False
-
-    def __init__(
-        self,
-        plan: LayerPlan,
-        device: str,
-        shard: LayerShard | None = None,
-        *,
-        sums: GradientSum = None,
-    ) -> None:
-        self.plan = plan
-        self.device = device
-        self.shard = shard
-        self.sums = sums
-        self.dtype = plan.table.torch_dtype
-
-    @classmethod
-    def why_no_graph(cls, plan: LayerPlan) -> str | None:
-        """Why a layer of `plan` depends on the host, so that no CUDA graph can record it; None: one
-        can.
-        """
-        return None
-
-    @staticmethod
-    def quantised(plan: LayerPlan) -> Iterator[tuple[str, QuantSpec]]:
-        """(words for its place in the run, spec) of each operand of `plan` that is quantised."""
-        place = f"recipe {plan.recipe.name}, {plan.layer.name}, operand"
-        return (
-            (f"{place} {name} of {gemm}", spec)
-            for gemm, name, spec in named(plan.operands)
-            if spec is not None
-        )
-
-    @abstractmethod
-    def __call__(
-        self,
-        source: CallSource,
-        x_MK: Tensor,
-        weights: Weights,
-        biases: Biases,
-        now: State,
-        counts: Counts = (),
-    ) -> Tensor:
-        """y [M, N] of x [M, K] in the recipe's dtype; gradients through autograd.
-
-        Args:
-            source: whose states and position in the run count.
-            weights, biases: one of each; of a group of E weights two tensors, [E, N, K] and [E, N].
-            now: the state of this thread, in a context.
-            counts: rows of every group; x may have more rows, which count for nothing: those of y
-                are zero.
-        """
-
-    def quantised_columns(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of x and w that the layer's own recipe multiplied in the last call."""
-        return x_MK, w_NK
-
-    def values(self, w_NK: Tensor, quantised: Callable[[Tensor], Tensor]) -> Tensor:
-        """w, float32, where the columns that the layer's own recipe multiplied in the last call are
-        `quantised`.
-        """
-        return quantised(w_NK)
-
-    def calls_of_group(
-        self, source: GroupCallSource, x_MK: Tensor, now: State, counts: Counts
-    ) -> list[LayerCall]:
-        """The coming calls of this executor of one weight, for each of a group; arguments as of a
-        call. Inside a recomputed region, those of the first pass.
-        """
-        assert now.context is not None
-        return now.replay.once(
-            source,
-            partial(source.new_calls, self, counts, now.context, training=torch.is_grad_enabled()),
-        )
 
 
 class TokenCount:
@@ -250,17 +96,6 @@ class GradientDtypes(NamedTuple):
     bias: torch.dtype | None = None
 
 
-def gradient_dtypes(
-    x: Tensor, w: Tensor, bias: Tensor | None, needs_grad: Sequence[bool]
-) -> GradientDtypes:
-    """The dtypes of the gradients of those of x, w and bias that need one (`needs_grad`)."""
-    return GradientDtypes(
-        x.dtype if needs_grad[0] else None,
-        w.dtype if needs_grad[1] else None,
-        bias.dtype if bias is not None and needs_grad[2] else None,
-    )
-
-
 _NO_GRADIENTS = GradientDtypes()
 
 
@@ -272,24 +107,29 @@ class LayerCall:
         executor: executor of the layer's GEMMs.
         position: the place of its tokens in the run.
         layer_key: the layer's part of the random key.
-        weights: the layer's prepared weights; an empty cache if the context has no step.
+        weights: the layer's prepared weights; those of this call if the context has no step.
+        states: the layer's states, by name.
         scaling: the layer's amax histories, or held amaxes; None: no operand takes the amax of an
             earlier step.
+        run_step: step within which the weight does not change; None: it is not known.
         training: whether amaxes enter their histories.
         shared: the context's cache of forms that several layers read; None: this x is no other
             layer's, or is that of a compiled graph, which reuses the memory of its tensors.
+        fused: the weights that share a global scale with this layer's.
         parameter: the parameter whose shard or part w is, if w is new in each call.
         gradients: gradients that backward computes; set by each forward pass.
         amaxes: the amaxes of this call that `scaling` gave, by tensor.
-        fused: the weights that share a global scale with this layer's.
         member: the place of the weight in the layer's group.
+        parts: channels and call of each part of the in features that is multiplied apart.
     """
 
     executor: Any
     position: Position
     layer_key: int
     weights: PreparedForms
+    states: Mapping[str, LayerState]
     scaling: DelayedScaling | HeldAmaxes | MemberScaling | None
+    run_step: RunStep | None
     training: bool
     shared: dict[str, Any] | None
     fused: FusedWeights
@@ -297,6 +137,27 @@ class LayerCall:
     gradients: GradientDtypes = _NO_GRADIENTS
     amaxes: dict[str, Tensor] | None = None
     member: int = 0
+    parts: tuple[tuple[Tensor, LayerCall], ...] = ()
+
+    def wants(
+        self, needs_grad: Sequence[bool], x: Tensor, w: Tensor, bias: Tensor | None = None
+    ) -> None:
+        """Let backward compute the gradients of those of x, w and bias that need one."""
+        self.gradients = GradientDtypes(
+            x.dtype if needs_grad[0] else None,
+            w.dtype if needs_grad[1] else None,
+            bias.dtype if bias is not None and needs_grad[2] else None,
+        )
+
+    def summed(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """The weight as `sum_so_far` takes it."""
+        if self.parameter is not None and is_sharded(self.parameter):
+            return self.parameter
+        return w
+
+    def sums(self, summed: Tensor, nodes: Sequence[Any]) -> Tensor | None:
+        """The sum to which the product adds dw; None: autograd has dw. See `engine.Call`."""
+        return None if self.gradients.w is None else sum_so_far(summed, nodes[1][0])
 
     def amax(
         self,
@@ -319,3 +180,46 @@ class LayerCall:
         )
         self.amaxes[name] = amaxes[0]
         return amaxes
+
+
+@dataclass(eq=False, slots=True)
+class GroupCall:
+    """One call of a group of weights.
+
+    Args:
+        executor: executor of the group.
+        calls: the call of each weight; none if a backend runs them together.
+        counts: the rows of x of each.
+        states: the layer's states, by name.
+        shape: that of all weights, [E, N, K].
+    """
+
+    executor: Any
+    calls: Sequence[LayerCall]
+    counts: Counts
+    states: Mapping[str, LayerState]
+    gradients: GradientDtypes = _NO_GRADIENTS
+    shape: tuple[int, ...] = ()
+
+    def wants(
+        self, needs_grad: Sequence[bool], x: Tensor, w_ENK: Tensor, bias: Tensor | None
+    ) -> None:
+        """See `LayerCall.wants`."""
+        for call in self.calls:
+            call.wants(needs_grad, x, w_ENK, bias)
+        self.gradients = self.calls[0].gradients
+        self.shape = w_ENK.shape
+
+    def summed(self, x: Tensor, w_ENK: Tensor, bias: Tensor | None) -> Tensor | None:
+        """See `LayerCall.summed`; autograd adds the gradients of experts that ranks cut."""
+        return w_ENK if self.calls[0].executor.adds else None
+
+    sums = LayerCall.sums
+
+    def used(self) -> Iterator[tuple[LayerCall, slice]]:
+        """The calls that are made, each with its rows of x."""
+        start = 0
+        for call, count in zip(self.calls, self.counts, strict=True):
+            if count or call.executor.states:
+                yield call, slice(start, start + count)
+            start += count

@@ -16,8 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fp4train.nn.call import EAGER
-from fp4train.nn.executors.gemms import without_torchs_autocast
+from fp4train.nn.engine import EAGER, without_torchs_autocast
 from fp4train.nn.executors.whole_layer import torch_linear
 from fp4train.nn.planned import LayerHandle
 from fp4train.precision.compile_context import UNAVAILABLE

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4train.nn.call import LayerCall, gradient_dtypes
-from fp4train.nn.executors.gemms import without_torchs_autocast
+from fp4train.nn.call import LayerCall
+from fp4train.nn.engine import without_torchs_autocast
 from fp4train.nn.planned import LayerHandle, PlannedLayer
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.compile_classes import Metaclass, register
@@ -80,8 +80,8 @@ def linear(
     """
     calls: list[LayerCall] = context.compiled_calls.setdefault(layer.layer, [])
     call = _call(layer.layer, calls, w_NK, context, x_MK, training)
-    call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, wanted)
-    y_MN, (x,) = call.executor.forward(x_MK, w_NK, bias_N, call)
+    call.wants(wanted, x_MK, w_NK, bias_N)
+    y_MN, (_, x) = call.executor.forward(x_MK, w_NK, bias_N, call)
     saved = SavedCall(call, None, calls)
     stray = is_stray_recomputation(state())
     kept = saved if stray else once(layer, partial(weakref.ref, saved))()
@@ -141,7 +141,7 @@ def linear_backward(
     assert call is not None
     with without_torchs_autocast(dy_MN.device.type):
         x = saved.x if x_MK is None else x_MK
-        gradients = call.executor.backward(dy_MN, w_NK, (x,), call)
+        gradients = call.executor.backward(dy_MN, (w_NK, x), call)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         saved.release()
     dx, dw, dbias = (dy_MN.new_empty(0) if gradient is None else gradient for gradient in gradients)

@@ -12,6 +12,7 @@ else: to the plan, the policy, sharding and checkpoints.
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp4train.nn.call import Counts, Executor, LayerCall, TokenCount
-from fp4train.nn.executors.gemms import without_torchs_autocast
+from fp4train.nn.call import Counts, GroupCall, LayerCall, TokenCount
+from fp4train.nn.engine import Executor, without_torchs_autocast
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import local
 from fp4train.nn.scaling import MemberScaling
-from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.context import Context
+from fp4train.precision.context import Context, State
 from fp4train.precision.layers import Layer
 
 
@@ -169,7 +169,7 @@ class Experts(PlannedLayer):
         if executor is None:
             return self._outside(x_MK, rows)
         with without_torchs_autocast(input.device.type):
-            y_MN = executor(self, x_MK, (self.w_ENK,), (self._biases,), now, rows)
+            y_MN = executor(x_MK, self.w_ENK, self._biases, self.group_call(now, executor, rows))
         return y_MN.to(autocast or input.dtype)
 
     def _counts(self, input: Tensor, counts: Tensor | Sequence[int]) -> list[int]:
@@ -218,41 +218,43 @@ class Experts(PlannedLayer):
         tail = x_MK.shape[0] - used
         return F.pad(y_MN, (0, 0, 0, tail)) if tail else y_MN
 
-    def new_calls(
-        self, executor: Executor, counts: Sequence[int], context: Context, *, training: bool
-    ) -> list[LayerCall]:
-        """A call of `executor` for each expert; `training`: whether gradients are enabled."""
+    def group_call(self, now: State, executor: Any, counts: Counts) -> GroupCall:
+        """The coming call of `executor`; inside a recomputed region with the calls of the first
+        pass.
+        """
+        context = now.context
+        calls: list[LayerCall] = []
+        if executor.counted and context is not None:
+            make = partial(self._new_calls, context, executor.member, counts)
+            calls = now.replay.once(self, make)
+        return GroupCall(executor, calls, counts, self.states)
+
+    def _new_calls(self, context: Context, executor: Executor, counts: Counts) -> list[LayerCall]:
+        """A call of `executor` for each expert."""
+        training = torch.is_grad_enabled()
         group_call = self.new_call(context, executor, 0, training=training)
         scaling = group_call.scaling
-        position = group_call.position
-        calls = []
-        parameter = self.weight
         members = self.members
-        elsewhere = [
-            member_index for member_index in range(self.layer.group) if member_index not in members
-        ]
-        for member, (key, count, tokens) in enumerate(
-            zip(self._keys, counts, self._member_tokens, strict=True)
+        elsewhere = [place for place in range(self.layer.group) if place not in members]
+        calls = []
+        for member, (place, key, count, tokens) in enumerate(
+            zip(members, self._keys, counts, self._member_tokens, strict=True)
         ):
-            place = members[member]
-            member_others = () if member else elsewhere
-            token = position.token
+            position = group_call.position
             if context.step is not None and context.token_offset is None and training and count:
-                token = context.token_start + tokens.offset(
-                    position.step, count, f"{self.layer.name}.{place}"
-                )
+                offset = tokens.offset(position.step, count, f"{self.layer.name}.{place}")
+                position = position._replace(token=context.token_start + offset)
             call = replace(
                 group_call,
-                position=position._replace(token=token),
+                position=position,
                 layer_key=key,
-                weights=PreparedWeights() if context.step is None else self.prepared(member),
-                scaling=None
-                if scaling is None or isinstance(scaling, MemberScaling)
-                else MemberScaling(scaling, place, member_others),
+                weights=group_call.weights.part(member),
                 shared=context.shared.setdefault(f"member {member}", {}),
-                parameter=parameter,
+                parameter=self.weight,
                 member=member,
             )
+            if scaling is not None and not isinstance(scaling, MemberScaling):
+                call.scaling = MemberScaling(scaling, place, () if member else elsewhere)
             calls.append(call)
         return calls
 

@@ -27,8 +27,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fp4train.backends import Prepared
 from fp4train.nn import backend_sources
-from fp4train.nn.call import Executor, LayerCall
-from fp4train.nn.executors.gemms import Gemms, torch_autocasts
+from fp4train.nn.call import LayerCall
+from fp4train.nn.engine import Executor, torch_autocasts
+from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.planned import PlannedLayer

@@ -1,5 +1,5 @@
-"""The codes of a norm and its gradients (`KernelNorm`, `BackendNorm`), and the autograd functions
-of norm and layers.
+"""The codes of a norm and its gradients (`KernelNorm`, `BackendNorm`), and the calls of the engine
+that make them, for layers that run three GEMMs and for those of a backend.
 """
 
 from __future__ import annotations
@@ -10,18 +10,11 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp4train.backends.protocol import CodePair
 from fp4train.nn.backend_sources import matrix
-from fp4train.nn.call import gradient_dtypes
-from fp4train.nn.executors.gemms import (
-    flatten,
-    sum_so_far,
-    summed_parameter,
-    unflatten,
-    without_torchs_autocast,
-)
+from fp4train.nn.call import LayerCall
+from fp4train.nn.engine import Saved, sum_so_far
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.fused_layers import CodeReader, forms_from
 from fp4train.precision.context import State
@@ -123,121 +116,176 @@ def total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return result
 
 
-class NormedFunction(torch.autograd.Function):
-    """(y [M, N] of each layer, h) of (x, change, weight of the norm, norm, calls of the layers,
-    their weights, their biases).
+def giving(forms: Any) -> Any:
+    """A function in the place of `TensorForms.prepare`, of a tensor whose forms are there; None:
+    they are not.
+    """
+    return None if forms is None else lambda *_: forms
+
+
+class FusedCall:
+    """A call of the engine that is its own executor.
+
+    Attributes:
+        norm: norm whose codes it makes; None: it makes those of none.
+        adds: whether products add dw to the sums of gradients.
+        device: device type of its tensors.
+        needs_grad: whether each tensor needs a gradient.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        change: Tensor | None,
-        weight_K: Tensor,
-        norm: NormCodes,
-        calls: Sequence[Any],
-        *parameters: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        weights = cast(Sequence[Tensor], parameters[: len(calls)])
-        biases = parameters[len(calls) :]
-        forms, h, rstd_M = norm.codes(x, change, weight_K)
-        h_MK = matrix(h)
-        outputs = []
-        for call, w_NK, bias_N in zip(calls, weights, biases, strict=True):
-            trains_bias = bias_N is not None and bias_N.requires_grad
-            call.gradients = gradient_dtypes(h_MK, w_NK, bias_N, (True, True, trains_bias))
-            # h stands for n, whose codes are there; layers that share an input must not find them.
-            call.shared = None
-            y_MN, _ = call.executor.forward(h_MK, w_NK, bias_N, call, lambda *_: forms)
-            outputs.append(y_MN)
-        saved, ctx.heads = flatten((forms[1],))
-        ctx.save_for_backward(h, weight_K, rstd_M, *weights, *saved)
-        ctx.set_materialize_grads(False)
-        ctx.summed = [
-            summed_parameter(call, w_NK) if call.executor.adds else None
-            for call, w_NK in zip(calls, weights, strict=True)
-        ]
-        ctx.first_weight = 2 if change is None else 3
-        ctx.norm = norm
-        ctx.calls = calls
-        return (*outputs, h)
+    norm: NormCodes | None = None
+    adds = False
+    device = ""
+    needs_grad: Sequence[bool] = ()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        *dys, added = gradients
-        h, weight_K, rstd_M, *tensors = ctx.saved_tensors
-        count = len(ctx.calls)
-        weights = tensors[:count]
-        codes = unflatten(tensors[count:], ctx.heads)
+    @property
+    def executor(self) -> FusedCall:
+        return self
+
+    def wants(self, needs_grad: Sequence[bool], x: Tensor, *tensors: Any) -> None:
+        """See `engine.Call`."""
+        self.needs_grad = needs_grad
+        self.device = x.device.type
+
+    def norm_backward(
+        self, dn: Tensor | None, added: Tensor | None, h: Any, weight_K: Any, rstd_M: Any
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of x, of change and of the norm's weight."""
+        dh = added if dn is None else dn
+        dweight = None
+        if self.norm is not None and dn is not None:
+            dh, dweight = self.norm.backward(dn, h, weight_K, rstd_M, added)
+        return dh, dh if self.needs_grad[1] else None, dweight
+
+
+class NormedCall(FusedCall):
+    """(y [M, N] of each layer, h) of (x, change, weight of the norm, then weight and bias of each
+    layer).
+
+    Args:
+        norm: norm of h = x + change, whose codes the layers take; None: they read x [M, K].
+        calls: their calls.
+    """
+
+    def __init__(self, norm: NormCodes | None, calls: Sequence[LayerCall]) -> None:
+        self.norm = norm
+        self.calls = calls
+        self.adds = any(call.executor.adds for call in calls)
+
+    def wants(self, needs_grad: Sequence[bool], x: Tensor, *tensors: Any) -> None:
+        super().wants(needs_grad, x)
+        for call, at in zip(self.calls, range(3, len(needs_grad), 2), strict=True):
+            call.wants((True, True, needs_grad[at + 1]), x, *tensors[at - 1 : at + 1])
+            # h stands for n, whose codes are there; layers that share an input must not find them.
+            if self.norm is not None:
+                call.shared = None
+
+    def summed(self, *tensors: Any) -> list[tuple[Any, int]]:
+        """Each weight as `sum_so_far` takes it, None without a sum, and the number of its node."""
+        weights = []
+        for call, at in zip(self.calls, range(3, len(tensors), 2), strict=True):
+            node = sum(tensor is not None for tensor in tensors[:at])
+            w_NK = call.summed(tensors[0], *tensors[at : at + 2]) if call.executor.adds else None
+            weights.append((w_NK, node))
+        return weights
+
+    def sums(self, summed: Sequence[tuple[Any, int]], nodes: Sequence[Any]) -> list[Any]:
+        """See `engine.Call`."""
+        return [
+            None if w_NK is None else sum_so_far(w_NK, nodes[number][0]) for w_NK, number in summed
+        ]
+
+    def forward(self, *arguments: Any) -> tuple[tuple[Any, ...], Saved]:
+        outputs, saved = self.read(*arguments[:-1])
+        return (*outputs, saved[0]), saved
+
+    def read(
+        self, x: Tensor, change: Tensor | None, weight_K: Any, *parameters: Any
+    ) -> tuple[list[Tensor], list[Any]]:
+        """(the outputs of the layers, what backward needs: h, weight and 1/√(mean + ε) of the norm,
+        then weight and codes of each layer).
+        """
+        saved: list[Any] = [None, None, None]
+        prepare = None
+        if self.norm is not None:
+            forms, x, rstd_M = self.norm.codes(x, change, weight_K)
+            prepare = giving(forms)
+            saved = [x, weight_K, rstd_M]
+        outputs = []
+        for call, w_NK, bias_N in zip(self.calls, parameters[::2], parameters[1::2], strict=True):
+            y_MN, of_layer = call.executor.forward(matrix(x), w_NK, bias_N, call, prepare)
+            outputs.append(y_MN)
+            saved += of_layer
+        return outputs, saved
+
+    def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        *dys, added, saved, _, sums = arguments
+        dn, gradients = self.read_backward(dys, saved[3:], sums)
+        return *self.norm_backward(dn, added, *saved[:3]), *gradients
+
+    def read_backward(
+        self, dys: Sequence[Tensor | None], saved: Sequence[Any], sums: Any, forms: Any = None
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(the gradient of what the layers read, those of weight and bias of each).
+
+        Args:
+            saved: weight and codes of each layer.
+            forms: the forms of each dy, which are dropped as they are used; None: dy is quantised.
+        """
         dn: Tensor | None = None
-        dws: list[Tensor | None] = [None] * count
-        dbiases: list[Tensor | None] = [None] * count
-        for number in reversed(range(count)):
+        gradients: list[Tensor | None] = [None] * (2 * len(dys))
+        for number in reversed(range(len(dys))):
             dy_MN = dys[number]
+            prepare = giving(forms.pop()) if forms else None
             if dy_MN is None:
                 continue
-            call = ctx.calls[number]
-            sum_NK = None
-            if ctx.summed[number] is not None:
-                node = ctx.next_functions[ctx.first_weight + number][0]
-                sum_NK = sum_so_far(ctx.summed[number], node)
-            with without_torchs_autocast(dy_MN.device.type):
-                dx_MK, dws[number], dbiases[number] = call.executor.backward(
-                    dy_MN, weights[number], codes, call, total_NK=sum_NK
-                )
+            call = self.calls[number]
+            at = slice(2 * number, 2 * number + 2)
+            total = None if sums is None else sums[number]
+            dx_MK, *gradients[at] = call.executor.backward(dy_MN, saved[at], call, total, prepare)
             # The first product's memory has the sum, in the order of `total`.
             if dn is None:
                 dn = dx_MK
             else:
                 dn += dx_MK
             del dx_MK
-        del tensors, weights, codes
-        dh, dweight = added, None
-        if dn is not None:
-            dh, dweight = ctx.norm.backward(dn, h, weight_K, rstd_M, added)
-        return dh, dh if ctx.needs_input_grad[1] else None, dweight, None, None, *dws, *dbiases
+        return dn, gradients
 
 
-class NormCodesFunction(torch.autograd.Function):
+class NormCodesCall(FusedCall):
     """(The codes of n as tensors of a backend, one for each of `count` layers, h) of (x, change,
-    weight of the norm, norm, count).
+    weight of the norm).
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        change: Tensor | None,
-        weight_K: Tensor,
-        norm: NormCodes,
-        count: int,
-    ) -> tuple[Tensor, ...]:
-        codes, h, rstd_M = norm.codes(x, change, weight_K)
-        ctx.save_for_backward(h, weight_K, rstd_M)
-        ctx.set_materialize_grads(False)
-        ctx.norm = norm
-        return (*[codes.detach() for _ in range(count)], h)
+    norm: NormCodes
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        *dns, added = gradients
-        dn = total(dns)
-        dh, dweight = added, None
-        if dn is not None:
-            h, weight_K, rstd_M = ctx.saved_tensors
-            dh, dweight = ctx.norm.backward(dn, h, weight_K, rstd_M, added)
-        return dh, dh if ctx.needs_input_grad[1] else None, dweight, None, None
+    def __init__(self, norm: NormCodes, count: int) -> None:
+        self.norm = norm
+        self.count = count
+
+    def forward(
+        self, x: Tensor, change: Tensor | None, weight_K: Tensor, call: FusedCall
+    ) -> tuple[tuple[Tensor, ...], Saved]:
+        codes, h, rstd_M = self.norm.codes(x, change, weight_K)
+        return (*[codes.detach() for _ in range(self.count)], h), (h, weight_K, rstd_M)
+
+    def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        *dns, added, saved, _, _ = arguments
+        return self.norm_backward(total(dns), added, *saved)
+
+
+def parameters_of(layers: Sequence[Any]) -> list[Tensor | None]:
+    """Weight and bias of each layer."""
+    return [tensor for layer in layers for tensor in (layer.w_NK, layer.bias)]
 
 
 def multiplied_codes(
     layers: Sequence[Any], executors: Sequence[BackendLayer], codes: Sequence[Tensor], now: State
 ) -> list[Tensor]:
     """y [M, N] of layers that take x as codes, each as a tensor of its own."""
-    outputs = [
-        executor.of_codes(layer, codes_MK, layer.w_NK, layer.bias, now)
-        for layer, executor, codes_MK in zip(layers, executors, codes, strict=True)
-    ]
+    outputs = []
+    for layer, executor, codes_MK in zip(layers, executors, codes, strict=True):
+        call = layer.new_call(now.context, executor, 0, training=False)
+        outputs.append(executor.multiplied(codes_MK, layer.w_NK, layer.bias, call, 0))
     executors[0].backend.sources.close(codes)
     return outputs

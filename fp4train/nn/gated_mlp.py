@@ -16,19 +16,23 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp4train.backends.protocol import CodePair
 from fp4train.nn.backend_sources import matrix
-from fp4train.nn.call import Executor, LayerCall, gradient_dtypes
-from fp4train.nn.executors.gemms import Gemms, flatten, unflatten, without_torchs_autocast
+from fp4train.nn.call import LayerCall
+from fp4train.nn.engine import Executor, LayerFunction, Saved
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.fused_layers import FusedLayers, LayerOutputs, forms_from, outputs_of, overrides
-from fp4train.nn.fused_norm import NormCodes, multiplied_codes
+from fp4train.nn.fused_norm import (
+    FusedCall,
+    NormCodes,
+    NormedCall,
+    giving,
+    multiplied_codes,
+    parameters_of,
+)
 from fp4train.precision.context import State
-from fp4train.quantize import Quantized
 from fp4train.quantize.produced import SourceTensors
 
 Ready = tuple[list[Executor], State]
@@ -87,22 +91,20 @@ class GatedMLP(FusedLayers):
         if ready is None:
             return None
         (down, *of_sources), now = ready
-        tokens = like.numel() // like.shape[-1]
         if isinstance(down, BackendLayer):
             gate, up = outputs_of(x, *self.writers)
-            calls = self._calls(now, of_sources, tokens)
-            codes = _BackendGate.apply(gate, up, calls, down)  # type: ignore[no-untyped-call]
+            calls = self._calls(now, of_sources, like.numel() // like.shape[-1])
+            codes = LayerFunction.apply(GateCodesCall(calls, down), gate, up)  # type: ignore[no-untyped-call]
             (y_MN,) = multiplied_codes(self.readers, [down], [codes], now)
         elif isinstance(x, LayerOutputs):
             return None
         else:
-            x_MK = x.reshape(-1, x.shape[-1])
-            y_MN, _ = self._multiplied(x_MK, None, None, None, ready, tokens)
+            y_MN, _ = self.multiplied(ready, x.reshape(-1, x.shape[-1]))
         return y_MN.view(*like.shape[:-1], y_MN.shape[-1])
 
     def ready_for(self, x: Tensor, *, normed: bool = False) -> Ready | None:
-        """What the call takes, where codes can be made from tensors like x; `normed`: for
-        `of_norm`.
+        """What the call takes, where codes can be made from tensors like x; `normed`: after a
+        norm.
         """
         if not self.asked:
             self.asked = True
@@ -112,37 +114,26 @@ class GatedMLP(FusedLayers):
             return None
         return self.ready(x)
 
-    def of_norm(
-        self, x: Tensor, change: Tensor | None, weight_K: Tensor, norm: NormCodes, ready: Ready
-    ) -> tuple[Tensor, Tensor]:
-        """(y of the norm of x + change, that sum)."""
-        tokens = x.numel() // x.shape[-1]
-        y_MN, h = self._multiplied(x, change, weight_K, norm, ready, tokens)
-        assert h is not None
-        return y_MN.view(*x.shape[:-1], y_MN.shape[-1]), h
-
-    def _multiplied(
+    def multiplied(
         self,
-        x: Tensor,
-        change: Tensor | None,
-        weight_K: Tensor | None,
-        norm: NormCodes | None,
         ready: Ready,
-        tokens: int,
+        x: Tensor,
+        change: Tensor | None = None,
+        weight_K: Tensor | None = None,
+        norm: NormCodes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """(y of the norm of x + change, that sum); without a norm (y of x [M, K], None)."""
         (down, *of_sources), now = ready
-        calls = self._calls(now, (*of_sources, down), tokens)
-        weights = [layer.w_NK for layer in self.layers]
-        biases = [layer.bias for layer in self.layers]
-        outputs: tuple[Tensor, Tensor | None] = _GatedProducts.apply(  # type: ignore[no-untyped-call]
-            x, change, weight_K, *weights, *biases, calls, norm
-        )
-        return outputs
+        calls = self._calls(now, (*of_sources, down), x.numel() // x.shape[-1])
+        call = GatedCall(norm, calls[:2], calls[2])
+        parameters = parameters_of(self.layers)
+        y_MN, h = LayerFunction.apply(call, x, change, weight_K, *parameters)  # type: ignore[no-untyped-call]
+        return y_MN.view(*x.shape[:-1], y_MN.shape[-1]), h
 
     def _calls(self, now: State, executors: Sequence[Executor], tokens: int) -> list[LayerCall]:
         """The coming calls of the layers, of which gate and up draw random bits for one place."""
         calls = [
-            layer.call_in(now, executor, tokens)
+            layer.call_in(now, executor, tokens, placed=True)
             for layer, executor in zip(self.layers, executors, strict=False)
         ]
         gate, up = calls[:2]
@@ -155,101 +146,70 @@ class GatedMLP(FusedLayers):
         return calls
 
 
-class _GatedProducts(torch.autograd.Function):
-    """(y [M, N], h) of x, its change, the weight of their norm, the weights and biases of gate, up
-    and down, and their calls; without a norm of x [M, K] alone.
+class GatedCall(NormedCall):
+    """(y [M, N], h) of gate, up and down, as `NormedCall` of gate and up; h is None without a
+    norm.
+
+    Args:
+        norm, calls: as for `NormedCall`; those of gate and up.
+        down: the call of down.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, change: Tensor | None, weight_K: Tensor | None, *arguments: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        weights = arguments[:3]
-        biases = arguments[3:6]
-        calls, norm = arguments[6:]
-        h = x
-        rstd_M = prepare = None
-        if norm is not None:
-            forms, h, rstd_M = norm.codes(x, change, weight_K)
-            prepare = _giving(forms)
-        x_MK = x if norm is None else matrix(h)
-        for call, w_NK, bias_N in zip(calls, weights, biases, strict=True):
-            trains_bias = bias_N is not None and bias_N.requires_grad
-            call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, (True, True, trains_bias))
-            if norm is not None:
-                # h stands for its norm; layers that share an input must not find the codes.
-                call.shared = None
-        gate, up, down = calls
-        products: Gemms = down.executor
-        gate_MH, x_of_gate = gate.executor.forward(x_MK, weights[0], biases[0], gate, prepare)
-        up_MH, x_of_up = up.executor.forward(x_MK, weights[1], biases[1], up, prepare)
-        source = SourceTensors("gate", (gate_MH, up_MH))
-        ((row, column),) = forms_from(source, products, "x", (None,))
-        assert isinstance(column, Quantized)
-        w = down.weights.prepared(weights[2], products.w_row, down)
-        y_MN = products.fprop.product(row, w, out_dtype=products.y_dtype, bias=biases[2])
-        saved, ctx.heads = flatten((*x_of_gate, *x_of_up, column))
-        of_norm = (None,) * 3 if norm is None else (h, weight_K, rstd_M)
-        ctx.save_for_backward(*of_norm, *weights, gate_MH, up_MH, *saved)
-        ctx.set_materialize_grads(False)
-        ctx.calls = calls
-        ctx.norm = norm
-        return y_MN, None if norm is None else h
+    def __init__(self, norm: NormCodes | None, calls: Sequence[LayerCall], down: LayerCall) -> None:
+        super().__init__(norm, calls)
+        self.down = down
+        self.adds = False
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_MN: Tensor | None, added: Tensor | None) -> tuple[Tensor | None, ...]:
+    def wants(self, needs_grad: Sequence[bool], *tensors: Any) -> None:
+        x, *_, w_down, bias = tensors
+        super().wants(needs_grad[:-2], *tensors[:-2])
+        self.down.wants((True, True, needs_grad[-1]), x, w_down, bias)
+        # a tensor of its dtype stands for h, whose codes are there
+        self.down.shared = None
+
+    def forward(self, *arguments: Any) -> tuple[tuple[Any, ...], Saved]:
+        *tensors, w_down, bias, _ = arguments
+        down = self.down
+        outputs, saved = self.read(*tensors)
+        (forms,) = forms_from(SourceTensors("gate", tuple(outputs)), down.executor, "x", (None,))
+        y_MN, of_down = down.executor.forward(outputs[0], w_down, bias, down, giving(forms))
+        return (y_MN, saved[0]), (*saved, *outputs, *of_down)
+
+    def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        dy_MN, added, saved, _, _ = arguments
+        *of_layers, gate_MH, up_MH, w_down, product = saved
         if dy_MN is None:
-            return added, added if ctx.needs_input_grad[1] else None, *(None,) * 9
-        h, weight_K, rstd_M, w_gate, w_up, w_down, gate_MH, up_MH, *saved = ctx.saved_tensors
-        x_of_gate, x_of_up, product = unflatten(saved, ctx.heads)
-        gate, up, down = ctx.calls
-        with without_torchs_autocast(dy_MN.device.type):
-            dh_MH, dw_down, dbias = down.executor.backward(dy_MN, w_down, (product,), down)
-            source = SourceTensors("gradients", (matrix(dh_MH), gate_MH, up_MH))
-            of_gate, of_up = forms_from(source, gate.executor, "dy", (gate, up))
-            del dh_MH, source, product
-            # In the place of dy stands a tensor of its shape and dtype: its codes are there.
-            dx, dw_up, _ = up.executor.backward(up_MH, w_up, (x_of_up,), up, _giving(of_up))
-            del of_up, up_MH
-            dx_gate, dw_gate, _ = gate.executor.backward(
-                gate_MH, w_gate, (x_of_gate,), gate, _giving(of_gate)
-            )
-            del of_gate, gate_MH, x_of_gate, x_of_up, saved
-        dx += dx_gate
-        del dx_gate
-        dweight = None
-        if ctx.norm is not None:
-            dx, dweight = ctx.norm.backward(dx, h, weight_K, rstd_M, added)
-        dchange = dx if ctx.needs_input_grad[1] else None
-        return dx, dchange, dweight, dw_gate, dw_up, dw_down, None, None, dbias, None, None
+            return *self.norm_backward(None, added, *saved[:3]), *(None,) * 6
+        down = self.down
+        dh_MH, *of_down = down.executor.backward(dy_MN, (w_down, product), down)
+        source = SourceTensors("gradients", (matrix(dh_MH), gate_MH, up_MH))
+        forms = forms_from(source, self.calls[0].executor, "dy", self.calls)
+        del dh_MH, source
+        # In the place of dy stands a tensor of its shape and dtype: its codes are there.
+        dx, gradients = self.read_backward([gate_MH, up_MH], of_layers[3:], None, forms)
+        return *self.norm_backward(dx, added, *saved[:3]), *gradients, *of_down
 
 
-def _giving(forms: Any) -> Any:
-    """A function in the place of `TensorForms.prepare`, of a tensor whose forms are there."""
-    return lambda *_: forms
+class GateCodesCall(FusedCall):
+    """The codes of h [M, H], which `down` takes, of gate and up, which get their gradients as
+    codes.
+    """
 
+    def __init__(self, calls: Sequence[LayerCall], down: BackendLayer) -> None:
+        self.calls = calls
+        self.down = down
 
-class _BackendGate(torch.autograd.Function):
-    """The codes of h [M, H], which `down` takes; gate and up get their gradients as codes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor, calls: list[LayerCall], down: BackendLayer
-    ) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.calls = calls
+    def forward(self, gate: Tensor, up: Tensor, call: FusedCall) -> tuple[Tensor, Saved]:
         gate_MH = matrix(gate)
         source = SourceTensors("gate", (gate_MH, matrix(up)))
-        (forms,) = forms_from(source, down, "x", (None,))
-        return down.given(cast(CodePair, forms), gate_MH.shape)
+        (forms,) = forms_from(source, self.down, "x", (None,))
+        return self.down.given(cast(CodePair, forms), gate_MH.shape), (gate, up)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh_MH: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
+    def backward(
+        self, dh_MH: Tensor, saved: Saved, call: FusedCall, sums: None
+    ) -> tuple[Tensor, ...]:
+        gate, up = cast(Sequence[Tensor], saved)
         source = SourceTensors("gradients", tuple(map(matrix, (dh_MH, gate, up))))
-        layer: BackendLayer = ctx.calls[0].executor
-        codes = forms_from(source, layer, "dy", ctx.calls)
-        gradients = [layer.given(cast(CodePair, forms), gate.shape) for forms in codes]
-        return *gradients, None, None
+        layer: BackendLayer = self.calls[0].executor
+        codes = forms_from(source, layer, "dy", self.calls)
+        return tuple([layer.given(cast(CodePair, forms), gate.shape) for forms in codes])

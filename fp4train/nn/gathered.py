@@ -26,9 +26,11 @@ class GatheredSource(Protocol):
     layer's call.
 
     rounds: whether ranks send each other BF16 values that stand for the float32 master.
+    members: weights of the group that it is; 0: it is one weight.
     """
 
     rounds: bool
+    members: int
 
     def prepared(self, form: WeightForm, call: LayerCall) -> Prepared | None:
         """The weight in a form, from codes; None if the weight did not come as codes: `values` has
@@ -97,7 +99,7 @@ class Gathered(Tensor):
             weight is not None
             and func is torch.ops.aten.select.int
             and args[1] == 0
-            and len(weight.shape) == 3
+            and weight.source.members
         ):
             return Gathered(
                 weight.source.member(args[2]), torch.Size(weight.shape[1:]), weight.device

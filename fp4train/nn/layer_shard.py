@@ -16,11 +16,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fp4train.backends import Prepared
 from fp4train.nn.ranks import Ranks, local
 from fp4train.precision.context import Context
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes.high import BF16, FP16, FP32
-from fp4train.quantize import Operand, QuantSpec, Requantised, amax_extent
+from fp4train.quantize import (
+    Operand,
+    Quantizer,
+    QuantSpec,
+    RandomKey,
+    Requantised,
+    amax_extent,
+    quantised_in_runs,
+)
 from fp4train.quantize.source import AXES
 from fp4train.shards import Runs
 from fp4train.text import check_choice
@@ -148,6 +157,31 @@ class LayerShard:
         return ranks, self.amax_ranks(
             operand.tensor, codes.of.spec, transposed=not transposed, tokens=tokens
         )
+
+
+WHOLE = LayerShard()
+"""The place of a layer that is whole and alone."""
+
+
+class RunsQuantizer:
+    """Quantises a tensor with the random bits of features that do not follow each other.
+
+    Args:
+        plain: quantizer of its spec, which requantises nothing.
+        runs: runs of the features within the whole layer's.
+        columns: whether features are columns.
+        codes: whether codes are made; else values.
+    """
+
+    def __init__(self, plain: Quantizer, runs: Runs, *, columns: bool, codes: bool) -> None:
+        self._plain = plain
+        self._runs = runs
+        self._columns = columns
+        self._codes = codes
+
+    def __call__(self, x: Tensor, key: RandomKey, amax: Tensor | None) -> Prepared:
+        codes = quantised_in_runs(x, self._plain.spec, key, self._runs, amax, columns=self._columns)
+        return codes if self._codes else self._plain.decode(codes)
 
 
 @functools.cache

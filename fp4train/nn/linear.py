@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.nn.executors.gemms import without_torchs_autocast
+from fp4train.nn.engine import without_torchs_autocast
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layers import Layer
@@ -89,13 +89,15 @@ class Linear(PlannedLayer, nn.Linear):
         if executor is None:
             return F.linear(input, self.w_NK, self.bias)
         x_MK, autocast, shape = self.matrix(input)
-        weights = (self.w_NK,)
-        biases = (self._own("bias"),)
+        w_NK = self.w_NK
+        call = None
+        if executor.counted or executor.takes_call(w_NK):
+            call = self.call_in(now, executor, x_MK.shape[0])
         if autocast is not None:
             with without_torchs_autocast(input.device.type):
-                y_MN = executor(self, x_MK, weights, biases, now)
+                y_MN = executor(x_MK, w_NK, self._own("bias"), call)
         else:
-            y_MN = executor(self, x_MK, weights, biases, now)
+            y_MN = executor(x_MK, w_NK, self._own("bias"), call)
         if y_MN.dtype is not (autocast or input.dtype):
             y_MN = y_MN.to(autocast or input.dtype)
         if input.dim() != 2 and y_MN.shape[0] == x_MK.shape[0]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fp4train.nn.engine import LayerFunction
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.fused_layers import (
@@ -30,9 +31,10 @@ from fp4train.nn.fused_layers import (
 from fp4train.nn.fused_norm import (
     BackendNorm,
     KernelNorm,
-    NormCodesFunction,
-    NormedFunction,
+    NormCodesCall,
+    NormedCall,
     multiplied_codes,
+    parameters_of,
 )
 from fp4train.nn.gated_mlp import GatedMLP
 from fp4train.quantize.quantizer import PLAIN
@@ -124,17 +126,16 @@ class NormedLinears(FusedLayers):
         kernels = KernelNorm(self.kind, norm.eps, first_reader)
         mlp = getattr(reader, "fused", None)
         if isinstance(mlp, GatedMLP) and (ready_mlp := mlp.ready_for(x, normed=True)) is not None:
-            y, h = mlp.of_norm(x, change, weight_K, kernels, ready_mlp)
+            y, h = mlp.multiplied(ready_mlp, x, change, weight_K, kernels)
+            assert h is not None
             return ModuleOutput(y), h
         tokens = x.numel() // x.shape[-1]
         calls = [
             layer.call_in(now, executor, tokens)
             for layer, executor in zip(layers, executors, strict=True)
         ]
-        weights = [layer.w_NK for layer in layers]
-        biases = [layer.bias for layer in layers]
-        *outputs, h = NormedFunction.apply(  # type: ignore[no-untyped-call]
-            x, change, weight_K, kernels, calls, *weights, *biases
+        *outputs, h = LayerFunction.apply(  # type: ignore[no-untyped-call]
+            NormedCall(kernels, calls), x, change, weight_K, *parameters_of(layers)
         )
         return LayerOutputs(tuple([y.view(*x.shape[:-1], y.shape[-1]) for y in outputs])), h
 
@@ -144,13 +145,13 @@ class NormedLinears(FusedLayers):
         """The outputs of layers whose GEMMs a backend runs together."""
         shape = x.shape[:-1]
         count = len(executors)
+        kernels: Any = KernelNorm(self.kind, norm.eps, executors[0])
         if self.by_backend:
-            h = x if change is None else x + change
-            kernels: Any = BackendNorm(norm.eps, executors[0])
-            *codes, _ = NormCodesFunction.apply(h, None, norm.weight, kernels, count)  # type: ignore[no-untyped-call]
-        else:
-            kernels = KernelNorm(self.kind, norm.eps, executors[0])
-            *codes, h = NormCodesFunction.apply(x, change, norm.weight, kernels, count)  # type: ignore[no-untyped-call]
+            kernels = BackendNorm(norm.eps, executors[0])
+            x, change = x if change is None else x + change, None
+        *codes, h = LayerFunction.apply(  # type: ignore[no-untyped-call]
+            NormCodesCall(kernels, count), x, change, norm.weight
+        )
         outputs = multiplied_codes(self.readers, executors, codes, now)
         return LayerOutputs(tuple([y.view(*shape, y.shape[-1]) for y in outputs])), h
 

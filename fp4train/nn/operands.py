@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp4train.backends import Prepared
 from fp4train.nn.call import LayerCall
-from fp4train.nn.layer_shard import LayerShard
+from fp4train.nn.layer_shard import LayerShard, RunsQuantizer
 from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.quantize import (
     Decoded,
@@ -28,7 +28,6 @@ from fp4train.quantize import (
     ValuesOf,
     has_tensor_amax,
     measure_amax,
-    quantised_in_runs,
     quantizer,
     requantised,
 )
@@ -130,7 +129,9 @@ class Form:
                 self.make = self.quantizer.values
             self.plain = replace(spec, requantises=None)
             if self.runs:
-                self.make = self._in_runs
+                self.make = RunsQuantizer(
+                    quantizer(self.plain, device), self.runs, columns=not self.column, codes=codes
+                )
 
     def prepare(self, x_MK: Tensor, call: LayerCall) -> Prepared:
         """This form of x [M, K]."""
@@ -161,14 +162,6 @@ class Form:
         else:
             column = _OFFSET_SPREAD + token * 8
         return call.position.key(call.layer_key, self.number, self.feature, column)
-
-    def _in_runs(self, x: Tensor, key: RandomKey | None, amax: Tensor | None) -> Prepared:
-        """x with the random bits of features that do not follow each other."""
-        assert key is not None
-        codes = quantised_in_runs(x, self.plain, key, self.runs, amax, columns=not self.column)
-        if self.codes:
-            return codes
-        return quantizer(self.plain, x.device.type).decode(codes)
 
     def amax(self, x: Tensor, call: LayerCall, key: RandomKey | None) -> Tensor | None:
         """The amax if it is not that of x: that of earlier steps, or the maximum over the ranks

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from fp4train.backends import CHOICES, LayerState
 from fp4train.hardware import Device
-from fp4train.nn.call import EAGER, CompiledRoute, Executor, GradientSum, LayerCall, TokenCount
+from fp4train.nn.call import LayerCall, TokenCount
+from fp4train.nn.engine import EAGER, CompiledRoute, Executor, GradientSum, torch_autocasts
 from fp4train.nn.executors import by_state, make_executor, make_state, saved_states
-from fp4train.nn.executors.gemms import torch_autocasts
 from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.scaling import EARLIER_AMAXES
@@ -129,7 +129,8 @@ class PlannedLayer(nn.Module):
         """Data that the states of all of the model's layers have in common (`LayerState.common`),
         set by `convert`.
         """
-        self.keeps_forms = True
+        self.forms = PreparedWeights()
+        """The prepared forms of the weight, or weights, in a step."""
         self.drops: list[Callable[[], None]] = []
         """Functions that drop what others keep of the weight (`drop_made`)."""
         self.observer: Callable[[Executor], Executor] | None = None
@@ -179,7 +180,7 @@ class PlannedLayer(nn.Module):
         self._applied: _Key | None = None
         self._held: tuple[Any, Any, Any, Executor | None, bool | None] = (None,) * 5
         self._executors: dict[_Key, Executor] = {}
-        self._prepared: dict[Hashable, PreparedWeights] = {}
+        self.forms = self.forms.emptied()
 
     def apply_plan(
         self, plan: LayerPlan, recipe: Recipe, policy: LayerPolicy | None, device: torch.device
@@ -312,13 +313,22 @@ class PlannedLayer(nn.Module):
             x_MK = input.reshape(shape[:-1].numel(), self.in_features)
         return x_MK, autocast, (*shape[:-1], self.out_features)
 
-    def call_in(self, now: State, executor: Executor, tokens: int) -> LayerCall:
-        """The coming call of `executor` with so many tokens; inside a recomputed region, that of
-        the first pass.
+    def call_in(
+        self, now: State, executor: Executor, tokens: int, *, placed: bool = False
+    ) -> LayerCall:
+        """The coming call of `executor` with so many tokens of this rank; inside a recomputed
+        region, that of the first pass.
+
+        Args:
+            placed: whether it has a place among the tokens of the step although the executor does
+                not count them.
         """
         context = now.context
         assert context is not None
+        if not (executor.counted or placed):
+            return self.new_call(context, executor, 0, training=False)
         training = torch.is_grad_enabled()
+        tokens *= executor.tokens
         if now.replay is NO_REPLAY:
             return self.new_call(context, executor, tokens, training=training)
         return now.replay.once(
@@ -336,35 +346,40 @@ class PlannedLayer(nn.Module):
             # between calls.
             self._calls += training
             step = RunStep(context.seed, self._calls)
-            weights = PreparedWeights()
+            weights = self.forms.emptied()
         else:
-            weights = self._prepared.get(None) or self.prepared(None)
+            weights = self.forms
             if token is None and training and tokens:
                 token = context.token_start + self._tokens.offset(step, tokens, self.layer.name)
-        position = Position(step, token or 0, context.counters)
-        kinds = (kind for kind in executor.states if kind in EARLIER_AMAXES)
-        scaling: Any = self.states.get(next(kinds, ""))
-        place = (executor, position, self._layer_key)
+        scaling: Any = None
+        for kind in executor.states:
+            if kind in EARLIER_AMAXES:
+                scaling = self.states.get(kind)
         return LayerCall(
-            *place, weights, scaling, training, context.shared, self.fused_weights, self.stored
+            executor,
+            Position(step, token or 0, context.counters),
+            self._layer_key,
+            weights,
+            self.states,
+            scaling,
+            context.run_step,
+            training,
+            context.shared,
+            self.fused_weights,
+            self.stored,
         )
-
-    def prepared(self, part: Hashable) -> PreparedWeights:
-        """The prepared forms of the weight, or of a part of it, in a step."""
-        return self._prepared.setdefault(part, PreparedWeights(self.keeps_forms))
 
     def keep_forms(self, keep: bool) -> None:
         """Whether prepared forms of the weight are kept within a step: not where the weight itself
         is freed.
         """
-        self.keeps_forms = keep
-        self._prepared.clear()
+        self.forms = PreparedWeights(keep)
 
     def drop_made(self) -> None:
         """Drop what was made of the weight, which was written since: see
         `parallel.weights.changed`.
         """
-        self._prepared.clear()
+        self.forms = self.forms.emptied()
         for layer_state in self.states.values():
             layer_state.release()
         for drop in self.drops:
@@ -395,7 +410,6 @@ class PlannedLayer(nn.Module):
             "_held": (None,) * 5,
             "_executors": {},
             "_applied": None,
-            "_prepared": {},
             "observer": None,
         }
         return {**kept, **fresh, "_tokens": TokenCount()}
@@ -414,7 +428,7 @@ class PlannedLayer(nn.Module):
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
         """Restore the result of `scaling_state`; the next call prepares the weight anew."""
         # a prepared weight knows whether its amax has entered the history in this step
-        self._prepared.clear()
+        self.forms = self.forms.emptied()
         tensors_by_kind = by_state(state)
         for kind in {**self.states, **tensors_by_kind}:
             self._state(kind).load_state(tensors_by_kind.get(kind, {}))

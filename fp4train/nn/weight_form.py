@@ -6,14 +6,14 @@ For square blocks the column-wise form is the transpose of the row-wise form, a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from fp4train.backends import Backend, Prepared
-from fp4train.nn.layer_shard import LayerShard
-from fp4train.nn.ranks import Ranks
+from fp4train.nn.layer_shard import WHOLE, LayerShard, RunsQuantizer
 from fp4train.quantize import (
     Decoded,
     Operand,
@@ -24,12 +24,18 @@ from fp4train.quantize import (
     quantizer,
 )
 from fp4train.quantize.source import Source
-from fp4train.shards import Runs
 
 FormKey: TypeAlias = tuple[Source, str, torch.dtype]
 """The key of a prepared form: the source of the operand, the name of the backend, and the dtype in
 high precision.
 """
+
+
+class Pair(NamedTuple):
+    """A form that one kernel makes together with the transposed one, whose key is `key`."""
+
+    quantizer: PairQuantizer
+    key: FormKey
 
 
 class WeightForm:
@@ -41,33 +47,23 @@ class WeightForm:
         shard: place of the weight in the whole layer's; None: it is whole.
         fused: names of the layers whose weights share a global scale with this one, itself
             included; none: it has its own.
-    """
+        strided: whether gathered codes may be views of what came, in whatever order of memory.
 
-    __slots__ = (
-        "amax_ranks",
-        "both",
-        "both_key",
-        "decode",
-        "dtype",
-        "fused",
-        "key",
-        "make",
-        "number",
-        "of_transpose",
-        "operand",
-        "quantizer",
-        "requantise",
-        "rounded_from",
-        "rounding_ranks",
-        "runs",
-        "source",
-        "spec",
-        "start",
-        "strided",
-        "tiles",
-        "transposed",
-        "turned_from",
-    )
+    Attributes:
+        operand: the operand that is prepared: of `transposed` forms that of which this one is a
+            view.
+        amax_ranks, rounding_ranks: ranks over which the amax is taken, and that of what the spec
+            requantises.
+        of_transpose: whether wᵀ is prepared.
+        number: that by which a random key knows the operand.
+        pair: the kernel that makes it together with the form of wᵀ, which is `turned_from` it.
+        turned_from: key of the form of w whose codes are transposed for this one; None: it is made
+            of the weight.
+        rounded_from: key of the form of w whose values it requantises; None: the weight is rounded
+            first.
+        rounds_first: whether it requantises what is rounded by an amax of several ranks, or by runs.
+        fused: weights whose amaxes count: of the weight, or of what the spec requantises.
+    """
 
     def __init__(
         self,
@@ -78,80 +74,50 @@ class WeightForm:
         *,
         shard: LayerShard | None = None,
         fused: tuple[str, ...] = (),
+        strided: bool = False,
     ) -> None:
-        spec = operand.spec
-        self.spec = spec
+        self.spec = spec = operand.spec
         self.dtype = dtype
+        self.strided = strided
         # For square blocks and for high precision one set of values serves both forms: one is a
         # view of the other.
         square = spec is None or (spec.transposable and not backend.takes_codes)
         self.transposed = operand.transposed and square
         self.operand = operand.row_wise if self.transposed else operand
-        """The operand that is prepared: of `transposed` forms that of which this one is a view."""
-        self.source = self.operand.source
+        self.key: FormKey = (self.operand.source, backend.name, dtype)
         self.of_transpose = self.operand.transposed
-        """Whether wᵀ is prepared."""
         self.number = self.operand.random_operand
-        self.amax_ranks: tuple[Ranks, ...] = ()
-        self.rounding_ranks: tuple[Ranks, ...] = ()
-        """Ranks over which the amax is taken of what the spec requantises."""
-        if spec is not None and has_tensor_amax(spec.requantises or spec):
-            self.fused = fused
-        else:
-            self.fused = ()
-        """Weights whose amaxes count: of the weight, or of what the spec requantises."""
-        self.start = (0, 0)
-        self.runs: Runs = ()
-        """Runs of the out features within the whole layer's, where random bits depend on them and
-        there are several.
-        """
-        if shard is not None:
-            if spec is not None and spec.random:
-                self.runs = shard.runs_of("w")
-            else:
-                self.runs = ()
-            self.amax_ranks, self.rounding_ranks = shard.amax_and_rounding_ranks(self.operand)
-            row, column = shard.starts("w")
-            if self.of_transpose:
-                self.start = (column, row)
-            else:
-                self.start = (row, column)
-        if spec is not None:
-            plain = quantizer(replace(spec, requantises=None), device)
-            if self.rounding_ranks:
-                chosen = plain
-            else:
-                chosen = quantizer(spec, device)
-            self.make, self.requantise = (
-                form_quantizer.codes if backend.takes_codes else form_quantizer.values
-                for form_quantizer in (chosen, plain)
-            )
-            self.decode = None if backend.takes_codes else chosen.decode
-            self.quantizer = chosen
-        self.both: PairQuantizer | None = None
-        """The quantizer that makes this form and the transposed one at once, whose key is
-        `both_key`.
-        """
-        self.both_key: FormKey | None = None
+        self.pair: Pair | None = None
         self.turned_from: FormKey | None = None
-        """The key of the row-wise form whose transposed codes are this form's; None: it is made
-        from the weight.
-        """
         self.rounded_from: FormKey | None = None
-        """The key of the row-wise form whose values this form requantises; None: the weight is
-        rounded first.
-        """
-        if (
-            self.of_transpose
-            and isinstance(self.source, Requantised)
-            and device == "cpu"
-            and not self.amax_ranks
-        ):
-            self.rounded_from = (self.source.of, backend.name, dtype)
-        self.strided = False
-        """Whether gathered codes may be views of what came, in whatever order of memory."""
-        self.tiles = backend.takes_tiles and spec is not None and spec.scale_format.is_byte
-        self.key: FormKey = (self.source, backend.name, dtype)
+        place = shard or WHOLE
+        self.start = place.starts("w")[:: -1 if self.of_transpose else 1]
+        self.amax_ranks, self.rounding_ranks = place.amax_and_rounding_ranks(self.operand)
+        self.fused: tuple[str, ...] = ()
+        if spec is None:
+            return
+        if has_tensor_amax(spec.requantises or spec):
+            self.fused = fused
+        self.plain = replace(spec, requantises=None)
+        plain = quantizer(self.plain, device)
+        self.quantizer = plain if self.rounding_ranks else quantizer(spec, device)
+        self.decode = None if backend.takes_codes else self.quantizer.decode
+        self.tiles = backend.takes_tiles and spec.scale_format.is_byte
+        self.make: Callable[..., Prepared] = self.quantizer.values
+        self.make_of_rounded: Callable[..., Prepared] = plain.values
+        runs = place.runs_of("w") if spec.random else ()
+        if runs:
+            self.make = self.make_of_rounded = RunsQuantizer(
+                plain, runs, columns=self.of_transpose, codes=backend.takes_codes
+            )
+        elif backend.takes_codes:
+            self.make = self.quantizer.codes
+            self.make_of_rounded = plain.codes
+        source = self.operand.source
+        alone = device == "cpu" and not self.amax_ranks
+        if self.of_transpose and isinstance(source, Requantised) and alone:
+            self.rounded_from = (source.of, *self.key[1:])
+        self.rounds_first = spec.requantises is not None and bool(runs or self.rounding_ranks)
 
     def pair_with(self, column: WeightForm) -> None:
         """Make `column` together with this row-wise form, if one kernel makes a tensor's codes and
@@ -162,8 +128,7 @@ class WeightForm:
             return
         both = PairQuantizer(self.quantizer, column.quantizer, row_codes=True, column_codes=True)
         if self.decode is None and both.one_kernel:
-            self.both = both
-            self.both_key = column.key
+            self.pair = Pair(both, column.key)
             column.turned_from = self.key
 
     def view_for_gemm(self, prepared: Prepared) -> Prepared:

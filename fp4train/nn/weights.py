@@ -14,8 +14,7 @@ is kept: those of all layers would be a whole model on every rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +23,10 @@ from fp4train.backends import Prepared
 from fp4train.nn.call import LayerCall
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.ranks import Ranks, amax_over
-from fp4train.nn.weight_form import FormKey, WeightForm
+from fp4train.nn.weight_form import FormKey, Pair, WeightForm
 from fp4train.quantize import (
     Decoded,
     Own,
-    PairQuantizer,
     Quantized,
     Quantizer,
     RandomKey,
@@ -36,8 +34,6 @@ from fp4train.quantize import (
     RunStep,
     has_tensor_amax,
     measure_amax,
-    quantised_in_runs,
-    quantizer,
     requantised,
     to_torch,
 )
@@ -52,20 +48,9 @@ class PreparedWeights:
             the same amax and random bits.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_amax",
-        "_amaxes",
-        "_entered",
-        "_forms",
-        "_keep",
-        "_of",
-        "_step",
-        "_version",
-    )
-
     def __init__(self, keep: bool = True) -> None:
-        self._keep = keep
+        self.keep = keep
+        self._parts: dict[Hashable, PreparedWeights] = {}
         self._step: RunStep | None = None
         self._of: weakref.ref[Tensor] | None = None
         self._version: tuple[int, ...] = ()
@@ -76,7 +61,15 @@ class PreparedWeights:
 
     def __reduce__(self) -> tuple[type[PreparedWeights], tuple[bool]]:
         """Copies and pickles start empty: the forms belong to the original tensor."""
-        return PreparedWeights, (self._keep,)
+        return PreparedWeights, (self.keep,)
+
+    def emptied(self) -> PreparedWeights:
+        """The same without forms."""
+        return PreparedWeights(self.keep)
+
+    def part(self, key: Hashable) -> PreparedWeights:
+        """Those of a part of the weight, or of one weight of a group."""
+        return self._parts.setdefault(key, PreparedWeights(self.keep))
 
     def prepared(
         self,
@@ -103,8 +96,9 @@ class PreparedWeights:
             if form.fused and group is None and not rounded
             else ()
         )
-        version: tuple[int, ...] = (0 if parameter.is_inference() else parameter._version,)
-        for weight in fused:
+        version: tuple[int, ...] = ()
+        # no comprehension, which is one more call of Python's
+        for weight in (parameter, *fused):
             version += (0 if weight.is_inference() else weight._version,)
         seen = None if self._of is None else self._of()
         if seen is not parameter or version != self._version:
@@ -123,23 +117,22 @@ class PreparedWeights:
             if key == form.key:
                 prepared = kept_form
                 break
-        if prepared is None and self._keep and call.gradients.x is not None:
-            both = form.both
-        else:
-            both = None
+        pair = None
+        if prepared is None and self.keep and call.gradients.x is not None:
+            pair = form.pair
         amax = newest = None
         if form.spec is not None and form.spec.earlier_amax:
             amax = self._amax
             if amax is None or not self._entered:
-                later = both is not None and both.joins
+                later = pair is not None and pair.quantizer.joins
                 amax, newest = self.delayed_amax(
                     w_NK, form.quantizer, call, later=later, over=form.amax_ranks
                 )
         if prepared is None:
-            prepared = self._prepare(w_NK.detach(), form, call, amax, group, rounded, both, newest)
-            if form.tiles and isinstance(prepared, Quantized):
+            prepared = self._prepare(w_NK.detach(), form, call, amax, group, rounded, pair, newest)
+            if isinstance(prepared, Quantized) and form.tiles:
                 prepared = to_torch(prepared)
-            if self._keep:
+            if self.keep:
                 self._forms.append((form.key, prepared))
         if form.transposed:
             return form.view_for_gemm(prepared)
@@ -152,15 +145,14 @@ class PreparedWeights:
         source = w_NK.source
         if (sent := source.prepared(form, call)) is not None:
             return sent
-        rounded = None
-        if isinstance(form.source, Requantised) and form.of_transpose:
-            rounded = source.rounded(form.source.of, call)
+        codes = form.operand.source
         group = source.fused_amax(call) if form.fused else None
-        if rounded is None:
-            values = source.values(w_NK.dtype)
-        else:
-            values = rounded
-        return self.prepared(values, form, call, group, rounded is not None)
+        values = None
+        if isinstance(codes, Requantised) and form.of_transpose:
+            values = source.rounded(codes.of, call)
+        if values is not None:
+            return self.prepared(values, form, call, group, rounded=True)
+        return self.prepared(source.values(w_NK.dtype), form, call, group)
 
     def _begin(self, call: LayerCall) -> None:
         """Forget what belongs to another step than that of `call`."""
@@ -178,13 +170,13 @@ class PreparedWeights:
         amax: Tensor | None,
         group: Tensor | None,
         rounded: bool,
-        both: PairQuantizer | None,
+        pair: Pair | None,
         newest: Tensor | None,
     ) -> Prepared:
         """The weight in the given form; `group` and `rounded` as for `prepared`.
 
         Args:
-            both: function that makes the transposed form with it, for backward; `newest` is its.
+            pair: what makes the transposed form with it, for backward; `newest` is its.
         """
         spec = form.spec
         w = w_NK.T if form.of_transpose else w_NK
@@ -200,35 +192,25 @@ class PreparedWeights:
         key = None
         if spec.random:
             key = call.position.key(call.layer_key, form.number, *form.start)
-        if (
-            (form.rounding_ranks or form.runs or group is not None)
-            and spec.requantises is not None
-            and not rounded
-        ):
+        source = form.operand.source
+        rounds_first = form.rounds_first or (group is not None and spec.requantises is not None)
+        if rounds_first and not rounded:
             if group is None:
-                assert isinstance(form.source, Requantised)
-                group = self._amax_over_ranks(w.T, form.source.of, form.rounding_ranks)
+                assert isinstance(source, Requantised)
+                group = self._amax_over_ranks(w.T, source.of, form.rounding_ranks)
             w = requantised(w, spec, group)
             rounded = True
             group = None
         if group is not None and not rounded:
             amax = group
         elif form.amax_ranks and amax is None:
-            assert isinstance(form.source, Own | Requantised)
-            amax = self._amax_over_ranks(w, form.source, form.amax_ranks, key)
-        if form.runs and key is not None:
-            plain = replace(spec, requantises=None)
-            columns = form.of_transpose
-            codes = quantised_in_runs(w, plain, key, form.runs, amax, columns=columns)
-            if form.decode is None:
-                return codes
-            return quantizer(plain, w.device.type).decode(codes)
-        if both is not None:
-            prepared, other = both(w, None, amax, None, amax, newest)
-            assert form.both_key is not None
-            self._forms.append((form.both_key, other))
+            assert isinstance(source, Own | Requantised)
+            amax = self._amax_over_ranks(w, source, form.amax_ranks, key)
+        if pair is not None:
+            prepared, other = pair.quantizer(w, None, amax, None, amax, newest)
+            self._forms.append((pair.key, other))
             return prepared
-        return (form.requantise if rounded else form.make)(w, key, amax)
+        return (form.make_of_rounded if rounded else form.make)(w, key, amax)
 
     def _amax_over_ranks(
         self,

@@ -62,6 +62,7 @@ class WeightGather:
         self.parameter = parameter
         self.ranks = ranks
         self.mode = mode
+        self.members = layer.layer.experts
         self.shape: torch.Size = parameter._orig_size
         self.amaxes = GatherAmaxes(layer, ranks)
         self.forward: tuple[GatherItem, ...] = (MASTER,)
@@ -190,7 +191,7 @@ class WeightGather:
             assert item.dtype is not None
             return SentTensors((shard.to(item.dtype),))
         if item not in self._made:
-            if shard.dim() == 3:
+            if self.members:
                 self._made[item] = codes_of_group(shard, item)
             else:
                 self._made[item] = codes_of_shard(shard, item, self.amaxes.of(item, shard))
@@ -268,6 +269,8 @@ class WeightGather:
 
 class MemberGather:
     """One weight [N, K] of a gathered group, as a `nn.gathered.GatheredSource`."""
+
+    members = 0
 
     def __init__(self, group: WeightGather, index: int) -> None:
         self._group = group

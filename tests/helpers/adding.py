@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import BACKENDS, Prepared, emulate
-from fp4train.nn.executors import gemms, whole_layer
+from fp4train.nn import engine
+from fp4train.nn.executors import whole_layer
 from fp4train.quantize import Decoded
 
 added: list[tuple[int, ...]] = []
@@ -32,7 +33,7 @@ def add(self: emulate.Emulate, total_RS: Tensor, a: Prepared, b: Prepared) -> No
 
 def begin(set_attribute: Callable[[Any, str, Any], None] = setattr) -> list[tuple[int, ...]]:
     """Let executors that are made from now on add so; `added`, which is empty then."""
-    set_attribute(gemms, "ADDING", frozenset({"cpu"}))
+    set_attribute(engine, "ADDING", frozenset({"cpu"}))
     set_attribute(whole_layer, "add_product", add_product)
     set_attribute(emulate.Emulate, "add", add)
     added.clear()

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4train.nn.fused_norm import NormedFunction
+from fp4train.nn.engine import LayerFunction
+from fp4train.nn.fused_norm import NormedCall
 
 
 class CountedLayer:
@@ -25,15 +26,16 @@ class CountedLayer:
         self, x_MK: Tensor, w_NK: Tensor, bias_N: None, call: Any, prepare: Any
     ) -> tuple[Tensor, Any]:
         row, column = prepare(x_MK)
-        return row @ w_NK.T, (column,)
+        return row @ w_NK.T, (w_NK, column)
 
     def backward(
-        self, dy_MN: Tensor, w_NK: Tensor, saved: Any, call: Any, total_NK: None
+        self, dy_MN: Tensor, saved: Any, call: Any, total: None, prepare: None
     ) -> tuple[Tensor, Tensor, None]:
+        w_NK, x_MK = saved
         self.living.append(alive(self.gradients))
         dx_MK = dy_MN @ w_NK
         self.gradients.append(weakref.ref(dx_MK))
-        return dx_MK, dy_MN.T @ saved[0], None
+        return dx_MK, dy_MN.T @ x_MK, None
 
 
 class IdentityNorm:
@@ -66,9 +68,12 @@ def test_the_gradients_of_many_readers_are_summed_in_autograds_order_in_one_tens
     dys = [torch.randn(16, 4).bfloat16() for _ in range(4)]
     gradients: list[Any] = []
     living: list[int] = []
-    calls = [SimpleNamespace(executor=CountedLayer(gradients, living)) for _ in weights]
+    layer = CountedLayer(gradients, living)
+    calls: Any = [SimpleNamespace(executor=layer, wants=lambda *_: None) for _ in weights]
+    parameters = [tensor for w_NK in weights for tensor in (w_NK, None)]
     norm = IdentityNorm(gradients, living)
-    *outputs, _ = NormedFunction.apply(x, None, weight_K, norm, calls, *weights, *[None] * 4)  # type: ignore[no-untyped-call]
+    normed = NormedCall(norm, calls)
+    *outputs, _ = LayerFunction.apply(normed, x, None, weight_K, *parameters)  # type: ignore[no-untyped-call]
     torch.autograd.backward(outputs, dys)
     leaf = x.detach().requires_grad_()
     torch.autograd.backward([leaf @ w_NK.detach().T for w_NK in weights], dys)

@@ -102,7 +102,7 @@ def test_what_was_prepared_is_dropped_with_the_weight() -> None:
     module = layer(bias=False)
     with autocast(NVFP4(), step=0):
         module(rand(8, 32))
-    (_, form), *_ = module.prepared(None)._forms
+    (_, form), *_ = module.forms._forms
     values = weakref.ref(form.values)
     del form
     module.weight = nn.Parameter(torch.zeros(48, 32))

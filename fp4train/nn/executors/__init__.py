@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 
 from fp4train.backends import LAYER_BACKENDS, DataRanks, LayerState, SavedTensor
-from fp4train.nn.call import CallSource, Executor, GradientSum
+from fp4train.nn.engine import Executor, GradientSum
 from fp4train.nn.executors.cut import CutGemms
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
@@ -73,11 +73,13 @@ class StatefulLayer(Protocol):
 
     Attributes:
         layer: name, sizes and place in the model.
+        states: tensors that executors carry from step to step, by name.
         joined: whether the loop joins the states over the ranks.
         common: data that the states of all layers of a model have in common.
     """
 
     layer: Layer
+    states: dict[str, LayerState]
     joined: bool
     common: dict[Any, Any]
 
@@ -135,7 +137,7 @@ def _place(key: str) -> tuple[str, str]:
     return (head, tail) if owner is None else (owner, key)
 
 
-def join_states(layers: Iterable[CallSource], ranks: DataRanks) -> None:
+def join_states(layers: Iterable[StatefulLayer], ranks: DataRanks) -> None:
     """Join the layers' states over `ranks` after the last backward of a step: they become those of
     the whole batch.
     """

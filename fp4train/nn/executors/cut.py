@@ -27,13 +27,11 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
-from fp4train.nn.call import EAGER, Biases, CallSource, Counts, GradientSum, LayerCall, Weights
-from fp4train.nn.executors.gemms import Gemms, Gradients, LayerFunction, Prepare, SavedInput
-from fp4train.nn.layer_shard import LayerShard
+from fp4train.nn.call import LayerCall
+from fp4train.nn.engine import EAGER, Gradients, Saved
+from fp4train.nn.executors.gemms import FormPair, Gemms, Prepare
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import Ranks, local
-from fp4train.precision.context import State
-from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Quantized, QuantSpec, quantizer, why_not_cut
 from fp4train.quantize.sharded import divided_tensors, joined
 
@@ -65,11 +63,11 @@ class SummedProduct:
 class CutGemms(Gemms):
     """The GEMMs of a layer's shard, and the collectives around them."""
 
-    def __init__(
-        self, plan: LayerPlan, device: str, shard: LayerShard, *, sums: GradientSum = None
-    ) -> None:
-        super().__init__(plan, device, shard, sums=sums)
-        assert shard.tensor is not None
+    def build(self) -> None:
+        super().build()
+        plan = self.plan
+        shard = self.shard
+        assert shard is not None and shard.tensor is not None
         self.ranks = shard.tensor
         self.cut = shard.cut
         self.sequence = shard.sequence
@@ -89,26 +87,21 @@ class CutGemms(Gemms):
             column = plan.sources["wgrad", "dy"]
             coded = row.spec is not None and column.spec is not None
         if self.sequence and coded:
-            self.sent = TensorForms((row, column), (True, True), device, shard, tokens=True)
+            self.sent = TensorForms((row, column), (True, True), self.device, shard, tokens=True)
+        self.counted = self.device != "meta"  # there shapes are enough
         self.route = EAGER  # collectives, and tokens whose number changes
 
+    def takes_call(self, w: Tensor) -> bool:
+        return self.counted
+
     def __call__(
-        self,
-        source: CallSource,
-        x_MK: Tensor,
-        weights: Weights,
-        biases: Biases,
-        now: State,
-        counts: Counts = (),
+        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall | None
     ) -> Tensor:
-        w_NK = local(weights[0])
-        bias_N = None if biases[0] is None else local(biases[0])
-        if self.device == "meta":
+        w_NK = local(w)
+        if call is None:
             return self._shape_of(x_MK, w_NK).to(self.dtype)
-        call = source.call_in(now, self, x_MK.shape[0] * self.tokens)
-        call.parameter = weights[0]
-        y_MN: Tensor = LayerFunction.apply(x_MK, w_NK, bias_N, call)  # type: ignore[no-untyped-call]
-        return y_MN
+        call.parameter = w
+        return super().__call__(x_MK, w_NK, None if bias is None else local(bias), call)
 
     def _shape_of(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """A product on the meta device, without collectives: shapes and gradients only."""
@@ -126,15 +119,17 @@ class CutGemms(Gemms):
         bias_N: Tensor | None,
         call: LayerCall,
         prepare: Prepare | None = None,
-    ) -> tuple[Tensor, SavedInput]:
-        own_tokens = x_MK = x_MK.to(self.dtype)
+    ) -> tuple[Tensor, Saved]:
+        of_rank = x_MK = x_MK.to(self.dtype)
         if self.cut == "out" and self.sequence:
             if self._sends_codes(x_MK.shape[0]):
                 prepare = self._send_x
             else:
                 x_MK = self._gathered(x_MK, call.shared)
         y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, prepare)
-        return y_MN, (own_tokens,) if self.keeps_x and call.gradients.w is not None else saved
+        if self.keeps_x and call.gradients.w is not None:
+            saved = saved[0], of_rank
+        return y_MN, saved
 
     def _sends_codes(self, tokens: int) -> bool:
         """Whether so many tokens of a rank are sent as codes: they are whole blocks of the form
@@ -145,6 +140,10 @@ class CutGemms(Gemms):
         if self.sent.row_serves_both:
             return whole_blocks(self.sent.row.spec, tokens, columns=False)
         return whole_blocks(self.sent.column.spec, tokens)
+
+    def _keeps_own(self, tokens: int) -> bool:
+        """Whether backward has the codes of this rank's share of so many tokens of x."""
+        return self.sequence and self._sends_codes(tokens // self.tokens)
 
     def _gathered(self, x_MK: Tensor, shared: dict[str, Any] | None) -> Tensor:
         """x of all tokens; layers that read the same tensor gather it once."""
@@ -157,9 +156,7 @@ class CutGemms(Gemms):
             shared["gathered"] = (x_MK._version, x_MK, all_tokens)
         return all_tokens
 
-    def _send_x(
-        self, x_MK: Tensor, call: LayerCall, row: bool, column: bool
-    ) -> tuple[Prepared | None, Prepared | None]:
+    def _send_x(self, x_MK: Tensor, call: LayerCall, row: bool, column: bool) -> FormPair:
         """The row-wise form of all tokens, and the column-wise form of this rank's: backward sends
         it.
         """
@@ -167,9 +164,7 @@ class CutGemms(Gemms):
         of_row, of_column = self.sent.prepare(x_MK, call, row, column)
         return self._received(of_row, codes=self.fprop.takes_codes), of_column
 
-    def _send_dy(
-        self, dy_MN: Tensor, call: LayerCall, row: bool, column: bool
-    ) -> tuple[Prepared | None, Prepared | None]:
+    def _send_dy(self, dy_MN: Tensor, call: LayerCall, row: bool, column: bool) -> FormPair:
         """The two prepared forms of all tokens."""
         assert self.sent is not None
         of_row, of_column = self.sent.prepare(dy_MN, call, row, column)
@@ -191,13 +186,13 @@ class CutGemms(Gemms):
     def backward(
         self,
         dy_MN: Tensor,
-        w_NK: Tensor | None,
-        saved: SavedInput,
+        saved: Saved,
         call: LayerCall,
+        total: Tensor | None = None,
         prepare: Prepare | None = None,
-        total_NK: Tensor | None = None,
     ) -> Gradients:
-        dy, (x,) = dy_MN.to(self.dtype), saved
+        dy = dy_MN.to(self.dtype)
+        w_NK, x = saved
         if self.sequence and self.cut == "in":
             if self._sends_codes(dy.shape[0]):
                 prepare = self._send_dy
@@ -205,11 +200,9 @@ class CutGemms(Gemms):
                 dy = self.ranks.gather_rows(dy)
         elif self.sequence and isinstance(x, Tensor):
             x = self.ranks.gather_rows(x)
-        elif self.sequence and isinstance(x, Quantized):
-            along_tokens = not self.x.row_serves_both
-            if x.shape[1 if along_tokens else 0] != dy.shape[0]:
-                x = gathered(x, self.ranks, along_tokens=along_tokens)
-        dx_MK, dw_NK, dbias_N = super().backward(dy, w_NK, (x,), call, prepare, total_NK)
+        elif isinstance(x, Quantized) and self._keeps_own(len(dy)):
+            x = gathered(x, self.ranks, along_tokens=not self.x.row_serves_both)
+        dx_MK, dw_NK, dbias_N = super().backward(dy, (w_NK, x), call, total, prepare)
         # of this rank's tokens; added in float32 and rounded once
         if prepare is not None and dbias_N is not None:
             dbias_N = self.ranks.sum(dy.sum(0, dtype=torch.float32)).to(dbias_N.dtype)

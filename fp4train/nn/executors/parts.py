@@ -18,8 +18,7 @@ parts multiply, is rounded alike in both.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,21 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
-from fp4train.nn.call import (
-    Biases,
-    CallSource,
-    Counts,
-    Executor,
-    GradientSum,
-    GroupCallSource,
-    LayerCall,
-    Weights,
-)
-from fp4train.nn.executors.gemms import Gemms, Gradients, LayerFunction, Prepare, SavedInput
+from fp4train.nn.call import LayerCall
+from fp4train.nn.engine import Executor, Gradients, Products, Saved
+from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.gathered import values_of
-from fp4train.nn.layer_shard import LayerShard
-from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.context import Context, State
+from fp4train.nn.layer_shard import WHOLE
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.recipe import OutlierChannels
 from fp4train.quantize import RunStep
@@ -142,105 +131,62 @@ class ChannelNorms(LayerState):
             norms._order = None
 
 
-@dataclass(eq=False, slots=True)
-class SplitCall(LayerCall):
-    """A call that multiplies parts of the in features; `parts`: (channels, call) of each."""
-
-    parts: tuple[tuple[Tensor, LayerCall], ...] = ()
-
-
-class SplitGemms(Gemms):
+class SplitGemms(Products):
     """The GEMMs of a layer whose outlier channels are chosen, those of the other channels first.
 
     The products of both parts are added in float32, and the bias to their sum.
     """
 
-    def __init__(
-        self, plan: LayerPlan, device: str, shard: LayerShard | None, *, sums: GradientSum
-    ) -> None:
-        Executor.__init__(self, plan, device, shard, sums=sums)
-        dense, top = plan.channel_parts
+    def build(self) -> None:
+        dense, top = self.plan.channel_parts
         self.count = top.layer.in_features
         begin = -(-dense.layer.in_features // _SPREAD) * _SPREAD
-        if shard is None:
-            behind = None
-        else:
-            behind = replace(shard, first=begin)
+        behind = replace(self.shard or WHOLE, first=begin)
         self.of_parts = (
-            Gemms(dense, device, shard, sums=sums),
-            Gemms(top, device, behind, sums=sums),
+            Gemms(dense, self.device, self.shard, sums=self.sums),
+            Gemms(top, self.device, behind, sums=self.sums),
         )
-        if shard is None:
-            self.of_parts[1].begin_at(begin)
         for gemms in self.of_parts:
             gemms.y_dtype = torch.float32  # a term of a sum is not rounded
 
-    def call(
-        self, call: LayerCall, channels: Sequence[Tensor], source: CallSource, *, keep: bool
-    ) -> SplitCall:
-        """`call`, whose two parts multiply these channels; `keep`: whether prepared weights are
-        kept for the step.
-        """
+    def divide(self, call: LayerCall, channels: Sequence[Tensor]) -> None:
+        """Let two parts of `call` multiply these channels."""
         parts = []
-        for number, executor in enumerate(self.of_parts):
-            if keep:
-                weights = source.prepared((call.member, self.count, number))
-            else:
-                weights = PreparedWeights()
-            parts.append(
-                (channels[number], replace(call, executor=executor, weights=weights, shared=None))
-            )
-        values = {item.name: getattr(call, item.name) for item in fields(LayerCall)} | {
-            "executor": self
-        }
-        return SplitCall(**values, parts=tuple(parts))
+        for number, gemms in enumerate(self.of_parts):
+            weights = call.weights.part((self.count, number))
+            part = replace(call, executor=gemms, weights=weights, shared=None)
+            parts.append((channels[number], part))
+        call.executor = self
+        call.parts = tuple(parts)
 
     def forward(
-        self,
-        x_MK: Tensor,
-        w_NK: Tensor,
-        bias_N: Tensor | None,
-        call: LayerCall,
-        prepare: Prepare | None = None,
-    ) -> tuple[Tensor, SavedInput]:
-        assert isinstance(call, SplitCall)
+        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall
+    ) -> tuple[Tensor, Saved]:
         terms = []
-        w = values_of(w_NK, w_NK.dtype)
-        saved: list[Any] = []
+        values = values_of(w, w.dtype)
+        saved: list[Any] = [None if call.gradients.x is None else w]
         for number, (channels, part) in enumerate(call.parts):
-            part.parameter = w_NK if call.parameter is None else call.parameter
-            if number:
-                part.gradients = call.gradients._replace(bias=None)
-            else:
-                part.gradients = call.gradients
+            part.parameter = w if call.parameter is None else call.parameter
+            part.gradients = call.gradients._replace(bias=None) if number else call.gradients
             x_part = x_MK.index_select(1, channels)
-            w_part = w.index_select(1, channels)
-            y_MN, x = part.executor.forward(x_part, w_part, None, part)
+            w_part = values.index_select(1, channels)
+            y_MN, (_, form) = part.executor.forward(x_part, w_part, None, part)
             terms.append(y_MN)
-            saved += x
+            saved.append(form)
         y_MN = terms[0] + terms[1]
-        return (y_MN if bias_N is None else y_MN + bias_N.to(self.dtype)).to(self.dtype), tuple(
-            saved
-        )
+        if bias is not None:
+            y_MN = y_MN + bias.to(self.dtype)
+        return y_MN.to(self.dtype), saved
 
     def backward(
-        self,
-        dy_MN: Tensor,
-        w_NK: Tensor | None,
-        saved: SavedInput,
-        call: LayerCall,
-        prepare: Prepare | None = None,
-        total_NK: Tensor | None = None,
+        self, dy_MN: Tensor, saved: Saved, call: LayerCall, total: Tensor | None = None
     ) -> Gradients:
-        assert isinstance(call, SplitCall) and total_NK is None
-        if w_NK is None:
-            w = None
-        else:
-            w = values_of(w_NK, w_NK.dtype)
-        gradients_of_parts = []
-        for (channels, part), x in zip(call.parts, saved, strict=True):
-            w_part = None if w is None else w.index_select(1, channels)
-            gradients_of_parts.append(part.executor.backward(dy_MN, w_part, (x,), part))
+        w, *forms = saved
+        values = values_of(w, w.dtype) if isinstance(w, Tensor) else None
+        gradients = []
+        for (channels, part), form in zip(call.parts, forms, strict=True):
+            w_part = None if values is None else values.index_select(1, channels)
+            gradients.append(part.executor.backward(dy_MN, (w_part, form), part))
         (dense, _), (top, _) = call.parts
         order = torch.cat((dense, top))
 
@@ -251,7 +197,7 @@ class SplitGemms(Gemms):
             both = torch.cat((dense, top), dim=1)
             return torch.empty_like(both).index_copy_(1, order, both)
 
-        (dx_rest, dw_rest, dbias_N), (dx_top, dw_top, _) = gradients_of_parts
+        (dx_rest, dw_rest, dbias_N), (dx_top, dw_top, _) = gradients
         return joined(dx_rest, dx_top), joined(dw_rest, dw_top), dbias_N
 
 
@@ -268,21 +214,13 @@ class ChannelParts(Executor):
     states = (ChannelNorms.kind,)
     rest: Tensor | None = None
 
-    def __init__(
-        self,
-        plan: LayerPlan,
-        device: str,
-        shard: LayerShard | None = None,
-        *,
-        sums: GradientSum = None,
-    ) -> None:
-        super().__init__(plan, device, shard, sums=sums)
-        self.whole = Gemms(plan, device, shard, sums=sums)
-        split = plan.split_channels()
+    def build(self) -> None:
+        self.whole = Gemms(self.plan, self.device, self.shard, sums=self.sums)
+        split = self.plan.split_channels()
         if split.outliers is None:
             self.split = None
         else:
-            self.split = SplitGemms(split, device, shard, sums=sums)
+            self.split = SplitGemms(split, self.device, self.shard, sums=self.sums)
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan) -> str | None:
@@ -299,57 +237,30 @@ class ChannelParts(Executor):
             return quantised(w_NK)
         return w_NK.float().index_copy(1, self.rest, quantised(w_NK.index_select(1, self.rest)))
 
-    def __call__(
-        self,
-        source: CallSource,
-        x_MK: Tensor,
-        weights: Weights,
-        biases: Biases,
-        now: State,
-        counts: Counts = (),
-    ) -> Tensor:
-        def new(context: Context, *, training: bool) -> list[LayerCall]:
-            return [source.new_call(context, self.whole, x_MK.shape[0], training=training)]
-
-        (call,) = self.calls(source, x_MK, now, new)
-        y_MN: Tensor = LayerFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
+    def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall) -> Tensor:
+        self.choose([call], x_MK)
+        y_MN: Tensor = call.executor(x_MK, w, bias, call)
         return y_MN
 
-    def calls_of_group(
-        self, source: GroupCallSource, x_MK: Tensor, now: State, counts: Counts
-    ) -> list[LayerCall]:
-        return self.calls(
-            source, x_MK[: sum(counts)], now, partial(source.new_calls, self.whole, counts)
-        )
-
-    def calls(
-        self, source: CallSource, x_MK: Tensor, now: State, new: Callable[..., list[LayerCall]]
-    ) -> list[LayerCall]:
-        """The coming calls of the layer `source`, one of each weight, in parts if the outlier
-        channels are chosen; until then x enters the norms where that is due. Inside a recomputed
-        region, those of the first pass.
-
-        Args:
-            x_MK: the rows of all weights, and no others.
-            new: makes the calls of `whole`, at least one, in a context (`CallSource.new_call`).
+    def choose(self, calls: Sequence[LayerCall], x_MK: Tensor) -> None:
+        """Let calls multiply in parts if the outlier channels are chosen; until then x enters the
+        norms where that is due. Inside a recomputed region the first pass has chosen.
         """
-        norms = source.states[ChannelNorms.kind]
+        call = calls[0]
+        if call.executor is not self:
+            return
+        norms = call.states[ChannelNorms.kind]
         outliers = self.plan.recipe.outliers
-        context = now.context
-        assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None
-        make = partial(new, context, training=torch.is_grad_enabled())
-        calls = now.replay.once(source, make)
-        if now.replay.values is not None:
-            return calls
-        step = calls[0].position.step
+        assert isinstance(norms, ChannelNorms) and outliers is not None
+        step = call.position.step
         self.rest = None
+        channels: Sequence[Tensor] = ()
         if not norms.chosen(outliers, step):
             if torch.is_grad_enabled() and step.number >= outliers.start:
                 norms.record(x_MK, step)
         elif self.split is not None:
             self.rest, _ = channels = norms.channels(self.split.count, self.device)
-            calls[:] = [
-                self.split.call(call, channels, source, keep=context.step is not None)
-                for call in calls
-            ]
-        return calls
+        for call in calls:
+            call.executor = self.whole
+            if self.split is not None and channels:
+                self.split.divide(call, channels)

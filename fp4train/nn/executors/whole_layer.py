@@ -29,29 +29,19 @@ from fp4train.backends import (
 )
 from fp4train.backends.protocol import CodePair
 from fp4train.backends.table import FORMS
-from fp4train.nn.call import (
-    Biases,
-    CallSource,
+from fp4train.nn.call import LayerCall
+from fp4train.nn.engine import (
     CompiledRoute,
-    Counts,
     Executor,
-    GradientSum,
-    LayerCall,
-    Weights,
-)
-from fp4train.nn.executors.gemms import (
     Gradients,
-    LayerFunction,
-    Prepare,
-    SavedInput,
+    Products,
+    Saved,
     accumulates,
     adds,
 )
 from fp4train.nn.gathered import Gathered, values_of
-from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.weight_form import WeightForm
-from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, High, Operand, ValuesOf
 
@@ -63,78 +53,60 @@ def torch_linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, dtype: torch
     )
 
 
-class TorchLayer(Executor):
+class TorchLayer(Products):
     """A layer without quantised GEMMs, or on the meta device.
 
     Where dw is a part of a sum it is a float32 product, and the weight is rounded once per step.
     """
 
-    def __init__(
-        self,
-        plan: LayerPlan,
-        device: str,
-        shard: LayerShard | None = None,
-        *,
-        sums: GradientSum = None,
-    ) -> None:
-        super().__init__(
-            plan, device, shard, sums=None if plan.table.torch_dtype == torch.float32 else sums
+    counted = False
+
+    def build(self) -> None:
+        if self.dtype is torch.float32:
+            self.sums = None
+        self.adds = adds(self.dtype, self.device, self.sums)
+        self.w_row = WeightForm(
+            Operand("w", High("in")), BACKENDS["torch"], self.dtype, self.device
         )
-        self.adds = adds(self.dtype, device, sums)
-        self.w_row = WeightForm(Operand("w", High("in")), BACKENDS["torch"], self.dtype, device)
         self.route = CompiledRoute("torch", self.dtype)
 
+    def takes_call(self, w: Tensor) -> bool:
+        return self.sums is not None or isinstance(w, Gathered)
+
     def __call__(
-        self,
-        source: CallSource,
-        x_MK: Tensor,
-        weights: Weights,
-        biases: Biases,
-        now: State,
-        counts: Counts = (),
+        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall | None
     ) -> Tensor:
-        (w_NK,), (bias_N,) = weights, biases
-        if not self.sums and not isinstance(w_NK, Gathered):
-            return torch_linear(x_MK, w_NK, bias_N, self.dtype)
-        bias_N = None if bias_N is None else bias_N.to(self.dtype)
-        assert now.context is not None
-        call = source.new_call(now.context, self, 0, training=False)
-        y_MN: Tensor = LayerFunction.apply(x_MK.to(self.dtype), w_NK, bias_N, call)  # type: ignore[no-untyped-call]
-        return y_MN
+        if call is None:
+            return torch_linear(x_MK, w, bias, self.dtype)
+        bias_N = None if bias is None else bias.to(self.dtype)
+        return super().__call__(x_MK.to(self.dtype), w, bias_N, call)
 
     def forward(
-        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: LayerCall
-    ) -> tuple[Tensor, SavedInput]:
-        """(y [M, N] in the dtype of x, what backward needs of x).
+        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall
+    ) -> tuple[Tensor, Saved]:
+        """(y [M, N] in the dtype of x, the weight and x).
 
         As torch's linear layer computes it, in every bit. The prepared weights of the call hold the
         rounded one for all calls of a step.
         """
-        bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
-        return widened(F.linear, x_MK, self._rounded(w_NK, call), bias_N), (x_MK,)
+        bias_N = None if bias is None else bias.to(x_MK.dtype)
+        y_MN = widened(F.linear, x_MK, self._rounded(w, call), bias_N)
+        return y_MN, (None if call.gradients.x is None else w, x_MK)
 
     def backward(
-        self,
-        dy_MN: Tensor,
-        w_NK: Tensor | None,
-        saved: SavedInput,
-        call: LayerCall,
-        prepare: Prepare | None = None,
-        total_NK: Tensor | None = None,
+        self, dy_MN: Tensor, saved: Saved, call: LayerCall, total: Tensor | None = None
     ) -> Gradients:
-        """The gradients that `call` wants, where dw may be a float32 product; see
-        `Gemms.backward`.
-        """
-        (x_MK,) = saved
+        """See `Products.backward`; dw may be a float32 product."""
+        w, x_MK = saved
         gradients = call.gradients
         dx = dw = dbias = None
         if gradients.x is not None:
-            assert w_NK is not None
-            dx = widened(torch.mm, dy_MN, self._rounded(w_NK, call))
+            assert isinstance(w, Tensor)
+            dx = widened(torch.mm, dy_MN, self._rounded(w, call))
         if gradients.w is not None:
             assert isinstance(x_MK, Tensor)
-            if total_NK is not None:
-                add_product(total_NK, dy_MN.T, x_MK)
+            if total is not None:
+                add_product(total, dy_MN.T, x_MK)
             elif self.sums:
                 factors = Decoded(dy_MN.T, None), Decoded(x_MK.T, None)
                 dw = BACKENDS["torch"].product(*factors, out_dtype=torch.float32).to(gradients.w)
@@ -155,15 +127,10 @@ class TorchLayer(Executor):
 class BackendLayer(Executor):
     """A layer whose GEMMs a backend runs together (Transformer Engine)."""
 
-    def __init__(
-        self,
-        plan: LayerPlan,
-        device: str,
-        shard: LayerShard | None = None,
-        *,
-        sums: GradientSum = None,
-    ) -> None:
-        super().__init__(plan, device, shard, sums=sums)
+    counted = False
+
+    def build(self) -> None:
+        plan = self.plan
         assert plan.layer_backend is not None
         self.table = plan.table
         self.states = (plan.layer_backend,)
@@ -205,29 +172,36 @@ class BackendLayer(Executor):
                 )
         return None
 
-    def __call__(
-        self,
-        source: CallSource,
-        x_MK: Tensor,
-        weights: Weights,
-        biases: Biases,
-        now: State,
-        counts: Counts = (),
-    ) -> Tensor:
-        codes = self._codes(source, weights[0], now)
-        w_NK, into = self._summed(weights[0], values=codes is None)
-        readers = max(1, len(self.plan.readers))
-        return self.multiplied(source, x_MK, w_NK, biases[0], now, into, readers, codes=codes)
+    def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> Tensor:
+        return self.multiplied(x_MK, w, bias, call, max(1, len(self.plan.readers)))
 
-    def of_codes(
-        self, source: CallSource, codes_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, now: State
+    def multiplied(
+        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall, readers: int
     ) -> Tensor:
-        """The result of a call whose x is the backend's tensor of codes, which is this layer's
-        alone.
+        """The result of a call.
+
+        Args:
+            readers: layers that read this x, each in a call of its own; 0: x is the backend's
+                tensor of codes, which is this layer's alone.
         """
-        codes = self._codes(source, w_NK, now)
-        w_NK, into = self._summed(w_NK, values=codes is None)
-        return self.multiplied(source, codes_MK, w_NK, bias_N, now, into, 0, codes=codes)
+        codes = self._codes(w, call)
+        w_NK, into = self._summed(w, values=codes is None)
+        shared = call.shared
+        of_x = None
+        if shared is not None and readers and (readers > 1 or self.backend.name in shared):
+            of_x = Readers(shared, readers)
+        kernels = cast(LayerKernels, call.states[self.backend.name])
+        return kernels(
+            x_MK,
+            w_NK,
+            bias,
+            self.table,
+            step=call.run_step if call.weights.keep else None,
+            into=into,
+            freed=not call.weights.keep,
+            readers=of_x,
+            codes=codes,
+        )
 
     @cached_property
     def w(self) -> tuple[WeightForm, WeightForm]:
@@ -236,67 +210,21 @@ class BackendLayer(Executor):
         """
 
         def form(gemm: str) -> WeightForm:
-            form = WeightForm(
-                self.plan.sources[gemm, "w"], BACKENDS["native"], self.dtype, self.device
-            )
-            form.strided = True
-            return form
+            operand = self.plan.sources[gemm, "w"]
+            return WeightForm(operand, BACKENDS["native"], self.dtype, self.device, strided=True)
 
         row = form("fprop")
         if isinstance(self.plan.sources["dgrad", "w"].source, ValuesOf):
             return row, row
         return row, form("dgrad")
 
-    def _codes(
-        self, source: CallSource, w_NK: Tensor, now: State
-    ) -> Callable[[bool], Prepared] | None:
+    def _codes(self, w_NK: Tensor, call: LayerCall) -> Callable[[bool], Prepared] | None:
         """A function that gives the codes of a gathered weight in each pass, as they came for it;
         None: the backend quantises its values.
         """
         if not isinstance(w_NK, Gathered) or w_NK.source.rounds or self.plan.why_values is not None:
             return None
-        assert now.context is not None
-        call = source.new_call(now.context, self, 0, training=False)
         return lambda column: call.weights.prepared(w_NK, self.w[column], call)
-
-    def kernels(self, source: CallSource) -> LayerKernels:
-        """The backend's kernels of a layer."""
-        return cast(LayerKernels, source.states[self.backend.name])
-
-    def multiplied(
-        self,
-        source: CallSource,
-        x_MK: Tensor,
-        w_NK: Tensor,
-        bias_N: Tensor | None,
-        now: State,
-        into: Callable[[Any], Tensor] | None,
-        readers: int,
-        parts: Weights = (),
-        codes: Callable[[bool], Prepared] | None = None,
-    ) -> Tensor:
-        """y [M, N] of x [M, K] by the kernels of the layer `source`.
-
-        Args:
-            into: see `LayerKernels`; None: autograd has dw.
-            readers: layers that read this x, each in a call of its own; 0: x is this one's codes.
-            parts: the parameters that w is the rows of; none: it is one.
-            codes: codes of the weight, see `LayerKernels`.
-        """
-        context = now.context
-        if context is not None and source.keeps_forms:
-            step = context.run_step
-        else:
-            step = None
-        if context is not None and readers and (readers > 1 or self.backend.name in context.shared):
-            of_x = Readers(context.shared, readers)
-        else:
-            of_x = None
-        freed = not source.keeps_forms
-        kernels = cast(LayerKernels, source.states[self.backend.name])
-        options: Any = {"step": step, "into": into, "freed": freed, "readers": of_x, "parts": parts}
-        options["codes"] = codes
-        return kernels(x_MK, w_NK, bias_N, self.table, **options)
 
     def _summed(
         self, w_NK: Tensor, *, values: bool = True

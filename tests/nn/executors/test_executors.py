@@ -15,7 +15,7 @@ from fp4train.backends import DataRanks, LayerState
 from fp4train.backends.te import TEExecutor, TEExperts
 from fp4train.hardware import Device
 from fp4train.nn import Linear
-from fp4train.nn.call import EAGER
+from fp4train.nn.engine import EAGER, torch_autocasts
 from fp4train.nn.executors import (
     EXECUTORS,
     STATES,
@@ -25,7 +25,7 @@ from fp4train.nn.executors import (
     saved_tensor,
 )
 from fp4train.nn.executors.cut import CutGemms
-from fp4train.nn.executors.gemms import Gemms, torch_autocasts
+from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer

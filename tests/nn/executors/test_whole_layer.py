@@ -1,6 +1,7 @@
 """dw that is one term of a sum is not rounded before it is added."""
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4train.hardware import Device
-from fp4train.nn import Linear
-from fp4train.nn.call import GradientDtypes
-from fp4train.nn.executors import gemms
+from fp4train.nn import Linear, engine
+from fp4train.nn.call import GradientDtypes, LayerCall
 from fp4train.nn.executors.whole_layer import TorchLayer
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Current, Recipe, autocast
 from fp4train.precision.layer_plan import resolve
@@ -150,21 +150,21 @@ def test_on_a_gpu_the_gemm_adds_dw_of_later_microbatches_to_the_gradient(
     plan = resolve(Linear(64, 32, bias=False).layer, BF16(), None, "auto", Device(type="cpu"))
     executor = TorchLayer(plan, "cuda", sums="product")
     gradients = GradientDtypes(w=torch.float32)
-    context: Any = SimpleNamespace(call=SimpleNamespace(executor=executor, gradients=gradients))
+    call: Any = SimpleNamespace(executor=executor, gradients=gradients)
+    call.sums = partial(LayerCall.sums, call)
+    context: Any = SimpleNamespace(call=call)
     with FakeTensorMode(), torch.no_grad(), Recorded():
         x, dy = (torch.empty(16, n, dtype=torch.bfloat16, device="cuda") for n in (64, 32))
         w = torch.empty(32, 64, device="cuda").requires_grad_()
         if hooked:
             w.register_post_accumulate_grad_hook(lambda parameter: None)
-        saved, context.heads = gemms.flatten((x,))
-        context.saved_tensors = (None, *saved)
-        context.w = w
-        context.needs_input_grad = (False, True, False)
+        context.saved_tensors, context.kinds = engine.flatten((None, x))
+        context.summed = w
         context.next_functions = (None, 0), (None, 0)
-        monkeypatch.setattr(gemms, "accumulates", lambda node: True)
+        monkeypatch.setattr(engine, "accumulates", lambda node: True)
         returned = []
         for _ in range(3):
-            dw = gemms.LayerFunction.backward(context, dy)[1]
+            dw = engine.LayerFunction.backward(context, dy)[2]
             returned.append(dw is not None)
             w.grad = dw if w.grad is None else w.grad
     assert w.grad is not None and w.grad.dtype == torch.float32

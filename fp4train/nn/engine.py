@@ -1,0 +1,349 @@
+"""What the plan of a layer becomes (`Executor`), and the one autograd function of planned layers.
+
+A node of the graph runs a `Call`: the products of one layer, of a group of weights, or of the layers
+around a fused norm or gate. What these need comes with the call; the function knows no layer. It
+saves tensors through autograd, so hooks on saved tensors and autograd's checks apply, and refuses
+second derivatives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from itertools import islice
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp4train.backends import LayerState, named
+from fp4train.nn.layer_shard import LayerShard
+from fp4train.nn.ranks import local
+from fp4train.precision.layer_plan import LayerPlan
+from fp4train.quantize import Quantized, QuantSpec
+
+Saved = Sequence[Quantized | Tensor | None]
+"""What backward needs of a forward pass: codes, tensors, or None for what it does not."""
+SavedKinds = list[tuple[Any, ...] | None]
+"""The rest of each quantised operand, without its tensors; None: it is a tensor, or is not
+saved.
+"""
+_TENSORS = len(Quantized._fields) - 2
+"""Tensors of a `Quantized`."""
+
+
+class Call(Protocol):
+    """What one node computes.
+
+    executor: what runs its products, `forward(*tensors, call)` → (outputs, what backward needs) and
+        `backward(*gradients, saved, call, sums)` → gradients of the tensors, on tensors of its
+        `device`; it `adds` where products of the backward pass add dw to `sums`.
+    """
+
+    @property
+    def executor(self) -> Any: ...
+
+    def wants(self, needs_grad: Sequence[bool], *tensors: Any) -> None:
+        """Note the tensors of which backward computes gradients."""
+
+    def summed(self, *tensors: Any) -> Any:
+        """The weights among the tensors, as `sums` takes them, if products add to their sums."""
+
+    def sums(self, summed: Any, nodes: Sequence[Any]) -> Any:
+        """The sums to which products of this backward pass add dw (`sum_so_far`).
+
+        nodes: autograd's, with a number each, to which the gradients of the tensors go.
+        """
+
+
+GradientSum = Literal["product", "autograd"] | None
+"""Adder of dw where it is a term of a sum, over microbatches or ranks: the product that makes it,
+where that can, or autograd after it; None: it is the whole gradient.
+"""
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
+
+ADDING: Final = frozenset({"cuda"})
+"""Types of devices on which a backend that `adds` makes one product of a product and a sum."""
+
+
+def adds(dtype: torch.dtype, device: str, sums: GradientSum) -> bool:
+    """Whether a wgrad that can adds dw to the sum so far, on devices of this type."""
+    return sums == "product" and device in ADDING and dtype is not torch.float32
+
+
+class CompiledRoute(NamedTuple):
+    """How an executor is called in a compiled graph: the properties of a layer that the graph
+    depends on.
+    """
+
+    kind: Literal["plain", "torch", "operator", "eager"]
+    """`plain`: nn.Linear, outside a context; `torch`: torch's GEMM, where nothing is quantised;
+    `operator`: the custom operator; `eager`: outside the graph.
+    """
+    dtype: torch.dtype | None = None
+    """Dtype of the recipe."""
+    keeps_x: bool = False
+    """Whether wgrad takes x in high precision."""
+
+
+EAGER = CompiledRoute("eager")
+
+
+class Executor(ABC):
+    """Runs what the plan of a layer says.
+
+    Args:
+        plan: the layer's plan.
+        device: device type of its tensors.
+        shard: place of the layer's shard in the whole layer; None: it is whole and alone.
+        sums: the sum to which dw is added, unrounded; None: dw is returned in the recipe's dtype.
+
+    Attributes:
+        adds: whether wgrad is a product that adds dw to the sum of the weight's gradients
+            (`sum_so_far`).
+        kinds: kinds of states of its own that an executor of this class may need; those of a
+            backend are the backend's.
+        route: how it is called under torch.compile.
+        states: names of the layer's states that it needs.
+        counted: whether its calls have a place among the tokens of a step.
+        tokens: number of ranks that the tokens of x are cut over.
+    """
+
+    kinds: ClassVar[tuple[type[LayerState], ...]] = ()
+    route: CompiledRoute = EAGER
+    states: tuple[str, ...] = ()
+    adds = False
+    counted = True
+    tokens = 1
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        device: str,
+        shard: LayerShard | None = None,
+        *,
+        sums: GradientSum = None,
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.shard = shard
+        self.sums = sums
+        self.dtype = plan.table.torch_dtype
+        self.build()
+
+    def build(self) -> None:
+        """Look up what the plan names."""
+        return None
+
+    @classmethod
+    def why_no_graph(cls, plan: LayerPlan) -> str | None:
+        """Why a layer of `plan` depends on the host, so that no CUDA graph can record it; None: one
+        can.
+        """
+        return None
+
+    @staticmethod
+    def quantised(plan: LayerPlan) -> Iterator[tuple[str, QuantSpec]]:
+        """(words for its place in the run, spec) of each operand of `plan` that is quantised."""
+        place = f"recipe {plan.recipe.name}, {plan.layer.name}, operand"
+        return (
+            (f"{place} {name} of {gemm}", spec)
+            for gemm, name, spec in named(plan.operands)
+            if spec is not None
+        )
+
+    def takes_call(self, w: Tensor) -> bool:
+        """Whether products with this weight need a `LayerCall`; asked where it is not counted."""
+        return True
+
+    @abstractmethod
+    def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> Tensor:
+        """y [M, N] of x [M, K] in the recipe's dtype; gradients through autograd.
+
+        Args:
+            w, bias: [N, K] and [N]; of a group of E weights [E, N, K] and [E, N].
+            call: the `LayerCall`, or that of a group, whose rows of x come first; further rows
+                count for nothing: those of y are zero. None: the executor takes none.
+        """
+
+    def choose(self, calls: Sequence[Any], x_MK: Tensor) -> None:
+        """Set the executor of calls of one layer, where it depends on what they multiply.
+
+        Args:
+            x_MK: the rows of all calls, and no others.
+        """
+        return None
+
+    def quantised_columns(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of x and w that the layer's own recipe multiplied in the last call."""
+        return x_MK, w_NK
+
+    def values(self, w_NK: Tensor, quantised: Callable[[Tensor], Tensor]) -> Tensor:
+        """w, float32, where the columns that the layer's own recipe multiplied in the last call are
+        `quantised`.
+        """
+        return quantised(w_NK)
+
+
+class LayerFunction(torch.autograd.Function):
+    """The outputs of (a call, its tensors)."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
+        call.wants(ctx.needs_input_grad[1:], *tensors)
+        outputs, saved = call.executor.forward(*tensors, call)
+        saved_tensors, ctx.kinds = flatten(saved)
+        ctx.save_for_backward(*saved_tensors)
+        if isinstance(outputs, tuple):
+            ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.summed = call.summed(*tensors) if call.executor.adds else None
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        # of a pass whose graph is kept only: the refusal itself takes some microseconds
+        if torch.is_grad_enabled():
+            return _once(ctx, *gradients)
+        call: Call = ctx.call
+        products = call.executor
+        saved = unflatten(ctx.saved_tensors, ctx.kinds)
+        sums = None if ctx.summed is None else call.sums(ctx.summed, ctx.next_functions)
+        if not torch_autocasts(products.device):
+            return (None, *products.backward(*gradients, saved, call, sums))
+        with without_torchs_autocast(products.device):
+            return (None, *products.backward(*gradients, saved, call, sums))
+
+
+apply: Callable[..., Any] = super(torch.autograd.Function, LayerFunction).apply
+"""`LayerFunction.apply` without what torch does for transforms of functions (torch.func): 3 µs of
+the host.
+"""
+_once = once_differentiable(LayerFunction.backward)
+"""The backward pass, without gradients enabled, whose results refuse a second derivative."""
+
+
+class Products(Executor):
+    """An executor whose products the engine runs, as a node of autograd's graph."""
+
+    def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> Tensor:
+        y_MN: Tensor
+        if torch._C._are_functorch_transforms_active():
+            y_MN = LayerFunction.apply(call, x_MK, w, bias)  # type: ignore[no-untyped-call]
+        else:
+            y_MN = apply(call, x_MK, w, bias)
+        return y_MN
+
+    @abstractmethod
+    def forward(
+        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: Any
+    ) -> tuple[Tensor, Saved]:
+        """(y, what backward needs: the weight where dgrad takes it, and the forms of x)."""
+
+    @abstractmethod
+    def backward(
+        self, dy_MN: Tensor, saved: Saved, call: Any, total: Tensor | None = None
+    ) -> Gradients:
+        """The gradients that `call` wants.
+
+        Args:
+            saved: the second result of `forward`.
+            total: sum to which dw is added, float32, if the executor `adds`; it is not returned
+                then.
+        """
+
+
+def flatten(saved: Saved) -> tuple[list[Tensor | None], SavedKinds]:
+    """(the tensors, what is none of each): autograd saves tensors alone."""
+    tensors: list[Tensor | None] = []
+    kinds: SavedKinds = []
+    for operand in saved:
+        if isinstance(operand, Quantized):
+            tensors += operand[2:]
+            kinds.append(operand[:2])
+        else:
+            tensors.append(operand)
+            kinds.append(None)
+    return tensors, kinds
+
+
+def unflatten(tensors: Sequence[Any], kinds: SavedKinds) -> list[Any]:
+    """The argument of `flatten`."""
+    remaining = iter(tensors)
+    saved: list[Any] = []
+    # no generator, whose every step is one more call of Python's
+    for kind in kinds:
+        if kind is None:
+            saved.append(next(remaining))
+        else:
+            saved.append(Quantized(*kind, *islice(remaining, _TENSORS)))
+    return saved
+
+
+# -- the sum of a weight's gradients ---------------------------------------------------------------
+
+
+def accumulates(node: Any) -> bool | None:
+    """Whether this backward pass adds to the gradients of all leaves below a node of the graph, of
+    which `inputs` may leave some out; None: `torch.autograd.grad` returns one instead.
+    """
+    if below := {
+        accumulates(next_node) for next_node, _ in node.next_functions if next_node is not None
+    }:
+        return None if None in below else all(below)
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf that torch.autograd.grad is asked for
+        return None
+
+
+def sum_so_far(w_NK: Tensor, node: Any) -> Tensor | None:
+    """The sum of a weight's gradients, float32, to which a product of this pass can be added; None:
+    autograd has dw.
+
+    It has the first one, those of weights that are no parameters, those that a hook on the
+    parameter is to see, and all in passes that leave `.grad` as it is (`accumulates`).
+
+    Args:
+        w_NK: the weight that the layer was called with; of tensor-parallel ranks the parameter:
+            what autograd saved is another tensor where it is recomputed.
+        node: node of the graph, to which autograd would give dw.
+    """
+    if (
+        not w_NK.is_leaf
+        or w_NK.dtype != torch.float32
+        or w_NK._backward_hooks
+        or w_NK._post_accumulate_grad_hooks
+    ):
+        return None
+    if w_NK.grad is not None and accumulates(node):
+        return local(w_NK.grad)
+    return None
+
+
+# -- torch.autocast --------------------------------------------------------------------------------
+
+_has_autocast = cache(torch.amp.is_autocast_available)
+"""Kept for each device type: the answer never changes, since torch raises of a name that is not
+registered yet.
+"""
+
+
+def torch_autocasts(device: str) -> bool:
+    """Whether torch.autocast is on for this device type; "meta" has no autocast."""
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
+
+
+def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
+    """Disable torch.autocast: the GEMMs choose their own dtypes, and it must not cast their
+    operands again.
+    """
+    if torch_autocasts(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
