@@ -151,8 +151,9 @@ class GatedCall(NormedCall):
     norm.
 
     Args:
-        norm, calls: as for `NormedCall`; those of gate and up.
-        down: the call of down.
+        norm: norm as for `NormedCall`.
+        calls: calls of gate and up.
+        down: call of down.
     """
 
     def __init__(self, norm: NormCodes | None, calls: Sequence[LayerCall], down: LayerCall) -> None:

@@ -176,7 +176,7 @@ class PreparedWeights:
         """The weight in the given form; `group` and `rounded` as for `prepared`.
 
         Args:
-            pair: what makes the transposed form with it, for backward; `newest` is its.
+            pair: maker of the transposed form with it, for backward; `newest` is its.
         """
         spec = form.spec
         w = w_NK.T if form.of_transpose else w_NK
