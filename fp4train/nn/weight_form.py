@@ -62,6 +62,7 @@ class WeightForm:
         rounded_from: key of the form of w whose values it requantises; None: the weight is rounded
             first.
         rounds_first: whether it requantises what is rounded by an amax of several ranks, or by runs.
+        earlier_amax: whether its amax is that of earlier steps.
         fused: weights whose amaxes count: of the weight, or of what the spec requantises.
     """
 
@@ -94,6 +95,7 @@ class WeightForm:
         self.start = place.starts("w")[:: -1 if self.of_transpose else 1]
         self.amax_ranks, self.rounding_ranks = place.amax_and_rounding_ranks(self.operand)
         self.fused: tuple[str, ...] = ()
+        self.earlier_amax = spec is not None and spec.earlier_amax
         if spec is None:
             return
         if has_tensor_amax(spec.requantises or spec):

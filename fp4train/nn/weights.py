@@ -121,7 +121,7 @@ class PreparedWeights:
         if prepared is None and self.keep and call.gradients.x is not None:
             pair = form.pair
         amax = newest = None
-        if form.spec is not None and form.spec.earlier_amax:
+        if form.earlier_amax:
             amax = self._amax
             if amax is None or not self._entered:
                 later = pair is not None and pair.quantizer.joins
