@@ -172,7 +172,7 @@ class Executor(ABC):
                 count for nothing: those of y are zero. None: the executor takes none.
         """
 
-    def choose(self, calls: Sequence[Any], x_MK: Tensor) -> None:
+    def set_executor(self, calls: Sequence[Any], x_MK: Tensor) -> None:
         """Set the executor of calls of one layer, where it depends on what they multiply.
 
         Args:
@@ -229,7 +229,7 @@ _once = once_differentiable(LayerFunction.backward)
 """The backward pass, without gradients enabled, whose results refuse a second derivative."""
 
 
-class Products(Executor):
+class ProductExecutor(Executor):
     """An executor whose products the engine runs, as a node of autograd's graph."""
 
     def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> Tensor:

@@ -31,7 +31,7 @@ high precision.
 """
 
 
-class Pair(NamedTuple):
+class PairedForm(NamedTuple):
     """A form that one kernel makes together with the transposed one, whose key is `key`."""
 
     quantizer: PairQuantizer
@@ -88,7 +88,7 @@ class WeightForm:
         self.key: FormKey = (self.operand.source, backend.name, dtype)
         self.of_transpose = self.operand.transposed
         self.number = self.operand.random_operand
-        self.pair: Pair | None = None
+        self.pair: PairedForm | None = None
         self.turned_from: FormKey | None = None
         self.rounded_from: FormKey | None = None
         place = shard or WHOLE
@@ -130,7 +130,7 @@ class WeightForm:
             return
         both = PairQuantizer(self.quantizer, column.quantizer, row_codes=True, column_codes=True)
         if self.decode is None and both.one_kernel:
-            self.pair = Pair(both, column.key)
+            self.pair = PairedForm(both, column.key)
             column.turned_from = self.key
 
     def view_for_gemm(self, prepared: Prepared) -> Prepared:

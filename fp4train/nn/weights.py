@@ -23,7 +23,7 @@ from fp4train.backends import Prepared
 from fp4train.nn.call import LayerCall
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.ranks import Ranks, amax_over
-from fp4train.nn.weight_form import FormKey, Pair, WeightForm
+from fp4train.nn.weight_form import FormKey, PairedForm, WeightForm
 from fp4train.quantize import (
     Decoded,
     Own,
@@ -170,7 +170,7 @@ class PreparedWeights:
         amax: Tensor | None,
         group: Tensor | None,
         rounded: bool,
-        pair: Pair | None,
+        pair: PairedForm | None,
         newest: Tensor | None,
     ) -> Prepared:
         """The weight in the given form; `group` and `rounded` as for `prepared`.

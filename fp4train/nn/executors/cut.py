@@ -29,7 +29,7 @@ from torch import Tensor
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import EAGER, Gradients, Saved
-from fp4train.nn.executors.gemms import FormPair, Gemms, Prepare
+from fp4train.nn.executors.gemms import Gemms, Prepare, PreparedPair
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import Ranks, local
 from fp4train.quantize import Quantized, QuantSpec, quantizer, why_not_cut
@@ -156,7 +156,7 @@ class CutGemms(Gemms):
             shared["gathered"] = (x_MK._version, x_MK, all_tokens)
         return all_tokens
 
-    def _send_x(self, x_MK: Tensor, call: LayerCall, row: bool, column: bool) -> FormPair:
+    def _send_x(self, x_MK: Tensor, call: LayerCall, row: bool, column: bool) -> PreparedPair:
         """The row-wise form of all tokens, and the column-wise form of this rank's: backward sends
         it.
         """
@@ -164,7 +164,7 @@ class CutGemms(Gemms):
         of_row, of_column = self.sent.prepare(x_MK, call, row, column)
         return self._received(of_row, codes=self.fprop.takes_codes), of_column
 
-    def _send_dy(self, dy_MN: Tensor, call: LayerCall, row: bool, column: bool) -> FormPair:
+    def _send_dy(self, dy_MN: Tensor, call: LayerCall, row: bool, column: bool) -> PreparedPair:
         """The two prepared forms of all tokens."""
         assert self.sent is not None
         of_row, of_column = self.sent.prepare(dy_MN, call, row, column)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fp4train.backends import BACKENDS, Prepared
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import CompiledRoute, Gradients, Products, Saved, adds
+from fp4train.nn.engine import CompiledRoute, Gradients, ProductExecutor, Saved, adds
 from fp4train.nn.held_amaxes import HeldAmaxes
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.scaling import DelayedScaling
@@ -35,9 +35,9 @@ from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Hadamard, High, Quantized, ValuesOf, quantizer
 
-FormPair = tuple[Prepared | None, Prepared | None]
+PreparedPair = tuple[Prepared | None, Prepared | None]
 """The row-wise and the column-wise form of x or dy; None for what is not asked for."""
-Prepare = Callable[[Tensor, LayerCall, bool, bool], FormPair]
+Prepare = Callable[[Tensor, LayerCall, bool, bool], PreparedPair]
 
 
 def tensor_of(prepared: Prepared, dtype: torch.dtype) -> Tensor:
@@ -47,7 +47,7 @@ def tensor_of(prepared: Prepared, dtype: torch.dtype) -> Tensor:
     return prepared.tensor(dtype)
 
 
-class Gemms(Products):
+class Gemms(ProductExecutor):
     """The GEMMs of one layer, ready to run: its plan with backends and quantizers looked up.
 
     Attributes:
@@ -172,7 +172,7 @@ class Gemms(Products):
         total: Tensor | None = None,
         prepare: Prepare | None = None,
     ) -> Gradients:
-        """See `Products.backward`.
+        """See `ProductExecutor.backward`.
 
         Args:
             prepare: function that makes both forms of dy; None: `TensorForms.prepare`.

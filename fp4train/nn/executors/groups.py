@@ -22,14 +22,14 @@ from typing import Any, cast
 from torch import Tensor
 
 from fp4train.backends import ExpertKernels
-from fp4train.backends.grouped import Products as GroupedProducts
+from fp4train.backends.grouped import Products
 from fp4train.nn.call import GroupCall
-from fp4train.nn.engine import Executor, Gradients, GradientSum, Products, Saved
+from fp4train.nn.engine import Executor, Gradients, GradientSum, ProductExecutor, Saved
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.precision.layer_plan import LayerPlan
 
 
-class GroupGemms(Products):
+class GroupGemms(ProductExecutor):
     """Runs the executor of one weight for each weight of a group.
 
     Args:
@@ -59,7 +59,7 @@ class GroupGemms(Products):
         return self.member.quantised_columns(x_MK, w_NK)
 
     def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: GroupCall) -> Tensor:
-        self.member.choose(call.calls, x_MK[: sum(call.counts)])
+        self.member.set_executor(call.calls, x_MK[: sum(call.counts)])
         return super().__call__(x_MK.to(self.dtype), w, bias, call)
 
     def forward(
@@ -130,20 +130,20 @@ def _put(target: Tensor | None, at: slice | int, part: Tensor | None) -> None:
         target[at] = part
 
 
-def _grouped_products(call: GroupCall, gemm: str) -> tuple[Any, GroupedProducts | None]:
+def _grouped_products(call: GroupCall, gemm: str) -> tuple[Any, Products | None]:
     """(The executor of one weight for this GEMM, what its products are put into to be made in one
     call; None: each is made by itself).
     """
     executor = call.calls[0].executor
     if executor.device == "meta" or not getattr(executor.plan, gemm).grouped:
         return executor, None
-    products = GroupedProducts(getattr(executor, gemm))
+    products = Products(getattr(executor, gemm))
     copied = copy.copy(executor)
     setattr(copied, gemm, products)
     return copied, products
 
 
-def _put_all(target: Tensor | None, products: GroupedProducts | None, call: GroupCall) -> None:
+def _put_all(target: Tensor | None, products: Products | None, call: GroupCall) -> None:
     """Make the products, and set their rows."""
     if target is not None and products is not None:
         for (_, rows), part in zip(call.used(), products.made(), strict=True):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import Executor, Gradients, Products, Saved
+from fp4train.nn.engine import Executor, Gradients, ProductExecutor, Saved
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.gathered import values_of
 from fp4train.nn.layer_shard import WHOLE
@@ -131,7 +131,7 @@ class ChannelNorms(LayerState):
             norms._order = None
 
 
-class SplitGemms(Products):
+class SplitGemms(ProductExecutor):
     """The GEMMs of a layer whose outlier channels are chosen, those of the other channels first.
 
     The products of both parts are added in float32, and the bias to their sum.
@@ -238,11 +238,11 @@ class ChannelParts(Executor):
         return w_NK.float().index_copy(1, self.rest, quantised(w_NK.index_select(1, self.rest)))
 
     def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall) -> Tensor:
-        self.choose([call], x_MK)
+        self.set_executor([call], x_MK)
         y_MN: Tensor = call.executor(x_MK, w, bias, call)
         return y_MN
 
-    def choose(self, calls: Sequence[LayerCall], x_MK: Tensor) -> None:
+    def set_executor(self, calls: Sequence[LayerCall], x_MK: Tensor) -> None:
         """Let calls multiply in parts if the outlier channels are chosen; until then x enters the
         norms where that is due. Inside a recomputed region the first pass has chosen.
         """

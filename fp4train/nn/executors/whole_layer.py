@@ -34,7 +34,7 @@ from fp4train.nn.engine import (
     CompiledRoute,
     Executor,
     Gradients,
-    Products,
+    ProductExecutor,
     Saved,
     accumulates,
     adds,
@@ -53,7 +53,7 @@ def torch_linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, dtype: torch
     )
 
 
-class TorchLayer(Products):
+class TorchLayer(ProductExecutor):
     """A layer without quantised GEMMs, or on the meta device.
 
     Where dw is a part of a sum it is a float32 product, and the weight is rounded once per step.
@@ -96,7 +96,7 @@ class TorchLayer(Products):
     def backward(
         self, dy_MN: Tensor, saved: Saved, call: LayerCall, total: Tensor | None = None
     ) -> Gradients:
-        """See `Products.backward`; dw may be a float32 product."""
+        """See `ProductExecutor.backward`; dw may be a float32 product."""
         w, x_MK = saved
         gradients = call.gradients
         dx = dw = dbias = None
