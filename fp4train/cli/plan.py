@@ -218,9 +218,10 @@ def _plan(
         # with gpu= alone: a plan of this machine begins without it
         from fp4train.lab.costs.mesh_plan import MeshPlan
 
-        mesh_plan = MeshPlan(config, gpus, auto, model, timeline, gpu, command.named)
         if auto:
-            return _search(mesh_plan, words, as_data)
+            unsized = replace(config, parallel=Parallel())
+            return _search(MeshPlan(unsized, gpus, model, timeline, gpu), words, as_data)
+        mesh_plan = MeshPlan(config, gpus, model, timeline, gpu)
         return _on_mesh(mesh_plan, full=full, as_data=as_data)
     if gpu is None:
         device = Device.of(choose_device(config.device))
@@ -257,7 +258,7 @@ def _plan(
         from fp4train.lab.costs.mesh_plan import MeshPlan
         from fp4train.lab.costs.screen import render_step, step_costs
 
-        on_one_gpu = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
+        on_one_gpu = MeshPlan(config, 1, model, timeline, gpu)
         width = terminal_width()
         estimated = [
             estimate(plan, gpu, microbatches=config.train.microbatches).render(width),
@@ -356,7 +357,7 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         stretches = [cluster_json(*stretch_cost) for stretch_cost in costs]
         head = {
             "recipe": mesh_plan.config.recipe.name,
-            "notes": mesh_plan.notes,
+            "notes": mesh_plan.notes(plan),
             "stretches": stretches,
         }
         print(_json({**head, **_data(plan, mesh_plan.model)}))
@@ -367,41 +368,32 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         mesh_plan.model,
         full=full,
         on_mesh=render_cluster(costs, terminal_width()),
-        sentences=[f"note: {note}" for note in mesh_plan.notes],
+        sentences=[f"note: {note}" for note in mesh_plan.notes(plan)],
     )
     return 0
 
 
 def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
     """Print the cheapest meshes, and the command that asks for the best."""
+    from fp4train.lab.costs.mesh_plan import distinct
     from fp4train.lab.costs.screen import cluster_json, render_candidates
-    from fp4train.lab.costs.search import distinct
 
-    candidates, batch = mesh_plan.search()
+    candidates = mesh_plan.search()
     fitting = distinct([candidate for candidate in candidates if candidate.cost.fits], 6)
     too_large = distinct([candidate for candidate in candidates if not candidate.cost.fits], 3)
     if not fitting:
         by_memory = sorted(candidates, key=lambda candidate: candidate.cost.memory.total)
         too_large = distinct(by_memory, 6)
-    kept = [
-        a
-        for a in command
-        if a.partition("=")[0] not in ("train.batch_size", "train.microbatch", "model.recompute")
-    ]
+    chosen = ("train.microbatch", "model.recompute")
+    kept = [word for word in command if word.partition("=")[0] not in chosen]
     best = (fitting or too_large)[0]
-    text = " ".join(["fp4train plan", *kept, f"train.batch_size={batch}", *best.overrides()])
+    text = " ".join(["fp4train plan", *kept, *best.overrides()])
     if as_data:
         listed = [
             {"overrides": candidate.overrides(), **cluster_json("", 0, candidate.cost)}
             for candidate in (*fitting, *too_large)
         ]
-        print(
-            _json(
-                {"notes": mesh_plan.notes, "command": text if fitting else None, "meshes": listed}
-            )
-        )
+        print(_json({"command": text if fitting else None, "meshes": listed}))
     else:
         print(fitted(render_candidates(candidates, [*fitting, *too_large], text, terminal_width())))
-        for note in mesh_plan.notes:
-            print(fitted(f"note: {note}"))
     return 0 if fitting else 1

@@ -51,18 +51,6 @@ def test_the_document_shows_a_step_a_mesh_and_a_search() -> None:
     assert COMMANDS[0][1] and COMMANDS[1][1]
 
 
-def test_a_mesh_is_planned_for_defaults_of_a_laptop_with_a_note(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert (
-        run("plan", "model=llama_125m", "gpu=GB200", "parallel.dp_shard=128", "parallel.tp=4") == 0
-    )
-    printed = capsys.readouterr().out
-    assert "512 GB200: 128 shards × 4 tensor" in printed
-    assert "train.batch_size=16, the default, does not divide over 128 data ranks" in printed
-    assert "train.seq_len=256 is the default" in printed
-
-
 def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -295,16 +283,6 @@ def test_a_search_leaves_out_what_a_run_refuses(capsys: pytest.CaptureFixture[st
     assert shards == {"adamw": {1, 2}, "muon": {1}}
 
 
-def test_the_microbatches_of_a_pipeline_that_a_plan_chooses_are_said(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run("plan", "gpu=H100", "parallel.pp=2", "train.batch_size=16") == 0
-    assert (
-        "note: train.microbatch is not given: planned with train.microbatch=2"
-        in capsys.readouterr().out
-    )
-
-
 def test_the_blocks_of_each_stage_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     twelve = (
         "plan",
@@ -365,15 +343,10 @@ def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(
     printed = capsys.readouterr().out
     assert "0 of " in printed and "does not fit: " in printed and "more GPUs" in printed
     least = min(map(float, re.findall(r" (\d+\.\d) +does not fit", printed)))
-    said = (
-        r"\((\S+) GiB of each usable",
-        r"lacks (\S+) GiB",
-        r"moments \((\S+) GiB\)",
-        r"bfloat16 saves (\S+) GiB",
-    )
-    usable, lacks, moments, saved = (float(re.findall(each, printed)[0]) for each in said)
+    said = (r"\((\S+) GiB of each usable", r"lacks (\S+) GiB", r"most take moments (\S+) GiB")
+    usable, lacks, moments = (float(re.findall(pattern, printed)[0]) for pattern in said)
     assert lacks == pytest.approx(least - usable, abs=0.11)
-    assert saved == pytest.approx(moments / 2, abs=0.11) and "which is not enough" in printed
+    assert lacks > moments / 2 and "optim.moments=bfloat16" in printed
 
 
 @pytest.mark.long
@@ -397,11 +370,11 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
     [
         (
             ["gpus=100", "parallel.tp=8"],
-            "gpus=100 is not dp_replicate 1 × dp_shard 12 × tp 8 × pp 1 = 96",
+            "gpus=100: parallel.tp=8 does not divide the 100 ranks of this run; parallel=auto finds",
         ),
         (
             ["gpus=64", "parallel.dp_shard=4", "parallel.tp=8"],
-            "parallel.dp_shard=8 fills it, or gpus=32",
+            "is 32 ranks, and this run has 64: parallel.dp_shard=-1 takes all that are left",
         ),
         (
             ["parallel.tp=5"],
@@ -412,6 +385,9 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
             "over parallel.pp=13 stages, which need one each; parallel.pp may be at most 12",
         ),
         (["parallel.dp_shard=8", "train.batch_size=12"], "use train.batch_size=8 or 16"),
+        (["parallel.dp_shard=128"], "16 is not divisible by 128 data ranks"),
+        (["parallel.pp=2"], "1 microbatch per rank cannot fill parallel.pp=2"),
+        (["gpus=256", "parallel=auto"], "take a batch that is a multiple of the number of GPUs"),
         (
             ["parallel.dp_shard=8", "train.batch_size=16", "train.microbatch=16"],
             "8 data ranks × train.microbatch=16: every rank must have",
@@ -436,7 +412,7 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
         ),
         (
             ["gpus=8", "parallel.tp=16"],
-            "dp_replicate × tp × pp must divide it, parallel=auto finds a mesh",
+            "parallel.tp=16 does not divide the 8 ranks of this run; parallel=auto finds a mesh",
         ),
         (["parallel.dp_shard=-2"], "parallel.dp_shard=-2 must be at least 1, or -1 for all"),
         (["gpus=many"], "gpus=many must be a whole number"),

@@ -65,9 +65,9 @@ class PassWork:
     launches: int = 0
 
     def add_kernel(self, moved: float) -> None:
-        """Count a kernel that moves so many bytes."""
+        """Count a kernel that moves so many bytes; 0: it is counted elsewhere."""
         self.kernels += moved
-        self.launches += 1
+        self.launches += moved > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,16 +174,15 @@ def _measure(
         return tensor
 
     counter = _WorkCounter()
-    codes: dict[object, Tensor] = {}
+    stand_ins = _StandIns(counter)
     with ExitStack() as stack:
         for layer, plan in layers.items():
-            stand_in = partial(_layer, plan, codes)
-            stack.enter_context(_replaced(layer, "forward", stand_in))
+            stack.enter_context(_replaced(layer, "forward", partial(stand_ins.layer, plan)))
         for part in block.modules():
             if liger and isinstance(part, Fusible):
-                stack.enter_context(_replaced(part, "operators", _CountedKernels(counter)))
+                stack.enter_context(_replaced(part, "operators", stand_ins))
         stack.enter_context(use(Context(recipe=recipe)))
-        stack.enter_context(_FunctionStandIns(counter))
+        stack.enter_context(stand_ins)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
             result = type(block).forward(block, x, *inputs[1:])
         # A block may return the terms of the stream, which the next norm adds up.
@@ -248,115 +247,96 @@ def _bytes(values: Sequence[Any]) -> float:
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
-class _Layer(torch.autograd.Function):
-    """A planned layer of x, which keeps `kept` for wgrad and returns [..., out_features]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, out_features: int) -> Tensor:
-        ctx.save_for_backward(kept)
-        ctx.dx = x.new_empty(x.shape)
-        return x.new_empty((*x.shape[:-1], out_features))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.empty_like(ctx.dx), None, None
-
-
-def _layer(plan: LayerPlan, codes: dict[object, Tensor], x: Tensor, *counts: object) -> Tensor:
-    """Stand in for a linear layer, or for experts with the `counts` of their rows.
-
-    Args:
-        codes: kept bytes of the block's layers, by x and source, which layers of one x share.
-    """
-    source = plan.sources["wgrad", "x"]
-    if source.codes is None:
-        kept = x.to(plan.table.torch_dtype)
-    else:
-        key = (_storage(x), source.codes)
-        if key not in codes:
-            size = math.ceil(saved_bytes(plan, x.shape[:-1].numel()))
-            codes[key] = torch.empty(size, dtype=torch.uint8, device="meta")
-        kept = codes[key]
-    y: Tensor = _Layer.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch, heads, time, _ = q.shape
-        # The layout of the kernels: heads of a token lie side by side.
-        out = q.new_empty((batch, time, heads, v.shape[-1])).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-
 class _Kernel(torch.autograd.Function):
-    """A kernel of `MOVED`, by name, whose results are like its first inputs."""
+    """A kernel that is counted instead of run.
+
+    Args of `forward`:
+        moved: bytes that it moves forward and backward.
+        results: what it returns, without values.
+        kept: tensors that it keeps for backward.
+        inputs: tensors that get gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, counter: _WorkCounter, name: str, *inputs: Tensor) -> Any:
-        results = tuple(torch.empty_like(x) for x in inputs[: _RESULTS[name]])
-        kept = {"rotate": (), "add_rms_norm": results[1:]}.get(name, inputs)
+    def forward(
+        ctx: Any,
+        counter: _WorkCounter,
+        moved: tuple[float, float],
+        results: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        *inputs: Tensor,
+    ) -> Any:
         ctx.save_for_backward(*kept)
-        ctx.inputs = inputs
         ctx.counter = counter
-        width = inputs[0].itemsize / 2
-        elements = inputs[0].numel()
-        if name == "rotate":
-            elements += inputs[1].numel()
-        forward, ctx.moved = (width * elements * moved for moved in MOVED[name])
-        counter.work.add_kernel(forward)
-        return results if len(results) > 1 else results[0]
+        ctx.moved = moved[1]
+        ctx.inputs = inputs
+        counter.work.add_kernel(moved[0])
+        return results[0] if len(results) == 1 else tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         ctx.counter.work.add_kernel(ctx.moved)
-        return None, None, *(torch.empty_like(tensor) for tensor in ctx.inputs)
+        return None, None, None, None, *(torch.empty_like(x) for x in ctx.inputs)
 
 
-_RESULTS: Final = {"rms_norm": 1, "add_rms_norm": 2, "silu_product": 1, "rotate": 2}
-"""Kernel → the number of its results."""
-
-
-class _CountedKernels(Liger):
-    """Stands in for Liger's kernels."""
+class _StandIns(Liger, TorchFunctionMode):
+    """What GPUs run as one kernel each: planned layers, attention, norms and Liger's kernels."""
 
     def __init__(self, counter: _WorkCounter) -> None:
-        self._run = partial(_Kernel.apply, counter)
+        TorchFunctionMode.__init__(self)
+        self._run: Any = partial(_Kernel.apply, counter)
+        self._work = counter
+        self._codes: dict[object, Tensor] = {}
 
-    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float | None) -> Any:
-        return self._run("rms_norm", x)
-
-    def add_rms_norm(self, x: Tensor, change: Tensor, weight_D: Tensor, eps: float) -> Any:
-        return self._run("add_rms_norm", x, change)
-
-    def silu_product(self, gate: Tensor, up: Tensor) -> Any:
-        return self._run("silu_product", gate, up)
-
-    def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Any:
-        return self._run("rotate", q_BHTE, k_BHTE)
-
-
-class _FunctionStandIns(TorchFunctionMode):
-    """Functions of torch that GPUs run as one kernel."""
-
-    def __init__(self, counter: _WorkCounter) -> None:
-        super().__init__()
-        self._counter = counter
+    def layer(self, plan: LayerPlan, x: Tensor, *counts: object) -> Any:
+        """A linear layer, or experts with the `counts` of their rows; layers of one x share what
+        they keep of it.
+        """
+        source = plan.sources["wgrad", "x"]
+        if source.codes is None:
+            kept = x.to(plan.table.torch_dtype)
+        else:
+            size = math.ceil(saved_bytes(plan, x.shape[:-1].numel()))
+            codes = torch.empty(size, dtype=torch.uint8, device="meta")
+            kept = self._codes.setdefault((_storage(x), source.codes), codes)
+        y = x.new_empty((*x.shape[:-1], plan.layer.out_features))
+        return self._run((0, 0), [y], [kept], x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         if func is F.rms_norm:
-            return _Kernel.apply(self._counter, "rms_norm", args[0])  # type: ignore[no-untyped-call]
+            return self.rms_norm(args[0])
         if func is not F.scaled_dot_product_attention:
             return func(*args, **keywords)
         q, k, v = args[:3]
         batch, heads, time, width = q.shape
         products = 2 if keywords.get("is_causal") else 4
-        self._counter.work.attention += products * batch * heads * time**2 * width
-        return _Attention.apply(q, k, v)  # type: ignore[no-untyped-call]
+        self._work.work.attention += products * batch * heads * time**2 * width
+        # The layout of the kernels: heads of a token lie side by side.
+        out = q.new_empty((batch, time, heads, v.shape[-1])).transpose(1, 2)
+        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        return self._run((0, 0), [out], [q, k, v, out, sums], q, k, v)
+
+    def _liger(
+        self, name: str, results: Sequence[Tensor], kept: Sequence[Tensor], *inputs: Tensor
+    ) -> Any:
+        """A kernel of `MOVED`."""
+        elements = inputs[0].numel()
+        if name == "rotate":
+            elements += inputs[1].numel()
+        forward, backward = (inputs[0].itemsize / 2 * elements * moved for moved in MOVED[name])
+        return self._run((forward, backward), results, kept, *inputs)
+
+    def rms_norm(self, x: Tensor, *_: object) -> Any:
+        return self._liger("rms_norm", [torch.empty_like(x)], [x], x)
+
+    def add_rms_norm(self, x: Tensor, change: Tensor, *_: object) -> Any:
+        total = torch.empty_like(x)
+        return self._liger("add_rms_norm", [torch.empty_like(x), total], [total], x, change)
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Any:
+        return self._liger("silu_product", [torch.empty_like(gate)], [gate, up], gate, up)
+
+    def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, *_: object) -> Any:
+        rotated = [torch.empty_like(q_BHTE), torch.empty_like(k_BHTE)]
+        return self._liger("rotate", rotated, [], q_BHTE, k_BHTE)

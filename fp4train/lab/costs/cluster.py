@@ -17,7 +17,8 @@ and no less than the host takes to queue its kernels; recorded steps have none.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -25,11 +26,11 @@ import torch
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import PassWork
 from fp4train.lab.costs.host import OPERATION, host_seconds
-from fp4train.lab.costs.links import Collective, Group, Interconnect, Traffic
+from fp4train.lab.costs.links import INTERCONNECTS, Collective, Group, Traffic
 from fp4train.lab.costs.memory import USABLE, entered, rank_memory
 from fp4train.lab.costs.roofline import COPY, sustained
 from fp4train.lab.costs.rows import layer_costs
-from fp4train.lab.costs.traffic import Wire, tensor_traffic, weight_traffic
+from fp4train.lab.costs.traffic import tensor_traffic
 from fp4train.lab.costs.weights import ModelWeight, elements
 from fp4train.lab.costs.workload import Kind, Workload
 from fp4train.models.common.liger import MOVED
@@ -97,26 +98,40 @@ Seconds = dict[str, float]
 """Seconds by what they are spent on."""
 
 
+@dataclass(frozen=True)
+class BlockPass:
+    """A block's forward or backward pass of a microbatch.
+
+    Args:
+        seconds: seconds by what they are spent on.
+        stream: traffic between tensor-parallel ranks.
+    """
+
+    seconds: Seconds
+    stream: Traffic
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
 class ClusterCost:
     """Memory, traffic and seconds of a mesh in one stretch of a run.
 
     Args:
         workload: a microbatch of the run.
-        gpu, links: hardware of the ranks of `mesh`.
+        gpu: hardware of the ranks of `mesh`, in the machine that it is sold in.
     """
 
-    def __init__(self, workload: Workload, gpu: Gpu, links: Interconnect, mesh: Mesh) -> None:
+    def __init__(self, workload: Workload, gpu: Gpu, mesh: Mesh) -> None:
         self.workload = workload
         self.gpu = gpu
-        self.links = links
+        self.links = INTERCONNECTS[gpu.name]
         self.mesh = mesh
         self.memory = rank_memory(workload, mesh)
-        self.not_coded = workload.not_coded(mesh)
         self._tokens = workload.tokens // mesh.context
         self._copy = gpu.bandwidth * COPY
         self._blocks = [self._block(kind) for kind in workload.kinds]
-        self._streams = [self._stream_traffic(kind) for kind in workload.kinds]
-        self._wires = [self._wire(kind.weights) for kind in workload.kinds]
         stages = [self._stage(*stage) for stage in enumerate(workload.stages(mesh))]
         parts, collectives = max(stages, key=lambda stage: sum(stage[0].values()))
         if mesh.pipeline > 1:
@@ -164,16 +179,6 @@ class ClusterCost:
     def fits(self) -> bool:
         return self.memory.total <= USABLE * self.gpu.capacity
 
-    def _wire(self, weights: Iterable[ModelWeight], *, kept: bool = False) -> Wire:
-        return weight_traffic(
-            list(weights),
-            self.mesh,
-            self._group("shard"),
-            self._group("replicate"),
-            kept=kept,
-            repeats=self.workload.execution.recomputed > 0,
-        )
-
     def _group(self, kind: str) -> Group:
         return Group.along(self.mesh, kind, self.links)
 
@@ -209,20 +214,18 @@ class ClusterCost:
                 seconds[QUANTISING] += row.quantise
         return forward, backward
 
-    def _block(self, kind: Kind) -> tuple[Seconds, Seconds]:
+    def _block(self, kind: Kind) -> tuple[BlockPass, BlockPass]:
         """(Forward, backward) of a block and microbatch."""
         forward, backward = self._layers(kind.layers, self._tokens)
         forward |= self._between_products(kind.cost.forward, ATTENTION_FORWARD)
         backward |= self._between_products(kind.cost.backward, ATTENTION_BACKWARD)
-        for seconds, traffic in zip((forward, backward), self._stream_traffic(kind), strict=True):
-            hidden = seconds[GEMM] if self.mesh.hides_tensor else 0.0
-            seconds[TENSOR] = max(0.0, traffic.seconds - hidden)
-        return forward, backward
-
-    def _stream_traffic(self, kind: Kind) -> tuple[Traffic, Traffic]:
-        """(Forward, backward) between ranks of tensor parallelism in a block and microbatch."""
         stream = kind.cost.input / self.mesh.context
-        return tensor_traffic(kind.weights, stream, self.mesh, self._group("tensor"))
+        traffic = tensor_traffic(kind.weights, stream, self.mesh, self._group("tensor"))
+        passes = BlockPass(forward, traffic[0]), BlockPass(backward, traffic[1])
+        for block_pass in passes:
+            hidden = block_pass.seconds[GEMM] if self.mesh.hides_tensor else 0.0
+            block_pass.seconds[TENSOR] = max(0.0, block_pass.stream.seconds - hidden)
+        return passes
 
     def _between_products(self, work: PassWork, attention_share: float) -> Seconds:
         """Attention, and the operations between the products: by their bytes or their
@@ -261,26 +264,19 @@ class ClusterCost:
         parts: defaultdict[str, float] = defaultdict(float)
         flows = self._flows()
         for index, times in counts.items():
-            forward, backward = self._blocks[index]
-            wire = self._wires[index]
-            for seconds, traffic in zip(self._blocks[index], self._streams[index], strict=True):
-                for name, value in seconds.items():
-                    parts[name] += times * m * value
-                flows[TENSOR].add(times * m, traffic, seconds[TENSOR])
-            beside_forward = sum(forward.values())
-            again = self.workload.execution.recomputed * beside_forward
-            beside_backward = sum(backward.values()) + again
+            kind = self.workload.kinds[index]
+            for block_pass in self._blocks[index]:
+                for name, seconds in block_pass.seconds.items():
+                    parts[name] += times * m * seconds
+                flows[TENSOR].add(times * m, block_pass.stream, block_pass.seconds[TENSOR])
+            forward, backward = (block_pass.total for block_pass in self._blocks[index])
+            again = self.workload.execution.recomputed * forward
             parts[AGAIN] += times * m * again
-            parts[COPIES] += times * wire.copied / self._copy
-            parts[CASTS] += times * self._cast_seconds(self.workload.kinds[index])
-            left = max(0.0, beside_backward - wire.backward.seconds)
-            flows[FORWARD].add(times * m, wire.forward, wire.forward.seconds - beside_forward)
-            flows[BACKWARD].add(times * m, wire.backward, wire.backward.seconds - beside_backward)
-            flows[GRADIENTS].add(times, wire.gradients, wire.gradients.seconds - left)
-        outer = self._wire(self.workload.outer(number, mesh), kept=True)
-        flows[FORWARD].add(m, outer.forward, outer.forward.seconds)
-        flows[GRADIENTS].add(1, outer.gradients, outer.gradients.seconds)
-        parts[COPIES] += outer.copied / self._copy
+            parts[COPIES] += times * self._send(
+                kind.weights, times, flows, forward, backward + again
+            )
+            parts[CASTS] += times * self._cast_seconds(kind)
+        parts[COPIES] += self._send(self.workload.outer(number, mesh), 1, flows)
         if number == 0:
             parts[ELEMENTWISE] += m * self._stream_seconds(EMBEDDED)
         if number == mesh.pipeline - 1:
@@ -306,6 +302,42 @@ class ClusterCost:
             GRADIENTS: Collective(name=GRADIENTS, link=data),
             TENSOR: Collective(name="tensor gathers and scatters", link=tensor),
         }
+
+    def _send(
+        self,
+        weights: Sequence[ModelWeight],
+        times: int,
+        flows: Mapping[str, Collective],
+        forward: float = 0.0,
+        backward: float | None = None,
+    ) -> float:
+        """Add the gathers of weights, and the reduction of their gradients, to `flows`; returns the
+        seconds per step that FSDP copies, once.
+
+        Args:
+            times: number of such groups of weights.
+            forward, backward: seconds of the passes that hide them; None: what is gathered for
+                forward is kept for backward.
+        """
+        mesh = self.mesh
+        shards = self._group("shard")
+        repeats = self.workload.execution.recomputed > 0
+        count = elements(weights, mesh)
+        reduced = shards.gather(mesh.reduce_bytes * count)
+        reduced += self._group("replicate").reduce(4 * count / mesh.shard)
+        size = sum(weight.wire_bytes(mesh) for weight in weights)
+        gathered = shards.gather(size)
+        flows[FORWARD].add(times * mesh.microbatches, gathered, gathered.seconds - forward)
+        if backward is not None:
+            again = sum(w.wire_bytes(mesh, backward=True, repeats=repeats) for w in weights)
+            size += again
+            gathered = shards.gather(again)
+            flows[BACKWARD].add(times * mesh.microbatches, gathered, gathered.seconds - backward)
+            backward -= gathered.seconds
+        flows[GRADIENTS].add(times, reduced, reduced.seconds - max(0.0, backward or 0.0))
+        if mesh.shard == 1:
+            return 0.0
+        return 2 * (mesh.microbatches * size + mesh.reduce_bytes * count) / self._copy
 
     def _head(self) -> float:
         """Seconds of the layers outside the blocks, one microbatch. The loss multiplies the head

@@ -18,11 +18,11 @@ Data sheets print both directions together.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from fp4train.hardware import Gpu
 from fp4train.parallel.config import Mesh
 
 NVLINK_SHARE: Final = 0.80
@@ -79,11 +79,6 @@ INTERCONNECTS: Final = MappingProxyType(
 """GPU → the links of the machine it is sold in."""
 
 
-def interconnect(gpu: Gpu) -> Interconnect:
-    """The links of the machine that `gpu` is sold in."""
-    return INTERCONNECTS[gpu.name]
-
-
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that a rank sends, and the seconds that it takes alone."""
@@ -124,8 +119,7 @@ class Group:
 
     @classmethod
     def along(cls, mesh: Mesh, kind: str, links: Interconnect) -> Group:
-        """The ranks of a mesh of one kind: "tensor", "context", "shard", "replicate",
-        "pipeline"."""
+        """The ranks of a mesh of one of the kinds in `_ORDER`."""
         nearer = _ORDER[: _ORDER.index(kind)]
         stride = math.prod(getattr(mesh, name) for name in nearer)
         return cls.of(links, getattr(mesh, kind), stride)
@@ -138,21 +132,21 @@ class Group:
         return "network"
 
     @property
-    def _nvlink(self) -> float:
-        return self.links.nvlink * NVLINK_SHARE
-
-    @property
-    def _network(self) -> float:
-        return self.links.network * NETWORK_SHARE
+    def _speeds(self) -> Mapping[str, float]:
+        """Link → bytes/s that large collectives reach on it."""
+        return {
+            "NVLink": self.links.nvlink * NVLINK_SHARE,
+            "network": self.links.network * NETWORK_SHARE,
+        }
 
     def gather(self, size: float) -> Traffic:
         """Traffic of gathering, or of reducing and scattering, a tensor of `size` bytes."""
         if self.size == 1:
             return NOTHING_SENT
         sent = (self.size - 1) / self.size * size
-        within = sent / self._nvlink if self.near > 1 else 0.0
+        within = sent / self._speeds["NVLink"] if self.near > 1 else 0.0
         domains = self.size // self.near
-        between = (domains - 1) / domains * size / (self.near * self._network)
+        between = (domains - 1) / domains * size / (self.near * self._speeds["network"])
         latency = LATENCY[self.link] * math.log2(self.size)
         return Traffic(sent, max(within, between) + latency)
 
@@ -164,11 +158,7 @@ class Group:
         """Traffic of sending `size` bytes to the neighbour farthest away."""
         if self.size == 1:
             return Traffic(size)
-        if self.link == "NVLink":
-            speed = self._nvlink
-        else:
-            speed = self._network
-        return Traffic(size, size / speed + LATENCY[self.link])
+        return Traffic(size, size / self._speeds[self.link] + LATENCY[self.link])
 
 
 @dataclass(kw_only=True)

@@ -62,9 +62,8 @@ class RankMemory:
         self.parts: dict[str, float] = {
             **{title: size * self.parameters for title, size in load.execution.states.items()},
             "gradients": gradients,
-            "codes of weights": sum(n * _codes(kind, mesh) for kind, n in kinds),
+            **_kept_weights(kinds, mesh),
             "activations": _activations(load, mesh, stage, kinds),
-            "weights in BF16": sum(n * _rounded_weights(kind, mesh) for kind, n in kinds),
             "unsharded weights": _gathered([kind for kind, _ in kinds], outer, mesh),
             "logits and head": logits,
             "reserve": RESERVE,
@@ -112,24 +111,20 @@ def _activations(load: Workload, mesh: Mesh, stage: int, kinds: list[tuple[Kind,
     return mesh.in_flight(stage) * kept + again * running
 
 
-def _rounded_weights(kind: Kind, mesh: Mesh) -> float:
-    """Bytes of the copies of a block's weights in the recipe's dtype."""
-    if mesh.shard > 1:
-        return 0.0
-    plain = [weight for weight in kind.layers if not weight.code_bytes(mesh)]
-    return sum(weight.resident_bytes(mesh) for weight in plain if not _is_float32(weight))
-
-
-def _is_float32(weight: ModelWeight) -> bool:
-    return weight.plan is not None and weight.plan.table.torch_dtype.itemsize == 4
-
-
-def _codes(kind: Kind, mesh: Mesh) -> float:
-    if mesh.shard > 1:
-        coded = [weight for weight in kind.layers if weight.wire(mesh).coded]
-        return sum(weight.code_bytes(mesh) for weight in coded) / mesh.shard
-    coded = [weight for weight in kind.layers if weight.code_bytes(mesh)]
-    return sum(weight.resident_bytes(mesh) for weight in coded)
+def _kept_weights(kinds: list[tuple[Kind, int]], mesh: Mesh) -> dict[str, float]:
+    """Bytes of the weights as GEMMs read them that stay from step to step, by their form."""
+    sizes = {"codes of weights": 0.0, "weights in BF16": 0.0}
+    for kind, number in kinds:
+        for weight in kind.layers:
+            size = number * weight.resident_bytes(mesh)
+            if mesh.shard > 1:
+                codes = weight.code_bytes(mesh) if weight.wire(mesh).coded else 0.0
+                sizes["codes of weights"] += number * codes / mesh.shard
+            elif weight.code_bytes(mesh):
+                sizes["codes of weights"] += size
+            elif weight.dtype.itemsize < 4:
+                sizes["weights in BF16"] += size
+    return sizes
 
 
 def _gathered(kinds: list[Kind], outer: list[ModelWeight], mesh: Mesh) -> float:

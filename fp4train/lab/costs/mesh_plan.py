@@ -1,8 +1,15 @@
-"""A configuration planned on a mesh: the mesh that it asks for, or the cheapest that fits."""
+"""A configuration planned on a mesh of GPUs: the mesh that it asks for, or every mesh, the fastest
+that fits first.
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+A search tries tensor parallelism inside of an NVLink domain, pipelines, all ways to divide the data
+ranks into shards and replicas, microbatches of 1, 2, 4 and 8 sequences, and recomputation on and
+off. What a run refuses is refused here in its words, and left out of a search.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Final
 
 from torch import nn
 
@@ -10,11 +17,10 @@ from fp4train.config.schema import Config
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.cluster import ClusterCost
-from fp4train.lab.costs.links import interconnect
-from fp4train.lab.costs.search import MeshCandidate, candidates
+from fp4train.lab.costs.links import INTERCONNECTS
 from fp4train.lab.costs.workload import Execution, Workload, workload
 from fp4train.models.common.cut import tensor_cut
-from fp4train.parallel.config import REST, Mesh, Parallel
+from fp4train.parallel.config import Mesh
 from fp4train.parallel.stages import cut_of, tied_weights
 from fp4train.parallel.tensor import check_division, tensor_cut_of
 from fp4train.precision.gather import gather_mode
@@ -27,109 +33,93 @@ from fp4train.run.checks import check_cut, check_oscillation, divided_blocks
 from fp4train.run.fuse import kernels_of
 from fp4train.run.states import bytes_per_parameter
 
-SMALL_SEQ_LEN = 512
-"""Tokens of a sequence up to which the default, which no large model trains at, is pointed out."""
+MOST_STAGES: Final = 16
+MICROBATCHES: Final = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshCandidate:
+    """One mesh with its microbatch.
+
+    Args:
+        sequences: number of sequences of a microbatch.
+        recompute: whether blocks are recomputed in backward.
+    """
+
+    cost: ClusterCost
+    sequences: int
+    recompute: bool
+
+    def overrides(self) -> list[str]:
+        """The keys that ask for it."""
+        keys = [*self.cost.mesh.overrides(), f"train.microbatch={self.sequences}"]
+        if self.recompute:
+            keys.append("model.recompute=true")
+        return keys
 
 
 class MeshPlan:
-    """A configuration planned on the mesh of its section `parallel`, or with `auto` on the
-    cheapest.
+    """A configuration on the mesh of its section `parallel`.
 
     Args:
         gpus: number of GPUs; None: the product of the sizes in that section.
-        named: configuration keys that the command line sets; the batch and its length have defaults
-            for a laptop.
     """
 
     def __init__(
-        self,
-        config: Config,
-        gpus: int | None,
-        auto: bool | None,
-        model: nn.Module,
-        timeline: Timeline,
-        gpu: Gpu,
-        named: Collection[str],
+        self, config: Config, gpus: int | None, model: nn.Module, timeline: Timeline, gpu: Gpu
     ) -> None:
-        if auto:
-            self.config = replace(config, parallel=Parallel())
-        else:
-            self.config = config
-        self.gpus = gpus
+        self.config = config
+        self.gpus = gpus or config.parallel.others * max(1, config.parallel.dp_shard)
         self.model = model
         self.timeline = timeline
         self.gpu = gpu
-        self.links = interconnect(gpu)
         self.kernels = kernels_of(config.train, "cuda", elsewhere=True)
         """Whether Liger's kernels run what lies between the products, and a sentence that says
         so.
         """
-        self.notes: list[str] = []
-        self._batch_named = "train.batch_size" in named
-        if "train.seq_len" not in named and config.train.seq_len <= SMALL_SEQ_LEN:
-            self.notes.append(
-                f"train.seq_len={config.train.seq_len} is the default; large models train at "
-                "4096 and more"
-            )
 
-    def mesh(self, microbatches: int = 1) -> Mesh:
+    @property
+    def mesh(self) -> Mesh:
         """The mesh that was asked for; weights are gathered as the run would gather them.
 
         Raises:
             UserError: its size is not the number of GPUs.
         """
         parallel = self.config.parallel
-        other_ranks = parallel.others
-        gpus = self.gpus or other_ranks * max(1, parallel.dp_shard)
-        if parallel.dp_shard == REST:
-            shard = max(1, gpus // other_ranks)
-        else:
-            shard = parallel.dp_shard
-        if other_ranks * shard != gpus:
-            factors = (
-                f"dp_replicate {parallel.dp_replicate} × dp_shard {shard} × tp {parallel.tp} × "
-                f"pp {parallel.pp}"
-            )
-            instead = "dp_replicate × tp × pp must divide it, parallel=auto finds a mesh"
-            if gpus % other_ranks == 0:
-                fitting = other_ranks * max(1, parallel.dp_shard)
-                instead = f"parallel.dp_shard={gpus // other_ranks} fills it, or gpus={fitting}"
-            raise UserError(f"gpus={gpus} is not {factors} = {other_ranks * shard}: {instead}")
+        try:
+            mesh = parallel.mesh(self.gpus)
+        except ValueError as error:
+            raise UserError(f"gpus={self.gpus}: {error}; parallel=auto finds a mesh") from error
         takes_float32 = self.config.train.whole_weights is not None
         gather = gather_mode(parallel.gather, fully_gathered=takes_float32)
-        return replace(parallel.mesh(gpus), microbatches=microbatches, gather=gather)
+        rows = max(1, self.config.train.rows(mesh.data)) * mesh.data
+        microbatches = max(1, self.config.train.batch_size // rows)
+        return replace(mesh, microbatches=microbatches, gather=gather)
 
-    def plan(self, sequences: int, tensors: int, stages: int = 1, data_ranks: int = 1) -> Plan:
-        """The plan of a rank with microbatches of so many sequences, on so many tensor-parallel
-        ranks.
-        """
+    def plan(self, sequences: int, mesh: Mesh) -> Plan:
+        """The plan of a rank with microbatches of so many sequences."""
         train = replace(self.config.train, batch_size=sequences, microbatch=sequences)
-        parallel = replace(self.config.parallel, tp=tensors)
+        parallel = replace(self.config.parallel, tp=mesh.tensor)
         config = replace(self.config, train=train, parallel=parallel)
         cut = tensor_cut(self.model)
         parts = {
             name: layer.part(
-                "in" if name in cut.in_ else "out", tensors, cut.segments.get(name, ())
+                "in" if name in cut.in_ else "out", mesh.tensor, cut.segments.get(name, ())
             )
             for name, layer in find_layers(self.model).items()
         }
         device = Device.elsewhere(self.gpu)
-        return build_plan(config, parts, self.timeline, device, data_ranks, stages=stages)
+        return build_plan(config, parts, self.timeline, device, mesh.data, stages=mesh.pipeline)
 
-    @property
-    def execution(self) -> Execution:
-        """How the run executes the model."""
-        train = self.config.train
-        return Execution(
-            compiled=train.compile,
-            recorded=train.cuda_graph,
+    def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
+        """(Title, steps, workload) of every stretch of the run."""
+        execution = Execution(
+            compiled=self.config.train.compile,
+            recorded=self.config.train.cuda_graph,
             recomputed=float(getattr(self.config.model, "recompute", False)),
             states=bytes_per_parameter(self.config),
             liger=self.kernels[0],
         )
-
-    def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
-        """(Title, steps, workload) of every stretch of the run."""
         uncut = find_layers(self.model)
         loads = []
         for stretch in plan.stretches:
@@ -139,133 +129,151 @@ class MeshPlan:
                 stretch.recipe,
                 sequences=sequences,
                 seq_len=self.config.train.seq_len,
-                execution=self.execution,
+                execution=execution,
             )
             loads.append((stretch.title, stretch.stop - stretch.start, load))
         return loads
 
     def costs(self) -> tuple[Plan, list[tuple[str, int, ClusterCost]]]:
-        """The plan, and the cost of every stretch on the mesh that was asked for.
+        """The plan, and (title, steps, cost) of every stretch on the mesh that was asked for.
 
         Raises:
             UserError: the mesh cannot be; the message says what to do.
         """
-        mesh = self.mesh()
-        batch, sequences = self._batch(mesh)
-        self.check(mesh, batch, sequences)
-        mesh = self.mesh(batch // mesh.data // sequences)
-        plan = self.plan(sequences, mesh.tensor, stages=mesh.pipeline, data_ranks=mesh.data)
+        mesh = self.mesh
+        self._check(mesh, self.config.train.microbatch)
+        sequences = self.config.train.rows(mesh.data)
+        plan = self.plan(sequences, mesh)
         check_oscillation(self.config, plan)
-        self._note(plan, mesh)
+        loads = self.workloads(plan, sequences)
         return plan, [
-            (title, steps, ClusterCost(load, self.gpu, self.links, mesh))
-            for title, steps, load in self.workloads(plan, sequences)
+            (title, steps, ClusterCost(load, self.gpu, mesh)) for title, steps, load in loads
         ]
 
-    def _batch(self, mesh: Mesh) -> tuple[int, int]:
-        """(Sequences of a step, sequences of a microbatch) on a mesh, which may not divide them."""
-        train = self.config.train
-        batch = train.batch_size
-        if not self._batch_named and batch % (mesh.data * mesh.pipeline):
-            batch = mesh.data * mesh.pipeline
-            self.notes.append(
-                f"train.batch_size={train.batch_size}, the default, does not divide over "
-                f"{mesh.data} data ranks: planned with train.batch_size={batch}"
-            )
-        if train.microbatch is not None:
-            return batch, train.microbatch
-        local = max(1, batch // mesh.data)
-        if mesh.pipeline == 1:
-            return batch, local
-        sequences = max(1, local // (4 * mesh.pipeline))
-        while local % sequences:
-            sequences -= 1
-        self.notes.append(
-            f"train.microbatch is not given: planned with train.microbatch={sequences}, because a "
-            "pipeline needs several microbatches"
-        )
-        return batch, sequences
-
-    def _note(self, plan: Plan, mesh: Mesh) -> None:
-        """Note how weights are gathered, and which kernels run between the products."""
+    def notes(self, plan: Plan) -> list[str]:
+        """How weights are gathered, and which kernels run between the products."""
+        mesh = self.mesh
+        liger, sentence = self.kernels
+        if mesh.tensor > 1 and liger:
+            sentence += " The loss is torch's where ranks share the vocabulary."
+        notes = [divided_blocks(plan), sentence]
         if mesh.shard > 1:
             layers = [layer for stretch in plan.stretches for layer in stretch.layers.values()]
             reader = self.config.train.whole_weights
             gather = self.config.parallel.gather
-            self.notes.append(gathers(layers, mesh.shard, gather, fully_gathered=reader))
-        liger, sentence = self.kernels
-        if mesh.tensor > 1 and liger:
-            sentence += " The loss is torch's where ranks share the vocabulary."
-        self.notes += filter(None, [divided_blocks(plan), sentence])
+            notes.insert(0, gathers(layers, mesh.shard, gather, fully_gathered=reader))
+        return list(filter(None, notes))
 
-    def check(self, mesh: Mesh, batch: int, sequences: int) -> None:
+    def _check(self, mesh: Mesh, sequences: int | None) -> None:
         """Check that a run with microbatches of so many sequences begins on `mesh`.
 
         Raises:
             UserError: it does not.
         """
+        train = replace(self.config.train, microbatch=sequences)
         parallel = replace(self.config.parallel, tp=mesh.tensor, pp=mesh.pipeline)
         with user_errors(TypeError, ValueError):
             if mesh.tensor > 1:
                 check_division(self.model, tensor_cut_of(self.model, mesh.tensor), mesh.tensor)
-            train = replace(self.config.train, batch_size=batch, microbatch=sequences)
-            check_cut(replace(self.config, train=train, parallel=parallel), mesh)
             if mesh.pipeline > 1:
                 tied_weights(self.model, cut_of(self.model, parallel))
+            check_cut(replace(self.config, train=train, parallel=parallel), mesh)
 
-    def search(self) -> tuple[list[MeshCandidate], int]:
-        """Every mesh, the best first, and the batch they are compared with.
+    def search(self) -> list[MeshCandidate]:
+        """Every mesh of the GPUs that a run begins on, the best first.
 
         Raises:
             UserError: there is none; the message says what to do.
         """
-        assert self.gpus is not None
-        self.plan(1, 1, stages=2)  # refuses what no mesh can run
+        self.plan(1, Mesh(pipeline=2))  # refuses what no mesh can run
         batch = self.config.train.batch_size
-        if not self._batch_named:
-            batch = self.gpus
-            self.notes.append(
-                f"train.batch_size is not given: meshes are compared with {batch} sequences, "
-                "one per GPU"
-            )
-        like = self.mesh()
-        if like.gather != self.config.parallel.gather:
-            why = self.config.train.whole_weights
-            self.notes.append(f"{why} takes float32 weights: they are not gathered as codes")
-        ranked = candidates(
-            self._measure(batch),
-            self.gpu,
-            self.links,
-            gpus=self.gpus,
-            batch=batch,
-            like=like,
-            recompute=(False, True) if hasattr(self.config.model, "recompute") else (False,),
-        )
-        if not ranked:
-            raise UserError(
-                f"no mesh of gpus={self.gpus} divides the model's heads and blocks and "
-                f"train.batch_size={batch}: take a batch that is a multiple of the number of GPUs"
-            )
-        return ranked, batch
-
-    def _measure(self, batch: int) -> Callable[[int, Mesh], Workload | None]:
-        """The workload of so many sequences on a mesh; None where the run does not begin."""
 
         @lru_cache
-        def load(sequences: int, tensors: int, data_ranks: int) -> Workload | None:
+        def load(sequences: int, mesh: Mesh) -> Workload | None:
             try:
-                plan = self.plan(sequences, tensors, data_ranks=data_ranks)
+                plan = self.plan(sequences, mesh)
             except UserError:
-                if tensors == 1:
+                if mesh.tensor == 1:
                     raise
                 return None  # the named backend runs no parts of layers
             return self.workloads(plan, sequences)[0][2]
 
         def measure(sequences: int, mesh: Mesh) -> Workload | None:
             try:
-                self.check(mesh, batch, sequences)
+                self._check(mesh, sequences)
             except UserError:
                 return None
-            return load(sequences, mesh.tensor, min(mesh.data, 2))
+            return load(sequences, Mesh(tensor=mesh.tensor, replicate=min(mesh.data, 2)))
 
-        return measure
+        recompute = (False, True) if hasattr(self.config.model, "recompute") else (False,)
+        ranked = candidates(measure, self.gpu, self.gpus, batch, self.mesh, recompute)
+        if not ranked:
+            raise UserError(
+                f"no mesh of gpus={self.gpus} divides the model's heads and blocks and "
+                f"train.batch_size={batch}: take a batch that is a multiple of the number of GPUs"
+            )
+        return ranked
+
+
+def candidates(
+    measure: Callable[[int, Mesh], Workload | None],
+    gpu: Gpu,
+    gpus: int,
+    batch: int,
+    like: Mesh,
+    recompute: Sequence[bool] = (False, True),
+) -> list[MeshCandidate]:
+    """Every mesh of `gpus` GPUs that divides a batch of `batch` sequences, fastest first, those
+    that fit before others.
+
+    Args:
+        measure: gives the workload of a microbatch of so many sequences on a mesh; None: the run
+            cannot begin there.
+        like: a mesh that communicates as those that are tried; its sizes do not matter.
+        recompute: the choices to try.
+    """
+    tried = []
+    for sequences in MICROBATCHES:
+        for mesh in _meshes(gpu, gpus, batch / sequences, like):
+            load = measure(sequences, mesh)
+            if load is None:
+                continue
+            for again in recompute:
+                execution = replace(load.execution, recomputed=float(again))
+                cost = ClusterCost(replace(load, execution=execution), gpu, mesh)
+                tried.append(MeshCandidate(cost=cost, sequences=sequences, recompute=again))
+    return sorted(
+        tried, key=lambda mesh: (not mesh.cost.fits, mesh.cost.seconds, mesh.cost.memory.total)
+    )
+
+
+def _meshes(gpu: Gpu, gpus: int, passes: float, like: Mesh) -> Iterator[Mesh]:
+    """Meshes whose data ranks divide so many forward passes, in pipelines that fill."""
+    for tensor in _divisors(gpus, INTERCONNECTS[gpu.name].domain):
+        for pipeline in _divisors(gpus // tensor, MOST_STAGES):
+            data = gpus // tensor // pipeline
+            if passes % data or 1 < pipeline > passes // data:
+                continue
+            for shard in _divisors(data, data):
+                yield replace(
+                    like,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    replicate=data // shard,
+                    shard=shard,
+                    microbatches=int(passes // data),
+                )
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+
+
+def distinct(ranked: Iterable[MeshCandidate], number: int) -> list[MeshCandidate]:
+    """The first candidates of distinct meshes, microbatches apart."""
+    best: dict[object, MeshCandidate] = {}
+    for candidate in ranked:
+        mesh = candidate.cost.mesh
+        key = (mesh.tensor, mesh.pipeline, mesh.shard, candidate.recompute)
+        best.setdefault(key, candidate)
+    return list(best.values())[:number]

@@ -22,8 +22,7 @@ from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.estimate import time_text
 from fp4train.lab.costs.links import NETWORK_SHARE, NVLINK_SHARE
 from fp4train.lab.costs.memory import USABLE
-from fp4train.lab.costs.mesh_plan import MeshPlan
-from fp4train.lab.costs.search import MeshCandidate
+from fp4train.lab.costs.mesh_plan import MeshCandidate, MeshPlan
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, Timeline
 from fp4train.precision.layers import find_layers
@@ -32,7 +31,6 @@ from fp4train.run.build import build_plan
 from fp4train.text import counted, screen, short, tabulate, with_unit
 
 _GIB: Final = 2**30
-_SHOWN_PARTS: Final = 9
 
 
 def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]], width: int | None = None) -> str:
@@ -53,7 +51,7 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]], width: int | N
         cost=cost,
         reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
         stages=", ".join(" and ".join(map(_blocks, parts)) for parts in shares),
-        beside=_beside(_memory(cost), _step(cost), width),
+        beside=_beside(_memory(cost), _step_table([(title, cost)], []), width),
         collectives=_collectives(cost, width) if cost.collectives else [],
         usable=USABLE * cost.gpu.capacity,
         speeds=tabulate(
@@ -96,15 +94,6 @@ def _memory(cost: ClusterCost) -> list[str]:
     rows = [(name, _gib(value)) for name, value in parts if value >= 0.05 * _GIB]
     total = f"{_gib(cost.memory.total)} of {_gib(cost.gpu.capacity)}"
     return tabulate([(f"memory of a rank{stage}", "GiB"), *rows, ("together", total)])
-
-
-def _step(cost: ClusterCost) -> list[str]:
-    ranked = sorted(cost.parts.items(), key=lambda item: -item[1])
-    small = sum(value for _, value in ranked[_SHOWN_PARTS:])
-    shown = [*ranked[:_SHOWN_PARTS], *([("the rest", small)] if small else [])]
-    rows = [(name, time_text(value), f"{value / cost.seconds:.0%}") for name, value in shown]
-    total = ("together", time_text(cost.seconds), "")
-    return tabulate([("a step", "time", "share"), *rows, total])
 
 
 def _collectives(cost: ClusterCost, width: int | None) -> list[str]:
@@ -156,7 +145,6 @@ def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
         "host_bytes": cost.memory.host,
         "seconds": dict(cost.parts),
         "collectives": [dict(vars(flow)) for flow in cost.collectives],
-        "not_coded": {why: dict(names) for why, names in cost.not_coded.items()},
     }
 
 
@@ -169,71 +157,38 @@ def render_candidates(
     """Meshes of a search, and the command that asks for the best.
 
     Args:
-        width: most characters of a line.
         candidates: all meshes of the search.
         shown: the best, and the fastest that do not fit.
+        width: most characters of a line.
     """
-    cost = candidates[0].cost
-    fitting = sum(candidate.cost.fits for candidate in candidates)
-    usable = _gib(USABLE * cost.gpu.capacity)
-    head = (
-        f"{fitting} of {len(candidates)} meshes fit {cost.mesh.gpus} {cost.gpu} ({usable} GiB "
-        "of each usable)"
-    )
+    header = ("mesh", "tokens/s per GPU", "GiB", "")
     rows = [
         (
             " ".join(candidate.overrides()),
             f"{candidate.cost.tokens_per_gpu:,.0f}",
             _gib(candidate.cost.memory.total),
-            "" if candidate.cost.fits else f"does not fit: {_largest(candidate.cost)}",
+            "" if candidate.cost.fits else f"does not fit: {_largest(candidate.cost, 1)}",
         )
         for candidate in shown
     ]
-    table = tabulate([("mesh", "tokens/s per GPU", "GiB", ""), *rows], right=(1, 2), width=width)
-    if fitting:
-        end = [f"the cheapest: {command}"]
-    else:
-        end = _missing(shown[0].cost)
-    return "\n".join([head, *table, *end])
+    cost = shown[0].cost
+    return screen(
+        __package__,
+        "search.txt",
+        {"gib": _gib},
+        cost=cost,
+        fitting=sum(candidate.cost.fits for candidate in candidates),
+        tried=len(candidates),
+        usable=USABLE * cost.gpu.capacity,
+        table=tabulate([header, *rows], right=(1, 2), width=width),
+        largest=_largest(cost, 3),
+        command=command,
+    )
 
 
-def _missing(cost: ClusterCost) -> list[str]:
-    """How much memory the mesh that needs least lacks, and what makes its largest parts smaller."""
-    parts = cost.memory.parts
-    lacks = cost.memory.total - USABLE * cost.gpu.capacity
-    lines = [
-        f"the mesh that needs least lacks {_gib(lacks)} GiB of each GPU; what takes most, and "
-        "what helps:"
-    ]
-    ranked = sorted((name for name in parts if name in _SMALLER), key=lambda name: -parts[name])
-    lines += [f"{name} ({_gib(parts[name])} GiB): {_SMALLER[name]}" for name in ranked[:2]]
-    if cost.workload.execution.moment_bytes > 4:
-        half = parts["moments"] / 2
-        if half >= lacks:
-            enough = "which is enough"
-        else:
-            enough = "which is not enough"
-        lines.append(f"optim.moments=bfloat16 saves {_gib(half)} GiB, {enough}")
-    return lines
-
-
-_SMALLER: Final = {
-    "weights, float32": "more GPUs, as parallel.dp_shard or parallel.pp",
-    "moments": "more GPUs, as parallel.dp_shard or parallel.pp",
-    "gradients": "one microbatch, whose gradients are reduced block by block: a smaller "
-    "train.batch_size; or more parallel.pp",
-    "activations": "model.recompute=true, a smaller train.seq_len or train.microbatch",
-    "weights in BF16": "parallel.dp_shard above 1, which frees them after use",
-    "unsharded weights": "two blocks and the gradients of one, whatever parallel.dp_shard is: "
-    "parallel.tp cuts them where the model allows it; a GPU with more memory",
-    "logits and head": "a smaller vocabulary, or parallel.tp",
-}
-"""Part of a rank's memory → what makes it smaller."""
-
-
-def _largest(cost: ClusterCost) -> str:
-    name, value = max(cost.memory.parts.items(), key=lambda item: item[1])
-    return f"{name} {_gib(value)} GiB"
+def _largest(cost: ClusterCost, number: int) -> str:
+    ranked = sorted(cost.memory.parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {_gib(size)} GiB" for name, size in ranked[:number])
 
 
 def step_costs(mesh_plan: MeshPlan, plan: Plan) -> list[tuple[str, ClusterCost]]:
@@ -247,9 +202,7 @@ def step_costs(mesh_plan: MeshPlan, plan: Plan) -> list[tuple[str, ClusterCost]]
     loads = [("all in BF16", load_in_bf16)]
     loads += [(title, load) for title, _, load in mesh_plan.workloads(plan, sequences)]
     mesh = Mesh(microbatches=train.microbatches)
-    return [
-        (title, ClusterCost(load, mesh_plan.gpu, mesh_plan.links, mesh)) for title, load in loads
-    ]
+    return [(title, ClusterCost(load, mesh_plan.gpu, mesh)) for title, load in loads]
 
 
 def render_step(costs: Sequence[tuple[str, ClusterCost]], width: int | None = None) -> str:
@@ -263,18 +216,27 @@ def render_step(costs: Sequence[tuple[str, ClusterCost]], width: int | None = No
     for title, cost in costs:
         distinct.setdefault(tuple(cost.parts.items()), (title, cost))
     columns = list(distinct.values())
-    names = dict.fromkeys(name for _, cost in reversed(columns) for name in cost.parts)
-    rows = [(name, *(_cell(cost, name) for _, cost in columns)) for name in names]
-    head = ("where a step goes", *(title.partition(" (")[0] for title, _ in columns))
     ends = [
-        ("together", *(time_text(cost.seconds) for _, cost in columns)),
         ("tokens/s", *(f"{cost.tokens_per_gpu:,.0f}" for _, cost in columns)),
         ("queued by the host in", *(time_text(cost.host) for _, cost in columns)),
     ]
-    return "\n".join(tabulate([head, *rows, *ends], right=range(1, len(head)), width=width))
+    return "\n".join(_step_table(columns, ends, width))
 
 
-def _cell(cost: ClusterCost, name: str) -> str:
+def _step_table(
+    columns: Sequence[tuple[str, ClusterCost]],
+    ends: Sequence[tuple[str, ...]],
+    width: int | None = None,
+) -> list[str]:
+    """Seconds of a step by what they are spent on, and lines at the end."""
+    names = dict.fromkeys(name for _, cost in reversed(columns) for name in cost.parts)
+    head = ("where a step goes", *(title.partition(" (")[0] for title, _ in columns))
+    rows = [(name, *(_share(cost, name) for _, cost in columns)) for name in names]
+    total = ("together", *(time_text(cost.seconds) for _, cost in columns))
+    return tabulate([head, *rows, total, *ends], right=range(1, len(head)), width=width)
+
+
+def _share(cost: ClusterCost, name: str) -> str:
     seconds = cost.parts.get(name, 0.0)
     if seconds:
         return f"{time_text(seconds)} ({seconds / cost.seconds:.0%})"

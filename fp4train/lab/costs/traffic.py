@@ -1,7 +1,6 @@
-"""What ranks of a mesh send each other for one block: its stream between tensor-parallel ranks, its
-weights and their gradients between data ranks.
+"""What tensor-parallel ranks send each other of the stream of one block.
 
-The collectives of tensor parallelism follow from the table of parameters (`ParameterSpec.cut`):
+The collectives follow from the table of parameters (`ParameterSpec.cut`):
 
     OUT       forward gathers x, once for the layers that read it; backward gathers it again for
               wgrad, since a rank keeps its tokens only, and scatters dx
@@ -14,11 +13,10 @@ recipe quantises are gathered as codes (`LayerPlan.sources`), but for those of e
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from fp4train.lab.costs.links import NOTHING_SENT, Group, Traffic
-from fp4train.lab.costs.weights import ModelWeight, elements
+from fp4train.lab.costs.weights import ModelWeight
 from fp4train.parallel.config import Mesh
 from fp4train.parameters import Split
 from fp4train.precision.layer_plan import LayerPlan
@@ -27,7 +25,7 @@ from fp4train.precision.layer_plan import LayerPlan
 def tensor_traffic(
     weights: Sequence[ModelWeight], stream: float, mesh: Mesh, group: Group
 ) -> tuple[Traffic, Traffic]:
-    """(Forward, backward) of tensor parallelism in a block and microbatch.
+    """(Forward, backward) in a block and microbatch.
 
     Args:
         weights: weights of the block.
@@ -78,51 +76,3 @@ def _sent_for_both(stream: float, plan: LayerPlan) -> float:
     if any(operand.codes is None for operand in operands):
         return stream
     return sum(_sent(stream, plan, gemm, "dy") for gemm in ("dgrad", "wgrad"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """The weights of a block between ranks.
-
-    Args:
-        forward, backward: gathers before the two passes.
-        gradients: reduction of their gradients, once per step.
-        copied: bytes that FSDP copies per step.
-    """
-
-    forward: Traffic
-    backward: Traffic
-    gradients: Traffic
-    copied: float
-
-
-def weight_traffic(
-    weights: Sequence[ModelWeight],
-    mesh: Mesh,
-    shards: Group,
-    replicas: Group,
-    *,
-    kept: bool = False,
-    repeats: bool = False,
-) -> Wire:
-    """Traffic of gathering weights and reducing their gradients.
-
-    Args:
-        kept: whether they stay gathered from forward to backward.
-        repeats: whether backward recomputes forward.
-    """
-    forward = sum(weight.wire_bytes(mesh) for weight in weights)
-    backward = 0.0
-    if not kept:
-        backward = sum(
-            weight.wire_bytes(mesh, backward=True, repeats=repeats) for weight in weights
-        )
-    count = elements(weights, mesh)
-    gradients = mesh.reduce_bytes * count
-    copied = 2 * (mesh.microbatches * (forward + backward) + gradients)
-    return Wire(
-        forward=shards.gather(forward),
-        backward=shards.gather(backward),
-        gradients=shards.gather(gradients) + replicas.reduce(4 * count / mesh.shard),
-        copied=copied if mesh.shard > 1 else 0.0,
-    )

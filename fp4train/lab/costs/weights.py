@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import nn
 
 from fp4train.parallel.config import Mesh
@@ -46,6 +47,13 @@ class ModelWeight:
     @property
     def count(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it is multiplied."""
+        if self.plan is None:
+            return torch.float32
+        return self.plan.table.torch_dtype
 
     def of_rank(self, mesh: Mesh) -> float:
         """Elements after tensor parallelism."""
@@ -110,10 +118,9 @@ class ModelWeight:
             # GEMMs read square blocks in both directions, as two copies.
             copies = 2 / len({operand.shared for operand in operands if operand.codes})
             return copies * codes + (0.0 if form.coded else gathered)
-        dtype = self.plan.table.torch_dtype
-        if mesh.shard > 1 and form.dtype == dtype:
+        if mesh.shard > 1 and form.dtype == self.dtype:
             return gathered  # it is multiplied as it came
-        return self.of_rank(mesh) * dtype.itemsize + gathered
+        return self.of_rank(mesh) * self.dtype.itemsize + gathered
 
 
 def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[ModelWeight]:

@@ -133,20 +133,6 @@ class Workload:
         """The weights outside the blocks that planned layers multiply."""
         return [weight for weight in self.outside if weight.plan is not None]
 
-    def not_coded(self, mesh: Mesh) -> dict[str, dict[str, int]]:
-        """Quantised weights that are not gathered as codes: why → layer in its block
-        ("attention.wk") → number of weights.
-        """
-        reasons: dict[str, dict[str, int]] = {}
-        for kind, times in Counter(self.order).items():
-            for weight in self.kinds[kind].layers:
-                why = weight.wire(mesh).why
-                if mesh.shard > 1 and why is not None:
-                    name = weight.spec.layer.partition(f".{weight.block}.")[2]
-                    names = reasons.setdefault(why, {})
-                    names[name] = names.get(name, 0) + times
-        return reasons
-
 
 def workload(
     model: nn.Module,

@@ -10,10 +10,11 @@ from llama_shapes import SEQ_LEN, SHAPES, executed, measured, model
 
 from fp4train.hardware import GPUS, find_gpu
 from fp4train.lab.costs.cluster import ClusterCost
-from fp4train.lab.costs.links import INTERCONNECTS, Group, interconnect
+from fp4train.lab.costs.links import INTERCONNECTS, Group
 from fp4train.lab.costs.memory import rank_memory
-from fp4train.lab.costs.search import candidates
+from fp4train.lab.costs.mesh_plan import candidates
 from fp4train.lab.costs.traffic import tensor_traffic
+from fp4train.lab.costs.workload import Workload
 from fp4train.parallel.config import Mesh
 from fp4train.parameters import Split
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Recipe
@@ -21,8 +22,8 @@ from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Dela
 MIB = 2**20
 GB200 = find_gpu("GB200")
 H100 = find_gpu("H100")
-NVL72 = interconnect(GB200)
-DGX = interconnect(H100)
+NVL72 = INTERCONNECTS["GB200"]
+DGX = INTERCONNECTS["H100"]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,18 @@ def test_a_gather_of_405b_under_tensor_parallelism_sends_a_quarter_of_bf16() -> 
     assert sent["bf16"] / 1e9 == pytest.approx(100.7, abs=0.7)
 
 
+def not_coded(load: Workload, mesh: Mesh) -> dict[str, list[str]]:
+    """Quantised weights that are not gathered as codes: why → their layers, a name per block."""
+    reasons: dict[str, list[str]] = {}
+    for index in load.order:
+        for weight in load.kinds[index].layers:
+            why = weight.wire(mesh).why
+            if mesh.shard > 1 and why is not None:
+                layer = weight.spec.layer.partition(f".{weight.block}.")[2]
+                reasons.setdefault(why, []).append(layer)
+    return reasons
+
+
 @pytest.mark.parametrize(
     ("name", "shard", "tensor", "expected"),
     [
@@ -115,24 +128,23 @@ def test_shards_that_cut_blocks_of_scales_are_named(
 ) -> None:
     load = measured(name, NVFP4(), GB200, backend="emulate")
     mesh = Mesh(shard=shard, tensor=tensor)
-    found = load.not_coded(mesh)
-    assert {why: list(names) for why, names in found.items()} == {
-        f"a shard of {rows} is not whole blocks of 16": names for rows, names in expected.items()
+    assert not_coded(load, mesh) == {
+        f"a shard of {rows} is not whole blocks of 16": names * len(load.order)
+        for rows, names in expected.items()
     }
-    assert all(number == len(load.order) for names in found.values() for number in names.values())
 
 
 @pytest.mark.parametrize(("recipe", "rows"), [(MXFP8(), 32), (FP8Block(), 128)], ids=str)
 def test_larger_blocks_need_larger_shards(recipe: Recipe, rows: int) -> None:
     """wk of 8B has 1024 rows."""
     load = measured("8B", recipe, GB200 if rows == 32 else H100, backend="emulate")
-    assert not load.not_coded(Mesh(shard=1024 // rows))
-    (names,) = load.not_coded(Mesh(shard=2048 // rows)).values()
+    assert not not_coded(load, Mesh(shard=1024 // rows))
+    (names,) = not_coded(load, Mesh(shard=2048 // rows)).values()
     assert "attention.wk" in names
 
 
 def test_scales_of_whole_tensors_are_never_cut() -> None:
-    assert not measured("8B", FP8Current(), H100, backend="emulate").not_coded(Mesh(shard=512))
+    assert not not_coded(measured("8B", FP8Current(), H100, backend="emulate"), Mesh(shard=512))
 
 
 def test_a_form_is_gathered_when_its_gemm_runs() -> None:
@@ -154,12 +166,12 @@ def test_what_is_sent_is_what_a_run_sends() -> None:
     """Transformer Engine takes codes, but not under delayed scaling; others send BF16."""
     load = measured("8B", NVFP4(), GB200)
     down = "mlp.down"
-    delayed = measured("8B", FP8Delayed(), GB200, backend="te").not_coded(Mesh(shard=8))
+    delayed = not_coded(measured("8B", FP8Delayed(), GB200, backend="te"), Mesh(shard=8))
     assert delayed.keys() == {
         "Transformer Engine enters the amax of the weight into its history of delayed scaling"
     }
-    assert not load.not_coded(Mesh(shard=8))
-    assert not load.not_coded(Mesh(shard=8, tensor=2)) and not load.not_coded(Mesh(tensor=2))
+    assert not not_coded(load, Mesh(shard=8))
+    assert not not_coded(load, Mesh(shard=8, tensor=2)) and not not_coded(load, Mesh(tensor=2))
     weight = next(
         w
         for w in measured("8B", BF16(), H100).kinds[0].weights
@@ -184,7 +196,7 @@ def test_packed_bytes_are_those_of_a_quantised_tensor() -> None:
 
 def test_the_parts_of_a_step_add_up_and_the_bubble_is_its_share() -> None:
     load = measured("405B", NVFP4(), GB200)
-    cost = ClusterCost(load, GB200, NVL72, Mesh(shard=8, tensor=8, pipeline=2, microbatches=8))
+    cost = ClusterCost(load, GB200, Mesh(shard=8, tensor=8, pipeline=2, microbatches=8))
     staged = {k: v for k, v in cost.parts.items() if k not in ("optimizer", "pipeline sends")}
     staged = {k: v for k, v in staged.items() if not k.startswith(("first", "norm"))}
     assert cost.parts["pipeline bubble"] / sum(staged.values()) == pytest.approx(cost.mesh.bubble)
@@ -197,7 +209,7 @@ def test_the_parts_of_a_step_add_up_and_the_bubble_is_its_share() -> None:
 def test_more_shards_hold_less_and_send_more(shard: int) -> None:
     load = measured("70B", NVFP4(), GB200)
     few, many = (
-        ClusterCost(load, GB200, NVL72, Mesh(shard=n, microbatches=2)) for n in (shard, 2 * shard)
+        ClusterCost(load, GB200, Mesh(shard=n, microbatches=2)) for n in (shard, 2 * shard)
     )
     assert many.memory.parts["moments"] == pytest.approx(few.memory.parts["moments"] / 2)
     assert many.memory.total < few.memory.total
@@ -208,7 +220,7 @@ def test_recomputation_keeps_inputs_only_and_costs_a_forward_pass() -> None:
     load = measured("70B", NVFP4(), GB200)
     mesh = Mesh(shard=64)
     kept, again = (
-        ClusterCost(executed(load, recomputed=share), GB200, NVL72, mesh) for share in (0.0, 1.0)
+        ClusterCost(executed(load, recomputed=share), GB200, mesh) for share in (0.0, 1.0)
     )
     inputs = 80 * SEQ_LEN * 8192 * 2
     assert again.memory.parts["activations"] == pytest.approx(inputs + load.kinds[0].cost.saved)
@@ -236,10 +248,10 @@ def test_activations_sent_as_codes_are_a_quarter_of_bf16_and_a_little() -> None:
     mesh = Mesh(tensor=8)
     elements = SEQ_LEN * 4096
     blocks = 32
-    sent = {each.name: each.sent for each in ClusterCost(load, H100, DGX, mesh).collectives}
+    sent = {each.name: each.sent for each in ClusterCost(load, H100, mesh).collectives}
     expected = 7 / 8 * elements * blocks * ((2 + 2 * 2 + 5) * 0.5625 + 7 * 4)
     assert sent["tensor gathers and scatters"] == pytest.approx(expected, rel=1e-3)
-    in_bf16 = ClusterCost(measured("8B", BF16(), H100), H100, DGX, Mesh(tensor=8, joined=True))
+    in_bf16 = ClusterCost(measured("8B", BF16(), H100), H100, Mesh(tensor=8, joined=True))
     plain = {each.name: each.sent for each in in_bf16.collectives}
     assert plain["tensor gathers and scatters"] == pytest.approx(7 / 8 * elements * blocks * 10 * 2)
 
@@ -297,7 +309,7 @@ def test_embedding_and_head_count_in_what_is_sent() -> None:
     blocks = sum(
         w.wire_bytes(Mesh(shard=8)) for kind in load.order for w in load.kinds[kind].weights
     )
-    cost = ClusterCost(load, GB200, NVL72, Mesh(shard=8, microbatches=2))
+    cost = ClusterCost(load, GB200, Mesh(shard=8, microbatches=2))
     sent = {each.name: each.sent for each in cost.collectives}
     assert sent["weight gather, forward"] == pytest.approx(7 / 8 * 2 * (blocks + outside))
     assert sent["weight gather, backward"] == pytest.approx(7 / 8 * 2 * blocks)
@@ -348,14 +360,14 @@ def test_the_search_finds_the_fastest_mesh_that_fits() -> None:
     def measure(sequences: int, mesh: Mesh):  # type: ignore[no-untyped-def]
         return measured("8B", FP8Current(), H100, sequences=sequences)
 
-    found = candidates(measure, H100, DGX, gpus=16, batch=64, like=Mesh(gather="bf16"))
+    found = candidates(measure, H100, 16, 64, Mesh(gather="bf16"))
     fitting = [each for each in found if each.cost.fits]
     assert fitting
     assert found[0].cost.seconds == min(each.cost.seconds for each in fitting)
     assert all(each.cost.mesh.gpus == 16 and each.cost.tokens == 64 * SEQ_LEN for each in found)
     assert {each.cost.mesh.tensor for each in found} == {1, 2, 4, 8}
     assert {each.cost.mesh.gather for each in found} == {"bf16"}
-    assert not ClusterCost(load, H100, DGX, Mesh(replicate=16, microbatches=4)).fits, (
+    assert not ClusterCost(load, H100, Mesh(replicate=16, microbatches=4)).fits, (
         "8 B need 128 GB of state"
     )
 
@@ -364,5 +376,5 @@ def test_405b_on_1024_gpus_is_planned_in_seconds() -> None:
     model.cache_clear()
     started = time.process_time()
     load = measured("405B", NVFP4(), GB200)
-    ClusterCost(load, GB200, NVL72, Mesh(shard=128, tensor=8))
+    ClusterCost(load, GB200, Mesh(shard=128, tensor=8))
     assert time.process_time() - started < 8

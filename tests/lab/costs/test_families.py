@@ -15,7 +15,6 @@ import fp4train as f4
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.host import EXPERT, HOST, host_seconds
-from fp4train.lab.costs.links import interconnect
 from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
 from fp4train.lab.costs.rows import layer_costs
 from fp4train.lab.costs.workload import Workload, workload
@@ -164,7 +163,7 @@ def mixture(count: int, mesh: Mesh | None = None) -> ClusterCost:
     gpu = find_gpu("B200")
     experts = ExpertShape(count=count, hidden=16)
     shape = MixtureOfExperts(width=WIDTH, layers=2, heads=2, kv_heads=2, experts=experts)
-    return ClusterCost(measured(shape), gpu, interconnect(gpu), mesh or Mesh())
+    return ClusterCost(measured(shape), gpu, mesh or Mesh())
 
 
 def test_tensor_parallel_ranks_have_and_queue_their_experts_and_sum_their_outputs() -> None:

@@ -14,7 +14,6 @@ from llama_shapes import executed, measured
 from fp4train.hardware import Gpu, find_gpu
 from fp4train.lab.costs import cluster
 from fp4train.lab.costs.cluster import ClusterCost
-from fp4train.lab.costs.links import interconnect
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
 
@@ -59,7 +58,7 @@ class Point:
             recomputed=self.recomputed,
         )
         load = executed(load, logit_bytes=CROSS_ENTROPY)
-        return ClusterCost(load, self.gpu, interconnect(self.gpu), self.mesh)
+        return ClusterCost(load, self.gpu, self.mesh)
 
 
 def titan(model: str, recipe: Recipe, published: float, mesh: dict[str, int], **run: Any) -> Point:

@@ -13,7 +13,6 @@ from fp4train.hardware import find_gpu
 from fp4train.lab.costs import cluster
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.host import HOST
-from fp4train.lab.costs.links import interconnect
 from fp4train.lab.costs.roofline import gemm_seconds, sustained
 from fp4train.parallel.config import Mesh
 from fp4train.precision import NVFP4
@@ -174,8 +173,7 @@ def test_a_step_takes_no_less_than_the_host_needs_unless_it_is_recorded() -> Non
     )
     load = measured("8B", NVFP4(), find_gpu("B200"), compiled=False)
     slow, recorded = (
-        ClusterCost(each, gpu, interconnect(gpu), Mesh())
-        for each in (load, executed(load, recorded=True))
+        ClusterCost(each, gpu, Mesh()) for each in (load, executed(load, recorded=True))
     )
     assert slow.seconds == pytest.approx(slow.host) and slow.parts["waiting for the host"] > 0
     assert slow.host > 32 * 7 * HOST["te"]
