@@ -238,10 +238,11 @@ def describe(
     block = "tensor" if rows is None else "row" if columns is None else f"{rows}×{columns}"
     if along_tokens and columns is not None:
         block += " along tokens"
-    if spec.scale != "pow2":
-        scale = spec.scale.upper()
-    else:
+    powers_of_two = spec.scale_format.mantissa_bits == 0
+    if powers_of_two and not spec.scale_format.is_byte:
         scale = "FP32 2ᵏ"
+    else:
+        scale = spec.scale.upper()
     if spec.scale_rounding:
         scale += f" {spec.scale_rounding}"
     if spec.global_scale:

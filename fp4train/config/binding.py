@@ -21,7 +21,7 @@ from fp4train.config.folders import own_options
 from fp4train.config.foreign import suggestion
 from fp4train.config.plugins import own_class
 from fp4train.errors import UserError, user_errors
-from fp4train.keys import MayDiffer
+from fp4train.keys import MayDiffer, WrittenUnder
 from fp4train.paths import NamesDestination, NamesPath, is_hub_name
 from fp4train.text import near_miss
 
@@ -57,7 +57,8 @@ def bind(node: Any, hint: Any, path: str) -> Any:
     if isinstance(node, str) and node == MISSING:
         raise UserError(f"{path} must be given: {path}=…")
     if isinstance(node, Mapping):
-        return _bind_mapping(node, options, path)
+        marks = (mark for mark in _marks(hint) if isinstance(mark, WrittenUnder))
+        return _bind_mapping(node, options, path, next(marks, None))
     for option in options:
         if (
             _is_sequence(option)
@@ -329,7 +330,9 @@ def as_node(value: Any) -> Any:
     return value
 
 
-def _bind_mapping(node: Mapping[Any, Any], options: tuple[Any, ...], path: str) -> Any:
+def _bind_mapping(
+    node: Mapping[Any, Any], options: tuple[Any, ...], path: str, mark: WrittenUnder | None
+) -> Any:
     if "_target_" in node:
         kind = own_class(node["_target_"], f"{path}._target_" if path else "_target_")
         reasons = [_why_not(kind, option) for option in options]
@@ -338,10 +341,10 @@ def _bind_mapping(node: Mapping[Any, Any], options: tuple[Any, ...], path: str) 
             raise UserError(
                 f"{path}: {kind.__name__} cannot stand here; {_allowed(options)} is needed{because}"
             )
-        return _construct(kind, {k: v for k, v in node.items() if k != "_target_"}, path)
+        return _construct(kind, {k: v for k, v in node.items() if k != "_target_"}, path, mark)
     for option in options:
         if isinstance(option, type) and dataclasses.is_dataclass(option):
-            return _construct(option, node, path)
+            return _construct(option, node, path, mark)
         if _is_mapping(option):
             return {
                 str(key): bind(value, get_args(option)[1], f"{path}.{key}")
@@ -382,7 +385,7 @@ def _takes(method: Any, protocol_method: Callable[..., Any]) -> bool:
     )
 
 
-def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
+def _construct(kind: type, node: Mapping[Any, Any], path: str, mark: WrittenUnder | None) -> Any:
     fields = _fields(kind)
     prefix = f"{path}." if path else ""
     for key in node:
@@ -402,8 +405,10 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
         return kind(**values)
     except (TypeError, ValueError) as error:
         message = str(error)
+        if mark is not None:
+            message = mark.placed(message, kind, path)
         if not message.startswith(prefix):
-            message = f"{path or 'configuration'}: {error}"
+            message = f"{path or 'configuration'}: {message}"
         raise UserError(message) from error
 
 

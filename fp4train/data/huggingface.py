@@ -179,7 +179,7 @@ def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) ->
         if first_row is None:
             continue
         if beside and first_row.value is not None and not isinstance(first_row.value, str):
-            _log.warning("%s: data.column=%s holds no text. The file is passed over", path, column)
+            _log.warning("%s: its column %s holds no text. The file is passed over", path, column)
             continue
         for row in chain([first_row], rows):
             for piece in _pieces(path, column, row):

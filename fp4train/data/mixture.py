@@ -8,9 +8,11 @@ is shown again, in another order.
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Annotated, Final
 
 import numpy as np
 
@@ -20,16 +22,21 @@ from fp4train.data.token_array import TokenArray, TokenPart
 from fp4train.data.tokenizers import Bytes
 from fp4train.data.tokens import Piece, TokenData, TokenizerConfig, check_tokenizer
 from fp4train.errors import DataError, data_errors
+from fp4train.keys import WrittenUnder
 
 CYCLE = 4096
 """Sequences of a cycle, in which every part has its share: the precision of weights."""
+
+
+SOURCE: Final = WrittenUnder("data")
+"""Where the messages of sources write their keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weighted:
     """A source and its weight among those of all parts."""
 
-    source: TextSource
+    source: Annotated[TextSource, SOURCE]
     weight: float = 1.0
 
 
@@ -99,12 +106,12 @@ class Mixture:
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         corpora = dict[str, Corpus]()
         for name, part in self.parts.items():
-            with data_errors(DataError, before=f"data.parts.{name}: "):
+            with self._errors_of(name):
                 corpora[name] = part.source.corpus(run_dir)
         tokenizer = self.tokenizer.build(lambda: self._documents(corpora), run_dir)
         parts = dict[str, TokenData]()
         for name, corpus in corpora.items():
-            with data_errors(DataError, before=f"data.parts.{name}: "):
+            with self._errors_of(name):
                 parts[name] = corpus.tokens(tokenizer, seq_len)
         listed = "; ".join(
             f"{name} {self.shares[name] / CYCLE:.2%} of {data.description}"
@@ -119,6 +126,19 @@ class Mixture:
             f"a mixture: {listed}",
             digest="+".join(digests) or None,
         )
+
+    def _errors_of(self, name: str) -> AbstractContextManager[None]:
+        """A context whose data errors name a part and its keys."""
+        place = f"data.parts.{name}"
+        kind = type(self.parts[name].source)
+
+        def message(error: DataError) -> str:
+            placed = SOURCE.placed(str(error), kind, f"{place}.source")
+            if placed.startswith(place):
+                return placed
+            return f"{place}: {placed}"
+
+        return data_errors(DataError, message=message)
 
     def _documents(self, corpora: Mapping[str, Corpus]) -> Iterator[Piece]:
         """The documents of all parts in turn, so that each has given as many characters as its

@@ -28,6 +28,7 @@ from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT, Format, format_of
 from fp4train.exchange.stored import EMBEDDING, PIECE_BYTES, StoredModel
+from fp4train.formats.scale import E4M3_SCALE
 from fp4train.hardware import Device
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch, make_plan
@@ -225,7 +226,7 @@ def _scales(q: Quantized) -> Tensor:
         return q.scales
     rows = q.spec.block[0] or 1
     scales = q.scales.repeat_interleave(rows, 0)[: q.shape[0]].contiguous()
-    if q.spec.scale == "e4m3":
+    if q.spec.scale_format == E4M3_SCALE:
         return scales.view(FP8)
     return scales
 

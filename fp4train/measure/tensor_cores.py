@@ -29,6 +29,7 @@ package mmaemu, which was compared with an H100, for Hopper and Ada; Microsoft's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -182,7 +183,7 @@ def _factor(operand: Quantized) -> _Factor:
     height, width = spec.block
     scales_RK = scales.repeat_interleave(height or 1, dim=0)[: elements_RK.shape[0]]
     scales_RK = scales_RK.repeat_interleave(width or 1, dim=1)
-    smallest = -6 if spec.scale == "e4m3" else -127
+    smallest = int(math.log2(spec.scale_format.smallest_normal))
     scale_exponents_RK = _exponents(scales_RK).clamp_min(smallest)
     global_scale = operand.global_decode()
     if global_scale is None:

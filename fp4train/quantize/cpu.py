@@ -69,7 +69,7 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
                 f"{field}={value!r} has no C kernel (known: {', '.join(map(str, kernel_values))})"
             )
     cols = spec.block[1]
-    if cols is None and spec.scale not in ("fp32", "pow2"):
+    if cols is None and spec.scale_format.is_byte:
         return f"scale={spec.scale!r} with block={spec.block!r} has no C kernel"
     if cols is not None and cols not in cpu.ROW_BLOCKS:
         return (

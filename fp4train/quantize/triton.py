@@ -111,7 +111,7 @@ def why_not_spec(spec: QuantSpec) -> str | None:
         return f"guard={spec.guard!r} with scale={spec.scale!r} has no Triton kernel"
     rows, cols = spec.block
     if cols is None:
-        if spec.scale not in ("fp32", "pow2") or spec.hadamard is not None or spec.format.packed:
+        if spec.scale_format.is_byte or spec.hadamard is not None or spec.format.packed:
             what = f"scale={spec.scale!r}, element={spec.element!r}, hadamard={spec.hadamard!r}"
             return f"block={spec.block!r} with {what} has no Triton kernel"
         return None

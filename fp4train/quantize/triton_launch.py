@@ -364,10 +364,10 @@ def _scales(spec: QuantSpec, dtype: torch.dtype) -> dict[str, Any]:
     if spec.block[1] is None:
         outer = "tensor" if spec.block[0] is None else "row"
     scale = spec.scale
-    if scale == "e8m0":
-        scale = f"e8m0_{spec.scale_rounding}"
-    elif scale == "e4m3" and spec.formula == "te2.13":
-        scale = "e4m3_te2.13"
+    if spec.scale_format.roundings:
+        scale = f"{scale}_{spec.scale_rounding}"
+    elif spec.formula == "te2.13":
+        scale = f"{scale}_te2.13"
     return {
         "scale": scale,
         "signed_zero": not spec.scale_format.needs_global,

@@ -49,8 +49,8 @@ def test_a_run_on_a_mixture_is_resumed_to_the_bit_wherever_a_part_has_moved(
     ("words", "message"),
     [
         (["data.parts.rows.weight=0"], "data.parts.rows.weight=0"),
-        (["data.parts.rows.source.column=text"], "data.parts.rows: data.column=text is not in"),
-        (["data.parts.prose.source.val=7.5"], "data.parts.prose.source: data.val=7.5"),
+        (["data.parts.rows.source.column=text"], "data.parts.rows.source.column=text is not in"),
+        (["data.parts.prose.source.val=7.5"], "data.parts.prose.source.val=7.5: allowed"),
     ],
 )
 def test_what_is_wrong_with_a_part_is_said_with_its_name(

@@ -46,12 +46,8 @@ def needs_amax(spec: QuantSpec) -> bool:
 
 
 def decoded_bytes(spec: QuantSpec) -> int:
-    """Bytes of a decoded element: BF16, or float32 under float32 block scales, whose products are
-    not exact in BF16.
-    """
-    if spec.scale == "fp32" and None not in spec.block:
-        return 4
-    return 2
+    """Bytes of a decoded element: BF16, or float32 where its values are not exact in BF16."""
+    return 2 if spec.exact_in_bf16 else 4
 
 
 def code_bytes(spec: QuantSpec, count: int) -> float:
