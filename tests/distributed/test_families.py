@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import tiny_run
+from families import BEYOND_LLAMA, tiny_run
 from patches import DIES_AT_4
 from shown import write_shown
 
@@ -16,38 +16,41 @@ pytestmark = pytest.mark.long
 
 Ranks = Any
 Cut = tuple[str, ...]
-# Half of each filter is a multiple of 16 values: torch's fused AdamW rounds what does not fill a
-# vector otherwise.
-RUNS: dict[str, Cut] = {
-    "hybrid": tiny_run("hybrid", "model.pattern=M-M*", "train.microbatch=2"),
-    "hyena": tiny_run("hyena", "model.filters.groups=32", "train.microbatch=2"),
-    "moe": tiny_run("moe", "model.layers=3", "train.microbatch=2"),
+WORDS: dict[str, Cut] = {
+    "hybrid": ("model.pattern=M-M*",),
+    # Half of each filter is a multiple of 16 values: torch's fused AdamW rounds what does not fill
+    # a vector otherwise.
+    "hyena": ("model.filters.groups=32",),
+    "moe": ("model.layers=3",),
 }
-EXPERTS = tiny_run(
-    "moe",
-    "model.layers=3",
-    "model.kv_heads=2",
-    "model.experts.shared=1",
-    "train.microbatch=2",
-    "policy=all",
-    "schedule.warmup=0",
-)
-CUT: dict[str, Cut] = {
+"""What two ranks need of a family's tiny run."""
+RUNS: dict[str, Cut] = {
+    family: tiny_run(family, *WORDS.get(family, ()), "train.microbatch=2")
+    for family in BEYOND_LLAMA
+}
+TENSOR_WORDS: dict[str, Cut] = {
     # Each segment of `in_proj` is whole blocks on two ranks.
-    "hybrid": tiny_run(
-        "hybrid",
+    "hybrid": (
         "model.pattern=M*-",
         "model.kv_heads=2",
         "model.scan.heads=32",
         "model.scan.head_dim=4",
         "model.scan.groups=2",
+    ),
+    "moe": ("model.layers=3", "model.kv_heads=2", "model.experts.shared=1"),
+}
+"""What tensor-parallel ranks need besides or instead."""
+CUT: dict[str, Cut] = {
+    family: tiny_run(
+        family,
+        *TENSOR_WORDS.get(family, WORDS.get(family, ())),
         "train.microbatch=2",
         "policy=all",
         "schedule.warmup=0",
-    ),
-    "hyena": (*RUNS["hyena"], "policy=all", "schedule.warmup=0"),
-    "moe": EXPERTS,
+    )
+    for family in BEYOND_LLAMA
 }
+EXPERTS = CUT["moe"]
 GPIPE = ("parallel.pp=2", "parallel.pp_schedule=gpipe", "model.recompute=true")
 INTERLEAVED = ("parallel.pp=2", "parallel.pp_schedule=interleaved")
 FLOAT32_WIRE = ("parallel.gather=fp32", "parallel.reduce=float32")
@@ -68,8 +71,8 @@ each way with experts, and with one of the families whose linear layers are thos
 
 def four(family: str) -> Cut:
     """A run of four blocks, which `interleaved` needs."""
-    own = {"hybrid": "model.pattern=M*-M", "hyena": "model.pattern=SDH*", "moe": "model.layers=4"}
-    return (*CUT[family], own[family], "train.steps=3")
+    patterns = {"hybrid": "model.pattern=M*-M", "hyena": "model.pattern=SDH*"}
+    return (*CUT[family], patterns.get(family, "model.layers=4"), "train.steps=3")
 
 
 @pytest.mark.parametrize(
@@ -112,11 +115,10 @@ def test_outlier_channels_are_those_of_one_rank_on_shards_and_refused_elsewhere(
 def test_replicas_are_one_rank_and_replicas_of_shards_but_for_the_order_of_sums(
     ranks: Ranks, family: str
 ) -> None:
-    options = (*RUNS[family], "recipe=nvfp4", "policy=all", "schedule.warmup=0", "train.steps=3")
-    reference = ranks.reference(*options)
+    options = (*RUNS[family], "recipe=nvfp4", "policy=all", "train.steps=4")
     ranks.train(2, "replicas", *options, "parallel.dp_replicate=2")
-    ranks.same(reference, "replicas")
-    options = (*options, "train.microbatch=1")
+    ranks.same(ranks.reference(*options), "replicas")
+    options = (*options, "train.microbatch=1", "schedule.warmup=0", "train.steps=3")
     ranks.train(4, "both", *options, "parallel.dp_replicate=2", "parallel.dp_shard=2")
     close(ranks, ranks.reference(*options), "both", 2e-4, 2e-2)
 
@@ -153,7 +155,7 @@ def test_tensor_parallel_ranks_give_the_first_step_of_one_rank_in_nvfp4(
     """The codes are equal, random bits included; a few BF16 roundings of sums in another order
     spread from there.
     """
-    options = (*CUT[family], "recipe=nvfp4", "train.steps=3")
+    options = (*four(family), "recipe=nvfp4")
     ranks.train(2, "two", *options, "parallel.tp=2")
     close(ranks, ranks.reference(*options), "two", 2e-4, 2e-2)
 

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -172,9 +172,12 @@ COMPILED = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.fixture(autouse=True, scope="module")
+def _fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of this module's own, so that each kernel is compiled here, and once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
 
 
 @pytest.mark.long

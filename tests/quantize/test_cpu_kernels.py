@@ -30,7 +30,7 @@ from golden import load_golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4train.formats import ElementFormat
+from fp4train.formats import ELEMENT_FORMATS, ElementFormat
 from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
 from fp4train.quantize import Hadamard, QuantSpec, register
@@ -60,7 +60,8 @@ OWN = tuple(
 )
 """Formats of a user's own, of each width."""
 OWN_NAMES = tuple(fmt.name for fmt in OWN)
-ELEMENTS = ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2", "e1m2", "int4", *OWN_NAMES)
+REGISTERED = tuple(fmt.name for fmt in ELEMENT_FORMATS if ELEMENT_FORMATS.is_own(fmt.name))
+ELEMENTS = (*REGISTERED, *OWN_NAMES)
 
 
 @pytest.fixture(autouse=True)

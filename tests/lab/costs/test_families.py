@@ -18,9 +18,9 @@ from fp4train.lab.costs.host import EXPERT, HOST, host_seconds
 from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
 from fp4train.lab.costs.rows import layer_costs
 from fp4train.lab.costs.workload import Workload, workload
+from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
-from fp4train.models.llama import Llama
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, NVFP4, Timeline
@@ -80,25 +80,10 @@ def test_a_scan_costs_its_products_forward_and_twice_backward() -> None:
     assert found.backward.flops == pytest.approx(2 * found.forward.flops)
 
 
-LLAMA = Llama(width=WIDTH, layers=2, heads=4, kv_heads=2, head_dim=16, hidden=48)
-MOE = MixtureOfExperts(
-    width=WIDTH, layers=3, heads=2, kv_heads=2, dense=1, experts=ExpertShape(count=4, top=2)
-)
-HYBRID = Hybrid(
-    width=WIDTH,
-    pattern="M-*",
-    heads=2,
-    hidden=48,
-    scan=ScanShape(heads=4, groups=2, head_dim=8, chunk=48),
-)
-HYENA = Hyena(
-    width=WIDTH, pattern="SDH*", heads=2, hidden=48, filters=FilterShape(groups=8, medium=16)
-)
+SHAPES = {family.name: family.small for family in families()}
 
 
-@pytest.mark.parametrize(
-    "shape", [LLAMA, MOE, HYBRID, HYENA], ids=["llama", "moe", "hybrid", "hyena"]
-)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_block_multiplies_its_weights_and_what_its_own_code_does_besides(shape: Any) -> None:
     """Counted while the code runs. A router's weight is multiplied there, too, and a filter is
     transformed once.
@@ -108,7 +93,7 @@ def test_a_block_multiplies_its_weights_and_what_its_own_code_does_besides(shape
         weights = [w for w in found.kinds[kind].weights if len(w.shape) > 1]
         cost = found.kinds[kind].cost
         routers = sum(w.count for w in weights if "router" in w.name)
-        filtered = cost.forward.flops / (2 * BATCH + 1) if shape is HYENA else 0
+        filtered = cost.forward.flops / (2 * BATCH + 1) if isinstance(shape, Hyena) else 0
         run = cost.forward.flops + cost.forward.attention - filtered - 2 * found.tokens * routers
         idle = sum(
             w.count * (1 - w.plan.layer.per_token / w.plan.layer.experts)
