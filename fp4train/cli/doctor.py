@@ -46,7 +46,12 @@ def main(arguments: list[str]) -> int:
     else:
         processes = 1
     report = examine(
-        _recipes(), DEFAULT, Path("runs"), ranks=world, collectives=collectives, processes=processes
+        own_recipes(),
+        DEFAULT,
+        Path("runs"),
+        ranks=world,
+        collectives=collectives,
+        processes=processes,
     )
     if "--json" in arguments:
         print(json.dumps(report.as_json(), indent=2))
@@ -55,7 +60,7 @@ def main(arguments: list[str]) -> int:
     return 1 if report.problems else 0
 
 
-def _recipes() -> dict[str, Recipe]:
+def own_recipes() -> dict[str, Recipe]:
     """Every file of recipes/, as `recipe=` composes it."""
 
     bodies = sections({"recipe": own_options()["recipe"]})

@@ -140,3 +140,21 @@ def keep_bounds(
 def has_fused(parameters: Mapping[str, nn.Parameter]) -> bool:
     """Whether torch has a fused kernel for the parameters' device."""
     return next(iter(parameters.values())).device.type in ("cpu", "cuda")
+
+
+def takes_flags(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the kernel of a step reads the attributes `found_inf`, where not 0 nothing changes,
+    and `grad_scale`, by which gradients are divided: torch's fused optimizers do so for
+    `torch.amp.GradScaler`.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def divides_gradients(optimizer: torch.optim.Optimizer, *, on_gpu: bool) -> bool:
+    """Whether gradients may be clipped by `grad_scale`. torch's kernels for CPUs divide where a pass
+    over the gradients multiplies, which gives other bits; an optimizer that has only the one way
+    says so in `scales_gradients`.
+    """
+    if getattr(optimizer, "scales_gradients", False):
+        return True
+    return on_gpu and takes_flags(optimizer)

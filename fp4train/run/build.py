@@ -226,7 +226,7 @@ def assemble(
         check_same(world, {"the data": fingerprint})
     _log.info("%s", data.description)
     with world.together():
-        model, deferred = _built_or_deferred(config, data.vocab_size, world, draws)
+        model, deferred = built_or_deferred(config, data.vocab_size, world, draws)
         checks.set_masks(model, config, data.borders)
         if world.size > 1:
             share_tensors(model, world, config.parallel)
@@ -325,7 +325,7 @@ def inspect(
         return cut, Inventory.of(model, layers, tied_weights(model, cut))
 
 
-def _built_or_deferred(
+def built_or_deferred(
     config: Config, vocab_size: int, world: World, draws: bool
 ) -> tuple[nn.Module, bool]:
     """The model before it is cut over the ranks, and whether it gets memory and weights after that.

@@ -40,7 +40,7 @@ def check_memory(model: nn.Module) -> int:
         UserError: its weights are larger than the main memory of this machine.
     """
     count = sum(int(parameter.numel()) for parameter in model.parameters())
-    memory = _main_memory()
+    memory = main_memory()
     if count * BYTES > memory:
         raise UserError(
             f"{type(model).__name__} has {short(count)} parameters, which are drawn in main "
@@ -334,6 +334,6 @@ def warn_of_schedule(config: Config) -> None:
             )
 
 
-def _main_memory() -> int:
-    """Bytes."""
+def main_memory() -> int:
+    """Bytes of this machine's main memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -6,6 +6,7 @@ gives the device depends on numbers that the host reads or counts.
 
 from fp4train.errors import UserError
 from fp4train.nn.executors import executor_class
+from fp4train.optim import takes_flags
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.run import Run
 from fp4train.run.step_graph import RecordedSteps
@@ -46,7 +47,7 @@ def check_graph(run: Run) -> None:
         reason = "the loss is divided by the answers of each batch, which the host counts"
     elif config.train.compile:
         reason = "train.compile=true queues blocks in graphs of its own; choose one of the two"
-    elif not getattr(optimizer, "_step_supports_amp_scaling", False) or not all(
+    elif not takes_flags(optimizer) or not all(
         group.get("fused") and "capturable" in group for group in optimizer.param_groups
     ):
         reason = (

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fp4train.data.loader import Rows
+from fp4train.optim import divides_gradients, takes_flags
 from fp4train.parallel.fsdp import join_scales, synchronise
 from fp4train.parallel.pipeline import Microbatch
 from fp4train.parallel.tensor import replicas
@@ -298,10 +299,7 @@ def clip(
     Norm, clipping and AdamW move per weight, with float32 moments, 4 + 4 + 28 = 36 bytes of 32 that
     must be (1.125), on CPUs 4 + 8 + 28 = 40 (1.25); with BF16 moments 4 + 20 = 24 of 24.
     """
-    in_kernel = (
-        fused and getattr(optimizer, "_step_supports_amp_scaling", False) and gradients[0].is_cuda
-    )
-    if in_kernel or getattr(optimizer, "scales_gradients", False):
+    if divides_gradients(optimizer, on_gpu=fused and gradients[0].is_cuda):
         return torch.clamp((norm + 1e-6) / most, min=1.0)
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(list(gradients), factor)
@@ -322,7 +320,7 @@ def step_unless(
         failed: bool [], on the device of the parameters.
         divisor: divisor of the gradients, float32 [], as `clip` gives it.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not takes_flags(optimizer):
         if not bool(failed):
             optimizer.step()
         return

@@ -235,4 +235,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in takes the place of the package, in the version that fp4train needs."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(liger, "_version", lambda: (0, 8, 5))
+    monkeypatch.setattr(liger, "installed_version", lambda: (0, 8, 5))

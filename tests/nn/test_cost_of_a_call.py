@@ -106,9 +106,9 @@ needs_kernels = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def recipes() -> dict[str, Recipe]:
     """Of every file in recipes/."""
-    from fp4train.cli.doctor import _recipes
+    from fp4train.cli.doctor import own_recipes
 
-    return _recipes()
+    return own_recipes()
 
 
 def traced_alone(recipe: Recipe) -> Trace:

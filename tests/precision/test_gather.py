@@ -66,9 +66,9 @@ def test_a_weight_that_dgrad_requantises_travels_as_the_codes_of_fprop(
 @pytest.fixture(scope="module")
 def recipes() -> dict[str, Recipe]:
     """Of every file in recipes/."""
-    from fp4train.cli.doctor import _recipes
+    from fp4train.cli.doctor import own_recipes
 
-    return _recipes()
+    return own_recipes()
 
 
 @pytest.mark.parametrize("gpu", [None, "B200", "H100"])

@@ -57,7 +57,7 @@ def test_a_gpu_draws_by_counter_itself(
     )
     monkeypatch.setattr(build, "why_not_deferred", lambda model: None)
     cfg = compose(["model=llama_tiny", f"model.draw={draw}", "device=cpu"])
-    _, deferred = build._built_or_deferred(
+    _, deferred = build.built_or_deferred(
         to_config(cfg), 257, World(device=torch.device(device)), True
     )  # type: ignore[arg-type]
     assert (built, deferred) == (["meta"] if waits else [device], waits)

@@ -31,7 +31,7 @@ from fp4train.precision import NVFP4, Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import make_plan
 from fp4train.quantize import triton
-from fp4train.run.build import _built_or_deferred
+from fp4train.run.build import built_or_deferred
 from fp4train.run.fuse import fuse, kernels_of_layers
 from fp4train.run.produced import produced_by, produced_in
 
@@ -271,7 +271,7 @@ def test_a_run_with_them_resumes_to_the_bit_and_is_read_where_they_do_not_run(
 def test_a_model_that_gets_its_memory_after_it_was_built_runs_in_them() -> None:
     """On several ranks, from a folder of weights, and where a GPU draws the weights itself."""
     config = to_config(compose(["model=llama_tiny", "model.draw=counter", "device=cpu"]))
-    built, deferred = _built_or_deferred(config, 257, World(device=torch.device("cuda")), True)
+    built, deferred = built_or_deferred(config, 257, World(device=torch.device("cuda")), True)
     assert (
         deferred
         and isinstance(built.operators, Liger)
@@ -290,7 +290,7 @@ def test_a_run_on_a_gpu_takes_them_unless_torchs_are_asked_for(
         "cuda",
     )
     assert {isinstance(part.operators, Liger) for part in (built, built.blocks[0].mlp)} == {used}
-    monkeypatch.setattr(liger, "_version", lambda: None)
+    monkeypatch.setattr(liger, "installed_version", lambda: None)
     with pytest.raises(UserError, match="liger-kernel is not installed"):
         fuse(
             built,

@@ -34,7 +34,7 @@ class Graded(Llama):
 def test_weights_beyond_the_main_memory_are_refused_with_the_numbers(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "_main_memory", lambda: 25_300_000_000)
+    monkeypatch.setattr(checks, "main_memory", lambda: 25_300_000_000)
     wide = (
         "model.layers=16",
         "model.width=16384",

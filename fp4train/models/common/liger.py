@@ -159,7 +159,8 @@ class Liger(Operators):
 
 
 @cache
-def _version() -> tuple[int, ...] | None:
+def installed_version() -> tuple[int, ...] | None:
+    """The first numbers of liger-kernel's version; None: it is not installed."""
     try:
         text = metadata.version("liger-kernel")
     except metadata.PackageNotFoundError:
@@ -171,7 +172,7 @@ def why_not(device: str) -> str | None:
     """Why Liger's kernels do not run on devices of this type; None: they do."""
     if device != "cuda":
         return f"they are for GPUs, and the model is on the {device} device"
-    installed = _version()
+    installed = installed_version()
     if installed is None:
         return "liger-kernel is not installed: pip install 'fp4train[liger]'"
     if not OLDEST <= installed < BEFORE:

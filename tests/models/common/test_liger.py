@@ -130,7 +130,7 @@ def test_a_loss_without_gradients_is_that_of_training(dtype: torch.dtype) -> Non
 def test_where_they_do_not_run_the_reason_is_said(
     monkeypatch: pytest.MonkeyPatch, device: str, version: Any, reason: str | None
 ) -> None:
-    monkeypatch.setattr(liger, "_version", lambda: version)
+    monkeypatch.setattr(liger, "installed_version", lambda: version)
     found = liger.why_not(device)
     assert found is None if reason is None else reason in str(found)
 
@@ -144,7 +144,7 @@ def test_a_package_that_cannot_be_imported_is_a_reason(
     def broken(name: str) -> None:
         raise error("found an empty package\nand more")
 
-    monkeypatch.setattr(liger, "_version", lambda: liger.OLDEST)
+    monkeypatch.setattr(liger, "installed_version", lambda: liger.OLDEST)
     monkeypatch.setattr(liger, "import_module", broken)
     assert liger.why_not("cuda") == "liger-kernel cannot be imported: found an empty package"
 
