@@ -29,6 +29,9 @@ from fp4train.formats.element import pack_fp6 as pack_fp6
 from fp4train.formats.element import unpack_fp4 as unpack_fp4
 from fp4train.formats.element import unpack_fp6 as unpack_fp6
 from fp4train.formats.element import value_table as value_table
+from fp4train.formats.levels import HIF4_SCALE, IF4_SCALE
+from fp4train.formats.levels import AdaptiveScale as AdaptiveScale
+from fp4train.formats.levels import LevelledScale as LevelledScale
 from fp4train.formats.registry import Registry
 from fp4train.formats.scale import (
     E4M3_SCALE,
@@ -53,7 +56,16 @@ plugins.
 
 SCALE_FORMATS: Final = Registry[ScaleFormat](
     "scale format",
-    (E4M3_SCALE, E8M0_SCALE, UE5M3_SCALE, UE5M3_IEEE_SCALE, FP32_SCALE, POW2_SCALE),
+    (
+        E4M3_SCALE,
+        E8M0_SCALE,
+        UE5M3_SCALE,
+        UE5M3_IEEE_SCALE,
+        FP32_SCALE,
+        POW2_SCALE,
+        HIF4_SCALE,
+        IF4_SCALE,
+    ),
 )
 """Scale formats, those of plugins last."""
 
@@ -135,9 +147,15 @@ def _of_element(fmt: ElementFormat) -> FormatRow:
 
 
 def _of_scale(fmt: ScaleFormat) -> FormatRow:
-    if fmt.mantissa_bits:
+    if isinstance(fmt, LevelledScale):
+        specials = "NaN; no zero; 3 levels"
+    elif isinstance(fmt, AdaptiveScale):
+        specials = "NaN; sign: the grid"
+    elif fmt.mantissa_bits:
         specials = "NaN; no sign"
     else:
         specials = "NaN; no sign, no zero"
     binades = math.log2(fmt.max) - math.log2(fmt.smallest)
-    return FormatRow(fmt.name, 8, fmt.max, fmt.smallest_normal, fmt.smallest, binades, specials)
+    return FormatRow(
+        fmt.name, 8 * fmt.block_bytes, fmt.max, fmt.smallest_normal, fmt.smallest, binades, specials
+    )

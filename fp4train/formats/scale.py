@@ -126,6 +126,21 @@ class ScaleFormat:
         return self.dtype == torch.uint8
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of the scales of a block."""
+        return self.dtype.itemsize
+
+    def factors(self, stored: Tensor) -> Tensor:
+        """The factors of stored scales, float32, one for each block, or for each part of it."""
+        return self.decode(stored)
+
+    def why_not(self, spec: Any) -> str | None:
+        """Why such scales cannot be those of a QuantSpec with these elements, blocks and options;
+        None if they can.
+        """
+        return None
+
+    @property
     def takes_global(self) -> bool:
         """Whether block scales can lie under a global scale: bytes with a mantissa."""
         return self.is_byte and self.mantissa_bits > 0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.formats import decode, pack_fp4, unpack_fp4
+from fp4train.formats import AdaptiveScale, decode, pack_fp4, unpack_fp4
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.scaling import (
     global_scales,
@@ -47,8 +47,9 @@ class Quantized(NamedTuple):
     codes: uint8 [R, Cp], one code per byte; of a packed format two per byte [R, Cp/2]. Cp is C
         padded with zeros to whole blocks (and Hadamard groups).
     scales: uint8 bytes or float32 (the factor that decodes), by `spec.scale_format.dtype`,
-        [ceil(R/br), Cp/bc]; [R, 1] for rows, [1, 1] for the tensor. For `scaled_mm` flat, in tiles
-        of 128x4, one per row and block, and codes and scales in torch's dtypes (layout.py).
+        [ceil(R/br), Cp/bc], of hif4 four bytes per block; [R, 1] for rows, [1, 1] for the tensor.
+        For `scaled_mm` flat, in tiles of 128x4, one per row and block, and codes and scales in
+        torch's dtypes (layout.py).
     amax: float32 global amax, after the Hadamard transform: 0-d, [R, 1] for row-wise global scales,
         or [R, ceil(C/128)] for those of outer blocks; None if all scales are per block.
     factor: S_dec, where a kernel wrote it beside the codes; None: it follows from the amax.
@@ -72,6 +73,18 @@ class Quantized(NamedTuple):
             return unpack_fp4(codes)
         return codes
 
+    def element_values(self) -> Tensor:
+        """Values of the codes without scales, float32 [R, Cp]."""
+        spec = self.spec
+        values = decode(self.element_codes, spec.format)
+        fmt = spec.scale_format
+        if not isinstance(fmt, AdaptiveScale):
+            return values
+        integers = decode(self.element_codes, fmt.other).mul_(fmt.step)
+        height, width = spec.block
+        marked = fmt.marked(self.scales).repeat_interleave(height or 1, dim=0)[: len(values)]
+        return torch.where(marked.repeat_interleave(width or 1, dim=1), integers, values)
+
     @property
     def element_width(self) -> int:
         """Cp: columns, padding included."""
@@ -94,14 +107,14 @@ class Quantized(NamedTuple):
 
     def block_scales(self) -> Tensor:
         """The block scales as float32 factors, row after row, without the scale of the tensor or
-        row.
+        row; one for each block, or for each of its parts.
         """
         scales, (height, cols) = self.scales, self.spec.block
         if self.tiled:
             scales = unswizzle_scales(
                 scales.view(torch.uint8), self.shape[0], self.element_width // (cols or 1)
             )[:: height or 1]
-        scales = self.spec.scale_format.decode(scales)
+        scales = self.spec.scale_format.factors(scales)
         if self.spec.global_scale == "block" and self.amax is not None:
             scales = scales * spread_outer(
                 global_scales(self.amax, self.spec)[1], scales.shape[1], self.spec
@@ -123,7 +136,7 @@ class Quantized(NamedTuple):
     def decoded(self) -> Decoded:
         """The operand of an emulated GEMM; equal to `quantize_dequantize` in every bit."""
         spec = self.spec
-        values = decode(self.element_codes, spec.format)
+        values = self.element_values()
         if spec.has_outer_scale:
             if spec.block[0] is None:
                 scale = self.scales.reshape(())
@@ -143,9 +156,7 @@ class Quantized(NamedTuple):
         """
         spec = self.spec
         shape = self.shape
-        values = apply_block_scales(
-            decode(self.element_codes, spec.format), self.block_scales(), spec
-        )
+        values = apply_block_scales(self.element_values(), self.block_scales(), spec)
         if (scale := self.global_decode()) is not None:
             values = values * scale
         return values[:, : operand_width(spec, shape[1])].to(dtype)

@@ -7,13 +7,14 @@ materialising codes.
 Layout: [R, C], any strides, seen as [R/br, br, C/bc, bc] after zero padding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.formats import pack_fp4
+from fp4train.formats import AdaptiveScale, LevelledScale, pack_fp4
 from fp4train.quantize import scaling
 from fp4train.quantize.quantized import Decoded, Quantized, finish_operand
 from fp4train.quantize.random import RandomKey, random_bits
@@ -67,6 +68,10 @@ def scale_tensor(
     amax_b = x_blocks.abs().amax(dim=(1, 3)).to(torch.float32)  # [Rb, Cb]
     x_blocks = x_blocks.to(torch.float32)
     fmt = spec.scale_format
+    if isinstance(fmt, LevelledScale):
+        stored, encode = fmt.of_blocks(x_blocks)
+        t = x_blocks.reshape(len(x_blocks), 1, encode.shape[1], fmt.group) * _spread(encode)
+        return Scaled(t, stored, fmt.factors(stored), None, None)
     if spec.global_scale is not None:
         return _scale_two_level(x_blocks, amax_b, spec, amax, key)
     if fmt.roundings:
@@ -129,6 +134,8 @@ def _scale_two_level(
         stored = scaling.choose_scales(x_blocks, amax_b, amax, encode, decode, spec)
     else:
         stored = scaling.block_scales_two_level(amax_b, encode, spec)
+    if isinstance(spec.scale_format, AdaptiveScale):
+        stored = scaling.choose_grids(x_blocks, stored, amax, decode, spec)
     scale = spec.scale_format.decode(stored)
     # + 0.0: a negative zero is coded as zero, as in TE
     t = (x_blocks * _spread(scaling.encode_factor(scale * decode))).add_(0.0)
@@ -145,6 +152,24 @@ def _scale_two_level(
 def _spread(per_block: Tensor) -> Tensor:
     """[Rb, Cb] -> [Rb, 1, Cb, 1], to broadcast with [Rb, br, Cb, bc]."""
     return per_block[:, None, :, None]
+
+
+def _on_grids(
+    rounded: Callable[..., Tensor], scaled: Scaled, spec: QuantSpec, key: RandomKey | None
+) -> Tensor:
+    """Codes or values of the scaled elements, as `rounded` makes them; of blocks of integers, where
+    the scales choose the grid, codes or multiples of their step.
+    """
+    t = scaled.t
+    bits = _bits(t, spec, key)
+    elements = rounded(t, spec.format, bits, spec.rounder)
+    fmt = spec.scale_format
+    if not isinstance(fmt, AdaptiveScale):
+        return elements
+    integers = rounded(t * (1.0 / fmt.step), fmt.other, bits, spec.rounder)
+    if integers.is_floating_point():
+        integers.mul_(fmt.step)
+    return torch.where(_spread(fmt.marked(scaled.stored)), integers, elements)
 
 
 def _bits(t: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor | None:
@@ -173,7 +198,7 @@ def quantize(
     scaled = scale_tensor(x_RC, spec, amax, key)
     rows, cols = x_RC.shape
     t = scaled.t
-    codes = round_to_codes(t, spec.format, _bits(t, spec, key), spec.rounder)
+    codes = _on_grids(round_to_codes, scaled, spec, key)
     codes = codes.reshape(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])[:rows]
     codes = pack_fp4(codes) if spec.format.packed else codes
     return Quantized(spec, (rows, cols), codes, scaled.stored, scaled.amax)
@@ -185,7 +210,7 @@ def quantize_dequantize(
     """Equals `quantize(...).decoded()` in every bit, without making codes."""
     scaled = scale_tensor(x_RC, spec, amax, key)
     t = scaled.t
-    values = round_to_values(t, spec.format, _bits(t, spec, key), spec.rounder)
+    values = _on_grids(round_to_values, scaled, spec, key)
     if not spec.has_outer_scale:
         values.mul_(_spread(scaled.decode))
     values = values.reshape(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])

@@ -88,6 +88,15 @@ class Nearest(Rounding):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NearestAway(Rounding):
+    """To nearest, ties away from zero."""
+
+    def integers(self, position: Tensor, bits: Tensor | None) -> Tensor:
+        floor = position.floor()
+        return floor.add_(position.sub_(floor) >= 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stochastic(Rounding):
     """Up with a probability that is the fraction: see above."""
 
@@ -124,12 +133,15 @@ class Eden(Nearest):
 
 
 NEAREST: Final = Nearest(name="nearest")
+NEAREST_AWAY: Final = NearestAway(name="nearest_away")
 STOCHASTIC: Final = Stochastic(name="stochastic")
 EDEN: Final = Eden(name="eden")
 FEW_BITS: Final = tuple(
     FewBits(name=f"stochastic_{bits}", bits=bits) for bits in range(1, RANDOM_BITS)
 )
-ROUNDINGS: Final = Registry[Rounding]("rounding", (NEAREST, STOCHASTIC, EDEN, *FEW_BITS))
+ROUNDINGS: Final = Registry[Rounding](
+    "rounding", (NEAREST, STOCHASTIC, EDEN, NEAREST_AWAY, *FEW_BITS)
+)
 """Roundings, those of plugins last."""
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.formats import ElementFormat, ScaleFormat, e8m0_decode, e8m0_encode
+from fp4train.formats import AdaptiveScale, ElementFormat, ScaleFormat, e8m0_decode, e8m0_encode
+from fp4train.formats.levels import SIGN
 from fp4train.quantize.rounding import round_to_values
 from fp4train.quantize.spec import OUTER_COLUMNS, Delayed, QuantSpec
 from fp4train.quantize.transform import pad_columns
@@ -108,9 +109,39 @@ def block_error(
     values.mul_(scales[:, None, :, None]).mul_(amax.reshape(-1, 1, 1, 1))
     difference = values.div_(spec.format.max * spec.global_bound).sub_(x_blocks)
     if spec.four_over_six == "mse":
-        errors = difference.square_()
-    else:
-        errors = difference.abs_()
+        return _block_sums(difference.square_())
+    return _block_sums(difference.abs_())
+
+
+def choose_grids(
+    x_blocks: Tensor, stored: Tensor, amax: Tensor, decode: Tensor, spec: QuantSpec
+) -> Tensor:
+    """Bytes [Rb, Cb] of IF4 with the sign where a block has the smaller squared error on its grid of
+    integers, both rounded to nearest; at equal error it stays E2M1. Arguments as of
+    `choose_scales`.
+
+    The values are ((element * scale) * amax) / (6 * bound), of integers times 6/7 before the
+    division, as the authors' reference has them (github.com/mit-han-lab/fouroversix).
+    """
+    fmt = spec.scale_format
+    assert isinstance(fmt, AdaptiveScale)
+    scales = fmt.decode(stored)
+    t = x_blocks * encode_factor(scales * decode)[:, None, :, None]
+    bound = element_range(spec) * spec.global_bound
+
+    def error(elements: Tensor, step: float) -> Tensor:
+        values = elements.mul_(scales[:, None, :, None]).mul_(amax.reshape(-1, 1, 1, 1))
+        if step != 1.0:
+            values.mul_(step)
+        return _block_sums(values.div_(bound).sub_(x_blocks).square_())
+
+    float_error = error(round_to_values(t, spec.format), 1.0)
+    integer_error = error(round_to_values(t * (1.0 / fmt.step), fmt.other), fmt.step)
+    return torch.where(integer_error < float_error, stored | SIGN, stored)
+
+
+def _block_sums(errors: Tensor) -> Tensor:
+    """Sums over the blocks of [Rb, br, Cb, bc] as TE adds: columns in sequence, rows as a tree."""
     total = errors[..., 0].clone()
     for column in range(1, errors.shape[-1]):
         total.add_(errors[..., column])

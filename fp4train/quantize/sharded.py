@@ -202,7 +202,7 @@ def packed_bytes(spec: QuantSpec, rows: int, columns: int) -> float:
     """
     tall = spec.block[0] or rows
     wide = spec.block[1] or columns
-    scales = math.ceil(rows / tall) * math.ceil(columns / wide) * spec.scale_format.dtype.itemsize
+    scales = math.ceil(rows / tall) * math.ceil(columns / wide) * spec.scale_format.block_bytes
     if spec.global_scale == "block":
         outer = 4 * rows * math.ceil(columns / OUTER_COLUMNS)
     else:

@@ -80,7 +80,7 @@ class QuantSpec:
         spec holds the format itself, so that specs of formats that share a name differ.
     block: (rows, cols) that share a scale; None is the whole extent: (1, None) per row, (None,
         None) per tensor.
-    scale: e4m3 (needs a global scale), e8m0, ue5m3 (largest 114688) or ue5m3_ieee (largest 61440),
+    scale: e4m3 and if4 (need a global scale), hif4, e8m0, ue5m3 (largest 114688) or ue5m3_ieee (largest 61440),
         fp32, pow2 (a float32 power of two), or one of a plugin.
     scale_rounding: how the E8M0 exponent is rounded; None for other scales. rceil (the default)
         never clips.
@@ -236,6 +236,8 @@ class QuantSpec:
             )
 
     def _check_options(self) -> None:
+        if (reason := self.scale_format.why_not(self)) is not None:
+            raise ValueError(f"scale={self.scale!r}: {reason}")
         if self.four_over_six is not None:
             if not self.scale_format.needs_global or self.format != E2M1:
                 having = _scales(lambda fmt: fmt.needs_global)

@@ -14,6 +14,7 @@ from fp4train.formats import (
     E4M3,
     ELEMENT_FORMATS,
     SCALE_FORMATS,
+    AdaptiveScale,
     ScaleFormat,
     get_scale_format,
     value_table,
@@ -27,7 +28,9 @@ byte_formats = pytest.mark.parametrize(
 
 def values_of(fmt: ScaleFormat) -> torch.Tensor:
     """All finite values of a byte format, in order of the codes."""
-    values = fmt.decode(torch.arange(128 if fmt.name == "e4m3" else 256, dtype=torch.uint8))
+    values = fmt.decode(
+        torch.arange(128 if fmt.name in ("e4m3", "if4") else 256, dtype=torch.uint8)
+    )
     reserved = values.isnan()
     assert reserved.sum() == (8 if fmt.name == "ue5m3_ieee" else 1) and reserved[-1]
     return values[~reserved]
@@ -107,6 +110,8 @@ def test_exact_in_bf16_says_what_multiplying_every_pair_shows(fmt: ScaleFormat, 
     else:
         scales = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 1.0
         scales = fmt.encode(scales)
+    if isinstance(fmt, AdaptiveScale):  # elements may also be integers times its step
+        elements = torch.tensor(value_table(fmt.other)) * fmt.step
     products = elements[:, None] * scales
     assert torch.equal(products.bfloat16().float(), products) == fmt.exact_in_bf16(element)
 

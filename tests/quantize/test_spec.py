@@ -29,7 +29,8 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
         ({"block": (1, None)}, "block=(1, None): scale='e4m3' is a block scale"),
         (
             {"scale": "e5m2"},
-            "scale='e5m2' is not one of e4m3, e8m0, ue5m3, ue5m3_ieee, fp32, pow2; did you mean 'ue5m3'?",
+            "scale='e5m2' is not one of e4m3, e8m0, ue5m3, ue5m3_ieee, fp32, pow2, "
+            "hif4, if4; did you mean 'ue5m3'?",
         ),
         ({"scale": "e8m0"}, "global_scale='tensor': scale='e8m0' spans the whole range; use None"),
         ({**FP8, "global_scale": "row"}, "global_scale='row': scale='fp32' spans the whole range"),

@@ -10,7 +10,13 @@ from command_line import Cli, losses
 from safetensors.torch import load_file
 
 STEADY = ("phases=none", "schedule=constant", "schedule.warmup=0", "policy=all")
-PLANNED = {"ufp4_e1m2": "E1M2·E1M2", "ufp4_int4": "INT4·INT4", "mxfp4_backward": "E2M1·E2M1"}
+PLANNED = {
+    "ufp4_e1m2": "E1M2·E1M2",
+    "ufp4_int4": "INT4·INT4",
+    "mxfp4_backward": "E2M1·E2M1",
+    "hifloat4": "E1M2·E1M2",
+    "if4": "E2M1·E2M1",
+}
 """What the plan of each says of dgrad."""
 
 
