@@ -10,20 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fp4train.audit import products
-from fp4train.audit.bits import Difference, difference
+from fp4train.audit.bits import Difference, difference, where_differing
+from fp4train.audit.call import ObservedCall, Product
 from fp4train.audit.expected import Expectation, OperandSource, source_of
 from fp4train.audit.fault import Audited, Fault
 from fp4train.audit.hypotheses import Suspect, explain
-from fp4train.audit.observe import ObservedCall, Product
+from fp4train.audit.rounding import rounding_of
 from fp4train.backends import GEMMS, OPERANDS, Prepared
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized, QuantSpec
 from fp4train.text import first_line
+
+_DECISIONS: Final = 16.0
+"""Elements that chance decides, above which all of them do not go to the nearest value by chance."""
 
 
 @dataclass
@@ -105,10 +110,13 @@ class CallComparison:
     def _compare_gemm(self, gemm: Gemm) -> bool:
         """Compare a GEMM; whether anything of it could be compared."""
         result = {"fprop": self.call.y, "dgrad": self.call.dx, "wgrad": self.call.dw}[gemm.name]
-        if result is None:
-            return False
         product = self.call.products.get(gemm.name)
+        if product is None and result is None:
+            if gemm.name in self.call.unseen:
+                self.uncovered.append(f"{gemm.name}: {self.call.unseen[gemm.name]}")
+            return False
         if product is None:
+            assert result is not None
             return self._compare_in_high_precision(gemm, result)
         correct = True
         for tensor, operand in zip(OPERANDS[gemm.name], _both(product), strict=True):
@@ -125,14 +133,16 @@ class CallComparison:
 
             what = "the product is not that of its operands"
             self._add(what, apart, explained, gemm=gemm.name)
-        self._compare_returned(gemm, product, result)
+        if result is not None:
+            self._compare_returned(gemm, product, result)
         return True
 
     def _compare_operand(self, gemm: str, tensor: str, operand: Prepared) -> bool:
         """Compare an operand with the reference; whether it is equal or cannot be compared."""
         source = source_of(self.call, self.expected, gemm, tensor)
         if source is None:
-            self.uncovered.append(f"{gemm}, operand {tensor}: its values are on other ranks")
+            reason = self.call.hidden or "its values are on other ranks"
+            self.uncovered.append(f"{gemm}, operand {tensor}: {reason}")
             return True
         found = _compare_codes(operand, source)
         if found is None:
@@ -148,7 +158,7 @@ class CallComparison:
 
     def _compare_returned(self, gemm: Gemm, product: Product, result: Tensor) -> None:
         """y, dx or dw must be the product, in its dtype."""
-        expected = product.result.to(result.dtype)
+        expected = product.result[: len(result)].to(result.dtype)  # without rows of padding
         if gemm.name == "wgrad" and result.dtype != expected.dtype:
             return
         apart = difference(result, expected.view(result.shape))
@@ -266,24 +276,64 @@ def _compare_codes(operand: Prepared, source: OperandSource) -> tuple[str, Diffe
         if expected is None:
             values = operand.decoded()
             return _compare_values(values, source.decoded())
-        return _compare_quantized(operand, expected)
+        return _compare_quantized(operand, expected, source)
     return _compare_values(operand, source.decoded())
 
 
-def _compare_quantized(operand: Quantized, expected: Quantized) -> tuple[str, Difference] | None:
+def _compare_quantized(
+    operand: Quantized, expected: Quantized, source: OperandSource
+) -> tuple[str, Difference] | None:
     rows, columns = expected.element_codes.shape
-    codes = operand.element_codes.view(torch.uint8)[:rows, :columns]
-    if (apart := difference(codes, expected.element_codes)) is not None:
-        return "the codes are not those of the reference", apart
-    scales = operand.block_scales()
-    if (apart := difference(scales, expected.block_scales())) is not None:
-        return "the block scales are not those of the reference", apart
+    scales = _scales_of_rows(operand)[:rows, : _scales_of_rows(expected).shape[1]]
+    apart_in_scales = difference(scales, _scales_of_rows(expected))
+    if not source.rounds_freely:
+        codes = operand.element_codes.view(torch.uint8)[:rows, :columns]
+        if (apart := difference(codes, expected.element_codes)) is not None:
+            return "the codes are not those of the reference", apart
+    if apart_in_scales is not None:
+        return "the block scales are not those of the reference", apart_in_scales
     factor, expected_factor = operand.global_decode(), expected.global_decode()
     if factor is not None and expected_factor is not None:
         apart = difference(factor.reshape(-1), expected_factor.reshape(-1))
         if apart is not None:
             return "the global scale is not that of the reference", apart
-    return None
+    return _compare_rounding(operand, expected, source) if source.rounds_freely else None
+
+
+def _scales_of_rows(codes: Quantized) -> Tensor:
+    """The block scales of each row: a backend's square blocks have them so."""
+    scales = codes.block_scales()
+    height = codes.spec.block[0]
+    if height in (1, None):
+        return scales
+    return scales.repeat_interleave(height, dim=0)[: codes.shape[0]]
+
+
+def _compare_rounding(
+    operand: Quantized, nearest: Quantized, source: OperandSource
+) -> tuple[str, Difference] | None:
+    """What speaks against unbiased rounding by random bits that are not known; None: nothing.
+
+    Args:
+        nearest: the operand rounded to nearest.
+    """
+    assert source.spec is not None
+    rounding = rounding_of(operand.decoded(), source.tensor, source.spec, None, source.amax)
+    apart = where_differing(rounding.strange)
+    if apart is not None:
+        return "codes are none of the two neighbours of their elements", apart
+    everywhere = where_differing(torch.ones_like(rounding.strange))
+    assert everywhere is not None
+    to_nearest = difference(operand.decoded().values, nearest.decoded().values) is None
+    if to_nearest and rounding.undecided > _DECISIONS:
+        return "all codes are those of rounding to nearest, planned stochastically", everywhere
+    if rounding.unbiased:
+        return None
+    what = (
+        f"stochastic rounding is biased by {rounding.bias:.1f} standard deviations, between 0 and "
+        f"the smallest value by {rounding.zeros:.1f}"
+    )
+    return what, everywhere
 
 
 def _compare_values(values: Decoded, expected: Decoded) -> tuple[str, Difference] | None:

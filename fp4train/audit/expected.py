@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp4train.audit.observe import ObservedCall
+from fp4train.audit.call import ObservedCall
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import (
     Decoded,
@@ -52,11 +52,21 @@ class OperandSource:
     amax: Tensor | None
     dtype: torch.dtype
 
+    @property
+    def rounds_freely(self) -> bool:
+        """Whether it is rounded by random bits that nobody knows: those of Transformer Engine."""
+        spec = self.spec
+        return spec is not None and spec.rounding == "stochastic" and self.key is None
+
     def quantized(self) -> Quantized | None:
-        """Codes and scales; None: it is not quantised."""
+        """Codes and scales, rounded to nearest where random bits are not known; None: it is not
+        quantised.
+        """
         spec = self.spec
         if spec is None:
             return None
+        if self.rounds_freely:
+            spec = replace(spec, rounding="nearest")
         tensor, amax = self.tensor, self.amax
         if spec.requantises is not None and amax is not None:
             inner = reference.quantize(tensor.T, spec.requantises, amax=amax)
@@ -91,7 +101,7 @@ def tensors(call: ObservedCall, expected: Expectation) -> dict[str, Tensor | Non
     """x and dy in the dtype of the recipe and the weight as it is stored, by name."""
     dtype = expected.plan.table.torch_dtype
     return {
-        "x": call.x.to(dtype),
+        "x": None if call.x is None else call.x.to(dtype),
         "w": call.w if expected.weight is None else expected.weight,
         "dy": None if call.dy is None else call.dy.to(dtype),
     }

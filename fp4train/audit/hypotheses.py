@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fp4train.audit.bits import difference, equal
+from fp4train.audit.call import ObservedCall
 from fp4train.audit.expected import Expectation, OperandSource, amax_of, key_of, source_of
-from fp4train.audit.observe import ObservedCall
 from fp4train.audit.rounding import rounding_of
 from fp4train.backends import describe
 from fp4train.formats import decode

@@ -4,8 +4,9 @@ with f4.audit(model) as report:
     loss = step(model)                # forward and backward
 print(report)
 
-The layers that `convert` made are observed, those in high precision too. Other modules are not
-audited, and no report names them.
+The layers that `convert` made are observed, those in high precision too, and besides them torch's
+nn.Linear and Transformer Engine's modules (`audit.foreign`). Linear layers of other classes are
+named in the report.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 from fp4train.audit.compare import CallComparison
 from fp4train.audit.expected import Expectation
 from fp4train.audit.fault import Audited, Fault
+from fp4train.audit.foreign import ForeignObserver, foreign_observers, linears
 from fp4train.audit.observe import Observer
 from fp4train.nn.planned import PlannedLayer
 from fp4train.text import first_line
@@ -61,31 +63,39 @@ def audit(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[A
             several steps of it: audit some in a step.
 
     Raises:
-        ValueError: the model has no layer that `convert` made, or none of these names.
+        ValueError: the model has no linear layer, or none of these names.
     """
     planned = {
         module.layer.name: module for module in model.modules() if isinstance(module, PlannedLayer)
     }
-    if not planned:
-        raise ValueError("audit: the model has no layer of fp4train; call convert first")
-    if unknown := sorted(set(layers or ()) - set(planned)):
+    names = {*planned, *linears(model)}
+    if not names:
+        raise ValueError("audit: the model has no linear layer")
+    if unknown := sorted(set(layers or ()) - names):
         raise ValueError(f"audit: the model has no layer {', '.join(unknown)}")
+
+    def chosen(name: str) -> bool:
+        return layers is None or name in layers
+
     report = AuditReport()
-    observers = {
-        name: Observer(layer) for name, layer in planned.items() if layers is None or name in layers
-    }
+    observers = {name: Observer(layer) for name, layer in planned.items() if chosen(name)}
     for name, observer in observers.items():
         planned[name].observer = observer
+    foreign, report.uncovered = foreign_observers(model, chosen)
     try:
         yield report
     finally:
         for name in observers:
             planned[name].observer = None
+        for foreign_observer in foreign.values():
+            foreign_observer.remove()
     for name, observer in observers.items():
         _compare(name, observer, report)
+    for name, foreign_observer in foreign.items():
+        _compare(name, foreign_observer, report)
 
 
-def _compare(name: str, observer: Observer, report: AuditReport) -> None:
+def _compare(name: str, observer: Observer | ForeignObserver, report: AuditReport) -> None:
     call = observer.call
     observer.close()
     if observer.failure is not None:

@@ -12,13 +12,16 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp4train.backends import Backend, Prepared
+from fp4train.audit.call import ObservedCall, Product, duplicate
+from fp4train.audit.whole_layers import ObservedBackendLayer, ObservedTorchLayer
+from fp4train.backends import LAYER_BACKENDS, Backend, Prepared
+from fp4train.backends.protocol import NotShownError
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
 from fp4train.nn.call import LayerCall
@@ -31,105 +34,8 @@ from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Decoded, Position, Quantized, QuantSpec
+from fp4train.quantize import QuantSpec
 from fp4train.text import first_line
-
-
-@dataclass
-class Product:
-    """One product that a backend computed: first [R, C] · second [S, C]ᵀ + bias [S].
-
-    before: the float32 sum to which it was added; None: it stands alone.
-    elsewhere: whether another device than a CPU computed it.
-    """
-
-    first: Prepared
-    second: Prepared
-    result: Tensor
-    bias: Tensor | None = None
-    before: Tensor | None = None
-    elsewhere: bool = False
-
-
-def _on_host(operand: Prepared) -> Prepared:
-    if isinstance(operand, Quantized):
-        tensors = (None if tensor is None else tensor.cpu() for tensor in operand[2:])
-        return Quantized(operand.spec, operand.shape, *tensors)  # type: ignore[arg-type]
-    scale = None if operand.scale is None else operand.scale.cpu()
-    return Decoded(operand.values.cpu(), scale)
-
-
-def _duplicate(operand: Prepared) -> Prepared:
-    if isinstance(operand, Quantized):
-        tensors = (None if tensor is None else tensor.clone() for tensor in operand[2:])
-        return Quantized(operand.spec, operand.shape, *tensors)  # type: ignore[arg-type]
-    scale = None if operand.scale is None else operand.scale.clone()
-    return Decoded(operand.values.clone(), scale)
-
-
-@dataclass
-class ObservedCall:
-    """One call of a layer with its backward pass.
-
-    Args:
-        name: name that keys the random bits; of an expert that of the group and its number.
-        plan: the plan that the executor ran.
-        position: position that keyed the random bits; None: nothing drew any.
-        member: place of the weight in its group.
-        x: [M, K]; w: [N, K], None where it is gathered; bias: [N] or None.
-        y: [M, N]; dy, dx, dw: its gradients, None until backward, or where they are not wanted.
-        products: GEMM → what the backend multiplied; none in high precision by torch.
-        scaling: tensors of the layer's delayed scaling before the step.
-        fused: weights that share a global scale with w.
-    """
-
-    name: str
-    plan: LayerPlan
-    position: Position | None
-    x: Tensor
-    w: Tensor | None
-    bias: Tensor | None
-    member: int = 0
-    y: Tensor | None = None
-    dy: Tensor | None = None
-    dx: Tensor | None = None
-    dw: Tensor | None = None
-    products: dict[str, Product] = field(default_factory=dict)
-    scaling: dict[str, Tensor] = field(default_factory=dict)
-    fused: Sequence[Tensor] = ()
-
-    def on_host(self) -> ObservedCall:
-        """The call with all tensors in main memory, where the reference computes."""
-        products = {
-            gemm: replace(
-                product,
-                first=_on_host(product.first),
-                second=_on_host(product.second),
-                result=product.result.cpu(),
-                bias=None if product.bias is None else product.bias.cpu(),
-                before=None if product.before is None else product.before.cpu(),
-                elsewhere=product.elsewhere or product.result.device.type != "cpu",
-            )
-            for gemm, product in self.products.items()
-        }
-        names = ("w", "bias", "y", "dy", "dx", "dw")
-        tensors: dict[str, Any] = {
-            name: None if getattr(self, name) is None else getattr(self, name).cpu()
-            for name in names
-        }
-        return replace(
-            self,
-            x=self.x.cpu(),
-            products=products,
-            scaling={name: tensor.cpu() for name, tensor in self.scaling.items()},
-            fused=[weight.cpu() for weight in self.fused],
-            **tensors,
-        )
-
-    @property
-    def complete(self) -> bool:
-        """Whether its backward pass has run."""
-        return self.dy is not None
 
 
 def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
@@ -142,8 +48,11 @@ def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
         return "held scales: the amax of the first call of an earlier step is not followed"
     if issubclass(executor, ChannelParts):
         return "outlier channels: two recipes add up one product"
-    if issubclass(executor, BackendLayer | BackendExperts):
-        return "a backend that runs the three GEMMs together shows no codes"
+    if issubclass(executor, BackendExperts):
+        return "experts that a backend multiplies in one call: none has a product of its own"
+    if issubclass(executor, BackendLayer):
+        assert plan.layer_backend is not None
+        return LAYER_BACKENDS[plan.layer_backend].why_not_shown(plan.table)
     if issubclass(executor, Gemms | TorchLayer | GroupGemms):
         return None
     return f"{executor.__name__} is not known to the audit"
@@ -185,6 +94,9 @@ class Observer:
         """A context in which tensors are kept; a failure ends the observation alone."""
         try:
             yield
+        except NotShownError as error:
+            self.call = self._now = None
+            self.uncovered = str(error)
         except Exception as error:
             self.call = self._now = None
             if self.failure is None:
@@ -214,6 +126,8 @@ class Observer:
             group: Any = copy.copy(executor)
             group.member = self._observed(executor.member)
             return group  # type: ignore[no-any-return]
+        if isinstance(executor, BackendLayer):
+            return ObservedBackendLayer(executor, self)
         if isinstance(executor, TorchLayer):
             observed = ObservedTorchLayer(executor, self)
         else:
@@ -236,7 +150,8 @@ class Observer:
         call: LayerCall | None,
     ) -> ObservedCall | None:
         """The record of a call that begins; None: it is not kept."""
-        if self.failure is not None or (call is not None and not any(call.gradients)):
+        closed = self.failure is not None or self.uncovered is not None
+        if closed or (call is not None and not any(call.gradients)):
             return None
         if call is not None and call is self._of:
             assert self.call is not None
@@ -293,8 +208,8 @@ class Observer:
         if self._now is None:
             return
         with self.guarding():
-            first = _duplicate(product.first)
-            second = _duplicate(product.second)
+            first = duplicate(product.first)
+            second = duplicate(product.second)
             self._now.products[gemm] = replace(product, first=first, second=second)
 
     def copied(self, tensor: Tensor) -> Tensor | None:
@@ -397,53 +312,3 @@ class ObservedBackend:
 
     def writes_float32(self, spec: QuantSpec | None) -> bool:
         return self._backend.writes_float32(spec)
-
-
-class ObservedTorchLayer(TorchLayer):
-    """A layer in high precision whose gradients pass through functions that copy them."""
-
-    def __init__(self, executor: TorchLayer, observer: Observer) -> None:
-        self.__dict__.update(executor.__dict__)
-        self._observer = observer
-
-    def __call__(
-        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall | None
-    ) -> Tensor:
-        if call is not None or not torch.is_grad_enabled():
-            return super().__call__(x_MK, w, bias, call)
-        record = None
-        with self._observer.guarding():
-            record = self._observer.begin(self, x_MK, w, bias, None)
-        if record is None:
-            return super().__call__(x_MK, w, bias, None)
-        x_MK = self._passed(x_MK, record, "dx")
-        w = self._passed(w, record, "dw")
-        y_MN = super().__call__(x_MK, w, bias, None)
-        with self._observer.guarding():
-            record.y = y_MN.detach().clone()
-        return self._passed(y_MN, record, "dy")
-
-    def _passed(self, tensor: Tensor, record: ObservedCall, name: str) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        result: Tensor = _Passed.apply(tensor, record, name, self._observer)  # type: ignore[no-untyped-call]
-        return result
-
-
-class _Passed(torch.autograd.Function):
-    """The identity, whose gradient is kept as a field of a record."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, record: ObservedCall, name: str, observer: Observer
-    ) -> Tensor:
-        ctx.record = record
-        ctx.name = name
-        ctx.observer = observer
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.observer.guarding():
-            setattr(ctx.record, ctx.name, gradient.detach().clone())
-        return gradient, None, None, None

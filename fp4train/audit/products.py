@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp4train.audit.bits import Difference, difference, where_differing
-from fp4train.audit.observe import Product
+from fp4train.audit.call import Product
 from fp4train.backends import BACKENDS, Prepared
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized
@@ -100,7 +100,8 @@ def compare(product: Product, gemm: Gemm) -> Difference | None:
     result = product.result
     if product.before is not None:
         return _compare_sum(product, gemm)
-    fast = gemm.operands.accumulator == "fast"
+    # tensor cores add within an instruction as in the fast accumulator
+    fast = gemm.operands.accumulator == "fast" or (product.elsewhere and gemm.operands.quantised)
     rows, exact_product, bound = bounds(
         product.first, product.second, product.bias, result, fast=fast
     )

@@ -30,14 +30,21 @@ class RoundingJudgement:
     """How values lie between the neighbours of their elements.
 
     Args:
-        neighbours: whether each is one of the two.
+        strange: the values that are none of the two, bool [R, C].
         bias: Σ (up − u) in standard deviations.
         zeros: the same of the elements between 0 and the smallest value of the grid.
+        undecided: Σ u·(1 − u), which is the number of elements whose direction chance decides.
     """
 
-    neighbours: bool
+    strange: Tensor
     bias: float
     zeros: float
+    undecided: float
+
+    @property
+    def neighbours(self) -> bool:
+        """Whether each value is one of the two neighbours of its element."""
+        return not bool(self.strange.any())
 
     @property
     def unbiased(self) -> bool:
@@ -70,16 +77,17 @@ def rounding_of(
     low, high = matrix(lower * factor), matrix(upper * factor)
     value = values.values.float()
     is_up = (value == high) & (high != low)
-    neighbours = bool(((value == low) | (value == high)).all())
+    strange = (value != low) & (value != high)
     inside = scaled.t.abs().clamp(max=spec.format.max)
     gap = (upper - lower).abs()
     chance = torch.where(gap > 0, (inside - lower.abs()) / gap, 0.0)
     chance = matrix(chance).double()
     from_zero = matrix(lower) == 0
     return RoundingJudgement(
-        neighbours,
+        strange,
         _sigmas(is_up, chance, torch.ones_like(from_zero)),
         _sigmas(is_up, chance, from_zero),
+        float((chance * (1 - chance)).sum()),
     )
 
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.hardware import Device
@@ -240,6 +240,51 @@ class Sources(Protocol):
         """The gradients of h and of the weight."""
 
 
+class NotShownError(Exception):
+    """What a backend multiplied cannot be shown; the message says why."""
+
+
+class Multiplied(NamedTuple):
+    """One product that a backend computed: first [R, C] · second [S, C]ᵀ + bias [S].
+
+    first, second: copies, blocked along their last axis; of square blocks each row has its scales.
+    before: the sum to which it was added; None: it stands alone.
+    """
+
+    gemm: str
+    first: Prepared
+    second: Prepared
+    result: Tensor
+    bias: Tensor | None
+    before: Tensor | None
+
+
+class ProductWatcher(Protocol):
+    """Reports the products that a backend multiplies while it watches; no bit changes."""
+
+    def begin(self) -> None:
+        """Watch the products that follow, in place of an earlier watcher."""
+
+    def end(self) -> None:
+        """Watch no more."""
+
+
+class ForeignLinear(NamedTuple):
+    """A module of a backend's own with one linear layer, in a model that `convert` did not make.
+
+    takes_x: whether its input is what it multiplies; else it makes that of it.
+    why_not: why its calls cannot be compared; None: they can.
+    weight: gives the weight [N, K].
+    table: gives the table that its call now runs, in the dtype of the products.
+    """
+
+    title: str
+    takes_x: bool
+    why_not: str | None
+    weight: Callable[[], Tensor]
+    table: Callable[[torch.dtype], Table]
+
+
 class LayerBackend(Protocol):
     """Runs the three GEMMs of a linear layer together.
 
@@ -264,6 +309,24 @@ class LayerBackend(Protocol):
     def why_values(self, table: Table, layer: Shape, device: Device) -> str | None:
         """Why its kernels of a layer on `device` that runs `table` take no codes of the weight
         (`LayerKernels`), so that they must have its values; None: they take them.
+        """
+
+    def why_not_shown(self, table: Table) -> str | None:
+        """Why the products of a layer that runs `table` cannot be shown to an audit; None: they
+        can.
+        """
+
+    def foreign_linear(self, module: nn.Module) -> ForeignLinear | None:
+        """What an audit needs of a module of the backend's own; None: it is none."""
+
+    def watcher(
+        self,
+        report: Callable[[Multiplied], None],
+        guarding: Callable[[], AbstractContextManager[None]],
+    ) -> ProductWatcher:
+        """A watcher of products that gives each to `report`.
+
+        guarding: context in which it reads them, and which lets nothing out that they raise.
         """
 
     def kernels(self, name: str) -> LayerKernels:

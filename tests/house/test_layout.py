@@ -20,6 +20,7 @@ NO_PACKAGE = {
 """Folders of tests/ that stand for no folder of the package, and what they hold."""
 
 PROGRAMS = {
+    "backends/te/te_audited_on_cpu.py": "one test starts it",
     "backends/te/te_calls_on_cpu.py": "one test starts it",
     "backends/te/te_codes_on_cpu.py": "one test starts it",
     "backends/te/te_experts_on_cpu.py": "one test starts it",

@@ -7,23 +7,29 @@
     given          x and dy that norms and gates quantise, as TE's tensors
     weights        weights that shards gather as codes, as TE's tensors
     experts        those of a layer of experts
+    observed       what TE's GEMMs multiply, shown to an audit
+    foreign        TE's modules in other people's models
 
 TE is imported when it is first needed, never by `import fp4train`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from fp4train.backends.protocol import Sources
+from torch import nn
+
+from fp4train.backends.protocol import ForeignLinear, Multiplied, ProductWatcher, Sources
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.backends.te.availability import why_not_device as why_not_device
 from fp4train.backends.te.executor import TEExecutor as TEExecutor
 from fp4train.backends.te.executor import region as region
 from fp4train.backends.te.experts import TEExperts as TEExperts
+from fp4train.backends.te.foreign import foreign_linear
 from fp4train.backends.te.given import TESources
+from fp4train.backends.te.observed import Watcher, why_not_shown
 from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
 from fp4train.backends.te.translate import shares_codes, why_values
 from fp4train.backends.te.translate import to_te as to_te
@@ -54,6 +60,19 @@ class TransformerEngine:
 
     def why_values(self, table: Table, layer: Shape, device: Device) -> str | None:
         return why_values(table, layer, device)
+
+    def why_not_shown(self, table: Table) -> str | None:
+        return why_not_shown(table)
+
+    def foreign_linear(self, module: nn.Module) -> ForeignLinear | None:
+        return foreign_linear(module)
+
+    def watcher(
+        self,
+        report: Callable[[Multiplied], None],
+        guarding: Callable[[], AbstractContextManager[None]],
+    ) -> ProductWatcher:
+        return Watcher(report, guarding)
 
     def kernels(self, name: str) -> TEExecutor:
         return TEExecutor(name=name)

@@ -1,0 +1,113 @@
+"""One call of a layer as it was observed: its tensors, and both operands of each product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from fp4train.backends import Prepared
+from fp4train.precision.layer_plan import LayerPlan
+from fp4train.quantize import Decoded, Position, Quantized
+
+
+@dataclass
+class Product:
+    """One product that a backend computed: first [R, C] · second [S, C]ᵀ + bias [S].
+
+    before: the float32 sum to which it was added; None: it stands alone.
+    elsewhere: whether another device than a CPU computed it, or kernels that are not fp4train's.
+    """
+
+    first: Prepared
+    second: Prepared
+    result: Tensor
+    bias: Tensor | None = None
+    before: Tensor | None = None
+    elsewhere: bool = False
+
+
+def _on_host(operand: Prepared) -> Prepared:
+    if isinstance(operand, Quantized):
+        tensors = (None if tensor is None else tensor.cpu() for tensor in operand[2:])
+        return Quantized(operand.spec, operand.shape, *tensors)  # type: ignore[arg-type]
+    scale = None if operand.scale is None else operand.scale.cpu()
+    return Decoded(operand.values.cpu(), scale)
+
+
+def duplicate(operand: Prepared) -> Prepared:
+    if isinstance(operand, Quantized):
+        tensors = (None if tensor is None else tensor.clone() for tensor in operand[2:])
+        return Quantized(operand.spec, operand.shape, *tensors)  # type: ignore[arg-type]
+    scale = None if operand.scale is None else operand.scale.clone()
+    return Decoded(operand.values.clone(), scale)
+
+
+@dataclass
+class ObservedCall:
+    """One call of a layer with its backward pass.
+
+    Args:
+        name: name that keys the random bits; of an expert that of the group and its number.
+        plan: the plan that the executor ran.
+        position: position that keyed the random bits; None: nothing drew any.
+        member: place of the weight in its group.
+        x: [M, K], None where it is made within the call; w: [N, K], None where it is gathered; bias: [N] or None.
+        y: [M, N]; dy, dx, dw: its gradients, None until backward, or where they are not wanted.
+        products: GEMM → what the backend multiplied; none in high precision by torch.
+        scaling: tensors of the layer's delayed scaling before the step.
+        fused: weights that share a global scale with w.
+        hidden: why x is None.
+        unseen: GEMM → why neither its product nor its result is seen.
+    """
+
+    name: str
+    plan: LayerPlan
+    position: Position | None
+    x: Tensor | None
+    w: Tensor | None
+    bias: Tensor | None
+    member: int = 0
+    y: Tensor | None = None
+    dy: Tensor | None = None
+    dx: Tensor | None = None
+    dw: Tensor | None = None
+    products: dict[str, Product] = field(default_factory=dict)
+    scaling: dict[str, Tensor] = field(default_factory=dict)
+    fused: Sequence[Tensor] = ()
+    hidden: str = ""
+    unseen: dict[str, str] = field(default_factory=dict)
+
+    def on_host(self) -> ObservedCall:
+        """The call with all tensors in main memory, where the reference computes."""
+        products = {
+            gemm: replace(
+                product,
+                first=_on_host(product.first),
+                second=_on_host(product.second),
+                result=product.result.cpu(),
+                bias=None if product.bias is None else product.bias.cpu(),
+                before=None if product.before is None else product.before.cpu(),
+                elsewhere=product.elsewhere or product.result.device.type != "cpu",
+            )
+            for gemm, product in self.products.items()
+        }
+        names = ("x", "w", "bias", "y", "dy", "dx", "dw")
+        tensors: dict[str, Any] = {
+            name: None if getattr(self, name) is None else getattr(self, name).cpu()
+            for name in names
+        }
+        return replace(
+            self,
+            products=products,
+            scaling={name: tensor.cpu() for name, tensor in self.scaling.items()},
+            fused=[weight.cpu() for weight in self.fused],
+            **tensors,
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether its backward pass has run."""
+        return self.dy is not None

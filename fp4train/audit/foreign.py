@@ -1,0 +1,234 @@
+"""Observed calls of linear layers that `convert` did not make: torch's nn.Linear, and modules of a
+backend of its own (Transformer Engine), in other people's models.
+
+Hooks of the module begin and end its forward pass. x, y and the weight pass through the identity,
+so that dx, dy and dw are those of this call, whoever else reads x or the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4train.audit.call import ObservedCall
+from fp4train.audit.whole_layers import ShownPasses, passed
+from fp4train.backends import LAYER_BACKENDS
+from fp4train.backends.protocol import ForeignLinear, LayerBackend, NotShownError
+from fp4train.backends.table import DTYPES, Table
+from fp4train.hardware import Device
+from fp4train.nn.engine import torch_autocasts
+from fp4train.nn.planned import PlannedLayer
+from fp4train.precision.blocks import is_linear
+from fp4train.precision.layer_plan import LayerPlan, resolve
+from fp4train.precision.layers import Layer
+from fp4train.precision.recipes import Custom
+from fp4train.text import first_line
+
+
+class ForeignObserver:
+    """Keeps the tensors of the first training call of a module.
+
+    Attributes:
+        call, uncovered, failure: as of `audit.observe.Observer`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        backend: LayerBackend | None = None,
+        linear: ForeignLinear | None = None,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.call: ObservedCall | None = None
+        self.uncovered: str | None = linear.why_not if linear is not None else None
+        self.failure: str | None = None
+        self._backend = backend
+        self._linear = linear
+        self._passes: ShownPasses | None = None
+        self._forward: Any = None
+        self._parameter: nn.Parameter | None = None
+        self._hooks = [
+            module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """A context in which tensors are kept; a failure ends the observation alone."""
+        try:
+            yield
+        except NotShownError as error:
+            self.call = None
+            self.uncovered = str(error)
+        except Exception as error:
+            self.call = None
+            if self.failure is None:
+                self.failure = first_line(error)
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def close(self) -> None:
+        """Forget everything but the call."""
+        if self._passes is not None:
+            self._passes.close()
+        self._passes = None
+
+    def _begin(self, module: nn.Module, arguments: Any, options: Any) -> Any:
+        """Keep x and the weight; the call goes on with both passed through the identity."""
+        kept = self.call is not None or self.uncovered is not None or self.failure is not None
+        if kept or not torch.is_grad_enabled():
+            return None
+        changed = None
+        with self.guarding():
+            if not arguments or type(arguments[0]) not in (Tensor, nn.Parameter):
+                raise NotShownError("it is not called with a tensor of values")
+            changed = self._observed(module, arguments[0])
+        if changed is None:
+            return None
+        return (changed, *arguments[1:]), options
+
+    def _observed(self, module: Any, x: Tensor) -> Tensor:
+        if self._linear is None:
+            weight = module.weight
+            if type(weight) not in (Tensor, nn.Parameter):
+                raise NotShownError(f"its weight is of the kind {type(weight).__name__}")
+            w, bias = weight, module.bias
+            table = Table(dtype=_name_of(_computed_dtype(x)))
+        else:
+            w, table = self._linear.weight(), self._linear.table(_computed_dtype(x))
+            bias = getattr(module, "bias", None)
+        self.call = record = ObservedCall(
+            name=self.name,
+            plan=_plan(self.name, w, table, x.device),
+            position=None,
+            x=x.detach().clone().reshape(-1, x.shape[-1]),
+            w=w.detach().clone(),
+            bias=None if bias is None or not bias.numel() else bias.detach().clone(),
+        )
+        if self._linear is None:
+            if _cached(module.weight):
+                record.unseen["wgrad"] = "torch.autocast adds up dw of all readers of a weight"
+            else:
+                self._parameter = module.weight
+                module._parameters["weight"] = passed(module.weight, record, "dw", self.guarding)
+        else:
+            assert self._backend is not None
+            wanted = {"wgrad"} if any(p.requires_grad for p in module.parameters()) else set()
+            if x.requires_grad or not self._linear.takes_x:
+                wanted.add("dgrad")
+            self._passes = ShownPasses(record, self.guarding, self._backend.watcher, wanted)
+            self._forward = self._passes.forward()
+            self._forward.__enter__()
+        if self._linear is not None and not self._linear.takes_x:
+            record.x = None
+            record.hidden = f"{self._linear.title} makes it of its input"
+            return x
+        if _cached(x):
+            record.unseen["dgrad"] = "torch.autocast adds up dx of all readers of a leaf"
+            return x
+        return passed(x, record, "dx", self.guarding)
+
+    def _end(self, module: nn.Module, arguments: Any, result: Any) -> Any:
+        """Keep y, and put the weight back."""
+        if self._forward is not None:
+            self._forward.__exit__(None, None, None)
+            self._forward = None
+        if self._parameter is not None:
+            module._parameters["weight"] = self._parameter
+            self._parameter = None
+        record = self.call
+        if record is None or record.y is not None:
+            return None
+        changed = None
+        with self.guarding():
+            if not isinstance(result, Tensor):
+                raise NotShownError("it returns more than a tensor")
+            record.y = result.detach().clone().reshape(-1, result.shape[-1])
+            then = None if self._passes is None else self._passes.backward
+            changed = passed(result, record, "dy", self.guarding, then)
+        return changed
+
+
+def _cached(tensor: Tensor) -> bool:
+    """Whether torch.autocast rounds a leaf once for all its readers: another tensor in its place
+    would be rounded anew, and its gradients added up otherwise.
+    """
+    autocasts = torch_autocasts(tensor.device.type) and torch.is_autocast_cache_enabled()
+    return autocasts and tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32
+
+
+def _computed_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which torch multiplies x."""
+    if torch_autocasts(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    name = next((name for name, known in DTYPES.items() if known is dtype), None)
+    if name is None:
+        raise NotShownError(f"it computes in {dtype}")
+    return name
+
+
+def _plan(name: str, w: Tensor, table: Table, device: torch.device) -> LayerPlan:
+    """The plan of a layer that runs `table`, whoever runs it."""
+    out_features, in_features = w.shape
+    layer = Layer(name=name, in_features=in_features, out_features=out_features, block=0, blocks=1)
+    recipe = Custom(
+        label=table.name, fprop=table.fprop, dgrad=table.dgrad, wgrad=table.wgrad, dtype=table.dtype
+    )
+    backend = "reference" if table.quantised else "auto"
+    return resolve(layer, recipe, None, backend, Device(type="cpu"))
+
+
+def foreign_observers(
+    model: nn.Module, chosen: Callable[[str], bool]
+) -> tuple[dict[str, ForeignObserver], dict[str, str]]:
+    """(Observers of the linear layers of a model that `convert` did not make, layer → why another
+    one is not audited).
+
+    Args:
+        chosen: whether a layer of this name is to be audited.
+    """
+    observers: dict[str, ForeignObserver] = {}
+    uncovered: dict[str, str] = {}
+    for name, module in linears(model).items():
+        if not chosen(name):
+            continue
+        backend, linear = _of_backend(module)
+        if linear is not None and linear.why_not is not None:
+            uncovered[name] = linear.why_not
+        elif linear is not None or type(module) is nn.Linear:
+            observers[name] = ForeignObserver(name, module, backend, linear)
+        else:
+            uncovered[name] = f"the audit does not know what a {type(module).__name__} computes"
+    return observers, uncovered
+
+
+def linears(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of a model that `convert` did not make, by their first name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if not isinstance(module, PlannedLayer)
+        and (is_linear(module) or _of_backend(module)[1] is not None)
+    }
+
+
+def _of_backend(module: nn.Module) -> tuple[LayerBackend | None, ForeignLinear | None]:
+    """The backend whose module this is, and what it says of it."""
+    for backend in LAYER_BACKENDS.values():
+        linear = backend.foreign_linear(module)
+        if linear is not None:
+            return backend, linear
+    return None, None

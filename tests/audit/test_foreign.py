@@ -1,0 +1,120 @@
+"""Audits of linear layers that `convert` did not make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4train as f4
+from fp4train.precision import NVFP4
+
+GEMMS = ["fprop", "dgrad", "wgrad"]
+
+
+class Tied(nn.Module):
+    """Three layers of other code, of which two share a weight; x has two readers."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32, dtype=dtype)
+        self.second = nn.Linear(32, 32, bias=False, dtype=dtype)
+        self.third = nn.Linear(32, 32, dtype=dtype)
+        self.third.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(self.first(x)) + self.second(x)
+        y: torch.Tensor = self.third(h)
+        return y
+
+
+def gradients(model: nn.Module, dtype: torch.dtype, autocast: bool) -> list[torch.Tensor]:
+    x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    assert x.grad is not None
+    return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],
+    ids=["fp32", "bf16", "autocast"],
+)
+def test_layers_of_torch_are_audited_and_keep_their_bits(
+    dtype: torch.dtype, autocast: bool
+) -> None:
+    plain = gradients(Tied(dtype), dtype, autocast)
+    model = Tied(dtype)
+    parameters = dict(model.named_parameters())
+    with f4.audit(model) as report:
+        audited = gradients(model, dtype, autocast)
+    assert not report.faults and not report.uncovered, str(report)
+    names = ("first", "second", "third")
+    seen = {result.layer: list(result.gemms) for result in report.audits}
+    partly = [reason for result in report.audits for reason in result.uncovered]
+    if autocast:  # x is a leaf, and the weights are
+        assert seen == {"first": ["fprop"], "second": ["fprop"], "third": ["fprop", "dgrad"]}
+        assert len(partly) == 5 and all("of all readers of a" in reason for reason in partly)
+    else:
+        assert seen == dict.fromkeys(names, GEMMS) and not partly
+    assert all(torch.equal(a, b) for a, b in zip(plain, audited, strict=True))
+    assert all(dict(model.named_parameters())[name] is p for name, p in parameters.items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_product_of_torchs_layer_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tied()
+    right = F.linear
+
+    def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return right(x, w, bias) * (1.02 if bias is None else 1.0)
+
+    monkeypatch.setattr(F, "linear", linear)
+    with f4.audit(model) as report:
+        gradients(model, torch.float32, False)
+    assert {fault.layer for fault in report.faults} == {"second"}
+    assert "multiplied by 1.02" in str(report)
+
+
+def test_converted_layers_and_others_are_audited_together() -> None:
+    model = nn.Sequential(f4.convert(nn.Sequential(nn.Linear(32, 32))), nn.Linear(32, 32))
+    with f4.audit(model) as report, f4.autocast(NVFP4(), seed=1, step=2):
+        model(torch.randn(32, 32)).square().mean().backward()
+    assert not report.faults, str(report)
+    assert [result.layer for result in report.audits] == ["0", "1"]
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_linear_layer_of_another_class_is_named_with_its_reason() -> None:
+    model = nn.Sequential(Scaled(8, 8), nn.Linear(8, 8, dtype=torch.float64))
+    with f4.audit(model) as report:
+        model[1](model[0](torch.randn(4, 8)).double()).sum().backward()
+    assert "does not know what a Scaled computes" in report.uncovered["0"]
+    assert "torch.float64" in report.uncovered["1"]
+    assert not report.audits
+
+
+def test_a_pass_that_raises_leaves_the_layer_as_it_was() -> None:
+    layer = nn.Linear(8, 8)
+    weight = layer.weight
+    with f4.audit(layer) as report, pytest.raises(RuntimeError):
+        layer(torch.randn(4, 9))
+    assert layer.weight is weight and not report.audits
+
+
+def test_some_layers_are_named(monkeypatch: Any) -> None:
+    model = Tied()
+    with f4.audit(model, layers=["second"]) as report:
+        gradients(model, torch.float32, False)
+    assert [result.layer for result in report.audits] == ["second"]
