@@ -218,11 +218,11 @@ def _plan(
         # with gpu= alone: a plan of this machine begins without it
         from fp4train.lab.costs.mesh_plan import MeshPlan
 
-        if auto:
-            unsized = replace(config, parallel=Parallel())
-            return _search(MeshPlan(unsized, gpus, model, timeline, gpu), words, as_data)
-        mesh_plan = MeshPlan(config, gpus, model, timeline, gpu)
-        return _on_mesh(mesh_plan, full=full, as_data=as_data)
+        mesh_plan = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=gpus)
+        if not auto:
+            return _on_mesh(mesh_plan, full=full, as_data=as_data)
+        unsized = replace(config, parallel=Parallel())
+        return _search(replace(mesh_plan, config=unsized), words, as_data)
     if gpu is None:
         device = Device.of(choose_device(config.device))
     else:
@@ -258,7 +258,7 @@ def _plan(
         from fp4train.lab.costs.mesh_plan import MeshPlan
         from fp4train.lab.costs.screen import render_step, step_costs
 
-        on_one_gpu = MeshPlan(config, 1, model, timeline, gpu)
+        on_one_gpu = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=1)
         width = terminal_width()
         estimated = [
             estimate(plan, gpu, microbatches=config.train.microbatches).render(width),

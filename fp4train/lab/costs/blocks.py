@@ -107,10 +107,9 @@ def measure_blocks(
     tokens: Tensor,
     *,
     liger: bool = False,
-) -> list[BlockCost]:
-    """The cost of every block of `model` (on the meta device), for a microbatch.
-
-    Blocks with equal plans and parameters are measured once, and have one object.
+) -> tuple[list[BlockCost], list[int]]:
+    """The costs of the distinct blocks of `model` (on the meta device), for a microbatch, and the
+    index of that of each block. Blocks with equal plans and parameters cost the same.
 
     Args:
         plans: plan of each linear layer, by name.
@@ -119,8 +118,9 @@ def measure_blocks(
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = find_blocks(model)
-    measured: dict[object, BlockCost] = {}
-    costs = []
+    distinct: dict[object, int] = {}
+    costs: list[BlockCost] = []
+    order: list[int] = []
 
     def measure(block: nn.Module, x: Tensor, *more: Any) -> Tensor:
         layers = {part: plans[names[part]] for part in block.modules() if names[part] in plans}
@@ -129,10 +129,11 @@ def measure_blocks(
             tuple((name, parameter.shape) for name, parameter in block.named_parameters()),
             tuple(plan.products for plan in layers.values()),
         )
-        if key not in measured:
+        if key not in distinct:
+            distinct[key] = len(costs)
             with torch.enable_grad():
-                measured[key] = _measure(block, (x, *more), layers, recipe, liger=liger)
-        costs.append(measured[key])
+                costs.append(_measure(block, (x, *more), layers, recipe, liger=liger))
+        order.append(distinct[key])
         return x
 
     with ExitStack() as stack:
@@ -141,7 +142,7 @@ def measure_blocks(
         stack.enter_context(use(Context(recipe=recipe)))
         stack.enter_context(torch.no_grad())
         model(tokens)
-    return costs
+    return costs, order
 
 
 @contextmanager
@@ -252,7 +253,7 @@ class _Kernel(torch.autograd.Function):
 
     Args of `forward`:
         moved: bytes that it moves forward and backward.
-        results: what it returns, without values.
+        results: tensors that it returns, without values.
         kept: tensors that it keeps for backward.
         inputs: tensors that get gradients.
     """

@@ -156,8 +156,6 @@ class Group:
 
     def send(self, size: float) -> Traffic:
         """Traffic of sending `size` bytes to the neighbour farthest away."""
-        if self.size == 1:
-            return Traffic(size)
         return Traffic(size, size / self._speeds[self.link] + LATENCY[self.link])
 
 

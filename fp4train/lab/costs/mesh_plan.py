@@ -58,6 +58,7 @@ class MeshCandidate:
         return keys
 
 
+@dataclass(frozen=True, kw_only=True)
 class MeshPlan:
     """A configuration on the mesh of its section `parallel`.
 
@@ -65,18 +66,18 @@ class MeshPlan:
         gpus: number of GPUs; None: the product of the sizes in that section.
     """
 
-    def __init__(
-        self, config: Config, gpus: int | None, model: nn.Module, timeline: Timeline, gpu: Gpu
-    ) -> None:
-        self.config = config
-        self.gpus = gpus or config.parallel.others * max(1, config.parallel.dp_shard)
-        self.model = model
-        self.timeline = timeline
-        self.gpu = gpu
-        self.kernels = kernels_of(config.train, "cuda", elsewhere=True)
+    config: Config
+    model: nn.Module
+    timeline: Timeline
+    gpu: Gpu
+    gpus: int | None = None
+
+    @property
+    def kernels(self) -> tuple[bool, str]:
         """Whether Liger's kernels run what lies between the products, and a sentence that says
         so.
         """
+        return kernels_of(self.config.train, "cuda", elsewhere=True)
 
     @property
     def mesh(self) -> Mesh:
@@ -86,10 +87,9 @@ class MeshPlan:
             UserError: its size is not the number of GPUs.
         """
         parallel = self.config.parallel
-        try:
-            mesh = parallel.mesh(self.gpus)
-        except ValueError as error:
-            raise UserError(f"gpus={self.gpus}: {error}; parallel=auto finds a mesh") from error
+        gpus = self.gpus or parallel.others * max(1, parallel.dp_shard)
+        with user_errors(ValueError, before=f"gpus={gpus}: ", after="; parallel=auto finds a mesh"):
+            mesh = parallel.mesh(gpus)
         takes_float32 = self.config.train.whole_weights is not None
         gather = gather_mode(parallel.gather, fully_gathered=takes_float32)
         rows = max(1, self.config.train.rows(mesh.data)) * mesh.data
@@ -187,6 +187,7 @@ class MeshPlan:
         """
         self.plan(1, Mesh(pipeline=2))  # refuses what no mesh can run
         batch = self.config.train.batch_size
+        like = self.mesh
 
         @lru_cache
         def load(sequences: int, mesh: Mesh) -> Workload | None:
@@ -206,10 +207,10 @@ class MeshPlan:
             return load(sequences, Mesh(tensor=mesh.tensor, replicate=min(mesh.data, 2)))
 
         recompute = (False, True) if hasattr(self.config.model, "recompute") else (False,)
-        ranked = candidates(measure, self.gpu, self.gpus, batch, self.mesh, recompute)
+        ranked = candidates(measure, self.gpu, like.gpus, batch, like, recompute)
         if not ranked:
             raise UserError(
-                f"no mesh of gpus={self.gpus} divides the model's heads and blocks and "
+                f"no mesh of gpus={like.gpus} divides the model's heads and blocks and "
                 f"train.batch_size={batch}: take a batch that is a multiple of the number of GPUs"
             )
         return ranked

@@ -14,20 +14,17 @@ waiting for the host       how much longer the host takes to queue the kernels t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Final
 
-from fp4train.hardware import Device
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.estimate import time_text
 from fp4train.lab.costs.links import NETWORK_SHARE, NVLINK_SHARE
 from fp4train.lab.costs.memory import USABLE
 from fp4train.lab.costs.mesh_plan import MeshCandidate, MeshPlan
-from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, Timeline
-from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
-from fp4train.run.build import build_plan
 from fp4train.text import counted, screen, short, tabulate, with_unit
 
 _GIB: Final = 2**30
@@ -191,18 +188,14 @@ def _largest(cost: ClusterCost, number: int) -> str:
     return ", ".join(f"{name} {_gib(size)} GiB" for name, size in ranked[:number])
 
 
-def step_costs(mesh_plan: MeshPlan, plan: Plan) -> list[tuple[str, ClusterCost]]:
-    """(Title, cost of a step) on one GPU: of the model in BF16, then of every stretch of `plan`."""
-    train = mesh_plan.config.train
-    sequences = train.batch_size // train.microbatches
-    layers = find_layers(mesh_plan.model)
-    timeline = Timeline(recipe=BF16(), steps=1)
-    in_bf16 = build_plan(mesh_plan.config, layers, timeline, Device.elsewhere(mesh_plan.gpu))
-    ((_, _, load_in_bf16),) = mesh_plan.workloads(in_bf16, sequences)
-    loads = [("all in BF16", load_in_bf16)]
-    loads += [(title, load) for title, _, load in mesh_plan.workloads(plan, sequences)]
-    mesh = Mesh(microbatches=train.microbatches)
-    return [(title, ClusterCost(load, mesh_plan.gpu, mesh)) for title, load in loads]
+def step_costs(on_one_gpu: MeshPlan, plan: Plan) -> list[tuple[str, ClusterCost]]:
+    """(Title, cost of a step): of the model in BF16, then of every stretch of `plan`."""
+    rows = on_one_gpu.config.train.rows(1)
+    mesh = on_one_gpu.mesh
+    in_bf16 = replace(on_one_gpu, timeline=Timeline(recipe=BF16(), steps=1))
+    [(_, steps, load)] = in_bf16.workloads(in_bf16.plan(rows, mesh), rows)
+    loads = [("all in BF16", steps, load), *on_one_gpu.workloads(plan, rows)]
+    return [(title, ClusterCost(load, on_one_gpu.gpu, mesh)) for title, _, load in loads]
 
 
 def render_step(costs: Sequence[tuple[str, ClusterCost]], width: int | None = None) -> str:

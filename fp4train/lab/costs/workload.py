@@ -153,17 +153,14 @@ def workload(
     execution = execution or Execution()
     tokens = torch.empty(sequences, seq_len, dtype=torch.int64, device="meta")
     liger = execution.liger and not execution.compiled
-    costs = measure_blocks(model, plans, recipe, tokens, liger=liger)
+    costs, order = measure_blocks(model, plans, recipe, tokens, liger=liger)
     by_block: dict[int | None, list[ModelWeight]] = {}
     for weight in find_weights(model, plans):
         by_block.setdefault(weight.block, []).append(weight)
-    distinct = {id(cost): cost for cost in costs}
-    first_blocks = {id(cost): block for block, cost in reversed(list(enumerate(costs)))}
     kinds = [
-        Kind(weights=tuple(by_block.get(first_blocks[key], ())), cost=cost)
-        for key, cost in distinct.items()
+        Kind(weights=tuple(by_block.get(order.index(index), ())), cost=cost)
+        for index, cost in enumerate(costs)
     ]
-    indices = {key: index for index, key in enumerate(distinct)}
     multiplied_by_block, besides = multiplied(model, find_blocks(model), seq_len)
     outside = [plan.layer for plan in plans.values() if plan.layer.block is None]
     vocabulary, width = max(
@@ -172,7 +169,7 @@ def workload(
     groups = weight_groups(model)
     return Workload(
         kinds=tuple(kinds),
-        order=tuple(indices[id(cost)] for cost in costs),
+        order=tuple(order),
         multiplied=multiplied_by_block,
         last_multiplied=besides,
         outside=tuple(by_block.get(None, ())),
