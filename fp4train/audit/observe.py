@@ -30,6 +30,7 @@ from fp4train.nn.executors.cut import CutGemms
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelParts
+from fp4train.nn.executors.terms import TermGemms
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
@@ -46,6 +47,8 @@ def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
         return "tensor parallelism: a rank has one term of each sum"
     if any(spec.held is not None for _, spec in executor.quantised(plan)):
         return "held scales: the amax of the first call of an earlier step is not followed"
+    if issubclass(executor, TermGemms):
+        return "operands of two terms: several products are added up"
     if issubclass(executor, ChannelParts):
         return "outlier channels: two recipes add up one product"
     if issubclass(executor, BackendExperts):

@@ -30,3 +30,4 @@ from fp4train.precision.recipes import TetraJetV2 as TetraJetV2
 from fp4train.precision.recipes.tetrajet import TetraJetV2Outliers as TetraJetV2Outliers
 from fp4train.precision.recomputation import recompute_contexts as recompute_contexts
 from fp4train.precision.recompute import recompute as recompute
+from fp4train.precision.terms import Residual as Residual

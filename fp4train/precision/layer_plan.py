@@ -111,6 +111,9 @@ class LayerPlan:
         """Why the weight is not quantised as a whole: its recipe has outlier channels, chosen or
         not yet; or None.
         """
+        residual = self.recipe.residual
+        if residual is not None and "w" in residual.tensors and self.fprop.operands.quantised:
+            return "the residual of its codes is multiplied too"
         if self.recipe.outliers is None:
             return None
         return "its outlier channels are quantised apart"
@@ -171,6 +174,7 @@ class LayerPlan:
                 gemm.dtype,
                 gemm.backend,
                 *((outliers, features) if outliers is not None else ()),
+                *((self.recipe.terms,) if self.recipe.terms else ()),
             )
             for gemm, features in self.products
         )

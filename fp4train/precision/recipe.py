@@ -28,6 +28,14 @@ from fp4train.backends.table import (
     named,
     sourced,
 )
+from fp4train.precision.terms import (
+    CENTRED,
+    Residual,
+    Terms,
+    check_centred,
+    check_residual,
+    chosen,
+)
 from fp4train.quantize import QuantSpec, has_tensor_amax
 from fp4train.text import check_choice, check_least, step_span, tabulate
 
@@ -89,6 +97,9 @@ class Recipe:
             high precision, with dy as it is, and w and x the values of the codes that fprop
             multiplied: the gradients of the forward pass that ran, as a straight-through estimator
             has them (TE: backward_override="dequantized").
+        centred: tensors, of "x" and "dy", whose mean over the tokens of a call is taken out before
+            they are quantised, and multiplied in high precision (Averis, arXiv:2603.10444).
+        residual: what the codes of fprop's operands leave, as a second term; None: nothing is.
     """
 
     high_precision: tuple[str, ...] = ()
@@ -96,6 +107,8 @@ class Recipe:
     outliers: OutlierChannels | None = None
     fused_scales: bool = False
     backward: str = "quantised"
+    centred: tuple[str, ...] = ()
+    residual: Residual | None = None
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -123,6 +136,9 @@ class Recipe:
                     f"{OPERANDS[gemm][1]}; the transform cancels only if both operands have "
                     "the same one"
                 )
+        object.__setattr__(self, "centred", chosen("centred", self.centred, CENTRED))
+        check_centred(type(self).__name__, self.centred, operands)
+        check_residual(type(self).__name__, self.residual, operands, self.backward)
         self._check_held(operands)
         self._check_outliers(operands)
         self._check_fused(operands["fprop"].second)
@@ -188,6 +204,8 @@ class Recipe:
                 f"outliers: {type(self).__name__} quantises nothing, so no channel needs to "
                 "be kept apart"
             )
+        self.terms.check_apart("outliers")
+        outliers.recipe.terms.check_apart("outliers.recipe")
         pairs = [*operands.values(), *outliers.recipe.operands().values()]
         if any(spec is not None and spec.earlier_amax for pair in pairs for spec in pair.both):
             raise ValueError(
@@ -216,6 +234,11 @@ class Recipe:
                 "use recipe.fused_scales=false"
             )
 
+    @property
+    def terms(self) -> Terms:
+        """The second terms of its operands."""
+        return Terms(self.centred, self.residual)
+
     def of_outliers(self) -> Recipe | None:
         """The recipe of the outlier channels: GEMMs in high precision are so in both parts. None:
         there are none.
@@ -238,6 +261,7 @@ class Recipe:
                 "a layer together: "
                 "give them to Mixed(outliers=…), or take a part without them (outliers=None)"
             )
+        self.terms.check_apart(f"{gemm}={self.name}, a part of a layer (Mixed has the fields too)")
 
     def check_layer(self, layer: Layer) -> None:
         """Raises ValueError where no outlier channels can be chosen of `layer`: among the channels
@@ -249,12 +273,14 @@ class Recipe:
                 "of a layer, and "
                 f"parallel.tp cuts {layer.name}: use parallel.tp=1, or recipe.outliers=null"
             )
+        if self.quantised:
+            self.terms.check_layer(self.name, layer.name, layer.cut)
 
     @property
     def why_emulated(self) -> str | None:
         """Why only emulation and the reference run it; None: other backends may."""
         if self.outliers is None:
-            return None
+            return self.terms.why_emulated
         return "outlier channels are multiplied apart, which emulate and reference do"
 
     def operands(self) -> dict[str, Operands]:
@@ -312,6 +338,7 @@ class Recipe:
             exceptions.append("fused scales")
         if self.backward != "quantised":
             exceptions.append(f"{self.backward} backward")
+        exceptions += self.terms.words(self.dtype)
         if self.high_precision:
             exceptions.append(f"{'+'.join(self.high_precision)} in {SHORT[self.dtype]}")
         return f" with {' and '.join(exceptions)}" if exceptions else ""
@@ -333,7 +360,9 @@ class Recipe:
             ("GEMM", "operand", "element", "block", "scale", "rounding", "Hadamard")
         ]
         for (gemm, name), operand in sourced(self.table()).items():
-            rows.append((gemm, name, *describe_operand(operand, self.dtype)))
+            element, *words = describe_operand(operand, self.dtype)
+            element += self.terms.of(gemm, operand, self.dtype)
+            rows.append((gemm, name, element, *words))
         lines = [self.name, *tabulate(rows, width=width)]
         if self.outliers is not None:
             apart = self.of_outliers()
@@ -350,7 +379,7 @@ class Recipe:
         return "\n".join(lines)
 
 
-_EXCEPTIONS = ("high_precision", "fused_scales", "backward")
+_EXCEPTIONS = ("high_precision", "fused_scales", "backward", "centred", "residual")
 """Fields that the last part of a recipe's name has."""
 
 

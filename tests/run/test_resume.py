@@ -64,6 +64,14 @@ CASES = {
         "oscillation.watch=2",
         "oscillation.ratio=1.5",
     ],
+    "means that are taken out": [
+        "recipe=averis",
+        "policy=all",
+        "model.recompute=true",
+        "train.microbatch=2",
+        "eval.errors_every=2",
+    ],
+    "residuals of hot channels": ["recipe=chon", "policy=all", "train.microbatch=2"],
     "bf16 of everything in the cooldown": ["phases=cooldown_bf16", "schedule.cooldown=3"],
 }
 

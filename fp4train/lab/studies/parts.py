@@ -19,7 +19,7 @@ from fp4train.backends.table import GEMMS, HIGH_PRECISION, OPERANDS, Operands
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.lab.studies.subject import Subject, digest
-from fp4train.precision import FP32, Custom, LayerPolicy, Recipe, Timeline
+from fp4train.precision import FP32, Custom, LayerPolicy, Recipe, Residual, Timeline
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import PlannedStretch, make_plan
@@ -192,6 +192,14 @@ class RecipeParts:
         return replace(part, repeats=self.repeats)
 
 
+def _residual_of(recipe: Recipe, gemm: str, name: str) -> Residual | None:
+    """The second term of one operand; None: it has none."""
+    residual = recipe.residual
+    if residual is None or gemm != "fprop" or name not in residual.tensors:
+        return None
+    return replace(residual, tensors=(name,))
+
+
 def _operands_alone(recipe: Recipe) -> dict[str, Recipe]:
     """Operand → the recipe that quantises this one alone, of the operands that `recipe`
     quantises.
@@ -209,6 +217,10 @@ def _operands_alone(recipe: Recipe) -> dict[str, Recipe]:
                     }
                 pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
                 alone[f"{gemm}.{name}"] = Custom(
-                    label=f"{gemm}.{name} alone", dtype=recipe.dtype, **pairs
+                    label=f"{gemm}.{name} alone",
+                    dtype=recipe.dtype,
+                    centred=tuple(tensor for tensor in recipe.centred if tensor == name),
+                    residual=_residual_of(recipe, gemm, name),
+                    **pairs,
                 )
     return alone

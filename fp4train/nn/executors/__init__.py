@@ -5,6 +5,7 @@ in an `autocast`.
     gemms         three GEMMs, each on its own backend
     cut           the same of a layer's shard, with tensor parallelism's collectives
     parts         the same of parts of the in features, each in a recipe of its own
+    terms         the same of operands that are sums: a mean and the rest, codes and their residual
     groups        the same of a group of weights, each for its own rows (experts)
 
 `EXECUTORS` alone decides between them. What an executor carries from step to step are states of its
@@ -27,6 +28,7 @@ from fp4train.nn.executors.cut import CutGemms
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelParts
+from fp4train.nn.executors.terms import TermGemms
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.precision.layer_plan import LayerPlan
@@ -39,6 +41,7 @@ EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
     TorchLayer: lambda plan: not plan.quantised,
     BackendLayer: lambda plan: plan.layer_backend,
     ChannelParts: lambda plan: plan.recipe.outliers,
+    TermGemms: lambda plan: plan.recipe.centred or plan.recipe.residual,
     Gemms: lambda plan: True,
 }
 """Executor → whether it can run a layer with this plan. The first one that can does."""

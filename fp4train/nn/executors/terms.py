@@ -1,0 +1,251 @@
+"""The GEMMs of a layer whose operands have two terms: a mean that is taken out, a residual.
+
+With μ and ν the means of x and dy over the M tokens of a call, in float32, and q(·) the codes of
+what is left, rounded to the recipe's dtype first (Averis, arXiv:2603.10444):
+
+    fprop   y  = q(x − 1·μᵀ)·q(w)ᵀ + 1·(q(w)·μ)ᵀ
+    dgrad   dx = q(dy − 1·νᵀ)·q(w) + 1·(νᵀ·q(w))
+    wgrad   dw = q(dy − 1·νᵀ)ᵀ·q(x − 1·μᵀ) + M·ν·μᵀ
+
+The other two products of wgrad's sums are zero, since what is left has no mean; the authors make
+them of the rounded parts, and quantise μ and ν too. An operand that is not quantised is not
+centred; wgrad's last term is the same then.
+
+With Δx = x − v(q(x)) and Δw likewise, r(·) the codes of residuals, and I the in features that have
+one (`Residual`):
+
+    fprop   y  = q(x)·q(w)ᵀ + r(Δx[:, I])·q(w)[:, I]ᵀ + q(x)[:, I]·r(Δw[:, I])ᵀ
+
+All terms are added in float32; the bias and one rounding come last.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4train.backends import Prepared
+from fp4train.nn.call import EAGER, GradientSum, LayerCall
+from fp4train.nn.executors.gemms import Gemms, Gradients, Prepare, SavedInput, tensor_of
+from fp4train.nn.gathered import values_of
+from fp4train.nn.layer_shard import LayerShard
+from fp4train.nn.operands import TensorForms
+from fp4train.precision.layer_plan import LayerPlan
+from fp4train.precision.terms import Residual
+from fp4train.quantize import Decoded, Quantized, quantizer
+
+
+class CentredForms(NamedTuple):
+    """Both forms of x or dy, and the mean of its tokens, float32 [columns]."""
+
+    row: Prepared | None
+    column: Prepared | None
+    mean: Tensor
+
+
+class TermGemms(Gemms):
+    """See the module.
+
+    Attributes:
+        centres_x, centres_dy: whether the row-wise and the column-wise form are centred.
+        residual: the second terms of fprop's operands; None: there are none.
+    """
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        device: str,
+        shard: LayerShard | None = None,
+        *,
+        sums: GradientSum = None,
+    ) -> None:
+        super().__init__(plan, device, shard, sums=sums)
+        fprop, dgrad, wgrad = (gemm.operands for gemm in plan.gemms)
+        x = "x" in plan.recipe.centred
+        dy = "dy" in plan.recipe.centred
+        x_row = x and fprop.first is not None
+        if self.x.row_serves_both:
+            x_column = x_row
+        else:
+            x_column = x and wgrad.second is not None
+        self.centres_x = (x_row, x_column)
+        self.centres_dy = (dy and dgrad.first is not None, dy and wgrad.first is not None)
+        self.residual = plan.recipe.residual if fprop.quantised else None
+        self.route = EAGER  # the operator of compiled graphs saves one form of x
+
+    def quantised_columns(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+        if self.centres_x[0]:
+            x_MK = without_mean(x_MK, mean_of(x_MK))
+        return x_MK, w_NK
+
+    def forward(
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        call: LayerCall,
+        prepare: Prepare | None = None,
+    ) -> tuple[Tensor, SavedInput]:
+        """As `Gemms.forward`; of x the mean is saved too."""
+        x_MK = x_MK.to(self.dtype)
+        gradients = call.gradients
+        keeps_codes = gradients.w is not None and not self.keeps_x
+        forms = self._forms_of_x(x_MK, call, keeps_codes)
+        assert forms.row is not None
+        w = call.weights.prepared(w_NK, self.w_row, call)
+        y_MN = self.fprop.product(forms.row, w, out_dtype=torch.float32)
+        if self.centres_x[0]:
+            y_MN += self.fprop.product(as_row(forms.mean), w, out_dtype=torch.float32)
+        if self.residual is not None:
+            if self.centres_x[0]:
+                x_MK_coded = without_mean(x_MK, forms.mean)
+            else:
+                x_MK_coded = x_MK
+            self._add_residuals(y_MN, self.residual, (x_MK_coded, forms.row), (w_NK, w))
+        if bias_N is not None:
+            y_MN += bias_N.to(self.dtype)
+        if gradients.w is None:
+            saved: SavedInput = (None, None)
+        else:
+            column = forms.column
+            assert not isinstance(column, Decoded)  # what is saved is prepared as codes
+            saved = (x_MK if self.keeps_x else column, forms.mean)
+        return y_MN.to(self.dtype), saved
+
+    def backward(
+        self,
+        dy_MN: Tensor,
+        w_NK: Tensor | None,
+        saved: SavedInput,
+        call: LayerCall,
+        prepare: Prepare | None = None,
+        total_NK: Tensor | None = None,
+    ) -> Gradients:
+        dy = dy_MN.to(self.dtype)
+        gradients = call.gradients
+        wants = (gradients.x is not None, gradients.w is not None)
+        forms = self._forms(self.dy, dy, self.centres_dy, call, *wants)
+        dx_MK = dw_NK = dbias_N = None
+        if forms.row is not None:
+            assert w_NK is not None and gradients.x is not None
+            w = call.weights.prepared(w_NK, self.w_column, call)
+            if self.dequantises_w:
+                w = Decoded(tensor_of(w, self.dtype).T, None)
+            dx_MK = self.dgrad.product(forms.row, w, out_dtype=torch.float32)
+            if self.centres_dy[0]:
+                dx_MK += self.dgrad.product(as_row(forms.mean), w, out_dtype=torch.float32)
+            dx_MK = dx_MK.to(self.dtype).to(gradients.x)
+        if forms.column is not None:
+            x, mean_K = saved
+            assert x is not None and isinstance(mean_K, Tensor) and gradients.w is not None
+            dw_NK = self.wgrad.product(forms.column, self._x_of_wgrad(x), out_dtype=torch.float32)
+            if self.centres_x[1] or self.centres_dy[1]:
+                dw_NK.addr_(forms.mean * dy.shape[0], mean_K)
+            if total_NK is None:
+                dw_NK = dw_NK.to(self.dw_dtype).to(gradients.w)
+            else:
+                total_NK += dw_NK
+                dw_NK = None
+        if gradients.bias is not None:
+            dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
+        return dx_MK, dw_NK, dbias_N
+
+    def _x_of_wgrad(self, x: Quantized | Tensor) -> Prepared:
+        """The operand x of wgrad from what forward saved."""
+        if self.x.row_serves_both and isinstance(x, Quantized):
+            x = tensor_of(x, self.dtype)
+        return Decoded(x.T, None) if isinstance(x, Tensor) else x
+
+    def _forms_of_x(self, x_MK: Tensor, call: LayerCall, keeps_codes: bool) -> CentredForms:
+        """The forms of x; consecutive layers that read the same tensor share them, as in
+        `Gemms.forward`.
+        """
+        shared: dict[str, Any] | None = None
+        if self.x.pure and not x_MK.is_inference():
+            shared = call.shared
+        wants = (self.x.wants[keeps_codes], self.centres_x)
+        seen = None if shared is None else shared.get("terms")
+        if seen is not None and seen[:2] == (wants, x_MK._version) and seen[2].is_set_to(x_MK):
+            earlier: CentredForms = seen[3]
+            return earlier
+        forms = self._forms(self.x, x_MK, self.centres_x, call, True, keeps_codes)
+        if shared is not None:
+            shared["terms"] = (wants, x_MK._version, x_MK, forms)
+        return forms
+
+    def _forms(
+        self,
+        forms: TensorForms,
+        x_MK: Tensor,
+        centres: tuple[bool, bool],
+        call: LayerCall,
+        row: bool,
+        column: bool,
+    ) -> CentredForms:
+        """The forms of x or dy that are asked for, each of the tensor without its mean or as it
+        is.
+        """
+        mean = mean_of(x_MK)
+        if centres[0] == centres[1]:
+            tensor = without_mean(x_MK, mean) if centres[0] else x_MK
+            return CentredForms(*forms.prepare(tensor, call, row, column), mean)
+        centred = without_mean(x_MK, mean)
+        of_rows, of_columns = (centred, x_MK) if centres[0] else (x_MK, centred)
+        return CentredForms(
+            forms.prepare(of_rows, call, row, False)[0],
+            forms.prepare(of_columns, call, False, column)[1],
+            mean,
+        )
+
+    def _add_residuals(
+        self,
+        y_MN: Tensor,
+        residual: Residual,
+        x: tuple[Tensor, Prepared],
+        w: tuple[Tensor, Prepared],
+    ) -> None:
+        """Add the second terms to y, float32.
+
+        Args:
+            x, w: the tensor [M, K] or [N, K] and its row-wise form.
+        """
+        values = {"x": tensor_of(x[1], torch.float32), "w": tensor_of(w[1], torch.float32)}
+        tensors = {"x": x[0].float()}
+        if "w" in residual.tensors:
+            tensors["w"] = values_of(w[0], w[0].dtype).detach().float()
+        rests = {name: tensors[name] - values[name] for name in residual.tensors}
+        channels = None
+        if residual.share < 1:
+            score = torch.stack([rest.abs().mean(0) for rest in rests.values()]).sum(0)
+            channels = score.topk(residual.count(len(score))).indices.sort().values
+        for name, other in (("x", "w"), ("w", "x")):
+            if name not in rests:
+                continue
+            rest = rests[name]
+            factor = Decoded(values[other], None)
+            if channels is not None:
+                rest = rest.index_select(1, channels)
+                factor = Decoded(values[other].index_select(1, channels), None)
+            if residual.spec is None:
+                term: Prepared = Decoded(rest.to(self.dtype), None)
+            else:
+                term = quantizer(residual.spec, rest.device.type).values(rest)
+            operands = (term, factor) if name == "x" else (factor, term)
+            y_MN += self.fprop.product(*operands, out_dtype=torch.float32)
+
+
+def mean_of(x_MK: Tensor) -> Tensor:
+    """The mean over tokens, float32 [K]; 0 where there are none."""
+    return x_MK.detach().sum(0, dtype=torch.float32) / max(len(x_MK), 1)
+
+
+def without_mean(x_MK: Tensor, mean_K: Tensor) -> Tensor:
+    """x − 1·meanᵀ, in the dtype of x."""
+    return (x_MK.float() - mean_K).to(x_MK.dtype)
+
+
+def as_row(mean_K: Tensor) -> Decoded:
+    """The mean as an operand of one row, in float32."""
+    return Decoded(mean_K.unsqueeze(0), None)
