@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import Prepared
-from fp4train.nn.call import EAGER, GradientSum, LayerCall
-from fp4train.nn.executors.gemms import Gemms, Gradients, Prepare, SavedInput, tensor_of
+from fp4train.nn.call import LayerCall
+from fp4train.nn.engine import EAGER, Gradients, Saved
+from fp4train.nn.executors.gemms import Gemms, Prepare, tensor_of
 from fp4train.nn.gathered import values_of
-from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
-from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.terms import Residual
 from fp4train.quantize import Decoded, Quantized, quantizer
 
@@ -53,18 +52,12 @@ class TermGemms(Gemms):
         residual: the second terms of fprop's operands; None: there are none.
     """
 
-    def __init__(
-        self,
-        plan: LayerPlan,
-        device: str,
-        shard: LayerShard | None = None,
-        *,
-        sums: GradientSum = None,
-    ) -> None:
-        super().__init__(plan, device, shard, sums=sums)
-        fprop, dgrad, wgrad = (gemm.operands for gemm in plan.gemms)
-        x = "x" in plan.recipe.centred
-        dy = "dy" in plan.recipe.centred
+    def build(self) -> None:
+        super().build()
+        recipe = self.plan.recipe
+        fprop, dgrad, wgrad = (gemm.operands for gemm in self.plan.gemms)
+        x = "x" in recipe.centred
+        dy = "dy" in recipe.centred
         x_row = x and fprop.first is not None
         if self.x.row_serves_both:
             x_column = x_row
@@ -72,7 +65,7 @@ class TermGemms(Gemms):
             x_column = x and wgrad.second is not None
         self.centres_x = (x_row, x_column)
         self.centres_dy = (dy and dgrad.first is not None, dy and wgrad.first is not None)
-        self.residual = plan.recipe.residual if fprop.quantised else None
+        self.residual = recipe.residual if fprop.quantised else None
         self.route = EAGER  # the operator of compiled graphs saves one form of x
 
     def quantised_columns(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,8 +80,8 @@ class TermGemms(Gemms):
         bias_N: Tensor | None,
         call: LayerCall,
         prepare: Prepare | None = None,
-    ) -> tuple[Tensor, SavedInput]:
-        """As `Gemms.forward`; of x the mean is saved too."""
+    ) -> tuple[Tensor, Saved]:
+        """As `Gemms.forward`; the mean of x is saved too."""
         x_MK = x_MK.to(self.dtype)
         gradients = call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
@@ -106,30 +99,29 @@ class TermGemms(Gemms):
             self._add_residuals(y_MN, self.residual, (x_MK_coded, forms.row), (w_NK, w))
         if bias_N is not None:
             y_MN += bias_N.to(self.dtype)
+        saved_w = None if gradients.x is None else w_NK
         if gradients.w is None:
-            saved: SavedInput = (None, None)
-        else:
-            column = forms.column
-            assert not isinstance(column, Decoded)  # what is saved is prepared as codes
-            saved = (x_MK if self.keeps_x else column, forms.mean)
-        return y_MN.to(self.dtype), saved
+            return y_MN.to(self.dtype), (saved_w, None, None)
+        column = forms.column
+        assert not isinstance(column, Decoded)  # what is saved is prepared as codes
+        return y_MN.to(self.dtype), (saved_w, x_MK if self.keeps_x else column, forms.mean)
 
     def backward(
         self,
         dy_MN: Tensor,
-        w_NK: Tensor | None,
-        saved: SavedInput,
+        saved: Saved,
         call: LayerCall,
+        total: Tensor | None = None,
         prepare: Prepare | None = None,
-        total_NK: Tensor | None = None,
     ) -> Gradients:
+        w_NK, x, mean_K = saved
         dy = dy_MN.to(self.dtype)
         gradients = call.gradients
         wants = (gradients.x is not None, gradients.w is not None)
         forms = self._forms(self.dy, dy, self.centres_dy, call, *wants)
         dx_MK = dw_NK = dbias_N = None
         if forms.row is not None:
-            assert w_NK is not None and gradients.x is not None
+            assert isinstance(w_NK, Tensor) and gradients.x is not None
             w = call.weights.prepared(w_NK, self.w_column, call)
             if self.dequantises_w:
                 w = Decoded(tensor_of(w, self.dtype).T, None)
@@ -138,15 +130,14 @@ class TermGemms(Gemms):
                 dx_MK += self.dgrad.product(as_row(forms.mean), w, out_dtype=torch.float32)
             dx_MK = dx_MK.to(self.dtype).to(gradients.x)
         if forms.column is not None:
-            x, mean_K = saved
             assert x is not None and isinstance(mean_K, Tensor) and gradients.w is not None
             dw_NK = self.wgrad.product(forms.column, self._x_of_wgrad(x), out_dtype=torch.float32)
             if self.centres_x[1] or self.centres_dy[1]:
                 dw_NK.addr_(forms.mean * dy.shape[0], mean_K)
-            if total_NK is None:
+            if total is None:
                 dw_NK = dw_NK.to(self.dw_dtype).to(gradients.w)
             else:
-                total_NK += dw_NK
+                total += dw_NK
                 dw_NK = None
         if gradients.bias is not None:
             dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
