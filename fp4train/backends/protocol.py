@@ -143,7 +143,6 @@ class LayerKernels(LayerState, Protocol):
         into: Callable[[Any], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
-        parts: Sequence[Tensor] = (),
         codes: Callable[[bool], Prepared] | None = None,
     ) -> Tensor:
         """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
@@ -154,11 +153,9 @@ class LayerKernels(LayerState, Protocol):
         is added, of the node of the graph to which autograd would give dw; None: dw is returned, in
         the table's dtype. freed: whether the memory of `weight` is freed after the call and filled
         again before its backward pass, so that nothing as large as it may be kept in between.
-        readers: the layers that read this x; None: only this one. parts: the parameters whose rows
-        `weight` is, by which it is known as the same; none: it is a parameter. codes: gives the
-        weight as it was quantised elsewhere, in forward w [N, K] for fprop (False), in backward wᵀ
-        [K, N] for dgrad (True); `weight` has only its shape and gradient then. None: the kernels
-        quantise it.
+        readers: the layers that read this x; None: only this one. codes: gives the weight as it was
+        quantised elsewhere, in forward w [N, K] for fprop (False), in backward wᵀ [K, N] for dgrad
+        (True); `weight` has only its shape and gradient then. None: the kernels quantise it.
         """
 
 

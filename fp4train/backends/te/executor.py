@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +36,6 @@ from fp4train.quantize import RunStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_VERSION = attrgetter("_version")
 
 
 def _is_delayed(table: Table) -> bool:
@@ -183,15 +180,11 @@ class _Built:
     first shared.
     """
     weight: weakref.ref[Tensor] | None = None
-    """The weight that the module holds the codes of, or the first of those that are its rows,
-    and
-    """
+    """The weight that the module holds the codes of, and"""
     since: tuple[object, ...] = ()
     """from when."""
 
-    def is_first(
-        self, weight: Tensor, step: RunStep | None, parts: Sequence[Tensor] = ()
-    ) -> bool | None:
+    def is_first(self, weight: Tensor, step: RunStep | None) -> bool | None:
         """`is_first_microbatch` of TE's modules: False takes the codes that are kept, or makes them
         where there are none; None quantises and keeps none: also without gradients, where the codes
         lack their column-wise form.
@@ -203,10 +196,7 @@ class _Built:
         if not self.keeps or step is None or not torch.is_grad_enabled():
             self.weight = None
             return None
-        weight, now = (
-            (parts[0] if parts else weight),
-            (step, weight._version, *map(_VERSION, parts)),
-        )
+        now = (step, weight._version)
         if self.weight is None or self.weight() is not weight or self.since != now:
             self.module._fp8_workspaces.clear()
         self.weight = weakref.ref(weight)
@@ -300,7 +290,6 @@ class TEExecutor(LayerState):
         into: Callable[[Any], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
-        parts: Sequence[Tensor] = (),
         codes: Callable[[bool], Prepared] | None = None,
     ) -> Tensor:
         """y [*, N] in the recipe's dtype.
@@ -318,7 +307,6 @@ class TEExecutor(LayerState):
                 under FSDP2 (from 2.16 on; older ones save the codes).
             readers: x is then quantised once for all layers that read it, if the recipe has codes
                 to share (`shares_codes`). Bits are those of layers that quantise it themselves.
-            parts: parameters whose rows `weight` is, which is then another tensor in each call.
             codes: codes of the weight, for fprop and for dgrad (see `LayerKernels`); `freed` is
                 true then.
         """
@@ -385,7 +373,7 @@ class TEExecutor(LayerState):
                     run = module
                 else:
                     run = partial(built.with_codes, codes)
-                y_MN: Tensor = run(x_MK, is_first_microbatch=built.is_first(weight, step, parts))
+                y_MN: Tensor = run(x_MK, is_first_microbatch=built.is_first(weight, step))
                 if shared is not None and len(shared.cache["te"].given) == shared.layers:
                     shared.cache.pop("te").close()
         if freed:
