@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,20 +20,6 @@ from fp4train.nn.fused_layers import CodeReader, forms_from
 from fp4train.precision.context import State
 from fp4train.quantize import produced
 from fp4train.quantize.produced import SourceTensors
-
-
-class NormCodes(Protocol):
-    """A norm whose result n is made as codes."""
-
-    def codes(
-        self, x: Tensor, change: Tensor | None, weight_K: Tensor
-    ) -> tuple[Any, Tensor, Tensor]:
-        """(The codes of n, the sum h of x and change, 1/√(mean(h²) + ε) of each token)."""
-
-    def backward(
-        self, dn: Tensor, h: Tensor, weight_K: Tensor, rstd_M: Tensor, added: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(The gradient of h, to which `added` is added, that of the weight)."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +38,7 @@ class KernelNorm:
     def codes(
         self, x: Tensor, change: Tensor | None, weight_K: Tensor
     ) -> tuple[Any, Tensor, Tensor]:
+        """(The codes of n, the sum h of x and change, 1/√(mean(h²) + ε) of each token)."""
         h = x if change is None else x.new_empty(x.shape)
         terms = () if change is None else (x, change)
         h_MK = matrix(h)
@@ -66,6 +53,7 @@ class KernelNorm:
     def backward(
         self, dn: Tensor, h: Tensor, weight_K: Tensor, rstd_M: Tensor, added: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """(The gradient of h, to which `added` is added, that of the weight)."""
         dh_MK, dweight_K = produced.norm_backward(
             matrix(dn),
             matrix(h),
@@ -78,12 +66,11 @@ class KernelNorm:
 
 
 @dataclass(frozen=True)
-class BackendNorm:
+class BackendNorm(KernelNorm):
     """RMSNorm by a backend's own kernels, which add nothing up; its codes are the backend's
     tensor.
     """
 
-    eps: float
     reader: BackendLayer
 
     def codes(
@@ -133,7 +120,7 @@ class FusedCall:
         needs_grad: whether each tensor needs a gradient.
     """
 
-    norm: NormCodes | None = None
+    norm: KernelNorm | None = None
     adds = False
     device = ""
     needs_grad: Sequence[bool] = ()
@@ -167,7 +154,7 @@ class NormedCall(FusedCall):
         calls: their calls.
     """
 
-    def __init__(self, norm: NormCodes | None, calls: Sequence[LayerCall]) -> None:
+    def __init__(self, norm: KernelNorm | None, calls: Sequence[LayerCall]) -> None:
         self.norm = norm
         self.calls = calls
         self.adds = any(call.executor.adds for call in calls)
@@ -257,9 +244,9 @@ class NormCodesCall(FusedCall):
     weight of the norm).
     """
 
-    norm: NormCodes
+    norm: KernelNorm
 
-    def __init__(self, norm: NormCodes, count: int) -> None:
+    def __init__(self, norm: KernelNorm, count: int) -> None:
         self.norm = norm
         self.count = count
 

@@ -26,7 +26,7 @@ from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.fused_layers import FusedLayers, LayerOutputs, forms_from, outputs_of, overrides
 from fp4train.nn.fused_norm import (
     FusedCall,
-    NormCodes,
+    KernelNorm,
     NormedCall,
     giving,
     multiplied_codes,
@@ -120,7 +120,7 @@ class GatedMLP(FusedLayers):
         x: Tensor,
         change: Tensor | None = None,
         weight_K: Tensor | None = None,
-        norm: NormCodes | None = None,
+        norm: KernelNorm | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(y of the norm of x + change, that sum); without a norm (y of x [M, K], None)."""
         (down, *of_sources), now = ready
@@ -156,7 +156,9 @@ class GatedCall(NormedCall):
         down: call of down.
     """
 
-    def __init__(self, norm: NormCodes | None, calls: Sequence[LayerCall], down: LayerCall) -> None:
+    def __init__(
+        self, norm: KernelNorm | None, calls: Sequence[LayerCall], down: LayerCall
+    ) -> None:
         super().__init__(norm, calls)
         self.down = down
         self.adds = False

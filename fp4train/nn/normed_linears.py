@@ -145,10 +145,11 @@ class NormedLinears(FusedLayers):
         """The outputs of layers whose GEMMs a backend runs together."""
         shape = x.shape[:-1]
         count = len(executors)
-        kernels: Any = KernelNorm(self.kind, norm.eps, executors[0])
+        kernels = KernelNorm(self.kind, norm.eps, executors[0])
         if self.by_backend:
-            kernels = BackendNorm(norm.eps, executors[0])
-            x, change = x if change is None else x + change, None
+            kernels = BackendNorm(self.kind, norm.eps, executors[0])
+            x = x if change is None else x + change
+            change = None
         *codes, h = LayerFunction.apply(  # type: ignore[no-untyped-call]
             NormCodesCall(kernels, count), x, change, norm.weight
         )
