@@ -198,7 +198,10 @@ def overrides(module: nn.Module, declaration: str, *methods: str) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether anybody registered a hook on a module, or on all modules: its input, output and
-    gradients must be true tensors then. torch has no public way to ask.
+    gradients must be true tensors then.
+
+    torch has no public way to ask. A hook that is registered to see those of others makes backward
+    hooks full ones from then on, also when it is removed: torch's own dictionaries are read.
     """
     everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
     return bool(
