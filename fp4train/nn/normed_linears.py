@@ -145,14 +145,14 @@ class NormedLinears(FusedLayers):
         """The outputs of layers whose GEMMs a backend runs together."""
         shape = x.shape[:-1]
         count = len(executors)
-        kernels = KernelNorm(self.kind, norm.eps, executors[0])
         if self.by_backend:
-            kernels = BackendNorm(self.kind, norm.eps, executors[0])
-            x = x if change is None else x + change
-            change = None
-        *codes, h = LayerFunction.apply(  # type: ignore[no-untyped-call]
-            NormCodesCall(kernels, count), x, change, norm.weight
-        )
+            # its kernel takes no gradient of h: autograd adds that of the stream
+            h = x if change is None else x + change
+            call = NormCodesCall(BackendNorm(self.kind, norm.eps, executors[0]), count)
+            *codes, _ = LayerFunction.apply(call, h, None, norm.weight)  # type: ignore[no-untyped-call]
+        else:
+            call = NormCodesCall(KernelNorm(self.kind, norm.eps, executors[0]), count)
+            *codes, h = LayerFunction.apply(call, x, change, norm.weight)  # type: ignore[no-untyped-call]
         outputs = multiplied_codes(self.readers, executors, codes, now)
         return LayerOutputs(tuple([y.view(*shape, y.shape[-1]) for y in outputs])), h
 
