@@ -59,6 +59,11 @@ class LostError(UserError):
         self.speaks = speaks
 
 
+def named(error: BaseException) -> str:
+    """The class of an error that nobody expects, and the first line of what it says."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
 def reason(error: Exception) -> str:
     """Message of an error of the operating system, without its number and the file's name."""
     return str(getattr(error, "strerror", None) or error)

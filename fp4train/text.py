@@ -306,7 +306,7 @@ def short(number: float, digits: int = 3) -> str:
 
 def with_unit(number: float, unit: str, digits: int = 3) -> str:
     """ "1.23 MB", "275 GB", "12 B": an amount in so many digits, with its unit."""
-    return f"{_scaled(number, ('', 'k', 'M', 'G', 'T', 'P'), digits)}{unit}"
+    return f"{_scaled(number, ('', 'k', 'M', 'G', 'T', 'P', 'E'), digits)}{unit}"
 
 
 def _scaled(number: float, prefixes: Sequence[str], digits: int) -> str:

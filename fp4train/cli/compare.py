@@ -24,6 +24,7 @@ from fp4train.lab.analysis.figure import check_out, width_of
 from fp4train.lab.gate.whole_runs import whole_runs
 from fp4train.run.record.directory import steps_done
 from fp4train.run.record.journal import read_journal, stretches
+from fp4train.run.record.stretches import multiplied
 from fp4train.text import near_miss
 
 USAGE = usage(__doc__)
@@ -84,13 +85,7 @@ def quantised_share(run: Path) -> float | None:
     Raises:
         UserError: the journal is damaged.
     """
-    done = steps_done(run)
-    steps = 0
-    total = 0.0
-    for stretch in stretches(read_journal(run)):
-        ran = max(0, min(stretch.stop, done) - stretch.start)
-        total += ran * sum(
-            share for name, share in stretch.shares.items() if set(re.findall(r"\w+", name)) - _HIGH
-        )
-        steps += ran
-    return total / steps if steps else None
+    work = multiplied(stretches(read_journal(run)), steps_done(run))
+    quantised = [macs for name, macs in work.items() if set(re.findall(r"\w+", name)) - _HIGH]
+    total = sum(work.values())
+    return sum(quantised) / total if total else None

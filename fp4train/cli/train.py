@@ -59,17 +59,12 @@ from fp4train.run.record.trust import check_paths, forget_charts
 from fp4train.run.supervise.divergence import DivergedError
 from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.supervise.rescue import explain
-from fp4train.text import counted_are
+from fp4train.text import counted_are, screen
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
 from fp4train.train import Result, train
 
 _log = logging.getLogger("fp4train")
-
-LOSSES = {"train/loss": "last batch", "val/loss": "val loss", "val/loss_recipe": "in the recipe"}
-"""Losses in the last metrics of a run, as the summary names them; the training loss is that of
-curves.png.
-"""
 
 
 def main(arguments: list[str]) -> int:
@@ -320,32 +315,11 @@ def _draw(directory: Path) -> str:
 
 
 def _summary(directory: Path, result: Result) -> str:
-    values = {
-        name: float(result.metrics[key]) for key, name in LOSSES.items() if key in result.metrics
-    }
-    window = ""
-    if (mean_loss := training_loss(directory)) is not None:
-        values.pop("last batch", None)
-        values = {"train loss": mean_loss.loss, **values}
-        if mean_loss.steps > 1:
-            window = f" (mean of the last {mean_loss.steps} steps)"
-    losses = ", ".join(
-        f"{name} {value:.4f}{window if name == 'train loss' else ''}"
-        for name, value in values.items()
+    return screen(
+        __package__,
+        "trained.txt",
+        directory=directory,
+        result=result,
+        mean=training_loss(directory),
+        stopped_by=None if result.signal is None else signal.Signals(result.signal).name,
     )
-    if result.saved:
-        ended = "done"
-    else:
-        ended = "done, but its end is not saved"
-    if result.signal is not None:
-        name = signal.Signals(result.signal).name
-        if result.saved:
-            last = f"resume={directory} goes on"
-        else:
-            last = "but its end is not saved"
-        ended = f"stopped by {name}, {last}"
-    if result.diverged is None:
-        diverged = ""
-    else:
-        diverged = f"; {result.diverged}"
-    return f"{directory}: step {result.step}, {ended}; {losses}; {result.seconds:.0f} s{diverged}"

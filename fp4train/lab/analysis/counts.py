@@ -41,9 +41,10 @@ class SeedMean:
 
     Args:
         runs, seeds: names of the runs and their seeds.
-        train_loss, loss: mean and standard deviation (of the sample, n − 1) of the smoothed
-            training loss at the end, and of the loss that gaps are of at `Comparison.step`; the
-            deviation of a single run is None.
+        train_loss, val_loss, loss: mean and standard deviation (of the sample, n − 1) of the
+            smoothed training loss at the end, of the last validation loss (None where a run has
+            none), and of the loss that gaps are of at `Comparison.step`; the deviation of a single
+            run is None.
         gap: relative gap of the mean loss to that of the first run's group; None for that group.
     """
 
@@ -51,6 +52,7 @@ class SeedMean:
     runs: tuple[str, ...]
     seeds: tuple[int, ...]
     train_loss: tuple[float, float | None]
+    val_loss: tuple[float, float | None] | None
     loss: tuple[float, float | None]
     gap: float | None
 
@@ -95,6 +97,7 @@ def means_over_seeds(
     for group in groups:
         members = list(group.values())
         loss = _mean([losses[i] for i in members])
+        validation = [value for i in members if (value := rows[i].val_loss) is not None]
         reference = means[0].loss[0] if means else 0.0
         means.append(
             SeedMean(
@@ -102,6 +105,7 @@ def means_over_seeds(
                 runs=tuple(rows[i].name for i in members),
                 seeds=tuple(group),
                 train_loss=_mean([rows[i].train_loss for i in members]),
+                val_loss=_mean(validation) if len(validation) == len(members) else None,
                 loss=loss,
                 gap=loss[0] / reference - 1 if reference else None,
             )

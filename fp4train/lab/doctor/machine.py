@@ -5,7 +5,7 @@ for a network.
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ six times as much.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fact:
     """One line about the machine.
 
@@ -52,6 +52,7 @@ class Fact:
 
     name: str
     value: str
+    _: KW_ONLY
     problem: str | None = None
     note: str | None = None
 
@@ -87,10 +88,10 @@ def _gpu() -> Fact:
             value = f"{len(names)} × {names[0]}"
         else:
             value = "; ".join(names)
-        return Fact(name="GPU", value=value, problem=problem)
+        return Fact("GPU", value, problem=problem)
     if driver_version() is None:
-        return Fact(name="GPU", value="none")
-    return Fact(name="GPU", value="torch sees none", note=why_no_gpu())
+        return Fact("GPU", "none")
+    return Fact("GPU", "torch sees none", note=why_no_gpu())
 
 
 def _drivers() -> list[Fact]:
@@ -106,7 +107,7 @@ def _drivers() -> list[Fact]:
     if driver_version() is None and torch.version.cuda is None:
         return []
     words = (f"driver {driver_version() or 'none'}", f"CUDA {torch.version.cuda or 'none'}", cublas)
-    return [Fact(name="CUDA", value=", ".join(word for word in words if word))]
+    return [Fact("CUDA", ", ".join(word for word in words if word))]
 
 
 def _torch() -> Fact:
@@ -118,62 +119,54 @@ def _torch() -> Fact:
         note = None
     else:
         note = f"train.compile=true runs linear layers outside of the graphs: {compiled}"
-    return Fact(name="torch", value=torch.__version__, problem=problem, note=note)
+    return Fact("torch", torch.__version__, problem=problem, note=note)
 
 
 def _transformer_engine() -> Fact:
     name = "Transformer Engine"
     version = availability.version()
     if version is None:
-        return Fact(name=name, value="not installed")
+        return Fact(name, "not installed")
     value = ".".join(map(str, version))
     if not torch.cuda.is_available():
-        return Fact(
-            name=name, value=f"{value}, its recipe classes only: its kernels need an NVIDIA GPU"
-        )
+        return Fact(name, f"{value}, its recipe classes only: its kernels need an NVIDIA GPU")
     try:
         availability.pytorch_module()
     except ValueError as error:
-        return Fact(name=name, value=value, note=str(error))
-    return Fact(name=name, value=value)
+        return Fact(name, value, note=str(error))
+    return Fact(name, value)
 
 
 def _triton() -> Fact:
     version = package_version("triton")
     if not torch.cuda.is_available():
-        return Fact(
-            name="Triton", value=f"{version or 'not installed'}; its kernels need an NVIDIA GPU"
-        )
-    return Fact(
-        name="Triton", value=version or "not installed", note=why_not_triton(QuantSpec(), "cuda")
-    )
+        return Fact("Triton", f"{version or 'not installed'}; its kernels need an NVIDIA GPU")
+    return Fact("Triton", version or "not installed", note=why_not_triton(QuantSpec(), "cuda"))
 
 
 def _packages() -> Fact:
     missing = [name for name in NEEDED if package_version(name) is None]
     if not missing:
-        return Fact(name="packages", value="all that runs import")
+        return Fact("packages", "all that runs import")
     needed = [name for name in missing if name not in ("datasets", "wandb")]
     lacks = f"pip install {' '.join(missing)}"
     if needed:
-        return Fact(name="packages", value=f"missing: {', '.join(missing)}", problem=lacks)
+        return Fact("packages", f"missing: {', '.join(missing)}", problem=lacks)
     if "wandb" in missing:
         return Fact(
-            name="packages",
-            value=f"missing: {', '.join(missing)}",
+            "packages",
+            f"missing: {', '.join(missing)}",
             problem=f"{lacks}, or track=jsonl",
         )
-    return Fact(
-        name="packages", value=f"missing: {', '.join(missing)}", note=f"data=hf needs it: {lacks}"
-    )
+    return Fact("packages", f"missing: {', '.join(missing)}", note=f"data=hf needs it: {lacks}")
 
 
 def _cpu() -> Fact:
     model = cpu_name()
     if (reason := cpu.unavailable()) is not None:
         return Fact(
-            name="CPU",
-            value=f"{model}; no C kernels",
+            "CPU",
+            f"{model}; no C kernels",
             note=f"quantising takes many times as long: {reason}",
         )
     widened = widens(torch.empty(0, dtype=torch.bfloat16))
@@ -181,7 +174,7 @@ def _cpu() -> Fact:
         bf16 = "no BF16 instructions: products in float32"
     else:
         bf16 = "BF16 instructions"
-    return Fact(name="CPU", value=f"{model}; C kernels: {cpu.instruction_sets()[-1]}; {bf16}")
+    return Fact("CPU", f"{model}; C kernels: {cpu.instruction_sets()[-1]}; {bf16}")
 
 
 def _threads() -> Fact:
@@ -198,7 +191,7 @@ def _threads() -> Fact:
         note = f"threads wait for each other: OMP_NUM_THREADS={cores}"
     else:
         note = None
-    return Fact(name="threads", value=f"{threads} on {cores} cores{pool}", note=note)
+    return Fact("threads", f"{threads} on {cores} cores{pool}", note=note)
 
 
 def _disk(folder: Path) -> Fact:
@@ -206,22 +199,20 @@ def _disk(folder: Path) -> Fact:
     free = shutil.disk_usage(place).free
     value = f"{free / 2**30:.0f} GiB free in {folder}/"
     if not os.access(place, os.W_OK):
-        return Fact(
-            name="disk", value=value, problem=f"{place} cannot be written; set run.dir=FOLDER"
-        )
+        return Fact("disk", value, problem=f"{place} cannot be written; set run.dir=FOLDER")
     if free < LITTLE_DISK:
         return Fact(
-            name="disk",
-            value=value,
+            "disk",
+            value,
             problem="less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere",
         )
-    return Fact(name="disk", value=value)
+    return Fact("disk", value)
 
 
 def _wandb() -> Fact:
     version = package_version("wandb")
     if version is None:
-        return Fact(name="wandb", value="not installed")
+        return Fact("wandb", "not installed")
     try:
         import wandb
 
@@ -235,10 +226,8 @@ def _wandb() -> Fact:
         if settings.mode in ("offline", "dryrun", "disabled"):
             state = f"{settings.mode} by its own settings"
     except Exception as error:  # any of wandb's
-        return Fact(
-            name="wandb", value=version, problem=f"wandb does not start ({error}); use track=jsonl"
-        )
-    return Fact(name="wandb", value=f"{version}, {state}")
+        return Fact("wandb", version, problem=f"wandb does not start ({error}); use track=jsonl")
+    return Fact("wandb", f"{version}, {state}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4train.errors import UserError
+from fp4train.errors import UserError, named
+from fp4train.text import first_line
 
 PATIENCE = timedelta(seconds=120)
 """Seconds that a collective may take, the meeting of the ranks included."""
@@ -70,9 +71,9 @@ def meeting() -> Iterator[str]:
         where = ", ".join(
             f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT")
         )
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
-            f"rank {rank} of {ranks} does not meet the others by {backend} ({where}): {reason}"
+            f"rank {rank} of {ranks} does not meet the others by {backend} ({where}): "
+            f"{first_line(error)}"
         ) from error
     try:
         yield backend
@@ -104,10 +105,8 @@ def _tried(
         correct = torch.equal(received, expected)
         seconds = min(_seconds(collective, mine.clone(), device) for _ in range(REPEATS))
     except Exception as error:  # of NCCL, gloo, the network: to be reported, whatever it is
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        return CollectiveCheck(
-            name=name, dtype=dtype, correct=None, rate=None, problem=f"{name} of {dtype}: {reason}"
-        )
+        why = f"{name} of {dtype}: {named(error)}"
+        return CollectiveCheck(name=name, dtype=dtype, correct=None, rate=None, problem=why)
     share = (2 if name == "all-reduce" else 1) * (ranks - 1) / ranks
     if correct:
         problem = None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fp4train.audit.start import drawn, equal_codes
 from fp4train.backends import LAYER_BACKENDS
+from fp4train.errors import named
 from fp4train.hardware import GPUS, Device
 from fp4train.nn import Linear
 from fp4train.precision.context import autocast
@@ -134,7 +135,7 @@ def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
         outcome.problem = outcome.problem or far
     # of a driver, a compiler, a missing library: to be reported, whatever it is
     except Exception as error:
-        outcome.problem = _named(error)
+        outcome.problem = named(error)
     if plan.quantised:
         _try_scaled(outcome, recipe, device)
     return outcome
@@ -150,12 +151,8 @@ def _try_scaled(outcome: RecipeCheck, recipe: Recipe, device: Device) -> None:
     try:
         outcome.scaled, problem = products(recipe, plan, device, "native")
     except Exception as error:  # of a driver, of cuBLAS
-        problem = _named(error)
+        problem = named(error)
     outcome.scaled_problem = problem and f"backend=native: {problem}"
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _native(recipe: Recipe, device: Device) -> bool:

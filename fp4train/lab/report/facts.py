@@ -24,6 +24,7 @@ from fp4train.run.build import build_model, build_plan
 from fp4train.run.observe import THRESHOLD
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import UNRECORDED
+from fp4train.run.record.stretches import multiplied
 from fp4train.run.record.trust import check_paths
 from fp4train.run.timeline import build_timeline
 from fp4train.text import first_line, ranges
@@ -243,14 +244,8 @@ def _arithmetic(source: RunSource) -> dict[str, float]:
         size for size in (batch, microbatch) if isinstance(size, int) and 0 < size <= MOST_ROWS
     ]
     count = sizes[0] / sizes[1] if len(sizes) == 2 else 1.0
-    by_elements: dict[str, float] = {}
-    for stretch in source.stretches:
-        steps = max(0, min(stretch.stop, source.done) - stretch.start)
-        for elements, share in stretch.shares.items():
-            by_elements[elements] = (
-                by_elements.get(elements, 0.0) + share * float(sum(stretch.macs)) * steps * count
-            )
-    return {elements: macs for elements, macs in by_elements.items() if macs}
+    work = multiplied(source.stretches, source.done)
+    return {elements: macs * count for elements, macs in work.items() if macs}
 
 
 def _by_runs(values: Mapping[RunSource, str], everything: int) -> ByRuns:
@@ -281,16 +276,6 @@ def _show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return plain(value, 200)
-
-
-def quantity(value: float) -> str:
-    """ "1.2 M"; a dash where it is not known."""
-    if not math.isfinite(value):
-        return "–"
-    for power, letter in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if value >= 10**power:
-            return f"{value / 10**power:.3g} {letter}"
-    return f"{value:.0f}"
 
 
 def duration(seconds: float) -> str:

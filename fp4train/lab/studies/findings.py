@@ -28,6 +28,7 @@ from fp4train.lab.studies.parts import (
     OF_THE_RUN,
     OPERAND,
     WHOLE,
+    Part,
     RecipePart,
     RecipeParts,
 )
@@ -38,11 +39,11 @@ Gram = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(Part):
     """The measurements of one part.
 
     Args:
-        name, kind, what: name, kind and contents of the part.
+        name: name of the part; empty where what was written does not name it.
         nmse: mean of ‖g − g₀‖²/‖g₀‖² over batches.
         variance: share of it that changes with the random bits; None with a single repeat, or where
             nothing is random.
@@ -53,9 +54,7 @@ class Finding:
         layers: mean share of each layer in nMSE; empty for parts of a single layer.
     """
 
-    name: str
-    kind: str
-    what: str
+    name: str = ""
     nmse: Estimate
     variance: Estimate | None
     bias2: Estimate | None
@@ -221,8 +220,6 @@ def finding(part: RecipePart, groups: Sequence[Reading], reference: Sequence[Rea
     }
     return Finding(
         name=part.name,
-        kind=part.kind,
-        what=part.what,
         **estimates,
         variance=of("variance"),
         bias2=systematic(

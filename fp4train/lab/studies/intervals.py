@@ -40,6 +40,10 @@ class Estimate:
     count: int
     freedom: int
 
+    def __post_init__(self) -> None:
+        if self.error is not None and not 1 <= self.freedom <= self.count < 1 << 31:
+            raise ValueError(f"{self.freedom} degrees of freedom of {self.count} values")
+
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
         """Half the width of the interval around the mean; None where the error is not known."""
         if self.error is None:

@@ -42,19 +42,34 @@ quantised, or the words above.
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipePart:
+class Part:
+    """A part of a recipe: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up",
+    "cell/blocks.0.mlp.up/fprop.x", …
+    """
+
+    name: str
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def what(self) -> str:
+        """The name without its kind."""
+        return self.name.partition("/")[2] or self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipePart(Part):
     """The plan that runs while a part is measured.
 
     Args:
-        name: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up",
-            "cell/blocks.0.mlp.up/fprop.x", …
         stretch: plan of every layer.
         repeats: number of passes over each batch, with other random bits; 1 where nothing is
             rounded stochastically.
         policy: the policy that it is under, where it is not one of the recipe's own parts.
     """
 
-    name: str
     stretch: PlannedStretch = field(repr=False)
     repeats: int
     policy: LayerPolicy | None = None
@@ -65,15 +80,6 @@ class RecipePart:
         if self.policy is None:
             return self.name
         return f"{self.name} {digest(self.policy)[:12]}"
-
-    @property
-    def kind(self) -> str:
-        return self.name.partition("/")[0]
-
-    @property
-    def what(self) -> str:
-        """The name without its kind."""
-        return self.name.partition("/")[2] or self.name
 
     @property
     def stochastic(self) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,8 @@ from fp4train.lab.studies.intervals import CONFIDENCE, Estimate
 from fp4train.lab.studies.parts import KINDS
 from fp4train.lab.studies.sequential import ALPHA
 from fp4train.lab.studies.stored import (
-    MEASURED,
     StoredBase,
     StoredCandidate,
-    StoredEstimate,
-    StoredFinding,
     StoredGap,
     StoredGateBase,
     StoredPair,
@@ -45,6 +42,8 @@ if TYPE_CHECKING:
 RANKING = "rank.json"
 SENSITIVITY = "sensitivity.json"
 GATE = "gate.json"
+MEASURED = ("nmse", "variance", "bias2", "cosine", "loss", "output")
+"""The estimates of a part."""
 LIMIT = 1 << 26
 """Bytes of a result that are read."""
 MOST = 32
@@ -68,7 +67,7 @@ class SensitivityResult:
     step: int
     batches: int
     recipe: str
-    parts: Mapping[str, StoredFinding]
+    parts: Mapping[str, Finding]
     gpu: str | None
     pareto: tuple[StoredPoint, ...]
     policy: StoredPolicy
@@ -81,10 +80,7 @@ class SensitivityResult:
     @cached_property
     def findings(self) -> dict[str, Finding]:
         """Findings by name of part."""
-        return {
-            name: Finding(name=name, what=name.partition("/")[2] or name, **vars(part))
-            for name, part in self.parts.items()
-        }
+        return {name: replace(part, name=name) for name, part in self.parts.items()}
 
     @property
     def gain(self) -> Estimate | None:
@@ -212,7 +208,7 @@ class RankResult:
             return None
         count = self.forks * len(self.checkpoints)
         freedom = (self.units if self.units > 1 else count) - 1
-        return StoredEstimate(mean=gap.mean, error=gap.error, count=count, freedom=freedom)
+        return Estimate(mean=gap.mean, error=gap.error, count=count, freedom=freedom)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +235,13 @@ class GateResult:
     checkpoints: tuple[StoredGateBase, ...]
 
 
+_RESULTS: Mapping[str, type] = {
+    SENSITIVITY: SensitivityResult,
+    RANKING: RankResult,
+    GATE: GateResult,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Studies:
     """The results of a run, by their folders' names."""
@@ -254,9 +257,7 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
     Raises:
         OSError: the folder of studies cannot be read.
     """
-    sensitivities: list[SensitivityResult] = []
-    rankings: list[RankResult] = []
-    gates: list[GateResult] = []
+    results: dict[str, list[Any]] = {file: [] for file in _RESULTS}
     with Folder.open(run) as top:
         if top.status(STUDIES) is None:
             return Studies()
@@ -268,21 +269,15 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
                 )
             for name in names[:MOST]:
                 with studies.folder(name) as folder:
+                    file = next((file for file in _RESULTS if folder.has_file(file)), None)
+                    if file is None:
+                        problems.append(f"{folder.path} has no result: the study is not finished")
+                        continue
                     try:
-                        if folder.has_file(SENSITIVITY):
-                            sensitivities.append(
-                                bound(_parsed(top, folder, SENSITIVITY), SensitivityResult)
-                            )
-                        elif folder.has_file(RANKING):
-                            rankings.append(bound(_parsed(top, folder, RANKING), RankResult))
-                        elif folder.has_file(GATE):
-                            gates.append(bound(_parsed(top, folder, GATE), GateResult))
-                        else:
-                            problems.append(
-                                f"{folder.path} has no result: the study is not finished"
-                            )
+                        results[file].append(bound(_parsed(top, folder, file), _RESULTS[file]))
                     except (OSError, ValueError, UserError, RecursionError) as error:
                         problems.append(f"{folder.path} cannot be read{_why(error)}")
+    sensitivities, rankings, gates = results.values()
     return Studies(sensitivities=sensitivities, rankings=rankings, gates=gates)
 
 

@@ -7,12 +7,13 @@ short and shows all of its characters.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fp4train.config.binding import bind, known_part
 from fp4train.errors import UserError
 from fp4train.lab.analysis.figure import plain
+from fp4train.lab.studies.findings import Finding
 from fp4train.lab.studies.intervals import Estimate
 from fp4train.lab.studies.sequential import VERDICTS
 
@@ -69,32 +70,6 @@ class StoredStudy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredEstimate(Estimate):
-    """A mean and its error, whose interval exists."""
-
-    def __post_init__(self) -> None:
-        if self.error is not None and not 1 <= self.freedom <= self.count < 1 << 31:
-            raise ValueError(f"{self.freedom} degrees of freedom of {self.count} values")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredFinding:
-    """The measurements of one part; see `findings.Finding`."""
-
-    kind: str
-    nmse: StoredEstimate
-    variance: StoredEstimate | None
-    bias2: StoredEstimate | None
-    cosine: StoredEstimate
-    loss: StoredEstimate
-    output: StoredEstimate | None
-
-
-MEASURED = tuple(field.name for field in fields(StoredFinding) if field.name != "kind")
-"""The estimates of a part."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StoredPoint:
     """A set of units that are kept; see `tradeoff.Point`."""
 
@@ -111,7 +86,7 @@ class StoredJudgement:
         gain: nMSE saved against keeping nothing, batch by batch.
     """
 
-    gain: StoredEstimate
+    gain: Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +100,7 @@ class StoredPolicy(StoredPoint):
     """
 
     keep: tuple[str, ...]
-    measured: StoredFinding
+    measured: Finding
     judged: StoredJudgement | None
 
 

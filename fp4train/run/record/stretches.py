@@ -86,6 +86,18 @@ def joined(records: Iterable[tuple[int, Sequence[RecordedStretch]]]) -> list[Rec
     return stretches
 
 
+def multiplied(stretches: Iterable[RecordedStretch], done: int) -> dict[str, float]:
+    """Multiply-adds of the linear layers by elements, a microbatch in each of the first `done`
+    steps.
+    """
+    by_elements: dict[str, float] = {}
+    for stretch in stretches:
+        macs = float(sum(stretch.macs)) * max(0, min(stretch.stop, done) - stretch.start)
+        for elements, share in stretch.shares.items():
+            by_elements[elements] = by_elements.get(elements, 0.0) + share * macs
+    return by_elements
+
+
 def compact(plan: Plan) -> list[dict[str, Any]]:
     """The stretches of a plan as a record holds them: plain JSON."""
     entries = []
