@@ -5,7 +5,7 @@ A description is the comment of the key in its YAML file (`fp4train.config.descr
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -19,7 +19,7 @@ from fp4train.config.composition import Composed, composed, sections
 from fp4train.config.descriptions import Descriptions
 from fp4train.config.schema import Config, plain
 from fp4train.errors import UserError
-from fp4train.text import near_miss, nearest, shortened, wrapped
+from fp4train.text import near_miss, nearest, shortened
 
 _KEY_COLUMNS: Final = 33
 """Room of a key and its value; its description follows."""
@@ -83,16 +83,14 @@ class Topics:
         """A key with its value, what it takes, and what it means; of a section, its keys."""
         if isinstance(key.value, Mapping):
             head = f"{key.path}: {self.describe(key)}".rstrip(": ")
-            return "\n".join([*_wrapped(head), *self.listing(key.path)])
+            return "\n".join([head, *self.listing(key.path)])
         group, option = self.place(key)
         value = _shown(key.value)
         if group:
             value += f", with {group}={option}"
         rows = [("value", value), ("takes", key.allowed), *self._others(key, group, option)]
-        lines = [key.path, *_wrapped(self.describe(key), "  ")]
-        return "\n".join(
-            [*lines, "", *(line for name, text in rows for line in _entry(f"  {name}", text, 10))]
-        )
+        entries = [_entry(f"  {name}", text, 10) for name, text in rows]
+        return "\n".join([key.path, *_indented(self.describe(key)), "", *entries])
 
     def _others(self, key: KeyField, group: str, option: str) -> list[tuple[str, str]]:
         """The values that other options of the group give a key, where they differ."""
@@ -124,14 +122,11 @@ class Topics:
         if group == "experiment":
             return {}
         bodies = sections({group: self.groups[group]}, self.descriptions.folders)
-        holder: Any = {}
-        for pair, body in bodies.items():
-            if "/" not in group:
-                holder = complete({group.split("/")[0]: body}, Config)
-            else:
-                holder = {group: body}
-            bodies[pair] = holder.get(group, body)
-        return bodies
+        if "/" in group:
+            return bodies
+        return {
+            pair: complete({group: body}, Config).get(group, body) for pair, body in bodies.items()
+        }
 
     def _elsewhere(self, name: str) -> str | None:
         """Where a key is that another option of its group has."""
@@ -158,10 +153,10 @@ class Topics:
         """The options of a group, and the keys of the chosen one."""
         chosen = self.command.choices.get(group, "")
         head = f"{group}: {self.descriptions.group(group)}"
-        lines = [*_wrapped(head), "", f"options, {group}=NAME (fp4train help {group}=NAME)"]
+        lines = [head, "", f"options, {group}=NAME (fp4train help {group}=NAME)"]
         for option in self.groups[group]:
             mark = "* " if option == chosen else "  "
-            lines += _entry(f"{mark}{option}", self.descriptions.option(group, option))
+            lines.append(_entry(f"{mark}{option}", self.descriptions.option(group, option)))
         if keys := self.listing(group.replace("/", ".")):
             lines += ["", f"keys, with {group}={chosen}", *keys]
         return "\n".join(lines)
@@ -170,7 +165,7 @@ class Topics:
         """The chosen option of a group, and its keys."""
         chosen = self.command.choices.get(group, "")
         text = self.descriptions.option(group, chosen)
-        lines = [f"{group}={chosen}", *_wrapped(text, "  "), ""]
+        lines = [f"{group}={chosen}", *_indented(text), ""]
         if group == "experiment":
             keys = self.set_by(chosen)
         else:
@@ -194,9 +189,13 @@ class Topics:
             if isinstance(key.value, Mapping) or key.path in _NAMES:
                 continue
             if key.path in keys_named or usual.get(key.path) != key.value:
-                room = terminal_width() - len(key.path) - 3
-                lines += _entry(f"  {key.path}={_shown(key.value, room)}", self.describe(key))
+                lines.append(self._line(key))
         return lines
+
+    def _line(self, key: KeyField) -> str:
+        """A key with its value and description."""
+        room = terminal_width() - len(key.path) - 3
+        return _entry(f"  {key.path}={_shown(key.value, room)}", self.describe(key))
 
     def listing(self, section: str = "") -> list[str]:
         """The keys of a section, or all keys, each with value and description."""
@@ -205,18 +204,17 @@ class Topics:
             if section and not key.path.startswith(f"{section}."):
                 continue
             if not isinstance(key.value, Mapping):
-                room = terminal_width() - len(key.path) - 3
-                lines += _entry(f"  {key.path}={_shown(key.value, room)}", self.describe(key))
+                lines.append(self._line(key))
             elif "." not in key.path and not section:
-                lines += ["", *_wrapped(f"{key.path}: {self.describe(key)}".rstrip(": "))]
+                lines += ["", f"{key.path}: {self.describe(key)}".rstrip(": ")]
         return lines
 
     def overview(self) -> list[str]:
         """All groups with their options, and all keys."""
         lines = ["Groups, GROUP=OPTION; fp4train help GROUP describes the options"]
         for group, names in self.groups.items():
-            lines += _entry(f"  {group}", self.descriptions.group(group), 18)
-            lines += _wrapped(", ".join(names), " " * 18)
+            lines.append(_entry(f"  {group}", self.descriptions.group(group), 18))
+            lines.append(" " * 18 + ", ".join(names))
         lines += ["", "Keys, KEY=VALUE; fp4train help KEY says more of one"]
         return [*lines, *self.listing()]
 
@@ -253,15 +251,15 @@ def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
     settings = [*flags, *(word for word in plain_words if "=" in word)]
     if not asked:
         command, _, body = _joined(screen).partition("\n")
-        lines = [*hanging(command), *fitted(body).splitlines()]
+        lines = [*hanging(command), body]
         if keys:
             lines += ["", *topics(settings).overview()]
-        return "\n".join(lines)
+        return fitted("\n".join(lines))
     described = topics(settings) if keys else None
     texts = []
     for word in asked:
         option = _option(screen, word)
-        text = fitted(_joined(option)) if option else None
+        text = _joined(option) if option else None
         if text is None and described is not None:
             text = described.topic(word)
         if text is None:
@@ -273,7 +271,7 @@ def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
             listing = f" ({', '.join(options)})" if options else ""
             raise UserError(f"{verb} has no option {word!r}{hint}{listing}")
         texts.append(text)
-    return "\n\n".join(texts)
+    return fitted("\n\n".join(texts))
 
 
 def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
@@ -294,7 +292,7 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
         if text is None:
             raise _unknown(word.partition("=")[0], described, list(verbs))
         texts.append(text)
-    return "\n\n".join(texts)
+    return fitted("\n\n".join(texts))
 
 
 def _unknown(word: str, described: Topics, verbs: list[str]) -> UserError:
@@ -390,17 +388,15 @@ def _shown(value: Any, room: int = _LONGEST_VALUE) -> str:
     return shortened(text, min(room, _LONGEST_VALUE))
 
 
-def _entry(name: str, text: str, column: int = _KEY_COLUMNS) -> Iterator[str]:
-    """A name and its description beside it, in lines of the terminal's width."""
-    lines = _wrapped(text, " " * column)
-    if not lines or len(name) > column - 1:
-        yield name
-        yield from lines
-        return
-    yield name.ljust(column) + lines[0][column:]
-    yield from lines[1:]
+def _entry(name: str, text: str, column: int = _KEY_COLUMNS) -> str:
+    """A name and its description, in a column beside it or, where it is too long, below it."""
+    text = " ".join(text.split())
+    if len(name) > column - 2:
+        name = f"{name}\n"
+        column += len(name)
+    return f"{name.ljust(column)}{text}".rstrip()
 
 
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    """The lines of a text in the terminal's width."""
-    return wrapped(text, terminal_width(), indent)
+def _indented(text: str) -> list[str]:
+    """A text below a name; nothing where there is none."""
+    return [f"  {text}"] if text else []

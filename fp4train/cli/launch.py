@@ -1,6 +1,6 @@
 """Commands that Hydra composes (train, plan): overrides, sweeps, plugins, and the saved configuration of a resumed run.
 
-Hydra's flags work: `-m` for sweeps, `--cfg job`, `--info`, `--config-dir`. A command composes its configuration once
+Hydra's flags work: `-m` for sweeps, `--cfg job`, `--config-dir`. A command composes its configuration once
 and binds it once; with -m each point of the sweep does.
 """
 
@@ -17,7 +17,6 @@ from fp4train.cli.output import explained
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import MISSING_KEY, bind, unknown_keys
 from fp4train.config.composition import Composed, check_flags, composed
-from fp4train.config.folders import CONFIGS, register_recipes
 from fp4train.config.from_folder import with_folder
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import UserError
@@ -29,7 +28,7 @@ from fp4train.text import shortened
 
 LONGEST_GROUP = 128
 """Characters of a group's name that Weights & Biases takes."""
-_SHOW = {"--cfg", "-c", "--info", "-i"}
+_SHOW = {"--cfg", "-c"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +66,14 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
     check_flags(arguments)
     arguments = overrides.with_files(arguments)
     if asked_for & overrides.SWEEP and asked_for & _SHOW:
-        raise UserError(
-            "--cfg and --info: Hydra shows one configuration, not a sweep's; leave out -m"
-        )
+        raise UserError("--cfg shows one configuration, not a sweep's: leave out -m")
     resumed = overrides.resumed_run(arguments)
     if resumed == "resume=":
         raise UserError("resume= names no run: resume=RUN")
     if resumed and asked_for & _SHOW:
         run = Path(resumed.removeprefix("resume="))
         raise UserError(
-            f"--cfg and --info show what a command composes: {run / run_directory.CONFIG} is "
+            f"--cfg shows what a command composes: {run / run_directory.CONFIG} is "
             f"the configuration of the run, fp4train plan {run} what it ran"
         )
     for slip in (a for a in arguments if a.startswith(("resume.", "init."))):
@@ -87,8 +84,6 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
         raise UserError(
             f"{alone[0]} belongs to --cfg job, which shows the configuration: --cfg job {alone[0]}"
         )
-    if "--hydra-help" in asked_for:
-        return _hydra(["--hydra-help"])
     if asked_for & _SHOW:
         with plugins.using(overrides.plugins(arguments), folders):
             return _show(arguments)
@@ -136,13 +131,9 @@ def _group(cfg: DictConfig, arguments: list[str]) -> None:
 
 
 def _show(arguments: list[str]) -> int:
-    """Print the configuration (--cfg), or what Hydra knows of it (--info)."""
+    """Print the configuration."""
     (command,) = composed(arguments)  # refuses what does not fit
-    flags, words = overrides.flags_and_words(arguments)
-    if not {"--cfg", "-c"} & {flag.partition("=")[0] for flag in flags}:
-        return _hydra(
-            [*flags, *(word for word in words if word.partition("=")[0] in command.choices)]
-        )
+    flags, _ = overrides.flags_and_words(arguments)
     kind = overrides.flag_value(flags, "--cfg", "-c")
     package = overrides.flag_value(flags, "--package", "-p")
     shown: Any = {"job": command.unresolved, "hydra": command.hydra}.get(kind)
@@ -161,24 +152,6 @@ def _show(arguments: list[str]) -> int:
     if isinstance(shown, (DictConfig, ListConfig)):
         shown = OmegaConf.to_yaml(shown)
     print(shown, end="")
-    return 0
-
-
-def _hydra(arguments: list[str]) -> int:
-    """Let Hydra answer its own flags."""
-    import hydra
-
-    def job(cfg: DictConfig) -> None:
-        """Hydra does not call it."""
-
-    register_recipes()
-    # its parser does not accept flags between overrides
-    own_arguments = sys.argv
-    sys.argv = ["fp4train", *arguments]
-    try:
-        hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(job)()
-    finally:
-        sys.argv = own_arguments
     return 0
 
 

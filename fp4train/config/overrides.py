@@ -33,13 +33,10 @@ KNOWN_FLAGS = (
     "--cfg",
     "-c",
     "--resolve",
-    "--info",
-    "-i",
     "--package",
     "-p",
     "--help",
     "-h",
-    "--hydra-help",
     "--version",
 )
 _OTHER_FLAGS = (
@@ -51,8 +48,6 @@ _OTHER_FLAGS = (
     "-p",
     "--cfg",
     "-c",
-    "--info",
-    "-i",
 )
 SWEEP = frozenset({"-m", "--multirun"})
 
