@@ -1,21 +1,28 @@
-"""The words that verbs with forks of checkpoints share: runs, sections of candidates, settings of
-forks.
+"""What verbs with forks of checkpoints share: the words on runs, candidates and forks, the work
+itself, which may be interrupted, and the results in the folder of each checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from fp4train.cli.trained import named_paths
-from fp4train.config import overrides
+from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.overrides import read_options
 from fp4train.errors import UserError
-from fp4train.lab.studies.base import ForkRequest
+from fp4train.lab.studies.base import Base, ForkRequest
 from fp4train.lab.studies.candidates import SECTIONS
+from fp4train.run.host import keep_freed_memory
+from fp4train.run.record import directory as run_directory
+from fp4train.sealed import sealed
+
+_log = logging.getLogger("fp4train")
 
 STEP = "step"
 _HINTS = get_type_hints(ForkRequest)
@@ -95,3 +102,27 @@ def fork_words(refusal: str, usage: str, arguments: list[str], own: Mapping[str,
         },
         options={key: value for key, value in single.items() if key in own},
     )
+
+
+@contextmanager
+def making_forks(request: ForkRequest) -> Iterator[None]:
+    """Where forks are made: with the classes of plugins, and a word on what an interrupt leaves."""
+    keep_freed_memory()
+    with plugins.using(request.packages, request.folders):
+        try:
+            yield
+        except KeyboardInterrupt:
+            _log.warning(
+                "interrupted: the forks that were made are recorded, the same command goes on"
+            )
+            raise
+
+
+def write_results(
+    name: str, contents: Mapping[str, Any], folders: Sequence[Path], bases: Iterable[Base]
+) -> list[Path]:
+    """Write results into the folder of each checkpoint, with the identity of its run; the files."""
+    for folder, base in zip(folders, bases, strict=False):
+        body = {**contents, "identity": {"run": run_directory.identity(base.source)}}
+        run_directory.write_text(folder / name, sealed(body, indent=1).decode())
+    return [folder / name for folder in folders]

@@ -25,26 +25,20 @@ Exit code: 0 within, 1 beyond, 2 undecided, 3 for an error, whatever it is.
 Writes gate.json. Finished forks and answers are recorded: the same command goes on, and a verdict stands.
 """
 
-import logging
 import sys
 import traceback
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
-from fp4train.cli.fork_words import FORK_OPTIONS, fork_words
+from fp4train.cli.fork_words import FORK_OPTIONS, fork_words, making_forks, write_results
 from fp4train.cli.output import discard_output, fitted, of_system, usage
-from fp4train.config import overrides, plugins
+from fp4train.config import overrides
 from fp4train.errors import UserError, user_errors
 from fp4train.lab.gate.gate import gate
 from fp4train.lab.gate.question import GateRequest
 from fp4train.lab.gate.result import EXIT_CODES, Estimated, gate_json
 from fp4train.lab.studies.results import GATE
-from fp4train.run.host import keep_freed_memory
-from fp4train.run.record import directory as run_directory
-from fp4train.sealed import sealed
 from fp4train.text import first_line
-
-_log = logging.getLogger("fp4train")
 
 USAGE = usage(__doc__)
 AGAINST = "against"
@@ -97,25 +91,15 @@ def _unexpected(error: Exception) -> str:
 
 def _main(arguments: list[str]) -> int:
     request = _request(arguments)
-    keep_freed_memory()
 
     def announce(estimated: Estimated) -> None:
         print(fitted(estimated.render()) + "\n", flush=True)
 
-    with plugins.using(request.packages, request.folders):
-        try:
-            answered, folders = gate(request, announce)
-        except KeyboardInterrupt:
-            _log.warning(
-                "interrupted: the forks that were made are recorded, the same command goes on"
-            )
-            raise
+    with making_forks(request):
+        answered, folders = gate(request, announce)
     print(fitted(answered.render()) + "\n")
-    contents = gate_json(answered)
-    for folder, base in zip(folders, answered.bases, strict=False):
-        body = {**contents, "identity": {"run": run_directory.identity(base.source)}}
-        run_directory.write_text(folder / GATE, sealed(body, indent=1).decode())
-        print(folder / GATE)
+    for result in write_results(GATE, gate_json(answered), folders, answered.bases):
+        print(result)
     return answered.exit_code
 
 

@@ -24,14 +24,12 @@ Writes rank.json and rank.png. Finished forks are recorded: the same command goe
 checkpoints too. Decide on the forks beforehand: every further look at a record asks for more.
 """
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from fp4train.cli.fork_words import FORK_OPTIONS, fork_words
+from fp4train.cli.fork_words import FORK_OPTIONS, fork_words, making_forks, write_results
 from fp4train.cli.output import fitted, terminal_width, usage
-from fp4train.config import plugins
 from fp4train.config.overrides import Option, read_options
 from fp4train.errors import user_errors
 from fp4train.lab.analysis.figure import FIGURES, PICTURE, check_out, save, width_of
@@ -42,11 +40,6 @@ from fp4train.lab.studies.rank import rank
 from fp4train.lab.studies.ranking import render
 from fp4train.lab.studies.results import RANKING, RankResult, rank_json
 from fp4train.lab.studies.stored import bound
-from fp4train.run.host import keep_freed_memory
-from fp4train.run.record import directory as run_directory
-from fp4train.sealed import sealed
-
-_log = logging.getLogger("fp4train")
 
 USAGE = usage(__doc__)
 DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
@@ -70,28 +63,19 @@ def main(arguments: list[str]) -> int:
     if paper is not None:
         check_out(paper, FIGURES)
     request = _request([*line.flags, *line.words])
-    keep_freed_memory()
-    with plugins.using(request.packages, request.folders):
-        try:
-            ranking, folders = rank(request)
-        except KeyboardInterrupt:
-            _log.warning(
-                "interrupted: the forks that were made are recorded, the same command goes on"
-            )
-            raise
+    with making_forks(request):
+        ranking, folders = rank(request)
     print(fitted(render(ranking, terminal_width())) + "\n")
     contents = rank_json(ranking)
-    for folder, base in zip(folders, ranking.bases, strict=False):
-        body = {**contents, "identity": {"run": run_directory.identity(base.source)}}
-        run_directory.write_text(folder / RANKING, sealed(body, indent=1).decode())
+    results = write_results(RANKING, contents, folders, ranking.bases)
     pictures = [folder / FIGURE for folder in folders]
     draw = figures.ranking(bound(contents, RankResult), named=True)
     save(draw, PICTURE, *pictures)
     if paper is not None:
         save(draw, width, paper)
         print(paper)
-    for folder, picture in zip(folders, pictures, strict=True):
-        print(f"{folder / RANKING}; {picture}")
+    for result, picture in zip(results, pictures, strict=True):
+        print(f"{result}; {picture}")
     return 0
 
 

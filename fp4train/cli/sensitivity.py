@@ -197,7 +197,7 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
             bound(results, SensitivityResult), figures.damage_grid(report.sensitivity)
         )
         save(figure, figures.STUDY, folder / "sensitivity.png")
-    except OSError as error:
+    except (OSError, UserError) as error:
         raise UserError(
             f"{folder}: the results cannot be written ({error}); what is on record is kept, "
             "and the same command goes on when there is room"

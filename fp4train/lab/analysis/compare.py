@@ -19,12 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from fp4train import files
-from fp4train.errors import UserError, reason, user_errors
+from fp4train.errors import UserError
 from fp4train.lab.analysis.counts import loss_at, means_over_seeds, summarise
 from fp4train.lab.analysis.curves import one_run
 from fp4train.lab.analysis.differing import by_class, differing_values
-from fp4train.lab.analysis.figure import FIGURES, PICTURE, Draw, check_out, save
+from fp4train.lab.analysis.figure import FIGURES, PICTURE, Draw, check_out, save, write
 from fp4train.lab.analysis.history import (
     History,
     Series,
@@ -141,8 +140,7 @@ class Comparison:
             table.writeheader()
             table.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
             text = lines.getvalue()
-        with user_errors(OSError, before=f"{out} cannot be written: ", message=reason):
-            files.write(out, text.encode(), sync=False)
+        write(out, text.encode())
         return out
 
     def draw(self, out: Path | None = None, width: float | None = None) -> Path:
@@ -156,8 +154,7 @@ class Comparison:
         else:
             path = self.histories[0].path / COMPARISON
         default_width = PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND
-        with user_errors(OSError, before=f"{path} cannot be written: ", message=reason):
-            save(self.picture(), width or default_width, path)
+        save(self.picture(), width or default_width, path)
         return path
 
     def picture(self) -> Draw:

@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from fp4train import files
-from fp4train.errors import UserError
+from fp4train.errors import UserError, reason, user_errors
 from fp4train.lab.analysis.history import Floats
 from fp4train.text import fold, shortened
 
@@ -121,20 +121,37 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height))
 
 
-def save(draw: Draw, width: float, *paths: Path) -> None:
-    """Write a figure to files, each in the format that its name ends in, so that a viewer never
-    sees half of one.
+def write(path: Path, contents: bytes) -> None:
+    """Write a file so that a viewer never sees half of it.
+
+    Raises:
+        UserError: it cannot be written.
     """
+    with user_errors(OSError, before=f"{path} cannot be written: ", message=reason):
+        files.write(path, contents, create=True, sync=False)
+
+
+def save(draw: Draw, width: float, *paths: Path) -> None:
+    """Write a figure to files, each in the format that its name ends in; see `write`."""
     for path in paths:
-        files.write(path, rendered(draw, width, path.suffix.lower()), create=True, sync=False)
+        write(path, rendered(draw, width, path.suffix.lower()))
 
 
-def rendered(draw: Draw, width: float, ending: str) -> bytes:
-    """A figure as the bytes of a file of one of `FIGURES`; the same figure gives the same bytes."""
+def rendered(draw: Draw, width: float, ending: str, **settings: Any) -> bytes:
+    """A figure as the bytes of a file of one of `FIGURES`; the same figure gives the same bytes.
+
+    Args:
+        settings: matplotlib's, an underscore for the dot in a name.
+    """
     picture = io.BytesIO()
     undated = {".svg": {"Date": None, "Creator": None}, ".pdf": {"CreationDate": None}}.get(ending)
-    with warnings.catch_warnings(), _look({"svg.hashsalt": "fp4train", "pdf.fonttype": 42}):
-        warnings.simplefilter("ignore")  # the font lacks a letter of a name
+    more = {key.replace("_", ".", 1): value for key, value in settings.items()}
+    with (
+        warnings.catch_warnings(),
+        _look({"svg.hashsalt": "fp4train", "pdf.fonttype": 42, **more}),
+    ):
+        # the font that matplotlib measures with lacks a letter of a name; a browser finds one
+        warnings.simplefilter("ignore")
         draw(width).savefig(picture, format=ending.removeprefix("."), metadata=undated)
     return picture.getvalue()
 
@@ -164,17 +181,16 @@ def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:
     Args:
         name: name that is unique on the page. alt: description for who cannot see the figure.
     """
-    file = io.BytesIO()
-    saved = {"svg.hashsalt": name, "path.simplify_threshold": 0.3}
-    with warnings.catch_warnings(), _look(saved):
-        # the font that matplotlib measures with lacks a letter; a browser finds one
-        warnings.simplefilter("ignore")
-        drawn = draw(width)
-        drawn.patch.set_visible(False)
-        for axes in drawn.axes:
-            axes.patch.set_visible(False)
-        drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    root = ElementTree.fromstring(file.getvalue())
+    root = ElementTree.fromstring(
+        rendered(
+            draw,
+            width,
+            ".svg",
+            svg_hashsalt=name,
+            path_simplify_threshold=0.3,
+            savefig_transparent=True,
+        )
+    )
     *_, shown_width, shown_height = root.attrib["viewBox"].split()
     root.attrib.update(
         {"role": "img", "aria-label": alt, "width": shown_width, "height": shown_height}

@@ -138,27 +138,23 @@ def _transformer_engine() -> Fact:
 
 
 def _triton() -> Fact:
-    version = package_version("triton")
+    version = package_version("triton") or "not installed"
     if not torch.cuda.is_available():
-        return Fact("Triton", f"{version or 'not installed'}; its kernels need an NVIDIA GPU")
-    return Fact("Triton", version or "not installed", note=why_not_triton(QuantSpec(), "cuda"))
+        return Fact("Triton", f"{version}; its kernels need an NVIDIA GPU")
+    return Fact("Triton", version, note=why_not_triton(QuantSpec(), "cuda"))
 
 
 def _packages() -> Fact:
     missing = [name for name in NEEDED if package_version(name) is None]
     if not missing:
         return Fact("packages", "all that runs import")
-    needed = [name for name in missing if name not in ("datasets", "wandb")]
-    lacks = f"pip install {' '.join(missing)}"
-    if needed:
-        return Fact("packages", f"missing: {', '.join(missing)}", problem=lacks)
-    if "wandb" in missing:
-        return Fact(
-            "packages",
-            f"missing: {', '.join(missing)}",
-            problem=f"{lacks}, or track=jsonl",
-        )
-    return Fact("packages", f"missing: {', '.join(missing)}", note=f"data=hf needs it: {lacks}")
+    value = f"missing: {', '.join(missing)}"
+    install = f"pip install {' '.join(missing)}"
+    if missing == ["datasets"]:
+        return Fact("packages", value, note=f"data=hf needs it: {install}")
+    if set(missing) <= {"datasets", "wandb"}:
+        install += ", or track=jsonl"
+    return Fact("packages", value, problem=install)
 
 
 def _cpu() -> Fact:
@@ -198,15 +194,12 @@ def _disk(folder: Path) -> Fact:
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     value = f"{free / 2**30:.0f} GiB free in {folder}/"
+    problem = None
     if not os.access(place, os.W_OK):
-        return Fact("disk", value, problem=f"{place} cannot be written; set run.dir=FOLDER")
-    if free < LITTLE_DISK:
-        return Fact(
-            "disk",
-            value,
-            problem="less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere",
-        )
-    return Fact("disk", value)
+        problem = f"{place} cannot be written; set run.dir=FOLDER"
+    elif free < LITTLE_DISK:
+        problem = "less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere"
+    return Fact("disk", value, problem=problem)
 
 
 def _wandb() -> Fact:

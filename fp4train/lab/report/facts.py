@@ -16,7 +16,6 @@ from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.analysis.figure import plain
-from fp4train.lab.analysis.history import Series
 from fp4train.lab.costs.estimate import CostEstimate, estimate
 from fp4train.lab.report.sources import UNREADABLE, RunSource
 from fp4train.precision.layers import find_layers
@@ -96,17 +95,14 @@ class RunCost:
         tokens, speed, mfu = map(
             source.metrics.series, ("train/tokens", "perf/tokens_per_s", "perf/mfu")
         )
-        if len(tokens):
-            self.tokens = float(tokens.values[-1])
-        else:
-            self.tokens = math.nan
+        self.tokens = float(tokens.values[-1]) if len(tokens) else math.nan
         self.seconds = math.nan
         """Tokens, and seconds of all steps."""
         if len(speed) > 1 and len(tokens) and (speed.values > 0).all():
             self.seconds = self.tokens / len(speed) * float(np.sum(1 / speed.values))
-        self.speed = _median(speed)
+        self.speed = source.summary.tokens_per_s
         """Tokens per second, median over steps."""
-        self.mfu = _median(mfu)
+        self.mfu = float(np.median(mfu.values)) if len(mfu) else None
         """Share of the GPU's peak, median over steps."""
         work = _arithmetic(source)
         self.multiplied = sum(work.values())
@@ -115,12 +111,6 @@ class RunCost:
             elements: work[elements] / self.multiplied
             for elements in sorted(work, key=work.__getitem__, reverse=True)
         }
-
-
-def _median(series: Series) -> float | None:
-    if len(series):
-        return float(np.median(series.values))
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,19 +67,13 @@ class SeedGroup:
     @property
     def train_loss(self) -> float:
         """The mean of the last smoothed training losses."""
-        return math.fsum(
-            float(s.metrics.loss("train/loss").values[-1]) for s in self.sources
-        ) / len(self.sources)
+        return math.fsum(source.summary.train_loss for source in self.sources) / len(self.sources)
 
     @property
     def best(self) -> float | None:
         """The lowest validation loss; None where there is none."""
-        losses = np.concatenate(
-            [source.metrics.series("val/loss").values for source in self.sources]
-        )
-        if np.isfinite(losses).any():
-            return float(losses[np.isfinite(losses)].min())
-        return None
+        losses = [source.summary.best_val_loss for source in self.sources]
+        return min((loss for loss in losses if loss is not None), default=None)
 
 
 def group(sources: Sequence[RunSource]) -> list[SeedGroup]:

@@ -17,14 +17,15 @@ request, also one that a name might bring in past the escaping.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fp4train import __version__, files, text
-from fp4train.errors import UserError, reason, user_errors
+from fp4train import __version__, text
+from fp4train.errors import UserError
 from fp4train.hardware import Gpu
 from fp4train.lab.analysis import figure, heatmap
 from fp4train.lab.analysis.over_steps import over_steps
@@ -32,7 +33,7 @@ from fp4train.lab.costs import estimate
 from fp4train.lab.report import facts, groups
 from fp4train.lab.report.sources import RunSource, read_sources
 from fp4train.lab.studies import figures, sequential
-from fp4train.lab.studies.results import GateResult, RankResult
+from fp4train.lab.studies.results import RankResult, SensitivityResult
 
 PAGE = "page.html"
 STYLE = "page.css"
@@ -54,6 +55,50 @@ class Report:
     gpu: Gpu | None
     predicted: Mapping[RunSource, estimate.CostEstimate]
 
+    @cached_property
+    def grouped(self) -> list[groups.SeedGroup]:
+        return groups.group(self.sources)
+
+    @cached_property
+    def at(self) -> tuple[str, int] | None:
+        """The loss and the step that gaps are of; None where the runs share no step."""
+        return groups.common(self.grouped)
+
+    @property
+    def rankings(self) -> dict[RankResult, RunSource]:
+        """Rankings on checkpoints of the runs → the first run that has it."""
+        first: dict[RankResult, RunSource] = {}
+        for source in self.sources:
+            for ranking in source.studies.rankings:
+                first.setdefault(ranking, source)
+        return first
+
+    @property
+    def sensitivities(self) -> list[tuple[RunSource, SensitivityResult]]:
+        return [
+            (source, study) for source in self.sources for study in source.studies.sensitivities
+        ]
+
+    def render(self) -> str:
+        """The whole page."""
+        rows = groups.recipe_rows(self.grouped)
+        pages = _environment()
+        return pages.get_template(PAGE).render(
+            style=Markup(pages.get_template(STYLE).render()),
+            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            report=self,
+            sources=self.sources,
+            grouped=self.grouped,
+            at=self.at,
+            recipe_rows=rows,
+            shades=figure.shades(recipe for row in rows for *_, recipe in row.bands),
+            stretches=[
+                (source, stretch) for source in self.sources for stretch in source.stretches
+            ],
+            events=[(source, event) for source in self.sources for event in source.events],
+            gates=dict.fromkeys(gate for source in self.sources for gate in source.studies.gates),
+        )
+
     @property
     def problems(self) -> list[str]:
         """Sentences about what is left out or missing."""
@@ -68,9 +113,7 @@ class Report:
         Raises:
             UserError: the file cannot be written.
         """
-        page = render(self.sources, self.left_out, self.gpu, self.predicted)
-        with user_errors(OSError, before=f"{out} cannot be written: ", message=reason):
-            files.write(out, page.encode(), sync=False)
+        figure.write(out, self.render().encode())
 
     def write_figures(self, out: Path, endings: Sequence[str], width: float) -> list[Path]:
         """Write each figure to files beside `out`, named after it; their paths.
@@ -82,33 +125,26 @@ class Report:
         drawings = self.figures() if endings else {}
         for name, draw in drawings.items():
             paths = [out.with_name(f"{out.stem}-{name}{ending}") for ending in endings]
-            with user_errors(OSError, before=f"{paths[0]} cannot be written: ", message=reason):
-                figure.save(draw, width, *paths)
+            figure.save(draw, width, *paths)
             written += paths
         return written
 
     def figures(self) -> dict[str, figure.Draw]:
         """Name → figure, each with its names and its legend."""
-        grouped = groups.group(self.sources)
         rows = [
             replace(row, label=source.name)
-            for row, source in zip(groups.recipe_rows(grouped), self.sources, strict=True)
+            for row, source in zip(groups.recipe_rows(self.grouped), self.sources, strict=True)
         ]
-        losses = groups.losses(grouped, groups.common(grouped))
+        losses = groups.losses(self.grouped, self.at)
         drawings = {"curves": over_steps(losses, rows, named=True)}
-        for number, (_, ranking) in enumerate(_rankings(self.sources), start=1):
+        for number, ranking in enumerate(self.rankings, start=1):
             drawings[f"ranking-{number}"] = figures.ranking(ranking, named=True)
-        studies = [study for source in self.sources for study in source.studies.sensitivities]
-        drawings |= {
-            f"sensitivity-{n}": figures.sensitivity(study)
-            for n, study in enumerate(studies, start=1)
-        }
-        measured = [
-            (source.number, source.errors) for source in self.sources if source.errors is not None
-        ]
-        return drawings | {
-            f"errors-{number}": heatmap.worst_maps(errors) for number, errors in measured
-        }
+        for number, (_, study) in enumerate(self.sensitivities, start=1):
+            drawings[f"sensitivity-{number}"] = figures.sensitivity(study)
+        for source in self.sources:
+            if source.errors is not None:
+                drawings[f"errors-{source.number}"] = heatmap.worst_maps(source.errors)
+        return drawings
 
 
 def read_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> Report:
@@ -140,53 +176,6 @@ def write_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> lis
     report = read_report(runs, out, gpu)
     report.write(out)
     return report.problems
-
-
-def render(
-    sources: Sequence[RunSource],
-    left_out: Sequence[str],
-    gpu: Gpu | None = None,
-    predicted: Mapping[RunSource, estimate.CostEstimate] | None = None,
-) -> str:
-    """The whole page."""
-    grouped = groups.group(sources)
-    at = groups.common(grouped)
-    rows = groups.recipe_rows(grouped)
-    pages = _environment()
-    return pages.get_template(PAGE).render(
-        style=Markup(pages.get_template(STYLE).render()),
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        left_out=left_out,
-        sources=sources,
-        grouped=grouped,
-        at=at,
-        recipe_rows=rows,
-        shades=figure.shades(recipe for row in rows for *_, recipe in row.bands),
-        stretches=[(source, stretch) for source in sources for stretch in source.stretches],
-        events=[(source, event) for source in sources for event in source.events],
-        rankings=_rankings(sources),
-        gates=_gates(sources),
-        sensitivities=[
-            (source, study) for source in sources for study in source.studies.sensitivities
-        ],
-        gpu=gpu,
-        predicted=predicted,
-    )
-
-
-def _rankings(sources: Sequence[RunSource]) -> list[tuple[RunSource, RankResult]]:
-    """Every ranking on checkpoints of the runs; one of several runs is shown once."""
-    every: list[tuple[RunSource, RankResult]] = []
-    for source in sources:
-        shown = [ranking for _, ranking in every]
-        every += [(source, ranking) for ranking in source.studies.rankings if ranking not in shown]
-    return every
-
-
-def _gates(sources: Sequence[RunSource]) -> list[GateResult]:
-    """The answers of gates on checkpoints of the runs; one of several runs is shown once."""
-    every = [answer for source in sources for answer in source.studies.gates]
-    return [answer for number, answer in enumerate(every) if answer not in every[:number]]
 
 
 def _environment() -> Environment:

@@ -3,7 +3,7 @@ is used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.lab.analysis.counts import RunSummary, summarise
 from fp4train.lab.analysis.figure import plain
 from fp4train.lab.analysis.heatmap import Errors
 from fp4train.lab.analysis.history import Band, History, names_of, read_history
@@ -94,6 +95,11 @@ class RunSource:
             self.errors = _try(partial(_errors, path, problems), problems, None)
         """Errors of quantisation, where they were measured."""
         self.studies = _try(lambda: read_studies(path, problems), problems, Studies())
+
+    @cached_property
+    def summary(self) -> RunSummary:
+        """The figures of the run alone."""
+        return summarise(self.metrics, self.name, None, None)
 
     @property
     def label(self) -> str:

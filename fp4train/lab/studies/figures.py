@@ -37,6 +37,9 @@ MEANINGS = {
 }
 """What the colour of a verdict means."""
 HIGH = "#b9bec6"
+CHECKPOINT: Any = {"linestyle": "", "marker": "|", "markersize": 9, "color": look.INK}
+REFERENCE: Any = {"linestyle": "", "marker": "D", "markersize": 6, "color": look.INK}
+"""The marks of a gap at one checkpoint, and of the reference."""
 CANDIDATE = 34
 """Characters of a candidate's name."""
 
@@ -222,9 +225,14 @@ def ranking(study: RankResult, *, named: bool) -> Draw:
         figure = look.new_figure(width, height)
         axes = figure.subplots()
         ends = [0.0]
+
+        def plot(values: Sequence[float], at: float, **style: Any) -> None:
+            axes.plot(values, [at] * len(values), **style)
+            ends.extend(values)
+
         for row, candidate in enumerate(shown):
             if candidate.gap is None:
-                axes.plot([0], [row], marker="D", markersize=6, color=look.INK)
+                axes.plot([0], [row], **REFERENCE)
                 continue
             colour = COLOURS.get(candidate.verdict, look.TRAIN)
             for gap, at, tone, size in (
@@ -233,39 +241,14 @@ def ranking(study: RankResult, *, named: bool) -> Draw:
             ):
                 if gap is not None:
                     reach = gap.interval() or (gap.mean, gap.mean)
-                    axes.plot(
-                        reach, [at, at], color=tone, linewidth=size / 2.2, solid_capstyle="butt"
-                    )
-                    axes.plot(
-                        [gap.mean],
-                        [at],
-                        marker="o",
-                        markersize=size,
-                        color=tone,
-                        mec="white",
-                        mew=0.6,
-                    )
-                    ends += reach
+                    plot(reach, at, color=tone, linewidth=size / 2.2, solid_capstyle="butt")
+                    dot = {"marker": "o", "markersize": size, "mec": "white", "mew": 0.6}
+                    plot([gap.mean], at, color=tone, **dot)
             if candidate.simultaneous is not None:
-                axes.plot(
-                    candidate.simultaneous,
-                    [row, row],
-                    color=colour,
-                    linewidth=0.9,
-                    alpha=0.8,
-                    zorder=1,
-                )
-                ends += candidate.simultaneous
+                together = {"linewidth": 0.9, "alpha": 0.8, "zorder": 1}
+                plot(candidate.simultaneous, row, color=colour, **together)
             if len(candidate.gaps) > 1:
-                axes.plot(
-                    candidate.gaps,
-                    [row] * len(candidate.gaps),
-                    linestyle="",
-                    marker="|",
-                    markersize=9,
-                    color=look.INK,
-                )
-                ends += candidate.gaps
+                plot(candidate.gaps, row, **CHECKPOINT)
             numbers = f"{candidate.gap.show('+.5f', ' ± –')}  {candidate.group}"
             if named:
                 beside = "\n".join(
@@ -323,35 +306,34 @@ def _meanings(shown: Sequence[CandidateResult], *, floor: bool) -> list[tuple[An
 
     gaps = [candidate for candidate in shown if candidate.gap is not None]
     verdicts = [candidate.verdict if candidate.verdict in COLOURS else "" for candidate in gaps]
-    marks: list[tuple[Any, str]] = [
-        (Line2D([], [], color=COLOURS.get(verdict, look.TRAIN), marker="o", linewidth=2.7), meaning)
+    dot = {"color": look.INK, "marker": "o"}
+    kinds: list[tuple[bool, dict[str, Any], str]] = [
+        (
+            verdict in verdicts,
+            {"color": COLOURS.get(verdict, look.TRAIN), "marker": "o", "linewidth": 2.7},
+            meaning,
+        )
         for verdict, meaning in MEANINGS.items()
-        if verdict in verdicts
     ]
-    plain: Any = {"color": look.INK, "marker": "o", "markersize": 4}
-    if gaps:
-        marks.append((Line2D([], [], linewidth=2.7, **plain), "gap, and its own 95% interval"))
-    if any(candidate.simultaneous is not None for candidate in gaps):
-        marks.append(
-            (Line2D([], [], linewidth=0.9, color=look.INK), "95% interval of all pairs together")
-        )
-    if any(candidate.high is not None for candidate in gaps):
-        marks.append(
-            (
-                Line2D([], [], linewidth=1.6, marker="o", markersize=3.5, color=HIGH),
-                "in high precision",
-            )
-        )
-    if any(len(candidate.gaps) > 1 for candidate in gaps):
-        marks.append(
-            (
-                Line2D([], [], linestyle="", marker="|", markersize=9, color=look.INK),
-                "one checkpoint",
-            )
-        )
+    kinds += [
+        (bool(gaps), {**dot, "linewidth": 2.7, "markersize": 4}, "gap, and its own 95% interval"),
+        (
+            any(candidate.simultaneous is not None for candidate in gaps),
+            {"color": look.INK, "linewidth": 0.9},
+            "95% interval of all pairs together",
+        ),
+        (
+            any(candidate.high is not None for candidate in gaps),
+            {"color": HIGH, "marker": "o", "linewidth": 1.6, "markersize": 3.5},
+            "in high precision",
+        ),
+        (any(len(candidate.gaps) > 1 for candidate in gaps), CHECKPOINT, "one checkpoint"),
+        (True, REFERENCE, "the reference"),
+    ]
+    marks: list[tuple[Any, str]] = [
+        (Line2D([], [], **style), meaning) for drawn, style, meaning in kinds if drawn
+    ]
     if floor:
-        marks.append((Patch(color=look.LINE, alpha=0.4), "floor of the noise, |FP32 − BF16|"))
-    marks.append(
-        (Line2D([], [], linestyle="", marker="D", markersize=6, color=look.INK), "the reference")
-    )
+        noise = Patch(color=look.LINE, alpha=0.4)
+        marks.insert(-1, (noise, "floor of the noise, |FP32 − BF16|"))
     return marks
