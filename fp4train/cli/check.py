@@ -18,17 +18,17 @@ from pathlib import Path
 
 from fp4train.cli.launch import Start, launch
 from fp4train.cli.output import print_screen, usage
-from fp4train.config.overrides import Option, read_options
+from fp4train.cli.trained import STEP
+from fp4train.config.overrides import read_options
 from fp4train.errors import UserError
 from fp4train.lab.check import check
 from fp4train.lab.studies.subject import open_subject
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_paths
-from fp4train.text import whole_number
 
 USAGE = usage(__doc__)
-OPTIONS = {"step": Option(whole_number, "step={!r} must be the step of a checkpoint")}
+OPTIONS = {"step": STEP}
 
 
 def main(arguments: list[str]) -> int:

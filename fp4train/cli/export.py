@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.cli.output import fitted, usage
-from fp4train.cli.trained import named_paths, source_named
+from fp4train.cli.trained import STEP, named_paths, source_named
 from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, count, read_options
 from fp4train.errors import UserError
@@ -52,7 +52,7 @@ def _bytes(text: str) -> int | None:
 OPTIONS = {
     "to": Option(),
     "out": Option(Path),
-    "step": Option(whole_number, "step={!r} must be the step of a checkpoint"),
+    "step": STEP,
     "dtype": Option(),
     "shard": Option(_bytes, "shard={!r} must be a size: 500MB, 5GB", _bytes("5GB")),
     "stretch": Option(

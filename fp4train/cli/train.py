@@ -59,7 +59,7 @@ from fp4train.run.record.trust import check_paths, forget_charts
 from fp4train.run.supervise.divergence import DivergedError
 from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.supervise.rescue import explain
-from fp4train.text import counted_are, screen
+from fp4train.text import screen
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
 from fp4train.train import Result, train
@@ -285,18 +285,17 @@ def _finished(config: Config, run: Path, step: int) -> str:
     """
     if config.train.steps < step:
         return beyond_its_end(config, run, step)
-    text = (
-        f"{run} is finished: {counted_are(step, 'step')} done. resume={run} train.steps=… goes "
-        "on, run.name=… starts another run, run.overwrite=true this one again"
-    )
     cooldown = config.schedule.cooldown_start(config.train.steps)
-    if cooldown is None or step <= cooldown:
-        return text
-    last = learning_rate(config, step - 1)
-    text += (
-        f". Its cooldown has brought the learning rate down to {last:.3g}; more steps begin near "
+    cooled = cooldown is not None and step > cooldown
+    return screen(
+        __package__,
+        "finished.txt",
+        run=run,
+        step=step,
+        last_rate=learning_rate(config, step - 1) if cooled else None,
+        rate=config.optim.lr,
+        before_cooldown=before_cooldown(run, config) if cooled else "",
     )
-    return f"{text}{config.optim.lr:.3g} again; {before_cooldown(run, config)}"
 
 
 def _draw(directory: Path) -> str:

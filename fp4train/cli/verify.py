@@ -20,7 +20,7 @@ import json
 from pathlib import Path
 
 from fp4train.cli.output import print_screen, usage
-from fp4train.cli.trained import named_paths, source_named
+from fp4train.cli.trained import STEP, named_paths, source_named
 from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
@@ -29,7 +29,7 @@ from fp4train.text import whole_number
 USAGE = usage(__doc__)
 OPTIONS = {
     "against": Option(),
-    "step": Option(whole_number, "step={!r} must be the step of a checkpoint"),
+    "step": STEP,
     "stretch": Option(
         whole_number, "stretch={!r} must be a step of the steps whose codes the folder has"
     ),
