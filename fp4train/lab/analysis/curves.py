@@ -4,13 +4,13 @@ rate and the gradient norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp4train.lab.analysis import figure as look
 from fp4train.lab.analysis.figure import Draw, style
-from fp4train.lab.analysis.history import Band, History, Series, read_history
+from fp4train.lab.analysis.history import History, Series, read_history
+from fp4train.lab.analysis.over_steps import RecipeRow, RecipeStrip
 from fp4train.text import counted
 
 if TYPE_CHECKING:
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CURVES = "curves.png"
-UPRIGHT = 44
-"""Characters of a line of an upright name that the panel is high enough for."""
+LOSS = 3.9
+SMALL = 1.25
+"""Inches of the panel of losses, and of those of the learning rate and the gradient norm."""
 
 
 def draw_curves(run_dir: Path) -> Path:
@@ -40,25 +41,27 @@ def one_run(history: History) -> Draw:
     """
 
     def draw(width: float) -> Figure:
-        figure = look.new_figure(width, 6.0)
-        places = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.0))
-        loss, rate, norm = (
-            figure.add_subplot(place) for place in (places[0, :], places[1, 0], places[1, 1])
-        )
-        _draw_loss(loss, history)
-        _draw_small(rate, history.series("train/lr"), "learning rate")
-        _draw_small(norm, history.series("train/grad_norm"), "gradient norm", log=True)
         bands = history.bands()
-        grounds = look.shades(recipe for *_, recipe in bands)
-        for axes in (loss, rate, norm):
+        row = RecipeRow(label="", index=0, bands=bands, done=history.last_step)
+        strip = RecipeStrip([row], width, history.last_step)
+        heights = (LOSS, strip.height, SMALL)
+        figure = look.new_figure(width, sum(heights) + 0.7)
+        panels = figure.subplot_mosaic(
+            [["loss", "loss"], ["strip", "strip"], ["rate", "norm"]], height_ratios=heights
+        )
+        _draw_loss(panels["loss"], history)
+        panels["loss"].tick_params(labelbottom=False)
+        strip.draw(panels["strip"])
+        _draw_small(panels["rate"], history.series("train/lr"), "learning rate")
+        _draw_small(panels["norm"], history.series("train/grad_norm"), "gradient norm", log=True)
+        for name, axes in panels.items():
             axes.set_xlim(0, look.right_end(history.last_step))
-            if len(bands) < 2:
+            if len(bands) < 2 or name == "strip":
                 continue
             for start, stop, recipe in bands:
-                axes.axvspan(start, stop, alpha=0.45, lw=0, zorder=0, **grounds[recipe].fill)
-        unnamed = _draw_strip(loss, bands, grounds, max(history.last_step, 1), width)
-        look.legend_of_recipes(figure, unnamed, int(width * look.CHARACTERS))
-        _mark_events(loss, history)
+                axes.axvspan(start, stop, alpha=0.45, lw=0, zorder=0, **strip.shades[recipe].fill)
+        look.legend_of_recipes(figure, strip.unnamed, int(width * look.CHARACTERS))
+        _mark_events(panels["loss"], history)
         title = look.name_lines(history.name, 44)
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         figure.text(0.988, 0.978, _summary(history), ha="right", va="top", fontsize=9)
@@ -92,11 +95,10 @@ def _draw_loss(axes: Axes, history: History) -> None:
                 label=label,
             )
             drawn.append(series.values)
-    look.loss_axis(axes, "loss (nats per token)", drawn, height=1.045)
-    axes.set_xlabel("step", fontsize=9)
+    look.loss_axis(axes, "loss (nats per token)", drawn)
     axes.legend(
         loc="lower right",
-        bbox_to_anchor=(1.0, 1.045),
+        bbox_to_anchor=(1.0, 1.0),
         ncols=3,
         fontsize=7.5,
         borderaxespad=0.2,
@@ -134,36 +136,6 @@ def _draw_small(axes: Axes, series: Series, title: str, *, log: bool = False) ->
         linewidth=0.9,
         marker="o" if len(series) <= 2 else None,
     )
-
-
-def _draw_strip(
-    axes: Axes, bands: Sequence[Band], grounds: Mapping[str, look.Shade], last: int, width: float
-) -> dict[str, look.Shade]:
-    """Draw a band above the panel with the recipe of each span; return the recipes that it names
-    nowhere.
-
-    A name that is wider than its span stands upright below it, where the span has room for its
-    lines.
-    """
-    inches = (width - look.BESIDE) / look.right_end(last)
-    free = 0.0  # where the next upright name may begin
-    named = set()
-    for start, stop, recipe in bands:
-        axes.axvspan(start, stop, 1.005, 1.045, lw=0, clip_on=False, **grounds[recipe].fill)
-        middle = (start + stop) / 2
-        place: Any = {"transform": axes.get_xaxis_transform(), "ha": "center", **look.LABEL}
-        if look.inches_of(recipe) <= (stop - start) * inches:
-            axes.text(middle, 1.025, recipe, va="center_baseline", **place)
-            named.add(recipe)
-            continue
-        lines = look.name_lines(recipe, UPRIGHT).split("\n")
-        reach = look.height_of(len(lines)) / inches / 2
-        if middle - reach < max(free, start - 0.01 * last) or middle + reach > stop + 0.01 * last:
-            continue
-        free = middle + reach
-        axes.text(middle, 0.98, "\n".join(lines), rotation=90, va="top", **place)
-        named.add(recipe)
-    return {recipe: shade for recipe, shade in grounds.items() if recipe not in named}
 
 
 def _mark_events(axes: Axes, history: History) -> None:

@@ -318,14 +318,12 @@ def right_end(last_step: int) -> float:
     return max(last_step, 1) * 1.012
 
 
-def style(axes: Axes, title: str, *, height: float | None = None, ticks: int = 10) -> None:
-    """The common style of all panels; `height` is the position of the title, as a share of the
-    panel.
-    """
+def style(axes: Axes, title: str) -> None:
+    """The common style of all panels."""
     axes.grid(axis="y")
     axes.set_axisbelow(True)
-    axes.set_title(title, y=height, loc="left")
-    few_ticks(axes, ticks, integer=True)
+    axes.set_title(title, loc="left")
+    few_ticks(axes, 10, integer=True)
 
 
 def row_style(axes: Axes, title: str, names: Sequence[str], *, ticks: int) -> None:
@@ -376,11 +374,9 @@ def logarithmic(axes: Axes, *, fine: bool) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def loss_axis(
-    axes: Axes, title: str, curves: Sequence[Floats], *, height: float | None = None
-) -> None:
+def loss_axis(axes: Axes, title: str, curves: Sequence[Floats]) -> None:
     """The y axis of losses: logarithmic where all are positive, within `loss_limits`."""
-    style(axes, title, height=height)
+    style(axes, title)
     if all((values[np.isfinite(values)] > 0).all() for values in curves):
         logarithmic(axes, fine=True)
     if limits := loss_limits(curves):

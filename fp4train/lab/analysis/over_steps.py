@@ -106,7 +106,7 @@ def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bo
         panel_width = width
         if named and len(losses) > INSIDE:
             panel_width -= _legend_inches(losses)
-        strip_of = _Strip(rows, panel_width, last)
+        strip_of = RecipeStrip(rows, panel_width, last)
         heights.append(strip_of.height)
         figure = look.new_figure(width, sum(heights) + 0.5)
         grid = figure.subplots(
@@ -226,7 +226,7 @@ def _legend_inches(losses: Sequence[Losses]) -> float:
     return 0.5 + max(map(look.inches_of, names.split("\n")))
 
 
-class _Strip:
+class RecipeStrip:
     """The recipes of every run, a row per run: what ran is filled, what is planned is dotted.
 
     A recipe's whole name stands in its bar where it fits there, in up to `BAR_LINES` lines.
@@ -295,7 +295,7 @@ class _Strip:
                 axes.plot(
                     [step], [place], marker=marker, color=look.INK, markersize=5, clip_on=False
                 )
-        style(axes, "recipe of every run")
+        style(axes, "recipe of every run" if len(self.rows) > 1 else "recipe")
         axes.grid(visible=False)
         axes.set_yticks(range(len(self.rows)), self.names, fontsize=look.WORDS)
         for tick, row in zip(axes.get_yticklabels(), self.rows, strict=True):

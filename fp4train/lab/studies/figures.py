@@ -100,20 +100,18 @@ def sensitivity(study: SensitivityResult, grid: DamageMap | None = None) -> Draw
         narrow = width <= look.NARROW
         heights = [0.5 + 0.17 * len(layers), 0.5 + 0.17 * len(operands), 1.7]
         if narrow:
-            figure = look.new_figure(width, sum(heights) + 0.4)
-            damage_axes, operand_axes, pareto_axes = figure.subplots(
-                3, 1, gridspec_kw={"height_ratios": heights}
-            )
+            height = sum(heights) + 0.4
+            layout = [["damage"], ["operands"], ["pareto"]]
         else:
-            if grid is None:
-                height = max(heights[0], heights[1] + heights[2]) + 0.3
-            else:
+            height = max(heights[0], heights[1] + heights[2]) + 0.3
+            if grid is not None:
                 height = max(4.6, 1.4 + 0.16 * len(grid.rows))
-            figure = look.new_figure(width, height)
-            places = figure.add_gridspec(2, 2, height_ratios=heights[1:])
-            damage_axes, operand_axes, pareto_axes = (
-                figure.add_subplot(place) for place in (places[:, 0], places[0, 1], places[1, 1])
-            )
+            layout = [["damage", "operands"], ["damage", "pareto"]]
+        figure = look.new_figure(width, height)
+        panels = figure.subplot_mosaic(layout, height_ratios=heights[-len(layout) :])
+        damage_axes, operand_axes, pareto_axes = (
+            panels[name] for name in ("damage", "operands", "pareto")
+        )
         if grid is None:
             _bars(damage_axes, layers, "nMSE, one layer at a time", 22 if narrow else 34)
             _bars(operand_axes, operands, "nMSE, one operand at a time", 22)

@@ -112,18 +112,15 @@ def test_long_names_of_recipes_stay_in_the_picture_and_no_marker_is_cut(tmp_path
     ]
     figure = one_run(read_history(write_run(tmp_path / "run", lines)))(PICTURE)
     figure.canvas.draw()
-    loss = figure.axes[0]
-    room = loss.get_window_extent()
-    shown = [text for text in loss.texts if "hadamard" in text.get_text()]
+    loss, strip = figure.axes[:2]
+    texts = [*strip.texts, *(text for legend in figure.legends for text in legend.get_texts())]
+    shown = [text for text in texts if "hadamard" in text.get_text()]
     assert len(shown) == 4
     for text in shown:
         box = text.get_window_extent()
-        assert (
-            room.x0 <= box.x0
-            and box.x1 <= room.x1
-            and room.y0 <= box.y0
-            and box.y1 <= figure.bbox.y1
-        )
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+    room = loss.get_window_extent()
     end = loss.transData.transform((20, 2.1))[0]
     assert end + 3.5 / 72 * figure.dpi < room.x1, "the last marker, with its radius and more"
 
