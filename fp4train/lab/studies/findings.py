@@ -28,7 +28,7 @@ from fp4train.lab.studies.parts import (
     OF_THE_RUN,
     OPERAND,
     WHOLE,
-    Part,
+    NamedPart,
     RecipePart,
     RecipeParts,
 )
@@ -39,7 +39,7 @@ Gram = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding(Part):
+class Finding(NamedPart):
     """The measurements of one part.
 
     Args:

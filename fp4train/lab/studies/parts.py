@@ -42,7 +42,7 @@ quantised, or the words above.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class NamedPart:
     """A part of a recipe: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up",
     "cell/blocks.0.mlp.up/fprop.x", …
     """
@@ -60,7 +60,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipePart(Part):
+class RecipePart(NamedPart):
     """The plan that runs while a part is measured.
 
     Args:
