@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.output import explained
@@ -80,9 +80,9 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
         key = slip.partition("=")[0].replace(".", "_").replace("init_from", "init")
         raise UserError(f"unknown key {slip.partition('=')[0]!r}; did you mean {key!r}?")
     folders = overrides.own_folders(arguments)
-    if not asked_for & _SHOW and (alone := sorted(asked_for & {"--resolve", "--package", "-p"})):
+    if "--resolve" in asked_for and not asked_for & _SHOW:
         raise UserError(
-            f"{alone[0]} belongs to --cfg job, which shows the configuration: --cfg job {alone[0]}"
+            "--resolve belongs to --cfg job, which shows the configuration: --cfg job --resolve"
         )
     if asked_for & _SHOW:
         with plugins.using(overrides.plugins(arguments), folders):
@@ -135,23 +135,10 @@ def _show(arguments: list[str]) -> int:
     (command,) = composed(arguments)  # refuses what does not fit
     flags, _ = overrides.flags_and_words(arguments)
     kind = overrides.flag_value(flags, "--cfg", "-c")
-    package = overrides.flag_value(flags, "--package", "-p")
-    shown: Any = {"job": command.unresolved, "hydra": command.hydra}.get(kind)
-    if kind == "all":
-        shown = OmegaConf.merge(command.unresolved, {"hydra": command.hydra})
-    if shown is None:
-        raise UserError(f"--cfg {kind}: it is one of job, hydra and all")
-    if "--resolve" in flags and kind == "job":
-        shown = command.cfg
-    if package not in ("", "_global_"):
-        section = OmegaConf.select(shown, package)
-        if section is None:
-            raise UserError(f"--package {package}: the configuration has no such section")
-        print(f"# @package {package}")
-        shown = section
-    if isinstance(shown, (DictConfig, ListConfig)):
-        shown = OmegaConf.to_yaml(shown)
-    print(shown, end="")
+    if kind != "job":
+        raise UserError(f"--cfg {kind}: it is job, the configuration of the run")
+    shown = command.cfg if "--resolve" in flags else command.unresolved
+    print(OmegaConf.to_yaml(shown), end="")
     return 0
 
 

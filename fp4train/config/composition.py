@@ -42,12 +42,10 @@ class Composed:
             section.
         point: overrides of this point of a sweep that its other points do not share.
         unresolved: the configuration with its interpolations.
-        hydra: Hydra's own node.
     """
 
     cfg: DictConfig
     unresolved: DictConfig
-    hydra: DictConfig
     choices: Mapping[str, str]
     changed: Sequence[str]
     point: str
@@ -109,11 +107,9 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         }
         _whole_numbers(composition, changed)
         _name_point(composition, choices, swept)
-        hydra = composition.hydra
         yield Composed(
             cfg=OmegaConf.create(plain(_without_hydra(composition))),
             unresolved=composition,
-            hydra=hydra,
             choices=choices,
             changed=changed,
             point=" ".join(

@@ -33,8 +33,6 @@ KNOWN_FLAGS = (
     "--cfg",
     "-c",
     "--resolve",
-    "--package",
-    "-p",
     "--help",
     "-h",
     "--version",
@@ -44,8 +42,6 @@ _OTHER_FLAGS = (
     "-cp",
     "--config-name",
     "-cn",
-    "--package",
-    "-p",
     "--cfg",
     "-c",
 )

@@ -319,10 +319,7 @@ def _panels(figure: Figure, count: int, across: int) -> list[Axes]:
     """So many panels in rows of `across`; those of a shorter last row are wider, so that no place
     stays empty.
     """
-    rows = [min(across, count - start) for start in range(0, count, across)]
-    grid = figure.add_gridspec(len(rows), math.lcm(*rows))
-    panels = []
-    for row, columns in enumerate(rows):
-        size = grid.ncols // columns
-        panels += [figure.add_subplot(grid[row, i * size : (i + 1) * size]) for i in range(columns)]
-    return panels
+    rows = [range(start, min(start + across, count)) for start in range(0, count, across)]
+    columns = math.lcm(*map(len, rows))
+    layout = [[f"{i}" for i in row for _ in range(columns // len(row))] for row in rows]
+    return list(figure.subplot_mosaic(layout).values())

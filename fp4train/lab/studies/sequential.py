@@ -193,10 +193,7 @@ def compare(
         units: base run of each fork; empty: one.
         earlier: (p, beyond) of earlier looks at the same checkpoints.
     """
-    values = {
-        name: np.array([math.nan if loss is None else loss for loss in losses[name]])
-        for name in losses
-    }
+    values = {name: np.array(losses[name], dtype=float) for name in losses}
     gaps = {(a, b): values[b] - values[a] for a, b in combinations(losses, 2)}
     gaps = {pair: gap for pair, gap in gaps.items() if np.isfinite(gap).sum() > 1 or len(gap) == 1}
     base = np.array(list(units) or [0] * max(map(len, losses.values()), default=0), dtype=object)
