@@ -19,7 +19,7 @@ from fp4train.config.composition import Composed, composed, sections
 from fp4train.config.descriptions import Descriptions
 from fp4train.config.schema import Config, plain
 from fp4train.errors import UserError
-from fp4train.text import near_miss, nearest, shortened
+from fp4train.text import near_miss, nearest, screen, shortened
 
 _KEY_COLUMNS: Final = 33
 """Room of a key and its value; its description follows."""
@@ -67,30 +67,38 @@ class Topics:
         group = name.replace(".", "/")
         if group in self.groups:
             foreign.check_option(group, option, self.groups[group] if equals else [option])
-            if equals:
-                return self._of_option(group)
-            return self._of_group(group)
+            chosen = self.command.choices.get(group, "")
+            return self.screen(group=group, chosen=chosen, alone=bool(equals))
         matching = [key for key in self.keys if key.path == name]
         if not matching and "." not in name:
             matching = [
                 key for key in self.keys if key.name == name and not isinstance(key.value, Mapping)
             ]
         if matching:
-            return "\n\n".join(self._of_key(key) for key in matching)
+            return "\n\n".join(self.screen(key=key) for key in matching)
         return self._elsewhere(name)
 
-    def _of_key(self, key: KeyField) -> str:
-        """A key with its value, what it takes, and what it means; of a section, its keys."""
-        if isinstance(key.value, Mapping):
-            head = f"{key.path}: {self.describe(key)}".rstrip(": ")
-            return "\n".join([head, *self.listing(key.path)])
+    def screen(self, **subject: object) -> str:
+        """The screen (help.txt) about a key, about a group or its chosen option alone, or about
+        all of them.
+        """
+        return screen(
+            __package__,
+            "help.txt",
+            topics=self,
+            shown=_shown,
+            column=_KEY_COLUMNS,
+            width=terminal_width(),
+            **subject,
+        )
+
+    def facts(self, key: KeyField) -> list[tuple[str, str]]:
+        """The value of a key, what it takes, and its values with other options, in words."""
         group, option = self.place(key)
         value = _shown(key.value)
         if group:
             value += f", with {group}={option}"
-        rows = [("value", value), ("takes", key.allowed), *self._others(key, group, option)]
-        entries = [_entry(f"  {name}", text, 10) for name, text in rows]
-        return "\n".join([key.path, *_indented(self.describe(key)), "", *entries])
+        return [("value", value), ("takes", key.allowed), *self._others(key, group, option)]
 
     def _others(self, key: KeyField, group: str, option: str) -> list[tuple[str, str]]:
         """The values that other options of the group give a key, where they differ."""
@@ -149,74 +157,26 @@ class Topics:
                     )
         return list(names)
 
-    def _of_group(self, group: str) -> str:
-        """The options of a group, and the keys of the chosen one."""
-        chosen = self.command.choices.get(group, "")
-        head = f"{group}: {self.descriptions.group(group)}"
-        lines = [head, "", f"options, {group}=NAME (fp4train help {group}=NAME)"]
-        for option in self.groups[group]:
-            mark = "* " if option == chosen else "  "
-            lines.append(_entry(f"{mark}{option}", self.descriptions.option(group, option)))
-        if keys := self.listing(group.replace("/", ".")):
-            lines += ["", f"keys, with {group}={chosen}", *keys]
-        return "\n".join(lines)
-
-    def _of_option(self, group: str) -> str:
-        """The chosen option of a group, and its keys."""
-        chosen = self.command.choices.get(group, "")
-        text = self.descriptions.option(group, chosen)
-        lines = [f"{group}={chosen}", *_indented(text), ""]
-        if group == "experiment":
-            keys = self.set_by(chosen)
-        else:
-            keys = self.listing(group.replace("/", "."))
-        return "\n".join([*lines, *keys]).rstrip()
-
-    def set_by(self, experiment: str) -> list[str]:
-        """The groups and keys that an experiment sets, each with value and description."""
+    def set_by(self, experiment: str) -> tuple[list[str], list[KeyField]]:
+        """The groups ("model=llama_1b") and the keys that an experiment sets."""
         without = composed([word for word in self.words if not word.startswith("experiment=")])
         plain_run = next(iter(without))
         usual = flattened(complete(plain(plain_run.cfg), Config))
-        lines = [
-            f"  {group}={option}"
+        groups = [
+            f"{group}={option}"
             for group, option in self.command.choices.items()
             if group in self.groups
             and group != "experiment"
             and plain_run.choices.get(group) != option
         ]
         keys_named = self.descriptions.set_by("experiment", experiment)
-        for key in self.keys:
-            if isinstance(key.value, Mapping) or key.path in _NAMES:
-                continue
-            if key.path in keys_named or usual.get(key.path) != key.value:
-                lines.append(self._line(key))
-        return lines
-
-    def _line(self, key: KeyField) -> str:
-        """A key with its value and description."""
-        room = terminal_width() - len(key.path) - 3
-        return _entry(f"  {key.path}={_shown(key.value, room)}", self.describe(key))
-
-    def listing(self, section: str = "") -> list[str]:
-        """The keys of a section, or all keys, each with value and description."""
-        lines: list[str] = []
-        for key in self.keys:
-            if section and not key.path.startswith(f"{section}."):
-                continue
-            if not isinstance(key.value, Mapping):
-                lines.append(self._line(key))
-            elif "." not in key.path and not section:
-                lines += ["", f"{key.path}: {self.describe(key)}".rstrip(": ")]
-        return lines
-
-    def overview(self) -> list[str]:
-        """All groups with their options, and all keys."""
-        lines = ["Groups, GROUP=OPTION; fp4train help GROUP describes the options"]
-        for group, names in self.groups.items():
-            lines.append(_entry(f"  {group}", self.descriptions.group(group), 18))
-            lines.append(" " * 18 + ", ".join(names))
-        lines += ["", "Keys, KEY=VALUE; fp4train help KEY says more of one"]
-        return [*lines, *self.listing()]
+        return groups, [
+            key
+            for key in self.keys
+            if not isinstance(key.value, Mapping)
+            and key.path not in _NAMES
+            and (key.path in keys_named or usual.get(key.path) != key.value)
+        ]
 
 
 def topics(arguments: list[str]) -> Topics:
@@ -253,7 +213,7 @@ def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
         command, _, body = _joined(screen).partition("\n")
         lines = [*hanging(command), body]
         if keys:
-            lines += ["", *topics(settings).overview()]
+            lines += ["", topics(settings).screen()]
         return fitted("\n".join(lines))
     described = topics(settings) if keys else None
     texts = []
@@ -386,17 +346,3 @@ def _shown(value: Any, room: int = _LONGEST_VALUE) -> str:
     else:
         text = json.dumps(value, ensure_ascii=False, default=str)
     return shortened(text, min(room, _LONGEST_VALUE))
-
-
-def _entry(name: str, text: str, column: int = _KEY_COLUMNS) -> str:
-    """A name and its description, in a column beside it or, where it is too long, below it."""
-    text = " ".join(text.split())
-    if len(name) > column - 2:
-        name = f"{name}\n"
-        column += len(name)
-    return f"{name.ljust(column)}{text}".rstrip()
-
-
-def _indented(text: str) -> list[str]:
-    """A text below a name; nothing where there is none."""
-    return [f"  {text}"] if text else []

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -110,14 +111,14 @@ def test_long_names_of_recipes_stay_in_the_picture_and_no_marker_is_cut(tmp_path
         {"step": s, "train/loss": 2.0, "val/loss": 2.1, "precision/recipe": names[s * 4 // 21]}
         for s in range(1, 21)
     ]
-    figure = one_run(read_history(write_run(tmp_path / "run", lines)))(PICTURE)
-    figure.canvas.draw()
+    with matplotlib.rc_context(fname=Path(curves.__file__).with_name("figure.mplstyle")):
+        figure = one_run(read_history(write_run(tmp_path / "run", lines)))(PICTURE)
+        figure.canvas.draw()
     loss, strip = figure.axes[:2]
-    texts = [*strip.texts, *(text for legend in figure.legends for text in legend.get_texts())]
-    shown = [text for text in texts if "hadamard" in text.get_text()]
-    assert len(shown) == 4
-    for text in shown:
-        box = text.get_window_extent()
+    (legend,) = figure.legends
+    inside = [text for text in strip.texts if "hadamard" in text.get_text()]
+    assert len(inside) + len(legend.get_texts()) == 4, "each name stands in its bar or below"
+    for box in (legend.get_window_extent(), *(text.get_window_extent() for text in inside)):
         assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
         assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
     room = loss.get_window_extent()
