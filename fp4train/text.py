@@ -225,6 +225,13 @@ def _number(value: float | None, form: str, unknown: str = "-") -> str:
     return unknown if value is None else format(value, form)
 
 
+def as_written(value: object) -> str:
+    """A value as YAML writes it: "null", "true", or its text."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def whole_number(text: str) -> int | None:
     """The number that a text of up to 18 digits is; None if it is none."""
     if re.fullmatch(r"[0-9]{1,18}", text):

@@ -10,14 +10,13 @@ run.seed only are averaged.
   margin=0.01      nats per token: are the gaps shown to be within it, what one seed cannot show (docs/gate.md)
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from fp4train.cli.output import fitted, terminal_width, usage
-from fp4train.config.overrides import Option, baseline_first, names_folder, read_options
+from fp4train.config.overrides import Option, baseline_first, names_folder, number, read_options
 from fp4train.errors import UserError
 from fp4train.lab.analysis.compare import OUTPUTS, compare
 from fp4train.lab.analysis.figure import check_out, width_of
@@ -30,20 +29,13 @@ from fp4train.text import near_miss
 USAGE = usage(__doc__)
 
 
-def _margin(text: str) -> float | None:
-    """A margin in nats per token; None: the text is none."""
-    try:
-        margin = float(text)
-    except ValueError:
-        return None
-    return margin if 0 < margin < math.inf else None
-
-
 OPTIONS = {
     "baseline": Option(Path),
     "out": Option(Path),
     "width": Option(width_of, "width={} must be a number of inches, from 3 to 30"),
-    "margin": Option(_margin, "margin={} must be a number of nats per token above 0"),
+    "margin": Option(
+        lambda text: number(text) or None, "margin={} must be a number of nats per token above 0"
+    ),
 }
 _HIGH = {"BF16", "FP16", "FP32"}
 

@@ -1,13 +1,13 @@
 """RUN/console.log: the lines that a training process prints, as they stand on the terminal when a bar has passed."""
 
 import logging
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any, TextIO, cast
+from typing import TextIO
 
+from fp4train.cli.output import written_by
 from fp4train.files import Folder
 from fp4train.sealed import Appended
 from fp4train.track.wandb import CONSOLE
@@ -72,28 +72,17 @@ class Console:
         self._waiting = ""
 
 
-class _Copied:
-    """A stream whose text goes to the console's lines, too."""
-
-    def __init__(self, stream: TextIO, console: Console) -> None:
-        self._stream = stream
-        self._console = console
-
-    def write(self, text: str) -> int:
-        self._console.add(id(self), text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 @contextmanager
 def kept_console() -> Iterator[Console]:
     """Keep what is printed, and the error that ends it."""
     console = Console()
-    out, err = (cast(TextIO, _Copied(stream, console)) for stream in (sys.stdout, sys.stderr))
+
+    def write(stream: TextIO, text: str) -> None:
+        console.add(id(stream), text)
+        stream.write(text)
+
     try:
-        with redirect_stdout(out), redirect_stderr(err):
+        with written_by(write):
             yield console
     except BaseException as error:
         console.add(0, f"{type(error).__name__}: {error}\n")

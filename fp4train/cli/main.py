@@ -37,7 +37,13 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from fp4train import __version__
-from fp4train.cli.output import configure_logging, explained, open_streams, printable_output
+from fp4train.cli.output import (
+    configure_logging,
+    explained,
+    open_streams,
+    write_printable,
+    written_by,
+)
 from fp4train.config import overrides
 from fp4train.errors import UserError
 from fp4train.text import near_miss
@@ -76,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     the signal that ended a run; `gate` with its verdict.
     """
     open_streams()
-    with printable_output():
+    with written_by(write_printable):  # the one place for all that is printed
         sys.exit(_run(argv))
 
 

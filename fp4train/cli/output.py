@@ -33,24 +33,15 @@ def open_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
-class _Printable:
-    """A stream to which names out of run directories may be written: what a terminal would act on
-    is escaped.
+class _Wrapped:
+    """A stream whose texts another function writes."""
 
-    A carriage return begins and ends what a progress bar writes; elsewhere it would hide what is
-    before it.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, write: Callable[[TextIO, str], object]) -> None:
         self._stream = stream
+        self._write = write
 
     def write(self, text: str) -> int:
-        body = text.strip("\r")
-        if body:
-            begin, _, end = text.partition(body)
-            self._stream.write(f"{begin}{printable(body)}{end}")
-        else:
-            self._stream.write(text)
+        self._write(self._stream, text)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -58,13 +49,23 @@ class _Printable:
 
 
 @contextmanager
-def printable_output() -> Iterator[None]:
-    """Standard output and error escape what a terminal would act on: the one place for all that is
-    printed.
-    """
-    out, err = (cast(TextIO, _Printable(stream)) for stream in (sys.stdout, sys.stderr))
+def written_by(write: Callable[[TextIO, str], object]) -> Iterator[None]:
+    """Standard output and error whose texts `write` writes to the streams that they are now."""
+    out, err = (cast(TextIO, _Wrapped(stream, write)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
+
+
+def write_printable(stream: TextIO, text: str) -> None:
+    """Write a text, with names out of run directories in it, so that what a terminal would act on
+    is escaped.
+
+    A carriage return begins and ends what a progress bar writes; elsewhere it would hide what is
+    before it.
+    """
+    body = text.strip("\r")
+    begin, _, end = text.partition(body) if body else (text, "", "")
+    stream.write(f"{begin}{printable(body)}{end}")
 
 
 class _Handler(logging.Handler):

@@ -24,6 +24,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from fp4train import files
+from fp4train.config.overrides import number
 from fp4train.errors import UserError, reason, user_errors
 from fp4train.lab.analysis.history import Floats
 from fp4train.text import fold, shortened
@@ -168,10 +169,7 @@ def endings_of(text: str) -> tuple[str, ...] | None:
 
 def width_of(text: str) -> float | None:
     """The inches that an option width= names; None: it is no number that a figure can have."""
-    try:
-        inches = float(text)
-    except ValueError:
-        return None
+    inches = number(text) or 0.0
     return inches if 3 <= inches <= 30 else None
 
 

@@ -26,7 +26,7 @@ from fp4train.run.record.journal import UNRECORDED
 from fp4train.run.record.stretches import multiplied
 from fp4train.run.record.trust import check_paths
 from fp4train.run.timeline import build_timeline
-from fp4train.text import first_line, ranges
+from fp4train.text import as_written, first_line, ranges
 
 LARGEST = 1 << 20
 """A model with a larger number in its configuration is none."""
@@ -261,11 +261,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _show(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return plain(value, 200)
+    return plain(as_written(value), 200)
 
 
 def duration(seconds: float) -> str:

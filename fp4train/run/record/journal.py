@@ -40,7 +40,7 @@ from fp4train.run.record.directory import HISTORY, OLD_SWAPS
 from fp4train.run.record.formats import described_formats
 from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
 from fp4train.sealed import Appended, Chain, NoChecksum
-from fp4train.text import first_line
+from fp4train.text import as_written, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +129,10 @@ class Record:
             else:
                 skipped = f"batches {begin}–{last} are skipped"
             parts.append(f"the loss diverged at step {self.values['diverged']}; {skipped}")
-        parts += [f"{key}: {_show(old)} → {_show(new)}" for key, (old, new) in self.changed.items()]
+        parts += [
+            f"{key}: {as_written(old)} → {as_written(new)}"
+            for key, (old, new) in self.changed.items()
+        ]
         return "; ".join(parts)
 
 
@@ -328,14 +331,6 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[A
     """The keys of two flat configurations whose values differ, with both values."""
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in UNRECORDED]
     return {key: (old.get(key), new.get(key)) for key in keys}
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
 
 
 # -- swaps -----------------------------------------------------------------------------------------
