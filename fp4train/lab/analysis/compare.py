@@ -79,18 +79,6 @@ class Comparison:
         not known.
         """
 
-    @property
-    def averaged(self) -> str:
-        """The steps that the training losses of the table are the means of, in words."""
-        windows = [history.series("train/loss").last_window for history in self.histories]
-        least = min(windows)
-        most = max(windows)
-        if most == 1:
-            return "the last step"
-        if least == most:
-            return f"mean of the last {most} steps"
-        return f"mean of the last {least} to {most} steps"
-
     def render(self, width: int | None = None) -> str:
         """The tables as aligned text, in lines of `width` characters (None: of any), and the
         sentences below them.
@@ -99,6 +87,7 @@ class Comparison:
             __package__,
             "compare.txt",
             comparison=self,
+            windows=[history.series("train/loss").last_window for history in self.histories],
             divergences=[
                 (row.name, *_divergences(history))
                 for history, row in zip(self.histories, self.rows, strict=True)
@@ -163,25 +152,19 @@ class Comparison:
         """
         if len(self.histories) == 1:
             return one_run(self.histories[0])
-        pairs = [
-            (history.loss("train/loss"), history.loss("val/loss")) for history in self.histories
-        ]
-        train_reference, validation_reference = pairs[0]
-        gaps = [
-            [_gap(train, train_reference), _gap(validation, validation_reference)]
-            for train, validation in pairs[1:]
-        ]
-        losses = [
-            Losses(
-                name=row.name,
-                train=Curve.of(train),
-                validation=Curve.of(validation),
-                gaps=gaps_of_run,
+        keys = ("train/loss", "val/loss")
+        reference = [self.histories[0].loss(key) for key in keys]
+        losses: list[Losses] = []
+        for history, row in zip(self.histories, self.rows, strict=True):
+            train, validation = series = [history.loss(key) for key in keys]
+            losses.append(
+                Losses(
+                    name=row.name,
+                    train=Curve.of(train),
+                    validation=Curve.of(validation),
+                    gaps=list(map(_gap, series, reference)) if losses else [],
+                )
             )
-            for row, (train, validation), gaps_of_run in zip(
-                self.rows, pairs, [[], *gaps], strict=True
-            )
-        ]
         rows = [
             RecipeRow(label=row.name, index=index, bands=history.bands(), done=row.steps)
             for index, (history, row) in enumerate(zip(self.histories, self.rows, strict=True))

@@ -11,7 +11,7 @@ from fp4train.lab.studies.parts import KINDS, LAYER
 from fp4train.lab.studies.subject import Subject
 from fp4train.lab.studies.tradeoff import Tradeoff
 from fp4train.precision import LayerPolicy
-from fp4train.text import counted, screen
+from fp4train.text import screen
 
 LISTED = 8
 """Layers in the table, the worst first."""
@@ -59,20 +59,10 @@ class SensitivityReport:
 
     def policy_file(self) -> str | None:
         """The chosen policy as YAML, which `policy=FILE.yaml` takes; None if it keeps nothing."""
-        study = self.sensitivity
-        chosen = self.trade.chosen
-        judged = self.judged
-        if judged is None:
+        if self.judged is None:
             return None
-        return (
-            f"# Chosen by fp4train sensitivity for {study.parts.recipe.name} at step "
-            f"{self.subject.step} of "
-            f"{self.subject.name}:\n"
-            f"# keeps {chosen.macs:.1%} of the multiply-adds; nMSE "
-            f"{judged.chosen.nmse.mean:.4f} instead of "
-            f"{judged.everything.nmse.mean:.4f} on {counted(judged.batches, 'batch', 'batches')} that did not "
-            "choose it\n" + policy_yaml(self.trade.policy)
-        )
+        policy = policy_yaml(self.trade.policy)
+        return screen(__package__, "policy.txt", **vars(self), policy=policy) + "\n"
 
 
 def policy_yaml(policy: LayerPolicy) -> str:
