@@ -33,7 +33,7 @@ from fp4train.lab.analysis.history import (
     read_history,
     seed_groups,
 )
-from fp4train.lab.analysis.over_steps import INSIDE, Curve, Losses, RecipeRow, over_steps
+from fp4train.lab.analysis.over_steps import INSIDE, Losses, RecipeRow, over_steps
 from fp4train.text import screen
 
 COMPARISON = "compare.png"
@@ -160,8 +160,8 @@ class Comparison:
             losses.append(
                 Losses(
                     name=row.name,
-                    train=Curve.of(train),
-                    validation=Curve.of(validation),
+                    train=train,
+                    validation=validation,
                     gaps=list(map(_gap, series, reference)) if losses else [],
                 )
             )
@@ -214,10 +214,8 @@ def _strict(node: Any) -> Any:
     return node
 
 
-def _gap(series: Series, reference: Series) -> Curve:
+def _gap(series: Series, reference: Series) -> Series:
     """The relative gap in per cent, at the steps that both have."""
     steps = np.intersect1d(series.steps, reference.steps)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return Curve.of(
-            Series(steps=steps, values=100 * (series.at(steps) / reference.at(steps) - 1))
-        )
+        return Series(steps=steps, values=100 * (series.at(steps) / reference.at(steps) - 1))

@@ -50,10 +50,16 @@ WINDOW_SHARE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Values of one key by ascending step; if a step was logged twice, the later line counts."""
+    """Values of one key by ascending step; if a step was logged twice, the later line counts.
+
+    Args:
+        bounds: the lower and the upper end of an interval at each step, NaN where there is none;
+            None: no step has one.
+    """
 
     steps: Floats
     values: Floats
+    bounds: tuple[Floats, Floats] | None = None
 
     def __len__(self) -> int:
         return len(self.steps)

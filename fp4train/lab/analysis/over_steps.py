@@ -38,24 +38,6 @@ BAR_LINES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
-    """Mean and interval by step; the bounds are NaN where there is no interval."""
-
-    steps: Floats
-    mean: Floats
-    low: Floats
-    high: Floats
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @staticmethod
-    def of(series: Series) -> Curve:
-        unknown = np.full(len(series), np.nan)
-        return Curve(steps=series.steps, mean=series.values, low=unknown, high=unknown)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Losses:
     """The losses of one run, or of several that are averaged.
 
@@ -66,9 +48,9 @@ class Losses:
     """
 
     name: str
-    train: Curve
-    validation: Curve
-    gaps: Sequence[Curve] = ()
+    train: Series
+    validation: Series
+    gaps: Sequence[Series] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,24 +121,19 @@ def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bo
     return draw
 
 
-def _interval(axes: Axes, curve: Curve, index: int, count: int) -> None:
+def _interval(axes: Axes, curve: Series, index: int, count: int) -> None:
     """The interval of one of `count` curves: as a band, or where many would cover each other as a
     bar at the end.
     """
-    if not np.isfinite(curve.low).any():
+    if curve.bounds is None or not np.isfinite(curve.bounds[0]).any():
         return
+    low, high = curve.bounds
+    colour = look.colour_of(index)
     if count <= SPREAD:
-        axes.fill_between(
-            curve.steps, curve.low, curve.high, color=look.colour_of(index), alpha=0.15, linewidth=0
-        )
+        axes.fill_between(curve.steps, low, high, color=colour, alpha=0.15, linewidth=0)
         return
-    axes.vlines(
-        [curve.steps[-1] * (1 + index * 0.004)],
-        curve.low[-1],
-        curve.high[-1],
-        color=look.colour_of(index),
-        lw=0.9,
-    )
+    end = curve.steps[-1] * (1 + index * 0.004)
+    axes.vlines([end], low[-1], high[-1], color=colour, lw=0.9)
 
 
 def _losses(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
@@ -169,20 +146,20 @@ def _losses(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
         label = look.name_lines(run.name, NAME)
         axes.plot(
             train.steps,
-            train.mean,
+            train.values,
             color=colour,
             linestyle=look.line_of(index),
             linewidth=1.4,
             label=label,
         )
         axes.plot(
-            validation.steps, validation.mean, color=colour, linewidth=0, marker="o", markersize=3
+            validation.steps, validation.values, color=colour, linewidth=0, marker="o", markersize=3
         )
     if named:
         title = "loss (nats per token): training, smoothed; dots: validation"
     else:
         title = "loss, nats per token; dots: validation"
-    drawn = [curve.mean for run in losses for curve in (run.train, run.validation)]
+    drawn = [curve.values for run in losses for curve in (run.train, run.validation)]
     look.loss_axis(axes, title, drawn)
     if named and len(losses) > INSIDE:
         axes.figure.legend(loc="outside right upper", fontsize=7.5, handlelength=2.6)
@@ -198,17 +175,13 @@ def _gaps(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
         for gap, shape in zip(run.gaps, shapes, strict=False):
             axes.plot(
                 gap.steps,
-                gap.mean,
+                gap.values,
                 color=look.colour_of(index),
                 linestyle=look.line_of(index),
                 **shape,
             )
-            bounds = len(gap) // 2
-            settled += [
-                gap.mean[len(gap) // SETTLED :],
-                gap.low[bounds:],
-                gap.high[bounds:],
-            ]
+            settled.append(gap.values[len(gap) // SETTLED :])
+            settled += [bound[len(gap) // 2 :] for bound in gap.bounds or ()]
         for validation in run.gaps[1:]:
             _interval(axes, validation, index, len(losses))
     if named:

@@ -15,8 +15,8 @@ from functools import reduce
 import numpy as np
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis.history import Floats, common_step, seed_groups
-from fp4train.lab.analysis.over_steps import Curve, Losses, RecipeRow
+from fp4train.lab.analysis.history import Floats, Series, common_step, seed_groups
+from fp4train.lab.analysis.over_steps import Losses, RecipeRow
 from fp4train.lab.report.sources import RunSource
 from fp4train.lab.studies.intervals import Estimate, estimate
 from fp4train.text import first_few, ranges, shortened
@@ -92,13 +92,13 @@ def common(groups: Sequence[SeedGroup]) -> tuple[str, int] | None:
         return None
 
 
-def curve(group: SeedGroup, key: str) -> Curve:
+def curve(group: SeedGroup, key: str) -> Series:
     """The loss of a group at the steps that all its runs have; training losses are smoothed."""
     steps, (values,) = _common([group], key)
     return _curve(steps, [_loss(values[:, i]) for i in range(len(steps))])
 
 
-def gap_curve(reference: SeedGroup, group: SeedGroup, key: str) -> Curve:
+def gap_curve(reference: SeedGroup, group: SeedGroup, key: str) -> Series:
     """The gap in per cent at the steps that all runs of both groups have."""
     steps, (base, mine) = _common([reference, group], key)
     return _curve(
@@ -205,8 +205,8 @@ def _gap(reference: SeedGroup, group: SeedGroup, base: Floats, mine: Floats) -> 
     return Estimate(mean=mean, error=error, count=a.count + b.count, freedom=max(1, int(freedom)))
 
 
-def _curve(steps: Floats, estimates: Sequence[Estimate]) -> Curve:
+def _curve(steps: Floats, estimates: Sequence[Estimate]) -> Series:
     bounds = [point.interval() or (math.nan, math.nan) for point in estimates]
     mean = np.array([point.mean for point in estimates], dtype=np.float64)
     low, high = (np.array([bound[side] for bound in bounds], dtype=np.float64) for side in (0, 1))
-    return Curve(steps=steps, mean=mean, low=low, high=high)
+    return Series(steps=steps, values=mean, bounds=(low, high))

@@ -59,14 +59,14 @@ def test_single_runs_have_no_interval(tmp_path: Path) -> None:
     gap = gap_at(first, second, "val/loss", 40)
     assert gap.mean == pytest.approx(5.0) and gap.half_width() is None
     found = gap_curve(first, second, "val/loss")
-    assert found.steps.tolist() == [10, 20, 30, 40] and np.isnan(found.low).all()
+    assert found.steps.tolist() == [10, 20, 30, 40] and np.isnan(found.bounds[0]).all()
 
 
 def test_a_curve_is_the_mean_over_seeds_with_its_interval(tmp_path: Path) -> None:
     (found,) = groups_of(tmp_path, ("a0", 2.0, 0, "A"), ("a1", 2.2, 1, "A"))
     validation = curve(found, "val/loss")
-    assert found.numbers == "1, 2" and validation.mean.tolist() == pytest.approx([2.1] * 4)
-    assert (validation.high - validation.mean).tolist() == pytest.approx(
+    assert found.numbers == "1, 2" and validation.values.tolist() == pytest.approx([2.1] * 4)
+    assert (validation.bounds[1] - validation.values).tolist() == pytest.approx(
         [12.706 * 0.1] * 4, rel=1e-3
     )
 
