@@ -39,7 +39,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two recipes, where what is tested is the machine."""
     monkeypatch.setattr(
-        "fp4train.cli.doctor._recipes", lambda: {"nvfp4": NVFP4(), "fp8_current": FP8Current()}
+        "fp4train.cli.doctor.own_recipes", lambda: {"nvfp4": NVFP4(), "fp8_current": FP8Current()}
     )
 
 
