@@ -321,5 +321,5 @@ def _panels(figure: Figure, count: int, across: int) -> list[Axes]:
     """
     rows = [range(start, min(start + across, count)) for start in range(0, count, across)]
     columns = math.lcm(*map(len, rows))
-    layout = [[f"{i}" for i in row for _ in range(columns // len(row))] for row in rows]
+    layout: list[Any] = [[f"{i}" for i in row for _ in range(columns // len(row))] for row in rows]
     return list(figure.subplot_mosaic(layout).values())

@@ -101,7 +101,7 @@ def sensitivity(study: SensitivityResult, grid: DamageMap | None = None) -> Draw
         heights = [0.5 + 0.17 * len(layers), 0.5 + 0.17 * len(operands), 1.7]
         if narrow:
             height = sum(heights) + 0.4
-            layout = [["damage"], ["operands"], ["pareto"]]
+            layout: list[Any] = [["damage"], ["operands"], ["pareto"]]
         else:
             height = max(heights[0], heights[1] + heights[2]) + 0.3
             if grid is not None:
