@@ -250,13 +250,13 @@ def copied_wrongly(kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def in_one_computation(plant: Plant) -> Iterator[None]:
-    """A fault acts the first time that one step is computed, and never again."""
+def in_one_computation(plant: Plant, index: int = STEP) -> Iterator[None]:
+    """A fault acts the first time that the step of this index is computed, and never again."""
     original = EagerSteps.step
     done: list[int] = []
 
     def step(runner: EagerSteps, recipe: Any, rows: Any) -> Any:
-        if runner.run.step != STEP or done:
+        if runner.run.step != index or done:
             return original(runner, recipe, rows)
         done.append(1)
         with plant():

@@ -30,6 +30,9 @@ One trial, and when it passes:
 - texts: a change of an entry of the token cache, of a tokenizer or of a chat template, then a run that reads it. It
   ends with 0, where a cache gives the losses of an undisturbed run, or with 1 and a reason, within 10 s of processor
   time and 1 GiB; no escape is printed, no traceback.
+- corruption: a bit of a weight, a moment or a checkpoint's copy flips in a resumed run, or a product of one step is
+  wrong. The run's audits name it; the run warns or ends, as configured; a resume from the last good state ends as an
+  undisturbed run in every bit.
 - inputs: a command line with a bad value. It ends with 0, or with 1 and one line.
 
 Trials are forks of a process that has imported everything, or calls in it; those of streams are processes. No pictures
@@ -55,6 +58,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from storms.corruption import corruption_trial
 from storms.damage import damage_trial, resume_trial
 from storms.faults import fault_trial, part_trial
 from storms.foreign import foreign_trial
@@ -82,6 +86,7 @@ STORMS: dict[str, tuple[Callable[[Ground, Path, random.Random, int], Result], in
     "sizes": (size_trial, 18, 90),
     "foreign": (foreign_trial, 60, 300),
     "texts": (text_trial, 60, 300),
+    "corruption": (corruption_trial, 12, 100),
     "inputs": (input_trial, 60, 300),
 }
 """By name: a trial, how many there are usually, and with --all."""

@@ -60,6 +60,8 @@ class ObservedCall:
         scaling: tensors of the layer's delayed scaling before the step.
         fused: weights that share a global scale with w.
         hidden: why x is None.
+        channels: in features of a part of the layer, int64; None: it has all.
+        first_feature: number of its first in feature, for random bits.
         unseen: GEMM → why neither its product nor its result is seen.
     """
 
@@ -78,6 +80,8 @@ class ObservedCall:
     scaling: dict[str, Tensor] = field(default_factory=dict)
     fused: Sequence[Tensor] = ()
     hidden: str = ""
+    channels: Tensor | None = None
+    first_feature: int = 0
     unseen: dict[str, str] = field(default_factory=dict)
 
     def on_host(self) -> ObservedCall:

@@ -2,7 +2,8 @@
 from the tensors of a call.
 
 The random bits of an operand are keyed by (seed, step, layer, operand, place of its first element):
-the layer by the checksum of its name, rows of x and dy by their token. Of operands along tokens the
+the layer by the checksum of its name, rows of x and dy by their token, in features by their place
+behind those of other parts of the layer. Of operands along tokens the
 columns are tokens; offsets that are not multiples of 8 lie in a range of their own.
 """
 
@@ -120,6 +121,9 @@ def key_of(call: ObservedCall, operand: Operand, position: Position | None) -> R
             column = token
         else:
             column = UNALIGNED_TOKENS + token * 8
+    if operand.tensor != "dy":
+        row += call.first_feature if operand.transposed else 0
+        column += 0 if operand.transposed else call.first_feature
     return RandomKey(
         seed=position.step.seed,
         step=position.step.number,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 AUDIT = "audit"
@@ -77,3 +77,14 @@ class Audited:
     faults: Sequence[Fault] = ()
     uncovered: Sequence[str] = ()
     failures: Sequence[str] = ()
+
+
+def joined(parts: Sequence[Audited]) -> Audited:
+    """The audit of a layer from those of the parts of its in features; at least one."""
+    return replace(
+        parts[0],
+        gemms=list(dict.fromkeys(gemm for part in parts for gemm in part.gemms)),
+        faults=[fault for part in parts for fault in part.faults],
+        uncovered=[reason for part in parts for reason in part.uncovered],
+        failures=[reason for part in parts for reason in part.failures],
+    )

@@ -33,7 +33,7 @@ class ForeignObserver:
     """Keeps the tensors of the first training call of a module.
 
     Attributes:
-        call, uncovered, failure: as of `audit.observe.Observer`.
+        records, uncovered, failure: as of `audit.observe.Observer`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ForeignObserver:
     ) -> None:
         self.name = name
         self.module = module
-        self.call: ObservedCall | None = None
+        self.records: list[ObservedCall] = []
         self.uncovered: str | None = linear.why_not if linear is not None else None
         self.failure: str | None = None
         self._backend = backend
@@ -64,10 +64,10 @@ class ForeignObserver:
         try:
             yield
         except NotShownError as error:
-            self.call = None
+            self.records = []
             self.uncovered = str(error)
         except Exception as error:
-            self.call = None
+            self.records = []
             if self.failure is None:
                 self.failure = first_line(error)
 
@@ -84,7 +84,7 @@ class ForeignObserver:
 
     def _begin(self, module: nn.Module, arguments: Any, options: Any) -> Any:
         """Keep x and the weight; the call goes on with both passed through the identity."""
-        kept = self.call is not None or self.uncovered is not None or self.failure is not None
+        kept = self.records or self.uncovered is not None or self.failure is not None
         if kept or not torch.is_grad_enabled():
             return None
         changed = None
@@ -106,7 +106,7 @@ class ForeignObserver:
         else:
             w, table = self._linear.weight(), self._linear.table(_computed_dtype(x))
             bias = getattr(module, "bias", None)
-        self.call = record = ObservedCall(
+        record = ObservedCall(
             name=self.name,
             plan=_plan(self.name, w, table, x.device),
             position=None,
@@ -114,6 +114,7 @@ class ForeignObserver:
             w=w.detach().clone(),
             bias=None if bias is None or not bias.numel() else bias.detach().clone(),
         )
+        self.records = [record]
         if self._linear is None:
             if _cached(module.weight):
                 record.unseen["wgrad"] = "torch.autocast adds up dw of all readers of a weight"
@@ -145,7 +146,7 @@ class ForeignObserver:
         if self._parameter is not None:
             module._parameters["weight"] = self._parameter
             self._parameter = None
-        record = self.call
+        record = next(iter(self.records), None)
         if record is None or record.y is not None:
             return None
         changed = None

@@ -19,7 +19,7 @@ from torch import nn
 
 from fp4train.audit.compare import CallComparison
 from fp4train.audit.expected import Expectation
-from fp4train.audit.fault import Audited, Fault
+from fp4train.audit.fault import Audited, Fault, joined
 from fp4train.audit.foreign import ForeignObserver, foreign_observers, linears
 from fp4train.audit.observe import Observer
 from fp4train.nn.planned import PlannedLayer
@@ -96,17 +96,19 @@ def audit(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[A
 
 
 def _compare(name: str, observer: Observer | ForeignObserver, report: AuditReport) -> None:
-    call = observer.call
+    records = observer.records
     observer.close()
     if observer.failure is not None:
         report.uncovered[name] = f"its audit failed: {observer.failure}"
     elif observer.uncovered is not None:
         report.uncovered[name] = observer.uncovered
-    elif call is None:
+    elif not records:
         report.uncovered[name] = "it was not called in training"
     else:
         try:
-            audited = CallComparison(call, Expectation(call.plan)).run()
+            audited = joined(
+                [CallComparison(call, Expectation(call.plan)).run() for call in records]
+            )
         except Exception as error:  # the loop goes on
             report.uncovered[name] = f"its audit failed: {first_line(error)}"
             return

@@ -49,14 +49,14 @@ def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
         return "held scales: the amax of the first call of an earlier step is not followed"
     if issubclass(executor, TermGemms):
         return "operands of two terms: several products are added up"
-    if issubclass(executor, ChannelParts):
-        return "outlier channels: two recipes add up one product"
+    if plan.recipe.outliers is not None and (plan.layer.experts or plan.fused):
+        return "outlier channels of experts, or of weights with one global scale"
     if issubclass(executor, BackendExperts):
         return "experts that a backend multiplies in one call: none has a product of its own"
     if issubclass(executor, BackendLayer):
         assert plan.layer_backend is not None
         return LAYER_BACKENDS[plan.layer_backend].why_not_shown(plan.table)
-    if issubclass(executor, Gemms | TorchLayer | GroupGemms):
+    if issubclass(executor, Gemms | TorchLayer | GroupGemms | ChannelParts):
         return None
     return f"{executor.__name__} is not known to the audit"
 
@@ -69,7 +69,8 @@ class Observer:
         number: number of the call in the step that is kept: microbatches, counted from 0.
 
     Attributes:
-        call: the call; None: none came.
+        records: the call, or the parts of its in features that were multiplied apart; none: no call
+            came.
         calls: training calls that came.
         uncovered: why the layer cannot be observed; None: it can be.
         failure: why observing it failed, after which nothing more is kept; None: it did not. The
@@ -79,18 +80,24 @@ class Observer:
     def __init__(self, layer: PlannedLayer, number: int = 0) -> None:
         self.layer = layer
         self.number = number
-        self.call: ObservedCall | None = None
+        self.records: list[ObservedCall] = []
         self.calls = 0
         self.uncovered: str | None = None
         self.failure: str | None = None
         self._now: ObservedCall | None = None
-        self._of: LayerCall | None = None
+        self._kept: list[tuple[Executor, LayerCall | None, ObservedCall]] = []
         self._copies: dict[Executor, Executor] = {}
-        self._counted: list[LayerCall] = []
+        self._counted: list[tuple[Executor, LayerCall]] = []
+        self._channels: list[tuple[LayerCall, Tensor]] = []
         self._scaling: dict[str, Tensor] = {}
         with self.guarding():
             for name, tensor in layer.scaling_state().items():
                 self._scaling[name] = tensor.detach().clone()
+
+    @property
+    def call(self) -> ObservedCall | None:
+        """The first record."""
+        return self.records[0] if self.records else None
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
@@ -98,10 +105,12 @@ class Observer:
         try:
             yield
         except NotShownError as error:
-            self.call = self._now = None
+            self.records = []
+            self._now = None
             self.uncovered = str(error)
         except Exception as error:
-            self.call = self._now = None
+            self.records = []
+            self._now = None
             if self.failure is None:
                 self.failure = first_line(error)
 
@@ -116,7 +125,8 @@ class Observer:
         """Forget everything but the call."""
         self._copies.clear()
         self._counted.clear()
-        self._of = None
+        self._channels.clear()
+        self._kept.clear()
 
     def _observed(self, executor: Executor) -> Executor:
         self.uncovered = why_not_observed(type(executor), executor.plan)
@@ -129,18 +139,30 @@ class Observer:
             group: Any = copy.copy(executor)
             group.member = self._observed(executor.member)
             return group  # type: ignore[no-any-return]
+        if isinstance(executor, ChannelParts):
+            return ObservedParts(executor, self)
         if isinstance(executor, BackendLayer):
             return ObservedBackendLayer(executor, self)
         if isinstance(executor, TorchLayer):
             observed = ObservedTorchLayer(executor, self)
         else:
-            observed = copy.copy(executor)
-            for gemm in ("fprop", "dgrad", "wgrad"):
-                setattr(observed, gemm, ObservedBackend(getattr(executor, gemm), gemm, self))
-        runs = type(executor)
-        observed.forward = _Forward(self, observed, runs.forward)  # type: ignore[attr-defined]
-        observed.backward = _Backward(self, observed, runs.backward)  # type: ignore[attr-defined]
-        return observed  # type: ignore[no-any-return]
+            observed = self.observed_gemms(executor)
+            return observed  # type: ignore[no-any-return]
+        watched: Executor = self._watched(observed, executor)
+        return watched
+
+    def observed_gemms(self, executor: Any) -> Any:
+        """The copy of an executor of single GEMMs whose products are kept."""
+        observed = copy.copy(executor)
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            setattr(observed, gemm, ObservedBackend(getattr(executor, gemm), gemm, self))
+        return self._watched(observed, executor)
+
+    def _watched(self, observed: Any, executor: Executor) -> Any:
+        runs: Any = type(executor)
+        observed.forward = _Forward(self, observed, runs.forward)
+        observed.backward = _Backward(self, observed, runs.backward)
+        return observed
 
     # -- what the observed executor reports --------------------------------------------------------
 
@@ -156,21 +178,21 @@ class Observer:
         closed = self.failure is not None or self.uncovered is not None
         if closed or (call is not None and not any(call.gradients)):
             return None
-        if call is not None and call is self._of:
-            assert self.call is not None
-            return self.call  # the recomputed call replaces the earlier one
-        if call is None or all(earlier is not call for earlier in self._counted):
+        for _, earlier, record in self._kept:
+            if call is not None and earlier is call:
+                return record  # the recomputed call replaces the earlier one
+        if call is None or all(earlier is not call for _, earlier in self._counted):
             self.calls += 1
             if call is not None:
-                self._counted.append(call)
-        if self.call is not None or self._call_number(call) < self.number:
+                self._counted.append((executor, call))
+        complete = any(kept is executor or call is None for kept, *_ in self._kept)
+        if complete or self._call_number(executor, call) < self.number:
             return None
-        self._of = call
         member = 0 if call is None else call.member
         name = self.layer.layer.name
         if executor.plan.layer.group or self._is_group:
             name = f"{name}.{self._place(member)}"
-        self.call = ObservedCall(
+        record = ObservedCall(
             name=name,
             plan=executor.plan,
             position=None if call is None else call.position,
@@ -180,8 +202,16 @@ class Observer:
             member=member,
             scaling=self._scaling,
             fused=self._fused(executor.plan, member),
+            channels=next((part for made, part in self._channels if made is call), None),
+            first_feature=getattr(getattr(getattr(executor, "x", None), "row", None), "feature", 0),
         )
-        return self.call
+        self._kept.append((executor, call, record))
+        self.records.append(record)
+        return record
+
+    def multiplies(self, parts: Sequence[tuple[Tensor, LayerCall]]) -> None:
+        """Note the channels of the parts of a call."""
+        self._channels += [(call, channels) for channels, call in parts]
 
     @property
     def _is_group(self) -> bool:
@@ -191,11 +221,17 @@ class Observer:
         members: Any = getattr(self.layer, "members", range(0))
         return int(members[member])
 
-    def _call_number(self, call: LayerCall | None) -> int:
-        """The number of a call in the step; those of a group's weights count as one."""
-        if call is None or not self._is_group:
+    def _call_number(self, executor: Executor, call: LayerCall | None) -> int:
+        """The number of a call in the step; those of a group's weights, and of the parts of a call,
+        count as one.
+        """
+        if call is None:
             return self.calls - 1
-        earlier = [other for other in self._counted if other.member == call.member]
+        earlier = [
+            other
+            for counted, other in self._counted
+            if counted is executor and (other.member == call.member or not self._is_group)
+        ]
         return len(earlier) - 1
 
     def _fused(self, plan: LayerPlan, member: int) -> Sequence[Tensor]:
@@ -241,7 +277,7 @@ class Observer:
     def backward(self, run: Callable[..., Gradients], *arguments: Any, **options: Any) -> Gradients:
         """Run a backward pass, and keep its tensors."""
         _executor, dy_MN, _saved, call, *more = arguments
-        record = self.call if call is self._of else None
+        record = next((record for _, of, record in self._kept if of is call), None)
         self._now = record
         total = more[0] if more else None
         try:
@@ -277,6 +313,29 @@ class _Backward(_Forward):
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._observer.backward(self._run, self._executor(), *arguments, **options)
+
+
+class ObservedParts(ChannelParts):
+    """A layer with outlier channels: each part is observed as a layer of its own."""
+
+    def __init__(self, executor: ChannelParts, observer: Observer) -> None:
+        self.__dict__.update(executor.__dict__)
+        self._executor = executor
+        self._observer = observer
+        self.whole = observer.observed_gemms(executor.whole)
+        if executor.split is not None:
+            self.split = copy.copy(executor.split)
+            dense, outliers = executor.split.of_parts
+            observed = observer.observed_gemms(dense), observer.observed_gemms(outliers)
+            self.split.of_parts = observed
+
+    def set_executor(self, calls: Sequence[LayerCall], x_MK: Tensor) -> None:
+        """As of the executor, which remembers the channels of the last call."""
+        super().set_executor(calls, x_MK)
+        self._executor.rest = self.rest
+        with self._observer.guarding():
+            for call in calls:
+                self._observer.multiplies(call.parts)
 
 
 class ObservedBackend:

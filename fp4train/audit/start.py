@@ -8,8 +8,8 @@ remainder by 256 is the same, so that they are padded alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -34,21 +34,17 @@ TOKENS: Final = 64
 def check_plan(plan: Plan) -> Iterator[Fault]:
     """The faults of the quantisers and layers of a plan on its device."""
     layers = [layer_plan for stretch in plan.stretches for layer_plan in stretch.layers.values()]
-    specs = dict.fromkeys(spec for layer_plan in layers for spec in layer_plan.specs)
     device = plan.device.type
-    for spec in specs:
-        if not equal_codes(spec, device):
-            yield Fault(layer=str(spec), what="its kernel quantises otherwise than the reference")
-    distinct: dict[object, tuple[LayerPlan, tuple[int, int]]] = {}
+    yield from quantiser_faults((spec for plan in layers for spec in plan.specs), device)
+    distinct: dict[object, LayerTrial] = {}
     for layer_plan in layers:
         layer = layer_plan.layer
-        observed = why_not_observed(executor_class(layer_plan), layer_plan) is None
-        if observed and not layer.experts and layer.cut is None and layer.unconverted is None:
+        if not layer.experts and layer.cut is None and layer.unconverted is None:
             shape = (_narrowed(layer.in_features), _narrowed(layer.out_features))
-            key = (layer_plan.computation, layer_plan.recipe, shape)
-            distinct.setdefault(key, (layer_plan, shape))
-    for layer_plan, shape in distinct.values():
-        yield from check_layer(layer_plan, device, shape)
+            trial = LayerTrial(layer_plan, device, shape)
+            distinct.setdefault((layer_plan.computation, layer_plan.recipe, shape), trial)
+    for trial in distinct.values():
+        yield from trial.call_faults()
 
 
 def _narrowed(features: int) -> int:
@@ -57,30 +53,61 @@ def _narrowed(features: int) -> int:
     return FEATURES - 256 + features % 256
 
 
-def check_layer(plan: LayerPlan, device: str, shape: tuple[int, int]) -> list[Fault]:
-    """The faults of one call of a layer with `plan`, of so many in and out features."""
-    in_features, out_features = shape
-    with torch.random.fork_rng(devices=[]):  # its first weights leave the run's numbers alone
-        empty = nn.Linear(in_features, out_features, bias=False)
-    with torch.no_grad():
-        empty.weight.copy_(drawn(out_features, in_features, seed=2) / in_features**0.5)
-    layer = replace(
-        plan.layer, in_features=in_features, out_features=out_features, fused=(), names=()
-    )
-    backends = {gemm.backend for gemm in plan.gemms if gemm.operands.quantised}
-    backend = backends.pop() if len(backends) == 1 else "auto"
-    linear = Linear.from_linear(empty.to(device), layer, backend)
-    linear.joined = True  # alone, whatever ranks there are
-    x = drawn(TOKENS, in_features, seed=3).to(device, torch.bfloat16).requires_grad_()
-    dy = drawn(TOKENS, out_features, seed=4).to(device, torch.bfloat16)
-    recipe = plan.recipe if plan.fused == () else replace(plan.recipe, fused_scales=False)
-    with audit(linear) as report:
-        with autocast(recipe, step=0):
-            y = linear(x)
-        y.backward(dy)
-    for reason in report.uncovered.values():
-        _log.warning("a layer like %s could not be tried: %s", plan.layer.name, reason)
-    return report.faults
+def quantiser_faults(specs: Iterable[QuantSpec], device: str) -> list[Fault]:
+    """The specs whose kernel on a device quantises otherwise than the readable reference."""
+    what = "its kernel quantises otherwise than the reference"
+    return [
+        Fault(layer=str(spec), what=what)
+        for spec in dict.fromkeys(specs)
+        if not equal_codes(spec, device)
+    ]
+
+
+@dataclass(frozen=True)
+class LayerTrial:
+    """A layer of a plan on small random tensors: before the first step of a run, of `fp4train check`
+    and of the doctor.
+
+    Args:
+        device: type of the device.
+        shape: its in and out features.
+    """
+
+    plan: LayerPlan
+    device: str
+    shape: tuple[int, int]
+
+    def quantiser_faults(self) -> list[Fault]:
+        """The faults of the quantisers of its operands."""
+        return quantiser_faults(self.plan.specs, self.device)
+
+    def call_faults(self) -> list[Fault]:
+        """The faults of its three GEMMs in one call; none where it cannot be observed."""
+        plan = self.plan
+        if why_not_observed(executor_class(plan), plan) is not None:
+            return []
+        in_features, out_features = self.shape
+        with torch.random.fork_rng(devices=[]):  # its first weights leave the run's numbers alone
+            empty = nn.Linear(in_features, out_features, bias=False)
+        with torch.no_grad():
+            empty.weight.copy_(drawn(out_features, in_features, seed=2) / in_features**0.5)
+        layer = replace(
+            plan.layer, in_features=in_features, out_features=out_features, fused=(), names=()
+        )
+        backends = {gemm.backend for gemm in plan.gemms if gemm.operands.quantised}
+        backend = backends.pop() if len(backends) == 1 else "auto"
+        linear = Linear.from_linear(empty.to(self.device), layer, backend)
+        linear.joined = True  # alone, whatever ranks there are
+        x = drawn(TOKENS, in_features, seed=3).to(self.device, torch.bfloat16).requires_grad_()
+        dy = drawn(TOKENS, out_features, seed=4).to(self.device, torch.bfloat16)
+        recipe = plan.recipe if plan.fused == () else replace(plan.recipe, fused_scales=False)
+        with audit(linear) as report:
+            with autocast(recipe, step=0):
+                y = linear(x)
+            y.backward(dy)
+        for reason in report.uncovered.values():
+            _log.warning("a layer like %s could not be tried: %s", plan.layer.name, reason)
+        return report.faults
 
 
 def equal_codes(spec: QuantSpec, device_type: str) -> bool:

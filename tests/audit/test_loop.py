@@ -19,7 +19,7 @@ from fp4train.audit.bits import difference
 from fp4train.backends import grouped, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Experts, Linear
-from fp4train.precision import NVFP4, LayerPolicy, recipes
+from fp4train.precision import NVFP4, LayerPolicy, OutlierChannels, TetraJetV2Outliers, recipes
 from fp4train.precision.layer_plan import resolve
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recompute import recompute
@@ -40,6 +40,9 @@ RECIPES = (
     recipes.BF16(),
     recipes.FP32(),
     NVFP4(backward="dequantised"),
+)
+OUTLIERS = recipes.TetraJetV2(
+    outliers=OutlierChannels(recipe=TetraJetV2Outliers(), share=0.1, start=0, steps=1, multiple=32)
 )
 LAYER = "2"
 
@@ -262,3 +265,36 @@ def test_experts_that_are_multiplied_in_one_call_are_not_covered(
     (reason,) = report.uncovered.values()
     assert "multiplied in one call" in reason
     assert not report.audits
+
+
+def outlier_passes(layers: nn.Module, step: int) -> None:
+    """One pass of a model whose recipe multiplies 32 channels apart from the second step on."""
+    x = batch(step)
+    x[:, :2] *= 30
+    with f4.autocast(OUTLIERS, seed=1, step=step):
+        y = layers(x)
+    (y.float() - x).square().mean().backward()
+
+
+def test_both_parts_of_a_layer_with_outlier_channels_are_audited() -> None:
+    plain, layers = model(), model()
+    for step in range(3):
+        outlier_passes(plain, step)
+        with f4.audit(layers) as report:
+            outlier_passes(layers, step)
+        assert not report.faults and not report.uncovered, str(report)
+        gemms = [list(audit.gemms) for audit in report.audits]
+        assert gemms == [["fprop", "wgrad"], *[["fprop", "dgrad", "wgrad"]] * 2]
+    assert layers[2]._held[3].rest is not None
+    for a, b in zip(plain.parameters(), layers.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+def test_a_fault_in_a_layer_with_outlier_channels_is_found_and_named() -> None:
+    layers = model()
+    for step in range(2):
+        outlier_passes(layers, step)
+    change, words = planting.OPERAND_FAULTS["zeroed stochastic rounding"]
+    with planting.planted_operand(change, LAYER), f4.audit(layers) as report:
+        outlier_passes(layers, 2)
+    assert any(words in h for fault in report.faults for h in fault.hypotheses), str(report)

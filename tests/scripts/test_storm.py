@@ -11,6 +11,7 @@ from command_line import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 COUNTS = {"parts": 60, "damages": 150, "hostile": 4, "foreign": 6, "texts": 6, "inputs": 2}
+COUNTS |= {"corruption": 4}
 
 
 @pytest.mark.long
@@ -27,7 +28,7 @@ def test_a_small_storm_finds_nothing() -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = [line.split("|") for line in ended.stdout.splitlines() if line.startswith("| **")]
-    assert len(rows) == 13 and sum(int(row[3]) for row in rows) == sum(COUNTS.values()) + 7
+    assert len(rows) == 14 and sum(int(row[3]) for row in rows) == sum(COUNTS.values()) + 7
 
 
 def test_a_storm_refuses_what_it_does_not_know(

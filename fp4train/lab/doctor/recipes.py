@@ -3,7 +3,8 @@
 A layer of 256 features takes 128 tokens forward and backward through what
 `precision.layer_plan.resolve` decides. Each of the recipe's quantisers takes one tensor. The
 kernels' codes must equal the readable reference's to the bit; y, dx and dw must lie within BF16's
-rounding of the reference product, where both draw the same random bits.
+rounding of the reference product, where both draw the same random bits. The same layer is then tried
+as before the first step of a run (`audit.start.LayerTrial`): each operand of one call is made again.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor, nn
 
-from fp4train.audit.start import drawn, equal_codes
+from fp4train.audit.start import LayerTrial, drawn
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.errors import named
 from fp4train.hardware import GPUS, Device
@@ -120,19 +121,23 @@ def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
     outcome.native_on = tuple(
         gpu.name for gpu in elsewhere if _native(recipe, Device.elsewhere(gpu))
     )
+    trial = LayerTrial(plan, device.type, (FEATURES, FEATURES))
     try:
         if specs := plan.specs:
             outcome.kernels = tuple(
                 dict.fromkeys(KERNELS[quantizer(spec, device.type).kernel] for spec in specs)
             )
-            wrong = [spec for spec in specs if not equal_codes(spec, device.type)]
+            wrong = trial.quantiser_faults()
             outcome.codes = not wrong
             if wrong:
+                kernels = ", ".join(outcome.kernels)
                 outcome.problem = (
-                    f"{', '.join(outcome.kernels)} quantise {wrong[0]} otherwise than the reference"
+                    f"{kernels} quantise {wrong[0].layer} otherwise than the reference"
                 )
         outcome.distance, far = products(recipe, plan, device)
         outcome.problem = outcome.problem or far
+        if outcome.problem is None:
+            outcome.problem = next((str(fault) for fault in trial.call_faults()), None)
     # of a driver, a compiler, a missing library: to be reported, whatever it is
     except Exception as error:
         outcome.problem = named(error)

@@ -6,6 +6,8 @@ first question sets for good, and every answer:
     "bound/PAIR": {"bound": 0.1}
     "answer/3":   {"pair": PAIR, "of": [checkpoints], "margin": 0.01, "verdict": "within", …}
 
+The folder of the run keeps bound and answers, too (`kept`), wherever the record lies.
+
 The bound is the only choice on which the error depends. Questions with other margins on the same
 forks have one error probability together (`betting`); they are recorded so that nobody who reads an
 answer is in doubt about which was asked first.
@@ -20,7 +22,9 @@ from typing import Any, ClassVar
 
 from fp4train.errors import UserError
 from fp4train.lab.gate.betting import BOUND, GateVerdict
+from fp4train.lab.gate.kept import KeptQuestions
 from fp4train.lab.studies.base import ForkRequest, check_count
+from fp4train.lab.studies.record import StudyRecord
 from fp4train.lab.studies.recorded_forks import Forks
 
 _ANSWER = "answer/"
@@ -87,8 +91,11 @@ class Questions:
     """The questions about one pair of recipes, in the records of the checkpoints."""
 
     def __init__(self, forks: Sequence[Forks]) -> None:
-        self._forks = forks
         self.of = [base_forks.base.title for base_forks in forks]
+        self._places: list[tuple[Forks, StudyRecord | KeptQuestions]] = []
+        for base_forks in forks:
+            kept = KeptQuestions(base_forks.base)
+            self._places += [(base_forks, kept), (base_forks, base_forks.record)]
 
     def bound(self, request: GateRequest) -> float:
         """The bound of the records, or the one that this question sets in them by `begin`.
@@ -98,9 +105,9 @@ class Questions:
                 margin.
         """
         recorded = {
-            base_forks.base.title: float(base_forks.record[_key(base_forks)]["bound"])
-            for base_forks in self._forks
-            if _key(base_forks) in base_forks.record
+            base_forks.base.title: float(place.known[_key(base_forks)]["bound"])
+            for base_forks, place in self._places
+            if _key(base_forks) in place.known
         }
         if len(set(recorded.values())) > 1:
             listed = ", ".join(f"{title}: {bound:g}" for title, bound in recorded.items())
@@ -124,28 +131,28 @@ class Questions:
 
     def begin(self, bound: float) -> None:
         """Write the bound into every record that lacks it, before there are forks."""
-        for base_forks in self._forks:
-            if _key(base_forks) not in base_forks.record:
-                base_forks.record.add(_key(base_forks), {"bound": bound})
+        for base_forks, place in self._places:
+            if _key(base_forks) not in place.known:
+                place.add(_key(base_forks), {"bound": bound})
 
     @property
     def answers(self) -> list[Answer]:
         """The answers so far, each once."""
         answers: dict[Answer, None] = {}
-        for base_forks in self._forks:
-            for key, values in base_forks.record.known.items():
+        for base_forks, place in self._places:
+            for key, values in place.known.items():
                 if key.startswith(_ANSWER) and values["pair"] == _pair(base_forks):
                     answers[_answer(values)] = None
         return list(answers)
 
     def record(self, answer: Answer) -> None:
         """Write an answer into every record that lacks it."""
-        for base_forks in self._forks:
-            record = base_forks.record
-            earlier = [key for key in record.known if key.startswith(_ANSWER)]
+        for base_forks, place in self._places:
+            earlier = [key for key in place.known if key.startswith(_ANSWER)]
             pair = _pair(base_forks)
             if any(
-                record[key]["pair"] == pair and _answer(record[key]) == answer for key in earlier
+                place.known[key]["pair"] == pair and _answer(place.known[key]) == answer
+                for key in earlier
             ):
                 continue
             values = {
@@ -155,7 +162,7 @@ class Questions:
                 "pairs": answer.pairs,
                 "verdict": answer.verdict,
             }
-            record.add(f"{_ANSWER}{len(earlier) + 1}", values)
+            place.add(f"{_ANSWER}{len(earlier) + 1}", values)
 
 
 def _pair(forks: Forks) -> str:

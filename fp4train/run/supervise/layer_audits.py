@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor
 
 from fp4train import checkpoint
+from fp4train.audit.call import ObservedCall
 from fp4train.audit.compare import CallComparison
 from fp4train.audit.expected import Expectation
-from fp4train.audit.fault import AUDIT, AUDIT_FAULT, Audited, Fault
+from fp4train.audit.fault import AUDIT, AUDIT_FAULT, Audited, Fault, joined
 from fp4train.audit.observe import Observer, why_not_observed
 from fp4train.config import Config
 from fp4train.errors import UserError
@@ -188,17 +189,33 @@ class LayerAudits:
             what = "the plan has this layer, and the step did not call it"
             fault = Fault(layer=layer.layer.name, what=what, rank=self.run.world.place.rank)
             return Audited(layer=layer.layer.name, step=step, faults=(fault,))
-        if not call.complete:
+        if not all(record.complete for record in observer.records):
             return None
         earlier = self._earlier.get(layer.layer.name)
+        before = [] if earlier is None else earlier.records
+        audits = []
+        for number, record in enumerate(observer.records):
+            previous = before[number] if len(before) == len(observer.records) else None
+            part = plan
+            if record.channels is not None:
+                part = plan.split_channels().channel_parts[number]
+            position = self._position(record.position, observer.number, step)
+            expected = Expectation(part, position, self._weight_for(record))
+            audits.append(CallComparison(record, expected, previous).run(step))
+        return joined(audits)
+
+    def _weight_for(self, record: ObservedCall) -> Tensor | None:
+        """The weight that a call should have multiplied, from what the optimizer holds."""
         weight = self._weight
-        if weight is not None and weight.dim() == 3:
-            weight = weight[call.member]
-        if weight is not None and self.run.config.parallel.gather == "bf16" and call.w is None:
+        if weight is None:
+            return None
+        if weight.dim() == 3:
+            weight = weight[record.member]
+        if self.run.config.parallel.gather == "bf16" and record.w is None:
             weight = weight.bfloat16().float()
-        expected = Expectation(plan, self._position(call.position, observer.number, step), weight)
-        previous = None if earlier is None else earlier.call
-        return CallComparison(call, expected, previous).run(step)
+        if record.channels is not None:
+            weight = weight.index_select(1, record.channels)
+        return weight
 
     def _position(self, taken: Position | None, number: int, step: int) -> Position | None:
         if taken is None:

@@ -55,8 +55,9 @@ def here(cli: Cli, trained: Path) -> str:
 
 @pytest.fixture
 def run(cli: Cli, small_run: Path) -> str:
-    """A finished run, from which no fork is really trained."""
-    return str(small_run)
+    """A copy of a finished run, from which no fork is really trained: it keeps what is asked."""
+    shutil.copytree(small_run, "asked/small", symlinks=True)
+    return "asked/small"
 
 
 @pytest.fixture
@@ -375,3 +376,15 @@ def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["gate", "--help"])
     assert "Exit code: 0 within, 1 beyond, 2 undecided, 3 for an error, " in capsys.readouterr().out
+
+
+def test_another_folder_does_not_begin_with_another_bound(
+    cli: Cli, run: str, pretend: Pretend
+) -> None:
+    pretend(0.001)
+    assert cli.raw("gate", run, *FAST, "out=a", "margin=0.01", "forks=2").code == 2
+    refused = cli.raw("gate", run, *FAST, "out=b", "margin=0.01", "bound=0.03", "forks=2")
+    assert refused.code == 3 and "began with bound=0.1, which stays" in refused.message
+    again = cli.raw("gate", run, *FAST, "out=b", "margin=0.02", "forks=2")
+    assert again.code == 2 and "0.01" in again.out, "the earlier question is listed"
+    assert cli.raw("gate", run, *FAST, "margin=0.01", "bound=0.05", "forks=2").code == 3

@@ -1,0 +1,100 @@
+"""Silent corruption: a bit of a weight, of a moment, or of the copy that becomes a checkpoint flips, or
+one product of one step is wrong. The audits of the run must find it and name its tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import audit_faults
+import audit_planting
+import torch
+from storms.ground import ON, SCENARIOS, STEPS, Ground, Result, call
+from torch import Tensor
+
+FIRST = 5
+"""The first step that the resumed run computes."""
+AUDITED = ("audit.every=0", "audit.sums=1", "audit.repeat=1", "checkpoint.keep=9")
+EVENTS = ("audit fault", "checkpoint failed")
+
+
+def flip(tensor: Tensor, draw: random.Random) -> None:
+    """Change a random bit of a float32 tensor."""
+    bits = tensor.detach().view(torch.int32).view(-1)
+    bit = draw.randrange(32)
+    bits[draw.randrange(len(bits))] ^= 1 << bit if bit < 31 else -(1 << 31)
+
+
+def weight(run: Any, draw: random.Random) -> None:
+    """A bit of any parameter flips."""
+    flip(draw.choice(list(run.model.parameters())), draw)
+
+
+def moment(run: Any, draw: random.Random) -> None:
+    """A bit of a moment of any parameter flips."""
+    states = [state for state in run.optimizer.state.values() if "exp_avg" in state]
+    flip(draw.choice(states)[draw.choice(("exp_avg", "exp_avg_sq"))], draw)
+
+
+Planted = Callable[[], AbstractContextManager[Any]]
+
+
+def planted(kind: str, draw: random.Random) -> tuple[Planted, str]:
+    """(The fault of a trial, words that what is said of it must have)."""
+    step = draw.randint(FIRST, STEPS)
+    if kind == "copy":
+        part = draw.choice(("model", "optimizer"))
+        return lambda: audit_faults.copied_wrongly(part), f"The copy of {part}/"
+    if kind == "product":
+        gemm, change, _ = draw.choice(list(audit_planting.PRODUCT_FAULTS.values()))
+
+        def plant() -> AbstractContextManager[Any]:
+            return audit_planting.planted_product(gemm, change)
+
+        return lambda: audit_faults.in_one_computation(plant, step - 1), "gave other bits"
+    act, words = {"weight": (weight, "model/"), "moment": (moment, "optimizer/")}[kind]
+    return lambda: audit_faults.after_step(lambda run: act(run, draw), step), words
+
+
+def said(place: Path) -> list[str]:
+    """What the run's metrics say of faults."""
+    lines = [json.loads(text) for text in (place / "runs/a/metrics.jsonl").read_text().splitlines()]
+    return [
+        " ".join(str(line.get(key, "")) for key in ("layer", "what", "reason"))
+        for line in lines
+        if line.get("event") in EVENTS
+    ]
+
+
+def corruption_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
+    """A resumed run with one fault, then a resume from the last state without it."""
+    kind = ("weight", "moment", "copy", "product")[number % 4]
+    action = draw.choice(("warn", "stop"))
+    ground.copy(place)
+    around, words = planted(kind, draw)
+    code, out = call(place, *ON, *AUDITED, f"audit.action={action}", around=around)
+    ends = action == "stop" and kind != "copy"
+    told = said(place)
+    seen = ""
+    if not any(words in text for text in told):
+        seen = f"not found: {told}: {out[-400:]}"
+    elif ends and (code != 1 or "Nothing more is saved" not in out):
+        seen = f"the run did not end: exit {code}: {out[-400:]}"
+    elif "Traceback" in out or (code and not ends and kind in ("copy", "product")):
+        seen = f"exit {code}: {out[-400:]}"
+    if not seen and kind in ("weight", "moment", "product"):
+        named = re.search(r"resume_step=(\d+)", out)
+        good = named[1] if named else str(FIRST - 1)
+        command = ("resume=runs/a", f"resume_step={good}", f"train.steps={STEPS}")
+        code, out = call(place, *command)
+        seen = f"resume_step={good}: exit {code}: {out[-400:]}" if code else ""
+    scenario = SCENARIOS["resume"]
+    if not seen and scenario.result(place) != ground.undisturbed("resume").result:
+        seen = "the resumed run is another than the undisturbed one"
+    return Result(f"{kind}, {action}", not seen, seen)
