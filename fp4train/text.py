@@ -353,6 +353,7 @@ TOOLS: tuple[Callable[..., object], ...] = (
     span,
     table_width,
     tabulate,
+    shortened,
 )
 """The functions that templates of screens call."""
 

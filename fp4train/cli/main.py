@@ -23,6 +23,7 @@ fp4train export runs/a to=compressed-tensors out=FOLDER   NVFP4 codes and scales
 fp4train verify FOLDER against=runs/a       whether an export has the codes, scales and weights of the run, bit by bit
 fp4train eval runs/a recipe=bf16,nvfp4      bits per byte on held-out text, or task=…: tasks of lm_eval
 fp4train formats                            the number formats
+fp4train recipes                            the published recipes, their papers, what of them is mirrored; recipes NAME
 fp4train doctor                             what this machine can do: recipes, kernels, versions; --json
 fp4train check runs/a                       whether this machine computes what the plan of a run says
 fp4train --cfg job                          the whole configuration
@@ -64,6 +65,7 @@ VERBS = (
     "sample",
     "eval",
     "formats",
+    "recipes",
     "check",
     "doctor",
 )

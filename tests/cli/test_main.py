@@ -67,6 +67,7 @@ FURTHER = {
     "sample": ["recipe", "plugins", "--json"],
     "eval": ["recipe", "plugins", "--json"],
     "doctor": ["--json"],
+    "recipes": ["--markdown"],
 }
 """What a verb takes besides its own options."""
 

@@ -25,6 +25,8 @@ COMMANDS = (
     ("plan", "experiment=llama_1b_fineweb", "gpu=B200", "parallel.dp_shard=8"),
     ("doctor",),
     ("formats",),
+    ("recipes",),
+    ("recipes", "nvfp4"),
     ("help", "compare"),
 )
 

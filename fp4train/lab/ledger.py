@@ -1,0 +1,109 @@
+"""The ledger of published recipes: which file of `recipes/` stands for which paper or program.
+
+Its data are `configs/ledger.yaml`; `fp4train recipes` and docs/recipes.md show them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from fp4train.config import CONFIGS
+from fp4train.config.binding import bind
+
+LEDGER = CONFIGS / "ledger.yaml"
+ARXIV = "https://arxiv.org/abs/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedFigure:
+    """A figure that a paper gives.
+
+    Args:
+        what: what was measured.
+        published: the value of the paper, with its unit.
+        here: the value of scripts/published_figures.py; None: nothing here computes it.
+    """
+
+    what: str
+    published: str
+    here: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRecipe:
+    """A recipe of a paper or program, and the file of `recipes/` that mirrors it.
+
+    Args:
+        recipe: name of the file.
+        title: title of the paper, or the option of the program.
+        arxiv: number of the paper; `url`: address of a source without one.
+        mirrored, differs: what the file has of it, and what it has not, with the reason.
+        kept: layers that the source keeps in other precision.
+        words: words of the command line beside `recipe=`: the policy, and what else belongs to it.
+    """
+
+    recipe: str
+    title: str
+    year: int
+    mirrored: str
+    differs: str
+    kept: str
+    arxiv: str | None = None
+    url: str | None = None
+    words: Sequence[str] = ()
+    figures: Sequence[PublishedFigure] = ()
+
+    def __post_init__(self) -> None:
+        if (self.arxiv is None) == (self.url is None):
+            raise ValueError(f"{self.recipe}: give arxiv=, or url= of a source that has no number")
+
+    @property
+    def link(self) -> str:
+        return self.url or f"{ARXIV}{self.arxiv}"
+
+    @property
+    def source(self) -> str:
+        """Number of the paper, or the host and the owner of a program."""
+        if self.arxiv is not None:
+            return f"arXiv {self.arxiv}"
+        return "/".join(self.link.split("/")[3:5])
+
+    @property
+    def command(self) -> str:
+        return " ".join(["fp4train", f"recipe={self.recipe}", *self.words])
+
+
+def ledger(path: Path = LEDGER) -> list[PublishedRecipe]:
+    """The entries of the ledger, in its order.
+
+    Raises:
+        UserError: an entry has an unknown key, or a value of another type.
+    """
+    nodes = OmegaConf.to_container(OmegaConf.load(path))
+    return list(bind(nodes, list[PublishedRecipe], path.name))
+
+
+def markdown(entries: Sequence[PublishedRecipe]) -> list[str]:
+    """The entries as the tables of docs/recipes.md: what is mirrored, and the figures."""
+    lines = [
+        "| recipe | source | mirrored | not mirrored | layers kept |",
+        "|---|---|---|---|---|",
+    ]
+    for entry in entries:
+        source = f"[{entry.title}]({entry.link}), {entry.year}"
+        options = "".join(f", `{word}`" for word in entry.words if not word.startswith("policy="))
+        policy = next((word for word in entry.words if word.startswith("policy=")), "")
+        lines.append(
+            f"| `{entry.recipe}`{options} | {source} | {entry.mirrored} | {entry.differs} | "
+            f"{entry.kept}: `{policy}` |"
+        )
+    lines += ["", "| recipe | figure | published | here |", "|---|---|---|---|"]
+    for entry in entries:
+        lines += [
+            f"| `{entry.recipe}` | {figure.what} | {figure.published} | "
+            f"{'–' if figure.here is None else figure.here} |"
+            for figure in entry.figures
+        ]
+    return lines

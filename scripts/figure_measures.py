@@ -1,0 +1,298 @@
+"""Measures of formats, roundings and recipes on drawn values, for scripts/published_figures.py.
+
+Most take what they measure, and give a function of the seed of a draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp4train as f4
+from fp4train import checkpoint
+from fp4train.config.binding import bind
+from fp4train.config.composition import named
+from fp4train.formats import get_scale_format
+from fp4train.lab.studies.forks import open_checkpoint
+from fp4train.precision import Custom, LayerPolicy, Operands, Recipe
+from fp4train.quantize import Quantized, QuantSpec, RandomKey, quantize
+from fp4train.run.evaluate import microbatch_losses
+from fp4train.run.record.directory import CHECKPOINTS
+
+PARTS = 4
+"""Draws of a figure."""
+SHAPE = (1024, 1024)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(seed: int) -> Tensor:
+    return torch.randn(SHAPE, generator=generator(seed))
+
+
+def laplace(seed: int) -> Tensor:
+    """Values of the Laplace distribution with mean |x| of 1."""
+    uniform = torch.rand(SHAPE, generator=generator(seed), dtype=torch.float64) - 0.5
+    return (-uniform.sign() * torch.log1p(-2 * uniform.abs())).float()
+
+
+def mx(element: str, columns: int, rounding: str) -> QuantSpec:
+    return QuantSpec(
+        element=element,
+        block=(1, columns),
+        scale="e8m0",
+        scale_rounding=rounding,
+        global_scale=None,
+    )
+
+
+def float_scaled(element: str, columns: int) -> QuantSpec:
+    """A float32 scale per block: the element format alone."""
+    return QuantSpec(element=element, block=(1, columns), scale="fp32", global_scale=None)
+
+
+def values(x: Tensor, spec: QuantSpec, seed: int = 0) -> Tensor:
+    key = RandomKey(seed=seed, step=0, layer=0, operand=0) if spec.random else None
+    return quantize(x, spec, key=key).dequantize()
+
+
+def squared_error(draw: Callable[[int], Tensor], spec: QuantSpec) -> Callable[[int], float]:
+    """Mean squared error, in thousandths."""
+
+    def measure(seed: int) -> float:
+        x = draw(seed)
+        return 1e3 * (values(x, spec, seed) - x).square().mean().item()
+
+    return measure
+
+
+def shrinkage(spec: QuantSpec) -> Callable[[int], float]:
+    """⟨x, q⟩ / ⟨x, x⟩ − 1 of N(0, 1), in percent."""
+
+    def measure(seed: int) -> float:
+        x = normal(seed).double()
+        q = values(normal(seed), spec).double()
+        return float(100 * ((x * q).sum() / x.square().sum() - 1))
+
+    return measure
+
+
+def bias(element: str, bits: int, dtype: torch.dtype) -> Callable[[int], float]:
+    """Mean of rounded minus exact values of a dtype from 1 to 2, in units of the last place.
+
+    A column of the element format's largest value makes the scale 1.
+    """
+    spec = QuantSpec(
+        element=element,
+        block=(None, None),
+        scale="pow2",
+        global_scale=None,
+        rounding=f"stochastic_{bits}",
+    )
+    fmt = spec.format
+
+    def measure(seed: int) -> float:
+        x = torch.randint(0, round(1 / torch.finfo(dtype).eps), SHAPE, generator=generator(seed))
+        x = 1 + x * torch.finfo(dtype).eps
+        x[:, 0] = fmt.max
+        error = (values(x, spec, seed) - x)[:, 1:].double() * 2.0**fmt.mantissa_bits
+        return error.mean().item()
+
+    return measure
+
+
+def crest(columns: int) -> Callable[[int], float]:
+    """Median over blocks of N(0, 1) of the largest magnitude over the root mean square."""
+
+    def measure(seed: int) -> float:
+        return crest_factors(normal(seed), columns).median().item()
+
+    return measure
+
+
+def crest_factors(x: Tensor, columns: int) -> Tensor:
+    blocks = x.reshape(-1, columns)
+    return blocks.abs().amax(1) / blocks.square().mean(1).sqrt()
+
+
+def qsnr_gap(first: QuantSpec, second: QuantSpec) -> Callable[[int], float]:
+    """QSNR of `first` minus that of `second` on N(0, 1), in dB."""
+
+    def measure(seed: int) -> float:
+        x = normal(seed)
+        errors = [(values(x, spec) - x).square().mean().item() for spec in (first, second)]
+        return 10 * math.log10(errors[1] / errors[0])
+
+    return measure
+
+
+def crossover(columns: int, first: QuantSpec, second: QuantSpec) -> Callable[[int], float]:
+    """Crest factor of a block at which the errors of two formats are equal.
+
+    Blocks of N(0, σ), σ from 1 to 2, are put in bins of .1 by their crest factor; between the two
+    bins where the sign of the difference in dB changes it is taken to be linear.
+    """
+
+    def measure(seed: int) -> float:
+        octave = 2 ** torch.rand(SHAPE[0], 1, generator=generator(seed + 1000))
+        x = normal(seed) * octave
+        factors = crest_factors(x, columns)
+        energy = x.reshape(-1, columns).square().sum(1)
+        ratios = []
+        for spec in (first, second):
+            error = (values(x, spec) - x).reshape(-1, columns).square().sum(1)
+            ratios.append(error / energy)
+        below = None
+        for low in (1.5 + 0.1 * number for number in range(15)):
+            within = (factors >= low) & (factors < low + 0.1)
+            gap = 10 * math.log10(ratios[1][within].mean() / ratios[0][within].mean())
+            if below is not None and gap >= 0 > below:
+                return low - 0.05 + 0.1 * below / (below - gap)
+            below = gap
+        return math.nan
+
+    return measure
+
+
+def lossless_blocks(seed: int) -> float:
+    """Share of the MXFP4 blocks of a matrix that are NVFP4 with the same codes, in percent.
+
+    The scale of a block of 32, 2^k, becomes two E4M3 scales 2^(k − m) under a tensor scale of 2^m,
+    with m eight below the largest k: exact while k lies at most 17 below it.
+    """
+    spread = torch.randn(SHAPE[0], 1, generator=generator(seed + 1000))
+    source = quantize(0.02 * normal(seed) * 2**spread, mx("e2m1", 32, "even"))
+    exponents = source.scales.int() - 127
+    tensor_exponent = int(exponents.max()) - 8
+    block_scales = torch.exp2((exponents - tensor_exponent).float()).repeat_interleave(2, dim=1)
+    spec = QuantSpec()
+    cast = Quantized(
+        spec,
+        source.shape,
+        source.codes,
+        get_scale_format(spec.scale).encode(block_scales),
+        torch.tensor(448.0 * 6.0 * 2.0**tensor_exponent),
+    )
+    same = (cast.dequantize() == source.dequantize()).reshape(-1, 32).all(1)
+    return 100 * same.float().mean().item()
+
+
+def with_outliers(shape: Sequence[int], seed: int) -> Tensor:
+    """N(0, 1), and N(0, 100²) added to .5 % of the elements, as ALTO's tests draw it."""
+    draw = generator(seed)
+    x = torch.randn(*shape, generator=draw)
+    chosen = torch.rand(*shape, generator=draw) < 0.005
+    return (x + 100 * torch.randn(*shape, generator=draw) * chosen).bfloat16()
+
+
+def of_layer(recipe: Recipe | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dw of a linear layer of ALTO's test, 4096 tokens, 2048 → 1024, under its MSE loss."""
+    tokens, outputs, inputs = 4096, 1024, 2048
+    layer = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+    layer.weight.data.copy_(with_outliers((outputs, inputs), 3 * seed))
+    x = with_outliers((tokens, inputs), 3 * seed + 1).requires_grad_()
+    target = with_outliers((tokens, outputs), 3 * seed + 2)
+    if recipe is None:
+        y = layer(x)
+    else:
+        converted = f4.convert(nn.Sequential(layer))  # it shares the weight
+        with f4.autocast(recipe, policy=LayerPolicy(last=0), step=0, token_offset=0):
+            y = converted(x)
+    torch.autograd.backward(F.mse_loss(y, target))
+    assert x.grad is not None and layer.weight.grad is not None
+    return y.detach(), x.grad, layer.weight.grad
+
+
+def alto(transformed: bool, stochastic: bool) -> Custom:
+    """Rows of ALTO's Table 1, from its recipe: without the transform, with nearest rounding."""
+    recipe = bind(named("recipe", "alto_mxfp4"), Recipe, "recipe")
+    assert isinstance(recipe, Custom)
+    products = {}
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        operands = recipe.table()[gemm]
+        specs = []
+        for spec in operands.both:
+            assert spec is not None
+            rounding = spec.rounding if stochastic else "nearest"
+            hadamard = spec.hadamard if transformed else None
+            specs.append(replace(spec, rounding=rounding, hadamard=hadamard))
+        products[gemm] = Operands(first=specs[0], second=specs[1])
+    return Custom(
+        label="ALTO",
+        fprop=products["fprop"],
+        dgrad=products["dgrad"],
+        wgrad=products["wgrad"],
+    )
+
+
+class AltoTable:
+    """SNR of y, dx and dw of a row of ALTO's Table 1, in dB; a row and a draw are made once."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[bool, bool, int], list[float]] = {}
+
+    def cell(self, column: int, transformed: bool, stochastic: bool) -> Callable[[int], float]:
+        def measure(seed: int) -> float:
+            key = (transformed, stochastic, seed)
+            if key not in self._rows:
+                pairs = zip(
+                    of_layer(alto(transformed, stochastic), seed), of_layer(None, seed), strict=True
+                )
+                self._rows[key] = [decibels(here, high) for here, high in pairs]
+            return self._rows[key][column]
+
+        return measure
+
+
+def decibels(here: Tensor, high: Tensor) -> float:
+    noise = (here.float() - high.float()).square().sum()
+    return 10 * math.log10(high.float().square().sum() / noise)
+
+
+def error_split(rounding: str) -> list[float]:
+    """The parts of MXFP4's error on N(0, 1): the power of two, the dead zone and the grid, as shares
+    of its energy in percent, which add up to 100.
+
+    The dead zone and the grid are the error under a float32 scale that maps a block's maximum to 6,
+    of the elements that become zero and of the others; the power of two is what is left.
+    """
+    x = torch.cat([normal(seed) for seed in range(PARTS)])
+    energy = (values(x, mx("e2m1", 32, rounding)) - x).square().sum()
+    exact = values(x, float_scaled("e2m1", 32))
+    error = (exact - x).square()
+    zero = 100 * (error[exact == 0].sum() / energy).item()
+    grid = 100 * (error[exact != 0].sum() / energy).item()
+    return [100 - zero - grid, zero, grid]
+
+
+def shares_of_the_mean(run: Path) -> list[tuple[str, float]]:
+    """Layer → the part of the energy of x, of a validation batch, that its mean over tokens has, in
+    percent.
+    """
+    subject = open_checkpoint(run, checkpoint.steps(run / CHECKPOINTS)[-1])
+    shares: dict[str, float] = {}
+
+    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            x = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float()
+            share = x.mean(0).square().sum() / x.square().sum(1).mean()
+            shares.setdefault(name, 100 * share.item())
+
+        return record
+
+    handles = [
+        subject.run.model.get_submodule(name).register_forward_hook(recorder(name))
+        for name in subject.run.layers
+    ]
+    microbatch_losses(subject.run, subject.run.plan.stretches[0])
+    for handle in handles:
+        handle.remove()
+    return list(shares.items())

@@ -1,0 +1,40 @@
+"""docs/recipes.md shows the ledger as it is, and its commands run."""
+
+from pathlib import Path
+
+import pytest
+from shown import DOCS, SMALL, commands
+
+from fp4train.cli import main
+from fp4train.lab.ledger import ledger, markdown
+
+TEXT = (DOCS / "recipes.md").read_text(encoding="utf-8")
+
+
+def test_the_page_shows_the_ledger() -> None:
+    assert "\n".join(markdown(ledger())) in TEXT
+
+
+def ended(*words: str) -> object:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as raised:
+        main(list(words))
+    return raised.value.code
+
+
+def test_commands_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipes, recipe, paper, train, rank = commands("recipes.md")
+    for words in (recipes, recipe, paper):
+        assert ended(*words[1:]) == 0
+    assert "Format-Aware Fusion" in capsys.readouterr().out
+    assert ended(*train[1:], *SMALL, "run.name=a", "train.steps=2") == 0
+    assert ended(*rank[1:], "steps=1", "forks=1", "batches=1") == 0
+    assert Path("runs/a/studies").is_dir()
+
+
+def test_the_verb_prints_the_tables_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("recipes", "--markdown") == 0
+    assert capsys.readouterr().out.strip() in TEXT

@@ -1,0 +1,109 @@
+"""The ledger of published recipes: each entry is a recipe that runs, trains, resumes and is ranked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import fp4train as f4
+from fp4train.config.binding import bind
+from fp4train.config.composition import compose, named
+from fp4train.config.folders import own_options
+from fp4train.config.schema import plain
+from fp4train.errors import UserError
+from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
+from fp4train.lab.studies.candidates import candidates, sweep_axes
+from fp4train.precision import BF16, LayerPolicy, Recipe
+
+ENTRIES = ledger()
+RECIPES = list(dict.fromkeys(entry.recipe for entry in ENTRIES))
+ENTRY = {
+    "recipe": "nvfp4",
+    "title": "A paper",
+    "year": 2026,
+    "mirrored": "all",
+    "differs": "nothing",
+    "kept": "none",
+}
+
+
+def recipe(name: str) -> Recipe:
+    return bind(named("recipe", name), Recipe, "recipe")
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.recipe} {entry.source}")
+def test_the_words_of_an_entry_are_a_command(entry: PublishedRecipe) -> None:
+    assert entry.recipe in own_options()["recipe"]
+    assert any(word.startswith("policy=") for word in entry.words)
+    assert plain(compose([f"recipe={entry.recipe}", *entry.words, "run.name=x"]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_of_the_ledger_trains_and_shows_its_plan(name: str) -> None:
+    """Three steps with the public API: the loss falls, and is not that of BF16 in every bit."""
+    losses_of = {}
+    policy = LayerPolicy(last=0)
+    for form in (recipe(name), BF16()):
+        torch.manual_seed(0)
+        model = f4.convert(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x = torch.randn(96, 64)
+        losses_of[form] = []
+        for step in range(3):
+            with f4.autocast(form, policy=policy, step=step, token_offset=0):
+                loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses_of[form].append(loss.item())
+    quantised, high = losses_of.values()
+    assert quantised[2] < quantised[0] < 2
+    assert quantised != high
+    assert quantised == pytest.approx(high, rel=0.1)
+    plan = str(f4.plan(model, recipe(name), policy))
+    elements = {spec.element.upper() for spec in recipe(name).table().specs()}
+    assert elements and all(element in plan for element in elements)
+
+
+def test_every_recipe_of_the_ledger_is_a_candidate_of_one_ranking(small_run: Path) -> None:
+    saved = yaml.safe_load((small_run / "config.yaml").read_text())
+    axes = sweep_axes([f"recipe={','.join(['bf16', *RECIPES])}", "policy=all"])
+    names = [candidate.name for candidate in candidates(axes, saved) if candidate.asked]
+    assert names == ["bf16", *RECIPES]
+
+
+def test_policies_of_papers_keep_what_they_say() -> None:
+    kept = bind(named("policy", "mfu_last4"), LayerPolicy, "policy")
+    assert kept.count("last", 32) == 4
+    policy = bind(named("policy", "nemotron3"), LayerPolicy, "policy")
+    assert policy.count("last", 88) == 14 and policy.keep == ("class:*Attention",)
+    assert [entry.layers for entry in policy.recipes] == [("out_proj",)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, "give arxiv=, or url="),
+        ({"arxiv": "2509.25149", "url": "https://example.org"}, "give arxiv=, or url="),
+        ({"arxiv": "2509.25149", "journal": "x"}, "journal"),
+        ({"arxiv": "2509.25149", "year": "soon"}, "year"),
+    ],
+)
+def test_an_entry_that_says_too_little_or_too_much_is_refused(
+    changed: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ledger.yaml"
+    path.write_text(yaml.safe_dump([{**ENTRY, **changed}]))
+    with pytest.raises((UserError, ValueError), match=message):
+        ledger(path)
+
+
+def test_the_page_has_every_entry() -> None:
+    page = "\n".join(markdown(ENTRIES))
+    for entry in ENTRIES:
+        assert f"| `{entry.recipe}`" in page
+        assert entry.link in page
