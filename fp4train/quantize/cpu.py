@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp4train.formats import AdaptiveScale, LevelledScale
 from fp4train.kernels import cpu
 from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.quantizer import PLAIN, Quantizer, check_input
@@ -78,14 +79,14 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
         )
     if spec.hadamard is not None and (reason := _why_not_transform(spec.hadamard)):
         return reason
-    if spec.hadamard is not None and (spec.block[0] != 1 or cols not in cpu.COLUMN_BLOCKS):
+    of_columns = cols in cpu.COLUMN_BLOCKS or isinstance(spec.scale_format, LevelledScale)
+    if spec.hadamard is not None and (spec.block[0] != 1 or not of_columns):
         return f"hadamard with block={spec.block!r}: the kernel has (1, 16) and (1, 32)"
-    if spec.four_over_six is not None and (
-        spec.block[0] not in (1, 16) or cols not in cpu.COLUMN_BLOCKS
-    ):
+    chooses = spec.four_over_six is not None or isinstance(spec.scale_format, AdaptiveScale)
+    if chooses and (spec.block[0] not in (1, 16) or cols not in cpu.COLUMN_BLOCKS):
+        what = "four_over_six" if spec.four_over_six else f"scale={spec.scale!r}"
         return (
-            f"four_over_six with block={spec.block!r}: the kernel has 1 or 16 rows, and 16 or "
-            "32 columns"
+            f"{what} with block={spec.block!r}: the kernel has 1 or 16 rows, and 16 or 32 columns"
         )
     if spec.requantises is None:
         return None
@@ -182,7 +183,9 @@ class CpuQuantizer(Quantizer):
             self._new_scales = _new_uint8
         else:
             self._new_scales = _new_float32
-        self.reads_columns = block[0] == 1 and block[1] in cpu.COLUMN_BLOCKS
+        self._block_scales = spec.scale_format.block_bytes // spec.scale_format.dtype.itemsize
+        self._across = isinstance(spec.scale_format, LevelledScale | AdaptiveScale)
+        self.reads_columns = block[0] == 1 and (self._across or block[1] in cpu.COLUMN_BLOCKS)
         """Whether a kernel supports the strided axis of x.T: only for narrow blocks of one row."""
         self.scheme = cpu.SCHEME.pack(
             cpu.element_number(spec.format),
@@ -266,7 +269,7 @@ class CpuQuantizer(Quantizer):
                 wide,
                 codes.shape[1],
                 codes.stride(0),
-                scales.stride(0),
+                scales.stride(0) // self._block_scales,
                 amaxes,
             )
             self._run_decode(job, self.threads(), self.isa)
@@ -340,7 +343,8 @@ class CpuQuantizer(Quantizer):
             else:
                 blocks = -(-wide // self._block_cols)
                 coded = blocks * self._block_cols
-                scales = self._new_scales(-(-rows // self._block_rows), blocks)
+                scale_columns = blocks * self._block_scales
+                scales = self._new_scales(-(-rows // self._block_rows), scale_columns)
             codes = _new_uint8(rows, coded // 2 if self._packed else coded)
             codes_address = codes.data_ptr()
             scale_address = scales.data_ptr()
@@ -390,7 +394,7 @@ class CpuQuantizer(Quantizer):
         """
         rows = self.spec.block[0] or 1
         alone = self.spec.hadamard is not None or self.spec.four_over_six is not None
-        return not alone and column.reads_columns and cpu.PAIR_ROWS % rows == 0
+        return not alone and not self._across and column.reads_columns and cpu.PAIR_ROWS % rows == 0
 
     def with_columns(
         self,

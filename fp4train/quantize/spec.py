@@ -91,7 +91,8 @@ class QuantSpec:
         up to its largest value.
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then
         rounded to E4M3.
-    rounding: nearest; stochastic; or eden: elements to nearest after a random Hadamard transform,
+    rounding: nearest; nearest_away (ties away from zero); stochastic, or stochastic_1 to
+        stochastic_15 with so many random bits; or eden: elements to nearest after a random Hadamard transform,
         with corrected block scales rounded stochastically (see `rounding.py`); or one of a plugin.
         Those that draw random bits need a RandomKey when quantising.
     hadamard: transform along the blocked axis before the amax; another orthogonal one (a Rotation,

@@ -33,13 +33,23 @@ INSTRUCTION_SETS: Final = ("plain", "avx2", "avx512")
 # The supported formats and names: others have no kernel. The numbers are those of csrc/job.h.
 INPUTS: Final = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 ELEMENTS: Final = {E2M1: 0, E2M3: 1, E3M2: 2, E4M3: 3, E5M2: 4}
-SCALES: Final = {"e4m3": 0, "e8m0": 1, "fp32": 2, "pow2": 3, "ue5m3": 4, "ue5m3_ieee": 5}
+SCALES: Final = {
+    "e4m3": 0,
+    "e8m0": 1,
+    "fp32": 2,
+    "pow2": 3,
+    "ue5m3": 4,
+    "ue5m3_ieee": 5,
+    "hif4": 7,
+    "if4": 8,
+}
 SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
 FORMULAS: Final = {"te2.14": 0, "te2.13": 1}
 ROUNDINGS: Final = {
     "nearest": 0,
     "stochastic": 1,
     "eden": 2,
+    "nearest_away": 3,
     **{f"stochastic_{bits}": 1 | bits << 8 for bits in range(1, 16)},
 }
 FOUR_OVER_SIX: Final = {None: None, "mae": 2, "mse": 3}
@@ -79,7 +89,7 @@ LARGEST_BIAS: Final = 63
 """Of a format whose number holds its fields."""
 
 LAYOUT = 3
-VERSION = 7
+VERSION = 8
 """Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of
 functions.
 """

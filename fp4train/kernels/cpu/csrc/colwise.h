@@ -23,28 +23,48 @@ typedef struct {
     int wide, stochastic, hadamard, values, codes;
     int group; /* see group.h */
     int e2m1;  /* the element, whatever the scales */
+    int levels; /* HiF4: four columns have a scale */
+    int grids;  /* IF4: a lane's block is of integers or of E2M1 */
 } ColumnVariant;
 
+INLINE Rounded round_to(const Job *job, F t, I random, Element e, int stochastic) {
+    return stochastic ? round_drawn(t, random, e, job->few_bits) : round_plainly(t, e, job->away);
+}
+
+/* IF4: integers times 6/7 in the lanes that `marked` names, E2M1 in the others. */
+INLINE Rounded round_on_grid(const Job *job, F t, I random, K marked, int stochastic) {
+    const Rounded floats = round_to(job, t, random, element_of(E2M1), stochastic);
+    const Rounded integers = round_to(job, f_mul(t, f_set(if4_inverse)), random, element_of(IF4_INTEGERS), stochastic);
+    return (Rounded){i_pick(marked, integers.code, floats.code),
+                     f_pick(marked, f_mul(integers.value, f_set(if4_step)), floats.value)};
+}
+
 /* Round sixteen columns to the grid. Two BF16 values, or eight or four codes, fill one word of a lane. */
-INLINE void round_tile(const Job *job, const F *x, const Scale *scale, const I *random, int64_t at, Columns *out,
+INLINE void round_tile(const Job *job, const F *x, const Scale *scales, const I *random, int64_t at, Columns *out,
                        ColumnVariant v) {
     const int e2m1 = v.nvfp4 || v.e2m1;
     const Element e = element_of(e2m1 ? E2M1 : job->element);
     const int packed = e2m1 || is_packed(job->element), positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
     const int f32 = !v.nvfp4 && job->values_f32, exact = v.nvfp4 || f32 || exact_in_bf16(job->element, job->scale, job->outer);
+    const K marked = i_gt(v.grids ? scales->stored : i_set(0), i_set(0x7f));
     I values[16], codes[4] = {i_set(0), i_set(0), i_set(0), i_set(0)};
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
+        const Scale *scale = v.levels ? scales + i / 4 : scales;
         F t0 = f_mul(x[i], scale->encode), t1 = f_mul(x[i + 1], scale->encode);
         Rounded even, odd;
         if (positive_zero) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
-        if (v.stochastic) {
+        if (v.grids) {
+            const I words = v.stochastic ? random[i / 2] : i_set(0);
+            even = round_on_grid(job, t0, random_low(words), marked, v.stochastic);
+            odd = round_on_grid(job, t1, random_high(words), marked, v.stochastic);
+        } else if (v.stochastic) {
             const I low = random_low(random[i / 2]), high = random_high(random[i / 2]);
             even = e2m1 ? round_stochastic_e2m1(t0, low) : round_drawn(t0, low, e, job->few_bits);
             odd = e2m1 ? round_stochastic_e2m1(t1, high) : round_drawn(t1, high, e, job->few_bits);
         } else {
-            even = e2m1 ? round_nearest_e2m1(t0, v.codes) : round_nearest(t0, e);
-            odd = e2m1 ? round_nearest_e2m1(t1, v.codes) : round_nearest(t1, e);
+            even = e2m1 ? round_nearest_e2m1(t0, v.codes) : round_plainly(t0, e, job->away);
+            odd = e2m1 ? round_nearest_e2m1(t1, v.codes) : round_plainly(t1, e, job->away);
         }
         if (v.values) {
             const F y0 = f_mul(even.value, scale->decode), y1 = f_mul(odd.value, scale->decode);
@@ -100,14 +120,14 @@ INLINE void prepare_block(const Job *job, int64_t row, int64_t col, Global globa
 }
 
 /* `at`: the position of the block in the chunk. */
-INLINE void round_block(const Job *job, int64_t row, int64_t col, int64_t at, const F *x, const Scale *scale, Columns *out,
-                        ColumnVariant v) {
+INLINE void round_block(const Job *job, int64_t row, int64_t col, int64_t at, const F *x, const Scale *scale, const Scale *parts,
+                        Columns *out, ColumnVariant v) {
     const int tiles = v.nvfp4 ? 1 : (int)(job->block_cols / 16);
     I random[8];
     i_store(out->scales[whole_blocks(at, job->block_cols)], scale->stored);
     for (int j = 0; j < tiles; j++) {
         if (v.stochastic) random_columns_16(job, row, col + 16 * j, random);
-        round_tile(job, x + 16 * j, scale, random, at + 16 * j, out, v);
+        round_tile(job, x + 16 * j, v.levels ? parts + 4 * j : scale, random, at + 16 * j, out, v);
     }
 }
 
@@ -185,12 +205,12 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
             if (v.group) {
                 scale_group(job, row, col, coded, given, global, v.wide, inside, group_signs, &group);
                 for (int64_t at = 0, i = 0; at < coded; at += block, i++)
-                    round_block(job, row, col + at, at, group.x + at, &group.scales[i], &out, v);
+                    round_block(job, row, col + at, at, group.x + at, &group.scales[i], group.parts + at / 4, &out, v);
             } else {
                 prepare_block(job, row, col, global, inside, &signs, &blocks[0], v);
                 for (int64_t at = 0, i = 0; at < coded; at += block, i ^= 1) { /* one ahead: see rowwise_bf16.h */
                     if (at + block < coded) prepare_block(job, row, col + at + block, global, inside, &signs, &blocks[i ^ 1], v);
-                    round_block(job, row, col + at, at, blocks[i].x, &blocks[i].scale, &out, v);
+                    round_block(job, row, col + at, at, blocks[i].x, &blocks[i].scale, NULL, &out, v);
                 }
             }
             flush_columns(job, row, col, real - col < CHUNK ? real - col : CHUNK, coded, &out);
@@ -224,6 +244,13 @@ GROUPS(groups_any_stochastic, 1, 0)
 GROUPS(groups_e2m1, 0, 1)
 GROUPS(groups_e2m1_stochastic, 1, 1)
 #undef GROUPS
+#define LEVELS(name, stochastic, levels, grids) \
+    VARIANT(name, 0, job->x.input != INPUT_BF16, stochastic, 0, job->values != NULL, job->codes != NULL, 1, 0, levels, grids)
+LEVELS(groups_hif4, 0, 1, 0)
+LEVELS(groups_hif4_stochastic, 1, 1, 0)
+LEVELS(groups_if4, 0, 0, 1)
+LEVELS(groups_if4_stochastic, 1, 0, 1)
+#undef LEVELS
 #undef VARIANT
 
 static void FN(quantize_columns)(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead) {
@@ -236,8 +263,10 @@ static void FN(quantize_columns)(const Job *job, int64_t row0, int64_t row1, int
         /* stochastic, E2M1 */
         {groups_any, groups_e2m1}, {groups_any_stochastic, groups_e2m1_stochastic}};
     const int wide = job->x.input != INPUT_BF16, s = job->stochastic != 0, codes = job->codes != NULL;
-    if (job->outer || job->hadamard > 16 || job->eden || is_four_over_six(job))
-        groups[s][job->element == E2M1 && !job->few_bits](job, row0, row1, col0, col1, ahead);
+    if (job->scale == SCALE_HIF4) (s ? groups_hif4_stochastic : groups_hif4)(job, row0, row1, col0, col1, ahead);
+    else if (job->scale == SCALE_IF4) (s ? groups_if4_stochastic : groups_if4)(job, row0, row1, col0, col1, ahead);
+    else if (job->outer || job->hadamard > 16 || job->eden || is_four_over_six(job))
+        groups[s][job->element == E2M1 && !job->few_bits && !job->away](job, row0, row1, col0, col1, ahead);
     else if (!wide && is_nvfp4(job) && codes != (job->values != NULL))
         nvfp4[s][job->hadamard != 0][codes](job, row0, row1, col0, col1, ahead);
     else if (wide) (s ? columns_wide_stochastic : columns_wide)(job, row0, row1, col0, col1, ahead);

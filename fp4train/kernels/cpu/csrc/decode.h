@@ -1,6 +1,7 @@
 /* Decode codes and scales to values without the global scale: backward needs this for a packed operand. */
 #ifndef FP4_DECODE_H
 #define FP4_DECODE_H
+#include "group.h"
 #include "rowwise.h"
 
 INLINE F scale_factor(int scale, const void *scales, int64_t at, int64_t count) {
@@ -77,7 +78,56 @@ INLINE void decode_with(const DecodeJob *job, int64_t row0, int64_t row1, int64_
     if (job->stream) stream_fence();
 }
 
+/* A non-negative value of m bits of mantissa and a bias: code 2^m - 1 of all ones is NaN; subnormals where `gradual`. */
+INLINE float byte_value(int code, int mantissa, int bias, int gradual, int nan) {
+    const int stored = code >> mantissa, normal = stored || !gradual;
+    const int significand = (code & ((1 << mantissa) - 1)) + (normal ? 1 << mantissa : 0);
+    const uint32_t quantum = (uint32_t)(127 + (normal ? stored : 1) - bias - mantissa) << 23;
+    float value;
+    memcpy(&value, &quantum, sizeof value);
+    return code == nan ? __builtin_nanf("") : (float)significand * value;
+}
+
+/* HiF4 and IF4, sixteen columns after the other: a factor for each four of HiF4, a table of values for each block of IF4. */
+INLINE void decode_levels(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
+    const int levels = job->scale == SCALE_HIF4;
+    const int64_t end = col1 < job->cols ? col1 : job->cols, size = job->values_f32 ? 4 : 2;
+    float tables[2][16], factors[16];
+    packed_values(job->element, tables[0]);
+    packed_values(IF4_INTEGERS, tables[1]);
+    for (int i = 0; i < 16; i++) tables[1][i] *= if4_step;
+    for (int64_t row = row0; row < row1; row++) {
+        const int64_t scales_row = band_of(row, job->block_rows) * job->scales_stride;
+        for (int64_t col = col0; col < end; col += 16) {
+            const int64_t at = scales_row + whole_blocks(col, job->block_cols), count = end - col < 16 ? end - col : 16;
+            const float *table = tables[0];
+            if (levels) {
+                uint32_t word;
+                memcpy(&word, (const uint8_t *)job->scales + 4 * at, sizeof word);
+                const float scale = byte_value(word & 255, 2, 48, 0, 255);
+                for (int64_t i = 0, g = col % 64 / 4; i < 16; i++) {
+                    const int64_t four = g + i / 4;
+                    factors[i] = scale * (float)(1u << ((word >> (8 + four / 2) & 1) + (word >> (16 + four) & 1)));
+                }
+            } else {
+                const uint8_t byte = ((const uint8_t *)job->scales)[at];
+                table = tables[byte >> 7];
+                f_store(factors, f_set(byte_value(byte & 127, 3, 7, 1, 127)));
+            }
+            const F y = f_mul(f_lanes(f_load(table), i_load_nibbles(job->codes + row * job->codes_stride + col / 2)), f_load(factors));
+            int32_t bits[16];
+            i_store(bits, job->values_f32 ? i_bits(y) : i_shr(round_to_bf16(y), 16));
+            char *to = (char *)job->values + (row * job->values_stride + col) * size;
+            for (int64_t i = 0; i < count; i++) memcpy(to + size * i, bits + i, (size_t)size);
+        }
+    }
+}
+
 static void FN(decode)(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
+    if (job->scale == SCALE_HIF4 || job->scale == SCALE_IF4) {
+        decode_levels(job, row0, row1, col0, col1);
+        return;
+    }
     const int nvfp4 = job->block_cols == 16 && !job->values_f32 && exact_in_bf16(job->element, job->scale, job->outer_amax != NULL);
     switch (job->element) {
     case E2M1:

@@ -104,6 +104,19 @@ INLINE Rounded round_stochastic(F t, I random, Element e) {
     return (Rounded){signed_code(i_of_f(chosen), exponent, t, e), with_sign(f_mul(chosen, quantum), t)};
 }
 
+/* Ties away from zero: up if the fraction is at least a half, which is not below its predecessor. */
+INLINE Rounded round_away(F t, Element e) {
+    const F magnitude = f_min_magnitude(t, f_set(e.max));
+    const I exponent = grid_exponent(magnitude, e);
+    const F inverse = f_bits(i_sub(i_set((int32_t)((uint32_t)(254 + e.mantissa) << 23)), exponent));
+    const F quantum = f_bits(i_sub(exponent, i_set(e.mantissa << 23)));
+    const F position = f_mul(magnitude, inverse);
+    const F below = f_floor(position);
+    const F chosen = f_add_where(f_gt(f_sub(position, below), f_set(0x1.fffffep-2f)), below, f_set(1.0f));
+    return (Rounded){signed_code(i_of_f(chosen), exponent, t, e), with_sign(f_mul(chosen, quantum), t)};
+}
+INLINE Rounded round_plainly(F t, Element e, int away) { return away ? round_away(t, e) : round_nearest(t, e); }
+
 /* With `few` random bits r, the upper ones: up if the fraction is at least (r + 1) / 2^few, which is not below its predecessor. */
 INLINE Rounded round_few(F t, I random, Element e, int few) {
     const F magnitude = f_min_magnitude(t, f_set(e.max));

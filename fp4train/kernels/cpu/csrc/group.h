@@ -8,6 +8,9 @@
  * MS-EDEN (rounding.corrected_scales)    the scales of the blocks of a transform are multiplied by <t, t> / <t, q> and
  *                                        rounded stochastically to E4M3
  *
+ * IF4 (scaling.choose_grids)            a block takes integers times 6/7 in place of E2M1 where their sum of error^2 is smaller
+ * HiF4 (formats/levels.py)              each four columns of a block of 64 have a factor of their own
+ *
  * Sums add the columns of a block in sequence, then the rows of a block as a tree, then the blocks of a transform in sequence.
  */
 #ifndef FP4_GROUP_H
@@ -21,7 +24,10 @@ _Static_assert((int)CHUNK == (int)OUTER_COLUMNS && (int)CHUNK == (int)MAX_HADAMA
 typedef struct {
     F x[CHUNK];
     Scale scales[CHUNK / 16];
+    Scale parts[CHUNK / 4]; /* HiF4: of each four columns; `stored` is that of the block */
 } Group;
+
+static const float if4_step = (float)(6.0 / 7.0), if4_inverse = (float)(1.0 / (6.0 / 7.0));
 
 INLINE F scaled(F x, const Scale *scale) { return f_add(f_mul(x, scale->encode), f_set(0.0f)); }
 INLINE F encode_factor(F scale, F decode) { return f_min(f_div(f_set(1.0f), f_mul(scale, decode)), f_set(float_max)); }
@@ -52,6 +58,63 @@ INLINE Scale four_over_six(const Job *job, const F *x, I largest, F amax, Global
     return (Scale){i_pick(better, four.code, six.code), encode_factor(value, global.decode), value};
 }
 
+/* The squared error of a block of IF4, as block_error has it, on its grid of integers or of E2M1. */
+INLINE F grid_error(const Job *job, const F *x, F scale, F amax, Global global, int integers) {
+    static const int32_t identity[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const F factor = encode_factor(scale, global.decode), range = f_set(job->bound);
+    F total = f_set(0.0f);
+    for (int64_t i = 0; i < job->block_cols; i++) {
+        const F t = f_mul(x[i], factor);
+        const F value = integers ? round_nearest(f_mul(t, f_set(if4_inverse)), element_of(IF4_INTEGERS)).value
+                                 : round_nearest_e2m1(t, 0).value;
+        F product = f_mul(f_mul(value, scale), amax);
+        if (integers) product = f_mul(product, f_set(if4_step));
+        const F difference = f_sub(f_div(product, range), x[i]);
+        total = f_add(total, f_mul(difference, difference));
+    }
+    for (int32_t other = (int32_t)job->block_rows / 2; other; other /= 2)
+        total = f_add(total, f_lanes(total, i_xor(i_load(identity), i_set(other))));
+    return total;
+}
+
+INLINE Scale integers_or_floats(const Job *job, const F *x, I largest, F amax, Global global) {
+    Scale scale = scale_under(job, f_bits(largest), global, 0, E4M3);
+    const K better = f_gt(grid_error(job, x, scale.decode, amax, global, 0), grid_error(job, x, scale.decode, amax, global, 1));
+    scale.stored = i_or(scale.stored, i_pick(better, i_set(0x80), i_set(0)));
+    report(job, not_finite(largest));
+    return scale;
+}
+
+/* HiF4: E6M2 of a block of 64, and the exponents of its eights and fours; in `parts` the factors of the fours. */
+INLINE I levels_of(const Job *job, const F *x, Scale *parts) {
+    I fours[16], all = i_set(0);
+    for (int g = 0; g < 16; g++) {
+        fours[g] = magnitude_bits(x[4 * g]);
+        for (int i = 1; i < 4; i++) fours[g] = i_max(fours[g], magnitude_bits(x[4 * g + i]));
+        all = i_max(all, fours[g]);
+    }
+    report(job, not_finite(all));
+    I bits = i_bits(f_bits(round_to_bf16_fast(f_mul(f_bits(all), f_set(0x1.24p-3f))))); /* BF16(1/7) */
+    bits = i_max(i_min(bits, i_set(0x47400000)), i_set(0x27800000));                    /* 49152, 2^-48 */
+    bits = i_shr(i_add(i_add(bits, i_set(0xfffff)), i_and(i_shr(bits, 21), i_set(1))), 21);
+    const F scale = f_bits(i_shl(bits, 21));
+    const F inverse = f_bits(round_to_bf16_fast(f_div(f_set(1.0f), scale)));
+    I stored = i_sub(bits, i_set((127 - 48) << 2));
+    for (int i = 0; i < 8; i++) {
+        const F largest = f_bits(i_max(fours[2 * i], fours[2 * i + 1]));
+        const K first = f_gt(f_mul(largest, inverse), f_set(0x1.fffffep1f)); /* at least 4 */
+        const F encode = f_pick(first, f_mul(inverse, f_set(0.5f)), inverse), decode = f_pick(first, f_add(scale, scale), scale);
+        stored = i_or(stored, i_pick(first, i_set(1 << (8 + i)), i_set(0)));
+        for (int g = 2 * i; g < 2 * i + 2; g++) {
+            const K second = f_gt(f_mul(f_bits(fours[g]), encode), f_set(0x1.fffffep0f)); /* at least 2 */
+            parts[g].encode = f_pick(second, f_mul(encode, f_set(0.5f)), encode);
+            parts[g].decode = f_pick(second, f_add(decode, decode), decode);
+            stored = i_or(stored, i_pick(second, i_set((int32_t)(1u << (16 + g))), i_set(0)));
+        }
+    }
+    return stored;
+}
+
 /* Correct the scales of `blocks` blocks, which one transform turned. `random`: those of the first element of each. */
 INLINE void correct_scales(const Job *job, const F *x, Scale *scales, int64_t blocks, const I *random) {
     F energy = f_set(0.0f), overlap = f_set(0.0f);
@@ -80,7 +143,7 @@ INLINE I load_group(const Job *job, int64_t row, int64_t col, int64_t coded, int
                     I *maxima) {
     I all = i_set(0);
     for (int64_t at = 0; at < coded; at += 16) load_columns(&job->x, row, col + at, wide, inside, job->hadamard, group->x + at);
-    for (int64_t at = 0; job->hadamard && at < coded; at += job->hadamard) hadamard_group(group->x + at, job->hadamard, signs);
+    for (int64_t at = 0; job->hadamard && at < coded && col + at < job->x.cols; at += job->hadamard) hadamard_group(group->x + at, job->hadamard, signs);
     for (int64_t b = 0; b * job->block_cols < coded; b++) {
         const F *x = group->x + b * job->block_cols;
         maxima[b] = i_set(0);
@@ -104,6 +167,12 @@ INLINE void scale_group(const Job *job, int64_t row, int64_t col, int64_t coded,
             memcpy(job->outer_amax + (row + n) * job->outer_stride + col / OUTER_COLUMNS, lanes + n, 4);
         global = global_scale(job, f_bits(largest));
     }
+    for (int64_t b = 0; job->scale == SCALE_HIF4 && b < blocks; b++)
+        group->scales[b].stored = levels_of(job, group->x + 64 * b, group->parts + 16 * b);
+    if (job->scale == SCALE_HIF4) return;
+    for (int64_t b = 0; job->scale == SCALE_IF4 && b < blocks; b++)
+        group->scales[b] = integers_or_floats(job, group->x + b * block, maxima[b], given, global);
+    if (job->scale == SCALE_IF4) return;
     for (int64_t b = 0; b < blocks; b++)
         group->scales[b] = is_four_over_six(job) ? four_over_six(job, group->x + b * block, maxima[b], given, global)
                                                  : block_scale(job, maxima[b], global, job->outer);

@@ -21,10 +21,12 @@ static inline int own_nan(int element) { return element >> OWN_NAN_AT & 1; }
 static inline int own_bias(int element) { return (element >> OWN_BIAS_AT & 255) - OWN_BIAS; }
 /* Whether two codes share a byte. */
 static inline int is_packed(int element) { return element == E2M1 || (element & OWN_ELEMENT && own_bits(element) <= 4); }
-enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_UE5M3, SCALE_UE5M3_IEEE, SCALE_GIVEN };
+enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_UE5M3, SCALE_UE5M3_IEEE, SCALE_GIVEN, SCALE_HIF4, SCALE_IF4 };
+/* IF4: blocks of integers, sign and magnitude, times 6/7: the number of INT4. */
+enum { IF4_INTEGERS = OWN_ELEMENT | 2 << OWN_MANTISSA_AT | 4 << OWN_BITS_AT | (OWN_BIAS - 1) << OWN_BIAS_AT };
 enum { ROUND_FLOOR, ROUND_RCEIL, ROUND_EVEN, ROUND_CEIL };
 enum { FORMULA_TE_2_14, FORMULA_TE_2_13, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE };
-enum { NEAREST, STOCHASTIC, EDEN }; /* STOCHASTIC | n << 8: with n random bits; see round_few in element.h */
+enum { NEAREST, STOCHASTIC, EDEN, NEAREST_AWAY }; /* STOCHASTIC | n << 8: with n random bits; see round_few in element.h */
 enum { EXTENT_NONE, EXTENT_TENSOR, EXTENT_ROW, EXTENT_OUTER };
 enum { TILE_ROWS = 256, TILE_COLUMNS = 128 }; /* the largest rectangle that a kernel copies: see input.h */
 enum { OUTER_COLUMNS = 128 }; /* EXTENT_OUTER: columns of a row that share a float32 scale, which multiplies the elements */
@@ -49,6 +51,7 @@ typedef struct {
     float bound;       /* largest value of the global range, 448 * 6; SCALE_E8M0: multiplies the scaled elements */
     float scale_limit; /* SCALE_F32, SCALE_POW2: replaces an infinite scale */
     int stochastic;
+    int away;          /* to nearest, ties away from zero */
     int few_bits;      /* stochastic with so few random bits; 0: all sixteen, and a half */
     uint64_t round_keys[ROUNDS][2]; /* of Philox, in 64 bits, so that vectors are loaded from them */
     uint32_t row_offset, col_offset8, step_operand, layer; /* Philox counter; col_offset8 counts eights of columns */
@@ -82,7 +85,7 @@ typedef struct {
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
 enum { LAYOUT = 3 };
 /* Of the numbers that fields can hold, and of the arguments of functions. An extension of another version does not know some. */
-enum { VERSION = 7 };
+enum { VERSION = 8 };
 enum { MAX_HADAMARD = 128 };
 
 /* The same for every call of a scheme. */

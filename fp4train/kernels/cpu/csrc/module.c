@@ -216,6 +216,7 @@ static int unpack_form(PyObject *object, Form *form) {
         .bound = s->bound,
         .scale_limit = largest_of[p.input],
         .stochastic = (s->rounding & 255) == STOCHASTIC,
+        .away = s->rounding == NEAREST_AWAY,
         .few_bits = s->rounding >> 8,
         .eden = s->rounding == EDEN,
         .row_offset = p.row_offset,
@@ -243,7 +244,7 @@ static int unpack_form(PyObject *object, Form *form) {
 }
 
 static int works_across(const Job *job) {
-    return job->hadamard || job->formula >= FOUR_OVER_SIX_MAE || (job->x.stride_col != 1 && job->x.stride_row == 1);
+    return job->scale == SCALE_HIF4 || job->scale == SCALE_IF4 || job->hadamard || job->formula >= FOUR_OVER_SIX_MAE || (job->x.stride_col != 1 && job->x.stride_row == 1);
 }
 
 /* The number of narrow rows to treat as one: a kernel works on strips of sixteen blocks of a row, which narrow rows do not fill. */
@@ -272,7 +273,7 @@ static void join_narrow_rows(Job *job) {
 static int keep_transformed(Form *form, AmaxJob *amax) {
     Job *const job = &form->job;
     const int64_t wide = ceil_div(job->x.cols, 16) * 16;
-    if (!form->measure || job->hadamard != 16 || job->eden || job->outer || job->formula >= FOUR_OVER_SIX_MAE) return 0;
+    if (job->scale == SCALE_IF4 || !form->measure || job->hadamard != 16 || job->eden || job->outer || job->formula >= FOUR_OVER_SIX_MAE) return 0;
     if (job->x.rows * wide * 2 > KEPT_BYTES) return 0;
     if (job->codes || job->values_f32) form->kept = malloc((size_t)(job->x.rows * wide * 2));
     amax->transformed = job->codes || job->values_f32 ? form->kept : job->values;

@@ -49,7 +49,7 @@ INLINE void strip_row(const Job *job, int64_t row, int64_t col, Strip *s, int wi
             if (positive_zero) t = f_add(t, f_set(0.0f)); /* -0 is coded as 0 */
             const Rounded q = v.stochastic ? round_drawn(t, random_low(i_load_u16(s->bits + at)), e, job->few_bits)
                               : v.nvfp4    ? round_nearest_e2m1(t, v.codes)
-                                           : round_nearest(t, e);
+                                           : round_plainly(t, e, job->away);
             y[half] = f_mul(q.value, f_set(s->decode[b]));
             if (v.codes && packed) i_store_nibbles((uint8_t *)out.codes + at / 2, q.code);
             else if (v.codes) i_store_u8((uint8_t *)out.codes + at, q.code);

@@ -68,8 +68,8 @@ INLINE void pair_32(const Job *job, const uint16_t *x, int64_t i, const uint16_t
         even = v.nvfp4 ? round_stochastic_e2m1(t0, random_low(bits)) : round_drawn(t0, random_low(bits), e, job->few_bits);
         odd = v.nvfp4 ? round_stochastic_e2m1(t1, random_high(bits)) : round_drawn(t1, random_high(bits), e, job->few_bits);
     } else {
-        even = v.nvfp4 ? round_nearest_e2m1(t0, v.codes) : round_nearest(t0, e);
-        odd = v.nvfp4 ? round_nearest_e2m1(t1, v.codes) : round_nearest(t1, e);
+        even = v.nvfp4 ? round_nearest_e2m1(t0, v.codes) : round_plainly(t0, e, job->away);
+        odd = v.nvfp4 ? round_nearest_e2m1(t1, v.codes) : round_plainly(t1, e, job->away);
     }
     if (v.values) {
         const F y0 = f_mul(even.value, decode), y1 = f_mul(odd.value, decode);

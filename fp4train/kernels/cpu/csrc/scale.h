@@ -113,16 +113,20 @@ INLINE Global row_scale(const Job *job, F given) {
     return (Global){given, f_set(1.0f), f_set(1.0f)};
 }
 /* Bytes with a mantissa, under which a negative zero is coded as zero. */
-INLINE int scale_has_mantissa(int scale) { return scale == SCALE_E4M3 || scale == SCALE_UE5M3 || scale == SCALE_UE5M3_IEEE; }
+INLINE int scale_has_mantissa(int scale) { return scale == SCALE_E4M3 || scale == SCALE_UE5M3 || scale == SCALE_UE5M3_IEEE || scale == SCALE_IF4; }
 INLINE int scale_is_byte(int scale) { return scale_has_mantissa(scale) || scale == SCALE_E8M0; }
 /* Whether decoded values are exact in BF16: such scales have four significant bits, and so have elements of three bits of mantissa. */
 INLINE int exact_in_bf16(int element, int scale, int outer) {
-    return (scale_has_mantissa(scale) && !outer && element_of(element).mantissa <= 3) || scale == SCALE_GIVEN;
+    if (scale == SCALE_IF4) return 0;
+    return (scale_has_mantissa(scale) && !outer && element_of(element).mantissa <= 3) || scale == SCALE_GIVEN || scale == SCALE_HIF4;
 }
+/* Scales that need more of a block than its maximum: see group.h. */
+INLINE int is_levelled(const Job *job) { return job->scale == SCALE_HIF4 || job->scale == SCALE_IF4; }
 INLINE int is_four_over_six(const Job *job) { return job->formula >= FOUR_OVER_SIX_MAE; }
 /* E2M1 in blocks of sixteen with such scales, and values exact in BF16: the kernels have variants for these, but not for few
- * random bits. */
+ * random bits, or ties away from zero. */
 INLINE int is_nvfp4(const Job *job) {
-    return job->element == E2M1 && job->block_cols == 16 && scale_has_mantissa(job->scale) && !job->outer && !job->few_bits;
+    return job->element == E2M1 && job->block_cols == 16 && scale_has_mantissa(job->scale) && !job->outer && !job->few_bits && !job->away &&
+           job->scale != SCALE_IF4;
 }
 #endif
