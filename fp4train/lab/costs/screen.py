@@ -25,7 +25,7 @@ from fp4train.lab.costs.memory import USABLE
 from fp4train.lab.costs.mesh_plan import MeshCandidate, MeshPlan
 from fp4train.precision import BF16, Timeline
 from fp4train.precision.plan import Plan
-from fp4train.text import counted, screen, short, tabulate, with_unit
+from fp4train.text import screen, short, tabulate, with_unit
 
 _GIB: Final = 2**30
 
@@ -38,26 +38,17 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]], width: int | N
         width: most characters of a line.
     """
     title, _, cost = costs[0]
-    header = ("", "step", "tokens/s per GPU", "tokens/s", "TFLOP/s per GPU", "MFU (of BF16)")
     shares = cost.workload.shares(cost.mesh)
     return screen(
         __package__,
         "cluster.txt",
-        {"gib": _gib, "short": short, "unit": with_unit},
-        title=title,
-        cost=cost,
+        {"gib": _gib, "short": short, "time": time_text, "unit": with_unit},
+        costs=costs,
+        width=width,
         reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
         stages=", ".join(" and ".join(map(_blocks, parts)) for parts in shares),
         beside=_beside(_memory(cost), _step_table([(title, cost)], []), width),
-        collectives=_collectives(cost, width) if cost.collectives else [],
         usable=USABLE * cost.gpu.capacity,
-        speeds=tabulate(
-            [header, *(_speed(title, cost) for title, _, cost in costs)],
-            right=range(1, 6),
-            width=width,
-        ),
-        steps=counted(sum(steps for _, steps, _ in costs), "step"),
-        run=time_text(sum(steps * cost.seconds for _, steps, cost in costs)),
     )
 
 
@@ -65,17 +56,6 @@ def _blocks(part: range) -> str:
     if len(part) > 1:
         return f"{part[0]}–{part[-1]}"
     return str(part[0])
-
-
-def _speed(title: str, cost: ClusterCost) -> tuple[str, ...]:
-    return (
-        title,
-        time_text(cost.seconds),
-        f"{cost.tokens_per_gpu:,.0f}",
-        f"{cost.tokens_per_gpu * cost.mesh.gpus:,.0f}",
-        f"{cost.flops_per_gpu / 1e12:,.0f}",
-        f"{cost.mfu:.0%}",
-    )
 
 
 def _gib(number: float) -> str:
@@ -91,21 +71,6 @@ def _memory(cost: ClusterCost) -> list[str]:
     rows = [(name, _gib(value)) for name, value in parts if value >= 0.05 * _GIB]
     total = f"{_gib(cost.memory.total)} of {_gib(cost.gpu.capacity)}"
     return tabulate([(f"memory of a rank{stage}", "GiB"), *rows, ("together", total)])
-
-
-def _collectives(cost: ClusterCost, width: int | None) -> list[str]:
-    header = ("collectives of a step, per rank", "link", "sent", "time alone", "not hidden")
-    rows = [
-        (
-            flow.name,
-            flow.link,
-            with_unit(flow.sent, "B"),
-            time_text(flow.seconds),
-            time_text(flow.exposed),
-        )
-        for flow in cost.collectives
-    ]
-    return tabulate([header, *rows], right=(2, 3, 4), width=width)
 
 
 def _beside(left: Sequence[str], right: Sequence[str], width: int | None) -> list[str]:
