@@ -67,11 +67,11 @@ class Report:
     @property
     def rankings(self) -> dict[RankResult, RunSource]:
         """Rankings on checkpoints of the runs → the first run that has it."""
-        first: dict[RankResult, RunSource] = {}
+        runs: dict[RankResult, RunSource] = {}
         for source in self.sources:
             for ranking in source.studies.rankings:
-                first.setdefault(ranking, source)
-        return first
+                runs.setdefault(ranking, source)
+        return runs
 
     @property
     def sensitivities(self) -> list[tuple[RunSource, SensitivityResult]]:
