@@ -17,7 +17,7 @@ or none (`check_fused`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
@@ -155,11 +155,31 @@ class LayerPlan:
     @property
     def products(self) -> tuple[tuple[Gemm, int], ...]:
         """All GEMMs that the layer runs, each with the number of in features that it multiplies."""
-        return tuple(
-            (gemm, channel_part.layer.in_features)
-            for channel_part in self.channel_parts
-            for gemm in channel_part.gemms
+        return (
+            *(
+                (gemm, channel_part.layer.in_features)
+                for channel_part in self.channel_parts
+                for gemm in channel_part.gemms
+            ),
+            *self._residual_products,
         )
+
+    @property
+    def _residual_products(self) -> Iterator[tuple[Gemm, int]]:
+        """The products of fprop's residuals, as `products`."""
+        residual = self.recipe.residual
+        if residual is None or not self.fprop.operands.quantised:
+            return
+        features = residual.count(self.layer.in_features)
+        fprop = self.fprop.operands
+        of_tensors = {
+            "x": replace(fprop, first=residual.spec),
+            "w": replace(fprop, second=residual.spec),
+        }
+        for tensor, operands in of_tensors.items():
+            if tensor in residual.tensors:
+                why = f"residual of {tensor}, {features} of {self.layer.in_features} in features"
+                yield replace(self.fprop, operands=operands, why=why), features
 
     @property
     def computation(self) -> tuple[tuple[object, ...], ...]:

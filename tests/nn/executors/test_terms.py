@@ -414,6 +414,19 @@ def test_layers_that_are_cut_are_refused_by_name(recipe: Recipe, cut: str) -> No
         resolve(place, recipe, None, "auto", Device(type="cpu"))
 
 
+def test_the_products_of_residuals_are_counted_and_shown() -> None:
+    place = Layer(name="up", in_features=K, out_features=N, block=0, blocks=1)
+    recipe = NVFP4(residual=Residual(tensors=("x", "w"), share=0.1))
+    plan = resolve(place, recipe, None, "auto", Device(type="cpu"))
+    words = [(gemm.name, gemm.elements, features, gemm.why) for gemm, features in plan.products[3:]]
+    assert words == [
+        ("fprop", "BF16·E2M1", 7, "residual of x, 7 of 64 in features"),
+        ("fprop", "E2M1·BF16", 7, "residual of w, 7 of 64 in features"),
+    ]
+    high = resolve(place, recipe.with_high_precision("fprop"), None, "auto", Device(type="cpu"))
+    assert len(high.products) == 3
+
+
 def test_parts_of_layers_have_one_term_each() -> None:
     channels = OutlierChannels(recipe=MXFP8())
     with pytest.raises(ValueError, match=r"outliers: operands of two terms.*recipe.centred=\[\]"):
