@@ -94,7 +94,7 @@ def traced(layer: Linear, recipe: Recipe, x: Tensor) -> Trace:
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 MOST = 66
-"""Python calls of forward and backward together."""
+"""Python calls of forward and backward together, of the three products of a layer."""
 
 
 # tests/house/test_skips.py fails in CI, and where they could be built
@@ -122,7 +122,9 @@ def traced_alone(recipe: Recipe) -> Trace:
 def test_a_layer_makes_few_python_calls(name: str, bias: bool, recipes: dict[str, Recipe]) -> None:
     x = torch.randn(*(2, 64) if bias else (128,), 128).bfloat16().requires_grad_()
     trace = traced(Linear(128, 128, bias=bias), recipes[name], x)
-    most = MOST if recipes[name].quantised else 15
+    most = 15
+    if recipes[name].quantised:  # a second term of an operand is one more product
+        most = MOST * max(3, trace.calls["backends/emulate.py:Emulate.product"]) // 3
     assert 0 < sum(trace.calls.values()) <= most, trace.calls.most_common()
 
 
@@ -159,7 +161,8 @@ def test_a_layers_forward_reaches_the_kernel_in_six_hops(
     trace = traced_alone(recipes[name])
     start = trace.to_kernel.index("nn/linear.py:forward")
     hops = trace.to_kernel[start + 1 :]
-    assert 0 < len(hops) <= 6, hops
+    two_terms = recipes[name].centred or recipes[name].residual
+    assert 0 < len(hops) <= (8 if two_terms else 6), hops
 
 
 DIVIDING = ("nn/ranks.py", "nn/executors/cut.py", "shards.py", "parallel/")
