@@ -1,10 +1,9 @@
 """Plant faults in live runs, audit the runs, and write the table of what was found and named.
 
-python scripts/audit_faults.py [--clean RUNS] [--out benchmarks/audit.md] [WORD…]
+python scripts/audit_faults.py [--out FILE] [WORD…]
 
 Each fault is planted into a run of its own, of the default model with two blocks or of experts;
-words choose the faults whose names have one of them. `--clean` counts runs without a fault, over
-recipes and backends.
+words choose the faults whose names have one of them. `audit_clean.py` makes runs without a fault.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -352,7 +352,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"{name}, in one step", "memory", _once(plant), REPEAT)
         yield Case(f"{name}, in every step", "program", plant, LAYERS, words)
     yield Case("one token", "memory", other_token, REPEAT)
-    yield Case("a rate ten times too high for a step", "memory", higher_rate, SUMS)
+    yield Case("a rate ten times too high for a step", "memory", higher_rate, SUMS, "schedule")
     yield Case("a step of the optimizer left out", "memory", left_out, SUMS, "changed no weight")
     for kind in ("model", "optimizer"):
         plant = _copy_of(kind)
@@ -378,18 +378,25 @@ def _copy_of(kind: str) -> Plant:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def run(options: Sequence[str], plant: Plant = nullcontext) -> Finding:
-    """One run in a folder of its own."""
+def run(options: Sequence[str], plant: Plant = nullcontext, ranks: int = 1) -> Finding:
+    """One run in a folder of its own; of several ranks, in as many processes."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
             Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 2000)
+            words = ["run.name=a", "data.path=text.txt", *options]
+            if ranks > 1:
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                command += [f"--nproc-per-node={ranks}", "-m", "fp4train", *words]
+                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+                ended = subprocess.run(command, env=environment, capture_output=True, check=False)
+                return _finding(Path("runs/a/metrics.jsonl"), ended.returncode)
             shown = io.StringIO()
             code = 0
             with plant(), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
                 try:
-                    main(["run.name=a", "data.path=text.txt", *options])
+                    main(words)
                 except SystemExit as ended:
                     code = int(ended.code or 0)
             return _finding(Path("runs/a/metrics.jsonl"), code)
@@ -420,25 +427,6 @@ def tried(case: Case, model: Sequence[str]) -> tuple[bool, bool, str]:
         named = []  # that bits differ, and not why
     told = next(iter(named or sentences), "; ".join(finding.failed))
     return bool(sentences), bool(named), told
-
-
-RECIPES = sorted(path.stem for path in Path(__file__).parents[1].glob("recipes/*.yaml"))
-
-
-def clean_runs(count: int) -> tuple[int, int, int]:
-    """(Runs without a fault, faults that were found in them, audits that failed)."""
-    found = failures = 0
-    for number in range(count):
-        recipe = RECIPES[number % len(RECIPES)]
-        backend = ("emulate", "reference")[number // len(RECIPES) % 2]
-        model = (DENSE, EXPERTS)[number % 3 == 2]
-        options = (f"recipe={recipe}", f"backend={backend}", f"run.seed={number}")
-        audits = ("audit.every=1", "audit.sums=1", "audit.repeat=3", "train.steps=6")
-        finding = run((*SMALL, *model, *options, *audits))
-        found += len(finding.sentences)
-        failures += len(finding.failed) + int(finding.code != 0)
-        print(number, recipe, backend, model[0], finding, file=sys.stderr, flush=True)
-    return count, found, failures
 
 
 def table(words: Sequence[str]) -> str:
@@ -478,14 +466,10 @@ def _word(holds: bool) -> str:
 def script(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*")
-    parser.add_argument("--clean", type=int, default=0)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    text = table(chosen.words) if not chosen.clean else ""
-    if chosen.clean:
-        runs, found, failed = clean_runs(chosen.clean)
-        text = f"{runs} clean runs: {found} faults, {failed} audits failed."
+    text = table(chosen.words)
     machine = f"torch {torch.__version__}, Python {platform.python_version()}"
     text = f"{text}\n\n`python scripts/audit_faults.py {' '.join(arguments)}`, {machine}.\n"
     if chosen.out is not None:

@@ -22,6 +22,7 @@ from fp4train.audit.expected import Expectation
 from fp4train.audit.fault import Audited, Fault, joined
 from fp4train.audit.foreign import ForeignObserver, foreign_observers, linears
 from fp4train.audit.observe import Observer
+from fp4train.audit.turn import due, in_turn
 from fp4train.nn.planned import PlannedLayer
 from fp4train.text import first_line
 
@@ -52,7 +53,13 @@ class AuditReport:
 
 
 @contextmanager
-def audit(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[AuditReport]:
+def audit(
+    model: nn.Module,
+    layers: Collection[str] | None = None,
+    *,
+    every: int | None = None,
+    step: int | None = None,
+) -> Iterator[AuditReport]:
     """Audit the passes of a model within the context: the first training call of each layer.
 
     Weights must not be updated within the context. Passes that run within it have the same bits as
@@ -62,22 +69,38 @@ def audit(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[A
         layers: names of the layers; None: all. Each keeps its tensors, and costs as much time as
             several steps of it: audit some in a step.
 
+        every, step: audit one of them in turn in one of so many steps, of which this is `step`, and
+            nothing in the others, as runs do; None: all of them now.
+
     Raises:
-        ValueError: the model has no linear layer, or none of these names.
+        ValueError: the model has no linear layer, or none of these names; `every` is no number of
+            steps, or comes without `step`.
     """
     planned = {
         module.layer.name: module for module in model.modules() if isinstance(module, PlannedLayer)
     }
-    names = {*planned, *linears(model)}
+    names = dict.fromkeys((*planned, *linears(model)))
     if not names:
         raise ValueError("audit: the model has no linear layer")
-    if unknown := sorted(set(layers or ()) - names):
+    if unknown := sorted(set(layers or ()) - set(names)):
         raise ValueError(f"audit: the model has no layer {', '.join(unknown)}")
+
+    report = AuditReport()
+    if every is not None:
+        if step is None or every < 1:
+            raise ValueError(
+                f"audit: every={every} must be at least 1, beside the number of the step"
+            )
+        if not due(step, every):
+            yield report
+            return
+        turn = [name for name in names if layers is None or name in layers]
+        turn = in_turn(turn, turn[-1])
+        layers = [turn[step // every % len(turn)]]
 
     def chosen(name: str) -> bool:
         return layers is None or name in layers
 
-    report = AuditReport()
     observers = {name: Observer(layer) for name, layer in planned.items() if chosen(name)}
     for name, observer in observers.items():
         planned[name].observer = observer

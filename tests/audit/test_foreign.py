@@ -118,3 +118,17 @@ def test_some_layers_are_named(monkeypatch: Any) -> None:
     with f4.audit(model, layers=["second"]) as report:
         gradients(model, torch.float32, False)
     assert [result.layer for result in report.audits] == ["second"]
+
+
+def test_one_layer_in_turn_is_audited_every_so_many_steps() -> None:
+    model = Tied()
+    audited = []
+    for step in range(12):
+        with f4.audit(model, every=3, step=step) as report:
+            gradients(model, torch.float32, False)
+        audited.append([result.layer for result in report.audits])
+        assert not report.faults
+    assert [names for names in audited if names] == [["third"], ["first"], ["third"], ["second"]]
+    assert all(bool(names) == (step % 3 == 1) for step, names in enumerate(audited))
+    with pytest.raises(ValueError, match="beside the number of the step"), f4.audit(model, every=3):
+        pass

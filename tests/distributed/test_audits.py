@@ -19,10 +19,11 @@ AUDITED = ("recipe=nvfp4", "policy=all", "phases=none", "audit.every=1", "audit.
         ("parallel.dp_shard=2",),
         ("parallel.dp_shard=2", "parallel.gather=bf16"),
         ("parallel.dp_replicate=2",),
+        ("parallel.dp_replicate=2", "train.microbatch=2"),
         ("parallel.tp=2", "model.kv_heads=2"),
         ("parallel.pp=2", "train.microbatch=2"),
     ],
-    ids=["shards", "bf16", "replicas", "tensor", "stages"],
+    ids=["shards", "bf16", "replicas", "one microbatch each", "tensor", "stages"],
 )
 def test_a_clean_run_has_no_fault_and_the_same_bits(ranks: Ranks, mesh: tuple[str, ...]) -> None:
     assert not any(ranks(2, "run.name=a", *AUDITED, *mesh).codes)

@@ -26,6 +26,7 @@ from fp4train.audit.compare import CallComparison
 from fp4train.audit.expected import Expectation
 from fp4train.audit.fault import AUDIT, AUDIT_FAULT, Audited, Fault, joined
 from fp4train.audit.observe import Observer, why_not_observed
+from fp4train.audit.turn import due, in_turn
 from fp4train.config import Config
 from fp4train.errors import UserError
 from fp4train.nn.executors import executor_class
@@ -84,8 +85,7 @@ class LayerAudits:
 
     def due(self, step: int) -> bool:
         """Whether a layer is audited in the step of this index."""
-        every = self.every
-        return every > 0 and step % every == min(1, every - 1)
+        return due(step, self.every)
 
     def layer_at(self, step: int) -> PlannedLayer | None:
         """The layer that is audited in a step; None: this rank has none that can be."""
@@ -95,7 +95,7 @@ class LayerAudits:
     def microbatch_at(self, step: int) -> int:
         """The microbatch of which a layer is audited in a step: another one in each turn."""
         turns, place = divmod(step // self.every, len(self._turn(step)))
-        return (turns + place) % self.run.config.train.microbatches
+        return (turns + place) % max(1, self.run.share // self.run.rows)
 
     def _turn(self, step: int) -> list[PlannedLayer]:
         """The layers in the order in which they are audited, under the plan of a step."""
@@ -109,10 +109,7 @@ class LayerAudits:
         if not layers:
             return []
         quantised = [layer for layer in layers if plans[layer.layer.name].quantised]
-        last = (quantised or layers)[-1]
-        turn = [last, *(layer for layer in layers if layer is not last)]
-        turn.insert(len(turn) // 2 + 1, last)
-        return turn
+        return in_turn(layers, (quantised or layers)[-1])
 
     @contextmanager
     def observing(self) -> Iterator[None]:

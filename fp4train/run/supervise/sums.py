@@ -51,6 +51,8 @@ def state_sums(run: Run) -> BitSums:
     return sums_of(stored)
 
 
+_RATES: Final = 1e-6
+"""Largest difference of two rates, as a share: optimizers may hold one in float32."""
 STATE: Final = "the sums of the state"
 
 
@@ -108,7 +110,7 @@ class StateSums:
         on_all_ranks = self.run.world.everywhere(sums is not None)
         if sums is None:
             return []
-        faults = self._unchanged(before, sums, step)
+        faults = [*self._other_rate(step), *self._unchanged(before, sums, step)]
         return [*faults, *self._copies_that_differ(sums)] if on_all_ranks else faults
 
     def _sums(self) -> BitSums | None:
@@ -126,6 +128,18 @@ class StateSums:
             for name, total in self._after.items()
             if sums.get(name, total) != total
         ]
+
+    def _other_rate(self, step: Step) -> list[Fault]:
+        """A rate of the update that is not that of the schedule."""
+        planned = step.values.get("train/lr")
+        if not isinstance(planned, float):
+            return []
+        for group in self.run.optimizer.param_groups:
+            rate = float(group["lr"])
+            if abs(rate - planned) > _RATES * planned:
+                what = f"the update had a rate of {rate:.3g}, and the schedule says {planned:.3g}"
+                return [Fault(layer="the optimizer", what=what)]
+        return []
 
     def _unchanged(self, before: BitSums | None, after: BitSums, step: Step) -> list[Fault]:
         weights = [f"{MODEL}/{checkpoint.escaped(name)}" for name in step.names]

@@ -11,7 +11,7 @@ from typing import Any
 import audit_planting as planting
 import pytest
 import torch
-from audit_faults import without_policy
+from audit_faults import higher_rate, without_policy
 from command_line import STEADY, Cli, after_update, events, losses, steps
 
 from fp4train import checkpoint
@@ -366,3 +366,10 @@ def test_ranks_compare_sums_in_tensors_of_the_device_that_their_group_serves(
     device = torch.device("cuda:1")
     assert run_sums._differing({"w": 7}, ["w"], None, device, "replica") == []
     assert devices == [device]
+
+
+def test_an_update_at_another_rate_than_the_schedules_is_found(cli: Cli) -> None:
+    with higher_rate():
+        cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=1")
+    (fault,) = events("runs/a", "audit fault")
+    assert fault["step"] == 4 and "the schedule says" in fault["what"]
