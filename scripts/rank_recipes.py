@@ -1,6 +1,9 @@
 """Rank recipes on checkpoints of small models, and write the tables to benchmarks/recipe_ranking.md.
 
-    python scripts/rank_recipes.py [--runs runs] [--out FILE.md] [--cases CASE…] [--bases 4] [words of `fp4train rank`]
+    python scripts/rank_recipes.py [--runs runs] [--out FILE.md] [--cases CASE…] [--bases N] [--ledger]
+        [words of `fp4train rank`]
+
+With --ledger the candidates are BF16, MXFP8 and every recipe of `fp4train recipes`.
 
 A file that exists keeps its text; the sections of the cases that are ranked are replaced, or added at its end.
 
@@ -32,6 +35,7 @@ import torch
 from torch import nn
 
 from fp4train import checkpoint
+from fp4train.lab.ledger import ledger
 from fp4train.lab.studies.forks import open_checkpoint
 from fp4train.lab.studies.sequential import VERDICTS, needed
 from fp4train.precision.layers import find_blocks
@@ -62,8 +66,8 @@ TRAINED_IN = ("nvfp4", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Checkpoints to rank recipes on; `options` are those of the command that differ from
-    `FORKS`.
+    """Checkpoints of `bases` runs to rank recipes on; `options` are those of the command that differ
+    from `FORKS`.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Case:
     step: int
     said: str
     options: tuple[tuple[str, str], ...] = ()
+    bases: int = 4
 
 
 CASES = (
@@ -96,6 +101,7 @@ CASES = (
         f"({FACTOR:g} times as large); "
         "the columns that read them are small, so the rate is a tenth",
         options=(("recipe", "bf16,mxfp8,nvfp4,mxfp4"), ("lr", "3e-4")),
+        bases=3,
     ),
     Case(
         name="English",
@@ -188,6 +194,11 @@ def prepare(case: Case, seed: int, runs: Path) -> Path:
     return run
 
 
+def of_the_ledger() -> list[str]:
+    """BF16, MXFP8 and the recipes of the ledger, each once."""
+    return list(dict.fromkeys(["bf16", "mxfp8", *(entry.recipe for entry in ledger())]))
+
+
 def ranking(case: Case, bases: Sequence[str], options: Mapping[str, str]) -> list[str]:
     """The words of the command."""
     return [
@@ -276,20 +287,32 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/recipe_ranking.md"))
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
-    parser.add_argument("--bases", type=int, default=4)
+    parser.add_argument("--bases", type=int, help="base runs; each case has a number of its own")
+    parser.add_argument("--ledger", action="store_true", help="all recipes of the ledger")
     parser.add_argument("words", nargs="*", help="for every ranking")
     args = parser.parse_intermixed_args()
     given = dict(word.split("=", 1) for word in args.words)
+    if args.ledger:
+        given["recipe"] = ",".join(of_the_ledger())
     text = args.out.read_text() if args.out.exists() else introduction(args.words, given)
     commands = []
     for case in (case for case in CASES if case.name in args.cases):
-        bases = [str(prepare(case, seed, args.runs)) for seed in range(args.bases)]
+        seeds = range(args.bases or case.bases)
+        bases = [str(prepare(case, seed, args.runs)) for seed in seeds]
         commands.append((case, bases, {**FORKS, **dict(case.options), **given}))
-    for case, bases, options in commands:
-        for base in bases if int(options["forks"]) < needed(1) else []:
-            # so few take no look, and the first one has all cases
-            fp4train(*ranking(case, [base], options))
-    for case, bases, options in commands:
+    # so few forks take no look, and the first one has all cases
+    single = [
+        ranking(case, [base], options)
+        for case, bases, options in commands
+        if int(options["forks"]) < needed(1)
+        for base in bases
+    ]
+    count = len(single) + len(commands)
+    for number, words in enumerate(single, 1):
+        print(f"{number} of {count}:", end=" ")
+        fp4train(*words)
+    for number, (case, bases, options) in enumerate(commands, 1 + len(single)):
+        print(f"{number} of {count}:", end=" ")
         shown = fp4train(*ranking(case, bases, options))
         print(shown)
         found = re.search(r"^(.+rank\.json); ", shown, re.MULTILINE)

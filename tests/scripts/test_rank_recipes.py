@@ -12,6 +12,7 @@ import torch
 from command_line import TINY
 
 from fp4train.cli import main
+from fp4train.lab.ledger import ledger
 from fp4train.lab.studies.forks import open_checkpoint
 from fp4train.precision import FP32, Timeline
 from fp4train.run.build import build_plan
@@ -140,3 +141,29 @@ def test_all_cases_of_a_record_are_measured_before_its_first_look(
     script.main()
     runs = [sum(word.startswith("run") for word in words) for words in commands]
     assert runs == [1] * 6 + [3] * 2 and {"policy=all,last15,first15"} <= set(commands[-1])
+
+
+def test_one_command_ranks_the_whole_ledger_in_the_cases_that_it_names(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[tuple[str, ...]] = []
+
+    def fp4train(*words: str) -> str:
+        commands.append(words)
+        return f"{tmp_path / 'rank.json'}; rank.png\n"
+
+    (tmp_path / "rank.json").write_text("{}")
+    monkeypatch.setattr(script, "fp4train", fp4train)
+    monkeypatch.setattr(script, "prepare", lambda case, seed, runs: Path(f"run{seed}"))
+    monkeypatch.setattr(script, "section", lambda case, found: f"## {case.name}: \n")
+    cases = ["--cases", "early", "annealed", "outliers"]
+    monkeypatch.setattr(
+        sys, "argv", ["rank_recipes.py", *cases, "--ledger", "--out", str(tmp_path / "a.md")]
+    )
+    script.main()
+    recipes = {word for words in commands for word in words if word.startswith("recipe=")}
+    names = recipes.pop().removeprefix("recipe=").split(",")
+    assert not recipes and names[:2] == ["bf16", "mxfp8"]
+    assert set(names[2:]) == {entry.recipe for entry in ledger()} and len(names) == len(set(names))
+    runs = [sum(word.startswith("run") for word in words) for words in commands]
+    assert runs == [1] * 11 + [4, 4, 3]
