@@ -82,11 +82,11 @@ class HeldAmaxes(LayerState):
             later: see `DelayedScaling.amax`; nothing is left to be done.
             over: groups of ranks that hold the rest of the tensor.
         """
-        held = self._amaxes.get(name)
+        entry = self._amaxes.get(name)
         steps = quantizer.spec.held
         assert steps is not None
-        if held is not None and held.holds(steps, step.number):
-            return held.amax.to(tensor.device), None
+        if entry is not None and entry.holds(steps, step.number):
+            return entry.amax.to(tensor.device), None
         if tensor.ndim:
             amax = measure_amax(tensor, quantizer.spec)
         else:
@@ -101,8 +101,8 @@ class HeldAmaxes(LayerState):
 
     def state(self) -> dict[str, Tensor]:
         """The amaxes and the steps that measured them, for a checkpoint between two steps."""
-        amaxes = {f"amax.{name}": held.amax for name, held in self._amaxes.items()}
-        steps = {f"step.{name}": torch.tensor(held.step) for name, held in self._amaxes.items()}
+        amaxes = {f"amax.{name}": entry.amax for name, entry in self._amaxes.items()}
+        steps = {f"step.{name}": torch.tensor(entry.step) for name, entry in self._amaxes.items()}
         return amaxes | steps
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -118,15 +118,15 @@ class HeldAmaxes(LayerState):
         nothing where none was measured.
         """
         measured = [
-            held
-            for held_amaxes in states
-            for _, held in sorted(held_amaxes._amaxes.items())
-            if not held.joined
+            entry
+            for state in states
+            for _, entry in sorted(state._amaxes.items())
+            if not entry.joined
         ]
         if not measured:
             return
-        largest = ranks.largest(torch.stack([held.amax for held in measured]))
-        for held, amax in zip(measured, largest.unbind(), strict=True):
-            held.amax = amax
-            held.joined = True
-            held.usable = None
+        largest = ranks.largest(torch.stack([entry.amax for entry in measured]))
+        for entry, amax in zip(measured, largest.unbind(), strict=True):
+            entry.amax = amax
+            entry.joined = True
+            entry.usable = None
