@@ -97,7 +97,7 @@ class BlockScheme:
         return (
             spec.format in self.elements
             and spec.scale in self.scales
-            and spec.global_scale != "block"
+            and spec.global_scale in (None, "tensor", "row")
             and cols == self.cols
             and rows is not None
             and (self.rows is None or rows in self.rows)

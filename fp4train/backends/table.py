@@ -17,6 +17,7 @@ import torch
 
 from fp4train.formats import BF16, FP16, FP32, ElementFormat
 from fp4train.quantize import Hadamard, Operand, QuantSpec, ValuesOf
+from fp4train.quantize.outer import describe_global
 from fp4train.quantize.source import CONTRACTED, operand
 from fp4train.text import check_choice
 
@@ -246,7 +247,7 @@ def describe(
     if spec.scale_rounding:
         scale += f" {spec.scale_rounding}"
     if spec.global_scale:
-        scale += " + FP32 1×128" if spec.global_scale == "block" else f" + FP32 {spec.global_scale}"
+        scale += f" + {describe_global(spec.global_scale)}"
     if spec.delayed:
         scale += " delayed"
     if spec.held:

@@ -10,6 +10,7 @@ from fp4train.config import overrides, plugins
 from fp4train.errors import UserError
 from fp4train.formats import formats_table
 from fp4train.quantize import ROUNDINGS
+from fp4train.quantize.outer import GLOBAL_SCALES
 from fp4train.quantize.rounding import FEW_BITS
 
 USAGE = usage(__doc__)
@@ -22,7 +23,12 @@ def main(arguments: list[str]) -> int:
     if strange := [word for word in line.words if not word.startswith("plugins=")]:
         raise UserError(f"formats takes plugins=[…] only, not {' '.join(strange)}: {USAGE}")
     with plugins.using(overrides.plugins(line.words), overrides.own_folders(line.flags)):
-        print_screen("formats.txt", formats=formats_table(), roundings=_roundings())
+        print_screen(
+            "formats.txt",
+            formats=formats_table(),
+            roundings=_roundings(),
+            global_scales=[*filter(None, GLOBAL_SCALES), "[rows, columns]"],
+        )
     return 0
 
 

@@ -183,7 +183,11 @@ def kind_of(spec: QuantSpec | None) -> str:
     nvfp4 = (E2M1, "e4m3", "tensor", 16)
     if shared and (spec.format, spec.scale, spec.global_scale, columns) == nvfp4:
         return "NVFP4"
-    if (spec.scale, columns) == ("e8m0", 32) and spec.format in (E4M3, E2M1) and shared:
+    if (
+        (spec.scale, spec.global_scale, columns) == ("e8m0", None, 32)
+        and spec.format in (E4M3, E2M1)
+        and shared
+    ):
         if spec.format == E4M3:
             return "MXFP8"
         return "MXFP4"

@@ -105,7 +105,7 @@ class AdaptiveScale(ScaleFormat):
         """
         if spec.format != E2M1:
             return f"it chooses between integers and E2M1, not {spec.element}: use element='e2m1'"
-        if spec.global_scale == "block":
+        if spec.global_scale not in ("tensor", "row"):
             return "its error is that under one scale per tensor or row: use global_scale='tensor'"
         if spec.four_over_six is not None:
             return (

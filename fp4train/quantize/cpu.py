@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fp4train.formats import AdaptiveScale, LevelledScale
 from fp4train.kernels import cpu
+from fp4train.quantize.cpu_limits import kernel_extent, why_not_outer, why_not_transform
 from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.quantizer import PLAIN, Quantizer, check_input
 from fp4train.quantize.random import RandomKey
-from fp4train.quantize.rotation import Transform
 from fp4train.quantize.scaling import element_range, product_factor
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, hadamard_signs
@@ -48,7 +48,6 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "scale_rounding": tuple(cpu.SCALE_ROUNDINGS),
     "formula": tuple(cpu.FORMULAS),
     "rounding": tuple(cpu.ROUNDINGS),
-    "global_scale": tuple(cpu.EXTENTS),
     "four_over_six": tuple(cpu.FOUR_OVER_SIX),
 }
 """The values of each spec field that the kernels support, besides the element format."""
@@ -69,6 +68,8 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
             return (
                 f"{field}={value!r} has no C kernel (known: {', '.join(map(str, kernel_values))})"
             )
+    if (reason := why_not_outer(spec)) is not None:
+        return reason
     cols = spec.block[1]
     if cols is None and spec.scale_format.is_byte:
         return f"scale={spec.scale!r} with block={spec.block!r} has no C kernel"
@@ -77,7 +78,7 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
             f"block={spec.block!r}: kernels have blocks of "
             f"{', '.join(map(str, cpu.ROW_BLOCKS))} columns"
         )
-    if spec.hadamard is not None and (reason := _why_not_transform(spec.hadamard)):
+    if spec.hadamard is not None and (reason := why_not_transform(spec.hadamard)):
         return reason
     of_columns = cols in cpu.COLUMN_BLOCKS or isinstance(spec.scale_format, LevelledScale)
     if spec.hadamard is not None and (spec.block[0] != 1 or not of_columns):
@@ -91,23 +92,6 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
     if spec.requantises is None:
         return None
     return _why_not_first(spec, spec.requantises, device_type)
-
-
-def _why_not_transform(transform: Hadamard | Transform) -> str | None:
-    """Why the kernels cannot transform groups of columns so, or None."""
-    if not isinstance(transform, Hadamard):
-        return f"hadamard={transform!r} has no C kernel"
-    if transform.size not in cpu.HADAMARD_SIZES:
-        return (
-            f"hadamard.size={transform.size}: the kernels transform "
-            f"{', '.join(map(str, cpu.HADAMARD_SIZES))}"
-        )
-    if transform.signs == "random" and transform.size > cpu.REPEATED_SIGNS:
-        return (
-            f"hadamard.signs='random' with size={transform.size}: the kernels take "
-            f"{cpu.REPEATED_SIGNS} such signs"
-        )
-    return None
 
 
 def _why_not_first(spec: QuantSpec, requantised: QuantSpec, device_type: str) -> str | None:
@@ -159,7 +143,7 @@ class CpuQuantizer(Quantizer):
         whole_extent = (
             None if None not in spec.block else "tensor" if spec.block[0] is None else "row"
         )
-        extent = spec.global_scale or whole_extent
+        extent = kernel_extent(spec) or whole_extent
         float32 = not (to_bf16 or spec.exact_in_bf16)
         block: tuple[int, int] = (1, 16) if whole_extent else spec.block  # type: ignore[assignment]
         self._block_rows, self._block_cols = block
@@ -167,7 +151,9 @@ class CpuQuantizer(Quantizer):
         self._measures = spec.delayed is None
         self._row_amax = extent == "row"
         self._tensor_amax = extent == "tensor"
-        self._outer = extent == "block"
+        self._tiled = extent == "tile"
+        self._outer = extent == "block" or self._tiled
+        self._rows = 1 if spec.extent is None else spec.extent[0]
         self._amax = self._row_amax or self._tensor_amax
         self._packed = spec.format.packed
         self._width = 1 if spec.hadamard is None else spec.hadamard.size
@@ -195,6 +181,8 @@ class CpuQuantizer(Quantizer):
             *block,
             cpu.EXTENTS[whole_extent],
             cpu.EXTENTS[extent],
+            self._rows,
+            0,
             cpu.ROUNDINGS[spec.rounding],
             0 if spec.hadamard is None else spec.hadamard.size,
             signs,
@@ -254,10 +242,10 @@ class CpuQuantizer(Quantizer):
             elif self._outer and amax is not None:
                 address = amax.data_ptr()
             elif amax is not None:
-                factor = _empty_like(amax)
+                factor = _new_float32(rows, 1) if self._row_amax else _empty_like(amax)
                 address = amax.data_ptr()
                 factor_address = factor.data_ptr()
-                amaxes = amax.numel()
+                amaxes = factor.numel()
             job = _pack_decode(
                 self.scheme,
                 codes.data_ptr(),
@@ -315,7 +303,7 @@ class CpuQuantizer(Quantizer):
         if across != 1 and (down != 1 or not self.reads_columns):
             x = (x.detach().T if turned else x.detach()).contiguous()
             down, across = cols, 1  # a single column counts as contiguous whatever its strides are
-        measures = self._amax and amax is None
+        measures = (self._amax or self._tiled) and amax is None
         if amax is not None:
             fits = (
                 self._tensor_amax and not amax.dim() and amax.is_cpu and amax.dtype is torch.float32
@@ -330,13 +318,13 @@ class CpuQuantizer(Quantizer):
         values_address = codes_address = scale_address = factor_address = 0
         outputs: tuple[Tensor | None, ...]
         if as_codes:
-            if measures:
+            if self._outer:
+                amax = _new_float32(-(-rows // self._rows), -(-cols // cpu.OUTER_COLUMNS))
+            elif measures:
                 if self._row_amax:
-                    amax = _new_float32(rows, 1)
+                    amax = _new_float32(-(-rows // self._rows), 1)
                 else:
                     amax = _empty_like(_number)
-            elif self._outer:
-                amax = _new_float32(rows, -(-cols // cpu.OUTER_COLUMNS))
             if self._whole:
                 coded = cols + cols % 2 if self._packed else cols
                 scales = _new_float32(rows if self._row_amax else 1, 1)
@@ -383,7 +371,7 @@ class CpuQuantizer(Quantizer):
 
     def _given(self, amax: Tensor, rows: int) -> Tensor | None:
         """A given amax in the shape that `job` returns; None if its size does not fit the spec."""
-        if not self._amax or amax.numel() != (rows if self._row_amax else 1):
+        if not self._amax or self._rows > 1 or amax.numel() != (rows if self._row_amax else 1):
             return None
         amax = amax.detach().to("cpu", torch.float32)
         return amax.reshape((-1, 1) if self._row_amax else ()).contiguous()

@@ -53,9 +53,10 @@ def why_no_layout(spec: QuantSpec) -> str | None:
     if spec.format.dtype is None:
         allowed = ", ".join(fmt.name for fmt in ELEMENT_FORMATS if fmt.dtype is not None)
         return f"element={spec.element!r} has no torch dtype; allowed: {allowed}"
-    if spec.global_scale == "block":
+    if spec.global_scale not in (None, "tensor", "row"):
         return (
-            "global_scale='block' has no torch dtype: scaled_mm takes one float32 scale per "
+            f"global_scale={spec.global_scale!r} has no torch dtype: scaled_mm takes one float32 "
+            "scale per "
             "tensor or row"
         )
     if spec.scale not in TILED_DTYPES and spec.scale not in _FLOAT_SCALES:

@@ -13,6 +13,7 @@ from fp4train.quantize.scaling import (
     global_scales,
     product_factor,
     spread_outer,
+    spread_rows,
     unswizzle_scales,
 )
 from fp4train.quantize.spec import QuantSpec
@@ -51,7 +52,8 @@ class Quantized(NamedTuple):
         For `scaled_mm` flat, in tiles of 128x4, one per row and block, and codes and scales in
         torch's dtypes (layout.py).
     amax: float32 global amax, after the Hadamard transform: 0-d, [R, 1] for row-wise global scales,
-        or [R, ceil(C/128)] for those of outer blocks; None if all scales are per block.
+        or [ceil(R/rows), ceil(C/columns)] for those of outer blocks and tiles; None if all scales
+        are per block.
     factor: S_dec, where a kernel wrote it beside the codes; None: it follows from the amax.
     """
 
@@ -115,9 +117,9 @@ class Quantized(NamedTuple):
                 scales.view(torch.uint8), self.shape[0], self.element_width // (cols or 1)
             )[:: height or 1]
         scales = self.spec.scale_format.factors(scales)
-        if self.spec.global_scale == "block" and self.amax is not None:
+        if self.spec.outer is not None and self.amax is not None:
             scales = scales * spread_outer(
-                global_scales(self.amax, self.spec)[1], scales.shape[1], self.spec
+                global_scales(self.amax, self.spec)[1], scales.shape, self.spec
             )
         return scales
 
@@ -127,11 +129,14 @@ class Quantized(NamedTuple):
         """
         if self.spec.product_factor is not None:
             return product_factor(self.spec, self.codes.device)
-        if self.spec.global_scale not in ("tensor", "row") or self.amax is None:
+        if self.spec.outer is not None or self.spec.global_scale is None or self.amax is None:
             return None
-        if self.factor is None:
-            return global_scales(self.amax, self.spec)[1]
-        return self.factor
+        if self.factor is not None:
+            return self.factor
+        decode = global_scales(self.amax, self.spec)[1]
+        if self.spec.scaled_rows is None:
+            return decode
+        return spread_rows(decode, self.shape[0], self.spec)
 
     def decoded(self) -> Decoded:
         """The operand of an emulated GEMM; equal to `quantize_dequantize` in every bit."""
@@ -188,7 +193,10 @@ def turned(q: Quantized) -> Quantized:
         scales = q.scales
     else:
         scales = q.scales.T.contiguous()
-    return Quantized(q.spec, (columns, rows), packed, scales, q.amax, q.factor)
+    amax = q.amax
+    if amax is not None and amax.ndim == 2:
+        amax = amax.T.contiguous()
+    return Quantized(q.spec, (columns, rows), packed, scales, amax, q.factor)
 
 
 def operand_width(spec: QuantSpec, cols: int) -> int:

@@ -189,6 +189,11 @@ def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
         raise ValueError(
             f"{spec}: its transform is drawn anew in each step, so no values stay representable"
         )
+    if spec.global_scale == "macro":
+        raise ValueError(
+            f"{spec}: the mantissa of a macro-block follows its amax, which rounding changes, so no "
+            "values stay representable; use global_scale=None"
+        )
     spec = replace(spec, rounding="nearest", delayed=None, requantises=None)
     cols = x.shape[-1] if x.ndim else 1
     x_RC = x.detach().reshape(math.prod(x.shape[:-1]), cols)
@@ -290,7 +295,7 @@ def check_arguments(spec: QuantSpec, key: RandomKey | None, amax: Tensor | None,
             needed = rows
         else:
             needed = 1
-        if spec.global_scale in (None, "block") and not spec.has_outer_scale:
+        if spec.global_scale not in ("tensor", "row") and not spec.has_outer_scale:
             raise ValueError(
                 f"amax: block={spec.block!r} with scale={spec.scale!r} has no global scale to "
                 "take it; use None"

@@ -113,23 +113,24 @@ def _scale_two_level(
             amax = amax.to(torch.float32).reshape(-1, 1)
         else:
             amax = amax.to(torch.float32).reshape(())
-    elif spec.global_scale == "block":
+    elif spec.extent is not None:
         amax = scaling.outer_amax(amax_b, spec)
-    elif spec.global_scale == "row":
-        if amax_b.shape[1]:
-            amax = amax_b.amax(dim=1, keepdim=True)
-        else:
-            amax = amax_b.new_zeros(amax_b.shape[0], 1)
     else:
         if amax_b.numel():
             amax = amax_b.amax()
         else:
             amax = amax_b.new_zeros(())
     encode, decode = scaling.global_scales(amax, spec)
-    if spec.global_scale == "block":
+    if spec.outer is not None:
         encode, decode = (
-            scaling.spread_outer(scale, amax_b.shape[1], spec) for scale in (encode, decode)
+            scaling.spread_outer(scale, amax_b.shape, spec) for scale in (encode, decode)
         )
+    elif spec.extent is not None:
+        encode, decode = (
+            scaling.spread_rows(scale, amax_b.shape[0], spec) for scale in (encode, decode)
+        )
+    if spec.scale_format.roundings:
+        return _scale_macro(x_blocks, amax_b, encode, decode, amax, spec)
     if spec.four_over_six is not None:
         stored = scaling.choose_scales(x_blocks, amax_b, amax, encode, decode, spec)
     else:
@@ -144,9 +145,25 @@ def _scale_two_level(
         bits = _random_bits(t, spec, key)[:, 0, :, 0]  # those of the first element of a block
         stored = corrected_scales(t, scale, spec.format, spec.hadamard.size, bits)
         scale = spec.scale_format.decode(stored)
-    if spec.global_scale == "block":
+    if spec.outer is not None:
         return Scaled(t, stored, scale * decode, amax, None)
     return Scaled(t, stored, scale, amax, decode)
+
+
+def _scale_macro(
+    x_blocks: Tensor,
+    amax_b: Tensor,
+    mantissa: Tensor,
+    inverse: Tensor,
+    amax: Tensor,
+    spec: QuantSpec,
+) -> Scaled:
+    """E8M0 scales of x times the mantissas of its macro-blocks; both of the latter are [Rb, Cb]."""
+    mode = spec.scale_rounding or spec.scale_format.roundings[0]
+    scaled_amax = (amax_b * mantissa).clamp(max=scaling.FLOAT32_MAX)
+    stored = scaling.block_scales_e8m0(scaled_amax, spec.format, mode)
+    t = x_blocks * _spread(scaling.encode_scales_e8m0(stored, mode) * mantissa)
+    return Scaled(t, stored, spec.scale_format.decode(stored) * inverse, amax, None)
 
 
 def _spread(per_block: Tensor) -> Tensor:

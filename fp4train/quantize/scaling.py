@@ -19,9 +19,10 @@ from torch import Tensor
 from fp4train.formats import AdaptiveScale, ElementFormat, ScaleFormat, e8m0_decode, e8m0_encode
 from fp4train.formats.levels import SIGN
 from fp4train.quantize.rounding import round_to_values
-from fp4train.quantize.spec import OUTER_COLUMNS, Delayed, QuantSpec
-from fp4train.quantize.transform import pad_columns
+from fp4train.quantize.spec import Delayed, QuantSpec
 
+SMALLEST_MACRO = 1e-12
+"""The amax of a macro-block is at least this where its mantissa is chosen, as in ALTO."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
 TILE_ROWS = 128
 TILE_COLS = 4
@@ -38,8 +39,12 @@ def element_range(spec: QuantSpec) -> float:
 
 def global_scales(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """(S_enc, S_dec) of NVFP4: S_enc = bound*6/amax, 1 where amax = 0, capped at FLT_MAX; S_dec =
-    1/S_enc.
+    1/S_enc. Of macro-blocks their mantissas, from 1 to 2, and 1 over these.
     """
+    if spec.global_scale == "macro":
+        mantissa = 1.0 + macro_codes(amax, spec).to(torch.float32) * 2.0**-8
+        mantissa = torch.where(amax.isfinite(), mantissa, torch.nan)
+        return mantissa, mantissa.reciprocal()
     bound = amax.new_full((), spec.global_bound * element_range(spec))
     encode = (bound / amax).clamp_(max=FLOAT32_MAX)
     encode = torch.where(amax == 0, 1.0, encode)
@@ -47,22 +52,48 @@ def global_scales(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     return encode, encode.reciprocal()
 
 
+def macro_codes(amax: Tensor, spec: QuantSpec) -> Tensor:
+    """Bytes of the mantissas of macro-blocks: the upper 8 bits of that of max / amax, cut off, so
+    that amax times 1 + byte/256 is at most max times a power of two.
+    """
+    ratio = amax.new_full((), element_range(spec)) / amax.clamp(min=SMALLEST_MACRO)
+    return ((ratio.view(torch.int32) >> 15) & 0xFF).to(torch.uint8)
+
+
 def outer_amax(amax_b: Tensor, spec: QuantSpec) -> Tensor:
-    """The amax of each outer block [R, ceil(C/128)], from those of the blocks [R, Cb]."""
-    per_outer = outer_blocks(spec)
-    amax_b = pad_columns(amax_b, per_outer)
-    rows, blocks = amax_b.shape
-    return amax_b.reshape(rows, blocks // per_outer, per_outer).amax(dim=2)
+    """The amaxes of what shares a scale above those of blocks, [ceil(R/rows), ceil(C/columns)],
+    from the amaxes of the blocks [Rb, Cb].
+    """
+    tall, wide = _outer_blocks(spec, amax_b.shape[1])
+    below, beside = -amax_b.shape[0] % tall, -amax_b.shape[1] % wide
+    amax_b = F.pad(amax_b, (0, beside, 0, below))
+    rows, columns = amax_b.shape
+    if not columns:
+        return amax_b.new_zeros(rows // tall, 1)
+    return amax_b.reshape(rows // tall, tall, columns // wide, wide).amax(dim=(1, 3))
 
 
-def spread_outer(per_outer: Tensor, blocks: int, spec: QuantSpec) -> Tensor:
-    """Values of outer blocks [R, ceil(C/128)] for each of their blocks [R, blocks]."""
-    return per_outer.repeat_interleave(outer_blocks(spec), dim=1)[:, :blocks]
+def spread_outer(per_outer: Tensor, blocks: torch.Size, spec: QuantSpec) -> Tensor:
+    """The values of `outer_amax` for each of the blocks, [Rb, Cb]."""
+    tall, wide = _outer_blocks(spec, blocks[1])
+    spread = per_outer.repeat_interleave(tall, dim=0).repeat_interleave(wide, dim=1)
+    return spread[: blocks[0], : blocks[1]]
 
 
-def outer_blocks(spec: QuantSpec) -> int:
-    """Blocks of an outer block of global_scale="block"."""
-    return OUTER_COLUMNS // (spec.block[1] or OUTER_COLUMNS)
+def spread_rows(per_outer: Tensor, rows: int, spec: QuantSpec) -> Tensor:
+    """Scales [ceil(R/n), 1] of whole rows for each of their rows, [R, 1]."""
+    if spec.scaled_rows == 1:
+        return per_outer
+    return per_outer.repeat_interleave(spec.scaled_rows or 1, dim=0)[:rows]
+
+
+def _outer_blocks(spec: QuantSpec, blocks: int) -> tuple[int, int]:
+    """Blocks down and across what shares a scale above theirs, of a row of `blocks` blocks."""
+    assert spec.extent is not None
+    rows, columns = spec.extent
+    tall = rows // (spec.block[0] or 1)
+    wide = max(blocks, 1) if columns is None else columns // (spec.block[1] or columns)
+    return tall, wide
 
 
 def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp4train.quantize.quantized import Quantized
 from fp4train.quantize.quantizer import quantizer
 from fp4train.quantize.random import LANES, RandomKey
-from fp4train.quantize.spec import OUTER_COLUMNS, QuantSpec
+from fp4train.quantize.spec import QuantSpec
 from fp4train.shards import Runs
 
 
@@ -27,7 +27,7 @@ def amax_extent(spec: QuantSpec) -> str | None:
     """
     if spec.delayed is not None:
         return None
-    if spec.global_scale in ("tensor", "row"):
+    if spec.global_scale == "tensor" or spec.global_scale == "row":
         return spec.global_scale
     if not spec.has_outer_scale:
         return None
@@ -82,8 +82,13 @@ def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
     block = spec.block[1 if columns else 0]
     if block is not None and extent % block:
         return f"a shard of {extent} is not whole blocks of {block}"
-    if columns and spec.global_scale == "block" and extent % OUTER_COLUMNS:
-        return f"a shard of {extent} is not whole outer blocks of {OUTER_COLUMNS}"
+    if isinstance(spec.global_scale, tuple) and columns and spec.outer is None:
+        rows = spec.scaled_rows
+        return f"a shard has part of the columns of {rows} rows that share a scale"
+    if spec.extent is not None:
+        outer = spec.extent[1 if columns else 0]
+        if outer is not None and extent % outer:
+            return f"a shard of {extent} is not whole outer blocks of {outer}"
     if columns and spec.hadamard is not None and extent % spec.hadamard.size:
         return f"a shard of {extent} is not whole Hadamard groups of {spec.hadamard.size}"
     if columns and spec.random and extent % LANES:
@@ -101,7 +106,7 @@ def divided_tensors(shard: Quantized, *, columns: bool) -> tuple[Tensor, ...]:
     if (
         shard.amax is not None
         and shard.amax.ndim == 2
-        and (shard.spec.global_scale == "block" or not columns)
+        and (shard.spec.outer is not None or not columns)
     ):
         parts.append(shard.amax)
     return tuple((part.T if columns else part).contiguous() for part in parts)
@@ -159,7 +164,7 @@ def stacked(parts: Sequence[Quantized], *, columns: bool) -> Quantized:
     per_row = (
         template.amax is not None
         and template.amax.ndim == 2
-        and (template.spec.global_scale == "block" or not columns)
+        and (template.spec.outer is not None or not columns)
     )
 
     def stack_field(name: str, divided: bool) -> Any:
@@ -198,13 +203,14 @@ def joined(shard: Quantized, tensors: Sequence[Tensor], extent: int, *, columns:
 
 def packed_bytes(spec: QuantSpec, rows: int, columns: int) -> float:
     """Bytes of a quantised matrix [rows, columns]: codes (two of a packed format per byte, else
-    one), one scale per block, and those of outer blocks.
+    one), one scale per block, and those of outer blocks (a mantissa is a byte).
     """
     tall = spec.block[0] or rows
     wide = spec.block[1] or columns
     scales = math.ceil(rows / tall) * math.ceil(columns / wide) * spec.scale_format.block_bytes
-    if spec.global_scale == "block":
-        outer = 4 * rows * math.ceil(columns / OUTER_COLUMNS)
-    else:
+    if spec.outer is None:
         outer = 0
+    else:
+        count = math.ceil(rows / spec.outer[0]) * math.ceil(columns / spec.outer[1])
+        outer = count if spec.global_scale == "macro" else 4 * count
     return rows * columns * (0.5 if spec.format.packed else 1) + scales + outer

@@ -3,8 +3,8 @@ flag.
 
 Scheme                     element  block       scale  global_scale
 NVFP4 1x16 / 16x16         e2m1     (1, 16)     e4m3   tensor (or row)
-NVFP4 double-block         e2m1     (1, 16)     e4m3   block
-MXFP8 / MXFP6 / MXFP4      any      (1, 32)     e8m0   None
+NVFP4 double-block         e2m1     (1, 16)     e4m3   block       (or (128, 128), a tile)
+MXFP8 / MXFP6 / MXFP4      any      (1, 32)     e8m0   None        (or macro)
 FP8 current, per row       e4m3     (None,None) fp32   None       ((1, None) per row)
 FP8 blocks                 e4m3     (1, 128)    fp32   None       (or pow2; (128, 128) for weights)
 FP4 without a global scale e2m1     (1, 16)     ue5m3  None        (or tensor, row, block)
@@ -30,14 +30,18 @@ from fp4train.formats import (
     get_scale_format,
 )
 from fp4train.formats.scale import E4M3_SCALE
+from fp4train.quantize.outer import (
+    Extent,
+    GlobalScale,
+    check_extent,
+    extent_of,
+    read_global_scale,
+)
 from fp4train.quantize.rotation import Transform, check_transform
 from fp4train.quantize.rounding import ROUNDINGS, Rounding
 from fp4train.quantize.transform import Hadamard
 from fp4train.text import check_choice
 
-GLOBAL_SCALES: Final = (None, "tensor", "row", "block")
-OUTER_COLUMNS: Final = 128
-"""Columns that share a float32 scale with global_scale="block"."""
 GLOBAL_BOUNDS: Final = (448.0, 256.0)
 FORMULAS: Final = ("te2.14", "te2.13")
 ERROR_METRICS: Final = (None, "mae", "mse")
@@ -84,9 +88,9 @@ class QuantSpec:
         fp32, pow2 (a float32 power of two), or one of a plugin.
     scale_rounding: how the E8M0 exponent is rounded; None for other scales. rceil (the default)
         never clips.
-    global_scale: the second, float32 level above block scales of E4M3 or UE5M3: one per tensor, one
-        per row, or one per 128 columns of a row ("block": the double-block scales of TetraJet-v2, arXiv
-        2510.27527), which multiplies the elements.
+    global_scale: the second, float32 level above block scales of E4M3 or UE5M3, for the tensor, each
+        row, "block" (128 columns of a row) or a tile (rows, columns); "macro": the mantissa above
+        E8M0 block scales. See `outer.py`.
     global_bound: the largest block scale in use. 256 leaves room for four-over-six; of UE5M3 any
         up to its largest value.
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then
@@ -118,7 +122,7 @@ class QuantSpec:
     block: tuple[int | None, int | None] = (1, 16)
     scale: str = "e4m3"
     scale_rounding: str | None = None
-    global_scale: str | None = "tensor"
+    global_scale: GlobalScale = "tensor"
     global_bound: float = 448.0
     formula: str = "te2.14"
     rounding: str = "nearest"
@@ -138,7 +142,7 @@ class QuantSpec:
         check_choice("formula", self.formula, FORMULAS)
         check_choice("rounding", self.rounding, ROUNDINGS.names)
         check_choice("four_over_six", self.four_over_six, ERROR_METRICS)
-        check_choice("global_scale", self.global_scale, GLOBAL_SCALES)
+        object.__setattr__(self, "global_scale", read_global_scale(self.global_scale))
         if roundings := self.scale_format.roundings:
             if self.scale_rounding is None:
                 object.__setattr__(self, "scale_rounding", roundings[0])
@@ -191,7 +195,14 @@ class QuantSpec:
                 "needs 'tensor', "
                 "'row' or 'block'"
             )
-        if fmt.takes_global and self.global_scale is not None:
+        if self.global_scale == "macro":
+            if not fmt.roundings or self.guard != 1.0:
+                having = _scales(lambda fmt: bool(fmt.roundings))
+                raise ValueError(
+                    f"global_scale='macro': scale={fmt.name!r} with guard={self.guard!r}: a "
+                    f"mantissa lies above powers of two, {having}, with guard=1.0"
+                )
+        elif fmt.takes_global and self.global_scale is not None:
             self._check_bound(fmt)
         elif self.global_scale is not None:
             raise ValueError(
@@ -209,21 +220,7 @@ class QuantSpec:
                 f"block={self.block!r}: scale={fmt.name!r} is a block scale; use integers, or "
                 "scale='fp32'"
             )
-        if self.global_scale in ("row", "block") and self.block[0] != 1:
-            raise ValueError(
-                f"global_scale={self.global_scale!r}: block={self.block!r} spans rows of "
-                "different scale; "
-                "use block=(1, ...)"
-            )
-        if (
-            self.global_scale == "block"
-            and self.block[1] is not None
-            and OUTER_COLUMNS % self.block[1]
-        ):
-            raise ValueError(
-                f"global_scale='block': block={self.block!r} does not divide an outer block "
-                f"of {OUTER_COLUMNS} columns"
-            )
+        check_extent(self.global_scale, self.block)
 
     def _check_bound(self, fmt: ScaleFormat) -> None:
         if fmt == E4M3_SCALE:
@@ -251,10 +248,10 @@ class QuantSpec:
                     f"rounding={self.rounding!r}; "
                     "use 'nearest'"
                 )
-            if self.global_scale == "block":
+            if self.global_scale not in ("tensor", "row"):
                 raise ValueError(
                     "four_over_six: its error is that under one scale per tensor or row, not "
-                    "per block"
+                    f"per {self.global_scale}"
                 )
             if self.guard != 1.0:
                 raise ValueError(f"guard={self.guard!r}: four_over_six sets its own range; use 1.0")
@@ -284,10 +281,10 @@ class QuantSpec:
                 raise ValueError(
                     "rounding='eden': needs element='e2m1', scale='e4m3' and block=(1, cols)"
                 )
-            if self.global_scale == "block":
+            if self.global_scale not in ("tensor", "row"):
                 raise ValueError(
                     "rounding='eden': its correction is for one scale per tensor or row, not "
-                    "per block"
+                    f"per {self.global_scale}"
                 )
             if not isinstance(transform, Hadamard) or transform.size % self.block[1]:
                 raise ValueError(
@@ -378,7 +375,7 @@ class QuantSpec:
         BF16.
         """
         return self.has_outer_scale or (
-            self.global_scale != "block" and self.scale_format.exact_in_bf16(self.format)
+            self.outer is None and self.scale_format.exact_in_bf16(self.format)
         )
 
     @property
@@ -396,6 +393,27 @@ class QuantSpec:
         return 1.0 / self.guard
 
     @cached_property
+    def extent(self) -> Extent | None:
+        """The rows and columns that share a scale above block scales; None: that of the tensor, or
+        none.
+        """
+        return extent_of(self.global_scale, self.block)
+
+    @cached_property
+    def outer(self) -> tuple[int, int] | None:
+        """The extent of a scale that multiplies the elements; None: there is none."""
+        if self.extent is None or self.extent[1] is None:
+            return None
+        return self.extent[0], self.extent[1]
+
+    @cached_property
+    def scaled_rows(self) -> int | None:
+        """The rows that share a scale which is applied to the product; None: there is none."""
+        if self.extent is None or self.extent[1] is not None:
+            return None
+        return self.extent[0]
+
+    @cached_property
     def random(self) -> bool:
         """Whether quantising draws random bits, and so needs a RandomKey."""
         return self.rounder.random
@@ -410,7 +428,10 @@ class QuantSpec:
     @property
     def transposable(self) -> bool:
         """Whether quantising commutes with transposition: square blocks, rounded to nearest."""
-        return self.block[0] == self.block[1] and self.hadamard is None and self.requantises is None
+        square = self.block[0] == self.block[1] and (
+            self.extent is None or self.extent[0] == self.extent[1]
+        )
+        return square and self.hadamard is None and self.requantises is None
 
 
 def _scales(having: Callable[[ScaleFormat], bool]) -> str:

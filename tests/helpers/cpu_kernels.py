@@ -24,6 +24,9 @@ MXFP8 = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None
 FP8 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
 UE5M3 = QuantSpec(scale="ue5m3", global_scale=None)
 OUTER = QuantSpec(global_scale="block")
+TILES = QuantSpec(global_scale=(128, 128))
+WHOLE_ROWS = QuantSpec(global_scale=(64, None))
+MACRO = QuantSpec(block=(1, 32), scale="e8m0", global_scale="macro")
 STEP = Hadamard(signs="step")
 BLOCKWISE = (OUTER, replace(OUTER, hadamard=Hadamard()), UE5M3, replace(UE5M3, hadamard=Hadamard()))
 """Without a pass for the amax."""

@@ -35,6 +35,7 @@ PROGRAMS = {
     "golden/hyena.py": "makes the vectors beside it",
     "golden/if4.py": "makes the vectors beside it",
     "golden/tensor_cores.py": "makes the vectors beside it",
+    "golden/macro_blocks.py": "makes the vectors beside it",
     "golden/ue5m3.py": "makes the vectors beside it",
     "golden/reduce.py": "makes the vectors beside it",
 }

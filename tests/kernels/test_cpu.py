@@ -20,8 +20,8 @@ if (missing := cpu.unavailable()) is not None:
 
 NVFP4 = QuantSpec()
 SIGNED = Hadamard()
-JOB_BYTES = 184
-DECODE_BYTES = 160
+JOB_BYTES = 192
+DECODE_BYTES = 168
 MACHINES = [
     Machine(instruction_set=name, threads=threads)
     for name in cpu.instruction_sets()

@@ -76,6 +76,7 @@ def specs(draw: st.DrawFn) -> QuantSpec:
         "nvfp4",
         "ue5m3",
         "double block",
+        "square tiles",
         "mx",
         "fp8 blocks",
         "fp8 whole",
@@ -122,10 +123,11 @@ def specs(draw: st.DrawFn) -> QuantSpec:
         )
     if family == "double block":
         block = draw(st.sampled_from(((1, 16), (1, 16), (1, 32), (1, 64), (1, 128))))
+        tiles = ((128, 128), (16, 128), (64, None), (3, None))
         return QuantSpec(
             element=draw(st.sampled_from(("e2m1", "e2m1", "e2m1", *ELEMENTS))),
             block=block,
-            global_scale="block",
+            global_scale=draw(st.sampled_from(("block", "block", *tiles))),
             global_bound=draw(st.sampled_from((448.0, 256.0))),
             formula=draw(st.sampled_from(("te2.14", "te2.13"))),
             guard=draw(st.sampled_from((1.0, 16 / 17))),
@@ -149,6 +151,16 @@ def specs(draw: st.DrawFn) -> QuantSpec:
             rounding=rounding,
             hadamard=draw(hadamards(rounding)) if block in ((1, 16), (1, 32)) else None,
         )
+    if family == "square tiles":
+        macro = draw(st.booleans())
+        return QuantSpec(
+            element=draw(st.sampled_from(("e2m1", "e4m3", "e2m3", "int4"))),
+            block=(32, 32) if macro else draw(st.sampled_from(((16, 16), (2, 64)))),
+            scale="e8m0" if macro else draw(st.sampled_from(("e4m3", "ue5m3"))),
+            scale_rounding=draw(st.sampled_from(("even", "rceil"))) if macro else None,
+            global_scale="macro" if macro else draw(st.sampled_from(((128, 128), (16, 128)))),
+            rounding=rounding,
+        )
     spec = QuantSpec(
         element=draw(st.sampled_from(ELEMENTS)), block=(1, 32), scale="e8m0", global_scale=None
     )
@@ -157,6 +169,7 @@ def specs(draw: st.DrawFn) -> QuantSpec:
         mode = draw(st.sampled_from(("floor", "rceil", "even", "ceil")))
         hadamard = draw(hadamards(rounding)) if block[0] == 1 else None
         guard = draw(st.sampled_from((1.0, 0.75, 0.9))) if mode in ("floor", "even") else 1.0
+        plain = guard == 1.0 and (hadamard is None or hadamard.size >= block[1])
         return replace(
             spec,
             block=block,
@@ -164,6 +177,7 @@ def specs(draw: st.DrawFn) -> QuantSpec:
             rounding=rounding,
             hadamard=hadamard,
             guard=guard,
+            global_scale=draw(st.sampled_from((None, None, "macro"))) if plain else None,
         )
     blocks = ((1, 128), (128, 128)) if family == "fp8 blocks" else ((None, None), (1, None))
     scale = draw(st.sampled_from(("fp32", "pow2")))

@@ -10,12 +10,15 @@ from cpu_kernels import (
     EDEN,
     FP8,
     KEY,
+    MACRO,
     MXFP8,
     NVFP4,
     OUTER,
+    TILES,
     TOKENS,
     TURNED,
     UE5M3,
+    WHOLE_ROWS,
     assert_same_codes,
     assert_same_values,
     draw_values,
@@ -24,11 +27,15 @@ from torch import Tensor
 
 from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
-from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, cpu, reference
+from fp4train.quantize import Decoded, Hadamard, PairQuantizer, Quantized, QuantSpec, cpu, reference
 from fp4train.quantize.cpu import CpuQuantizer
 
 ROW_SPECS = (
     OUTER,
+    TILES,
+    replace(TILES, block=(16, 16)),
+    WHOLE_ROWS,
+    MACRO,
     UE5M3,
     NVFP4,
     replace(NVFP4, rounding="stochastic"),
@@ -38,6 +45,9 @@ ROW_SPECS = (
 )
 COLUMN_SPECS = (
     *BLOCKWISE,
+    replace(TILES, rounding="stochastic"),
+    WHOLE_ROWS,
+    replace(MACRO, hadamard=Hadamard(size=32)),
     TURNED,
     EDEN,
     TOKENS,

@@ -23,6 +23,7 @@ from typing import Any
 from fp4train.backends.table import DTYPES, FORMS, Table, describe
 from fp4train.formats import E2M1, E4M3, E5M2
 from fp4train.quantize import Hadamard, QuantSpec
+from fp4train.quantize.outer import describe_global
 
 SLOTS = {"input": FORMS["x"], "weight": FORMS["w"], "grad_output": FORMS["dy"]}
 """TE's name of each tensor → (GEMM, operand) of its row-wise and of its column-wise form."""
@@ -48,6 +49,10 @@ def family(spec: QuantSpec) -> str:
         return "nvfp4"
     if spec.requantises is not None:
         raise ValueError("TE has no requantised operands")
+    if spec.global_scale is not None:
+        raise ValueError(
+            f"TE has no {describe_global(spec.global_scale)} scales above those of {spec.scale}"
+        )
     if spec.format in (E4M3, E5M2):
         if spec.rounding != "nearest":
             raise ValueError("TE rounds FP8 to nearest only")

@@ -56,7 +56,7 @@ FOUR_OVER_SIX: Final = {None: None, "mae": 2, "mse": 3}
 """Number of the error by which a block chooses between 4 and 6; it stands in place of the
 formula's.
 """
-EXTENTS: Final = {None: 0, "tensor": 1, "row": 2, "block": 3}
+EXTENTS: Final = {None: 0, "tensor": 1, "row": 2, "block": 3, "tile": 4}
 FUSED_KINDS: Final = (
     "norm",
     "norm_gradients",
@@ -77,7 +77,9 @@ HADAMARD_SIZES: Final = (16, 32, 64, 128)
 REPEATED_SIGNS: Final = 32
 """Signs that a scheme holds; those of larger transforms repeat, or the random words draw them."""
 OUTER_COLUMNS: Final = 128
-"""Columns of a row that share a float32 scale of extent "block"."""
+"""Columns that share a scale of extent "block" or "tile"."""
+TILE_MULTIPLE: Final = 16
+"""What the rows of a tile are a multiple of."""
 PAIR_ROWS: Final = 128
 """Rows per work item where a tile is read once for both forms (PAIR_TOKENS in module.c); a multiple
 of block_rows.
@@ -88,20 +90,21 @@ STREAM_BYTES: Final = 1 << 24
 LARGEST_BIAS: Final = 63
 """Of a format whose number holds its fields."""
 
-LAYOUT = 3
+LAYOUT = 4
 VERSION = 8
 """Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of
 functions.
 """
-SCHEME: Final = Struct("=4i2i2i2iI2i3fq")
+SCHEME: Final = Struct("=4i2i2i2i2iI2i3fq")
 """How to quantise: numbers of element, scale, scale rounding, formula; block; whole, extent of the
-amax; rounding, Hadamard size; signs; whether they are drawn instead, whether values are float32;
-largest, bound, margin; stream bytes.
+amax; rows that share one, 0; rounding, Hadamard size; signs; whether they are drawn instead,
+whether values are float32; largest, bound, margin; stream bytes.
 
 whole: extent to all of which one float scale applies: blocks are then only a unit of work; none:
 one scale per block. extent of the amax that scales need besides those of blocks: of the tensor or a
 row, which must be known before the
-    blocks; or of an outer block of OUTER_COLUMNS of a row, whose scale multiplies the elements.
+    blocks; or of an outer block of OUTER_COLUMNS of a row, whose scale multiplies the elements; or
+    of a tile, as many columns of several rows, whose amax must be known, too.
 signs: of a Hadamard transform, where bit i % 32 negates column i; or the random words draw them.
 whether values are float32: instead of BF16, to which the kernels round. largest: the magnitude that
 a block's amax is scaled to; bound: that of the tensor, S_enc = bound / amax; of scales that are

@@ -9,6 +9,10 @@ INLINE void raise_to(uint32_t *amax, uint32_t value) {
     while (old < value && !__atomic_compare_exchange_n(amax, &old, value, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 }
 
+INLINE uint32_t *amax_at(const AmaxJob *job, int64_t row, int64_t col) {
+    return job->amax + band_of(row, job->amax_rows) * job->amax_stride + (job->tiled ? col / OUTER_COLUMNS : 0);
+}
+
 INLINE uint32_t largest_lane(I x) {
     int32_t lanes[16], largest = 0;
     i_store(lanes, x);
@@ -19,6 +23,21 @@ INLINE uint32_t largest_lane(I x) {
 /* Prefetch by two lines in addition to the hardware prefetcher: 1.1 (two threads) to 1.7 times (one) as fast for large BF16
  * tensors. Distances from 512 bytes on gain less. */
 enum { FETCH_AHEAD = 128 };
+
+/* Tile by tile; col0 is the first column of one. */
+INLINE void amax_tiles_with(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide) {
+    uint8_t stage[4 * OUTER_COLUMNS];
+    for (int64_t col = col0; col < col1; col += OUTER_COLUMNS) {
+        I all = i_set(0);
+        for (int64_t row = row0; row < row1; row++) {
+            const void *x = row_of(&job->x, row, col, OUTER_COLUMNS, wide, stage);
+            for (int i = 0; i < OUTER_COLUMNS; i += 16) all = i_max(all, magnitude_bits(load_floats(x, i, wide)));
+            if (row + 1 < row1 && (row + 1) % job->amax_rows) continue;
+            raise_to(amax_at(job, row, col), largest_lane(all));
+            all = i_set(0);
+        }
+    }
+}
 
 INLINE void amax_rows_with(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide) {
     uint8_t stage[4 * 256];
@@ -40,7 +59,7 @@ INLINE void amax_rows_with(const AmaxJob *job, int64_t row0, int64_t row1, int64
             }
         }
         if (job->amax_stride) {
-            raise_to(job->amax + row * job->amax_stride, largest_lane(all));
+            raise_to(amax_at(job, row, 0), largest_lane(all));
             all = i_set(0);
         }
     }
@@ -48,6 +67,7 @@ INLINE void amax_rows_with(const AmaxJob *job, int64_t row0, int64_t row1, int64
 }
 
 static void FN(amax_rows)(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
+    if (job->tiled) return amax_tiles_with(job, row0, row1, col0, col1, job->x.input != INPUT_BF16);
     if (job->x.input == INPUT_BF16) amax_rows_with(job, row0, row1, col0, col1, 0);
     else amax_rows_with(job, row0, row1, col0, col1, 1);
 }
@@ -105,11 +125,14 @@ INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, in
                 for (int i = 0; i < 16; i++) all = i_max(all, magnitude_bits(tile[i]));
             }
         }
-        if (job->amax_stride) {
+        const I largest = scales_amax ? hadamard_amax(all, job->hadamard) : all;
+        if (job->tiled) { /* a rectangle is no wider than a tile, and sixteen rows are of one */
+            raise_to(amax_at(job, row, col0), largest_lane(largest));
+            all = i_set(0);
+        } else if (job->amax_stride) {
             int32_t lanes[16];
-            i_store(lanes, scales_amax ? hadamard_amax(all, job->hadamard) : all);
-            for (int n = 0; n < 16 && row + n < job->x.rows; n++)
-                raise_to(job->amax + (row + n) * job->amax_stride, (uint32_t)lanes[n]);
+            i_store(lanes, largest);
+            for (int n = 0; n < 16 && row + n < job->x.rows; n++) raise_to(amax_at(job, row + n, 0), (uint32_t)lanes[n]);
             all = i_set(0);
         }
     }

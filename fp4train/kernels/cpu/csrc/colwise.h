@@ -186,7 +186,7 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
     Group group;
     float group_signs[MAX_HADAMARD];
     if (v.group && job->hadamard) signs_of_group(job->signs, job->hadamard, group_signs);
-    F given = f_set(job->amax ? job->amax[0] : 0.0f);
+    F given = f_set(row_amax(job, row0));
     Global global = row_scale(job, given);
     I largest = i_set(0);
     local.x = compact(x, row0, row1, col0, col1, v.wide, scratch, &largest);
@@ -194,9 +194,9 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
     for (int64_t row = row0; row < row1; row += 16) {
         const int inside = columns_inside(&job->x, row);
         prefetch_ahead(x, row0, row1, col0, col1, v.wide, ahead, (row - row0) / 16, (row1 - row0 + 15) / 16);
-        if (job->amax_stride) {
+        if (job->amax_stride && !job->tiled) {
             float lanes[16];
-            for (int n = 0; n < 16; n++) lanes[n] = job->amax[row + n < job->x.rows ? row + n : row];
+            for (int n = 0; n < 16; n++) lanes[n] = row_amax(job, row + n < job->x.rows ? row + n : row);
             given = f_load(lanes);
             global = row_scale(job, given);
         }

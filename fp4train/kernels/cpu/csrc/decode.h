@@ -19,14 +19,11 @@ INLINE F scale_factor(int scale, const void *scales, int64_t at, int64_t count) 
     }
 }
 
-/* 1 / S_enc of the outer blocks of a strip of a row, for each of its blocks. */
+/* 1 / S_enc, or 1 / m, of the outer blocks or tiles of a strip of a row, for each of its blocks. */
 INLINE F outer_decode(const DecodeJob *job, int64_t row, int64_t col) {
-    const int64_t blocks = whole_blocks(OUTER_COLUMNS, job->block_cols);
-    float amax[16] = {0};
-    for (int64_t i = 0; i < 16 && col / OUTER_COLUMNS + whole_blocks(i, blocks) < job->outer_stride; i++)
-        amax[i] = job->outer_amax[row * job->outer_stride + col / OUTER_COLUMNS + whole_blocks(i, blocks)];
-    const F each = f_load(amax), encode = global_encode(job->bound, each);
-    return f_div(f_set(1.0f), f_pick(not_finite(magnitude_bits(each)), f_bits(i_set(0x7fc00000)), encode));
+    const F amax = tile_amaxes(job->outer_amax, job->outer_stride, job->block_cols, band_of(row, job->amax_rows), col);
+    const F encode = job->scale == SCALE_E8M0 ? macro_mantissa(job->largest, amax) : global_encode(job->bound, amax);
+    return f_div(f_set(1.0f), f_pick(not_finite(magnitude_bits(amax)), f_bits(i_set(0x7fc00000)), encode));
 }
 
 /* Thirty-two packed codes in sixteen bytes to BF16, by the table of their values; even codes are in the low nibbles. */

@@ -160,7 +160,10 @@ INLINE void scale_group(const Job *job, int64_t row, int64_t col, int64_t coded,
     const int64_t block = job->block_cols, blocks = whole_blocks(coded, block);
     I maxima[CHUNK / 16], random[CHUNK / 16];
     const I largest = load_group(job, row, col, coded, wide, inside, signs, group, maxima);
-    if (job->outer) {
+    if (job->tiled) {
+        const int64_t tile = band_of(row, job->amax_rows) * job->amax_stride + col / OUTER_COLUMNS;
+        global = global_scale(job, f_set(job->amax[tile]));
+    } else if (job->outer) {
         int32_t lanes[16];
         i_store(lanes, largest);
         for (int n = 0; job->outer_amax && n < 16 && row + n < job->x.rows; n++)

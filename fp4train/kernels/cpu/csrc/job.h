@@ -27,9 +27,10 @@ enum { IF4_INTEGERS = OWN_ELEMENT | 2 << OWN_MANTISSA_AT | 4 << OWN_BITS_AT | (O
 enum { ROUND_FLOOR, ROUND_RCEIL, ROUND_EVEN, ROUND_CEIL };
 enum { FORMULA_TE_2_14, FORMULA_TE_2_13, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE };
 enum { NEAREST, STOCHASTIC, EDEN, NEAREST_AWAY }; /* STOCHASTIC | n << 8: with n random bits; see round_few in element.h */
-enum { EXTENT_NONE, EXTENT_TENSOR, EXTENT_ROW, EXTENT_OUTER };
+/* EXTENT_ROW: of `amax_rows` whole rows; EXTENT_TILE: of OUTER_COLUMNS columns of `amax_rows` rows. */
+enum { EXTENT_NONE, EXTENT_TENSOR, EXTENT_ROW, EXTENT_OUTER, EXTENT_TILE };
 enum { TILE_ROWS = 256, TILE_COLUMNS = 128 }; /* the largest rectangle that a kernel copies: see input.h */
-enum { OUTER_COLUMNS = 128 }; /* EXTENT_OUTER: columns of a row that share a float32 scale, which multiplies the elements */
+enum { OUTER_COLUMNS = 128 }; /* EXTENT_OUTER: columns of a row that share a scale, which multiplies the elements */
 
 typedef struct {
     const void *data;
@@ -42,7 +43,8 @@ typedef struct {
     int element, scale, scale_rounding, formula;
     int64_t block_rows, block_cols;
     float *amax; /* of a global scale: the amax, SCALE_GIVEN: the scale, of the tensor (amax_stride 0) or of each row (1) */
-    int64_t amax_stride;
+    int64_t amax_stride, amax_rows; /* rows that share an amax, where there are several */
+    int tiled;                      /* the amaxes are those of tiles, amax_stride of them across; `outer` too then */
     float *global_decode; /* output for 1 / S_enc, one per amax; or NULL */
     int outer;            /* the amaxes are those of outer blocks, which the kernel measures */
     float *outer_amax;    /* output for them, [rows, outer_stride]; or NULL */
@@ -74,8 +76,9 @@ typedef struct {
     Matrix x;
     int hadamard;
     uint32_t signs[4];
-    uint32_t *amax; /* float bits, one for the tensor (stride 0) or one per row (1); atomic maximum */
-    int64_t amax_stride;
+    uint32_t *amax; /* float bits, one for the tensor (stride 0) or one per row (1) or tile; atomic maximum */
+    int64_t amax_stride, amax_rows; /* as in a job */
+    int tiled;
     uint32_t *plain; /* the same for the whole tensor before the transform; or NULL */
     uint16_t *transformed; /* BF16 [rows, transformed_stride]: output for x after a transform of 16; or NULL */
     int64_t transformed_stride;
@@ -83,7 +86,7 @@ typedef struct {
 
 /* --- Structs packed by Python with struct ("=": native order, no padding); kernels/cpu/__init__.py documents the fields. A change of a
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
-enum { LAYOUT = 3 };
+enum { LAYOUT = 4 };
 /* Of the numbers that fields can hold, and of the arguments of functions. An extension of another version does not know some. */
 enum { VERSION = 8 };
 enum { MAX_HADAMARD = 128 };
@@ -94,6 +97,7 @@ typedef struct {
     int32_t block_rows, block_cols;
     int32_t whole;      /* extent of the only scale, SCALE_F32 or SCALE_POW2; blocks are then a unit of work */
     int32_t amax;       /* extent of the amax that scales need besides those of blocks */
+    int32_t amax_rows, unused;
     int32_t rounding, hadamard;
     uint32_t signs; /* of the first 32 columns of a transform, which repeat */
     int32_t draws_signs; /* the signs are those of the seed, step and layer instead */
@@ -117,7 +121,7 @@ typedef struct {
     int64_t rows, cols, code_bytes, codes_stride, scales_stride, amaxes;
 } PackedDecode;
 
-_Static_assert(sizeof(PackedScheme) == 72 && sizeof(PackedJob) == 72 + 24 + 48 + 32 + 8 && sizeof(PackedDecode) == 72 + 40 + 48,
+_Static_assert(sizeof(PackedScheme) == 80 && sizeof(PackedJob) == 80 + 24 + 48 + 32 + 8 && sizeof(PackedDecode) == 80 + 40 + 48,
                "no padding: Python packs none");
 
 typedef struct {
@@ -127,9 +131,9 @@ typedef struct {
     int64_t codes_stride, code_cols;
     const void *scales;
     int64_t scales_stride;
-    const float *outer_amax; /* of outer blocks, [rows, outer_stride], whose scales multiply the elements; or NULL */
-    int64_t outer_stride;
-    float bound;
+    const float *outer_amax; /* of outer blocks or tiles, outer_stride across, whose scales multiply the elements; or NULL */
+    int64_t outer_stride, amax_rows;
+    float bound, largest;
     void *values;
     int values_f32;
     int64_t values_stride;

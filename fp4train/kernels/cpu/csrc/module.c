@@ -141,7 +141,8 @@ static void pass_tile(Pass *pass, int64_t index) {
 /* A job and the memory that it needs besides that of the caller. */
 typedef struct {
     Job job;
-    int64_t amaxes; /* one, or one per row */
+    int64_t amaxes; /* one, or one per row or tile */
+    int64_t decoded_rows; /* of x, before narrow ones are joined */
     int measure, whole, pow2;
     float margin;
     float *amax, *inverse; /* `whole`: the amaxes, and the output for the inverse scales. The job's `amax` then holds the scales */
@@ -162,7 +163,8 @@ static int unpack_form(PyObject *object, Form *form) {
         return 0;
     }
     const PackedScheme *s = &p.scheme;
-    const int given = s->whole != EXTENT_NONE, outer = s->amax == EXTENT_OUTER;
+    const int given = s->whole != EXTENT_NONE, outer = s->amax == EXTENT_OUTER, tiled = s->amax == EXTENT_TILE;
+    const int64_t outer_blocks = ceil_div(p.cols, OUTER_COLUMNS), bands = ceil_div(p.rows, most(1, s->amax_rows));
     if (!p.x) {
         PyErr_SetString(PyExc_TypeError, "x has no memory of its own; pass the tensor that holds its data");
         return 0;
@@ -182,7 +184,8 @@ static int unpack_form(PyObject *object, Form *form) {
     const int64_t wide = s->hadamard ? ceil_div(p.cols, s->hadamard) * s->hadamard : p.cols, packed = is_packed(s->element);
     const int64_t coded = given ? p.cols + (packed && p.cols % 2) : ceil_div(wide, s->block_cols) * s->block_cols;
     static const float largest_of[] = {[INPUT_BF16] = 0x1.fep127f, [INPUT_F32] = FLT_MAX, [INPUT_F16] = 65504.0f};
-    form->amaxes = s->amax == EXTENT_ROW ? p.rows : 1;
+    form->amaxes = s->amax == EXTENT_ROW ? bands : tiled ? bands * outer_blocks : 1;
+    form->decoded_rows = p.rows;
     form->measure = p.measure;
     form->whole = given;
     form->pow2 = s->scale == SCALE_POW2;
@@ -207,11 +210,13 @@ static int unpack_form(PyObject *object, Form *form) {
         .block_rows = s->block_rows,
         .block_cols = s->block_cols,
         .amax = given ? room : form->amax,
-        .amax_stride = s->amax == EXTENT_ROW,
+        .amax_stride = tiled ? outer_blocks : s->amax == EXTENT_ROW,
+        .amax_rows = s->amax_rows,
+        .tiled = tiled,
         .global_decode = (float *)p.decode,
-        .outer = outer,
+        .outer = outer || tiled,
         .outer_amax = outer ? (float *)p.amax : NULL,
-        .outer_stride = ceil_div(p.cols, OUTER_COLUMNS),
+        .outer_stride = outer_blocks,
         .largest = s->largest,
         .bound = s->bound,
         .scale_limit = largest_of[p.input],
@@ -302,7 +307,8 @@ static void plan_amax(Work *work, const Kernels *kernels, int threads) {
         AmaxJob *amax = &work->amax_jobs[i];
         if (!form->measure) continue;
         memset(form->amax, 0, sizeof(float) * (size_t)form->amaxes);
-        *amax = (AmaxJob){.x = form->job.x, .hadamard = form->job.hadamard, .amax = (uint32_t *)form->amax, .amax_stride = form->job.amax_stride};
+        *amax = (AmaxJob){.x = form->job.x, .hadamard = form->job.hadamard, .amax = (uint32_t *)form->amax,
+                          .amax_stride = form->job.amax_stride, .amax_rows = form->job.amax_rows, .tiled = form->job.tiled};
         memcpy(amax->signs, form->job.signs, sizeof amax->signs);
         const int across = form->job.hadamard || form->job.x.stride_col != 1;
         Call *call = work->amax.calls;
@@ -375,12 +381,14 @@ static void quantize_pass(void *context, int64_t index) {
     if (!__atomic_load_n(&work->not_finite, __ATOMIC_RELAXED)) pass_tile(&work->quantize, index);
 }
 
-static void write_global_decode(const float *amax, float *out, int64_t count, float bound) {
+/* 1 / S_enc of `count` rows, `rows` of which share an amax, or of the tensor. */
+static void write_global_decode(const float *amaxes, float *out, int64_t count, int64_t rows, float bound) {
     for (int64_t i = 0; i < count; i++) {
-        float encode = bound / amax[i];
+        const float amax = amaxes[i / rows];
+        float encode = bound / amax;
         if (encode > FLT_MAX) encode = FLT_MAX;
-        if (amax[i] == 0) encode = 1;
-        if (!(amax[i] <= FLT_MAX)) encode = NAN;
+        if (amax == 0) encode = 1;
+        if (!(amax <= FLT_MAX)) encode = NAN;
         out[i] = 1 / encode;
     }
 }
@@ -424,7 +432,8 @@ static PyObject *quantize(PyObject *self, PyObject *const *arguments, Py_ssize_t
     run_phases(phases + !measures, 1 + measures, threads);
     Py_END_ALLOW_THREADS;
     for (Form *form = work.forms; form < work.forms + work.count; form++) {
-        if (form->job.global_decode) write_global_decode(form->amax, form->job.global_decode, form->amaxes, form->job.bound);
+        const int64_t rows = form->job.amax_rows, count = form->job.amax_stride ? form->decoded_rows : 1;
+        if (form->job.global_decode) write_global_decode(form->amax, form->job.global_decode, count, rows, form->job.bound);
         free(form->many);
         free(form->kept);
     }
@@ -435,7 +444,7 @@ static void join_narrow_coded_rows(DecodeJob *job) {
     const int64_t cols = job->cols, together = rows_together(job->rows, cols, job->block_cols);
     if (together == 1 || job->scale == SCALE_GIVEN || job->block_rows != 1) return;
     if (job->code_cols != cols || job->codes_stride != (is_packed(job->element) ? cols / 2 : cols)) return;
-    if (job->scales_stride != cols / job->block_cols || (job->outer_amax && cols % OUTER_COLUMNS)) return;
+    if (job->scales_stride != cols / job->block_cols || (job->outer_amax && (cols % OUTER_COLUMNS || job->amax_rows > 1))) return;
     job->rows /= together;
     job->cols = job->code_cols = job->values_stride = cols * together;
     job->codes_stride *= together;
@@ -457,7 +466,7 @@ static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t c
     PyBuffer_Release(&view);
     if (!fits) return PyErr_Format(PyExc_ValueError, "decode: a packed job has %zu bytes", sizeof p);
     const PackedScheme *s = &p.scheme;
-    const int given = s->whole != EXTENT_NONE, outer = s->amax == EXTENT_OUTER;
+    const int given = s->whole != EXTENT_NONE, outer = s->amax == EXTENT_OUTER || s->amax == EXTENT_TILE;
     if (!p.codes || !p.values || (!given && !p.scales) || (!outer && !p.amax != !p.decode)) {
         PyErr_SetString(PyExc_TypeError, "codes and scales have no memory of their own; pass the tensors that hold their data");
         return NULL;
@@ -476,7 +485,9 @@ static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t c
         .scales_stride = given ? 0 : p.scales_stride,
         .outer_amax = outer ? (const float *)p.amax : NULL,
         .outer_stride = ceil_div(p.cols, OUTER_COLUMNS),
+        .amax_rows = s->amax_rows,
         .bound = s->bound,
+        .largest = s->largest,
         .values = (void *)p.values,
         .values_f32 = s->values_f32,
         .values_stride = p.cols,
@@ -489,7 +500,7 @@ static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t c
     Py_BEGIN_ALLOW_THREADS;
     run_phases(&phase, 1, threads);
     Py_END_ALLOW_THREADS;
-    if (p.decode) write_global_decode((const float *)p.amax, (float *)p.decode, p.amaxes, s->bound);
+    if (p.decode) write_global_decode((const float *)p.amax, (float *)p.decode, p.amaxes, s->amax_rows, s->bound);
     Py_RETURN_NONE;
 }
 

@@ -61,10 +61,10 @@ INLINE void strip_row(const Job *job, int64_t row, int64_t col, Strip *s, int wi
 
 INLINE void rows_with(const Job *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide, Variant v) {
     Strip s;
-    Global global = row_scale(job, f_set(job->amax ? job->amax[0] : 0.0f));
+    Global global = row_scale(job, f_set(row_amax(job, row0)));
     for (int64_t row = row0; row < row1; row += job->block_rows) {
         const int64_t rows = row1 - row < job->block_rows ? row1 - row : job->block_rows;
-        if (job->amax_stride) global = row_scale(job, f_set(job->amax[row]));
+        if (job->amax_stride) global = row_scale(job, f_set(row_amax(job, row)));
         for (int64_t col = col0; col < col1; col += 16 * job->block_cols) {
             const Scale scale = strip_scale(job, strip_maxima(job, row, rows, col, wide, &s, v), global, row, col);
             store_scales(job, row, col, &scale, &s);

@@ -101,7 +101,7 @@ INLINE void pair_row(const Job *job, int64_t row, int64_t col, Place next, Strip
 }
 
 INLINE Scale scale_at(const Job *job, Place p, int64_t block, Global *global, Strip *s) {
-    if (job->amax_stride) *global = row_scale(job, f_set(job->amax[p.row]));
+    if (job->amax_stride) *global = row_scale(job, f_set(row_amax(job, p.row)));
     return strip_scale(job, pair_maxima(job, p.row, p.rows, p.col, block, s), *global, p.row, p.col);
 }
 
@@ -111,7 +111,7 @@ INLINE void pairs_with(const Job *job, int64_t row0, int64_t row1, int64_t col0,
     const int64_t block = v.nvfp4 ? 16 : job->block_cols, width = 16 * block;
     Strip s;
     Place place = first_place(job, row0, row1, col0);
-    Global global = row_scale(job, f_set(job->amax ? job->amax[row0 * job->amax_stride] : 0.0f));
+    Global global = row_scale(job, f_set(row_amax(job, row0)));
     Scale next = scale_at(job, place, block, &global, &s);
     if (v.nvfp4 && v.stochastic) random_row_256(job, place.row, place.col, s.bits);
     while (place.row < row1) {

@@ -4,6 +4,8 @@
  *        s = E4M3(amax_b * (S_enc * (1 / largest))), before TE 2.14 E4M3((amax_b / largest) * S_enc)
  *        encode = min(1 / (s * S_dec), FLT_MAX), decode = s, or s * S_dec if S_dec is that of an outer block
  * UE5M3  as NVFP4; without a global scale s = UE5M3(amax_b / largest), encode = min(1 / s, FLT_MAX), decode = s
+ *        macro-blocks: m = 1 + the upper 8 bits of the mantissa of largest / amax; the byte is that of amax_b m, encode = m 2^(127 - byte),
+ *        decode = 2^(byte - 127) (1 / m)
  * MX     byte = biased exponent of amax_b / largest rounded up, or of amax_b less the element's, rounded as named
  *        encode = 2^(127 - byte) * bound, decode = 2^(byte - 127)
  * FP8    encode = largest / amax_b, decode = 1 / encode (stored)
@@ -12,6 +14,7 @@
 #ifndef FP4_SCALE_H
 #define FP4_SCALE_H
 #include "element.h"
+#include "input.h"
 #include "job.h"
 
 static const float float_max = 0x1.fffffep127f;
@@ -36,9 +39,19 @@ INLINE F global_encode(float bound, F amax) {
     return f_pick(zero, f_set(1.0f), f_min(f_div(f_set(bound), amax), f_set(float_max)));
 }
 
+/* The mantissas of macro-blocks. No amax counts as less than 1e-12. */
+INLINE F macro_mantissa(float largest, F amax) {
+    const F ratio = f_div(f_set(largest), f_bits(i_max(i_bits(amax), i_set(0x2b8cbccc))));
+    return f_bits(i_or(i_and(i_bits(ratio), i_set(0x7f8000)), i_set(0x3f800000)));
+}
+
 INLINE Global global_scale(const Job *job, F amax) {
-    const F encode = global_encode(job->bound, amax);
     report(job, not_finite(i_and(i_bits(amax), i_set(INT32_MAX))));
+    if (job->scale == SCALE_E8M0) {
+        const F mantissa = macro_mantissa(job->largest, amax);
+        return (Global){mantissa, f_div(f_set(1.0f), mantissa), mantissa};
+    }
+    const F encode = global_encode(job->bound, amax);
     return (Global){encode, f_div(f_set(1.0f), encode), f_mul(encode, f_div(f_set(1.0f), f_set(job->largest)))};
 }
 
@@ -85,6 +98,11 @@ INLINE Scale scale_e8m0(const Job *job, F amax) {
     return (Scale){byte, f_mul(encode, f_set(job->bound)), e8m0_value(byte)};
 }
 
+INLINE Scale scale_macro(const Job *job, F amax, Global global) {
+    const Scale s = scale_e8m0(job, f_min(f_mul(amax, global.encode), f_set(float_max)));
+    return (Scale){s.stored, f_mul(s.encode, global.encode), f_mul(s.decode, global.decode)};
+}
+
 INLINE Scale scale_float(const Job *job, F amax) {
     F encode = f_div(f_set(job->largest), amax);
     encode = f_pick(not_finite(i_bits(encode)), f_set(job->scale_limit), encode);
@@ -99,12 +117,26 @@ INLINE Scale block_scale(const Job *job, I amax, Global global, int outer) {
     report(job, not_finite(amax));
     if (job->scale == SCALE_E4M3) return scale_under(job, f_bits(amax), global, outer, E4M3); /* first: faster than a jump table */
     switch (job->scale) {
-    case SCALE_E8M0: return scale_e8m0(job, f_bits(amax));
+    case SCALE_E8M0: return outer ? scale_macro(job, f_bits(amax), global) : scale_e8m0(job, f_bits(amax));
     case SCALE_UE5M3: return scale_ue5m3(job, f_bits(amax), global, outer, UE5M3);
     case SCALE_UE5M3_IEEE: return scale_ue5m3(job, f_bits(amax), global, outer, UE5M3_IEEE);
     case SCALE_GIVEN: return (Scale){i_set(0), global.encode, f_set(1.0f)};
     default: return scale_float(job, f_bits(amax));
     }
+}
+
+/* The amax that the scales of a row take besides those of its blocks; 0 where they take none, or that of tiles. */
+INLINE float row_amax(const Job *job, int64_t row) {
+    return job->amax && !job->tiled ? job->amax[band_of(row, job->amax_rows) * job->amax_stride] : 0.0f;
+}
+
+/* The amaxes of the tiles, `across` in a row of them, that a strip of a row lies in, for each of its blocks of `cols` columns. */
+INLINE F tile_amaxes(const float *tiles, int64_t across, int64_t cols, int64_t band, int64_t col) {
+    const int64_t blocks = whole_blocks(OUTER_COLUMNS, cols), first = col / OUTER_COLUMNS;
+    float amax[16] = {0};
+    for (int64_t i = 0; i < 16 && first + whole_blocks(i, blocks) < across; i++)
+        amax[i] = tiles[band * across + first + whole_blocks(i, blocks)];
+    return f_load(amax);
 }
 
 /* The scales of a row that do not depend on its blocks; lanes are one row (row-wise) or sixteen rows (column-wise). */

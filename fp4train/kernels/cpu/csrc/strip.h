@@ -44,6 +44,8 @@ INLINE I i_group_max(I x, int64_t lanes) {
 /* The global scales of a strip with outer blocks, from its maxima. A strip has whole ones, since sixteen blocks are a
  * multiple of OUTER_COLUMNS. */
 INLINE Global outer_scale(const Job *job, I largest, int64_t row, int64_t col) {
+    if (job->tiled)
+        return global_scale(job, tile_amaxes(job->amax, job->amax_stride, job->block_cols, band_of(row, job->amax_rows), col));
     const int64_t blocks = whole_blocks(OUTER_COLUMNS, job->block_cols), first = col / OUTER_COLUMNS;
     const I amax = i_group_max(largest, blocks);
     int32_t lanes[16];
