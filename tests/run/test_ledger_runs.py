@@ -3,8 +3,8 @@
 import pytest
 from command_line import Cli, losses
 
-RESUMED = ("fp4_all_the_way", "mfu_operands", "deepseek_v4_qat")
-"""Recipes with stochastic rounding of x, a format per product, and codes that backward takes."""
+RESUMED = ("fp4_all_the_way", "mfu_operands", "deepseek_v4_qat", "ue5m3_fp4")
+"""Recipes with stochastic rounding of x, a format per product, codes that backward takes, and held scales."""
 
 
 @pytest.mark.parametrize("name", RESUMED)
