@@ -148,7 +148,7 @@ def expanded(node: Mapping[str, Any]) -> RecordedStretch:
     rows = [
         (str(name), gemm, index)
         for name, indices in node["layers"].items()
-        for gemm, index in zip(GEMMS * (len(indices) // len(GEMMS)), indices, strict=True)
+        for gemm, index in zip(_gemms(len(indices)), indices, strict=True)
     ]
     if sum(macs[index] for *_, index in rows) > MOST_MACS:
         raise ValueError(f"more than {MOST_MACS:.0e} multiply-adds")
@@ -160,6 +160,14 @@ def expanded(node: Mapping[str, Any]) -> RecordedStretch:
         rows=tuple((name, gemm, *kinds[index]) for name, gemm, index in rows),
         macs=tuple(macs[index] for *_, index in rows),
     )
+
+
+def _gemms(products: int) -> tuple[str, ...]:
+    """The GEMMs of a layer's products: three for each part of its in features, then those of
+    fprop's residuals.
+    """
+    parts, residuals = divmod(products, len(GEMMS))
+    return (*GEMMS * parts, *GEMMS[:1] * residuals)
 
 
 def _is_kind(kind: object) -> bool:
