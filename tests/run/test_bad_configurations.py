@@ -16,7 +16,7 @@ from fp4train.run.record.directory import LOCK, locked
 WRONG = {
     "an unknown recipe": (
         ["recipe=nvfp5"],
-        "recipe=nvfp5: there is no such recipe; did you mean 'nvfp4'? (known: bf16",
+        "recipe=nvfp5: there is no such recipe; did you mean 'nvfp4'? (known: alto_mxfp4",
     ),
     "an unknown model": (["model=llama_tinny"], "did you mean 'llama_tiny'?"),
     "no recipe at all": (["recipe=null"], "there is no such recipe"),
