@@ -36,7 +36,7 @@ def call(
     [
         (
             ["recipe=mxfp8", "recipe.hadamard=true"],
-            "recipe=mxfp8 has none of that name, recipe=bf16_forward_",
+            "recipe=mxfp8 has none of that name, recipe=averis, recipe=bf16_forward_",
         ),
         (
             ["optim.momentum=1"],
