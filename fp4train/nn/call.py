@@ -165,8 +165,8 @@ class LayerCall:
         quantizer: Quantizer,
         tensor: Tensor,
         *,
-        later: bool = False,
-        over: Sequence[Ranks] = (),
+        kernel_enters_amax: bool = False,
+        ranks: Sequence[Ranks] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """`DelayedScaling.amax` of x or dy, the same for both forms of the tensor."""
         assert self.scaling is not None
@@ -176,7 +176,13 @@ class LayerCall:
             return self.amaxes[name], None
         step = self.position.step
         amaxes = self.scaling.amax(
-            name, quantizer, tensor, enter=self.training, step=step, later=later, over=over
+            name,
+            quantizer,
+            tensor,
+            enter=self.training,
+            step=step,
+            kernel_enters_amax=kernel_enters_amax,
+            ranks=ranks,
         )
         self.amaxes[name] = amaxes[0]
         return amaxes

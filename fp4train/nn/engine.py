@@ -3,7 +3,8 @@
 A node of the graph runs a `Call`: the products of one layer, of a group of weights, or of the layers
 around a fused norm or gate. What these need comes with the call; the function knows no layer. It
 saves tensors through autograd, so hooks on saved tensors and autograd's checks apply, and refuses
-second derivatives.
+second derivatives. Other autograd functions of this folder make no products: they pass weights on
+(`ValuesFunction`) and sort rows by expert (`_Dispatch`, `_Combine`).
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import LayerState, named
+from fp4train.backends import LayerState, Prepared, named
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.ranks import local
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Quantized, QuantSpec
 
 Saved = Sequence[Quantized | Tensor | None]
-"""What backward needs of a forward pass: codes, tensors, or None for what it does not."""
+"""What backward needs of a forward pass: codes, tensors, or None for what it does not need."""
+PreparedPair = tuple[Prepared | None, Prepared | None]
+"""The row-wise and the column-wise form of x or dy; None for what is not asked for."""
+CodesOf = Callable[[Tensor, Any, bool, bool], PreparedPair]
+"""A function of a tensor, its call, and whether the row-wise and the column-wise form are wanted."""
 SavedKinds = list[tuple[Any, ...] | None]
 """The rest of each quantised operand, without its tensors; None: it is a tensor, or is not
 saved.
@@ -208,7 +213,8 @@ class LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        # of a pass whose graph is kept only: the refusal itself takes some microseconds
+        # Gradients are enabled only where the graph is kept (create_graph); the refusal itself costs
+        # microseconds, so others skip it.
         if torch.is_grad_enabled():
             return _once(ctx, *gradients)
         call: Call = ctx.call
@@ -242,13 +248,28 @@ class ProductExecutor(Executor):
 
     @abstractmethod
     def forward(
-        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: Any
+        self,
+        x_MK: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        call: Any,
+        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
-        """(y, what backward needs: the weight where dgrad takes it, and the forms of x)."""
+        """(y, what backward needs: the weight where dgrad takes it, and the forms of x).
+
+        Args:
+            codes_of: function that makes both forms of x, for an executor that takes codes
+                (`fused_layers.taking_codes`); None: it makes them itself.
+        """
 
     @abstractmethod
     def backward(
-        self, dy_MN: Tensor, saved: Saved, call: Any, total: Tensor | None = None
+        self,
+        dy_MN: Tensor,
+        saved: Saved,
+        call: Any,
+        total: Tensor | None = None,
+        codes_of: CodesOf | None = None,
     ) -> Gradients:
         """The gradients that `call` wants.
 
@@ -256,6 +277,7 @@ class ProductExecutor(Executor):
             saved: the second result of `forward`.
             total: sum to which dw is added, float32, if the executor `adds`; it is not returned
                 then.
+            codes_of: as for `forward`, of dy.
         """
 
 

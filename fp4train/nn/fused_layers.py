@@ -17,6 +17,7 @@ detection leave norms and gates to the model, with the same numbers but for the 
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -62,25 +63,25 @@ def why_not(
     for executors, tensor in ((readers, "x"), (writers, "dy")):
         for executor in executors:
             name = executor.plan.layer.name
-            reader = code_reader(executor)
-            if reader is None:
+            taker = taking_codes(executor)
+            if taker is None:
                 return f"{name} {_why_no_codes(executor)}"
-            if type(reader) is not type(code_reader(executors[0])):
+            if type(taker) is not type(taking_codes(executors[0])):
                 return f"{executors[0].plan.layer.name} and {name} run in different backends"
-            operand: TensorForms = getattr(reader, tensor)
+            operand: TensorForms = getattr(taker, tensor)
             if operand.row.spec is None or operand.column.spec is None:
                 return f"a GEMM of {name} is in high precision and needs the values of {tensor}"
-            if isinstance(reader, BackendLayer):
-                why_not_given = reader.backend.sources.why_not_given(reader.table, here=here)
+            if isinstance(taker, BackendLayer):
+                why_not_given = taker.backend.sources.why_not_given(taker.table, here=here)
                 if why_not_given is not None:
                     if kind == "norm":
                         return why_no_kernel
                     return why_not_given
             if (reason := _why_no_source(operand, here)) is not None:
                 return f"{tensor} of {name}: {reason}"
-            if reader.dtype is not torch.bfloat16:
-                return f"{name} has operands in {reader.dtype}"
-            if operand.wants[1] != getattr(code_reader(executors[0]), tensor).wants[1]:
+            if taker.dtype is not torch.bfloat16:
+                return f"{name} has operands in {taker.dtype}"
+            if operand.wants[1] != getattr(taking_codes(executors[0]), tensor).wants[1]:
                 return f"{executors[0].plan.layer.name} and {name} do not quantise {tensor} alike"
     return None
 
@@ -107,7 +108,7 @@ def why_padded(executors: Sequence[Executor], tokens: int) -> str | None:
     return None
 
 
-def code_reader(executor: Executor) -> CodeReader | None:
+def taking_codes(executor: Executor) -> CodeReader | None:
     """The executor if it takes the codes of x and dy, else None."""
     if isinstance(executor, CodeReader) and type(executor) in (Gemms, BackendLayer):
         return executor
@@ -233,7 +234,8 @@ class FusedLayers(nn.Module, ABC):
         self.enabled = False
         self.asked = False
         self.by_backend = False
-        self._seen: tuple[Executor | None, ...] = ()
+        # weakly: those that watch a layer (`PlannedLayer.observer`) hold copies of its tensors
+        self._seen: tuple[weakref.ref[Executor] | None, ...] = ()
         self._runs = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -271,10 +273,10 @@ class FusedLayers(nn.Module, ABC):
         first (`why_not`); else decide whether a backend's own kernels do.
         """
         count = len(self.readers)
-        readers = executors[:count]
-        reason = why_not(readers, executors[count:], self.kind, here=here)
+        of_readers = executors[:count]
+        reason = why_not(of_readers, executors[count:], self.kind, here=here)
         if reason is None:
-            self.by_backend = _why_not_by_backend(readers, self.kind, here=here) is None
+            self.by_backend = _why_not_by_backend(of_readers, self.kind, here=here) is None
         return reason
 
     def ready(self, x: Tensor) -> tuple[list[Executor], State] | None:
@@ -297,11 +299,14 @@ class FusedLayers(nn.Module, ABC):
         candidates = [layer.executor_now(x.device, x.dtype) for layer in layers]
         executors = tuple(executor for executor, _ in candidates)
         ready_executors = [executor for executor in executors if executor is not None]
-        if executors != self._seen:
+        seen = tuple(
+            [None if executor is None else weakref.ref(executor) for executor in executors]
+        )
+        if seen != self._seen:
             self._runs = (
                 len(ready_executors) == len(layers) and self.resolve(ready_executors) is None
             )
-            self._seen = executors
+            self._seen = seen
         if not self._runs:
             return None
         if why_padded(ready_executors, x.numel() // x.shape[-1]) is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp4train.backends.protocol import CodePair
 from fp4train.nn.backend_sources import matrix
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import Saved, sum_so_far
+from fp4train.nn.engine import CodesOf, Saved, sum_so_far
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.fused_layers import CodeReader, forms_from
 from fp4train.precision.context import State
@@ -103,10 +103,8 @@ def total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return result
 
 
-def giving(forms: Any) -> Any:
-    """A function in the place of `TensorForms.prepare`, of a tensor whose forms are there; None:
-    they are not.
-    """
+def constant_codes(forms: Any) -> CodesOf | None:
+    """The `codes_of` of a tensor whose forms are there; None: they are not."""
     return None if forms is None else lambda *_: forms
 
 
@@ -183,34 +181,35 @@ class NormedCall(FusedCall):
         ]
 
     def forward(self, *arguments: Any) -> tuple[tuple[Any, ...], Saved]:
-        outputs, saved = self.read(*arguments[:-1])
+        outputs, saved = self.multiply(*arguments[:-1])
         return (*outputs, saved[0]), saved
 
-    def read(
+    def multiply(
         self, x: Tensor, change: Tensor | None, weight_K: Any, *parameters: Any
     ) -> tuple[list[Tensor], list[Any]]:
         """(the outputs of the layers, what backward needs: h, weight and 1/√(mean + ε) of the norm,
         then weight and codes of each layer).
         """
         saved: list[Any] = [None, None, None]
-        prepare = None
+        codes_of = None
         if self.norm is not None:
             forms, x, rstd_M = self.norm.codes(x, change, weight_K)
-            prepare = giving(forms)
+            codes_of = constant_codes(forms)
             saved = [x, weight_K, rstd_M]
+        x_MK = matrix(x)
         outputs = []
         for call, w_NK, bias_N in zip(self.calls, parameters[::2], parameters[1::2], strict=True):
-            y_MN, of_layer = call.executor.forward(matrix(x), w_NK, bias_N, call, prepare)
+            y_MN, of_layer = call.executor.forward(x_MK, w_NK, bias_N, call, codes_of)
             outputs.append(y_MN)
             saved += of_layer
         return outputs, saved
 
     def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         *dys, added, saved, _, sums = arguments
-        dn, gradients = self.read_backward(dys, saved[3:], sums)
+        dn, gradients = self.multiply_backward(dys, saved[3:], sums)
         return *self.norm_backward(dn, added, *saved[:3]), *gradients
 
-    def read_backward(
+    def multiply_backward(
         self, dys: Sequence[Tensor | None], saved: Sequence[Any], sums: Any, forms: Any = None
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """(the gradient of what the layers read, those of weight and bias of each).
@@ -223,13 +222,13 @@ class NormedCall(FusedCall):
         gradients: list[Tensor | None] = [None] * (2 * len(dys))
         for number in reversed(range(len(dys))):
             dy_MN = dys[number]
-            prepare = giving(forms.pop()) if forms else None
+            codes_of = constant_codes(forms.pop()) if forms else None
             if dy_MN is None:
                 continue
             call = self.calls[number]
             at = slice(2 * number, 2 * number + 2)
             total = None if sums is None else sums[number]
-            dx_MK, *gradients[at] = call.executor.backward(dy_MN, saved[at], call, total, prepare)
+            dx_MK, *gradients[at] = call.executor.backward(dy_MN, saved[at], call, total, codes_of)
             # The first product's memory has the sum, in the order of `total`.
             if dn is None:
                 dn = dx_MK

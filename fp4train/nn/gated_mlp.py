@@ -28,7 +28,7 @@ from fp4train.nn.fused_norm import (
     FusedCall,
     KernelNorm,
     NormedCall,
-    giving,
+    constant_codes,
     multiplied_codes,
     parameters_of,
 )
@@ -173,9 +173,9 @@ class GatedCall(NormedCall):
     def forward(self, *arguments: Any) -> tuple[tuple[Any, ...], Saved]:
         *tensors, w_down, bias, _ = arguments
         down = self.down
-        outputs, saved = self.read(*tensors)
+        outputs, saved = self.multiply(*tensors)
         (forms,) = forms_from(SourceTensors("gate", tuple(outputs)), down.executor, "x", (None,))
-        y_MN, of_down = down.executor.forward(outputs[0], w_down, bias, down, giving(forms))
+        y_MN, of_down = down.executor.forward(outputs[0], w_down, bias, down, constant_codes(forms))
         return (y_MN, saved[0]), (*saved, *outputs, *of_down)
 
     def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -189,7 +189,7 @@ class GatedCall(NormedCall):
         forms = forms_from(source, self.calls[0].executor, "dy", self.calls)
         del dh_MH, source
         # In the place of dy stands a tensor of its shape and dtype: its codes are there.
-        dx, gradients = self.read_backward([gate_MH, up_MH], of_layers[3:], None, forms)
+        dx, gradients = self.multiply_backward([gate_MH, up_MH], of_layers[3:], None, forms)
         return *self.norm_backward(dx, added, *saved[:3]), *gradients, *of_down
 
 

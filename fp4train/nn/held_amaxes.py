@@ -68,8 +68,8 @@ class HeldAmaxes(LayerState):
         *,
         enter: bool,
         step: RunStep,
-        later: bool = False,
-        over: Sequence[Ranks] = (),
+        kernel_enters_amax: bool = False,
+        ranks: Sequence[Ranks] = (),
     ) -> tuple[Tensor, None]:
         """(the amax that scales `tensor`, 0-d float32, None).
 
@@ -79,8 +79,8 @@ class HeldAmaxes(LayerState):
             tensor: a matrix, or its amax (0-d).
             enter: whether an amax that is measured is held (in training, not in evaluation).
             step: step of the call.
-            later: see `DelayedScaling.amax`; nothing is left to be done.
-            over: groups of ranks that hold the rest of the tensor.
+            kernel_enters_amax: see `DelayedScaling.amax`; nothing is left to be done.
+            ranks: groups of ranks that hold the rest of the tensor.
         """
         entry = self._amaxes.get(name)
         steps = quantizer.spec.held
@@ -91,8 +91,8 @@ class HeldAmaxes(LayerState):
             amax = measure_amax(tensor, quantizer.spec)
         else:
             amax = tensor.detach().abs().float()
-        for ranks in over:
-            amax = ranks.largest(amax)
+        for rank_group in ranks:
+            amax = rank_group.largest(amax)
         if enter:
             if not self.joined and dist.is_available() and dist.is_initialized():
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX)

@@ -168,7 +168,7 @@ class Form:
         that hold the rest of x.
         """
         if self.delayed and self.spec is not None:
-            return call.amax(self.tensor, self.quantizer, x, over=self.amax_ranks)[0]
+            return call.amax(self.tensor, self.quantizer, x, ranks=self.amax_ranks)[0]
         if not self.amax_ranks or self.spec is None:
             return None
         return amax_over(self.amax_ranks, x, self.spec, key)
@@ -264,8 +264,8 @@ class TensorForms:
                     self.row.tensor,
                     self.row.quantizer,
                     x_MK,
-                    later=joins,
-                    over=self.row.amax_ranks,
+                    kernel_enters_amax=joins,
+                    ranks=self.row.amax_ranks,
                 )
                 column_amax = row_amax
             elif not self.own_amax:

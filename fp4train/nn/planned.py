@@ -393,8 +393,8 @@ class PlannedLayer(nn.Module):
         Args:
             in_product: whether the products that make them may add them to the sum; else autograd
                 does. It does so after `scaled_mm` in any case, and for transposed weights, outlier
-                channels, weights with hooks, experts that ranks cut, FP32, and high precision under
-                torch.compile.
+                channels, weights with hooks, experts that ranks cut, gated MLPs whose layers are one
+                call (`GatedMLP`), FP32, and high precision under torch.compile.
         """
         if sums:
             self._sums = "product" if in_product else "autograd"

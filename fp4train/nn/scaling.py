@@ -129,8 +129,8 @@ class DelayedScaling(LayerState):
         *,
         enter: bool,
         step: RunStep,
-        later: bool = False,
-        over: Sequence[Ranks] = (),
+        kernel_enters_amax: bool = False,
+        ranks: Sequence[Ranks] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """(the amax that scales `tensor`, a 0-d float32; the entry of the history that the caller
         makes the larger of itself and the tensor's own amax, None: nothing is left to be done).
@@ -143,8 +143,8 @@ class DelayedScaling(LayerState):
                 evaluation).
             step: step of the call; the newest entry is that of the step in which an amax entered
                 last.
-            later: whether the caller can do so.
-            over: ranks that hold the rest of the tensor; a history is joined over all ranks after
+            kernel_enters_amax: whether the caller can do so.
+            ranks: ranks that hold the rest of the tensor; a history is joined over all ranks after
                 the step.
         """
         spec = quantizer.spec
@@ -161,7 +161,7 @@ class DelayedScaling(LayerState):
         self._histories[name] = history
         history.enter(step)
         alone = self.joined or not (dist.is_available() and dist.is_initialized())
-        if later and alone and tensor.numel():
+        if kernel_enters_amax and alone and tensor.numel():
             return history.used, history.newest
         if tensor.numel():
             amax_tensor = tensor.detach()
@@ -271,8 +271,8 @@ class MemberScaling:
         *,
         enter: bool,
         step: RunStep,
-        later: bool = False,
-        over: Sequence[Ranks] = (),
+        kernel_enters_amax: bool = False,
+        ranks: Sequence[Ranks] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """See `DelayedScaling.amax`."""
         for other in self._elsewhere if enter else ():
@@ -281,5 +281,11 @@ class MemberScaling:
             )
         name = f"{name}.{self._member}"
         return self._scaling.amax(
-            name, quantizer, tensor, enter=enter, step=step, later=later, over=over
+            name,
+            quantizer,
+            tensor,
+            enter=enter,
+            step=step,
+            kernel_enters_amax=kernel_enters_amax,
+            ranks=ranks,
         )

@@ -25,9 +25,9 @@ from fp4train.quantize import (
 )
 from fp4train.quantize.source import Source
 
-FormKey: TypeAlias = tuple[Source, str, torch.dtype]
-"""The key of a prepared form: the source of the operand, the name of the backend, and the dtype in
-high precision.
+FormKey: TypeAlias = tuple[Source, str, torch.dtype, tuple[str, ...]]
+"""The key of a prepared form: the source of the operand, the name of the backend, the dtype in high
+precision, and the layers whose weights share its global scale.
 """
 
 
@@ -42,7 +42,8 @@ class WeightForm:
     """The form of the weight [N, K] that one GEMM needs: its operand, for a backend.
 
     Args:
-        operand: the operand; that of dgrad is the form of wᵀ, blocked along out features.
+        operand: the operand; that of dgrad is the form of wᵀ, blocked along out features. The
+            attribute is what is prepared: of `transposed` forms that of which this one is a view.
         device: device type of the weight.
         shard: place of the weight in the whole layer's; None: it is whole.
         fused: names of the layers whose weights share a global scale with this one, itself
@@ -50,8 +51,6 @@ class WeightForm:
         strided: whether gathered codes may be views of what came, in whatever order of memory.
 
     Attributes:
-        operand: the operand that is prepared: of `transposed` forms that of which this one is a
-            view.
         amax_ranks, rounding_ranks: ranks over which the amax is taken, and that of what the spec
             requantises.
         of_transpose: whether wᵀ is prepared.
@@ -85,7 +84,9 @@ class WeightForm:
         square = spec is None or (spec.transposable and not backend.takes_codes)
         self.transposed = operand.transposed and square
         self.operand = operand.row_wise if self.transposed else operand
-        self.key: FormKey = (self.operand.source, backend.name, dtype)
+        shares_scale = spec is not None and has_tensor_amax(spec.requantises or spec)
+        self.fused = fused if shares_scale else ()
+        self.key: FormKey = (self.operand.source, backend.name, dtype, self.fused)
         self.of_transpose = self.operand.transposed
         self.number = self.operand.random_operand
         self.pair: PairedForm | None = None
@@ -94,12 +95,9 @@ class WeightForm:
         place = shard or WHOLE
         self.start = place.starts("w")[:: -1 if self.of_transpose else 1]
         self.amax_ranks, self.rounding_ranks = place.amax_and_rounding_ranks(self.operand)
-        self.fused: tuple[str, ...] = ()
         self.earlier_amax = spec is not None and spec.earlier_amax
         if spec is None:
             return
-        if has_tensor_amax(spec.requantises or spec):
-            self.fused = fused
         self.plain = replace(spec, requantises=None)
         plain = quantizer(self.plain, device)
         self.quantizer = plain if self.rounding_ranks else quantizer(spec, device)

@@ -53,7 +53,8 @@ class PreparedWeights:
         self._parts: dict[Hashable, PreparedWeights] = {}
         self._step: RunStep | None = None
         self._of: weakref.ref[Tensor] | None = None
-        self._version: tuple[int, ...] = ()
+        self._version = -1
+        self._fused_versions: tuple[int, ...] = ()
         self._forms: list[tuple[FormKey, Prepared]] = []
         self._amax: Tensor | None = None
         self._amaxes: dict[object, Tensor] = {}
@@ -76,42 +77,32 @@ class PreparedWeights:
         w_NK: Tensor,
         form: WeightForm,
         call: LayerCall,
-        group: Tensor | None = None,
-        rounded: bool = False,
+        group_amax: Tensor | None = None,
+        is_rounded: bool = False,
     ) -> Prepared:
         """The weight in the given form, cached within a step.
 
         Args:
-            group: the amax that fused weights share; None: it is measured here where `form.fused`
-                names them.
-            rounded: whether w is what `form.spec.requantises` gave.
+            group_amax: the amax that fused weights share; None: it is measured here where
+                `form.fused` names them.
+            is_rounded: whether w is what `form.spec.requantises` gave.
         """
         if isinstance(w_NK, Gathered):
             return self._of_gathered(w_NK, form, call)
         parameter = w_NK if call.parameter is None else call.parameter
         if call.position.step != self._step:
             self._begin(call)
-        fused = (
-            call.fused.of(form.fused, call.member)
-            if form.fused and group is None and not rounded
-            else ()
-        )
-        version: tuple[int, ...] = ()
-        # no comprehension, which is one more call of Python's
-        for weight in (parameter, *fused):
-            version += (0 if weight.is_inference() else weight._version,)
+        version = 0 if parameter.is_inference() else parameter._version
         seen = None if self._of is None else self._of()
         if seen is not parameter or version != self._version:
             same = type(seen) is type(parameter) and version == self._version and parameter is w_NK
             if seen is None or not same or not seen.is_set_to(parameter):
-                self._forms.clear()
-                self._amaxes.clear()
-                self._amax = None
+                self._clear()
             forms = self._forms
             self._of = weakref.ref(parameter, lambda _: forms.clear())
             self._version = version
-        if fused:
-            group = self._group_amax(fused, form)
+        if form.fused and group_amax is None and not is_rounded:
+            group_amax = self._group_amax(call.fused.of(form.fused, call.member), form)
         prepared = None
         for key, kept_form in self._forms:
             if key == form.key:
@@ -120,16 +111,21 @@ class PreparedWeights:
         pair = None
         if prepared is None and self.keep and call.gradients.x is not None:
             pair = form.pair
-        amax = newest = None
+        amax = history_entry = None
         if form.earlier_amax:
             amax = self._amax
             if amax is None or not self._entered:
-                later = pair is not None and pair.quantizer.joins
-                amax, newest = self.delayed_amax(
-                    w_NK, form.quantizer, call, later=later, over=form.amax_ranks
+                amax, history_entry = self.delayed_amax(
+                    w_NK,
+                    form.quantizer,
+                    call,
+                    kernel_enters_amax=pair is not None and pair.quantizer.joins,
+                    ranks=form.amax_ranks,
                 )
         if prepared is None:
-            prepared = self._prepare(w_NK.detach(), form, call, amax, group, rounded, pair, newest)
+            prepared = self._prepare(
+                w_NK.detach(), form, call, amax, group_amax, is_rounded, pair, history_entry
+            )
             if isinstance(prepared, Quantized) and form.tiles:
                 prepared = to_torch(prepared)
             if self.keep:
@@ -146,21 +142,26 @@ class PreparedWeights:
         if (sent := source.prepared(form, call)) is not None:
             return sent
         codes = form.operand.source
-        group = source.fused_amax(call) if form.fused else None
+        group_amax = source.fused_amax(call) if form.fused else None
         values = None
         if isinstance(codes, Requantised) and form.of_transpose:
             values = source.rounded(codes.of, call)
         if values is not None:
-            return self.prepared(values, form, call, group, rounded=True)
-        return self.prepared(source.values(w_NK.dtype), form, call, group)
+            return self.prepared(values, form, call, group_amax, is_rounded=True)
+        return self.prepared(source.values(w_NK.dtype), form, call, group_amax)
 
     def _begin(self, call: LayerCall) -> None:
         """Forget what belongs to another step than that of `call`."""
         self._step = call.position.step
+        self._clear()
+        self._entered = False
+
+    def _clear(self) -> None:
+        """Forget the forms and what was measured for them."""
         self._forms.clear()
         self._amaxes.clear()
         self._amax = None
-        self._entered = False
+        self._fused_versions = ()
 
     def _prepare(
         self,
@@ -168,15 +169,17 @@ class PreparedWeights:
         form: WeightForm,
         call: LayerCall,
         amax: Tensor | None,
-        group: Tensor | None,
-        rounded: bool,
+        group_amax: Tensor | None,
+        is_rounded: bool,
         pair: PairedForm | None,
-        newest: Tensor | None,
+        history_entry: Tensor | None,
     ) -> Prepared:
-        """The weight in the given form; `group` and `rounded` as for `prepared`.
+        """The weight in the given form; `group_amax` and `is_rounded` as for `prepared`.
 
         Args:
-            pair: maker of the transposed form with it, for backward; `newest` is its.
+            pair: maker of the transposed form with it, for backward.
+            history_entry: the newest entry of the amax history, which `pair` makes the larger of
+                itself and the weight's own amax.
         """
         spec = form.spec
         w = w_NK.T if form.of_transpose else w_NK
@@ -185,7 +188,7 @@ class PreparedWeights:
                 return turned(kept_form)
             if kept_key == form.rounded_from and isinstance(kept_form, Decoded):
                 w = kept_form.rounded().T
-                rounded = True
+                is_rounded = True
         # high precision uses the recipe's dtype; otherwise the master weight is quantised
         if spec is None:
             return Decoded(w.to(form.dtype), None)
@@ -193,24 +196,26 @@ class PreparedWeights:
         if spec.random:
             key = call.position.key(call.layer_key, form.number, *form.start)
         source = form.operand.source
-        rounds_first = form.rounds_first or (group is not None and spec.requantises is not None)
-        if rounds_first and not rounded:
-            if group is None:
+        rounds_first = form.rounds_first
+        if group_amax is not None and spec.requantises is not None:
+            rounds_first = True
+        if rounds_first and not is_rounded:
+            if group_amax is None:
                 assert isinstance(source, Requantised)
-                group = self._amax_over_ranks(w.T, source.of, form.rounding_ranks)
-            w = requantised(w, spec, group)
-            rounded = True
-            group = None
-        if group is not None and not rounded:
-            amax = group
+                group_amax = self._amax_over_ranks(w.T, source.of, form.rounding_ranks)
+            w = requantised(w, spec, group_amax)
+            is_rounded = True
+            group_amax = None
+        if group_amax is not None and not is_rounded:
+            amax = group_amax
         elif form.amax_ranks and amax is None:
             assert isinstance(source, Own | Requantised)
             amax = self._amax_over_ranks(w, source, form.amax_ranks, key)
         if pair is not None:
-            prepared, other = pair.quantizer(w, None, amax, None, amax, newest)
+            prepared, other = pair.quantizer(w, None, amax, None, amax, history_entry)
             self._forms.append((pair.key, other))
             return prepared
-        return (form.make_of_rounded if rounded else form.make)(w, key, amax)
+        return (form.make_of_rounded if is_rounded else form.make)(w, key, amax)
 
     def _amax_over_ranks(
         self,
@@ -229,8 +234,16 @@ class PreparedWeights:
 
     def _group_amax(self, weights: Sequence[Tensor], form: WeightForm) -> Tensor:
         """The largest amax of fused weights, whichever of their specs it is for: all take it of the
-        tensor as it is.
+        tensor as it is. Where one of the weights was written, the forms that have its amax are
+        forgotten; forms in high precision have none, and count no versions.
         """
+        versions: tuple[int, ...] = ()
+        # no comprehension, which is one more call of Python's
+        for weight in weights:
+            versions += (0 if weight.is_inference() else weight._version,)
+        if self._fused_versions and versions != self._fused_versions:
+            self._clear()
+        self._fused_versions = versions
         if "fused" not in self._amaxes:
             assert form.spec is not None
             spec = form.spec
@@ -250,22 +263,28 @@ class PreparedWeights:
         quantizer: Quantizer,
         call: LayerCall,
         *,
-        later: bool = False,
-        over: Sequence[Ranks] = (),
+        kernel_enters_amax: bool = False,
+        ranks: Sequence[Ranks] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """`DelayedScaling.amax` of the weight; its own enters the history once per step, at its
         first call in training.
 
         Args:
             w_NK: the weight, or its amax (0-d).
-            later, over: see `DelayedScaling.amax`.
+            kernel_enters_amax, ranks: see `DelayedScaling.amax`.
         """
         if call.position.step != self._step:
             self._begin(call)
         if (enter := call.training and not self._entered) or self._amax is None:
             assert call.scaling is not None
             amaxes = call.scaling.amax(
-                "w", quantizer, w_NK, enter=enter, step=call.position.step, later=later, over=over
+                "w",
+                quantizer,
+                w_NK,
+                enter=enter,
+                step=call.position.step,
+                kernel_enters_amax=kernel_enters_amax,
+                ranks=ranks,
             )
             self._amax = amaxes[0]
             self._entered = self._entered or enter

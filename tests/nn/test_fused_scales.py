@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.nn import Linear
+from fp4train.nn.weights import PreparedWeights
 from fp4train.parameters import ParameterSpec
 from fp4train.precision import NVFP4, FP8Current, Recipe
 from fp4train.precision.recipes.quartet import QuartetII
@@ -184,3 +185,28 @@ def test_a_group_stays_one_when_a_model_is_converted_again() -> None:
     layer = model[0].gate
     assert isinstance(layer, Linear) and layer.layer.fused == ("0.gate", "0.up")
     assert torch.equal(*(result(each, NVFP4(fused_scales=True))[0] for each in (model[0], pair())))
+
+
+def test_forms_without_the_shared_scale_leave_those_with_it_to_the_next_microbatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """dgrad in high precision takes a form of the weight that has no amax of the group."""
+    made: list[Any] = []
+    real = PreparedWeights._prepare
+
+    def counted(forms: PreparedWeights, w: Tensor, form: Any, *arguments: Any) -> Any:
+        made.append(form.key)
+        return real(forms, w, form, *arguments)
+
+    monkeypatch.setattr(PreparedWeights, "_prepare", counted)
+    model = pair()
+    mixed = NVFP4(fused_scales=True, high_precision=("dgrad",))
+    first_microbatch = result(model, mixed)
+    assert len(made) == 4, "a form for fprop and one for dgrad, of two weights"
+    assert same(result(model, mixed), first_microbatch)
+    assert len(made) == 4
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    written = result(model, mixed)
+    monkeypatch.undo()
+    assert same(written, result(copy.deepcopy(model), mixed))

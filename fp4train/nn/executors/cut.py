@@ -28,8 +28,8 @@ from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import EAGER, Gradients, Saved
-from fp4train.nn.executors.gemms import Gemms, Prepare, PreparedPair
+from fp4train.nn.engine import EAGER, CodesOf, Gradients, PreparedPair, Saved
+from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import Ranks, local
 from fp4train.quantize import Quantized, QuantSpec, quantizer, why_not_cut
@@ -118,15 +118,15 @@ class CutGemms(Gemms):
         w_NK: Tensor,
         bias_N: Tensor | None,
         call: LayerCall,
-        prepare: Prepare | None = None,
+        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
         of_rank = x_MK = x_MK.to(self.dtype)
         if self.cut == "out" and self.sequence:
             if self._sends_codes(x_MK.shape[0]):
-                prepare = self._send_x
+                codes_of = self._send_x
             else:
                 x_MK = self._gathered(x_MK, call.shared)
-        y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, prepare)
+        y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, codes_of)
         if self.keeps_x and call.gradients.w is not None:
             saved = saved[0], of_rank
         return y_MN, saved
@@ -189,22 +189,22 @@ class CutGemms(Gemms):
         saved: Saved,
         call: LayerCall,
         total: Tensor | None = None,
-        prepare: Prepare | None = None,
+        codes_of: CodesOf | None = None,
     ) -> Gradients:
         dy = dy_MN.to(self.dtype)
         w_NK, x = saved
         if self.sequence and self.cut == "in":
             if self._sends_codes(dy.shape[0]):
-                prepare = self._send_dy
+                codes_of = self._send_dy
             else:
                 dy = self.ranks.gather_rows(dy)
         elif self.sequence and isinstance(x, Tensor):
             x = self.ranks.gather_rows(x)
         elif isinstance(x, Quantized) and self._keeps_own(len(dy)):
             x = gathered(x, self.ranks, along_tokens=not self.x.row_serves_both)
-        dx_MK, dw_NK, dbias_N = super().backward(dy, (w_NK, x), call, total, prepare)
+        dx_MK, dw_NK, dbias_N = super().backward(dy, (w_NK, x), call, total, codes_of)
         # of this rank's tokens; added in float32 and rounded once
-        if prepare is not None and dbias_N is not None:
+        if codes_of is not None and dbias_N is not None:
             dbias_N = self.ranks.sum(dy.sum(0, dtype=torch.float32)).to(dbias_N.dtype)
         return dx_MK, dw_NK, dbias_N
 

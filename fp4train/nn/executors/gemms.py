@@ -19,7 +19,6 @@ precision. Then the codes of fprop are what is saved of x, and made again of w:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,17 +26,20 @@ from torch import Tensor
 
 from fp4train.backends import BACKENDS, Prepared
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import CompiledRoute, Gradients, ProductExecutor, Saved, adds
+from fp4train.nn.engine import (
+    CodesOf,
+    CompiledRoute,
+    Gradients,
+    ProductExecutor,
+    Saved,
+    adds,
+)
 from fp4train.nn.held_amaxes import HeldAmaxes
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Hadamard, High, Quantized, ValuesOf, quantizer
-
-PreparedPair = tuple[Prepared | None, Prepared | None]
-"""The row-wise and the column-wise form of x or dy; None for what is not asked for."""
-Prepare = Callable[[Tensor, LayerCall, bool, bool], PreparedPair]
 
 
 def tensor_of(prepared: Prepared, dtype: torch.dtype) -> Tensor:
@@ -124,7 +126,7 @@ class Gemms(ProductExecutor):
         w_NK: Tensor,
         bias_N: Tensor | None,
         call: LayerCall,
-        prepare: Prepare | None = None,
+        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
         """(y [M, N] in `y_dtype`, the weight and a form of x).
 
@@ -133,7 +135,7 @@ class Gemms(ProductExecutor):
         tensor, so that its memory is not reused meanwhile.
 
         Args:
-            prepare: function that makes both forms of x; None: `TensorForms.prepare`.
+            codes_of: function that makes both forms of x; None: `TensorForms.prepare`.
         """
         # Tensor.to takes a microsecond where nothing is to be done.
         if x_MK.dtype is not self.dtype:
@@ -156,7 +158,7 @@ class Gemms(ProductExecutor):
             ):
                 forms = seen[3]
         if forms is None:
-            forms = (prepare or self.x.prepare)(x_MK, call, True, keeps_codes)
+            forms = (codes_of or self.x.prepare)(x_MK, call, True, keeps_codes)
             if shared is not None:
                 shared["input"] = (wants, x_MK._version, x_MK, forms)
         b = call.weights.prepared(w_NK, self.w_row, call)
@@ -170,12 +172,12 @@ class Gemms(ProductExecutor):
         saved: Saved,
         call: LayerCall,
         total: Tensor | None = None,
-        prepare: Prepare | None = None,
+        codes_of: CodesOf | None = None,
     ) -> Gradients:
         """See `ProductExecutor.backward`.
 
         Args:
-            prepare: function that makes both forms of dy; None: `TensorForms.prepare`.
+            codes_of: function that makes both forms of dy; None: `TensorForms.prepare`.
         """
         w_NK, x = saved
         if dy_MN.dtype is self.dtype:
@@ -184,7 +186,7 @@ class Gemms(ProductExecutor):
             dy = dy_MN.to(self.dtype)
         gradients = call.gradients
         dx_MK = dw_NK = dbias_N = None
-        row, column = (prepare or self.dy.prepare)(
+        row, column = (codes_of or self.dy.prepare)(
             dy, call, gradients.x is not None, gradients.w is not None
         )
         if row is not None:

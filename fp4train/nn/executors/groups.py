@@ -24,7 +24,14 @@ from torch import Tensor
 from fp4train.backends import ExpertKernels
 from fp4train.backends.grouped import Products
 from fp4train.nn.call import GroupCall
-from fp4train.nn.engine import Executor, Gradients, GradientSum, ProductExecutor, Saved
+from fp4train.nn.engine import (
+    CodesOf,
+    Executor,
+    Gradients,
+    GradientSum,
+    ProductExecutor,
+    Saved,
+)
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.precision.layer_plan import LayerPlan
 
@@ -63,7 +70,12 @@ class GroupGemms(ProductExecutor):
         return super().__call__(x_MK.to(self.dtype), w, bias, call)
 
     def forward(
-        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: GroupCall
+        self,
+        x_MK: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        call: GroupCall,
+        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
         y_MN = x_MK.new_empty(x_MK.shape[0], w.shape[1])
         y_MN[sum(call.counts) :] = 0
@@ -79,7 +91,12 @@ class GroupGemms(ProductExecutor):
         return y_MN, saved
 
     def backward(
-        self, dy_MN: Tensor, saved: Saved, call: GroupCall, total: Tensor | None = None
+        self,
+        dy_MN: Tensor,
+        saved: Saved,
+        call: GroupCall,
+        total: Tensor | None = None,
+        codes_of: CodesOf | None = None,
     ) -> Gradients:
         w, *forms = saved
         experts, out_features, in_features = call.shape

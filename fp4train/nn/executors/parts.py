@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import Executor, Gradients, ProductExecutor, Saved
+from fp4train.nn.engine import CodesOf, Executor, Gradients, ProductExecutor, Saved
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.gathered import values_of
 from fp4train.nn.layer_shard import WHOLE
@@ -160,7 +160,12 @@ class SplitGemms(ProductExecutor):
         call.parts = tuple(parts)
 
     def forward(
-        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall
+        self,
+        x_MK: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        call: LayerCall,
+        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
         terms = []
         values = values_of(w, w.dtype)
@@ -179,7 +184,12 @@ class SplitGemms(ProductExecutor):
         return y_MN.to(self.dtype), saved
 
     def backward(
-        self, dy_MN: Tensor, saved: Saved, call: LayerCall, total: Tensor | None = None
+        self,
+        dy_MN: Tensor,
+        saved: Saved,
+        call: LayerCall,
+        total: Tensor | None = None,
+        codes_of: CodesOf | None = None,
     ) -> Gradients:
         w, *forms = saved
         values = values_of(w, w.dtype) if isinstance(w, Tensor) else None

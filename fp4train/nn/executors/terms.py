@@ -28,8 +28,8 @@ from torch import Tensor
 
 from fp4train.backends import Prepared
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import EAGER, Gradients, Saved
-from fp4train.nn.executors.gemms import Gemms, Prepare, tensor_of
+from fp4train.nn.engine import EAGER, CodesOf, Gradients, Saved
+from fp4train.nn.executors.gemms import Gemms, tensor_of
 from fp4train.nn.gathered import values_of
 from fp4train.nn.operands import TensorForms
 from fp4train.precision.terms import Residual
@@ -79,7 +79,7 @@ class TermGemms(Gemms):
         w_NK: Tensor,
         bias_N: Tensor | None,
         call: LayerCall,
-        prepare: Prepare | None = None,
+        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
         """As `Gemms.forward`; the mean of x is saved too."""
         x_MK = x_MK.to(self.dtype)
@@ -112,7 +112,7 @@ class TermGemms(Gemms):
         saved: Saved,
         call: LayerCall,
         total: Tensor | None = None,
-        prepare: Prepare | None = None,
+        codes_of: CodesOf | None = None,
     ) -> Gradients:
         w_NK, x, mean_K = saved
         dy = dy_MN.to(self.dtype)

@@ -31,6 +31,7 @@ from fp4train.backends.protocol import CodePair
 from fp4train.backends.table import FORMS
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import (
+    CodesOf,
     CompiledRoute,
     Executor,
     Gradients,
@@ -82,7 +83,12 @@ class TorchLayer(ProductExecutor):
         return super().__call__(x_MK.to(self.dtype), w, bias_N, call)
 
     def forward(
-        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall
+        self,
+        x_MK: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        call: LayerCall,
+        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
         """(y [M, N] in the dtype of x, the weight and x).
 
@@ -94,7 +100,12 @@ class TorchLayer(ProductExecutor):
         return y_MN, (None if call.gradients.x is None else w, x_MK)
 
     def backward(
-        self, dy_MN: Tensor, saved: Saved, call: LayerCall, total: Tensor | None = None
+        self,
+        dy_MN: Tensor,
+        saved: Saved,
+        call: LayerCall,
+        total: Tensor | None = None,
+        codes_of: CodesOf | None = None,
     ) -> Gradients:
         """See `ProductExecutor.backward`; dw may be a float32 product."""
         w, x_MK = saved
@@ -233,9 +244,8 @@ class BackendLayer(Executor):
         added to).
 
         That is the gradient of a parameter, gathered ones included: 8 bytes per weight and
-            microbatch. What is no
-        parameter (a transposed one), or is to be added by autograd, gets zeros, which autograd adds
-        to the parameter's after the GEMM: 4 + 8 + 12.
+        microbatch. What is no parameter (a transposed one), or is to be added by autograd, gets
+        zeros, which autograd adds to the parameter's after the GEMM: 4 + 8 + 12.
 
         Args:
             values: whether they read its values.
