@@ -25,6 +25,7 @@ from typing import Any
 from fp4train import __version__
 from fp4train.formats import E2M1, E4M3
 from fp4train.quantize import QuantSpec
+from fp4train.quantize.outer import describe_global
 from fp4train.quantize.scaling import element_range
 
 HIGH = "high precision"
@@ -202,7 +203,7 @@ def kind_of(spec: QuantSpec | None) -> str:
             return names[rows, columns]
     scale = f"{spec.scale} scales"
     if spec.global_scale:
-        scale += f" under one per {spec.global_scale}"
+        scale += f" under {describe_global(spec.global_scale)}"
     raise ValueError(
         f"is {spec.element} in blocks {spec.block} with {scale}, which is none of their formats"
     )

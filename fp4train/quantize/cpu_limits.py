@@ -2,14 +2,24 @@
 gives the reason.
 """
 
+from typing import Final
+
 from fp4train.kernels import cpu
 from fp4train.quantize.rotation import Transform
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard
 
+_GLOBAL_SCALES: Final = (None, "tensor", "row", "block", "macro")
+"""The names of scales above block scales that the kernels know."""
+
 
 def why_not_outer(spec: QuantSpec) -> str | None:
     """Why the kernels have no scales above block scales as those of `spec`, or None."""
+    if not isinstance(spec.global_scale, tuple) and spec.global_scale not in _GLOBAL_SCALES:
+        return (
+            f"global_scale={spec.global_scale!r} has no C kernel (known: "
+            f"{', '.join(map(str, _GLOBAL_SCALES))} and tiles)"
+        )
     if spec.outer is not None and not _is_known_tile(spec.outer):
         return (
             f"global_scale={spec.global_scale!r} has no C kernel: tiles have {cpu.OUTER_COLUMNS} "

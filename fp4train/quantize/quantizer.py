@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp4train.formats import LevelledScale
 from fp4train.quantize import reference
 from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.random import RandomKey
@@ -182,6 +183,10 @@ def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
     Leading dimensions are rows. Quantising the result again gives the same values to the precision
     of x's dtype (with a Hadamard transform: to that of its BF16 rounding), so a product of such
     tensors shows no quantisation error. With delayed scaling the tensor's own amax is used.
+
+    Raises:
+        ValueError: the transform is drawn anew in each step, or rounding moves the scales: those of
+            macro-blocks, of HiF4, and of powers of two with a guard.
     """
     if spec.rounding == "eden" or (
         isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step"
@@ -189,10 +194,11 @@ def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
         raise ValueError(
             f"{spec}: its transform is drawn anew in each step, so no values stay representable"
         )
-    if spec.global_scale == "macro":
+    levelled = isinstance(spec.scale_format, LevelledScale)
+    if levelled or spec.global_scale == "macro" or spec.product_factor is not None:
         raise ValueError(
-            f"{spec}: the mantissa of a macro-block follows its amax, which rounding changes, so no "
-            "values stay representable; use global_scale=None"
+            f"{spec}: its scales follow an amax that rounding changes, so no values stay "
+            "representable"
         )
     spec = replace(spec, rounding="nearest", delayed=None, requantises=None)
     cols = x.shape[-1] if x.ndim else 1

@@ -24,6 +24,7 @@ from typing import Final
 from fp4train.formats import (
     E2M1,
     SCALE_FORMATS,
+    AdaptiveScale,
     ElementFormat,
     ScaleFormat,
     get_format,
@@ -84,20 +85,21 @@ class QuantSpec:
         spec holds the format itself, so that specs of formats that share a name differ.
     block: (rows, cols) that share a scale; None is the whole extent: (1, None) per row, (None,
         None) per tensor.
-    scale: e4m3 and if4 (need a global scale), hif4, e8m0, ue5m3 (largest 114688) or ue5m3_ieee (largest 61440),
-        fp32, pow2 (a float32 power of two), or one of a plugin.
+    scale: e4m3 and if4 (need a global scale), hif4, e8m0, ue5m3 (largest 114688) or ue5m3_ieee
+        (largest 61440), fp32, pow2 (a float32 power of two), or one of a plugin.
     scale_rounding: how the E8M0 exponent is rounded; None for other scales. rceil (the default)
         never clips.
-    global_scale: the second, float32 level above block scales of E4M3 or UE5M3, for the tensor, each
-        row, "block" (128 columns of a row) or a tile (rows, columns); "macro": the mantissa above
-        E8M0 block scales. See `outer.py`.
+    global_scale: the second, float32 level above block scales of E4M3 or UE5M3, for the tensor,
+        each row, "block" (128 columns of a row) or a tile (rows, columns); "macro": the mantissa
+        above E8M0 block scales. See `outer.py`.
     global_bound: the largest block scale in use. 256 leaves room for four-over-six; of UE5M3 any
         up to its largest value.
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then
         rounded to E4M3.
     rounding: nearest; nearest_away (ties away from zero); stochastic, or stochastic_1 to
-        stochastic_15 with so many random bits; or eden: elements to nearest after a random Hadamard transform,
-        with corrected block scales rounded stochastically (see `rounding.py`); or one of a plugin.
+        stochastic_15 with so many random bits; or eden: elements to nearest after a random Hadamard
+        transform, with corrected block scales rounded stochastically (see `rounding.py`); or one of
+        a plugin.
         Those that draw random bits need a RandomKey when quantising.
     hadamard: transform along the blocked axis before the amax; another orthogonal one (a Rotation,
         or a Transform of a plugin) can replace it.
@@ -190,10 +192,12 @@ class QuantSpec:
         fmt = self.scale_format
         if self.global_scale is None and fmt.needs_global:
             binades = round(math.log2(fmt.max / fmt.smallest))
+            levels = "'tensor' or 'row'"
+            if not isinstance(fmt, AdaptiveScale):
+                levels = "'tensor', 'row', 'block' or a tile, (rows, columns)"
             raise ValueError(
                 f"global_scale=None: scale={fmt.name!r} covers {binades} binades only and "
-                "needs 'tensor', "
-                "'row' or 'block'"
+                f"needs {levels}"
             )
         if self.global_scale == "macro":
             if not fmt.roundings or self.guard != 1.0:
@@ -201,6 +205,11 @@ class QuantSpec:
                 raise ValueError(
                     f"global_scale='macro': scale={fmt.name!r} with guard={self.guard!r}: a "
                     f"mantissa lies above powers of two, {having}, with guard=1.0"
+                )
+            if self.global_bound != 448.0:
+                raise ValueError(
+                    f"global_bound={self.global_bound!r}: the mantissas of global_scale='macro' "
+                    "bound no block scales; leave 448"
                 )
         elif fmt.takes_global and self.global_scale is not None:
             self._check_bound(fmt)
@@ -238,7 +247,9 @@ class QuantSpec:
             raise ValueError(f"scale={self.scale!r}: {reason}")
         if self.four_over_six is not None:
             if not self.scale_format.needs_global or self.format != E2M1:
-                having = _scales(lambda fmt: fmt.needs_global)
+                having = _scales(
+                    lambda fmt: fmt.needs_global and not isinstance(fmt, AdaptiveScale)
+                )
                 raise ValueError(
                     f"four_over_six={self.four_over_six!r}: needs element='e2m1' and {having}"
                 )
@@ -261,8 +272,8 @@ class QuantSpec:
         if self.guard != 1.0 and not self._can_clip:
             if self.scale_format.roundings:
                 raise ValueError(
-                    f"guard={self.guard!r}: scale_rounding={self.scale_rounding!r} never clips; use "
-                    "1.0, or scale_rounding='floor' or 'even'"
+                    f"guard={self.guard!r}: scale_rounding={self.scale_rounding!r} never clips; "
+                    "use 1.0, or scale_rounding='floor' or 'even'"
                 )
             having = _scales(lambda fmt: fmt.takes_global)
             raise ValueError(

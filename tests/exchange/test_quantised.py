@@ -304,7 +304,7 @@ def test_both_configurations_of_modelopt_name_the_format_and_what_is_kept(
         (
             ("recipe=tetrajet_v2",),
             "compressed-tensors",
-            "the weight is e2m1 in blocks .* under one per block",
+            "the weight is e2m1 in blocks .* under FP32 1×128",
         ),
         (
             ("recipe=tetrajet_v2_outliers", "recipe.outliers.multiple=8"),

@@ -216,13 +216,16 @@ def test_bytes_count_a_float_per_tile_and_a_byte_per_mantissa() -> None:
     )
 
 
-def test_representable_values_stay_but_under_mantissas_which_move() -> None:
+def test_representable_values_stay_but_under_scales_which_move() -> None:
     x = torch.randn(128, 256, generator=torch.Generator().manual_seed(9))
     for spec in (TILES, SQUARE, ROWS):
         y = cast_to_representable(x, spec)
         torch.testing.assert_close(cast_to_representable(y, spec), y, rtol=1e-6, atol=0)
-    with pytest.raises(ValueError, match="the mantissa of a macro-block follows its amax"):
-        cast_to_representable(x, MACRO)
+    hif4 = QuantSpec(element="e1m2", block=(1, 64), scale="hif4", global_scale=None)
+    guarded = replace(MACRO, global_scale=None, scale_rounding="even", guard=0.75)
+    for spec in (MACRO, hif4, guarded):
+        with pytest.raises(ValueError, match="its scales follow an amax that rounding changes"):
+            cast_to_representable(x, spec)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +245,14 @@ def test_representable_values_stay_but_under_mantissas_which_move() -> None:
             "scale='e8m0' spans the whole range; use None",
         ),
         ({"global_scale": "macro"}, "scale='e4m3' with guard=1.0: a mantissa lies above powers"),
+        (
+            {"global_scale": "macro", "scale": "e8m0", "block": (1, 32), "global_bound": 256},
+            "global_bound=256: the mantissas of global_scale='macro' bound no block scales",
+        ),
+        (
+            {"global_scale": None},
+            "needs 'tensor', 'row', 'block' or a tile, (rows, columns)",
+        ),
         (
             {"global_scale": "macro", "scale": "e8m0", "block": (1, 48)},
             "does not divide an outer block of 128",

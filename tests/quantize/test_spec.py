@@ -77,6 +77,7 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
             "under a global_scale has one; leave 448",
         ),
         ({"scale": "ue5m3", "four_over_six": "mse"}, "needs element='e2m1' and scale='e4m3'"),
+        ({"scale": "if4", "global_scale": None}, "binades only and needs 'tensor' or 'row'"),
         (
             {"scale": "ue5m3", "global_scale": None, "block": (1, None)},
             "scale='ue5m3' is a block scale",
@@ -86,6 +87,12 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
 def test_an_impossible_spec_names_the_field(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         QuantSpec(**fields)
+
+
+def test_four_over_six_recommends_no_scale_that_refuses_it() -> None:
+    with pytest.raises(ValueError, match="four_over_six") as refused:
+        QuantSpec(scale="ue5m3", four_over_six="mse")
+    assert "if4" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
