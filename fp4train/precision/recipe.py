@@ -280,7 +280,7 @@ class Recipe:
     def why_emulated(self) -> str | None:
         """Why only emulation and the reference run it; None: other backends may."""
         if self.outliers is None:
-            return self.terms.why_emulated
+            return self.terms.why_emulated(self.dtype)
         return "outlier channels are multiplied apart, which emulate and reference do"
 
     def operands(self) -> dict[str, Operands]:

@@ -65,15 +65,15 @@ class Residual:
             )
 
     def count(self, in_features: int) -> int:
-        """The number of in features that have a second term."""
-        return math.ceil(self.share * in_features - 1e-9)
+        """The number of in features that have a second term: at least one."""
+        return max(1, math.ceil(self.share * in_features - 1e-9))
 
     def elements(self, dtype: str) -> str:
         """The format of the second term, for tables: "E2M1", "BF16 of 10%"."""
         element = SHORT[dtype] if self.spec is None else self.spec.element.upper()
         if self.share == 1:
             return element
-        return f"{element} of {self.share:.0%}"
+        return f"{element} of {100 * self.share:.3g}%"
 
 
 def chosen(field: str, names: Sequence[str] | str, allowed: Sequence[str]) -> tuple[str, ...]:
@@ -133,10 +133,14 @@ def check_residual(
                 f"residual: fprop, {tensor}: hadamard={spec.hadamard}: its codes are those of a "
                 f"transformed {tensor}: use hadamard=None in fprop, or {instead}"
             )
-    if backward == "dequantised" or any(pair.dequantised for pair in operands.values()):
+    dequantised = [gemm for gemm, pair in operands.items() if pair.dequantised]
+    if backward == "dequantised" or dequantised:
+        quantised = "backward='quantised'"
+        if backward != "dequantised":
+            quantised = f"dequantised=false in {' and '.join(dequantised)}"
         raise ValueError(
             f"residual: {recipe} has a dequantised backward, which takes the values of one set of "
-            f"codes, and the operand is two: use backward='quantised', or {instead}"
+            f"codes, and the operand is two: use {quantised}, or {instead}"
         )
 
 
@@ -158,14 +162,15 @@ class Terms:
             options.append("recipe.residual=null")
         return " ".join(options)
 
-    @property
-    def why_emulated(self) -> str | None:
-        """Why only emulation and the reference multiply them; None: there are none."""
+    def why_emulated(self, dtype: str) -> str | None:
+        """Why only emulation and the reference multiply them, named as in `words`; None: there are
+        none.
+        """
         if not self:
             return None
         return (
-            "an operand of two terms, a mean or a residual, is a sum of products, which emulate "
-            f"and reference make ({self.instead} runs without)"
+            f"an operand of two terms ({', '.join(self.words(dtype))}) is a sum of products, which "
+            f"emulate and reference make ({self.instead} runs without)"
         )
 
     def check_apart(self, where: str) -> None:

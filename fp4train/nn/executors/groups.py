@@ -5,8 +5,8 @@ after the other.
 
 Each weight is multiplied as a layer of its own, so its amaxes, blocks and random bits are those of
 one. Rows are padded to whole blocks where they are quantised, weight by weight. A weight without
-rows is not prepared and not multiplied; under delayed scaling its call enters an amax of 0, so that
-all ranks have the same histories.
+rows is not prepared and not multiplied; under delayed scaling or held amaxes its call enters an amax
+of 0, so that all ranks have the same states.
 
 Products are made one by one, or in one call where the plan says so (`Gemm.grouped`); operands are
 the same, and are prepared one by one. The emulation has no such call: torch's grouped product of a

@@ -37,11 +37,13 @@ from fp4train.quantize import Decoded, Quantized, quantizer
 
 
 class CentredForms(NamedTuple):
-    """Both forms of x or dy, and the mean of its tokens, float32 [columns]."""
+    """Both forms of x or dy, and the mean of its tokens, float32 [columns]; None where no product
+    takes it.
+    """
 
     row: Prepared | None
     column: Prepared | None
-    mean: Tensor
+    mean: Tensor | None
 
 
 class TermGemms(Gemms):
@@ -49,6 +51,7 @@ class TermGemms(Gemms):
 
     Attributes:
         centres_x, centres_dy: whether the row-wise and the column-wise form are centred.
+        adds_means: whether wgrad adds M·ν·μᵀ, which takes the means of both tensors.
         residual: the second terms of fprop's operands; None: there are none.
     """
 
@@ -65,6 +68,7 @@ class TermGemms(Gemms):
             x_column = x and wgrad.second is not None
         self.centres_x = (x_row, x_column)
         self.centres_dy = (dy and dgrad.first is not None, dy and wgrad.first is not None)
+        self.adds_means = self.centres_x[1] or self.centres_dy[1]
         self.residual = recipe.residual if fprop.quantised else None
         self.route = EAGER  # the operator of compiled graphs saves one form of x
 
@@ -81,7 +85,12 @@ class TermGemms(Gemms):
         call: LayerCall,
         codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
-        """As `Gemms.forward`; the mean of x is saved too."""
+        """As `Gemms.forward`; the mean of x is saved too.
+
+        Args:
+            prepare: None: no norm or activation prepares the forms of what is left.
+        """
+        assert prepare is None
         x_MK = x_MK.to(self.dtype)
         gradients = call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
@@ -89,13 +98,13 @@ class TermGemms(Gemms):
         assert forms.row is not None
         w = call.weights.prepared(w_NK, self.w_row, call)
         y_MN = self.fprop.product(forms.row, w, out_dtype=torch.float32)
+        x_MK_coded = x_MK
         if self.centres_x[0]:
+            assert forms.mean is not None
             y_MN += self.fprop.product(as_row(forms.mean), w, out_dtype=torch.float32)
-        if self.residual is not None:
-            if self.centres_x[0]:
+            if self.residual is not None:
                 x_MK_coded = without_mean(x_MK, forms.mean)
-            else:
-                x_MK_coded = x_MK
+        if self.residual is not None:
             self._add_residuals(y_MN, self.residual, (x_MK_coded, forms.row), (w_NK, w))
         if bias_N is not None:
             y_MN += bias_N.to(self.dtype)
@@ -114,6 +123,7 @@ class TermGemms(Gemms):
         total: Tensor | None = None,
         codes_of: CodesOf | None = None,
     ) -> Gradients:
+        assert prepare is None
         w_NK, x, mean_K = saved
         dy = dy_MN.to(self.dtype)
         gradients = call.gradients
@@ -127,12 +137,14 @@ class TermGemms(Gemms):
                 w = Decoded(tensor_of(w, self.dtype).T, None)
             dx_MK = self.dgrad.product(forms.row, w, out_dtype=torch.float32)
             if self.centres_dy[0]:
+                assert forms.mean is not None
                 dx_MK += self.dgrad.product(as_row(forms.mean), w, out_dtype=torch.float32)
             dx_MK = dx_MK.to(self.dtype).to(gradients.x)
         if forms.column is not None:
-            assert x is not None and isinstance(mean_K, Tensor) and gradients.w is not None
+            assert x is not None and gradients.w is not None
             dw_NK = self.wgrad.product(forms.column, self._x_of_wgrad(x), out_dtype=torch.float32)
-            if self.centres_x[1] or self.centres_dy[1]:
+            if self.adds_means:
+                assert isinstance(mean_K, Tensor) and forms.mean is not None
                 dw_NK.addr_(forms.mean * dy.shape[0], mean_K)
             if total is None:
                 dw_NK = dw_NK.to(self.dw_dtype).to(gradients.w)
@@ -156,7 +168,7 @@ class TermGemms(Gemms):
         shared: dict[str, Any] | None = None
         if self.x.pure and not x_MK.is_inference():
             shared = call.shared
-        wants = (self.x.wants[keeps_codes], self.centres_x)
+        wants = (self.x.wants[keeps_codes], self.centres_x, self.adds_means)
         seen = None if shared is None else shared.get("terms")
         if seen is not None and seen[:2] == (wants, x_MK._version) and seen[2].is_set_to(x_MK):
             earlier: CentredForms = seen[3]
@@ -178,9 +190,12 @@ class TermGemms(Gemms):
         """The forms of x or dy that are asked for, each of the tensor without its mean or as it
         is.
         """
+        if not any(centres):
+            mean = mean_of(x_MK) if self.adds_means else None
+            return CentredForms(*forms.prepare(x_MK, call, row, column), mean)
         mean = mean_of(x_MK)
-        if centres[0] == centres[1]:
-            tensor = without_mean(x_MK, mean) if centres[0] else x_MK
+        if all(centres):
+            tensor = without_mean(x_MK, mean)
             return CentredForms(*forms.prepare(tensor, call, row, column), mean)
         centred = without_mean(x_MK, mean)
         of_rows, of_columns = (centred, x_MK) if centres[0] else (x_MK, centred)

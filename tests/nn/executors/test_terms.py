@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fp4train as f4
 from fp4train.backends import Operands
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Linear
+from fp4train.nn.executors import terms
 from fp4train.nn.experts import Experts
 from fp4train.precision import (
     MXFP4,
     MXFP8,
     NVFP4,
     Custom,
+    LayerPolicy,
+    LayerRecipe,
     Mixed,
     OutlierChannels,
     Recipe,
@@ -323,6 +327,68 @@ def test_a_residual_of_what_is_left_beside_the_mean() -> None:
     assert distance(y, (value(left) + rest) @ w.T + w @ mean.double()) < 3e-3
 
 
+def test_a_share_of_less_than_a_feature_is_one_feature_and_shown_as_it_is() -> None:
+    assert Residual(share=1e-12).count(K) == 1
+    assert Residual(share=0.1).elements("bfloat16") == "BF16 of 10%"
+    assert Residual(share=0.0025).elements("bfloat16") == "BF16 of 0.25%"
+
+
+def test_means_are_taken_only_where_a_tensor_is_centred(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(x_MK: Tensor) -> Tensor:
+        raise AssertionError("the mean of a tensor that is not centred")
+
+    monkeypatch.setattr(terms, "mean_of", refused)
+    x, dy = inputs()
+    trained(layer(), NVFP4(residual=Residual(share=0.1)), x, dy)
+
+
+class TwoReaders(nn.Module):
+    """Two layers that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(K, N, bias=False)
+        self.b = nn.Linear(K, N, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+def test_a_layer_that_needs_the_mean_of_x_takes_none_from_one_that_does_not() -> None:
+    """wgrad of `b`, whose dy is centred, adds the product of both means."""
+    x, dy = inputs()
+    centred = NVFP4(centred=("dy",), stochastic_rounding=False)
+    residual = replace(centred, centred=(), residual=Residual())
+    policy = LayerPolicy(last=0, recipes=[LayerRecipe(layers=["b"], recipe=centred)])
+    gradients = []
+    for recipe in (residual, centred):
+        torch.manual_seed(0)
+        module = f4.convert(TwoReaders())
+        with autocast(recipe, policy=policy, step=0):
+            y = module(x)
+        y.backward(dy)
+        gradients.append(module.b.weight.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("spec", [PLAIN, replace(PLAIN, held=4)], ids=["plain", "held"])
+def test_an_expert_without_tokens_does_no_harm_to_residuals(spec: QuantSpec) -> None:
+    """With held amaxes its products are made, of no rows."""
+    x, _ = inputs(mean=0.0)
+    torch.manual_seed(0)
+    experts = Experts(3, K, N)
+    operands = Operands(first=spec, second=spec)
+    residual = Residual(tensors=("x", "w"), spec=PLAIN, share=0.1)
+    recipe = Custom(fprop=operands, dgrad=operands, wgrad=operands, residual=residual)
+    leaf = x.clone().requires_grad_()
+    with autocast(recipe, step=0):
+        y = experts(leaf, [16, 0, 32])
+    y.float().square().sum().backward()
+    assert leaf.grad is not None and experts.weight.grad is not None
+    assert y.isfinite().all() and leaf.grad.isfinite().all()
+    assert experts.weight.grad.isfinite().all() and not experts.weight.grad[1].any()
+
+
 def test_a_product_in_high_precision_has_no_residual() -> None:
     x, dy = inputs(mean=0.0)
     recipe = replace(FOUR_BITS, residual=Residual(), high_precision=("fprop",))
@@ -371,7 +437,16 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a dequantised backward": (
         lambda: NVFP4(backward="dequantised", residual=Residual()),
         ValueError,
-        "takes the values of one set of codes",
+        "takes the values of one set of codes.*use backward='quantised'",
+    ),
+    "a product that is dequantised": (
+        lambda: Custom(
+            fprop=Operands(first=PLAIN, second=PLAIN),
+            dgrad=Operands(dequantised=True),
+            residual=Residual(),
+        ),
+        ValueError,
+        "use dequantised=false in dgrad, or use recipe.residual=null",
     ),
 }
 
@@ -388,8 +463,8 @@ def test_what_cannot_be_is_refused_by_name(
 @pytest.mark.parametrize(
     ("recipe", "instead"),
     [
-        (NVFP4(centred=("x",)), r"recipe.centred=\[\]"),
-        (NVFP4(residual=Residual()), "recipe.residual=null"),
+        (NVFP4(centred=("x",)), r"x centred.*recipe.centred=\[\]"),
+        (NVFP4(residual=Residual()), r"residual of x in BF16.*recipe.residual=null"),
     ],
     ids=["centred", "residual"],
 )
@@ -410,7 +485,9 @@ def test_layers_that_are_cut_are_refused_by_name(recipe: Recipe, cut: str) -> No
     place = Layer(
         name="blocks.0.up", in_features=K, out_features=N, block=0, blocks=1, cut=cut, parts=2
     )
-    with pytest.raises(ValueError, match=r"parallel\.tp cuts blocks\.0\.up: use parallel\.tp=1"):
+    (words,) = recipe.terms.words(recipe.dtype)
+    message = rf"{words} has operands.*parallel\.tp cuts blocks\.0\.up: use parallel\.tp=1"
+    with pytest.raises(ValueError, match=message):
         resolve(place, recipe, None, "auto", Device(type="cpu"))
 
 
