@@ -18,10 +18,11 @@ import fp4train as f4
 from fp4train import checkpoint
 from fp4train.config.binding import bind
 from fp4train.config.composition import named
-from fp4train.formats import get_scale_format
+from fp4train.formats import get_format, get_scale_format
 from fp4train.lab.studies.forks import open_checkpoint
 from fp4train.precision import Custom, LayerPolicy, Operands, Recipe
 from fp4train.quantize import Quantized, QuantSpec, RandomKey, quantize
+from fp4train.quantize.rounding import round_to_values
 from fp4train.run.evaluate import microbatch_losses
 from fp4train.run.record.directory import CHECKPOINTS
 
@@ -129,6 +130,23 @@ def qsnr_gap(first: QuantSpec, second: QuantSpec) -> Callable[[int], float]:
     def measure(seed: int) -> float:
         x = normal(seed)
         errors = [(values(x, spec) - x).square().mean().item() for spec in (first, second)]
+        return 10 * math.log10(errors[1] / errors[0])
+
+    return measure
+
+
+def qsnr_gap_bf16(columns: int) -> Callable[[int], float]:
+    """QSNR of E2M1 minus that of INT4 on N(0, 1), in dB, each with a scale amax / max per block that
+    is rounded to BF16.
+    """
+
+    def measure(seed: int) -> float:
+        x = normal(seed).reshape(-1, columns)
+        amax = x.abs().amax(1, keepdim=True)
+        errors = []
+        for fmt in (get_format("e2m1"), get_format("int4")):
+            scale = (amax / fmt.max).bfloat16().float()
+            errors.append((round_to_values(x / scale, fmt) * scale - x).square().mean().item())
         return 10 * math.log10(errors[1] / errors[0])
 
     return measure

@@ -3,7 +3,7 @@
     python scripts/rank_recipes.py [--runs runs] [--out FILE.md] [--cases CASE…] [--bases N] [--ledger]
         [words of `fp4train rank`]
 
-With --ledger the candidates are BF16, MXFP8 and every recipe of `fp4train recipes`.
+With --ledger the candidates are BF16, MXFP8 and the recipes of `fp4train recipes` but those of LEFT_OUT.
 
 A file that exists keeps its text; the sections of the cases that are ranked are replaced, or added at its end.
 
@@ -60,6 +60,11 @@ FORKS = {
 """Every layer of every block follows the recipe, without phases: what the format does, not what
 spares it.
 """
+LEFT_OUT = {
+    "tetrajet_v2_outliers": "its outlier channels are chosen from step 550 on, before which it is "
+    "tetrajet_v2 in every bit",
+}
+"""Recipes of the ledger that forks of these steps cannot tell from another, with the reason."""
 TRAINED_IN = ("nvfp4", "bf16")
 """The recipes of the base runs, by turns; the rest is the default run."""
 
@@ -119,6 +124,11 @@ loss in the recipe minus that of BF16, in nats per token. By `python scripts/ran
 What it shows: which formats cost how much on these checkpoints in {steps} steps. What it cannot show: techniques that
 matter at 12 B parameters and a trillion tokens are not told apart at this size, and what adds up over a long run is not
 seen in {steps} steps.
+"""
+OF_THE_LEDGER = """
+The candidates are the recipes of `fp4train recipes` ([docs/recipes.md](../docs/recipes.md)) by themselves: the words
+beside them there, layers that their papers keep and `oscillation.every`, are left out. Tensor scales that a recipe
+holds for 50 steps are measured once, in the first step of a fork. {left_out}.
 """
 
 
@@ -195,8 +205,9 @@ def prepare(case: Case, seed: int, runs: Path) -> Path:
 
 
 def of_the_ledger() -> list[str]:
-    """BF16, MXFP8 and the recipes of the ledger, each once."""
-    return list(dict.fromkeys(["bf16", "mxfp8", *(entry.recipe for entry in ledger())]))
+    """BF16, MXFP8 and the recipes of the ledger, each once, without those of `LEFT_OUT`."""
+    names = dict.fromkeys(["bf16", "mxfp8", *(entry.recipe for entry in ledger())])
+    return [name for name in names if name not in LEFT_OUT]
 
 
 def ranking(case: Case, bases: Sequence[str], options: Mapping[str, str]) -> list[str]:
@@ -273,6 +284,12 @@ def introduction(words: Sequence[str], given: Mapping[str, str]) -> str:
     )
 
 
+def introduction_of_the_ledger(words: Sequence[str], given: Mapping[str, str]) -> str:
+    """The same where the candidates are those of the ledger: what of it is not ranked, and why."""
+    left_out = "; ".join(f"{name} is left out: {reason}" for name, reason in LEFT_OUT.items())
+    return introduction(("--ledger", *words), given) + OF_THE_LEDGER.format(left_out=left_out)
+
+
 def with_section(text: str, new: str) -> str:
     """The file's text with a section in the place of the one of the same case, or at the end."""
     head, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
@@ -294,7 +311,8 @@ def main() -> None:
     given = dict(word.split("=", 1) for word in args.words)
     if args.ledger:
         given["recipe"] = ",".join(of_the_ledger())
-    text = args.out.read_text() if args.out.exists() else introduction(args.words, given)
+    begin = introduction_of_the_ledger if args.ledger else introduction
+    text = args.out.read_text() if args.out.exists() else begin(args.words, given)
     commands = []
     for case in (case for case in CASES if case.name in args.cases):
         seeds = range(args.bases or case.bases)

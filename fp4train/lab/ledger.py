@@ -37,7 +37,7 @@ class PublishedRecipe:
 
     Args:
         recipe: name of the file.
-        title: title of the paper, or the option of the program.
+        title: title of the paper, or what of the program is mirrored.
         arxiv: number of the paper; `url`: address of a source without one.
         mirrored, differs: what the file has of it, and what it has not, with the reason.
         kept: layers that the source keeps in other precision.
@@ -65,7 +65,7 @@ class PublishedRecipe:
 
     @property
     def source(self) -> str:
-        """Number of the paper, or the host and the owner of a program."""
+        """Number of the paper, or owner and repository of a program."""
         if self.arxiv is not None:
             return f"arXiv {self.arxiv}"
         return "/".join(self.link.split("/")[3:5])
@@ -93,11 +93,11 @@ def markdown(entries: Sequence[PublishedRecipe]) -> list[str]:
     ]
     for entry in entries:
         source = f"[{entry.title}]({entry.link}), {entry.year}"
-        options = "".join(f", `{word}`" for word in entry.words if not word.startswith("policy="))
-        policy = next((word for word in entry.words if word.startswith("policy=")), "")
+        options = "".join(f", `{word}`" for word in entry.words if not word.startswith("policy"))
+        policy = " ".join(word for word in entry.words if word.startswith("policy"))
         lines.append(
             f"| `{entry.recipe}`{options} | {source} | {entry.mirrored} | {entry.differs} | "
-            f"{entry.kept}: `{policy}` |"
+            f"{entry.kept}; `{policy}` here |"
         )
     lines += ["", "| recipe | figure | published | here |", "|---|---|---|---|"]
     for entry in entries:

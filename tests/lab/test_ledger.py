@@ -18,6 +18,7 @@ from fp4train.errors import UserError
 from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
 from fp4train.lab.studies.candidates import candidates, sweep_axes
 from fp4train.precision import BF16, LayerPolicy, Recipe
+from fp4train.precision.layers import Layer
 
 ENTRIES = ledger()
 RECIPES = list(dict.fromkeys(entry.recipe for entry in ENTRIES))
@@ -84,6 +85,40 @@ def test_policies_of_papers_keep_what_they_say() -> None:
     assert [entry.layers for entry in policy.recipes] == [("out_proj",)]
 
 
+def policy_of(entry: PublishedRecipe) -> LayerPolicy:
+    """The policy of an entry's command."""
+    config = plain(compose([f"recipe={entry.recipe}", *entry.words, "run.name=x"]))
+    return bind(config["policy"], LayerPolicy, "policy")
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "last"), [("if4", 24, 4), ("mfu_operands", 32, 0), ("chon", 24, 0)]
+)
+def test_words_of_an_entry_keep_as_many_blocks_as_it_says(
+    name: str, blocks: int, last: int
+) -> None:
+    (entry,) = (entry for entry in ENTRIES if entry.recipe == name)
+    assert policy_of(entry).count("last", blocks) == last
+
+
+def test_the_words_of_chon_keep_value_and_output_projections_of_the_default_model() -> None:
+    (entry,) = (entry for entry in ENTRIES if entry.recipe == "chon")
+    policy = policy_of(entry)
+    names = [f"blocks.0.attention.{name}" for name in ("wq", "wk", "wv", "wo")]
+    policy.check(names)
+    kept = [name for name in names if policy.why_kept(layer(name)) is not None]
+    assert kept == ["blocks.0.attention.wv", "blocks.0.attention.wo"]
+
+
+def layer(name: str) -> Layer:
+    return Layer(name=name, in_features=64, out_features=64, block=0, blocks=6)
+
+
+def test_each_paper_is_found_by_its_number() -> None:
+    numbers = {entry.arxiv for entry in ENTRIES}
+    assert {"2605.20402", "2606.19348"} <= numbers
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -107,3 +142,4 @@ def test_the_page_has_every_entry() -> None:
     for entry in ENTRIES:
         assert f"| `{entry.recipe}`" in page
         assert entry.link in page
+        assert f"{entry.kept}; `{' '.join(w for w in entry.words if 'policy' in w)}` here" in page

@@ -3,8 +3,18 @@
 import pytest
 from command_line import Cli, losses
 
-RESUMED = ("fp4_all_the_way", "mfu_operands", "deepseek_v4_qat", "ue5m3_fp4")
-"""Recipes with stochastic rounding of x, a format per product, codes that backward takes, and held scales."""
+RESUMED = (
+    "fp4_all_the_way",
+    "mfu_operands",
+    "deepseek_v4_qat",
+    "ue5m3_fp4",
+    "averis",
+    "chon",
+    "mfu_localcta",
+)
+"""Recipes with stochastic rounding of x, a format per product, codes that backward takes, held
+scales, means, residuals, and scales of row tiles.
+"""
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -39,7 +39,7 @@ def test_a_draw_of_each_figure_is_what_the_page_says_and_reproduces_what_it_repr
         assert number(published) == figure.published
         assert abs(drawn - number(here)) <= room, figure.what
         assert (abs(number(here) - figure.published) <= room) == (verdict == "reproduced")
-        assert verdict == "reproduced" or (figure.why and figure.why in verdict), figure.what
+        assert verdict in ("reproduced", f"not explained; {figure.why}"), figure.what
 
 
 @pytest.mark.long
@@ -55,7 +55,20 @@ def test_parts_of_the_error_are_those_of_the_page_and_add_up() -> None:
 
 
 def test_figures_of_the_ledger_are_those_of_the_page() -> None:
-    computed = [figure for entry in ledger() for figure in entry.figures if figure.here]
+    computed = [(entry, figure) for entry in ledger() for figure in entry.figures if figure.here]
     assert computed
-    for figure in computed:
+    for entry, figure in computed:
+        source, *_ = ROWS[figure.what]
         assert ROWS[figure.what][2:4] == [figure.published, figure.here]
+        if entry.arxiv is None:
+            assert source.partition(",")[0] in entry.title
+        else:
+            assert source == f"[{entry.arxiv}]({entry.link})"
+
+
+def test_the_page_counts_figures_of_papers_and_those_of_this_project_apart() -> None:
+    verdicts: dict[bool, list[bool]] = {True: [], False: []}
+    for cells in list(ROWS.values())[2:]:
+        verdicts[cells[0] == script.EARLIER].append(cells[5] == "reproduced")
+    papers, earlier = (f"{sum(verdicts[of])} of {len(verdicts[of])}" for of in (False, True))
+    assert f"{papers} figures of papers and programs and {earlier} of {script.EARLIER}" in PAGE

@@ -12,9 +12,11 @@ import torch
 from command_line import TINY
 
 from fp4train.cli import main
+from fp4train.config.binding import bind
+from fp4train.config.composition import named
 from fp4train.lab.ledger import ledger
 from fp4train.lab.studies.forks import open_checkpoint
-from fp4train.precision import FP32, Timeline
+from fp4train.precision import FP32, Recipe, Timeline
 from fp4train.run.build import build_plan
 from fp4train.run.evaluate import microbatch_losses
 
@@ -164,6 +166,20 @@ def test_one_command_ranks_the_whole_ledger_in_the_cases_that_it_names(
     recipes = {word for words in commands for word in words if word.startswith("recipe=")}
     names = recipes.pop().removeprefix("recipe=").split(",")
     assert not recipes and names[:2] == ["bf16", "mxfp8"]
-    assert set(names[2:]) == {entry.recipe for entry in ledger()} and len(names) == len(set(names))
+    ranked = {entry.recipe for entry in ledger()} - set(script.LEFT_OUT)
+    assert set(names[2:]) == ranked and len(names) == len(set(names))
     runs = [sum(word.startswith("run") for word in words) for words in commands]
     assert runs == [1] * 11 + [4, 4, 3]
+    text = (tmp_path / "a.md").read_text()
+    assert all(f"{name} is left out: {reason}" in text for name, reason in script.LEFT_OUT.items())
+    assert "--ledger" in text and "`oscillation.every`, are left out" in text
+
+
+def test_a_recipe_is_left_out_where_no_fork_comes_to_what_tells_it_from_another(
+    script: ModuleType,
+) -> None:
+    end = max(case.step for case in script.CASES) + int(script.FORKS["steps"])
+    for name in dict.fromkeys(entry.recipe for entry in ledger()):
+        channels = bind(named("recipe", name), Recipe, "recipe").outliers
+        late = channels is not None and channels.start + channels.steps > end
+        assert late == (name in script.LEFT_OUT)
