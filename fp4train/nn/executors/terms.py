@@ -88,9 +88,9 @@ class TermGemms(Gemms):
         """As `Gemms.forward`; the mean of x is saved too.
 
         Args:
-            prepare: None: no norm or activation prepares the forms of what is left.
+            codes_of: None: no norm or activation makes the codes of what is left.
         """
-        assert prepare is None
+        assert codes_of is None
         x_MK = x_MK.to(self.dtype)
         gradients = call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
@@ -123,7 +123,7 @@ class TermGemms(Gemms):
         total: Tensor | None = None,
         codes_of: CodesOf | None = None,
     ) -> Gradients:
-        assert prepare is None
+        assert codes_of is None
         w_NK, x, mean_K = saved
         dy = dy_MN.to(self.dtype)
         gradients = call.gradients
