@@ -16,9 +16,9 @@ from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.run import Run
 from fp4train.run.step import step_rows
 from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
-from fp4train.run.supervise.divergence import DivergedError, follow, verdict
+from fp4train.run.supervise.divergence import DivergedError, follow, proven_by, verdict
+from fp4train.run.supervise.fault_report import AuditError
 from fp4train.run.supervise.guard import NonFiniteError
-from fp4train.run.supervise.layer_audits import AuditError
 from fp4train.run.supervise.ledger import Ledger, Progress
 from fp4train.run.supervise.rescue import keep_what_is_whole, rescue, save, save_at_end
 from fp4train.run.supervise.watch import Alarm, Watch
@@ -102,7 +102,7 @@ def train(run: Run) -> Result:
                     saving = due(run.step, config.checkpoint.every, steps)
                     if saving:
                         ledger.settle()
-                        save(run, proven=evaluating)
+                        save(run, proven=evaluating and proven_by(run, values))
                     collector.after(run.step)
                     if evaluating or saving:
                         progress.resume_timing()

@@ -47,15 +47,15 @@ class CleanRun:
 
 
 def planned_clean_runs() -> Iterator[CleanRun]:
-    """Endlessly: all recipes of recipes/ in turn, on both backends, dense and of experts; every
-    fourth one is of two ranks.
+    """Endlessly: all recipes of recipes/ in turn; backends, dense models and experts alternate from
+    run to run, so that four turns have all of a recipe; every fourth run is of two ranks.
     """
     for number in itertools.count():
         turn, place = divmod(number, len(RECIPES))
         yield CleanRun(
             recipe=RECIPES[place],
-            backend=("emulate", "reference")[(turn // 2) % 2],
-            model=(DENSE, EXPERTS)[turn % 2],
+            backend=("emulate", "reference")[(place // 2 + turn // 2) % 2],
+            model=(DENSE, EXPERTS)[(place + turn) % 2],
             seed=number,
             ranks=2 if number % 4 == 3 else 1,
         )

@@ -59,7 +59,8 @@ class ObservedCall:
         products: GEMM → what the backend multiplied; none in high precision by torch.
         scaling: tensors of the layer's delayed scaling before the step.
         fused: weights that share a global scale with w.
-        hidden: why x is None.
+        hidden: tensor, x or dy → why it is None although it was multiplied.
+        returned: whether its backward pass has run, with a dy or without.
         channels: in features of a part of the layer, int64; None: it has all.
         first_feature: number of its first in feature, for random bits.
         unseen: GEMM → why neither its product nor its result is seen.
@@ -79,7 +80,8 @@ class ObservedCall:
     products: dict[str, Product] = field(default_factory=dict)
     scaling: dict[str, Tensor] = field(default_factory=dict)
     fused: Sequence[Tensor] = ()
-    hidden: str = ""
+    hidden: dict[str, str] = field(default_factory=dict)
+    returned: bool = False
     channels: Tensor | None = None
     first_feature: int = 0
     unseen: dict[str, str] = field(default_factory=dict)
@@ -114,4 +116,4 @@ class ObservedCall:
     @property
     def complete(self) -> bool:
         """Whether its backward pass has run."""
-        return self.dy is not None
+        return self.returned or self.dy is not None

@@ -141,7 +141,7 @@ class CallComparison:
         """Compare an operand with the reference; whether it is equal or cannot be compared."""
         source = source_of(self.call, self.expected, gemm, tensor)
         if source is None:
-            reason = self.call.hidden or "its values are on other ranks"
+            reason = self.call.hidden.get(tensor, "its values are on other ranks")
             self.uncovered.append(f"{gemm}, operand {tensor}: {reason}")
             return True
         found = _compare_codes(operand, source)

@@ -23,7 +23,7 @@ class Fault:
         first: index of the first element that differs.
         share: share of the elements that differ.
         hypotheses: faults of a program that give these bits; empty: none of the list does.
-        rank: rank that found it.
+        rank: rank that found it; None: it lies between ranks, and none of them is to blame.
     """
 
     layer: str
@@ -33,7 +33,7 @@ class Fault:
     first: tuple[int, ...] = ()
     share: float = 0.0
     hypotheses: tuple[str, ...] = ()
-    rank: int = 0
+    rank: int | None = 0
 
     @property
     def place(self) -> str:

@@ -55,7 +55,8 @@ class ForeignObserver:
         self._parameter: nn.Parameter | None = None
         self._hooks = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True),
-            module.register_forward_hook(self._end, always_call=True),
+            # the first one: those of others may change what the layer returns
+            module.register_forward_hook(self._end, always_call=True, prepend=True),
         ]
 
     @contextmanager
@@ -89,6 +90,8 @@ class ForeignObserver:
             return None
         changed = None
         with self.guarding():
+            if _changed_by_others(module):
+                raise NotShownError("hooks of others may change its passes")
             if not arguments or type(arguments[0]) not in (Tensor, nn.Parameter):
                 raise NotShownError("it is not called with a tensor of values")
             changed = self._observed(module, arguments[0])
@@ -98,6 +101,8 @@ class ForeignObserver:
 
     def _observed(self, module: Any, x: Tensor) -> Tensor:
         if self._linear is None:
+            if "weight" not in module._parameters:
+                raise NotShownError("its weight is made of others")
             weight = module.weight
             if type(weight) not in (Tensor, nn.Parameter):
                 raise NotShownError(f"its weight is of the kind {type(weight).__name__}")
@@ -123,7 +128,7 @@ class ForeignObserver:
                 module._parameters["weight"] = passed(module.weight, record, "dw", self.guarding)
         else:
             assert self._backend is not None
-            wanted = {"wgrad"} if any(p.requires_grad for p in module.parameters()) else set()
+            wanted = {"wgrad"} if _learns_weight(module) else set()
             if x.requires_grad or not self._linear.takes_x:
                 wanted.add("dgrad")
             self._passes = ShownPasses(record, self.guarding, self._backend.watcher, wanted)
@@ -131,7 +136,7 @@ class ForeignObserver:
             self._forward.__enter__()
         if self._linear is not None and not self._linear.takes_x:
             record.x = None
-            record.hidden = f"{self._linear.title} makes it of its input"
+            record.hidden["x"] = f"{self._linear.title} makes it of its input"
             return x
         if _cached(x):
             record.unseen["dgrad"] = "torch.autocast adds up dx of all readers of a leaf"
@@ -157,6 +162,23 @@ class ForeignObserver:
             then = None if self._passes is None else self._passes.backward
             changed = passed(result, record, "dy", self.guarding, then)
         return changed
+
+
+def _changed_by_others(module: nn.Module) -> bool:
+    """Whether other code has put a function in the place of the forward pass, or sees gradients.
+
+    torch has no public way to ask for hooks: its own dictionaries are read.
+    """
+    return bool("forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks)
+
+
+def _learns_weight(module: nn.Module) -> bool:
+    """Whether a module of a backend computes dw; its weight may lie in parts."""
+    return any(
+        parameter.requires_grad
+        for name, parameter in module.named_parameters(recurse=False)
+        if name.startswith("weight")
+    )
 
 
 def _cached(tensor: Tensor) -> bool:

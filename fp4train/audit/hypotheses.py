@@ -5,10 +5,11 @@ A difference is explained where one of them gives the operand that was multiplie
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ Hypothesis = tuple[str, Callable[[], Decoded]]
 _BLOCKS = ((1, 16), (16, 16), (1, 32), (32, 32), (1, None), (None, None))
 _FEW = 4
 """Most elements that count as single ones."""
+SECONDS: Final = 20.0
+"""Time that one difference may take to be explained."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Suspect:
 
 
 def explain(values: Decoded, suspect: Suspect) -> tuple[str, ...]:
-    """The names of the faults that give these values."""
+    """The names of the faults that give these values, of those that `SECONDS` allow to try."""
+    ends = time.monotonic() + SECONDS
     kinds = [_other_plans, _other_tensors]
     if suspect.source.spec is not None:
         kinds += [_other_bits, _other_specs, _other_scales]
@@ -71,6 +75,8 @@ def explain(values: Decoded, suspect: Suspect) -> tuple[str, ...]:
         # a spec may not allow what a hypothesis changes: the next one is tried
         with suppress(Exception):
             for name, make in kind(suspect):
+                if time.monotonic() > ends:
+                    break
                 with suppress(Exception):
                     if equal(make(), values):
                         names.append(name)

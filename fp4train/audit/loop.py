@@ -107,6 +107,12 @@ def audit(
     foreign, report.uncovered = foreign_observers(model, chosen)
     try:
         yield report
+    except BaseException:
+        for observer in observers.values():
+            observer.close()
+        for foreign_observer in foreign.values():
+            foreign_observer.close()
+        raise
     finally:
         for name in observers:
             planned[name].observer = None

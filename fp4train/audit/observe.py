@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp4train.audit.call import ObservedCall, Product, duplicate
-from fp4train.audit.whole_layers import ObservedBackendLayer, ObservedTorchLayer
+from fp4train.audit.whole_layers import ObservedTorchLayer, observed_backend_layer
 from fp4train.backends import LAYER_BACKENDS, Backend, Prepared
 from fp4train.backends.protocol import NotShownError
 from fp4train.backends.table import Shape, Table
@@ -34,9 +34,12 @@ from fp4train.nn.executors.terms import TermGemms
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
+from fp4train.precision.context import backward_pass
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import QuantSpec
 from fp4train.text import first_line
+
+MADE_IN_CODES: Final = "a norm or a gate makes its codes"
 
 
 def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
@@ -66,7 +69,7 @@ class Observer:
 
     Args:
         layer: the layer; its `observer` must be this object while the step runs.
-        number: number of the call in the step that is kept: microbatches, counted from 0.
+        number: number of the microbatch, from 0, whose first call of the layer is kept.
 
     Attributes:
         records: the call, or the parts of its in features that were multiplied apart; none: no call
@@ -87,7 +90,7 @@ class Observer:
         self._now: ObservedCall | None = None
         self._kept: list[tuple[Executor, LayerCall | None, ObservedCall]] = []
         self._copies: dict[Executor, Executor] = {}
-        self._counted: list[tuple[Executor, LayerCall]] = []
+        self._counted: list[LayerCall] = []
         self._channels: list[tuple[LayerCall, Tensor]] = []
         self._scaling: dict[str, Tensor] = {}
         with self.guarding():
@@ -105,14 +108,18 @@ class Observer:
         try:
             yield
         except NotShownError as error:
-            self.records = []
-            self._now = None
-            self.uncovered = str(error)
+            self.hide(str(error))
         except Exception as error:
             self.records = []
             self._now = None
             if self.failure is None:
                 self.failure = first_line(error)
+
+    def hide(self, reason: str) -> None:
+        """Note why the layer cannot be observed; nothing more is kept."""
+        self.records = []
+        self._now = None
+        self.uncovered = reason
 
     def __call__(self, executor: Executor) -> Executor:
         """The observed copy of `executor`; itself where it cannot be observed."""
@@ -142,7 +149,7 @@ class Observer:
         if isinstance(executor, ChannelParts):
             return ObservedParts(executor, self)
         if isinstance(executor, BackendLayer):
-            return ObservedBackendLayer(executor, self)
+            return observed_backend_layer(executor, self)
         if isinstance(executor, TorchLayer):
             observed = ObservedTorchLayer(executor, self)
         else:
@@ -181,12 +188,14 @@ class Observer:
         for _, earlier, record in self._kept:
             if call is not None and earlier is call:
                 return record  # the recomputed call replaces the earlier one
-        if call is None or all(earlier is not call for _, earlier in self._counted):
+        if call is None and self.calls and backward_pass() != -1:
+            return None  # it repeats a call that is counted
+        if call is None or all(earlier is not call for earlier in self._counted):
             self.calls += 1
             if call is not None:
-                self._counted.append((executor, call))
+                self._counted.append(call)
         complete = any(kept is executor or call is None for kept, *_ in self._kept)
-        if complete or self._call_number(executor, call) < self.number:
+        if complete or self._call_number(call) < self.number:
             return None
         member = 0 if call is None else call.member
         name = self.layer.layer.name
@@ -221,18 +230,14 @@ class Observer:
         members: Any = getattr(self.layer, "members", range(0))
         return int(members[member])
 
-    def _call_number(self, executor: Executor, call: LayerCall | None) -> int:
-        """The number of a call in the step; those of a group's weights, and of the parts of a call,
-        count as one.
+    def _call_number(self, call: LayerCall | None) -> int:
+        """The number of the microbatch of a call: the calls for the same tokens count as one, those
+        of a group's weights, of parts, and those that are recomputed.
         """
         if call is None:
             return self.calls - 1
-        earlier = [
-            other
-            for counted, other in self._counted
-            if counted is executor and (other.member == call.member or not self._is_group)
-        ]
-        return len(earlier) - 1
+        tokens = dict.fromkeys(counted.position.token for counted in self._counted)
+        return list(tokens).index(call.position.token)
 
     def _fused(self, plan: LayerPlan, member: int) -> Sequence[Tensor]:
         if not plan.fused:
@@ -262,9 +267,12 @@ class Observer:
 
     def forward(self, run: Callable[..., tuple[Tensor, Saved]], *arguments: Any) -> Any:
         """Run a forward pass, and keep its tensors."""
-        executor, x_MK, w_NK, bias_N, call, *_more = arguments
+        executor, x_MK, w_NK, bias_N, call, *more = arguments
         with self.guarding():
             self._now = self.begin(executor, x_MK, w_NK, bias_N, call)
+            if self._now is not None and more and more[0] is not None:
+                self._now.x = None  # in its place is another tensor
+                self._now.hidden["x"] = MADE_IN_CODES
         try:
             y_MN, saved = run(*arguments)
         finally:
@@ -286,7 +294,11 @@ class Observer:
             self._now = None
         if record is not None:
             with self.guarding():
-                record.dy = dy_MN.detach().clone()
+                if len(more) > 1 and more[1] is not None:
+                    record.hidden["dy"] = MADE_IN_CODES  # in its place is another tensor
+                else:
+                    record.dy = dy_MN.detach().clone()
+                record.returned = True
                 record.dx = _copied(gradients[0])
                 record.dw = _copied(gradients[1] if total is None else total)
         return gradients

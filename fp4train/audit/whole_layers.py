@@ -8,6 +8,7 @@ dy arrives to the last product that is wanted.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4train.audit.call import ObservedCall, Product
-from fp4train.backends.protocol import Multiplied, ProductWatcher
+from fp4train.backends.protocol import Multiplied, NotShownError, ProductWatcher
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
@@ -28,6 +29,9 @@ class CallRecorder(Protocol):
 
     def guarding(self) -> AbstractContextManager[None]:
         """A context in which tensors are kept; a failure ends the observation alone."""
+
+    def hide(self, reason: str) -> None:
+        """Note why the layer cannot be observed."""
 
     def begin(
         self,
@@ -66,31 +70,39 @@ class ObservedTorchLayer(TorchLayer):
         return passed(y_MN, record, "dy", guarding)
 
 
-class ObservedBackendLayer(BackendLayer):
-    """A layer whose backend shows what it multiplies."""
+def observed_backend_layer(executor: BackendLayer, observer: CallRecorder) -> BackendLayer:
+    """A copy of the executor, of the same class: norms and gates give it codes as before."""
+    observed: Any = copy.copy(executor)
+    observed.multiplied = ObservedProducts(executor, observer)
+    return observed  # type: ignore[no-any-return]
+
+
+class ObservedProducts:
+    """`BackendLayer.multiplied` of a layer whose backend shows what it multiplies."""
 
     def __init__(self, executor: BackendLayer, observer: CallRecorder) -> None:
-        self.__dict__.update(executor.__dict__)
+        self._executor = executor
         self._observer = observer
 
-    def multiplied(
+    def __call__(
         self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall, readers: int
     ) -> Tensor:
-        """As of the executor; an x that exists in codes alone, which a norm or a gate made, is not
-        kept.
-        """
-        run = super().multiplied
-        values = type(x_MK) in (Tensor, torch.nn.Parameter)
-        if not torch.is_grad_enabled() or not values:
+        """As of the executor; an x that exists in codes alone is not kept."""
+        run = self._executor.multiplied
+        if not torch.is_grad_enabled():
+            return run(x_MK, w, bias, call, readers)
+        if type(x_MK) not in (Tensor, torch.nn.Parameter):
+            self._observer.hide("its x exists in codes alone, which a norm or a gate makes")
             return run(x_MK, w, bias, call, readers)
         guarding = self._observer.guarding
         record = passes = None
         with guarding():
-            record = self._observer.begin(self, x_MK, w, bias, None)
+            record = self._observer.begin(self._executor, x_MK, w, bias, None)
             if record is not None:
                 wanted = [("dgrad", x_MK), ("wgrad", w)]
                 gemms = {gemm for gemm, tensor in wanted if tensor.requires_grad}
-                passes = ShownPasses(record, guarding, self.backend.watcher, gemms)
+                watcher = self._executor.backend.watcher
+                passes = ShownPasses(record, guarding, watcher, gemms)
         if record is None or passes is None:
             return run(x_MK, w, bias, call, readers)
         x_MK = passed(x_MK, record, "dx", guarding)
@@ -212,11 +224,14 @@ class _Passed(torch.autograd.Function):
         ctx.name = name
         ctx.guarding = guarding
         ctx.then = then
-        return tensor.view_as(tensor)
+        return tensor.detach()  # no view, which later code could not write
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with ctx.guarding():
+            if type(gradient) is not Tensor:
+                kind = type(gradient).__name__
+                raise NotShownError(f"its {ctx.name} is no tensor of values, but a {kind}")
             matrix = gradient.detach().clone().reshape(-1, gradient.shape[-1])
             setattr(ctx.record, ctx.name, matrix)
             if ctx.then is not None:

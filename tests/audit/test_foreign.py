@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp4train as f4
+from fp4train.audit.foreign import ForeignObserver
+from fp4train.audit.observe import Observer
 from fp4train.precision import NVFP4
 
 GEMMS = ["fprop", "dgrad", "wgrad"]
@@ -132,3 +134,55 @@ def test_one_layer_in_turn_is_audited_every_so_many_steps() -> None:
     assert all(bool(names) == (step % 3 == 1) for step, names in enumerate(audited))
     with pytest.raises(ValueError, match="beside the number of the step"), f4.audit(model, every=3):
         pass
+
+
+def test_a_hook_of_others_that_changes_what_a_layer_returns_is_no_fault() -> None:
+    layer = nn.Linear(8, 8)
+    layer.register_forward_hook(lambda module, arguments, y: 2 * y)
+    with f4.audit(layer) as report:
+        layer(torch.randn(4, 8, requires_grad=True)).square().sum().backward()
+    assert not report.faults, str(report)
+    assert [list(result.gemms) for result in report.audits] == [GEMMS]
+
+
+def test_a_layer_whose_passes_others_replace_is_not_covered() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    forward = model[0].forward
+    model[0].forward = lambda x: 2 * forward(x)  # type: ignore[method-assign,assignment]
+    model[1].register_full_backward_hook(lambda module, dx, dy: (2 * dx[0],))
+    with f4.audit(model) as report:
+        model(torch.randn(4, 8, requires_grad=True)).square().sum().backward()
+    assert not report.faults, str(report)
+    assert report.uncovered == dict.fromkeys("01", "hooks of others may change its passes")
+
+
+def test_later_code_may_write_into_what_a_layer_returns() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+    with f4.audit(model) as report:
+        model(torch.randn(4, 8, requires_grad=True)).square().sum().backward()
+    assert not report.faults and not report.uncovered, str(report)
+    assert [list(result.gemms) for result in report.audits] == [GEMMS] * 2
+
+
+def test_a_weight_that_is_made_of_others_stays_as_it_is() -> None:
+    """As that of torch's weight_norm, which is no parameter."""
+    layer: Any = nn.Linear(8, 8)
+    weight = layer.weight.detach().clone().requires_grad_()
+    del layer.weight
+    layer.weight = weight
+    with f4.audit(layer) as report:
+        layer(torch.randn(4, 8)).square().sum().backward()
+    assert list(report.uncovered.values()) == ["its weight is made of others"]
+    assert "weight" not in layer._parameters and layer.weight is weight
+
+
+def test_a_body_that_raises_leaves_no_observer_that_watches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = []
+    monkeypatch.setattr(Observer, "close", lambda self: closed.append("converted"))
+    monkeypatch.setattr(ForeignObserver, "close", lambda self: closed.append("foreign"))
+    model = nn.Sequential(f4.convert(nn.Sequential(nn.Linear(32, 32))), nn.Linear(32, 32))
+    with pytest.raises(KeyError), f4.audit(model):
+        raise KeyError
+    assert closed == ["converted", "foreign"]

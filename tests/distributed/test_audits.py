@@ -64,7 +64,10 @@ def test_a_replica_that_drifted_unseen_is_found_by_the_sums_of_the_others(ranks:
     mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.sums=3")
     ranks(2, "run.name=a", *AUDITED, *mesh, patch=DRIFTS)
     faults = events(ranks.folder / "runs/a", "audit fault")
-    assert {entry["what"] for entry in faults} >= {"its bits are not those of every replica"}
+    assert {entry["what"] for entry in faults} == {
+        "its bits differ between the replicas of ranks 0, 1"
+    }
+    assert all(entry["rank"] is None for entry in faults)
 
 
 ROUNDED = """
@@ -106,3 +109,16 @@ def test_a_rank_whose_audits_fail_still_takes_part_in_those_of_the_others(ranks:
     mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.repeat=2")
     assert not any(ranks(2, "run.name=a", *AUDITED, *mesh, "audit.sums=1", patch=FAILS).codes)
     assert events(ranks.folder / "runs/a", "audit fault") == []
+
+
+FAILS_IN_BACKWARD = """
+from fp4train.audit.observe import Observer
+if rank:
+    Observer.backward = lambda self, run, *arguments, **options: run(*arguments, **options)
+"""
+
+
+def test_the_end_of_a_run_names_what_other_ranks_left_out(ranks: Ranks) -> None:
+    ended = ranks(2, "run.name=a", *AUDITED, "parallel.dp_replicate=2", patch=FAILS_IN_BACKWARD)
+    assert not any(ended.codes)
+    assert "(its audit failed: its backward pass was not seen)" in ended.err[0]

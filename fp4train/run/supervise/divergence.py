@@ -12,6 +12,7 @@ when its losses are read.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,14 @@ def follow(run: Run, step: Step, loss: float) -> Values:
     if divergence.is_good:
         run.saver.prove(step.index)
     return {}
+
+
+def proven_by(run: Run, evaluated: Mapping[str, float | str]) -> bool:
+    """Whether an evaluation shows that the current state is good: its loss in the recipe fits the
+    curve of the losses before it. Where it does not, as where the data of both differ, the loss of
+    the next step decides.
+    """
+    return run.divergence.would_fit(float(evaluated["val/loss_recipe"]) + _base(run))
 
 
 def verdict(run: Run) -> str | None:

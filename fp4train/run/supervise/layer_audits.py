@@ -10,49 +10,34 @@ An audit that fails itself is logged once, and never ends the run.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fp4train import checkpoint
 from fp4train.audit.call import ObservedCall
 from fp4train.audit.compare import CallComparison
 from fp4train.audit.expected import Expectation
-from fp4train.audit.fault import AUDIT, AUDIT_FAULT, Audited, Fault, joined
+from fp4train.audit.fault import AUDIT, Audited, Fault, joined
 from fp4train.audit.observe import Observer, why_not_observed
 from fp4train.audit.turn import due, in_turn
 from fp4train.config import Config
-from fp4train.errors import UserError
 from fp4train.nn.executors import executor_class
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Mesh
-from fp4train.parallel.world import AgreedError
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.plan import Plan
 from fp4train.quantize import Position, RunStep
 from fp4train.run.queued import Step
-from fp4train.run.record.directory import CHECKPOINTS
 from fp4train.run.supervise.audit_failures import AuditFailures
+from fp4train.run.supervise.fault_report import report
 from fp4train.shards import is_sharded
 from fp4train.text import counted, first_few
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
-
-_log = logging.getLogger(__name__)
-
-SHOWN: Final = 3
-"""Faults of a step that are logged and recorded; the others are counted."""
-
-
-class AuditError(AgreedError):
-    """An audit found a fault, and audit.action is "stop": nothing more is saved."""
 
 
 class LayerAudits:
@@ -60,7 +45,8 @@ class LayerAudits:
 
     Attributes:
         audited: names of the layers that were audited.
-        bypassed: layers in high precision that were not called, with the reason.
+        bypassed: layers that could not be audited in their turn → why.
+        partly: what could not be compared of audits → the layers.
         faults: number of faults found, of all ranks.
         failures: audits that failed themselves.
         clean: layer, or kind of comparison → optimizer steps done when it last had no fault.
@@ -73,6 +59,7 @@ class LayerAudits:
         self.every = run.config.audit.steps(run.device.type)
         self.audited: set[str] = set()
         self.bypassed: dict[str, str] = {}
+        self.partly: dict[str, list[str]] = {}
         self.faults = 0
         self.count = 0
         self.seconds = 0.0
@@ -120,8 +107,9 @@ class LayerAudits:
             layer = self.layer_at(at) if self.due(at) else None
             if layer is None or layer in observed:
                 continue
-            observer = Observer(layer, self.microbatch_at(at))
-            observed[layer] = self._observers[layer.layer.name] = layer.observer = observer
+            with self.failures.guarding(layer.layer.name):
+                observer = Observer(layer, self.microbatch_at(at))
+                observed[layer] = self._observers[layer.layer.name] = layer.observer = observer
             if at == step:
                 with self.failures.guarding(layer.layer.name):
                     self._weight = weight_of(layer, divided=self.run.world.size > 1)
@@ -172,13 +160,23 @@ class LayerAudits:
         if result.gemms or result.faults:
             self.count += 1
             self.audited.add(name)
+        elif not result.failures:
+            self.bypassed[name] = "; ".join(result.uncovered) or "none of its GEMMs was seen"
+            return None
+        for reason in result.uncovered:
+            layers = self.partly.setdefault(reason, [])
+            if name not in layers:
+                layers.append(name)
         return result
 
     def _compare(self, layer: PlannedLayer, observer: Observer, step: int) -> Audited | None:
         call = observer.call
         plan = self.run.plan.at(step).layers[layer.layer.name]
         if call is None:
-            if observer.uncovered is not None or layer.layer.experts:
+            if observer.uncovered is not None:
+                self.bypassed[layer.layer.name] = observer.uncovered
+                return None
+            if layer.layer.experts:
                 return None  # experts without a token rest
             if not plan.quantised:
                 self.bypassed[layer.layer.name] = "other code multiplies its weight"
@@ -187,6 +185,7 @@ class LayerAudits:
             fault = Fault(layer=layer.layer.name, what=what, rank=self.run.world.place.rank)
             return Audited(layer=layer.layer.name, step=step, faults=(fault,))
         if not all(record.complete for record in observer.records):
+            self.failures.add(layer.layer.name, "its backward pass was not seen")
             return None
         earlier = self._earlier.get(layer.layer.name)
         before = [] if earlier is None else earlier.records
@@ -196,7 +195,7 @@ class LayerAudits:
             part = plan
             if record.channels is not None:
                 part = plan.split_channels().channel_parts[number]
-            position = self._position(record.position, observer.number, step)
+            position = self._position(record, observer.number, step)
             expected = Expectation(part, position, self._weight_for(record))
             audits.append(CallComparison(record, expected, previous).run(step))
         return joined(audits)
@@ -214,13 +213,31 @@ class LayerAudits:
             weight = weight.index_select(1, record.channels)
         return weight
 
-    def _position(self, taken: Position | None, number: int, step: int) -> Position | None:
-        if taken is None:
+    def _position(self, record: ObservedCall, number: int, step: int) -> Position | None:
+        """The position that a record of microbatch `number` should have. An expert may rest in it:
+        its record is of a later one, which is that of its own position.
+        """
+        if record.position is None:
             return None
         run = self.run
-        row = run.world.data_rank * run.share + number * run.rows
-        token = row * run.config.train.seq_len
+        length = run.config.train.seq_len
+        begins = [
+            (run.world.data_rank * run.share + microbatch * run.rows) * length
+            for microbatch in range(max(1, run.share // run.rows))
+        ]
+        token = begins[number]
+        if record.plan.layer.experts and record.position.token in begins[number:]:
+            token = record.position.token
         return Position(RunStep(run.config.run.seed, step), token)
+
+    def left_out(self) -> dict[str, list[str]]:
+        """Reason → what this rank could not audit for it."""
+        reasons = {reason: list(names) for reason, names in self.partly.items()}
+        for name, reason in self.bypassed.items():
+            reasons.setdefault(reason, []).append(name)
+        for subject, reason in self.failures.reasons.items():
+            reasons.setdefault(f"its audit failed: {reason}", []).append(subject)
+        return reasons
 
     # -- what is said of it ------------------------------------------------------------------------
 
@@ -234,7 +251,7 @@ class LayerAudits:
             self.faults += report(self.run, step, ())
             return
         name = result.layer
-        if result.failures and not (result.gemms or result.faults):
+        if not (result.gemms or result.faults):
             self.faults += report(self.run, step, ())
             return
         clean = self.clean.get(name, self.began)
@@ -248,75 +265,6 @@ class LayerAudits:
             "uncovered": list(result.uncovered),
         }
         self.run.tracker.log_event(step + 1, AUDIT, values)
-
-
-def report(run: Run, step: int, faults: Sequence[Fault], clean: int = 0) -> int:
-    """Log the faults of all ranks in a step, and count them; every rank calls this.
-
-    Args:
-        clean: optimizer steps done when what was compared last had no fault.
-
-    Raises:
-        AuditError: there is one, and audit.action is "stop".
-    """
-    rank = run.world.place.rank
-    shown = [replace(fault, rank=rank) for fault in foremost(faults)]
-    by_rank = run.world.gathered((shown, len(faults), clean))
-    count = sum(number for _, number, _ in by_rank)
-    if not count:
-        return 0
-    in_turn = zip_longest(*(rank_faults for rank_faults, *_ in by_rank))
-    listed = foremost(fault for place in in_turn for fault in place if fault is not None)
-    more = count - len(listed)
-    where = " on rank {}" if run.world.size > 1 else ""
-    for fault in listed:
-        values = fault.values()
-        if fault is listed[-1] and more:
-            values["more"] = more
-        run.tracker.log_event(step + 1, AUDIT_FAULT, values)
-        if run.world.lead:
-            _log.warning("step %d, audit%s: %s", step + 1, where.format(fault.rank), fault)
-    if more and run.world.lead:
-        _log.warning("step %d, audit: and %d more", step + 1, more)
-    if run.config.audit.action == "stop":
-        run.saver.wait()  # for one that is being written
-        since = min(clean for _, number, clean in by_rank if number)
-        raise AuditError(
-            f"step {step + 1}: the audit found {counted(count, 'fault')}: "
-            f"{listed[0]}. Nothing more is saved (audit.action=stop); "
-            f"{run.world.of_lead(way_back(run, since))}"
-        )
-    return count
-
-
-def foremost(faults: Iterable[Fault]) -> list[Fault]:
-    """At most `SHOWN` faults, those of different kinds before others of the same."""
-    kinds: dict[str, Fault] = {}
-    repetitions = []
-    for fault in faults:
-        if kinds.setdefault(fault.what, fault) is not fault:
-            repetitions.append(fault)
-    return [*kinds.values(), *repetitions][:SHOWN]
-
-
-def way_back(run: Run, clean: int) -> str:
-    """A sentence about the newest checkpoint of at most `clean` optimizer steps."""
-    try:
-        steps = checkpoint.steps(run.directory / CHECKPOINTS)
-    except (UserError, OSError):
-        steps = []
-    before = [step for step in steps if step <= clean]
-    if before:
-        return (
-            f"the state after step {clean} is the last one without a fault; go on from the newest "
-            f"checkpoint up to it: resume={run.directory} resume_step={before[-1]}"
-        )
-    if not steps:
-        return "the run has no checkpoint"
-    return (
-        f"the state after step {clean} is the last one without a fault, and all checkpoints are "
-        f"from after it: fp4train check {run.directory} step=… audits one of them"
-    )
 
 
 def weight_of(layer: PlannedLayer, *, divided: bool) -> Tensor:
@@ -376,8 +324,15 @@ def described(plan: Plan, config: Config, mesh: Mesh) -> str:
 
 
 def summary(audits: LayerAudits) -> str | None:
-    """A sentence about the audits of a run, for its end; None: nothing is to be said."""
+    """A sentence about the audits of a run, for its end; None: nothing is to be said. Every rank
+    calls this.
+    """
     run = audits.run
+    left_out: dict[str, list[str]] = {}
+    for of_rank in run.world.gathered(audits.left_out()):
+        for reason, names in of_rank.items():
+            missing = [name for name in names if name not in left_out.setdefault(reason, [])]
+            left_out[reason] += missing
     reasons: dict[str, list[str]] = {}
     if audits.count:
         text = (
@@ -385,14 +340,13 @@ def summary(audits: LayerAudits) -> str | None:
             f"{len(run.linears)}: {counted(audits.faults, 'fault')}"
         )
         reasons = uncovered(run.plan, run.config, run.world.mesh)
-        for name, reason in audits.bypassed.items():
-            reasons.setdefault(reason, []).append(name)
-    elif audits.faults or audits.failures.reasons:
+    elif audits.faults or left_out:
         text = f"no layer was audited: {counted(audits.faults, 'fault')}"
     else:
         return None
-    for subject, reason in audits.failures.reasons.items():
-        reasons.setdefault(f"its audit failed: {reason}", []).append(subject)
+    for reason, names in left_out.items():
+        missing = [name for name in names if name not in reasons.setdefault(reason, [])]
+        reasons[reason] += missing
     for reason, names in reasons.items():
         text += f"; not covered: {first_few(names, 3)} ({reason})"
     return text

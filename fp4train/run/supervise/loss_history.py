@@ -179,11 +179,16 @@ class Divergence:
         residuals = self.residuals
         return loss <= self.trend + max(*residuals, 3 * _spread(residuals))
 
+    def would_fit(self, loss: float) -> bool:
+        """Whether a loss that came now would fit the curve before it."""
+        within = self._within(loss)
+        return self.since is None and within and not self._leaves_trend(loss) and self._fits(loss)
+
     def add(self, step: int, loss: float) -> None:
         """The loss of step `step` (from 0) is known."""
+        self.fits = self.would_fit(loss)
         within = self._within(loss)
         leaves_trend = within and self._leaves_trend(loss)
-        self.fits = self.since is None and within and not leaves_trend and self._fits(loss)
         self.known = step + 1
         self.first = loss if step == 0 else self.first
         self.recent = (*self.recent, loss)[-PERSIST:]

@@ -22,6 +22,7 @@ from fp4train.run.step import step_rows
 from fp4train.run.supervise.audit_failures import AuditFailures
 from fp4train.run.supervise.sums import BitSums, state_sums
 from fp4train.shards import local
+from fp4train.text import first_line
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -46,7 +47,8 @@ class RepeatedSteps:
 
     def computed(self, recipe: Recipe) -> BitSums | None:
         """Compute the step that `run.step` is at once, and take it back: the sums of the bits of
-        the state after it; None: some rank has no memory for it, or they could not be taken.
+        the state after it; None: some rank has no memory for it, or they could not be taken. One
+        rank that has none for the step itself repeats no more.
         """
         run = self.run
         state = None
@@ -63,6 +65,11 @@ class RepeatedSteps:
             run.runner.step(recipe, step_rows(run))
             with self.failures.guarding(STEPS):
                 sums = state_sums(run)
+        except torch.OutOfMemoryError as error:
+            if run.world.size > 1:
+                raise  # the other ranks wait within their step
+            self.failures.add(STEPS, first_line(error))
+            self.every = 0
         finally:
             self._take_back(state, moments, scaling, failed)
         return sums

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fp4train.audit.fault import Fault
 from fp4train.audit.start import check_plan
 from fp4train.precision import Recipe
 from fp4train.run.queued import Step
-from fp4train.run.supervise.layer_audits import LayerAudits, described, report, summary
+from fp4train.run.supervise.fault_report import report
+from fp4train.run.supervise.layer_audits import LayerAudits, described, summary
 from fp4train.run.supervise.repeat import STEPS, RepeatedSteps
 from fp4train.run.supervise.sums import STATE, BitSums, StateSums
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 _log = logging.getLogger(__name__)
+
+PLAN: Final = "the plan"
 
 
 class RunAudits:
@@ -52,14 +55,12 @@ class RunAudits:
         """
         self.active = True
         self.layers.began = self.run.step
-        if not self.layers.every:
+        if not self.layers.every and not self.sums.every:
             return
         faults: list[Fault] = []
-        try:
+        with self.layers.failures.guarding(PLAN):
             faults += check_plan(self.run.plan)
-        except Exception as error:  # an audit must not end the run
-            _log.warning("the plan could not be tried before the first step: %r", error)
-        self._report(self.run.step - 1, faults, "the plan")
+        self._report(self.run.step - 1, faults, PLAN)
 
     @contextmanager
     def around(self, recipe: Recipe) -> Iterator[None]:
@@ -105,7 +106,8 @@ class RunAudits:
         """
         if self.active and self.sums.every:
             self._report(self.run.step - 1, self.sums.at_end(), STATE)
-        if (text := summary(self.layers)) is not None and self.run.world.lead:
+        text = summary(self.layers) if self.active else None
+        if text is not None and self.run.world.lead:
             _log.info("audit: %s", text)
 
     def of_update(self, step: int) -> BitSums:

@@ -8,6 +8,7 @@ at a rate above zero must change some weight.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -110,7 +111,9 @@ class StateSums:
         on_all_ranks = self.run.world.everywhere(sums is not None)
         if sums is None:
             return []
-        faults = [*self._other_rate(step), *self._unchanged(before, sums, step)]
+        faults: list[Fault] = []
+        with self.failures.guarding(STATE):
+            faults = [*self._other_rate(step), *self._unchanged(before, sums, step)]
         return [*faults, *self._copies_that_differ(sums)] if on_all_ranks else faults
 
     def _sums(self) -> BitSums | None:
@@ -162,7 +165,11 @@ class StateSums:
         faults = []
         if world.data_mesh is not None and world.mesh.replicate > 1:
             group = world.data_mesh.get_group(REPLICATE)
-            faults += _differing(sums, list(sums), group, world.device, "replica")
+            buffers = {
+                f"{MODEL}/{checkpoint.escaped(name)}" for name, _ in self.run.model.named_buffers()
+            }
+            alike = [name for name in sums if name not in buffers]  # these may differ by rank
+            faults += _differing(sums, alike, group, world.device, "replicas")
         if world.tensor is not None:
             names = {
                 f"{MODEL}/{checkpoint.escaped(name)}"
@@ -171,27 +178,40 @@ class StateSums:
             }
             alike = [name for name in sums if name in names]
             group = world.tensor.get_group()
-            faults += _differing(sums, alike, group, world.device, "tensor-parallel copy")
+            faults += _differing(sums, alike, group, world.device, "tensor-parallel copies")
         return faults
 
 
 def _differing(
     sums: BitSums, names: list[str], group: Any, device: torch.device, kind: str
 ) -> list[Fault]:
-    """The tensors of these names whose sums are not the same on all ranks of a group.
+    """The tensors of these names whose sums this rank has otherwise than most ranks of a group. Where
+    no sum is that of most ranks, the first rank has the fault, of all.
 
     Args:
         device: the device whose tensors the group sends: one of NCCL sends no others.
+        kind: word for the copies.
     """
     if not names:
         return []
+    ranks = dist.get_process_group_ranks(group)
     values = torch.tensor([sums[name] for name in names], device=device)
-    largest, least = values.clone(), values.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    what = f"its bits are not those of every {kind}"
-    apart = (largest != least).nonzero().flatten().tolist()
-    return [Fault(layer=names[at], what=what) for at in apart]
+    gathered = [torch.empty_like(values) for _ in ranks]
+    dist.all_gather(gathered, values, group=group)
+    apart = (torch.stack(gathered) != gathered[0]).any(dim=0).nonzero().flatten().tolist()
+    faults = []
+    for at in apart:
+        by_rank = [int(rank_values[at]) for rank_values in gathered]
+        total, count = Counter(by_rank).most_common(1)[0]
+        if 2 * count <= len(ranks):
+            if dist.get_rank() == ranks[0]:
+                listed = ", ".join(map(str, ranks))
+                what = f"its bits differ between the {kind} of ranks {listed}"
+                faults.append(Fault(layer=names[at], what=what, rank=None))
+        elif sums[names[at]] != total:
+            what = f"its bits are not those of the other {kind}"
+            faults.append(Fault(layer=names[at], what=what))
+    return faults
 
 
 def same_extent(part: Tensor, tensor: Tensor) -> bool:

@@ -350,6 +350,39 @@ def test_a_layer_that_is_quantised_although_the_policy_keeps_it_is_found(cli: Cl
     assert events("runs/a", "audit failed") == []
 
 
+class Group:
+    """The collectives of ranks with these sums of one tensor, of which this process is one."""
+
+    def __init__(self, sums: list[int], rank: int) -> None:
+        self.sums = sums
+        self.rank = rank
+
+    def get_process_group_ranks(self, group: Any) -> list[int]:
+        return list(range(len(self.sums)))
+
+    def get_rank(self) -> int:
+        return self.rank
+
+    def all_gather(self, gathered: Any, values: torch.Tensor, group: Any) -> None:
+        for tensor, total in zip(gathered, self.sums, strict=True):
+            tensor.fill_(total)
+
+
+@pytest.mark.parametrize(
+    ("sums", "blamed"),
+    [([7, 7, 7], []), ([7, 9, 7], [1]), ([9, 7, 7], [0]), ([7, 9], [None]), ([7, 7, 9, 9], [None])],
+)
+def test_the_rank_that_drifted_is_blamed_and_none_where_it_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, sums: list[int], blamed: list[int | None]
+) -> None:
+    found = []
+    for rank, total in enumerate(sums):
+        monkeypatch.setattr(run_sums, "dist", Group(sums, rank))
+        faults = run_sums._differing({"w": total}, ["w"], None, torch.device("cpu"), "replicas")
+        found += [None if fault.rank is None else rank for fault in faults]
+    assert found == blamed
+
+
 def test_ranks_compare_sums_in_tensors_of_the_device_that_their_group_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -362,9 +395,9 @@ def test_ranks_compare_sums_in_tensors_of_the_device_that_their_group_serves(
         return make(values)
 
     monkeypatch.setattr(run_sums.torch, "tensor", tensor)
-    monkeypatch.setattr(run_sums.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(run_sums, "dist", Group([7, 7], 0))
     device = torch.device("cuda:1")
-    assert run_sums._differing({"w": 7}, ["w"], None, device, "replica") == []
+    assert run_sums._differing({"w": 7}, ["w"], None, device, "replicas") == []
     assert devices == [device]
 
 

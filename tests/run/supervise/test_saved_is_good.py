@@ -83,6 +83,13 @@ def test_a_validation_loss_that_is_no_number_does_not_end_well(
     assert steps() == [1], "the state that gave it is not saved"
 
 
+def zeroed(run: Any) -> None:
+    """The weights tell nothing from here on."""
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+
+
 def test_weights_that_tell_nothing_while_the_loss_falls_cost_no_good_checkpoint(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,12 +97,7 @@ def test_weights_that_tell_nothing_while_the_loss_falls_cost_no_good_checkpoint(
     steps ago.
     """
 
-    def ruin(run: Any) -> None:
-        with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.zero_()
-
-    after_update(41, monkeypatch, ruin)
+    after_update(41, monkeypatch, zeroed)
     ended = cli(
         "run.name=a",
         "recipe=bf16",
@@ -109,3 +111,22 @@ def test_weights_that_tell_nothing_while_the_loss_falls_cost_no_good_checkpoint(
     assert "far above its past (" in ended.err and "since step 42" in ended.err
     assert "The last good checkpoint is that of step 40" in ended.err
     assert 40 in steps()
+
+
+def test_an_evaluation_whose_loss_is_finite_and_useless_proves_no_checkpoint(cli: Cli) -> None:
+    """The state of step 40 is evaluated and saved; the last good one is that of step 30."""
+    with pytest.MonkeyPatch.context() as patch:
+        after_update(40, patch, zeroed)
+        ended = cli(
+            "run.name=a",
+            "recipe=bf16",
+            "train.steps=60",
+            "optim.lr=0.01",
+            "checkpoint.every=10",
+            "checkpoint.keep=2",
+            "eval.every=10",
+            *STEADY,
+        )
+    assert ended.code == 0
+    assert "The last good checkpoint is that of step 30" in ended.err
+    assert 30 in steps()

@@ -1,0 +1,145 @@
+"""What audits of runs leave out is said, and ends nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from command_line import STEADY, Cli, events, losses
+
+from fp4train import checkpoint
+from fp4train.audit.fault import Audited
+from fp4train.audit.observe import Observer
+from fp4train.backends.protocol import NotShownError
+from fp4train.run.supervise import layer_audits, run_audits
+from fp4train.run.supervise import sums as run_sums
+
+SILENT = ("audit.every=0", "audit.sums=0", "audit.repeat=0")
+NVFP4 = ("recipe=nvfp4", "policy=all", *STEADY)
+
+
+def weights(run: str) -> dict[str, bytes]:
+    state = checkpoint.load(f"{run}/checkpoints")
+    return {name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()}
+
+
+def test_an_audit_that_sees_no_backward_pass_is_said(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unseen(self: Observer, run: Any, *arguments: Any, **options: Any) -> Any:
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(Observer, "backward", unseen)
+    ended = cli("run.name=a", *NVFP4, "audit.every=1")
+    assert ended.code == 0
+    assert events("runs/a", "audit failed")[0]["reason"] == "its backward pass was not seen"
+    assert events("runs/a", "audit") == []
+
+
+def test_an_audit_that_compared_nothing_is_no_clean_one(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compared(self: Any, step: int) -> Audited:
+        return Audited(layer=self.call.name, step=step, uncovered=["fprop: it is not seen"])
+
+    monkeypatch.setattr(layer_audits.CallComparison, "run", compared)
+    ended = cli("run.name=a", *NVFP4, "audit.every=1")
+    assert events("runs/a", "audit") == []
+    assert "no layer was audited: 0 faults; not covered: " in ended.err
+    assert "(fprop: it is not seen)" in ended.err
+
+
+def test_a_layer_that_shows_nothing_in_its_turn_is_not_covered(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(*_: Any) -> None:
+        raise NotShownError("its x exists in codes alone")
+
+    monkeypatch.setattr(Observer, "begin", begin)
+    ended = cli("run.name=a", *NVFP4, "audit.every=1")
+    assert events("runs/a", "audit fault") == []
+    assert "(its x exists in codes alone)" in ended.err
+
+
+def test_operands_that_are_not_compared_stand_in_the_end_of_the_run(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Observer.forward
+
+    def hidden(self: Observer, run: Any, *arguments: Any) -> Any:
+        result = forward(self, run, *arguments)
+        for record in self.records:
+            record.x = None
+            record.hidden["x"] = "a norm makes it"
+        return result
+
+    monkeypatch.setattr(Observer, "forward", hidden)
+    ended = cli("run.name=a", *NVFP4, "audit.every=1")
+    assert events("runs/a", "audit fault") == []
+    assert len(events("runs/a", "audit")) == 6
+    assert "(fprop, operand x: a norm makes it)" in ended.err
+
+
+def test_a_plan_that_cannot_be_tried_is_said_at_the_end(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(run_audits, "check_plan", broken)
+    ended = cli("run.name=a", *NVFP4, "audit.every=0")
+    assert ended.code == 0
+    assert "not covered: the plan (its audit failed: no kernel)" in ended.err
+
+
+def test_a_start_is_tried_where_layers_are_not_audited_as_on_a_gpu(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp4train.audit import start
+
+    monkeypatch.setattr(start, "equal_codes", lambda spec, device: False)
+    ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.action=stop")
+    assert ended.code == 1 and "quantises otherwise than the reference" in ended.message
+    assert cli("run.name=b", *NVFP4, *SILENT, "audit.action=stop").code == 0
+
+
+def test_a_repetition_without_memory_is_taken_back_and_not_tried_again(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp4train.run.step import EagerSteps
+
+    cli.trained("run.name=b", *NVFP4, *SILENT)
+    original = EagerSteps.step
+    calls: list[int] = []
+
+    def step(self: EagerSteps, recipe: Any, rows: Any) -> Any:
+        calls.append(self.run.step)
+        queued = original(self, recipe, rows)
+        if calls == [0, 1, 2]:
+            raise torch.OutOfMemoryError("no memory")
+        return queued
+
+    monkeypatch.setattr(EagerSteps, "step", step)
+    ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=0", "audit.repeat=2")
+    assert ended.code == 0 and calls == [0, 1, 2, 2, 3, 4, 5]
+    assert losses("runs/a") == losses("runs/b") and weights("runs/a") == weights("runs/b")
+    assert "(its audit failed: no memory)" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Observer, "__init__"), (run_sums.StateSums, "_other_rate")],
+    ids=["observer", "rates"],
+)
+def test_an_audit_that_fails_where_it_begins_ends_no_run(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(run_audits, "check_plan", lambda _: [])
+    monkeypatch.setattr(owner, name, broken)
+    ended = cli("run.name=a", *NVFP4, "audit.every=1", "audit.sums=1")
+    assert ended.code == 0
+    assert events("runs/a", "audit failed")[0]["reason"] == "no memory"
