@@ -7,6 +7,12 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _ALIKE = 0.5
 """Smallest similarity (difflib's ratio) of a suggested word."""
@@ -199,26 +205,49 @@ def _pad(cell: str, width: int, *, right: bool) -> str:
 def screen(
     package: str | None,
     name: str,
-    filters: Mapping[str, Callable[..., str]] = {},
+    filters: Mapping[str, Callable[..., str]] | None = None,
     /,
     **values: object,
 ) -> str:
     """The text of a template, the file `name` of `package`: lines of Jinja2, in which a name that
-    nobody gives is an error. A list stands for its lines. Templates have `TOOLS` for tables and
-    sentences, and filters for numbers: `form`, and `number`, which shows None as a dash.
+    nobody gives is an error. A list stands for its lines, a path for one line (`line`). Templates
+    have `TOOLS` for tables and sentences, and filters: `form` and `number` for numbers, of which
+    the latter shows None as a dash, and `line`.
     """
+    environment = _templates(package or "")
+    if filters:
+        environment = environment.overlay()
+        environment.filters = {**environment.filters, **filters}
+    return environment.get_template(name).render(values).rstrip("\n")
+
+
+@cache
+def _templates(package: str) -> "Environment":
+    """The templates of a package."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader(package or "", "."),
+        loader=PackageLoader(package, "."),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: "\n".join(value) if isinstance(value, list) else value,
+        finalize=_inserted,
     )
-    environment.filters |= {"form": format, "number": _number, **filters}
+    environment.filters |= {"form": format, "number": _number, "line": _line}
     environment.globals |= {tool.__name__: tool for tool in TOOLS}
-    return environment.get_template(name).render(values).rstrip("\n")
+    return environment
+
+
+def _inserted(value: object) -> object:
+    """What a template writes for a value."""
+    if isinstance(value, list):
+        return "\n".join(value)
+    return _line(value) if isinstance(value, PurePath) else value
+
+
+def _line(value: object) -> str:
+    """A name as one line: that of a folder, or what an error quotes, may have newlines."""
+    return printable(str(value), kept="")
 
 
 def _number(value: float | None, form: str, unknown: str = "-") -> str:

@@ -1,6 +1,8 @@
 """Tables line up, and a slip is answered with what was meant."""
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from fp4train.text import (
     counted_are,
     near_miss,
     nearest,
+    screen,
     short,
     span,
     step_span,
@@ -147,3 +150,26 @@ def test_counts_are_in_billions_and_bytes_in_gigabytes() -> None:
         "7.02 kB",
         "1.21 TB",
     ]
+
+
+def test_a_name_with_a_newline_makes_no_line_of_its_own_on_a_screen() -> None:
+    """Neither a folder nor what a check of a run quotes."""
+    folder = Path("runs/a\nstep 3: all is well")
+    subject = SimpleNamespace(title=str(folder), step=3)
+    checked = SimpleNamespace(audits=[], faults=["wgrad of a\nb"], uncovered={"c\nd": "e\nf"})
+    assert screen("fp4train.cli", "check.txt", subject=subject, checked=checked).splitlines() == [
+        "runs/a\\nstep 3: all is well, step 3: 0 GEMMs of 0 layers compared with the reference, "
+        "1 fault",
+        "wgrad of a\\nb",
+        "not covered: c\\nd: e\\nf",
+    ]
+    values = {"history": "history.jsonl", "swaps": [], "requests": {}, "done": 2, "width": 80}
+    (line,) = screen("fp4train.cli", "swaps.txt", run=folder, lost=True, **values).splitlines()
+    assert line.startswith("runs/a\\nstep 3: all is well/history.jsonl is missing or empty")
+
+
+def test_the_filters_of_a_call_are_not_those_of_the_next() -> None:
+    values = {"formats": [], "roundings": ["nearest"], "global_scales": ["row"], "width": 80}
+    loud = screen("fp4train.cli", "formats.txt", {"join": lambda *_: "LOUD"}, **values)
+    assert "roundings: LOUD" in loud
+    assert "roundings: nearest" in screen("fp4train.cli", "formats.txt", **values)

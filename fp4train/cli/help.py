@@ -195,11 +195,11 @@ def topics(arguments: list[str]) -> Topics:
         return described
 
 
-def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
+def of_verb(verb: str, verb_help: str, words: Sequence[str], *, keys: bool) -> str:
     """Help of a verb, or of one of its options.
 
     Args:
-        screen: the help of the verb, which names its options.
+        verb_help: the help of the verb, which names its options.
         words: the other words of the command.
         keys: whether the verb takes the keys of a run, which are then listed, too.
 
@@ -210,7 +210,7 @@ def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
     asked = [word for word in plain_words if "=" not in word and not _names_run(word)]
     settings = [*flags, *(word for word in plain_words if "=" in word)]
     if not asked:
-        command, _, body = _joined(screen).partition("\n")
+        command, _, body = _joined(verb_help).partition("\n")
         lines = [*hanging(command), body]
         if keys:
             lines += ["", topics(settings).screen()]
@@ -218,12 +218,12 @@ def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
     described = topics(settings) if keys else None
     texts = []
     for word in asked:
-        option = _option(screen, word)
+        option = _option(verb_help, word)
         text = _joined(option) if option else None
         if text is None and described is not None:
             text = described.topic(word)
         if text is None:
-            options = _options(screen)
+            options = _options(verb_help)
             names = list(options)
             if described is not None:
                 names += [key.path for key in described.keys]
@@ -287,12 +287,12 @@ def _unknown(word: str, described: Topics, verbs: list[str]) -> UserError:
     return UserError(f"unknown key {word!r}{near_miss(word, names)}")
 
 
-def _joined(screen: str) -> str:
-    """A screen with every paragraph, and every description of an option, on one line, to be folded
+def _joined(verb_help: str) -> str:
+    """The help of a verb with every paragraph, and every description of an option, on one line, to be folded
     once.
     """
     lines: list[str] = []
-    for line in screen.strip("\n").splitlines():
+    for line in verb_help.strip("\n").splitlines():
         text = line.strip()
         indent = len(line) - len(line.lstrip())
         previous = lines[-1] if lines else ""
@@ -325,15 +325,15 @@ def _names_run(word: str) -> bool:
     return Path(word).is_dir() or ("/" in word and word not in overrides.groups())
 
 
-def _options(screen: str) -> list[str]:
+def _options(verb_help: str) -> list[str]:
     """The options that the help of a verb lists."""
-    return re.findall(r"^  (-{0,2}\w[\w.-]*)(?==|  )", screen.partition("\n\n")[2], re.MULTILINE)
+    return re.findall(r"^  (-{0,2}\w[\w.-]*)(?==|  )", verb_help.partition("\n\n")[2], re.MULTILINE)
 
 
-def _option(screen: str, name: str) -> str | None:
+def _option(verb_help: str, name: str) -> str | None:
     """The lines of a verb's help about one of its options."""
     pattern = rf"^  {re.escape(name.partition('=')[0])}(?=[= ]).*(?:\n {{10,}}.*)*"
-    match = re.search(pattern, screen.partition("\n\n")[2], re.MULTILINE)
+    match = re.search(pattern, verb_help.partition("\n\n")[2], re.MULTILINE)
     return match[0] if match else None
 
 

@@ -20,8 +20,7 @@ def open_streams() -> None:
     """Lead standard streams that were closed at the start (`2>&-`) to the null device.
 
     Otherwise Python has None for them, and the next files that are opened get their numbers: what a
-        library prints
-    would land in these.
+    library prints would land in these.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)

@@ -54,7 +54,6 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
-from fp4train.run.state.moments import Moments
 from fp4train.run.state.weights import ModelWeights
 from fp4train.run.states import bytes_per_parameter
 from fp4train.run.supervise.layer_audits import described
@@ -309,6 +308,7 @@ def _show(
     print_screen(
         "plan.txt",
         config=config,
+        history=run_directory.HISTORY,
         gemms=gemms,
         groups=weight_groups(model),
         option=lambda group, setting: option_of(group, type(setting)),
@@ -323,11 +323,11 @@ def _checkpoint(model: nn.Module, config: Config) -> dict[str, int]:
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     weights = sum(parameter.nbytes for parameter in parameters)
-    spoken = {ModelWeights.title: "weights", Moments.title: "two moments"}
-    return {
-        spoken.get(title, title): weights if title == ModelWeights.title else round(size * count)
-        for title, size in bytes_per_parameter(config).items()
+    sizes = {
+        title: round(size * count) for title, size in bytes_per_parameter(config, model).items()
     }
+    del sizes[ModelWeights.title]
+    return {"weights": weights, **sizes}
 
 
 def _json(value: object) -> str:

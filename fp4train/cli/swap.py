@@ -62,6 +62,7 @@ def main(arguments: list[str]) -> int:
             print_screen(
                 "swaps.txt",
                 run=run,
+                history=run_directory.HISTORY,
                 done=done,
                 swaps=read_swaps(run),
                 requests=pending(run),

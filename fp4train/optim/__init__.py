@@ -4,7 +4,7 @@ share.
 A new optimizer is one dataclass like AdamW, and one YAML in the group `optim`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,8 @@ class Optimizer(Protocol):
     """The constants of an optimizer.
 
     One that multiplies whole matrices may have an attribute `needs_whole`, why it does not train
-    shards of them.
+    shards of them. One that keeps something else than two float32 moments of each parameter has a
+    method `moment_bytes(model)`, the bytes of what it keeps.
     """
 
     @property
@@ -113,6 +114,21 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             f"{type(model).__name__} has no parameter that requires a gradient: nothing to optimise"
         )
     return parameters
+
+
+def moment_bytes(optim: Optimizer, model: nn.Module) -> int:
+    """Bytes of what an optimizer keeps of the parameters of `model`; two float32 moments of each
+    trainable one where the optimizer does not say.
+    """
+    count: Callable[[nn.Module], int] | None = getattr(optim, "moment_bytes", None)
+    if count is None:
+        return 8 * trainable_elements(model)
+    return count(model)
+
+
+def trainable_elements(model: nn.Module) -> int:
+    """Elements of the parameters of `model` that require a gradient."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def keep_bounds(

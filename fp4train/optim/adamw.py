@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fp4train.optim import Constants, has_fused
+from fp4train.optim import Constants, has_fused, trainable_elements
 from fp4train.optim.rounded import RoundedAdamW
 from fp4train.shards import is_sharded
 from fp4train.text import check_choice
@@ -54,6 +54,10 @@ class AdamW(Constants):
         names = {parameter: name for name, parameter in parameters.items()}
         return RoundedAdamW(groups, names, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
 
+    def moment_bytes(self, model: nn.Module) -> int:
+        """Bytes of both moments of the trainable parameters of `model`."""
+        return MOMENT_BYTES[self.moments] * trainable_elements(model)
+
 
 class _ShardedAdamW(torch.optim.AdamW):
     """torch's AdamW, whose kernel takes what this rank holds: a DTensor costs a dispatch of its own
@@ -65,10 +69,3 @@ class _ShardedAdamW(torch.optim.AdamW):
         for tensors in lists:
             tensors[:] = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
         return has_complex
-
-
-def moment_bytes(optim: object) -> int:
-    """Bytes per parameter of an optimizer's moments; those of AdamW for others, which keep no
-    more.
-    """
-    return MOMENT_BYTES[getattr(optim, "moments", "float32")]

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fp4train.optim import trainable
-from fp4train.optim.adamw import AdamW
+from fp4train.optim import trainable, trainable_elements
+from fp4train.optim.adamw import MOMENT_BYTES, AdamW
 from fp4train.precision.layers import elementwise, find_layers
 
 
@@ -53,10 +53,8 @@ class Muon(AdamW):
             ValueError: the model has no trainable parameter, no matrix in its blocks, or matrices
                 cut over ranks.
         """
-        inside = [name for name, layer in find_layers(model).items() if layer.block is not None]
-        weights = {id(model.get_submodule(name).weight) for name in inside}
         parameters = trainable(model)
-        matrices = [p for p in parameters.values() if id(p) in weights and p.dim() == 2]
+        matrices = _matrices(model)
         if not matrices:
             raise ValueError(
                 f"optim=muon needs linear layers in the blocks of {type(model).__name__}; "
@@ -77,6 +75,21 @@ class Muon(AdamW):
         if remaining:
             return Joined(muon, self.over(remaining, elementwise(model)))
         return muon
+
+    def moment_bytes(self, model: nn.Module) -> int:
+        """Bytes of the mean of gradients, float32, of matrices in the blocks of `model`, and of
+        AdamW's moments of its other trainable parameters.
+        """
+        in_matrices = sum(matrix.numel() for matrix in _matrices(model))
+        in_others = trainable_elements(model) - in_matrices
+        return 4 * in_matrices + MOMENT_BYTES[self.moments] * in_others
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable weights of linear layers in the blocks of `model`, but for those of groups."""
+    inside = [name for name, layer in find_layers(model).items() if layer.block is not None]
+    weights = {id(model.get_submodule(name).weight) for name in inside}
+    return [p for p in model.parameters() if p.requires_grad and id(p) in weights and p.dim() == 2]
 
 
 def _is_cut(parameter: Any) -> bool:

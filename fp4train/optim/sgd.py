@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fp4train.optim import Constants, has_fused
+from fp4train.optim import Constants, has_fused, trainable_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +39,7 @@ class SGD(Constants):
         return torch.optim.SGD(
             groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=fused
         )
+
+    def moment_bytes(self, model: nn.Module) -> int:
+        """Bytes of the mean of gradients, float32, of the trainable parameters of `model`."""
+        return 4 * trainable_elements(model) if self.momentum else 0

@@ -4,6 +4,8 @@ Saving, restoring, resharding, the stages of a pipeline, checks and the plan's m
 list.
 """
 
+from torch import nn
+
 from fp4train.config import Config
 from fp4train.run.state.average import Average
 from fp4train.run.state.base import RunState, Trained
@@ -30,9 +32,9 @@ def states_of(run: Trained) -> list[RunState]:
     return [state(run) for state in STATES if state.used(run.config)]
 
 
-def bytes_per_parameter(config: Config) -> dict[str, int]:
+def bytes_per_parameter(config: Config, model: nn.Module) -> dict[str, float]:
     """Title of a state → its bytes per parameter of the model, where it has any."""
-    sizes = {s.title: s.bytes_per_parameter(config) for s in STATES if s.used(config)}
+    sizes = {s.title: s.bytes_per_parameter(config, model) for s in STATES if s.used(config)}
     return {title: size for title, size in sizes.items() if size}
 
 

@@ -34,3 +34,18 @@ def test_a_model_that_is_large_for_its_tokens_is_counted_in_billions(
     words = ("data=tokens", "data.path=tokens.bin", "data.vocab_size=128256", "gpu=GB200")
     assert run("plan", "model=llama_8b", *words, "train.steps=1") == 0
     assert "8.03 B parameters learn 4.1 k tokens" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("", "weights and moments"),
+        ("optim=sgd optim.momentum=0", "weights"),
+        ("train.ema=0.9", "weights, moments and average of weights"),
+    ],
+)
+def test_the_states_of_a_checkpoint_are_listed_as_a_sentence(
+    capsys: pytest.CaptureFixture[str], words: str, kept: str
+) -> None:
+    assert run("plan", "model=llama_tiny", *words.split()) == 0
+    assert f" MB ({kept}); main memory" in " ".join(capsys.readouterr().out.split())

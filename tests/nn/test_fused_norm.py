@@ -94,7 +94,7 @@ def test_layers_without_a_norm_quantise_an_input_that_is_not_contiguous_once(
 ) -> None:
     """Gate and up read one matrix, whose forms they share."""
     layers = [layer(64, 48, bias=False) for _ in range(2)]
-    x = rand(64, 32).T.requires_grad_()
+    x = rand(64, 32).bfloat16().T.requires_grad_()
     quantised: list[Tensor] = []
     real = TensorForms.prepare
 
@@ -121,7 +121,7 @@ def test_layers_without_a_norm_quantise_an_input_that_is_not_contiguous_once(
 def test_what_watches_a_layer_is_not_held_by_the_norm_before_it() -> None:
     block = f4.convert(Llama(width=64, layers=1, heads=2).build(vocab_size=60, seq_len=8)).blocks[0]
     block.attention_in.enabled = True
-    watched = block.attention.get_submodule(block.attention.input_layers[0])
+    watched: Any = block.attention.get_submodule(block.attention.input_layers[0])
     x = torch.randn(1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
     copies: list[Any] = []
 

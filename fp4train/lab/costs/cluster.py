@@ -59,10 +59,13 @@ CAST: Final = 6
 quantises and no shard sends, and of the gradient of each weight. Products add those of further
 microbatches in float32."""
 
-OPTIMIZER_BYTES: Final = {8: 36, 4: 24}
+OPTIMIZER_BYTES: Final[Mapping[float, float]] = {8: 36, 4: 24}
 """Bytes moved per parameter and step, by those of the moments: the norm reads the gradient, AdamW
 reads weight, moments and gradient and writes weight and moments; torch's writes the clipped
 gradient, too."""
+
+OTHER_OPTIMIZERS_BYTES: Final = 20
+"""Bytes moved per parameter and step by other optimizers, beside the moments: as by torch's AdamW."""
 
 HEAD_BYTES: Final = 6 + 8
 """Bytes moved per weight of the head and microbatch: it is rounded for the loss, and its gradient
@@ -137,8 +140,9 @@ class ClusterCost:
         if mesh.pipeline > 1:
             waits = (mesh.pipeline - 1) / (mesh.virtual * mesh.microbatches)
             parts["pipeline bubble"] = waits * sum(parts.values())
-        moved = OPTIMIZER_BYTES[workload.execution.moment_bytes] * self.memory.parameters
-        parts["optimizer"] = moved / self._copy
+        moments = workload.execution.moment_bytes
+        moved = OPTIMIZER_BYTES.get(moments, OTHER_OPTIMIZERS_BYTES + 2 * moments)
+        parts["optimizer"] = moved * self.memory.parameters / self._copy
         if mesh.pipeline > 1:
             sends = self._sends()
             parts[SENDS] = sends.exposed

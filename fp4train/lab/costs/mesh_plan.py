@@ -117,7 +117,7 @@ class MeshPlan:
             compiled=self.config.train.compile,
             recorded=self.config.train.cuda_graph,
             recomputed=float(getattr(self.config.model, "recompute", False)),
-            states=bytes_per_parameter(self.config),
+            states=bytes_per_parameter(self.config, self.model),
             liger=self.kernels[0],
         )
         uncut = find_layers(self.model)
@@ -125,7 +125,10 @@ class MeshPlan:
         for stretch in plan.stretches:
             load = workload(
                 self.model,
-                {name: replace(plan, layer=uncut[name]) for name, plan in stretch.layers.items()},
+                {
+                    name: replace(layer_plan, layer=uncut[name])
+                    for name, layer_plan in stretch.layers.items()
+                },
                 stretch.recipe,
                 sequences=sequences,
                 seq_len=self.config.train.seq_len,

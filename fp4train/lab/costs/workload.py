@@ -38,16 +38,16 @@ class Execution:
     compiled: bool = False
     recorded: bool = False
     recomputed: float = 0.0
-    states: Mapping[str, int] = field(
+    states: Mapping[str, float] = field(
         default_factory=lambda: {ModelWeights.title: 4, Moments.title: 8}
     )
     liger: bool = False
     logit_bytes: float = LOGIT_BYTES
 
     @property
-    def moment_bytes(self) -> int:
+    def moment_bytes(self) -> float:
         """Bytes of the optimizer's moments per parameter."""
-        return self.states[Moments.title]
+        return self.states.get(Moments.title, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Workload:
     execution: Execution
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> float:
         """Bytes per parameter of a checkpoint."""
         return sum(self.execution.states.values())
 

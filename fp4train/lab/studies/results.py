@@ -290,8 +290,8 @@ def _why(error: Exception) -> str:
     key = str(error).removesuffix(MISSING_KEY)
     if key != str(error):
         return (
-            f" (it has no {key!r}): an older fp4train made it, or it was changed; the same "
-            "command makes it anew"
+            f" (it has no {key!r}): another version of fp4train wrote it, or it was changed; the "
+            "same command writes it anew"
         )
     return f" ({shortened(str(error), REASON)})"
 

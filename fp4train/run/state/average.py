@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4train.checkpoint import escaped
 from fp4train.config import Config
@@ -42,7 +42,7 @@ class Average(RunState):
         return config.train.ema is not None
 
     @classmethod
-    def bytes_per_parameter(cls, config: Config) -> int:
+    def bytes_per_parameter(cls, config: Config, model: nn.Module) -> float:
         """4: float32."""
         return 4
 

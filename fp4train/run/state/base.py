@@ -79,8 +79,10 @@ class RunState(ABC):
         return True
 
     @classmethod
-    def bytes_per_parameter(cls, config: Config) -> int:
-        """Bytes that a rank keeps, and a checkpoint holds, per parameter of the model."""
+    def bytes_per_parameter(cls, config: Config, model: nn.Module) -> float:
+        """Bytes that a rank keeps, and a checkpoint holds, per parameter of the model, which may be
+        on the meta device.
+        """
         return 0
 
     @abstractmethod

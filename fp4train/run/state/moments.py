@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4train.config import Config
-from fp4train.optim import DECAYS
-from fp4train.optim.adamw import moment_bytes
+from fp4train.optim import DECAYS, moment_bytes
 from fp4train.run.finite import first_non_finite
 from fp4train.run.state.base import RunState, Trained, check_tensor
 
@@ -31,9 +30,9 @@ class Moments(RunState):
         """Names of the parameters in the optimizer's order, in which it numbers them."""
 
     @classmethod
-    def bytes_per_parameter(cls, config: Config) -> int:
-        """See `optim.adamw.moment_bytes`."""
-        return moment_bytes(config.optim)
+    def bytes_per_parameter(cls, config: Config, model: nn.Module) -> float:
+        """See `optim.moment_bytes`."""
+        return moment_bytes(config.optim, model) / sum(w.numel() for w in model.parameters())
 
     def saved(self) -> Mapping[str, Any]:
         """See `RunState.saved`."""

@@ -41,7 +41,7 @@ class Oscillation(RunState):
         return config.oscillation.every > 0
 
     @classmethod
-    def bytes_per_parameter(cls, config: Config) -> int:
+    def bytes_per_parameter(cls, config: Config, model: nn.Module) -> float:
         """12 in a watch: three float32 tensors of the weight's shape."""
         return 12
 

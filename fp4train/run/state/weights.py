@@ -30,7 +30,7 @@ class ModelWeights(RunState):
         self._parameters = {escaped(name) for name, _ in run.model.named_parameters()}
 
     @classmethod
-    def bytes_per_parameter(cls, config: Config) -> int:
+    def bytes_per_parameter(cls, config: Config, model: nn.Module) -> float:
         """4: float32."""
         return 4
 

@@ -85,8 +85,8 @@ def test_a_result_of_an_older_form_says_what_to_do(
     del body[key]
     path.write_bytes(sealed(body))
     said = (
-        f"cannot be read (it has no '{key}'): an older fp4train made it, or it was changed; the "
-        "same command makes"
+        f"cannot be read (it has no '{key}'): another version of fp4train wrote it, or it was "
+        "changed; the same command writes"
     )
     assert said in report(tmp_path, run).text
 

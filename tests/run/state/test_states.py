@@ -6,10 +6,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import STEADY, Cli
 
 from fp4train import checkpoint
 from fp4train.config import to_config
+from fp4train.run.build import build_model
 from fp4train.run.record.directory import read_config
 from fp4train.run.states import STATES, bytes_per_parameter
 
@@ -18,7 +20,15 @@ WATCHED = ("oscillation.every=4", "oscillation.watch=3", "policy=all", "recipe=t
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("train.ema=0.9",), ("optim.moments=bfloat16",), ("optim=sgd", "optim.momentum=0")],
+    [
+        (),
+        ("train.ema=0.9",),
+        ("optim.moments=bfloat16",),
+        ("optim=sgd",),
+        ("optim=sgd", "optim.momentum=0"),
+        ("optim=muon",),
+        ("optim=muon", "optim.moments=bfloat16"),
+    ],
 )
 def test_the_plan_counts_the_bytes_that_a_checkpoint_has(
     cli: Cli, options: tuple[str, ...]
@@ -33,11 +43,11 @@ def test_the_plan_counts_the_bytes_that_a_checkpoint_has(
         if name in shapes and stored.shape(path) == shapes[name] and name != "head.weight":
             sizes[key] += stored[path].nbytes
             parameters += stored[path].numel() if key == "model" else 0
-    planned = bytes_per_parameter(to_config(read_config(run)))
-    if "optim=sgd" in options:
-        planned.pop("moments")  # counted as AdamW's
+    config = to_config(read_config(run))
+    model = build_model(config, len(stored["model/embed.weight"]), torch.device("meta"))
+    planned = bytes_per_parameter(config, model)
     counted = {state.title: size for state in STATES if (size := sizes[state.key])}
-    assert counted == {title: size * parameters for title, size in planned.items()}
+    assert counted == {title: round(size * parameters) for title, size in planned.items()}
 
 
 def test_what_is_kept_goes_by_names_of_the_model_and_is_placed_by_them(cli: Cli) -> None:
