@@ -17,6 +17,7 @@ from command_line import (
 )
 
 import fp4train.train as loop
+from fp4train.run.supervise.saving import Saver
 
 
 def test_weights_that_are_finite_and_useless_do_not_replace_the_last_good_checkpoint(
@@ -113,20 +114,27 @@ def test_weights_that_tell_nothing_while_the_loss_falls_cost_no_good_checkpoint(
     assert 40 in steps()
 
 
-def test_an_evaluation_whose_loss_is_finite_and_useless_proves_no_checkpoint(cli: Cli) -> None:
-    """The state of step 40 is evaluated and saved; the last good one is that of step 30."""
-    with pytest.MonkeyPatch.context() as patch:
-        after_update(40, patch, zeroed)
-        ended = cli(
-            "run.name=a",
-            "recipe=bf16",
-            "train.steps=60",
-            "optim.lr=0.01",
-            "checkpoint.every=10",
-            "checkpoint.keep=2",
-            "eval.every=10",
-            *STEADY,
-        )
-    assert ended.code == 0
-    assert "The last good checkpoint is that of step 30" in ended.err
-    assert 30 in steps()
+def test_an_evaluation_whose_loss_is_finite_and_useless_proves_no_checkpoint(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each state is evaluated before it is saved; that of step 40 tells nothing."""
+    original = Saver.begin
+    proven: dict[int, bool] = {}
+
+    def begin(self: Saver, **options: Any) -> bool:
+        proven[self.run.step] = options.get("proven", False)
+        return original(self, **options)
+
+    monkeypatch.setattr(Saver, "begin", begin)
+    after_update(40, monkeypatch, zeroed)
+    ended = cli(
+        "run.name=a",
+        "recipe=bf16",
+        "train.steps=60",
+        "optim.lr=0.01",
+        "checkpoint.every=10",
+        "eval.every=10",
+        *STEADY,
+    )
+    assert ended.code == 0 and "The last good checkpoint is that of step 30" in ended.err
+    assert [proven[step] for step in (10, 20, 30, 40)] == [True, True, True, False]
