@@ -33,7 +33,7 @@ class ForeignObserver:
     """Keeps the tensors of the first training call of a module.
 
     Attributes:
-        records, uncovered, failure: as of `audit.observe.Observer`.
+        records, uncovered, failure: the attributes of `audit.observe.Observer`.
     """
 
     def __init__(

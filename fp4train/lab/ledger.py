@@ -21,7 +21,7 @@ class PublishedFigure:
     """A figure that a paper gives.
 
     Args:
-        what: what was measured.
+        what: the quantity that was measured.
         published: the value of the paper, with its unit.
         here: the value of scripts/published_figures.py; None: nothing here computes it.
     """
@@ -39,7 +39,8 @@ class PublishedRecipe:
         recipe: name of the file.
         title: title of the paper, or what of the program is mirrored.
         arxiv: number of the paper; `url`: address of a source without one.
-        mirrored, differs: what the file has of it, and what it has not, with the reason.
+        mirrored, differs: parts of the paper that the file has; parts that it has not, with
+            the reason.
         kept: layers that the source keeps in other precision.
         words: words of the command line beside `recipe=`: the policy, and what else belongs to it.
     """

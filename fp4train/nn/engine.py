@@ -277,7 +277,7 @@ class ProductExecutor(Executor):
             saved: the second result of `forward`.
             total: sum to which dw is added, float32, if the executor `adds`; it is not returned
                 then.
-            codes_of: as for `forward`, of dy.
+            codes_of: codes of dy, as those of x for `forward`.
         """
 
 

@@ -33,7 +33,7 @@ class Residual:
     operands of the recipe.
 
     Args:
-        tensors: of "x" and "w".
+        tensors: names of operands, of "x" and "w".
         spec: how the residuals are quantised, to nearest; None: high precision.
         share: share of the in features, rounded up; 1.0: all.
     """

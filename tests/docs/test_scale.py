@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from shown import SMALL
 from torch.distributed.run import get_args_parser
 
 from fp4train.cli import main
@@ -22,18 +23,7 @@ from fp4train.parallel.config import Parallel
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TINY = (
-    "model.width=32",
-    "model.layers=2",
-    "model.heads=2",
-    "model.kv_heads=1",
-    "model.hidden=64",
-    "train.batch_size=4",
-    "train.seq_len=32",
-    "eval.batches=1",
-    "track=jsonl",
-    "train.steps=2",
-)
+TINY = (*SMALL, "train.steps=2")
 SBATCH = {"--nodes", "--time", "--account", "--export"}
 
 

@@ -46,7 +46,7 @@ class LayerAudits:
     Attributes:
         audited: names of the layers that were audited.
         bypassed: layers that could not be audited in their turn → why.
-        partly: what could not be compared of audits → the layers.
+        partly: reason why an audit compared only a part → the layers.
         faults: number of faults found, of all ranks.
         failures: audits that failed themselves.
         clean: layer, or kind of comparison → optimizer steps done when it last had no fault.
