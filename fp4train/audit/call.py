@@ -61,7 +61,7 @@ class ObservedCall:
         fused: weights that share a global scale with w.
         hidden: tensor, x or dy → why it is None although it was multiplied.
         returned: whether its backward pass has run, with a dy or without.
-        channels: in features of a part of the layer, int64; None: it has all.
+        channels: numbers of the in features of a part of the layer, int64; None: it has all.
         first_feature: number of its first in feature, for random bits.
         unseen: GEMM → why neither its product nor its result is seen.
     """

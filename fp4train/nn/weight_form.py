@@ -42,8 +42,8 @@ class WeightForm:
     """The form of the weight [N, K] that one GEMM needs: its operand, for a backend.
 
     Args:
-        operand: the operand; that of dgrad is the form of wᵀ, blocked along out features. The
-            attribute is what is prepared: of `transposed` forms that of which this one is a view.
+        operand: the operand; that of dgrad is the form of wᵀ, blocked along out features. A
+            `transposed` form has the operand of the form of which it is a view.
         device: device type of the weight.
         shard: place of the weight in the whole layer's; None: it is whole.
         fused: names of the layers whose weights share a global scale with this one, itself

@@ -99,7 +99,7 @@ class Recipe:
             has them (TE: backward_override="dequantized").
         centred: tensors, of "x" and "dy", whose mean over the tokens of a call is taken out before
             they are quantised, and multiplied in high precision (Averis, arXiv:2603.10444).
-        residual: what the codes of fprop's operands leave, as a second term; None: nothing is.
+        residual: second term of fprop's operands, which their codes leave out; None: there is none.
     """
 
     high_precision: tuple[str, ...] = ()
