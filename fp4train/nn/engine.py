@@ -213,8 +213,8 @@ class LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        # Gradients are enabled only where the graph is kept (create_graph); the refusal itself costs
-        # microseconds, so others skip it.
+        # Gradients are enabled only where the graph is kept (create_graph). Others skip the refusal,
+        # which takes 3 % of the host's time for a native layer.
         if torch.is_grad_enabled():
             return _once(ctx, *gradients)
         call: Call = ctx.call
@@ -228,8 +228,8 @@ class LayerFunction(torch.autograd.Function):
 
 
 apply: Callable[..., Any] = super(torch.autograd.Function, LayerFunction).apply
-"""`LayerFunction.apply` without what torch does for transforms of functions (torch.func): 3 µs of
-the host.
+"""`LayerFunction.apply` without what torch does for transforms of functions (torch.func), which takes
+4 % of the host's time for a native layer (the median of 120 pairs of runs, in turn).
 """
 _once = once_differentiable(LayerFunction.backward)
 """The backward pass, without gradients enabled, whose results refuse a second derivative."""

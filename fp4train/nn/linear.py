@@ -95,11 +95,10 @@ class Linear(PlannedLayer, nn.Linear):
             call = self.call_in(now, executor, x_MK.shape[0])
         if autocast is not None:
             with without_torchs_autocast(input.device.type):
-                y_MN = executor(x_MK, w_NK, self._own("bias"), call)
+                y_MN = executor(x_MK, w_NK, self.bias, call)
         else:
-            y_MN = executor(x_MK, w_NK, self._own("bias"), call)
-        if y_MN.dtype is not (autocast or input.dtype):
-            y_MN = y_MN.to(autocast or input.dtype)
+            y_MN = executor(x_MK, w_NK, self.bias, call)
+        y_MN = y_MN.to(autocast or input.dtype)
         if input.dim() != 2 and y_MN.shape[0] == x_MK.shape[0]:
             return y_MN.view(shape)
         return y_MN
@@ -107,17 +106,7 @@ class Linear(PlannedLayer, nn.Linear):
     @property
     def w_NK(self) -> Tensor:
         """The weight [out_features, in_features]."""
-        w: Tensor = self._own("weight")
-        return w
-
-    def _own(self, name: str) -> Any:
-        """A parameter by its name. `nn.Module.__getattr__` takes a microsecond, since it is asked
-        after an error.
-        """
-        parameters = self._parameters
-        if name in parameters:
-            return parameters[name]
-        return getattr(self, name)
+        return self.weight
 
     @property
     def own_weights(self) -> tuple[Tensor, ...]:

@@ -41,8 +41,6 @@ PAIR_BYTES: Final = 1 << 25
 cache between two reads, which are faster then, because each form works on whole rows or columns.
 """
 
-_new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
-
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "scale": tuple(cpu.SCALES),
     "scale_rounding": tuple(cpu.SCALE_ROUNDINGS),
@@ -204,7 +202,7 @@ class CpuQuantizer(Quantizer):
                 outputs[0], None, False, self.threads(), self.isa
             ):
                 (codes, scales, amax), (rows, cols) = outputs[1], x_RC.shape
-                return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax, None))
+                return Quantized(self.spec, (rows, cols), codes, scales, amax)
         return super().codes(x_RC, key, amax)
 
     def values(
@@ -216,8 +214,7 @@ class CpuQuantizer(Quantizer):
             if outputs is not None and not self.run(
                 outputs[0], None, False, self.threads(), self.isa
             ):
-                values, factor = outputs[1]
-                return _new(Decoded, (values, factor))
+                return Decoded(*outputs[1])
         return super().values(x_RC, key, amax)
 
     def decode(self, quantized: Quantized) -> Decoded:
@@ -261,7 +258,7 @@ class CpuQuantizer(Quantizer):
                 amaxes,
             )
             self._run_decode(job, self.threads(), self.isa)
-            return _new(Decoded, (values, factor))
+            return Decoded(values, factor)
         return super().decode(quantized)
 
     def job(
@@ -422,14 +419,14 @@ class CpuQuantizer(Quantizer):
                 column, x_MK.T, column_key, column_amax
             )
         rows, cols = x_MK.shape
-        outputs = (
-            _new(Quantized, (self.spec, (rows, cols), *row[1], None))
-            if row_codes
-            else _new(Decoded, row[1])
-        )
+        by_row: Decoded | Quantized
+        if row_codes:
+            by_row = Quantized(self.spec, (rows, cols), *row[1])
+        else:
+            by_row = Decoded(*row[1])
         if column_codes:
-            return outputs, _new(Quantized, (column.spec, (cols, rows), *turned[1], None))
-        return outputs, _new(Decoded, turned[1])
+            return by_row, Quantized(column.spec, (cols, rows), *turned[1])
+        return by_row, Decoded(*turned[1])
 
 
 class CpuRequantizer(Quantizer):

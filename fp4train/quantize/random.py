@@ -39,7 +39,6 @@ _LIMITS = {
 _pack_words: Final = Struct("=QIIII").pack
 _words: Final = Struct("=QIIII").unpack
 _signed_words: Final = Struct("=6i").unpack
-_new: Final = tuple.__new__
 
 
 class _Words(NamedTuple):
@@ -90,7 +89,7 @@ class RandomKey(_Words):
             _refuse(seed, step, layer, operand, row_offset, col_offset)
         if counters is not None and counters.dtype != torch.int32:
             raise ValueError(f"counters: an int32 tensor is needed, not {counters.dtype}")
-        return _new(cls, (words, counters))
+        return tuple.__new__(cls, (words, counters))
 
     seed: int = _number("seed")
     step: int = _number("step")
@@ -126,8 +125,8 @@ class RandomKey(_Words):
             f"RandomKey({', '.join(f'{name}={value}' for name, value in self._numbers().items())})"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _new, (type(self), (self.words, self.counters))
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
+        return (), {**self._numbers(), "counters": self.counters}
 
 
 def _refuse(*numbers: int) -> NoReturn:

@@ -42,8 +42,6 @@ step to step.
 _UNKNOWN: Final = object()
 """The plan of a kind of tensor that is met for the first time."""
 
-_new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
-
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "scale": tuple(triton_launch.SCALE_DTYPES),
     "scale_rounding": (None, "rceil", "floor", "even", "ceil"),
@@ -344,15 +342,13 @@ class TritonQuantizer(Quantizer):
             amax_of_row = factor = None
         if not column_needs:
             other = other_factor = None
-        by_row: Decoded | Quantized = _new(Decoded, (row, factor))
+        by_row: Decoded | Quantized = Decoded(row, factor)
         if row_codes:
-            by_row = _new(
-                Quantized, (self.spec, (rows, columns), row, row_scales, amax_of_row, factor)
-            )
+            by_row = Quantized(self.spec, (rows, columns), row, row_scales, amax_of_row, factor)
         if not column_codes:
-            return by_row, _new(Decoded, (turned.T, other_factor))
-        return by_row, _new(
-            Quantized, (column.spec, (columns, rows), turned, turned_scales, other, other_factor)
+            return by_row, Decoded(turned.T, other_factor)
+        return by_row, Quantized(
+            column.spec, (columns, rows), turned, turned_scales, other, other_factor
         )
 
     def _with_transpose(

@@ -275,12 +275,12 @@ def test_a_given_amax_stays_in_the_budget() -> None:
 
 @needs_extension
 @pytest.mark.parametrize("column_codes", [False, True])
-def test_both_forms_are_at_most_five_python_calls(column_codes: bool) -> None:
+def test_both_forms_are_at_most_six_python_calls(column_codes: bool) -> None:
     row = quantizer(QuantSpec(), "cpu")
     column = quantizer(BUDGET_SPECS["stochastic hadamard"], "cpu")
     pair = PairQuantizer(row, column, row_codes=False, column_codes=column_codes)
     x: Tensor = torch.randn(128, 128).bfloat16()
-    assert len(python_calls(lambda: pair(x, column_key=KEY))) <= 5
+    assert len(python_calls(lambda: pair(x, column_key=KEY))) <= 6
 
 
 def test_a_random_key_is_one_python_call() -> None:

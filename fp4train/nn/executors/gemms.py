@@ -137,9 +137,7 @@ class Gemms(ProductExecutor):
         Args:
             codes_of: function that makes both forms of x; None: `TensorForms.prepare`.
         """
-        # Tensor.to takes a microsecond where nothing is to be done.
-        if x_MK.dtype is not self.dtype:
-            x_MK = x_MK.to(self.dtype)
+        x_MK = x_MK.to(self.dtype)
         gradients = call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
         forms: Any = None
@@ -180,10 +178,7 @@ class Gemms(ProductExecutor):
             codes_of: function that makes both forms of dy; None: `TensorForms.prepare`.
         """
         w_NK, x = saved
-        if dy_MN.dtype is self.dtype:
-            dy = dy_MN
-        else:
-            dy = dy_MN.to(self.dtype)
+        dy = dy_MN.to(self.dtype)
         gradients = call.gradients
         dx_MK = dw_NK = dbias_N = None
         row, column = (codes_of or self.dy.prepare)(
@@ -194,9 +189,7 @@ class Gemms(ProductExecutor):
             w = call.weights.prepared(w_NK, self.w_column, call)
             if self.dequantises_w:
                 w = Decoded(tensor_of(w, self.dtype).T, None)
-            dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype)
-            if gradients.x is not self.dtype:
-                dx_MK = dx_MK.to(gradients.x)
+            dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype).to(gradients.x)
         if column is not None:
             assert x is not None and gradients.w is not None
             if self.x.row_serves_both and isinstance(x, Quantized):
