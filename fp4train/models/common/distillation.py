@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.backends import add_product, widened
-from fp4train.models.common.loss import ChunkedLoss, chunk_rows, subtract_at
+from fp4train.backends import widened
+from fp4train.models.common.loss import ChunkedLoss, subtract_at
 
 
 class TeacherStates(NamedTuple):
@@ -55,28 +55,10 @@ class _ChunkedDistillation(ChunkedLoss):
         teacher: TeacherStates,
         masked: bool,
     ) -> Tensor:
-        if h_MD.dtype == torch.float16:
-            dtype = torch.float32
-        else:
-            dtype = h_MD.dtype
-        tokens = h_MD.shape[0]
         temperature = teacher.temperature
-        rows = chunk_rows(h_MD.device.type, w_VD.shape[0])
-        w = w_VD.to(dtype)
-        if ctx.needs_input_grad[0]:
-            dh = torch.empty_like(h_MD)
-        else:
-            dh = None
-        if ctx.needs_input_grad[1]:
-            dw = torch.empty(w_VD.shape, dtype=torch.float32, device=w_VD.device)
-        else:
-            dw = None
-        total = torch.zeros((), device=h_MD.device)
-        for start in range(0, tokens, rows):
-            chunk = slice(start, start + rows)
-            h = h_MD[chunk].to(dtype)
-            target = targets_M[chunk, None]
-            logits = widened(torch.mm, h, w.T).float()
+
+        def losses_of(logits: Tensor, target: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+            logits = logits.float()
             theirs = (
                 widened(torch.mm, teacher.h_MD[chunk], teacher.w_VD.T).float() / temperature
             ).log_softmax(-1)
@@ -93,13 +75,6 @@ class _ChunkedDistillation(ChunkedLoss):
             if masked:
                 losses = losses * (target >= 0)
                 grad = grad * (target >= 0)
-            total += losses.sum()
-            grad = grad.to(dtype)
-            if dh is not None:
-                dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
-            if dw is not None:
-                add_product(dw, grad.T, h, first=start == 0)
-        ctx.save_for_backward(dh, dw)
-        ctx.tokens = tokens
-        ctx.dtype = w_VD.dtype
-        return total / tokens
+            return losses, grad
+
+        return ChunkedLoss.over_chunks(ctx, h_MD, w_VD, targets_M, losses_of)

@@ -8,6 +8,7 @@ so backward only scales what forward found (as in Liger Kernel and Cut Cross-Ent
 arXiv:2411.09009).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ def chunk_rows(device: str, vocabulary: int) -> int:
     return rows
 
 
+ChunkLosses = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]]
+"""Function from the logits [C, V] of a chunk, its targets [C, 1] and its rows to its losses and the
+gradient of the logits, which may be in their memory.
+"""
+
+
 class ChunkedLoss(torch.autograd.Function):
     """A loss whose forward pass makes the gradients of hidden states and head, times the number of
     tokens.
@@ -55,6 +62,51 @@ class ChunkedLoss(torch.autograd.Function):
     least where the factor is known in backward only, and a later one 8n + 16 of 8n + 8: 1.33 times
     the least for two chunks, and 1.15 at most from six on.
     """
+
+    @staticmethod
+    def over_chunks(
+        ctx: Any,
+        h_MD: Tensor,
+        w_VD: Tensor,
+        targets_M: Tensor,
+        losses_of: ChunkLosses,
+        ranks: Ranks | None = None,
+    ) -> Tensor:
+        """The mean loss of all tokens.
+
+        Products have the dtype of h, but for float16, whose range sums over tokens exceed: float32
+        then.
+        """
+        dtype = h_MD.dtype
+        if dtype == torch.float16:
+            dtype = torch.float32
+        tokens = h_MD.shape[0]
+        rows = chunk_rows(h_MD.device.type, w_VD.shape[0] * (1 if ranks is None else ranks.size))
+        w = w_VD.to(dtype)
+        dh = torch.empty_like(h_MD) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = torch.empty(w_VD.shape, dtype=torch.float32, device=w_VD.device)
+        total = torch.zeros((), device=h_MD.device)
+        for start in range(0, tokens, rows):
+            chunk = slice(start, start + rows)
+            h = h_MD[chunk].to(dtype)
+            losses, grad = losses_of(widened(torch.mm, h, w.T), targets_M[chunk, None], chunk)
+            total += losses.sum()
+            if dh is None and dw is None:
+                continue
+            grad = grad.to(dtype)
+            if dh is not None and ranks is None:
+                dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
+            # partial sums, added before they are rounded
+            elif dh is not None and ranks is not None:
+                dh[chunk] = ranks.sum(grad.float() @ w.float()).to(dtype).to(dh.dtype)
+            if dw is not None:
+                add_product(dw, grad.T, h, first=start == 0)
+        ctx.save_for_backward(dh, dw)
+        ctx.tokens = tokens
+        ctx.dtype = w_VD.dtype
+        return total / tokens
 
     @staticmethod
     @once_differentiable
@@ -75,50 +127,18 @@ class _ChunkedCrossEntropy(ChunkedLoss):
         h_MD: Tensor,
         w_VD: Tensor,
         targets_M: Tensor,
-        dtype: torch.dtype,
         ranks: Ranks | None,
         masked: bool,
         liger: Liger | None,
     ) -> Tensor:
-        tokens = h_MD.shape[0]
-        rows = chunk_rows(h_MD.device.type, w_VD.shape[0] * (1 if ranks is None else ranks.size))
-        w = w_VD.to(dtype)
-        wants_h = ctx.needs_input_grad[0]
-        wants_w = ctx.needs_input_grad[1]
-        dh = torch.empty_like(h_MD) if wants_h else None
-        if wants_w:
-            dw = torch.empty(w_VD.shape, dtype=torch.float32, device=w_VD.device)
-        else:
-            dw = None
-        total = torch.zeros((), device=h_MD.device)
-        for start in range(0, tokens, rows):
-            chunk = slice(start, start + rows)
-            h = h_MD[chunk].to(dtype)
-            target = targets_M[chunk, None]
-            logits = widened(torch.mm, h, w.T)
-            needs_gradient = dh is not None or dw is not None
+        gradient = any(ctx.needs_input_grad[:2])
+
+        def losses_of(logits: Tensor, target: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
             if liger is not None and ranks is None:
-                losses = liger.cross_entropy(logits, target[:, 0], gradient=needs_gradient)
-                grad = logits
-            else:
-                losses, grad = _losses(
-                    logits.float(), target, ranks, masked=masked, gradient=needs_gradient
-                )
-            total += losses.sum()
-            if not needs_gradient:
-                continue
-            grad = grad.to(dtype)
-            if dh is not None and ranks is None:
-                dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
-            # partial sums, added before they are rounded
-            elif dh is not None and ranks is not None:
-                dh[chunk] = ranks.sum(grad.float() @ w.float()).to(dtype).to(dh.dtype)
-            if dw is not None:
-                add_product(dw, grad.T, h, first=start == 0)
-        ctx.save_for_backward(dh, dw)
-        ctx.tokens = tokens
-        ctx.dtype = w_VD.dtype
-        return total / tokens
+                return liger.cross_entropy(logits, target[:, 0], gradient=gradient), logits
+            return _losses(logits.float(), target, ranks, masked=masked, gradient=gradient)
+
+        return ChunkedLoss.over_chunks(ctx, h_MD, w_VD, targets_M, losses_of, ranks)
 
 
 def _losses(
@@ -199,8 +219,7 @@ def chunked_cross_entropy(
     """Mean cross-entropy in nats, float32 scalar.
 
     Args:
-        h_MD: hidden states [tokens, width]; their dtype is that of the products, but for float16,
-            whose range sums over tokens exceed: float32 then.
+        h_MD: hidden states [tokens, width].
         w_VD: head weight [vocabulary, width].
         targets_M: int64 [tokens].
         tensor: ranks over which the vocabulary is cut; every rank has all of h and gets the same
@@ -209,11 +228,7 @@ def chunked_cross_entropy(
         liger: whose kernel takes losses and gradients of the logits; None, or over ranks: torch's
             operators.
     """
-    if h_MD.dtype == torch.float16:
-        dtype = torch.float32
-    else:
-        dtype = h_MD.dtype
     ranks = None if tensor is None else tensor.ranks
     weight = w_VD if ranks is None else local(w_VD)
-    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, weight, targets_M, dtype, ranks, masked, liger)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, weight, targets_M, ranks, masked, liger)  # type: ignore[no-untyped-call]
     return loss
