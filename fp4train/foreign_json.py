@@ -17,16 +17,16 @@ DEPTH = 64
 _MARKS = (b",", b":", b"[", b"{")
 
 
-def parse(text: bytes, *, values: int = VALUES) -> Any:
+def parse(text: bytes) -> Any:
     """The value that a JSON text stands for.
 
     Raises:
-        ValueError: it is no JSON, has more than about `values` values, or nests them deeper than
+        ValueError: it is no JSON, has more than about `VALUES` values, or nests them deeper than
             `DEPTH`.
     """
     marks = sum(map(text.count, _MARKS))
-    if marks > values:
-        raise ValueError(f"it has some {marks:,} values; more than {values:,} are not read")
+    if marks > VALUES:
+        raise ValueError(f"it has some {marks:,} values; more than {VALUES:,} are not read")
     try:
         parsed = json.loads(text)
     except RecursionError:

@@ -277,9 +277,9 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {plural or f'{noun}s'}"
 
 
-def counted_are(number: int, noun: str, plural: str = "") -> str:
+def counted_are(number: int, noun: str) -> str:
     """ "1 step is", "1,234 steps are": a number with its noun and verb."""
-    return f"{counted(number, noun, plural)} {'is' if number == 1 else 'are'}"
+    return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"
 
 
 def span(start: int, stop: int) -> str:
@@ -296,7 +296,7 @@ def step_span(start: int, stop: int) -> str:
     return f"steps {span(start, stop)}"
 
 
-def ranges(numbers: Iterable[int], *, comma: str = ", ", least: int = 2) -> str:
+def ranges(numbers: Iterable[int], *, least: int = 2) -> str:
     """ "1–3, 7" for 1, 2, 3, 7; a range stands for at least `least` numbers."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -310,7 +310,7 @@ def ranges(numbers: Iterable[int], *, comma: str = ", ", least: int = 2) -> str:
             texts.append(f"{run[0]}–{run[-1]}")
         else:
             texts.extend(map(str, run))
-    return comma.join(texts)
+    return ", ".join(texts)
 
 
 def first_few(

@@ -183,11 +183,11 @@ def known_part(node: Any, hint: Any) -> Any:
     return {key: known_part(node[key], hints(str(key))) for key in node if key in keys}
 
 
-def path_values(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def path_values(node: Any, hint: Any) -> Iterator[tuple[str, str]]:
     """(full key, value) of every text below `node` that names a file or folder, by the type of its
     field: `Path`, or one of `fp4train.paths`. A field's default is left out: its class names that.
     """
-    for key, text, option in _texts(node, hint, path):
+    for key, text, option in _texts(node, hint):
         marks = [mark for mark in get_args(option)[1:] if isinstance(mark, NamesPath)]
         if option is Path or any(not (mark.hub and is_hub_name(text)) for mark in marks):
             yield key, text

@@ -12,7 +12,6 @@ from torch import nn
 from fp4train.config.schema import TrainSettings
 from fp4train.nn.executors import make_executor
 from fp4train.nn.fused_layers import FusedLayers, why_padded
-from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.normed_linears import NormedLinears
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize import triton, triton_launch
@@ -85,7 +84,6 @@ def produced_in(
     tokens: int,
     *,
     elsewhere: bool = False,
-    amax: LayerShard | None = None,
 ) -> ProducedNorms:
     """Norms and gates that quantise their results in a stretch, in passes of so many tokens, and
     why others do not.
@@ -93,8 +91,6 @@ def produced_in(
     Args:
         elsewhere: on a GPU of another machine, which is taken to have Triton and the newest
             backends.
-        amax: the ranks that share an amax, for layers that are not cut; None: there are
-            none.
     """
     norms = ProducedNorms({}, {})
     names = {module: name for name, module in model.named_modules()}
@@ -107,7 +103,7 @@ def produced_in(
                 (f"{plan.layer.name} is cut over ranks" for plan in plans if plan.layer.cut), None
             )
         if reason is None:
-            executors = [make_executor(plan, device, amax) for plan in plans]
+            executors = [make_executor(plan, device) for plan in plans]
             reason = fused.resolve(executors, here=not elsewhere) or why_padded(executors, tokens)
         if reason is None:
             norms.producers[fused.owner] = fused

@@ -90,23 +90,19 @@ def open_checkpoint(
     source: Path,
     step: int,
     paths: Mapping[str, str | None] | None = None,
-    saved_config: Mapping[str, Any] | None = None,
 ) -> Subject:
     """The checkpoint of step `step` of the run in `source`.
 
     Args:
         paths: full key → path, which the command line gives; the rest are those of the run's
             configuration.
-        saved_config: configuration of the run, where the command has read it; None: it is read
-            here.
 
     Raises:
         UserError: there is none, or it cannot be used; or see `check_paths`.
     """
-    if saved_config is None:
-        saved_config = plain(read_config(source))
-    cfg = checkpoint_config(source, step, paths or {}, saved_config)
-    return open_subject(to_config(cfg), cfg, saved_config, optimizer=True)
+    saved = plain(read_config(source))
+    cfg = checkpoint_config(source, step, paths or {}, saved)
+    return open_subject(to_config(cfg), cfg, saved, optimizer=True)
 
 
 def checkpoint_config(
