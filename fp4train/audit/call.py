@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fp4train.audit.cut import CutCall
 from fp4train.backends import Prepared
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Position, Quantized
@@ -53,7 +54,7 @@ class ObservedCall:
         name: name that keys the random bits; of an expert that of the group and its number.
         plan: the plan that the executor ran.
         position: position that keyed the random bits; None: nothing drew any.
-        member: place of the weight in its group.
+        place: place of the weight in its group, on whatever ranks its members are.
         x: [M, K], None where it is made within the call; w: [N, K], None where it is gathered; bias: [N] or None.
         y: [M, N]; dy, dx, dw: its gradients, None until backward, or where they are not wanted.
         products: GEMM → what the backend multiplied; none in high precision by torch.
@@ -63,7 +64,9 @@ class ObservedCall:
         returned: whether its backward pass has run, with a dy or without.
         channels: numbers of the in features of a part of the layer, int64; None: it has all.
         first_feature: number of its first in feature, for random bits.
+        first_out: number of its first out feature, for random bits.
         unseen: GEMM → why neither its product nor its result is seen.
+        cut: what the other ranks have of the call, of a layer that tensor parallelism cuts.
     """
 
     name: str
@@ -72,7 +75,7 @@ class ObservedCall:
     x: Tensor | None
     w: Tensor | None
     bias: Tensor | None
-    member: int = 0
+    place: int = 0
     y: Tensor | None = None
     dy: Tensor | None = None
     dx: Tensor | None = None
@@ -84,7 +87,9 @@ class ObservedCall:
     returned: bool = False
     channels: Tensor | None = None
     first_feature: int = 0
+    first_out: int = 0
     unseen: dict[str, str] = field(default_factory=dict)
+    cut: CutCall | None = None
 
     def on_host(self) -> ObservedCall:
         """The call with all tensors in main memory, where the reference computes."""

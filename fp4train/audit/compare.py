@@ -18,6 +18,7 @@ from torch import Tensor
 from fp4train.audit import products
 from fp4train.audit.bits import Difference, difference, where_differing
 from fp4train.audit.call import ObservedCall, Product
+from fp4train.audit.cut import CutCall
 from fp4train.audit.expected import Expectation, OperandSource, source_of
 from fp4train.audit.fault import Audited, Fault
 from fp4train.audit.hypotheses import Suspect, explain
@@ -134,7 +135,11 @@ class CallComparison:
             what = "the product is not that of its operands"
             self._add(what, apart, explained, gemm=gemm.name)
         if result is not None:
-            self._compare_returned(gemm, product, result)
+            cut = self.call.cut
+            if cut is not None and cut.summed == gemm.name:
+                self._compare_sum(gemm, cut, result)
+            else:
+                self._compare_returned(gemm, product, result)
         return True
 
     def _compare_operand(self, gemm: str, tensor: str, operand: Prepared) -> bool:
@@ -170,6 +175,17 @@ class CallComparison:
                 lambda: products.explain(result, expected, product.bias),
                 gemm=gemm.name,
             )
+
+    def _compare_sum(self, gemm: Gemm, cut: CutCall, result: Tensor) -> None:
+        """y or dx must be the sum of the terms of all ranks."""
+        if cut.terms is None:
+            self.uncovered.append(f"{gemm.name}: its sum, of which other ranks saw no term")
+            return
+        bias = self.call.bias if gemm.name == "fprop" else None
+        apart = cut.compare_sum(result, bias)
+        if apart is not None:
+            what = "the layer returns something else than the sum of the terms of all ranks"
+            self._add(what, apart[0], lambda: apart[1], gemm=gemm.name)
 
     def _compare_in_high_precision(self, gemm: Gemm, result: Tensor) -> bool:
         """Compare a product of torch's own, whose operands are not seen."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from fp4train.quantize import (
     reference,
 )
 from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax
+from fp4train.quantize.sharded import stacked
+from fp4train.quantize.source import AXES
+from fp4train.shards import Runs
 
 UNALIGNED_TOKENS = 1 << 34
 """First column of tokens whose offset is not a multiple of 8."""
@@ -43,8 +47,12 @@ class OperandSource:
         tensor: [R, C] in the orientation that is multiplied, in the dtype that is quantised.
         spec: how it is quantised; None: it is multiplied in `dtype`.
         key: key of its random bits; None: it takes none, or no position is known.
-        amax: amax of a history, or of several weights; None: its own.
+        amax: amax of a history, of several weights or of all ranks; None: its own.
         dtype: dtype of the layer in high precision.
+        inner_amax: that of what it requantises.
+        runs: (first, number) of features that take their random bits each from its own place;
+            empty: all follow the first.
+        runs_in_rows: whether these are its rows, and not its columns.
     """
 
     tensor: Tensor
@@ -52,6 +60,9 @@ class OperandSource:
     key: RandomKey | None
     amax: Tensor | None
     dtype: torch.dtype
+    inner_amax: Tensor | None = None
+    runs: Runs = ()
+    runs_in_rows: bool = False
 
     @property
     def rounds_freely(self) -> bool:
@@ -68,12 +79,33 @@ class OperandSource:
             return None
         if self.rounds_freely:
             spec = replace(spec, rounding="nearest")
-        tensor, amax = self.tensor, self.amax
-        if spec.requantises is not None and amax is not None:
-            inner = reference.quantize(tensor.T, spec.requantises, amax=amax)
-            tensor, amax = inner.restore(torch.bfloat16).T, None
+        tensor = self.tensor
+        if self.inner_amax is not None and spec.requantises is not None:
+            inner = reference.quantize(tensor.T, spec.requantises, amax=self.inner_amax)
+            tensor = inner.restore(torch.bfloat16).T
             spec = replace(spec, requantises=None)
-        return reference.quantize(tensor, spec, key=self.key, amax=amax)
+        if not self.runs or self.key is None:
+            return reference.quantize(tensor, spec, key=self.key, amax=self.amax)
+        return self._quantized_in_runs(tensor, spec, self.key)
+
+    def _quantized_in_runs(self, tensor: Tensor, spec: QuantSpec, key: RandomKey) -> Quantized:
+        amax = self.amax
+        if amax is None:
+            amax = reference.scale_tensor(tensor, spec, None, key).amax
+        parts = []
+        start = 0
+        for first, count in self.runs:
+            part_amax = amax
+            if self.runs_in_rows:
+                at = key.replace(row_offset=first)
+                if amax is not None and amax.ndim == 2:
+                    part_amax = amax[start : start + count]
+            else:
+                at = key.replace(col_offset=first)
+            part = tensor.narrow(0 if self.runs_in_rows else 1, start, count)
+            parts.append(reference.quantize(part, spec, key=at, amax=part_amax))
+            start += count
+        return stacked(parts, columns=not self.runs_in_rows)
 
     def decoded(self) -> Decoded:
         """The values that are multiplied."""
@@ -121,9 +153,14 @@ def key_of(call: ObservedCall, operand: Operand, position: Position | None) -> R
             column = token
         else:
             column = UNALIGNED_TOKENS + token * 8
-    if operand.tensor != "dy":
-        row += call.first_feature if operand.transposed else 0
-        column += 0 if operand.transposed else call.first_feature
+    if operand.tensor == "w":
+        row, column = call.first_out, call.first_feature
+        if operand.transposed:
+            row, column = column, row
+    else:
+        feature = call.first_feature if operand.tensor == "x" else call.first_out
+        row += feature if operand.transposed else 0
+        column += 0 if operand.transposed else feature
     return RandomKey(
         seed=position.step.seed,
         step=position.step.number,
@@ -134,18 +171,38 @@ def key_of(call: ObservedCall, operand: Operand, position: Position | None) -> R
     )
 
 
-def amax_of(call: ObservedCall, operand: Operand, plan: LayerPlan) -> Tensor | None:
-    """The amax that scales an operand, where it is not its own."""
+class Amaxes(NamedTuple):
+    """The amaxes that scale an operand, and what it requantises; None: their own."""
+
+    operand: Tensor | None = None
+    inner: Tensor | None = None
+
+
+def amaxes_of(
+    call: ObservedCall,
+    operand: Operand,
+    plan: LayerPlan,
+    position: Position | None = None,
+    key: RandomKey | None = None,
+) -> Amaxes:
+    """The amaxes that scale an operand, where they are not its own."""
     spec = operand.spec
     assert spec is not None
+    name = operand.tensor
+    if plan.layer.experts:
+        name = f"{name}.{call.name.rpartition('.')[2]}"
     if spec.delayed is not None:
-        name = operand.tensor
-        if plan.layer.experts:
-            name = f"{name}.{call.name.rpartition('.')[2]}"
-        return delayed(call.scaling, name, spec, spec.delayed)
+        return Amaxes(delayed(call.scaling, name, spec, spec.delayed))
+    if spec.held is not None and position is not None:
+        amax = held_amax(call.scaling, name, spec.held, position.step.number)
+        if amax is not None:
+            return Amaxes(amax)
     if operand.tensor == "w" and call.fused and has_tensor_amax(spec.requantises or spec):
-        return torch.stack([weight.abs().max().float() for weight in call.fused]).amax()
-    return None
+        amax = torch.stack([weight.abs().max().float() for weight in call.fused]).amax()
+        return Amaxes(amax) if spec.requantises is None else Amaxes(inner=amax)
+    if call.cut is not None:
+        return Amaxes(*call.cut.amaxes(operand, plan.table.torch_dtype, key))
+    return Amaxes()
 
 
 def delayed(scaling: dict[str, Tensor], name: str, spec: QuantSpec, settings: Delayed) -> Tensor:
@@ -154,6 +211,18 @@ def delayed(scaling: dict[str, Tensor], name: str, spec: QuantSpec, settings: De
     if history is None:
         return torch.tensor(initial_delayed_amax(spec))
     return delayed_amax(history[: settings.history], scaling[f"used.{name}"], settings)
+
+
+def held_amax(scaling: dict[str, Tensor], name: str, steps: int, number: int) -> Tensor | None:
+    """The amax that is held in a step of this number, where amaxes are held for so many steps;
+    None: this call, the first one of the step, measures it.
+    """
+    amax = scaling.get(f"held.amax.{name}")
+    if amax is None:
+        return None
+    measured = int(scaling[f"held.step.{name}"])
+    usable = bool((amax > 0) & amax.isfinite())
+    return amax if usable and measured <= number < measured + steps else None
 
 
 def source_of(
@@ -188,4 +257,14 @@ def source_of_operand(
         return OperandSource(values, None, None, None, dtype)
     position = expected.position or call.position
     key = key_of(call, operand, position) if spec.random else None
-    return OperandSource(values, spec, key, amax_of(call, operand, plan), dtype)
+    amaxes = amaxes_of(call, operand, plan, position, key)
+    return OperandSource(
+        values,
+        spec,
+        key,
+        amaxes.operand,
+        dtype,
+        amaxes.inner,
+        runs=() if call.cut is None else call.cut.runs_of(operand),
+        runs_in_rows=AXES[operand.tensor][int(operand.transposed)] == "out",
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp4train.audit.bits import difference, equal
 from fp4train.audit.call import ObservedCall
-from fp4train.audit.expected import Expectation, OperandSource, amax_of, key_of, source_of
+from fp4train.audit.expected import Expectation, OperandSource, key_of, source_of
 from fp4train.audit.rounding import rounding_of
 from fp4train.backends import describe
 from fp4train.formats import decode
@@ -196,6 +196,10 @@ def _keys(key: RandomKey, suspect: Suspect) -> Iterator[tuple[str, RandomKey]]:
         yield f"of the position that the call was given (step {run.step})", run
     for step in dict.fromkeys((0, max(key.step - 1, 0), key.step + 1)):
         yield f"of step {step}", key.replace(step=step)
+    position = suspect.expected.position or suspect.call.position
+    first_features = replace(suspect.call, first_out=0, first_feature=0)
+    if (alike := key_of(first_features, operand, position)) not in (None, key):
+        yield "of the layer's first features", alike
     yield "of the step's first tokens", key.replace(row_offset=0, col_offset=0)
     start = key.replace(step=0, row_offset=0, col_offset=0)
     yield "of the first tokens of step 0", start
@@ -276,8 +280,8 @@ def _other_scales(suspect: Suspect) -> Iterator[Hypothesis]:
                 amax = _transformed_amax(other)
                 yield "amax of the step before", with_amax(amax)
         operand = suspect.expected.plan.sources[suspect.gemm, suspect.tensor]
-        if amax_of(suspect.call, operand, suspect.expected.plan) is not None:
-            yield "its own amax alone", replace(source, amax=None).decoded
+        if any(amax is not None for amax in (source.amax, source.inner_amax)):
+            yield "its own amax alone", replace(source, amax=None, inner_amax=None).decoded
         yield "amax of the rows before the transform", with_amax(largest(source.tensor))
         for rows in (2, 4):
             part = source.tensor[: max(1, len(source.tensor) // rows)]

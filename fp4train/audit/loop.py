@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from fp4train.audit.compare import CallComparison
+from fp4train.audit.exchange import exchange
 from fp4train.audit.expected import Expectation
 from fp4train.audit.fault import Audited, Fault, joined
 from fp4train.audit.foreign import ForeignObserver, foreign_observers, linears
@@ -63,7 +64,7 @@ def audit(
     """Audit the passes of a model within the context: the first training call of each layer.
 
     Weights must not be updated within the context. Passes that run within it have the same bits as
-    without it.
+    without it. Where tensor parallelism cuts layers all its ranks audit the same ones.
 
     Args:
         layers: names of the layers; None: all. Each keeps its tensors, and costs as much time as
@@ -119,6 +120,7 @@ def audit(
         for foreign_observer in foreign.values():
             foreign_observer.remove()
     for name, observer in observers.items():
+        exchange(planned[name], observer)
         _compare(name, observer, report)
     for name, foreign_observer in foreign.items():
         _compare(name, foreign_observer, report)

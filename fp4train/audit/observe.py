@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.audit.call import ObservedCall, Product, duplicate
@@ -26,7 +27,7 @@ from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor, Gradients, Saved
-from fp4train.nn.executors.cut import CutGemms
+from fp4train.nn.executors.cut import CutGemms, SummedProduct
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelParts
@@ -46,10 +47,8 @@ def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
     """Why calls of an executor of this class with `plan` cannot be observed; None: they can be."""
     if any(gemm.grouped for gemm in plan.gemms):
         return "experts that are multiplied in one call: none has a product of its own"
-    if issubclass(executor, CutGemms):
-        return "tensor parallelism: a rank has one term of each sum"
-    if any(spec.held is not None for _, spec in executor.quantised(plan)):
-        return "held scales: the amax of the first call of an earlier step is not followed"
+    if issubclass(executor, CutGemms) and plan.fused:
+        return "fused scales of weights that other ranks share"
     if issubclass(executor, TermGemms):
         return "operands of two terms: several products are added up"
     if plan.recipe.outliers is not None and (plan.layer.experts or plan.fused):
@@ -139,6 +138,8 @@ class Observer:
         self.uncovered = why_not_observed(type(executor), executor.plan)
         if self.uncovered is None and isinstance(executor, GroupGemms):
             self.uncovered = why_not_observed(type(executor.member), executor.plan)
+        if self.uncovered is None and self._joins_amaxes(executor):
+            self.uncovered = "held scales that each call joins over the ranks by itself"
         if self.uncovered is not None:
             return executor
         observed: Any
@@ -158,11 +159,25 @@ class Observer:
         watched: Executor = self._watched(observed, executor)
         return watched
 
+    def _joins_amaxes(self, executor: Executor) -> bool:
+        """Whether amaxes that a call measures are those of other ranks too, whose x and dy are not
+        seen.
+        """
+        if self.layer.joined or not (dist.is_available() and dist.is_initialized()):
+            return False
+        return any(spec.held is not None for _, spec in executor.quantised(executor.plan))
+
     def observed_gemms(self, executor: Any) -> Any:
         """The copy of an executor of single GEMMs whose products are kept."""
         observed = copy.copy(executor)
         for gemm in ("fprop", "dgrad", "wgrad"):
-            setattr(observed, gemm, ObservedBackend(getattr(executor, gemm), gemm, self))
+            backend = getattr(executor, gemm)
+            if isinstance(backend, SummedProduct):
+                term = ObservedBackend(backend.of_rank, gemm, self)
+                observed_backend: Any = backend.summing_terms_of(term)
+            else:
+                observed_backend = ObservedBackend(backend, gemm, self)
+            setattr(observed, gemm, observed_backend)
         return self._watched(observed, executor)
 
     def _watched(self, observed: Any, executor: Executor) -> Any:
@@ -198,9 +213,10 @@ class Observer:
         if complete or self._call_number(call) < self.number:
             return None
         member = 0 if call is None else call.member
+        place = self._place(member) if self._is_group else member
         name = self.layer.layer.name
         if executor.plan.layer.group or self._is_group:
-            name = f"{name}.{self._place(member)}"
+            name = f"{name}.{place}"
         record = ObservedCall(
             name=name,
             plan=executor.plan,
@@ -208,7 +224,7 @@ class Observer:
             x=x.detach().clone(),
             w=None if isinstance(w, Gathered) else w.detach().clone(),
             bias=None if bias is None else bias.detach().clone(),
-            member=member,
+            place=place,
             scaling=self._scaling,
             fused=self._fused(executor.plan, member),
             channels=next((part for made, part in self._channels if made is call), None),

@@ -39,7 +39,8 @@ def check_plan(plan: Plan) -> Iterator[Fault]:
     distinct: dict[object, LayerTrial] = {}
     for layer_plan in layers:
         layer = layer_plan.layer
-        if not layer.experts and layer.cut is None and layer.unconverted is None:
+        if not layer.experts and layer.unconverted is None:
+            layer_plan = replace(layer_plan, layer=replace(layer, cut=None, parts=1, segments=()))
             shape = (_narrowed(layer.in_features), _narrowed(layer.out_features))
             trial = LayerTrial(layer_plan, device, shape)
             distinct.setdefault((layer_plan.computation, layer_plan.recipe, shape), trial)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from fp4train.shards import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +67,12 @@ class Ranks:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             gather(all_rows, x_MD.contiguous(), group=self.group)
         return all_rows
+
+    def objects(self, value: T) -> list[T]:
+        """The `value` (plain data, tensors of the host) of each rank."""
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def part(self, x_MD: Tensor) -> Tensor:
         """This rank's rows of x."""

@@ -37,6 +37,11 @@ class StepRunner(Protocol):
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
         """Queue the step that `run.step` is at, on its microbatches."""
 
+    def unrecorded(self) -> AbstractContextManager[None]:
+        """A context in which all that a step calls is called, so that its tensors can be seen; its
+        bits are those that it has without.
+        """
+
 
 class StepAudits(Protocol):
     """Compares what a run computes with what it should (docs/audit.md)."""

@@ -17,7 +17,7 @@ rank sums as many do: two ranks are two microbatches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,6 +92,10 @@ class EagerSteps:
         step_unless(run.optimizer, run.failed, divisor)
         run.optimizer.zero_grad(set_to_none=True)
         return Queued(list(trained), torch.cat((torch.stack((loss, norm)), norms)))
+
+    def unrecorded(self) -> AbstractContextManager[None]:
+        """Every step is."""
+        return nullcontext()
 
 
 @contextmanager

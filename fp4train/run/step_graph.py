@@ -16,8 +16,8 @@ from step to step must therefore lie in device memory, and is written there befo
 
 `graphs.why_not` gives the reason where a step depends on the host in another way. Where the plan
 changes (a phase, a swap), the graph is dropped, and recorded again after `WARM_UP` steps: these
-compile kernels and fill caches. Measured steps, evaluations and checkpoints run outside of the
-graph, on the same weights and moments.
+compile kernels and fill caches. Measured and audited steps, evaluations and checkpoints run outside
+of the graph, on the same weights and moments.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class RecordedSteps:
         self._recorder: Recorder | None = None
         self._recorded: _Recorded | None = None
         self._warm = 0
+        self._shown = False
         self._counters = torch.zeros(8, dtype=torch.int32, device=run.device)
         self._lr = torch.zeros((), dtype=torch.float32, device=run.device)
 
@@ -130,8 +131,9 @@ class RecordedSteps:
         """
         recorder = self._begin()
         self._lr.fill_(self.run.optimizer.param_groups[0]["lr"])
-        if self._recorded is None and self._warm < WARM_UP:
-            self._warm += 1
+        warms_up = self._recorded is None and self._warm < WARM_UP
+        if warms_up or self._shown:
+            self._warm += not self._shown
             # So that the kernels which read these numbers are compiled and loaded.
             with self._on_the_device(), nothing_drawn(self.run):
                 return recorder.warm_up(lambda: self._eager.step(recipe, rows))
@@ -139,6 +141,15 @@ class RecordedSteps:
         if self._recorded is None:
             self._recorded = self._record(recorder, recipe, batch)
         return self._replay(self._recorded, batch)
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """A context in which steps are queued kernel by kernel, reading what recorded ones read."""
+        self._shown = True
+        try:
+            yield
+        finally:
+            self._shown = False
 
     def drop(self) -> None:
         """Forget what is recorded and free its memory; the next steps warm up for another

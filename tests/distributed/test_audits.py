@@ -10,6 +10,7 @@ import pytest
 from command_line import events, losses
 
 Ranks = Any
+CUT = ("parallel.tp=2", "model.kv_heads=2")
 AUDITED = ("recipe=nvfp4", "policy=all", "phases=none", "audit.every=1", "audit.sums=1")
 
 
@@ -20,10 +21,25 @@ AUDITED = ("recipe=nvfp4", "policy=all", "phases=none", "audit.every=1", "audit.
         ("parallel.dp_shard=2", "parallel.gather=bf16"),
         ("parallel.dp_replicate=2",),
         ("parallel.dp_replicate=2", "train.microbatch=2"),
-        ("parallel.tp=2", "model.kv_heads=2"),
+        CUT,
+        (*CUT, "parallel.sp=false", "recipe=fp8_current", "parallel.amax=local"),
+        pytest.param((*CUT, "train.seq_len=24", "train.microbatch=1"), marks=pytest.mark.long),
+        pytest.param((*CUT, "recipe=fp8_delayed"), marks=pytest.mark.long),
+        pytest.param((*CUT, "model=moe_tiny"), marks=pytest.mark.long),
         ("parallel.pp=2", "train.microbatch=2"),
     ],
-    ids=["shards", "bf16", "replicas", "one microbatch each", "tensor", "stages"],
+    ids=[
+        "shards",
+        "bf16",
+        "replicas",
+        "one microbatch each",
+        "tensor",
+        "tensor, whole tokens, amaxes of ranks",
+        "tensor, tokens that are no whole blocks",
+        "tensor, amaxes of earlier steps",
+        "tensor, experts",
+        "stages",
+    ],
 )
 def test_a_clean_run_has_no_fault_and_the_same_bits(ranks: Ranks, mesh: tuple[str, ...]) -> None:
     assert not any(ranks(2, "run.name=a", *AUDITED, *mesh).codes)
@@ -33,11 +49,8 @@ def test_a_clean_run_has_no_fault_and_the_same_bits(ranks: Ranks, mesh: tuple[st
     assert events(ranks.folder / "runs/a", "audit fault") == []
     assert events(ranks.folder / "runs/a", "audit failed") == []
     audits = events(ranks.folder / "runs/a", "audit")
-    if "parallel.tp=2" in mesh:
-        assert not audits
-    else:
-        assert len(audits) == 5 and all(len(entry["gemms"]) >= 2 for entry in audits)
-        assert not any(entry["uncovered"] for entry in audits)
+    assert len(audits) == 5 and all(len(entry["gemms"]) >= 2 for entry in audits)
+    assert not any(entry["uncovered"] for entry in audits)
 
 
 DRIFTS = """
@@ -122,3 +135,43 @@ def test_the_end_of_a_run_names_what_other_ranks_left_out(ranks: Ranks) -> None:
     ended = ranks(2, "run.name=a", *AUDITED, "parallel.dp_replicate=2", patch=FAILS_IN_BACKWARD)
     assert not any(ended.codes)
     assert "(its audit failed: its backward pass was not seen)" in ended.err[0]
+
+
+NOT_JOINED = """
+from fp4train.nn.layer_shard import LayerShard
+LayerShard.amax_ranks = lambda self, *arguments, **options: ()
+"""
+FROM_THE_FIRST = """
+from fp4train.nn.layer_shard import LayerShard
+LayerShard.starts = lambda self, tensor: (0, 0)
+"""
+BF16_SUMS = """
+from fp4train.nn.ranks import Ranks
+original, rows = Ranks.sum, Ranks.sum_rows
+Ranks.sum = lambda self, x: original(self, x.bfloat16().to(x.dtype))
+Ranks.sum_rows = lambda self, x: rows(self, x.bfloat16().to(x.dtype))
+"""
+LEFT_OUT = """
+from fp4train.nn.ranks import Ranks
+original, rows = Ranks.sum, Ranks.sum_rows
+Ranks.sum = lambda self, x: original(self, x * self.rank)
+Ranks.sum_rows = lambda self, x: rows(self, x * self.rank)
+"""
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        (NOT_JOINED, "its own amax alone"),
+        (FROM_THE_FIRST, "random bits of the layer's first features"),
+        (BF16_SUMS, "the terms are rounded to BF16 before they are summed"),
+        (LEFT_OUT, "the term of rank 0 of the layer's is left out"),
+    ],
+    ids=["amax", "place", "BF16", "left out"],
+)
+def test_what_tensor_parallel_ranks_do_wrongly_is_found_and_named(
+    ranks: Ranks, patch: str, words: str
+) -> None:
+    ranks(2, "run.name=a", *AUDITED, *CUT, "model.layers=1", patch=patch)
+    faults = events(ranks.folder / "runs/a", "audit fault")
+    assert any(words in name for fault in faults for name in fault["hypotheses"]), faults

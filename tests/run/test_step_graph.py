@@ -272,3 +272,23 @@ def test_a_swap_to_a_recipe_that_cannot_be_recorded_is_refused(
     recorded(False)
     assert cli("run.name=a", "recipe=bf16", "train.steps=4", "phases=none", *SMALL[:2]).code == 0
     assert "train.cuda_graph=true cannot record" in refused[0] and "QuartetII" in refused[0]
+
+
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", pytest.param("fp8_delayed", marks=pytest.mark.long)]
+)
+def test_a_recorded_run_has_the_same_bits_with_audits_which_see_its_steps(
+    cli: Cli, recorded: Callable[[bool], Recorders], recipe: str
+) -> None:
+    options = (*SMALL[:-5], f"recipe={recipe}", "phases=none", "eval.every=0", "checkpoint.every=0")
+    silent = ("audit.every=0", "audit.sums=0")
+    recorded(True)
+    assert cli("run.name=silent", *options, *silent).code == 0
+    recorders = recorded(True)
+    audits = ("audit.every=5", "audit.sums=1", "audit.repeat=4")
+    assert cli("run.name=audited", *options, *audits).code == 0
+    assert losses("runs/audited") == losses("runs/silent")
+    assert len(events("runs/audited", "audit")) == 3
+    assert events("runs/audited", "audit fault") == []
+    assert events("runs/audited", "audit failed") == []
+    assert recorders[0].replays > 0

@@ -42,10 +42,15 @@ class SummedProduct:
 
     Args:
         sequence: whether each rank takes its tokens of the sum.
+
+    Attributes:
+        of_rank: backend that makes the term of this rank.
     """
 
     def __init__(self, backend: Backend, ranks: Ranks, sequence: bool) -> None:
-        self._backend = backend
+        self.of_rank = backend
+        self._ranks = ranks
+        self._sequence = sequence
         self._sum = ranks.sum_rows if sequence else ranks.sum
         self.takes_codes = backend.takes_codes
         self.takes_tiles = backend.takes_tiles
@@ -56,8 +61,12 @@ class SummedProduct:
         """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S], over the columns C of all ranks, in
         `out_dtype`.
         """
-        total = self._sum(self._backend.product(a, b, out_dtype=torch.float32))
+        total = self._sum(self.of_rank.product(a, b, out_dtype=torch.float32))
         return (total if bias is None else total + bias.to(out_dtype)).to(out_dtype)
+
+    def summing_terms_of(self, backend: Backend) -> SummedProduct:
+        """The same sum of terms that another backend makes."""
+        return SummedProduct(backend, self._ranks, self._sequence)
 
 
 class CutGemms(Gemms):

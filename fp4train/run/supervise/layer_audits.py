@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp4train.audit.call import ObservedCall
 from fp4train.audit.compare import CallComparison
+from fp4train.audit.exchange import exchange
 from fp4train.audit.expected import Expectation
 from fp4train.audit.fault import AUDIT, Audited, Fault, joined
 from fp4train.audit.observe import Observer, why_not_observed
@@ -80,7 +81,14 @@ class LayerAudits:
         return turn[step // self.every % len(turn)] if turn else None
 
     def microbatch_at(self, step: int) -> int:
-        """The microbatch of which a layer is audited in a step: another one in each turn."""
+        """The microbatch of which a layer is audited in a step: another one in each turn, but the
+        first one of a layer whose amaxes it measures for the others.
+        """
+        layer = self.layer_at(step)
+        if layer is not None:
+            specs = self.run.plan.at(step).layers[layer.layer.name].specs
+            if any(spec.held is not None for spec in specs):
+                return 0
         turns, place = divmod(step // self.every, len(self._turn(step)))
         return (turns + place) % max(1, self.run.share // self.run.rows)
 
@@ -97,6 +105,12 @@ class LayerAudits:
             return []
         quantised = [layer for layer in layers if plans[layer.layer.name].quantised]
         return in_turn(layers, (quantised or layers)[-1])
+
+    def observes(self, step: int) -> bool:
+        """Whether a layer is observed in a step: it is audited in it, or in the next one, for which
+        this is the one before.
+        """
+        return any(self.due(at) and self.layer_at(at) is not None for at in (step, step + 1))
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -133,6 +147,7 @@ class LayerAudits:
         layer = self.layer_at(step.index)
         result = None
         if layer is not None:
+            exchange(layer, self._observers.get(layer.layer.name), self._weight)
             with self.failures.guarding(layer.layer.name):
                 result = self._compared(layer, step.index)
         self._keep_for_next()
@@ -206,7 +221,10 @@ class LayerAudits:
         if weight is None:
             return None
         if weight.dim() == 3:
-            weight = weight[record.member]
+            weight = weight[record.place]
+        if record.cut is not None:
+            axis = 0 if record.cut.along == "out" else 1
+            weight = weight.tensor_split(record.cut.ranks, dim=axis)[record.cut.rank]
         if self.run.config.parallel.gather == "bf16" and record.w is None:
             weight = weight.bfloat16().float()
         if record.channels is not None:
@@ -284,13 +302,9 @@ def why_not_audited(plan: LayerPlan, config: Config, mesh: Mesh) -> str | None:
     layer = plan.layer
     if layer.unconverted is not None:
         return f"not a layer of fp4train: {layer.unconverted}"
-    if config.train.cuda_graph:
-        return "train.cuda_graph: its steps are replayed, and no Python runs"
     if config.train.compile and not plan.quantised:
         return "train.compile: the compiler has the products in high precision"
-    if mesh.tensor > 1:
-        return "tensor parallelism: a rank has a part of each layer"
-    if plan.fused and mesh.shard > 1:
+    if plan.fused and (mesh.shard > 1 or mesh.tensor > 1):
         return "fused scales of weights that other ranks share"
     if config.parallel.amax == "data" and mesh.data > 1:
         return "parallel.amax=data: its amaxes cover tokens of other ranks"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from fp4train.audit.fault import Fault
@@ -79,9 +79,11 @@ class RunAudits:
         if self.sums.due(run.step - 1):
             self._report(run.step - 1, faults, STATE)
         repeating = self.repeated.due(run.step)
-        earlier = self.repeated.computed(recipe) if repeating else None
-        with self.layers.observing():
-            yield
+        shown = run.runner.unrecorded() if self.layers.observes(run.step) else nullcontext()
+        with shown:
+            earlier = self.repeated.computed(recipe) if repeating else None
+            with self.layers.observing():
+                yield
         if repeating:
             faults = [] if earlier is None else self.repeated.faults(earlier)
             self._report(run.step, faults, STEPS)

@@ -1,0 +1,159 @@
+"""A call of a layer that tensor parallelism cuts: what the other ranks have of it.
+
+Each rank multiplies its part of the features. By the plan its codes are those of the whole layer's
+operands, so scales that cover a whole operand cover the parts of all ranks, and random bits count
+from its first element. Of the GEMM that contracts the cut features each rank has a term,
+
+    y = Σ_r y_r + bias  ("in"; of "out" dx = Σ_r dx_r)        in float32, rounded once
+
+in an order that the library chooses: y lies between Σ ∓ e, both rounded, with e = R·2⁻²⁴·Σ|y_r|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp4train.audit.bits import Difference, where_differing
+from fp4train.quantize import Operand, QuantSpec, RandomKey, amax_extent, reference
+from fp4train.quantize.source import AXES
+from fp4train.shards import Runs
+
+_ULP: Final = 2.0**-24
+
+
+@dataclass(frozen=True)
+class CutCall:
+    """What all ranks together have of one call.
+
+    Args:
+        along: features that are cut, "out" or "in".
+        rank, ranks: place of this rank, and their number.
+        sequence: whether tokens are cut between layers: of a sum each rank takes its own.
+        runs: (first, number) of this rank's out features in the whole layer's, where they do not
+            follow each other; empty: they do.
+        joined: whether the scale of an operand covers the parts of all ranks.
+        whole: x, w and dy of the whole layer, those that are cut; parts of ranks in turn.
+        rows: indices of the rows whose terms were gathered, among all tokens.
+        terms: of the GEMM that is summed, float32 [ranks, rows, columns]; None: it did not run.
+    """
+
+    along: str
+    rank: int
+    ranks: int
+    sequence: bool
+    runs: Runs
+    joined: bool
+    whole: Mapping[str, Tensor]
+    rows: Tensor
+    terms: Tensor | None
+
+    @property
+    def summed(self) -> str:
+        """The GEMM of which each rank has a term."""
+        return "dgrad" if self.along == "out" else "fprop"
+
+    def runs_of(self, operand: Operand) -> Runs:
+        """The runs of an operand's features that take their random bits each from its own place."""
+        spec = operand.spec
+        if spec is not None and spec.random and operand.has("out"):
+            return self.runs
+        return ()
+
+    def amaxes(
+        self, operand: Operand, dtype: torch.dtype, key: RandomKey | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(amax of an operand over all ranks, that of what it requantises); None: its own."""
+        spec = operand.spec
+        whole = self.whole.get(operand.tensor)
+        if spec is None or whole is None or not (self.joined and operand.has(self.along)):
+            return None, None
+        if operand.tensor != "w":
+            whole = whole.to(dtype)
+        if operand.transposed:
+            whole = whole.T
+        cut_rows = self._has_rows(operand)
+        inner_amax = None
+        if spec.requantises is not None:
+            inner = spec.requantises
+            inner_amax = self._own(_measured(whole.T, inner, None), not cut_rows)
+            whole = reference.quantize(whole.T, inner).restore(torch.bfloat16).T
+            spec = replace(spec, requantises=None)
+        return self._own(_measured(whole, spec, key), cut_rows), inner_amax
+
+    def _has_rows(self, operand: Operand) -> bool:
+        """Whether the rows of the operand are cut, and not its columns."""
+        return AXES[operand.tensor][int(operand.transposed)] == self.along
+
+    def _own(self, amax: Tensor | None, cut_rows: bool) -> Tensor | None:
+        """The amaxes of this rank's rows, of one per row."""
+        if amax is None or amax.numel() == 1 or not cut_rows:
+            return amax
+        return amax.tensor_split(self.ranks)[self.rank]
+
+    def compare_sum(
+        self, result: Tensor, bias: Tensor | None
+    ) -> tuple[Difference, tuple[str, ...]] | None:
+        """(what differs between y or dx of this rank and the sum of the terms, the names of faults
+        that give it); None: nothing does.
+        """
+        if self.terms is None:
+            return None
+        terms = self.terms
+        rows = self.rows
+        if self.sequence:
+            first = self.rank * len(result)
+            mine = (rows >= first) & (rows < first + len(result))
+            rows, terms = rows[mine] - first, terms[:, mine]
+        value = result[rows]
+        low, high = _between(terms, bias, value.dtype)
+        same = (value == low) | (value.isnan() & low.isnan())
+        wrong = ~(((value >= low) & (value <= high)) | same)
+        if not bool(wrong.any()):
+            return None
+        where = torch.zeros(result.shape, dtype=torch.bool)
+        where[rows] = wrong
+        apart = where_differing(where)
+        assert apart is not None
+        return apart, tuple(_explanations(value, terms, bias))
+
+
+def _measured(tensor: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor | None:
+    """The amax that scales a whole operand; None: its scales are those of blocks."""
+    if amax_extent(spec) is None:
+        return None
+    return reference.scale_tensor(tensor, spec, None, key).amax
+
+
+def _between(
+    terms: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The least and the largest result of a sum in float32, in whatever order, rounded once."""
+    total = terms.double().sum(0)
+    error = len(terms) * _ULP * terms.double().abs().sum(0)
+    if bias is not None:
+        rounded = bias.to(dtype).double()
+        total = total + rounded
+        error = error + _ULP * (total.abs() + rounded.abs())
+    low, high = (total - error).float().to(dtype), (total + error).float().to(dtype)
+    return low, high
+
+
+def _explanations(value: Tensor, terms: Tensor, bias: Tensor | None) -> Iterator[str]:
+    faults = {
+        "the terms are rounded to BF16 before they are summed": terms.bfloat16().float(),
+        "the sum is doubled": terms * 2,
+    }
+    for rank in range(len(terms)):
+        faults[f"the term of rank {rank} of the layer's is left out"] = torch.cat(
+            [terms[:rank], terms[rank + 1 :]]
+        )
+        faults[f"it is the term of rank {rank} of the layer's alone"] = terms[rank : rank + 1]
+    for name, candidate in faults.items():
+        low, high = _between(candidate, bias, value.dtype)
+        if bool(((value >= low) & (value <= high)).all()):
+            yield name

@@ -1,0 +1,102 @@
+"""Exchange of one call of a layer between the ranks that tensor parallelism cuts it over.
+
+Every rank of the layer calls `exchange`, in the same order of layers: also one that has nothing to
+send, or whose audit failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4train.audit.call import ObservedCall
+from fp4train.audit.cut import CutCall
+from fp4train.audit.observe import Observer
+from fp4train.audit.products import sampled
+from fp4train.nn.layer_shard import LayerShard
+from fp4train.nn.planned import PlannedLayer
+
+_UNSEEN = "another rank that has a part of it saw no call"
+
+
+def exchange(layer: PlannedLayer, observer: Observer | None, weight: Tensor | None = None) -> None:
+    """Give the records of a layer what the other ranks have of them; nothing where no rank has a
+    part of its features. A collective.
+
+    Args:
+        observer: observer of the layer, whose passes have run; None: it has none here.
+        weight: the weight that the optimizers hold, whole; None: those of the calls are joined.
+    """
+    shard = layer.layer_shard
+    if shard is None or shard.tensor is None or shard.cut not in ("in", "out"):
+        return
+    sent = None
+    with suppress(Exception):  # the others wait
+        if observer is not None and all(record.complete for record in observer.records):
+            sent = [_sent(record, shard) for record in observer.records]
+    received = shard.tensor.objects(sent)
+    if observer is None or not observer.records:
+        return
+    counts = {0 if parts is None else len(parts) for parts in received}
+    if counts != {len(observer.records)}:
+        observer.hide(_UNSEEN)
+        return
+    with observer.guarding():
+        for number, record in enumerate(observer.records):
+            _join(record, shard, [parts[number] for parts in received if parts], weight)
+
+
+def _sent(record: ObservedCall, shard: LayerShard) -> dict[str, Tensor | None]:
+    """What other ranks need of a call: x, w, dy and some rows of its term of the sum."""
+    term = record.products.get("dgrad" if shard.cut == "out" else "fprop")
+    rows = None
+    if term is not None:
+        rows = term.result[sampled(len(term.result)).to(term.result.device)]
+    tensors = {"x": record.x, "w": record.w, "dy": record.dy, "term": rows}
+    return {name: None if part is None else part.cpu() for name, part in tensors.items()}
+
+
+def _join(
+    record: ObservedCall,
+    shard: LayerShard,
+    parts: Sequence[dict[str, Any]],
+    weight: Tensor | None,
+) -> None:
+    assert shard.tensor is not None and shard.cut in ("in", "out")
+    out = shard.cut == "out"
+
+    def joined(name: str, axis: int) -> Tensor | None:
+        tensors = [part[name] for part in parts]
+        if any(tensor is None for tensor in tensors):
+            return None
+        return torch.cat(tensors, dim=axis)
+
+    tokens = "x" if out else "dy"
+    features = "dy" if out else "x"
+    if shard.sequence and (all_tokens := joined(tokens, 0)) is not None:
+        setattr(record, tokens, all_tokens)
+    whole = {features: joined(features, 1)}
+    whole["w"] = joined("w", 0 if out else 1) if weight is None else weight.cpu()
+    terms = [part["term"] for part in parts]
+    seen = all(term is not None for term in terms)
+    rank = shard.tensor.rank
+    if out:
+        record.first_out = rank * record.plan.layer.out_features
+    else:
+        record.first_feature = rank * record.plan.layer.in_features
+    product = record.products.get("dgrad" if out else "fprop")
+    record.cut = CutCall(
+        along=shard.cut,
+        rank=rank,
+        ranks=shard.tensor.size,
+        sequence=shard.sequence,
+        runs=shard.runs if len(shard.runs) > 1 else (),
+        joined=shard.amax != "local",
+        whole={name: tensor for name, tensor in whole.items() if tensor is not None},
+        rows=sampled(0 if product is None else len(product.result)),
+        terms=torch.stack(terms) if seen else None,
+    )
