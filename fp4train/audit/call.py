@@ -29,6 +29,18 @@ class Product:
     before: Tensor | None = None
     elsewhere: bool = False
 
+    def on_host(self) -> Product:
+        """The product with all tensors in main memory."""
+        return replace(
+            self,
+            first=_on_host(self.first),
+            second=_on_host(self.second),
+            result=self.result.cpu(),
+            bias=None if self.bias is None else self.bias.cpu(),
+            before=None if self.before is None else self.before.cpu(),
+            elsewhere=self.elsewhere or self.result.device.type != "cpu",
+        )
+
 
 def _on_host(operand: Prepared) -> Prepared:
     if isinstance(operand, Quantized):
@@ -58,6 +70,8 @@ class ObservedCall:
         x: [M, K], None where it is made within the call; w: [N, K], None where it is gathered; bias: [N] or None.
         y: [M, N]; dy, dx, dw: its gradients, None until backward, or where they are not wanted.
         products: GEMM → what the backend multiplied; none in high precision by torch.
+        terms: GEMM → further products that are added to it, in turn.
+        means: x or dy → mean of its tokens that is taken out, float32 [columns].
         scaling: tensors of the layer's delayed scaling before the step.
         fused: weights that share a global scale with w.
         hidden: tensor, x or dy → why it is None although it was multiplied.
@@ -81,6 +95,8 @@ class ObservedCall:
     dx: Tensor | None = None
     dw: Tensor | None = None
     products: dict[str, Product] = field(default_factory=dict)
+    terms: dict[str, list[Product]] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
     scaling: dict[str, Tensor] = field(default_factory=dict)
     fused: Sequence[Tensor] = ()
     hidden: dict[str, str] = field(default_factory=dict)
@@ -93,17 +109,9 @@ class ObservedCall:
 
     def on_host(self) -> ObservedCall:
         """The call with all tensors in main memory, where the reference computes."""
-        products = {
-            gemm: replace(
-                product,
-                first=_on_host(product.first),
-                second=_on_host(product.second),
-                result=product.result.cpu(),
-                bias=None if product.bias is None else product.bias.cpu(),
-                before=None if product.before is None else product.before.cpu(),
-                elsewhere=product.elsewhere or product.result.device.type != "cpu",
-            )
-            for gemm, product in self.products.items()
+        products = {gemm: product.on_host() for gemm, product in self.products.items()}
+        terms = {
+            gemm: [product.on_host() for product in further] for gemm, further in self.terms.items()
         }
         names = ("x", "w", "bias", "y", "dy", "dx", "dw")
         tensors: dict[str, Any] = {
@@ -113,10 +121,18 @@ class ObservedCall:
         return replace(
             self,
             products=products,
+            terms=terms,
+            means={name: mean.cpu() for name, mean in self.means.items()},
             scaling={name: tensor.cpu() for name, tensor in self.scaling.items()},
             fused=[weight.cpu() for weight in self.fused],
             **tensors,
         )
+
+    def forget(self, *gemms: str) -> None:
+        """Forget the products of GEMMs that are computed anew."""
+        for gemm in gemms:
+            self.products.pop(gemm, None)
+            self.terms.pop(gemm, None)
 
     @property
     def complete(self) -> bool:

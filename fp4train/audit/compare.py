@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -23,6 +24,7 @@ from fp4train.audit.expected import Expectation, OperandSource, source_of
 from fp4train.audit.fault import Audited, Fault
 from fp4train.audit.hypotheses import Suspect, explain
 from fp4train.audit.rounding import rounding_of
+from fp4train.audit.terms import TermComparison
 from fp4train.backends import GEMMS, OPERANDS, Prepared
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized, QuantSpec
@@ -134,7 +136,10 @@ class CallComparison:
 
             what = "the product is not that of its operands"
             self._add(what, apart, explained, gemm=gemm.name)
-        if result is not None:
+        recipe = self.expected.plan.recipe
+        if recipe.centred or recipe.residual is not None:
+            self._compare_terms(gemm, product, result)
+        elif result is not None:
             cut = self.call.cut
             if cut is not None and cut.summed == gemm.name:
                 self._compare_sum(gemm, cut, result)
@@ -175,6 +180,17 @@ class CallComparison:
                 lambda: products.explain(result, expected, product.bias),
                 gemm=gemm.name,
             )
+
+    def _compare_terms(self, gemm: Gemm, product: Product, result: Tensor | None) -> None:
+        """Further terms of the GEMM, and their sum."""
+        terms = TermComparison(self.call, self.expected, gemm, product)
+        for finding in terms.findings(result):
+            explained = partial(tuple, finding.names)
+            self._add(
+                finding.what, finding.apart, explained, gemm=gemm.name, operand=finding.operand
+            )
+        if terms.uncovered is not None:
+            self.uncovered.append(f"{gemm.name}: {terms.uncovered}")
 
     def _compare_sum(self, gemm: Gemm, cut: CutCall, result: Tensor) -> None:
         """y or dx must be the sum of the terms of all ranks."""

@@ -129,9 +129,7 @@ def _measured(tensor: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor 
     return reference.scale_tensor(tensor, spec, None, key).amax
 
 
-def _between(
-    terms: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _between(terms: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The least and the largest result of a sum in float32, in whatever order, rounded once."""
     total = terms.double().sum(0)
     error = len(terms) * _ULP * terms.double().abs().sum(0)

@@ -225,6 +225,21 @@ def held_amax(scaling: dict[str, Tensor], name: str, steps: int, number: int) ->
     return amax if usable and measured <= number < measured + steps else None
 
 
+def takes_mean(plan: LayerPlan, gemm: str, tensor: str) -> bool:
+    """Whether an operand is the codes of its tensor without the mean of its tokens."""
+    return tensor in plan.recipe.centred and plan.sources[gemm, tensor].codes is not None
+
+
+def centred(call: ObservedCall, plan: LayerPlan, gemm: str, tensor: str, values: Tensor) -> Tensor:
+    """x, w or dy as its codes are made of it: without the mean that the layer took out."""
+    if not takes_mean(plan, gemm, tensor):
+        return values
+    mean = call.means.get(tensor)
+    if mean is None:
+        mean = values.sum(0, dtype=torch.float32) / max(len(values), 1)
+    return (values.float() - mean).to(values.dtype)
+
+
 def source_of(
     call: ObservedCall, expected: Expectation, gemm: str, tensor: str
 ) -> OperandSource | None:
@@ -234,6 +249,7 @@ def source_of(
     values = tensors(call, expected)[tensor]
     if values is None:
         return None
+    values = centred(call, plan, gemm, tensor, values)
     dtype = plan.table.torch_dtype
     if isinstance(operand.source, ValuesOf):
         codes = source_of_operand(call, expected, Operand(tensor, operand.source.codes), values)

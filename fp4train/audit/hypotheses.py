@@ -279,7 +279,6 @@ def _other_scales(suspect: Suspect) -> Iterator[Hypothesis]:
             if (other := _source(earlier)) is not None:
                 amax = _transformed_amax(other)
                 yield "amax of the step before", with_amax(amax)
-        operand = suspect.expected.plan.sources[suspect.gemm, suspect.tensor]
         if any(amax is not None for amax in (source.amax, source.inner_amax)):
             yield "its own amax alone", replace(source, amax=None, inner_amax=None).decoded
         yield "amax of the rows before the transform", with_amax(largest(source.tensor))

@@ -15,16 +15,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.audit.call import ObservedCall, Product, duplicate
+from fp4train.audit.observed import ObservedBackend, ObservedTerms
 from fp4train.audit.whole_layers import ObservedTorchLayer, observed_backend_layer
-from fp4train.backends import LAYER_BACKENDS, Backend, Prepared
+from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.protocol import NotShownError
-from fp4train.backends.table import Shape, Table
-from fp4train.hardware import Device
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor, Gradients, Saved
 from fp4train.nn.executors.cut import CutGemms, SummedProduct
@@ -37,7 +35,6 @@ from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import backward_pass
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import QuantSpec
 from fp4train.text import first_line
 
 MADE_IN_CODES: Final = "a norm or a gate makes its codes"
@@ -49,8 +46,6 @@ def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
         return "experts that are multiplied in one call: none has a product of its own"
     if issubclass(executor, CutGemms) and plan.fused:
         return "fused scales of weights that other ranks share"
-    if issubclass(executor, TermGemms):
-        return "operands of two terms: several products are added up"
     if plan.recipe.outliers is not None and (plan.layer.experts or plan.fused):
         return "outlier channels of experts, or of weights with one global scale"
     if issubclass(executor, BackendExperts):
@@ -169,7 +164,9 @@ class Observer:
 
     def observed_gemms(self, executor: Any) -> Any:
         """The copy of an executor of single GEMMs whose products are kept."""
-        observed = copy.copy(executor)
+        observed: Any = copy.copy(executor)
+        if isinstance(executor, TermGemms):
+            observed = ObservedTerms(executor, self)
         for gemm in ("fprop", "dgrad", "wgrad"):
             backend = getattr(executor, gemm)
             if isinstance(backend, SummedProduct):
@@ -270,7 +267,17 @@ class Observer:
         with self.guarding():
             first = duplicate(product.first)
             second = duplicate(product.second)
-            self._now.products[gemm] = replace(product, first=first, second=second)
+            kept = replace(product, first=first, second=second)
+            if gemm in self._now.products:
+                self._now.terms.setdefault(gemm, []).append(kept)
+            else:
+                self._now.products[gemm] = kept
+
+    def mean(self, tensor: str, mean: Tensor | None) -> None:
+        """The mean of the tokens of x or dy in the running pass; None: no product takes it."""
+        copied = None if mean is None else self.copied(mean)
+        if self._now is not None and copied is not None:
+            self._now.means[tensor] = copied
 
     def copied(self, tensor: Tensor) -> Tensor | None:
         """A copy of a tensor of the running pass; None: the pass is not kept."""
@@ -286,6 +293,8 @@ class Observer:
         executor, x_MK, w_NK, bias_N, call, *more = arguments
         with self.guarding():
             self._now = self.begin(executor, x_MK, w_NK, bias_N, call)
+            if self._now is not None:
+                self._now.forget("fprop")  # of a pass that is recomputed
             if self._now is not None and more and more[0] is not None:
                 self._now.x = None  # in its place is another tensor
                 self._now.hidden["x"] = MADE_IN_CODES
@@ -300,9 +309,11 @@ class Observer:
 
     def backward(self, run: Callable[..., Gradients], *arguments: Any, **options: Any) -> Gradients:
         """Run a backward pass, and keep its tensors."""
-        _executor, dy_MN, _saved, call, *more = arguments
+        executor, dy_MN, _saved, call, *more = arguments
         record = next((record for _, of, record in self._kept if of is call), None)
         self._now = record
+        if record is not None:
+            record.forget("dgrad", "wgrad")
         total = more[0] if more else None
         try:
             gradients = run(*arguments, **options)
@@ -317,6 +328,9 @@ class Observer:
                 record.returned = True
                 record.dx = _copied(gradients[0])
                 record.dw = _copied(gradients[1] if total is None else total)
+                if total is not None and isinstance(executor, TermGemms):
+                    record.dw = None
+                    record.unseen["wgrad"] = "its sum is added to that of other calls"
         return gradients
 
 
@@ -364,41 +378,3 @@ class ObservedParts(ChannelParts):
         with self._observer.guarding():
             for call in calls:
                 self._observer.multiplies(call.parts)
-
-
-class ObservedBackend:
-    """A backend that reports what it multiplies for one GEMM."""
-
-    def __init__(self, backend: Backend, gemm: str, observer: Observer) -> None:
-        self._backend = backend
-        self._gemm = gemm
-        self._observer = observer
-        self.name = backend.name
-        self.takes_codes = backend.takes_codes
-        self.takes_tiles = backend.takes_tiles
-        self.adds = backend.adds
-
-    def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
-        return self._backend.why_not(table, gemm, layer, device)
-
-    def product(
-        self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
-    ) -> Tensor:
-        result = self._backend.product(a, b, out_dtype=out_dtype, bias=bias)
-        copied = self._observer.copied(result)
-        if copied is not None:
-            self._observer.product(self._gemm, Product(a, b, copied, bias))
-        return result
-
-    def add(self, total_RS: Tensor, a: Prepared, b: Prepared) -> None:
-        before = self._observer.copied(total_RS)
-        self._backend.add(total_RS, a, b)
-        after = self._observer.copied(total_RS)
-        if before is not None and after is not None:
-            self._observer.product(self._gemm, Product(a, b, after, None, before))
-
-    def summing(self, accumulator: str) -> Backend:
-        return ObservedBackend(self._backend.summing(accumulator), self._gemm, self._observer)
-
-    def writes_float32(self, spec: QuantSpec | None) -> bool:
-        return self._backend.writes_float32(spec)

@@ -1,0 +1,131 @@
+"""Audits of runs whose operands have scales of earlier steps or two terms, or whose blocks are
+compiled: no clean run has a fault or other bits, and planted ones are found and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import STEADY, Cli, events, losses
+from held_recipe import write_held
+
+from fp4train.nn.executors import terms
+from fp4train.nn.held_amaxes import HeldAmax
+
+Arguments = Callable[[Path], tuple[str, ...]]
+SILENT = ("audit.every=0", "audit.sums=0")
+AUDITED = ("audit.every=1", "audit.sums=0")
+
+
+def recipe(name: str, *options: str) -> Arguments:
+    return lambda folder: (f"recipe={name}", "policy=all", *STEADY, *options)
+
+
+def held(*options: str) -> Arguments:
+    return lambda folder: (*write_held(folder), *options)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        held("train.microbatch=2"),
+        recipe("averis", "model.recompute=true", "train.microbatch=2"),
+        recipe("chon"),
+        pytest.param(held("model=moe_tiny", "train.microbatch=2"), marks=pytest.mark.long),
+        pytest.param(recipe("averis", "model=moe_tiny"), marks=pytest.mark.long),
+        pytest.param(recipe("flux_residual", "model=moe_tiny"), marks=pytest.mark.long),
+    ],
+    ids=[
+        "held scales",
+        "means",
+        "residuals",
+        "held scales of experts",
+        "means of experts",
+        "residuals of experts",
+    ],
+)
+def test_a_clean_run_has_no_fault_and_the_same_bits(
+    cli: Cli, tmp_path: Path, arguments: Arguments
+) -> None:
+    options = (*arguments(tmp_path), "train.steps=8")
+    cli.trained("run.name=plain", *options, *SILENT)
+    cli.trained("run.name=audited", *options, *AUDITED)
+    assert losses("runs/plain") == losses("runs/audited")
+    assert events("runs/audited", "audit fault") == []
+    assert events("runs/audited", "audit failed") == []
+    audits = events("runs/audited", "audit")
+    assert len(audits) == 8 and all(len(entry["gemms"]) >= 2 for entry in audits)
+    assert not any(entry["uncovered"] for entry in audits)
+
+
+def measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeldAmax, "holds", lambda self, steps, number: number == self.step)
+
+
+def other_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = terms.mean_of
+    monkeypatch.setattr(terms, "mean_of", lambda x_MK: original(x_MK[1:]))
+
+
+def means_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = terms.as_row
+    monkeypatch.setattr(terms, "as_row", lambda mean_K: original(mean_K * 0))
+
+
+def residuals_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = terms.tensor_of
+    monkeypatch.setattr(
+        terms,
+        "tensor_of",
+        lambda prepared, dtype: original(prepared, dtype) * (1 + (dtype is torch.float32)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "plant", "words"),
+    [
+        (held(), measured_anew, "its own amax alone"),
+        (recipe("averis"), other_means, "the mean of x is not that of its tokens"),
+        (recipe("averis"), means_left_out, "an operand of the mean of x is not that"),
+        (recipe("chon"), residuals_doubled, "an operand of the residual of x is not that"),
+    ],
+    ids=["scales that are not held", "other means", "no means", "residuals"],
+)
+def test_a_wrong_scale_mean_or_residual_is_found(
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: Arguments,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    words: str,
+) -> None:
+    plant(monkeypatch)
+    cli("run.name=a", *arguments(tmp_path), *AUDITED, "train.steps=4")
+    faults = events("runs/a", "audit fault")
+    sentences = [text for fault in faults for text in (fault["what"], *fault["hypotheses"])]
+    assert any(words in text for text in sentences), faults
+    assert events("runs/a", "audit failed") == []
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_run_has_the_same_bits_with_audits_of_its_quantised_layers(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs are traced as for inductor, and run kernel by kernel."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    options = ("train.compile=true", "recipe=nvfp4", "policy=last15", *STEADY)
+    cli.trained("run.name=plain", *options, *SILENT)
+    ended: Any = cli("run.name=audited", *options, *AUDITED, "audit.repeat=2")
+    assert losses("runs/plain") == losses("runs/audited")
+    assert events("runs/audited", "audit fault") == []
+    assert events("runs/audited", "audit failed") == []
+    audits = events("runs/audited", "audit")
+    assert len(audits) == 6 and all(len(entry["gemms"]) >= 2 for entry in audits)
+    assert "train.compile: the compiler has the products in high precision" in ended.err
