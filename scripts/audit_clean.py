@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from audit_faults import DENSE, EXPERTS, SMALL, run
+from audit_runs import DENSE, EXPERTS, SMALL, run
 
 RECIPES = sorted(path.stem for path in Path(__file__).parents[1].glob("recipes/*.yaml"))
 

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp4train.nn.call import LayerCall
@@ -22,6 +23,9 @@ from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.operands import Form, TensorForms
 from fp4train.nn.weights import PreparedWeights
 from fp4train.quantize import Decoded, Quantized, quantizer, reference
+
+GROUP = 16
+"""Tokens that a Hadamard transform mixes."""
 
 
 @dataclass
@@ -95,8 +99,14 @@ def _nearest(place: Place) -> Any:
     return place.quantised(spec=replace(place.spec, rounding="nearest"))
 
 
+def _padded(operand: Decoded) -> Decoded:
+    """The operand with columns of zeros up to whole groups of the transform, as it has with it."""
+    missing = -operand.values.shape[1] % GROUP
+    return Decoded(F.pad(operand.values, (0, missing)), operand.scale)
+
+
 def _no_hadamard(place: Place) -> Any:
-    return place.quantised(spec=replace(place.spec, hadamard=None))
+    return _padded(place.decoded(spec=replace(place.spec, hadamard=None)))
 
 
 def _tail(place: Place) -> Any:
@@ -128,7 +138,7 @@ def _along_rows(place: Place) -> Any:
     spec = replace(place.spec, hadamard=None)
     values = place.values.T.contiguous()
     turned = replace(place, values=values, spec=spec).decoded()
-    return Decoded(turned.values.T.contiguous(), turned.scale)
+    return _padded(Decoded(turned.values.T.contiguous(), turned.scale))
 
 
 def _inverted(place: Place) -> Any:

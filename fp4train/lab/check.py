@@ -1,24 +1,27 @@
 """`fp4train check`: all layers of a run at a checkpoint, audited in one step on its next batch.
 
 The step is computed as the run would compute it, a group of layers observed at a time, and nothing
-is updated.
+is updated. Layers alternate between the first two microbatches: what is wrong in all but the first
+one, as random bits that begin anew, shows in the second.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from torch import nn
-
 from fp4train.audit.fault import Audited, Fault
-from fp4train.audit.loop import AuditReport, audit
+from fp4train.audit.observe import Observer
 from fp4train.audit.start import check_plan
 from fp4train.lab.studies.subject import Subject
+from fp4train.nn.planned import PlannedLayer
 from fp4train.run.determinism import seed_model
 from fp4train.run.run import Run
 from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses
+from fp4train.run.supervise.planned_calls import PlannedCalls, weight_of
+from fp4train.text import first_line
 
 LAYERS: Final = 16
 """Layers whose tensors are kept at the same time."""
@@ -30,7 +33,7 @@ class Checked:
 
     Args:
         audits: result of each layer.
-        uncovered: layer → why it was not audited.
+        uncovered: layer → why it was not audited, or what of it was not.
         plan: faults of kernels and layers on small random tensors.
     """
 
@@ -48,30 +51,62 @@ def check(subject: Subject) -> Checked:
     """Audit all layers of a subject in the step that it would do next."""
     run = subject.run
     run.apply(run.plan.at(run.step))
-    reports = list(_reports(run))
+    results = [
+        result
+        for start in range(0, len(run.linears), LAYERS)
+        for result in _audited(run, run.linears[start : start + LAYERS])
+    ]
     return Checked(
-        audits=[audited for report in reports for audited in report.audits],
-        uncovered={name: why for report in reports for name, why in report.uncovered.items()},
+        audits=[result for result in results if result.gemms or result.faults],
+        uncovered={
+            result.layer: reason for result in results if (reason := _left_out(result)) is not None
+        },
         plan=list(check_plan(run.plan)),
     )
 
 
-def _reports(run: Run) -> Iterator[AuditReport]:
-    names = [layer.layer.name for layer in run.linears]
-    for start in range(0, len(names), LAYERS):
-        yield _audited(run, names[start : start + LAYERS])
+def _left_out(result: Audited) -> str | None:
+    """Why a layer, or a part of it, was not compared; None: all was."""
+    reasons = [*result.uncovered, *(f"its audit failed: {reason}" for reason in result.failures)]
+    return "; ".join(reasons) or None
 
 
-def _audited(run: Run, names: Sequence[str]) -> AuditReport:
-    """The audits of these layers in the first microbatch of the step."""
+def _audited(run: Run, layers: Sequence[PlannedLayer]) -> Iterator[Audited]:
+    """The audits of these layers in the coming step, by the run's plan."""
+    planned = PlannedCalls(run)
+    observers = {}
+    for number, layer in enumerate(layers):
+        microbatch = number % min(2, planned.microbatches)
+        if planned.takes_first(layer, run.step):
+            microbatch = 0
+        observers[layer] = layer.observer = Observer(layer, microbatch)
+    try:
+        _compute(run, 1 + max(observer.number for observer in observers.values()))
+    finally:
+        for layer, observer in observers.items():
+            layer.observer = None
+            observer.close()
+    for layer, observer in observers.items():
+        name = layer.layer.name
+        try:
+            result = planned.compare(layer, observer, run.step, weight_of(layer, divided=False))
+        except Exception as error:  # the others are compared
+            result = Audited(layer=name, step=run.step, failures=(first_line(error),))
+        if result is None:
+            why = "none of its experts had a token"
+            result = Audited(layer=name, step=run.step, uncovered=(why,))
+        yield result
+
+
+def _compute(run: Run, microbatches: int) -> None:
+    """Compute so many microbatches of the coming step, and update nothing."""
     recipe = run.plan.at(run.step).recipe
-    model: nn.Module = run.model
     scaling = run.scaling()
     seed_model(run)
-    with eagerly(run), audit(model, names) as report:
+    with eagerly(run):
         losses = train_losses(run, recipe, step_rows(run), run.loss_scale * microbatch_share(run))
-        next(losses, None)  # of the first microbatch, with its backward pass
+        for _ in itertools.islice(losses, microbatches):
+            pass
         del losses
     run.optimizer.zero_grad(set_to_none=True)
     run.load_scaling(scaling)
-    return report

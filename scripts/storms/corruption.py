@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import audit_faults
 import audit_planting
+import audit_run_faults
 import torch
 from storms.ground import ON, SCENARIOS, STEPS, Ground, Result, call
 from torch import Tensor
@@ -50,16 +50,16 @@ def planted(kind: str, draw: random.Random) -> tuple[Planted, str]:
     step = draw.randint(FIRST, STEPS)
     if kind == "copy":
         part = draw.choice(("model", "optimizer"))
-        return lambda: audit_faults.copied_wrongly(part), f"The copy of {part}/"
+        return lambda: audit_run_faults.copied_wrongly(part), f"The copy of {part}/"
     if kind == "product":
         gemm, change, _ = draw.choice(list(audit_planting.PRODUCT_FAULTS.values()))
 
         def plant() -> AbstractContextManager[Any]:
             return audit_planting.planted_product(gemm, change)
 
-        return lambda: audit_faults.in_one_computation(plant, step - 1), "gave other bits"
+        return lambda: audit_run_faults.in_one_computation(plant, step - 1), "gave other bits"
     act, words = {"weight": (weight, "model/"), "moment": (moment, "optimizer/")}[kind]
-    return lambda: audit_faults.after_step(lambda run: act(run, draw), step), words
+    return lambda: audit_run_faults.after_step(lambda run: act(run, draw), step), words
 
 
 def said(place: Path) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import audit_planting as planting
 import pytest
+from audit_run_faults import without_policy
 from command_line import STEADY, Cli
 
 RUN = ("run.name=a", "recipe=nvfp4", "policy=last15", *STEADY)
@@ -36,6 +37,25 @@ def test_a_fault_is_named_and_is_the_exit_code(cli: Cli) -> None:
     assert ended.code == 1
     faults = json.loads(ended.out)["faults"]
     assert any(words in name for fault in faults for name in fault["hypotheses"])
+
+
+def test_a_fault_of_all_microbatches_but_the_first_is_found(cli: Cli) -> None:
+    assert cli(*RUN, "train.microbatch=2").code == 0
+    change, words = planting.OPERAND_FAULTS["the same bits in every microbatch"]
+    with planting.planted_operand(change):
+        ended = cli.raw("check", "runs/a", "--json")
+    assert ended.code == 1
+    faults = json.loads(ended.out)["faults"]
+    assert any(words in name for fault in faults for name in fault["hypotheses"])
+
+
+def test_what_runs_is_compared_with_the_plan_of_the_run_at_that_step(cli: Cli) -> None:
+    assert cli(*RUN).code == 0
+    with without_policy():
+        ended = cli.raw("check", "runs/a", "--json")
+    assert ended.code == 1
+    faults = json.loads(ended.out)["faults"]
+    assert any("another plan than that of the step" in fault["what"] for fault in faults)
 
 
 @pytest.mark.parametrize(

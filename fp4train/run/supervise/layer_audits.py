@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fp4train.audit.call import ObservedCall
-from fp4train.audit.compare import CallComparison
 from fp4train.audit.exchange import exchange
-from fp4train.audit.expected import Expectation
-from fp4train.audit.fault import AUDIT, Audited, Fault, joined
+from fp4train.audit.fault import AUDIT, Audited
 from fp4train.audit.observe import Observer, why_not_observed
 from fp4train.audit.turn import due, in_turn
 from fp4train.config import Config
@@ -30,11 +27,10 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Mesh
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.plan import Plan
-from fp4train.quantize import Position, RunStep
 from fp4train.run.queued import Step
 from fp4train.run.supervise.audit_failures import AuditFailures
 from fp4train.run.supervise.fault_report import report
-from fp4train.shards import is_sharded
+from fp4train.run.supervise.planned_calls import PlannedCalls, weight_of
 from fp4train.text import counted, first_few
 
 if TYPE_CHECKING:
@@ -67,6 +63,7 @@ class LayerAudits:
         self._observers: dict[str, Observer] = {}
         self._earlier: dict[str, Observer] = {}
         self._weight: Tensor | None = None
+        self._planned = PlannedCalls(run)
         self.failures = AuditFailures(run)
         self.clean: dict[str, int] = {}
         self.began = 0
@@ -85,12 +82,10 @@ class LayerAudits:
         first one of a layer whose amaxes it measures for the others.
         """
         layer = self.layer_at(step)
-        if layer is not None:
-            specs = self.run.plan.at(step).layers[layer.layer.name].specs
-            if any(spec.held is not None for spec in specs):
-                return 0
+        if layer is not None and self._planned.takes_first(layer, step):
+            return 0
         turns, place = divmod(step // self.every, len(self._turn(step)))
-        return (turns + place) % max(1, self.run.share // self.run.rows)
+        return (turns + place) % self._planned.microbatches
 
     def _turn(self, step: int) -> list[PlannedLayer]:
         """The layers in the order in which they are audited, under the plan of a step."""
@@ -164,10 +159,9 @@ class LayerAudits:
         observer = self._observers.get(name)
         if observer is None:
             return None
-        if observer.failure is not None:
-            self.failures.add(name, observer.failure)
-            return None
-        result = self._compare(layer, observer, step)
+        earlier = self._earlier.get(name)
+        before = () if earlier is None else earlier.records
+        result = self._planned.compare(layer, observer, step, self._weight, before)
         if result is None:
             return None
         if result.failures:
@@ -183,70 +177,6 @@ class LayerAudits:
             if name not in layers:
                 layers.append(name)
         return result
-
-    def _compare(self, layer: PlannedLayer, observer: Observer, step: int) -> Audited | None:
-        call = observer.call
-        plan = self.run.plan.at(step).layers[layer.layer.name]
-        if call is None:
-            if observer.uncovered is not None:
-                self.bypassed[layer.layer.name] = observer.uncovered
-                return None
-            if layer.layer.experts:
-                return None  # experts without a token rest
-            if not plan.quantised:
-                self.bypassed[layer.layer.name] = "other code multiplies its weight"
-                return None
-            what = "the plan has this layer, and the step did not call it"
-            fault = Fault(layer=layer.layer.name, what=what, rank=self.run.world.place.rank)
-            return Audited(layer=layer.layer.name, step=step, faults=(fault,))
-        if not all(record.complete for record in observer.records):
-            self.failures.add(layer.layer.name, "its backward pass was not seen")
-            return None
-        earlier = self._earlier.get(layer.layer.name)
-        before = [] if earlier is None else earlier.records
-        audits = []
-        for number, record in enumerate(observer.records):
-            previous = before[number] if len(before) == len(observer.records) else None
-            part = plan
-            if record.channels is not None:
-                part = plan.split_channels().channel_parts[number]
-            position = self._position(record, observer.number, step)
-            expected = Expectation(part, position, self._weight_for(record))
-            audits.append(CallComparison(record, expected, previous).run(step))
-        return joined(audits)
-
-    def _weight_for(self, record: ObservedCall) -> Tensor | None:
-        """The weight that a call should have multiplied, from what the optimizer holds."""
-        weight = self._weight
-        if weight is None:
-            return None
-        if weight.dim() == 3:
-            weight = weight[record.place]
-        if record.cut is not None:
-            axis = 0 if record.cut.along == "out" else 1
-            weight = weight.tensor_split(record.cut.ranks, dim=axis)[record.cut.rank]
-        if self.run.config.parallel.gather == "bf16" and record.w is None:
-            weight = weight.bfloat16().float()
-        if record.channels is not None:
-            weight = weight.index_select(1, record.channels)
-        return weight
-
-    def _position(self, record: ObservedCall, number: int, step: int) -> Position | None:
-        """The position that a record of microbatch `number` should have. An expert may rest in it:
-        its record is of a later one, which is that of its own position.
-        """
-        if record.position is None:
-            return None
-        run = self.run
-        length = run.config.train.seq_len
-        begins = [
-            (run.world.data_rank * run.share + microbatch * run.rows) * length
-            for microbatch in range(max(1, run.share // run.rows))
-        ]
-        token = begins[number]
-        if record.plan.layer.experts and record.position.token in begins[number:]:
-            token = record.position.token
-        return Position(RunStep(run.config.run.seed, step), token)
 
     def left_out(self) -> dict[str, list[str]]:
         """Reason → what this rank could not audit for it."""
@@ -283,18 +213,6 @@ class LayerAudits:
             "uncovered": list(result.uncovered),
         }
         self.run.tracker.log_event(step + 1, AUDIT, values)
-
-
-def weight_of(layer: PlannedLayer, *, divided: bool) -> Tensor:
-    """The weight that the optimizer holds, whole: [N, K] or, of a group, [E, N, K]. Of a sharded
-    one a collective.
-    """
-    weight = layer.weight
-    if divided and is_sharded(weight):
-        weight = weight.full_tensor()  # type: ignore[attr-defined]
-    if layer.transposed:
-        weight = weight.mT
-    return weight.detach().clone()
 
 
 def why_not_audited(plan: LayerPlan, config: Config, mesh: Mesh) -> str | None:

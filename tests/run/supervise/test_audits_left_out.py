@@ -12,7 +12,7 @@ from fp4train import checkpoint
 from fp4train.audit.fault import Audited
 from fp4train.audit.observe import Observer
 from fp4train.backends.protocol import NotShownError
-from fp4train.run.supervise import layer_audits, run_audits
+from fp4train.run.supervise import planned_calls, run_audits
 from fp4train.run.supervise import sums as run_sums
 
 SILENT = ("audit.every=0", "audit.sums=0", "audit.repeat=0")
@@ -43,7 +43,7 @@ def test_an_audit_that_compared_nothing_is_no_clean_one(
     def compared(self: Any, step: int) -> Audited:
         return Audited(layer=self.call.name, step=step, uncovered=["fprop: it is not seen"])
 
-    monkeypatch.setattr(layer_audits.CallComparison, "run", compared)
+    monkeypatch.setattr(planned_calls.CallComparison, "run", compared)
     ended = cli("run.name=a", *NVFP4, "audit.every=1")
     assert events("runs/a", "audit") == []
     assert "no layer was audited: 0 faults; not covered: " in ended.err

@@ -11,13 +11,13 @@ from typing import Any
 import audit_planting as planting
 import pytest
 import torch
-from audit_faults import higher_rate, without_policy
+from audit_run_faults import higher_rate, without_policy
 from command_line import STEADY, Cli, after_update, events, losses, steps
 
 from fp4train import checkpoint
 from fp4train.audit.settings import AuditSettings
 from fp4train.exchange.card import RecordedResults
-from fp4train.run.supervise import layer_audits, saving
+from fp4train.run.supervise import planned_calls, saving
 from fp4train.run.supervise import repeat as run_repeat
 from fp4train.run.supervise import sums as run_sums
 from fp4train.run.supervise.saving import Saver
@@ -118,7 +118,7 @@ def test_an_audit_that_fails_is_said_once_and_ends_nothing(
     def broken(*_: object) -> None:
         raise RuntimeError("no reference")
 
-    monkeypatch.setattr(layer_audits.CallComparison, "run", broken)
+    monkeypatch.setattr(planned_calls.CallComparison, "run", broken)
     ended = cli("run.name=a", *NVFP4, "audit.every=1")
     assert ended.code == 0
     (entry,) = events("runs/a", "audit failed")

@@ -1,0 +1,128 @@
+"""What the calls of a run's layers should have been: by the run's plan of a step, at the positions
+of its microbatches, of the weights that its optimizers hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fp4train.audit.call import ObservedCall
+from fp4train.audit.compare import CallComparison
+from fp4train.audit.expected import Expectation
+from fp4train.audit.fault import Audited, Fault, joined
+from fp4train.audit.observe import Observer
+from fp4train.nn.planned import PlannedLayer
+from fp4train.quantize import Position, RunStep
+from fp4train.shards import is_sharded
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+
+class PlannedCalls:
+    """The calls of the layers of `run`, compared with its plan."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on this rank."""
+        return max(1, self.run.share // self.run.rows)
+
+    def takes_first(self, layer: PlannedLayer, step: int) -> bool:
+        """Whether only the first microbatch shows the amaxes of a layer: it measures those that are
+        held.
+        """
+        specs = self.run.plan.at(step).layers[layer.layer.name].specs
+        return any(spec.held is not None for spec in specs)
+
+    def compare(
+        self,
+        layer: PlannedLayer,
+        observer: Observer,
+        step: int,
+        weight: Tensor | None = None,
+        before: Sequence[ObservedCall] = (),
+    ) -> Audited | None:
+        """Compare the observed call of a layer in a step; None: none of its experts had a token.
+
+        Args:
+            weight: the weight that the optimizers hold, whole (`weight_of`); None: that of the
+                call.
+            before: records of the step before; empty: none were kept.
+        """
+        name = layer.layer.name
+        plan = self.run.plan.at(step).layers[name]
+        if observer.failure is not None:
+            return Audited(layer=name, step=step, failures=(observer.failure,))
+        if observer.uncovered is not None:
+            return Audited(layer=name, step=step, uncovered=(observer.uncovered,))
+        if not observer.records:
+            if layer.layer.experts:
+                return None
+            if not plan.quantised:
+                why = "other code multiplies its weight"
+                return Audited(layer=name, step=step, uncovered=(why,))
+            what = "the plan has this layer, and the step did not call it"
+            fault = Fault(layer=name, what=what, rank=self.run.world.place.rank)
+            return Audited(layer=name, step=step, faults=(fault,))
+        if not all(record.complete for record in observer.records):
+            return Audited(layer=name, step=step, failures=("its backward pass was not seen",))
+        audits = []
+        for number, record in enumerate(observer.records):
+            previous = before[number] if len(before) == len(observer.records) else None
+            part = plan
+            if record.channels is not None:
+                part = plan.split_channels().channel_parts[number]
+            position = self._position(record, observer.number, step)
+            expected = Expectation(part, position, self._weight_for(record, weight))
+            audits.append(CallComparison(record, expected, previous).run(step))
+        return joined(audits)
+
+    def _weight_for(self, record: ObservedCall, weight: Tensor | None) -> Tensor | None:
+        """The weight that a call should have multiplied, from what the optimizer holds."""
+        if weight is None:
+            return None
+        if weight.dim() == 3:
+            weight = weight[record.place]
+        if record.cut is not None:
+            axis = 0 if record.cut.along == "out" else 1
+            weight = weight.tensor_split(record.cut.ranks, dim=axis)[record.cut.rank]
+        if self.run.config.parallel.gather == "bf16" and record.w is None:
+            weight = weight.bfloat16().float()
+        if record.channels is not None:
+            weight = weight.index_select(1, record.channels)
+        return weight
+
+    def _position(self, record: ObservedCall, number: int, step: int) -> Position | None:
+        """The position that a record of microbatch `number` should have. An expert may rest in it:
+        its record is of a later one, which is that of its own position.
+        """
+        if record.position is None:
+            return None
+        run = self.run
+        length = run.config.train.seq_len
+        begins = [
+            (run.world.data_rank * run.share + microbatch * run.rows) * length
+            for microbatch in range(self.microbatches)
+        ]
+        token = begins[number]
+        if record.plan.layer.experts and record.position.token in begins[number:]:
+            token = record.position.token
+        return Position(RunStep(run.config.run.seed, step), token)
+
+
+def weight_of(layer: PlannedLayer, *, divided: bool) -> Tensor:
+    """The weight that the optimizer holds, whole: [N, K] or, of a group, [E, N, K]. Of a sharded
+    one a collective.
+    """
+    weight = layer.weight
+    if divided and is_sharded(weight):
+        weight = weight.full_tensor()  # type: ignore[attr-defined]
+    if layer.transposed:
+        weight = weight.mT
+    return weight.detach().clone()

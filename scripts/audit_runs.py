@@ -1,0 +1,98 @@
+"""Small runs with audits, and what these said of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4train.cli import main
+
+DENSE = ("model.layers=2",)
+EXPERTS = ("model=moe_tiny", "model.layers=2")
+SMALL = (
+    "train.steps=18",
+    "train.batch_size=4",
+    "train.microbatch=2",
+    "train.seq_len=64",
+    "eval.every=0",
+    "eval.batches=1",
+    "checkpoint.every=6",
+    "checkpoint.keep=9",
+    "track=jsonl",
+    "phases=none",
+    "schedule=constant",
+    "schedule.warmup=0",
+    "data=text",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the audits of a run said: faults as a tracker has them, and failed checkpoints."""
+
+    faults: list[dict[str, Any]]
+    refused: list[str]
+    failed: list[str]
+    code: int
+
+    @property
+    def sentences(self) -> list[str]:
+        """Each fault in words."""
+        told = [
+            f"{fault['layer']} {fault['gemm']} {fault['operand']}: {fault['what']}: "
+            f"{', '.join(fault['hypotheses'])}"
+            for fault in self.faults
+        ]
+        return [*told, *self.refused]
+
+
+def run(
+    options: Sequence[str],
+    plant: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ranks: int = 1,
+) -> Finding:
+    """One run in a folder of its own; of several ranks, in as many processes."""
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 2000)
+            words = ["run.name=a", "data.path=text.txt", *options]
+            if ranks > 1:
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                command += [f"--nproc-per-node={ranks}", "-m", "fp4train", *words]
+                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+                ended = subprocess.run(command, env=environment, capture_output=True, check=False)
+                return _finding(Path("runs/a/metrics.jsonl"), ended.returncode)
+            shown = io.StringIO()
+            code = 0
+            with plant(), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+                try:
+                    main(words)
+                except SystemExit as ended:
+                    code = int(ended.code or 0)
+            return _finding(Path("runs/a/metrics.jsonl"), code)
+        finally:
+            os.chdir(here)
+            logging.disable(logging.NOTSET)
+
+
+def _finding(metrics: Path, code: int) -> Finding:
+    lines = []
+    if metrics.exists():
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    faults = [line for line in lines if line.get("event") == "audit fault"]
+    refused = [line["reason"] for line in lines if line.get("event") == "checkpoint failed"]
+    failed = [line["reason"] for line in lines if line.get("event") == "audit failed"]
+    return Finding(faults, refused, failed, code)
