@@ -133,7 +133,7 @@ class RecordedSteps:
         self._lr.fill_(self.run.optimizer.param_groups[0]["lr"])
         warms_up = self._recorded is None and self._warm < WARM_UP
         if warms_up or self._shown:
-            self._warm += not self._shown
+            self._warm += 1
             # So that the kernels which read these numbers are compiled and loaded.
             with self._on_the_device(), nothing_drawn(self.run):
                 return recorder.warm_up(lambda: self._eager.step(recipe, rows))
