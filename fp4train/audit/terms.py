@@ -26,7 +26,7 @@ _ULP: Final = 2.0**-24
 
 
 @dataclass(frozen=True)
-class Finding:
+class TermFault:
     """A difference in a GEMM of several terms.
 
     Args:
@@ -61,7 +61,7 @@ class TermComparison:
         self.uncovered: str | None = None
         """Why a part of it was not compared; None: all was."""
 
-    def findings(self, result: Tensor | None) -> Iterator[Finding]:
+    def findings(self, result: Tensor | None) -> Iterator[TermFault]:
         """The differences, in the order of the computation.
 
         Args:
@@ -75,14 +75,14 @@ class TermComparison:
                     f"the sum has {1 + len(self._terms)} products, and the plan says "
                     f"{1 + len(planned)}"
                 )
-                yield Finding(what)
+                yield TermFault(what)
                 return
             for (name, operands), term in zip(planned, self._terms, strict=True):
                 yield from self._of_term(name, operands, term)
         if result is not None:
             yield from self._of_sum(result)
 
-    def _of_means(self) -> Iterator[Finding]:
+    def _of_means(self) -> Iterator[TermFault]:
         """The means must be those of their tokens."""
         for name in {"fprop": ("x",), "dgrad": ("dy",), "wgrad": ()}[self._gemm.name]:
             mean, tensor = self._call.means.get(name), self._tensors[name]
@@ -93,7 +93,7 @@ class TermComparison:
             apart = where_differing(~((mean.double() - exact.mean(0)).abs() <= bound))
             if apart is not None and bool(exact.isfinite().all()):
                 what = f"the mean of {name} is not that of its tokens"
-                yield Finding(what, apart, name)
+                yield TermFault(what, apart, name)
 
     def _planned(self) -> list[tuple[str, tuple[Decoded, Decoded]]]:
         """(name, operands) of the products that follow the first one."""
@@ -146,19 +146,19 @@ class TermComparison:
 
     def _of_term(
         self, name: str, operands: tuple[Decoded, Decoded], term: Product
-    ) -> Iterator[Finding]:
+    ) -> Iterator[TermFault]:
         for expected, seen in zip(operands, (term.first, term.second), strict=True):
             values = products.decoded(seen)
             apart = difference(_values(values), _values(expected))
             if apart is not None:
-                yield Finding(f"an operand of {name} is not that of the reference", apart)
+                yield TermFault(f"an operand of {name} is not that of the reference", apart)
                 return
         executed: Gemm = getattr(self._call.plan, self._gemm.name)
         apart = products.compare(term, executed)
         if apart is not None:
-            yield Finding(f"the product of {name} is not that of its operands", apart)
+            yield TermFault(f"the product of {name} is not that of its operands", apart)
 
-    def _of_sum(self, result: Tensor) -> Iterator[Finding]:
+    def _of_sum(self, result: Tensor) -> Iterator[TermFault]:
         """y, dx or dw must be the sum of its products, rounded once."""
         total = self._product.result.clone()
         for term in self._terms:
@@ -183,7 +183,7 @@ class TermComparison:
         apart = difference(result, candidates[0])
         names = products.explain(result, candidates[0], self._call.bias)
         what = "the layer returns something else than the sum of its products"
-        yield Finding(what, apart, names=names)
+        yield TermFault(what, apart, names=names)
 
     @property
     def _adds_means(self) -> bool:
