@@ -1,4 +1,4 @@
-"""GPUs: published peak rates and memory, for the cost model and for MFU; the device of a layer;
+"""GPUs: published peak rates, memory and links, for the cost model and for MFU; the device of a layer;
 errors of memory.
 
 Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. The share
@@ -14,6 +14,11 @@ B300       NVIDIA Blackwell Ultra data sheet, "HGX B300". FP4: 15 PFLOP/s dense,
            13 to 14. FP8 and BF16 did not grow over B200, so FP4 is 3.3 times FP8 here where it is
            twice FP8 on B200.
 GB300      NVIDIA GB300 NVL72 data sheet, per GPU at 1400 W.
+
+Links are those of the machine that a GPU is sold in, of which data sheets print both directions
+together: DGX A100 (NVLink 3, 200 Gb/s); DGX H100 (NVLink 4, ConnectX-7 400 Gb/s); DGX B200 (NVLink
+5, 400 Gb/s); GB200 NVL72 (72 GPUs that NVLink joins, ConnectX-7 400 Gb/s); B300 and GB300
+(ConnectX-8, 800 Gb/s).
 """
 
 from __future__ import annotations
@@ -49,6 +54,9 @@ class Gpu:
         capability: compute capability.
         pattern: regular expression that matches `torch.cuda.get_device_name()` of this GPU and no
             other.
+        machine: machine that it is sold in.
+        domain: number of GPUs that NVLink joins.
+        nvlink, network: bandwidth per GPU and direction, bytes/s.
     """
 
     name: str
@@ -58,6 +66,10 @@ class Gpu:
     l2: float
     capability: tuple[int, int]
     pattern: str = field(repr=False)
+    machine: str
+    domain: int
+    nvlink: float
+    network: float
 
     def __str__(self) -> str:
         return self.name
@@ -70,9 +82,11 @@ def _gpu(
     l2: float,
     capability: tuple[int, int],
     pattern: str,
+    links: tuple[str, int, float, float],
 ) -> Gpu:
     """A row of the table below. FP16 has BF16's rate, and FP6 has FP8's on Blackwell."""
     fp4, fp8, bf16, tf32, fp32 = peaks
+    machine, domain, nvlink, network = links
     rates = {
         "FP4": fp4,
         "FP6": fp8 if fp4 else 0,
@@ -90,21 +104,33 @@ def _gpu(
         l2=l2 * 1e6,
         capability=capability,
         pattern=pattern,
+        machine=machine,
+        domain=domain,
+        nvlink=nvlink * 1e9,
+        network=network * 1e9,
     )
 
 
 # fmt: off
 GPUS: Final = (
     # name, TFLOP/s of (FP4, FP8, BF16, TF32, FP32; 0: none), memory (GB/s, GB), L2 in MB,
-    # capability, pattern
-    _gpu("A100",      (0, 0, 312, 156, 19.5),         (2039, 80),  40,  (8, 0),  r"A100-SXM\d?-80GB"),
-    _gpu("A100-40GB", (0, 0, 312, 156, 19.5),         (1555, 40),  40,  (8, 0),  r"A100-SXM\d?-40GB"),
-    _gpu("H100",      (0, 1979, 989.5, 494.5, 67),    (3350, 80),  50,  (9, 0),  r"H100 80GB HBM3"),
-    _gpu("H200",      (0, 1979, 989.5, 494.5, 67),    (4800, 141), 50,  (9, 0),  r"H200"),
-    _gpu("B200",      (9000, 4500, 2250, 1100, 75),   (7700, 180), 132, (10, 0), r"B200"),
-    _gpu("GB200",     (10000, 5000, 2500, 1250, 80),  (8000, 186), 132, (10, 0), r"GB200"),
-    _gpu("B300",      (15000, 4500, 2250, 1125, 75),  (8000, 288), 132, (10, 3), r"B300( SXM\d?( AC)?)?"),
-    _gpu("GB300",     (15000, 5000, 2500, 1250, 80),  (8000, 288), 132, (10, 3), r"GB300"),
+    # capability, pattern, (machine, GPUs per NVLink domain, GB/s of NVLink, GB/s of the network)
+    _gpu("A100",      (0, 0, 312, 156, 19.5),         (2039, 80),  40,  (8, 0),  r"A100-SXM\d?-80GB",
+         ("DGX A100", 8, 300, 25)),
+    _gpu("A100-40GB", (0, 0, 312, 156, 19.5),         (1555, 40),  40,  (8, 0),  r"A100-SXM\d?-40GB",
+         ("DGX A100", 8, 300, 25)),
+    _gpu("H100",      (0, 1979, 989.5, 494.5, 67),    (3350, 80),  50,  (9, 0),  r"H100 80GB HBM3",
+         ("DGX H100", 8, 450, 50)),
+    _gpu("H200",      (0, 1979, 989.5, 494.5, 67),    (4800, 141), 50,  (9, 0),  r"H200",
+         ("DGX H100", 8, 450, 50)),
+    _gpu("B200",      (9000, 4500, 2250, 1100, 75),   (7700, 180), 132, (10, 0), r"B200",
+         ("DGX B200", 8, 900, 50)),
+    _gpu("GB200",     (10000, 5000, 2500, 1250, 80),  (8000, 186), 132, (10, 0), r"GB200",
+         ("GB200 NVL72", 72, 900, 50)),
+    _gpu("B300",      (15000, 4500, 2250, 1125, 75),  (8000, 288), 132, (10, 3), r"B300( SXM\d?( AC)?)?",
+         ("DGX B300", 8, 900, 100)),
+    _gpu("GB300",     (15000, 5000, 2500, 1250, 80),  (8000, 288), 132, (10, 3), r"GB300",
+         ("GB300 NVL72", 72, 900, 100)),
 )
 # fmt: on
 

@@ -350,7 +350,7 @@ def _data(plan: Plan, model: nn.Module) -> dict[str, object]:
 
 def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
     """Print what the mesh will hold, send and cost."""
-    from fp4train.lab.costs.screen import cluster_json, render_cluster
+    from fp4train.lab.costs.screen import cluster_json, show
 
     plan, costs = mesh_plan.costs()
     if as_data:
@@ -367,7 +367,7 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         plan,
         mesh_plan.model,
         full=full,
-        on_mesh=render_cluster(costs, terminal_width()),
+        on_mesh=show("cluster.txt", terminal_width(), costs=costs),
         sentences=[f"note: {note}" for note in mesh_plan.notes(plan)],
     )
     return 0
@@ -376,13 +376,13 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
 def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
     """Print the cheapest meshes, and the command that asks for the best."""
     from fp4train.lab.costs.mesh_plan import distinct
-    from fp4train.lab.costs.screen import cluster_json, render_candidates
+    from fp4train.lab.costs.screen import cluster_json, show
 
-    candidates = mesh_plan.search()
-    fitting = distinct([candidate for candidate in candidates if candidate.cost.fits], 6)
-    too_large = distinct([candidate for candidate in candidates if not candidate.cost.fits], 3)
+    costs = mesh_plan.search()
+    fitting = distinct([cost for cost in costs if cost.fits], 6)
+    too_large = distinct([cost for cost in costs if not cost.fits], 3)
     if not fitting:
-        by_memory = sorted(candidates, key=lambda candidate: candidate.cost.memory.total)
+        by_memory = sorted(costs, key=lambda cost: cost.memory.total)
         too_large = distinct(by_memory, 6)
     chosen = ("train.microbatch", "model.recompute")
     kept = [word for word in command if word.partition("=")[0] not in chosen]
@@ -390,10 +390,11 @@ def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
     text = " ".join(["fp4train plan", *kept, *best.overrides()])
     if as_data:
         listed = [
-            {"overrides": candidate.overrides(), **cluster_json("", 0, candidate.cost)}
-            for candidate in (*fitting, *too_large)
+            {**cluster_json("", 0, cost), "overrides": cost.overrides()}
+            for cost in (*fitting, *too_large)
         ]
         print(_json({"command": text if fitting else None, "meshes": listed}))
     else:
-        print(fitted(render_candidates(candidates, [*fitting, *too_large], text, terminal_width())))
+        shown = [*fitting, *too_large]
+        print(fitted(show("search.txt", terminal_width(), costs=costs, shown=shown, command=text)))
     return 0 if fitting else 1

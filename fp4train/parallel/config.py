@@ -65,8 +65,6 @@ class Mesh:
         joined: layers with a common input gather it once in backward and add their dx before it is
             scattered, in two bytes per element (Megatron-LM). fp4train's layers each do their own,
             and add in float32.
-        hides_tensor: the collectives of tensor parallelism run beside GEMMs (asynchronous tensor
-            parallelism).
     """
 
     replicate: int = 1
@@ -81,7 +79,6 @@ class Mesh:
     gather: str = "recipe"
     reduce_bytes: int = 4
     joined: bool = False
-    hides_tensor: bool = False
 
     def __post_init__(self) -> None:
         check_least(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 
 import fp4train as f4
 from fp4train.hardware import Device, Gpu
-from fp4train.lab.costs.workload import Execution, Workload, workload
+from fp4train.lab.costs.workload import Workload, workload
 from fp4train.models.llama import Llama
 from fp4train.models.llama.model import LlamaModel
 from fp4train.precision import Recipe, Timeline
@@ -70,16 +69,13 @@ def measured(
     tokens = sequences * SEQ_LEN
     device = Device.elsewhere(gpu)
     plan = make_plan(layers, timeline, None, tokens=tokens, device=device, backend=backend)
-    return workload(
+    load = workload(
         model(name),
         {name: replace(layer, readers=()) for name, layer in plan.stretches[0].layers.items()},
         recipe,
         sequences=sequences,
         seq_len=SEQ_LEN,
-        execution=Execution(compiled=compiled, recomputed=recomputed, liger=liger),
+        compiled=compiled,
+        liger=liger,
     )
-
-
-def executed(load: Workload, **changes: Any) -> Workload:
-    """The same microbatch, executed in another way; see `Execution`."""
-    return replace(load, execution=replace(load.execution, **changes))
+    return replace(load, recomputed=recomputed)

@@ -19,12 +19,12 @@ The host holds a copy of the states while a checkpoint is written.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
-from fp4train.lab.costs.blocks import BlockCost
-from fp4train.lab.costs.weights import ModelWeight, elements
-from fp4train.lab.costs.workload import Kind, Workload
+from fp4train.lab.costs.weights import on_rank
+from fp4train.lab.costs.workload import Workload
 from fp4train.models.common.loss import chunk_rows
 from fp4train.parallel.config import Mesh
 
@@ -35,40 +35,20 @@ USABLE: Final = 0.95
 """Share of the memory that a plan may fill; the rest is lost to fragmentation: assumed."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Bytes on a rank of a pipeline stage.
 
     Args:
-        stage: number of the pipeline stage.
-        counts: number of its blocks of each kind.
+        parameters: elements of its shard.
+        parts: bytes by what they are for.
+        host: bytes in main memory while a checkpoint is written.
     """
 
-    def __init__(self, load: Workload, mesh: Mesh, stage: int, counts: Counter[int]) -> None:
-        self.stage = stage
-        outer = load.outer(stage, mesh)
-        kinds = [(load.kinds[kind], number) for kind, number in counts.items()]
-        unsharded = elements(outer, mesh)
-        unsharded += sum(number * elements(kind.weights, mesh) for kind, number in kinds)
-        self.parameters = unsharded / mesh.shard
-        """Elements of its shard."""
-        self.host = load.state_bytes * self.parameters
-        """Bytes in main memory while a checkpoint is written."""
-        gradients = 4 * self.parameters
-        if mesh.microbatches > 1 and mesh.shard > 1:
-            gradients += 4 * unsharded
-        logits = 0.0
-        if stage == mesh.pipeline - 1:
-            logits = _logits(load, mesh)
-        self.parts: dict[str, float] = {
-            **{title: size * self.parameters for title, size in load.execution.states.items()},
-            "gradients": gradients,
-            **_kept_weights(kinds, mesh),
-            "activations": _activations(load, mesh, stage, kinds),
-            "unsharded weights": _gathered([kind for kind, _ in kinds], outer, mesh),
-            "logits and head": logits,
-            "reserve": RESERVE,
-        }
-        """Bytes by what they are for."""
+    stage: int
+    parameters: float
+    parts: dict[str, float]
+    host: float
 
     @property
     def total(self) -> float:
@@ -78,69 +58,58 @@ class RankMemory:
 def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
     """The memory of the rank that holds most, over the stages of a pipeline."""
     stages = enumerate(load.stages(mesh))
-    ranks = [RankMemory(load, mesh, stage, counts) for stage, counts in stages]
+    ranks = [_stage_memory(load, mesh, stage, counts) for stage, counts in stages]
     return max(ranks, key=attrgetter("total"))
 
 
-def saved(block: BlockCost, mesh: Mesh) -> float:
-    """Bytes that a rank keeps of one block and microbatch."""
-    divided = (block.saved - block.unsplit) / mesh.tensor
-    return (_stream(block.unsplit, mesh) + divided) / mesh.context
+def _stage_memory(load: Workload, mesh: Mesh, stage: int, counts: Counter[int]) -> RankMemory:
+    outer = on_rank(load.outer(stage, mesh), mesh)
+    blocks = [(on_rank(load.blocks[index].weights, mesh), times) for index, times in counts.items()]
+    unsharded = outer.elements + sum(times * block.elements for block, times in blocks)
+    parameters = unsharded / mesh.shard
+    parts = {title: size * parameters for title, size in load.states.items()}
+    host = sum(parts.values())
+    parts["gradients"] = 4 * parameters
+    parts["codes of weights"] = sum(times * block.codes for block, times in blocks)
+    parts["weights in BF16"] = sum(times * block.rounded for block, times in blocks)
+    parts["activations"] = _activations(load, mesh, stage, counts)
+    if mesh.shard > 1:
+        resident = max((block.resident for block, _ in blocks), default=0.0)
+        parts["unsharded weights"] = 2 * resident + outer.forward
+        if mesh.microbatches > 1:
+            parts["gradients"] += 4 * unsharded
+        else:
+            largest = max((block.elements for block, _ in blocks), default=0.0)
+            parts["unsharded weights"] += 4 * (largest + outer.elements)
+    if stage == mesh.pipeline - 1:
+        parts["logits and head"] = _logits(load, mesh)
+    parts["reserve"] = RESERVE
+    return RankMemory(stage=stage, parameters=parameters, parts=parts, host=host)
 
 
-def entered(block: BlockCost, mesh: Mesh) -> float:
-    """Bytes of a block's input on a rank."""
-    return _stream(block.input, mesh) / mesh.context
+def of_stream(size: float, mesh: Mesh) -> float:
+    """Bytes on a rank of tensors of the residual stream, such as a block's input."""
+    ranks = mesh.tensor if mesh.sequence else 1
+    return size / ranks / mesh.context
 
 
-def _stream(size: float, mesh: Mesh) -> float:
-    """Bytes on a rank of tensors of the residual stream."""
-    if mesh.sequence:
-        return size / mesh.tensor
-    return size
-
-
-def _activations(load: Workload, mesh: Mesh, stage: int, kinds: list[tuple[Kind, int]]) -> float:
+def _activations(load: Workload, mesh: Mesh, stage: int, counts: Counter[int]) -> float:
     """Bytes for the microbatches in flight; of recomputed blocks the inputs, and one that runs."""
-    again = load.execution.recomputed
-    kept = sum(
-        number * ((1 - again) * saved(kind.cost, mesh) + again * entered(kind.cost, mesh))
-        for kind, number in kinds
-    )
-    running = max((saved(kind.cost, mesh) for kind, _ in kinds), default=0.0)
+    again = load.recomputed
+    kept = 0.0
+    running = 0.0
+    for index, times in counts.items():
+        block = load.blocks[index]
+        divided = (block.saved - block.unsplit) / mesh.tensor / mesh.context
+        size = divided + of_stream(block.unsplit, mesh)
+        kept += times * ((1 - again) * size + again * of_stream(block.input, mesh))
+        running = max(running, size)
     return mesh.in_flight(stage) * kept + again * running
-
-
-def _kept_weights(kinds: list[tuple[Kind, int]], mesh: Mesh) -> dict[str, float]:
-    """Bytes of the weights as GEMMs read them that stay from step to step, by their form."""
-    sizes = {"codes of weights": 0.0, "weights in BF16": 0.0}
-    for kind, number in kinds:
-        for weight in kind.layers:
-            size = number * weight.resident_bytes(mesh)
-            if mesh.shard > 1:
-                codes = weight.code_bytes(mesh) if weight.wire(mesh).coded else 0.0
-                sizes["codes of weights"] += number * codes / mesh.shard
-            elif weight.code_bytes(mesh):
-                sizes["codes of weights"] += size
-            elif weight.dtype.itemsize < 4:
-                sizes["weights in BF16"] += size
-    return sizes
-
-
-def _gathered(kinds: list[Kind], outer: list[ModelWeight], mesh: Mesh) -> float:
-    if mesh.shard == 1:
-        return 0.0
-    resident = [sum(weight.resident_bytes(mesh) for weight in kind.weights) for kind in kinds]
-    kept = sum(weight.wire_bytes(mesh) for weight in outer)
-    gradients = 0.0
-    if mesh.microbatches == 1:
-        largest = max((elements(kind.weights, mesh) for kind in kinds), default=0.0)
-        gradients = 4 * (largest + elements(outer, mesh))
-    return 2 * max(resident, default=0.0) + kept + gradients
 
 
 def _logits(load: Workload, mesh: Mesh) -> float:
     vocabulary = load.vocabulary / mesh.tensor
     tokens = load.tokens / mesh.context
     rows = min(tokens, chunk_rows("cuda", max(1, int(vocabulary))))
-    return rows * vocabulary * 8 + vocabulary * load.width * (2 + 4) + tokens * load.width * 2
+    stream = load.blocks[0].input / mesh.context
+    return 8 * rows * vocabulary + (2 + 4) * on_rank(load.head, mesh).elements + stream

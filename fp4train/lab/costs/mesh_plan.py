@@ -6,9 +6,10 @@ ranks into shards and replicas, microbatches of 1, 2, 4 and 8 sequences, and rec
 off. What a run refuses is refused here in its words, and left out of a search.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Final
 
 from torch import nn
@@ -17,8 +18,7 @@ from fp4train.config.schema import Config
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.cluster import ClusterCost
-from fp4train.lab.costs.links import INTERCONNECTS
-from fp4train.lab.costs.workload import Execution, Workload, workload
+from fp4train.lab.costs.workload import Workload, workload
 from fp4train.models.common.cut import tensor_cut
 from fp4train.parallel.config import Mesh
 from fp4train.parallel.stages import cut_of, tied_weights
@@ -35,27 +35,6 @@ from fp4train.run.states import bytes_per_parameter
 
 MOST_STAGES: Final = 16
 MICROBATCHES: Final = (1, 2, 4, 8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshCandidate:
-    """One mesh with its microbatch.
-
-    Args:
-        sequences: number of sequences of a microbatch.
-        recompute: whether blocks are recomputed in backward.
-    """
-
-    cost: ClusterCost
-    sequences: int
-    recompute: bool
-
-    def overrides(self) -> list[str]:
-        """The keys that ask for it."""
-        keys = [*self.cost.mesh.overrides(), f"train.microbatch={self.sequences}"]
-        if self.recompute:
-            keys.append("model.recompute=true")
-        return keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,26 +92,26 @@ class MeshPlan:
 
     def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
         """(Title, steps, workload) of every stretch of the run."""
-        execution = Execution(
-            compiled=self.config.train.compile,
-            recorded=self.config.train.cuda_graph,
-            recomputed=float(getattr(self.config.model, "recompute", False)),
-            states=bytes_per_parameter(self.config, self.model),
-            liger=self.kernels[0],
-        )
         uncut = find_layers(self.model)
         loads = []
         for stretch in plan.stretches:
+            plans = {
+                name: replace(layer_plan, layer=uncut[name])
+                for name, layer_plan in stretch.layers.items()
+            }
             load = workload(
                 self.model,
-                {
-                    name: replace(layer_plan, layer=uncut[name])
-                    for name, layer_plan in stretch.layers.items()
-                },
+                plans,
                 stretch.recipe,
                 sequences=sequences,
                 seq_len=self.config.train.seq_len,
-                execution=execution,
+                compiled=self.config.train.compile,
+                liger=self.kernels[0],
+            )
+            load = replace(
+                load,
+                recomputed=float(getattr(self.config.model, "recompute", False)),
+                states=bytes_per_parameter(self.config, self.model),
             )
             loads.append((stretch.title, stretch.stop - stretch.start, load))
         return loads
@@ -182,102 +161,81 @@ class MeshPlan:
                 tied_weights(self.model, cut_of(self.model, parallel))
             check_cut(replace(self.config, train=train, parallel=parallel), mesh)
 
-    def search(self) -> list[MeshCandidate]:
-        """Every mesh of the GPUs that a run begins on, the best first.
+    def search(self) -> list[ClusterCost]:
+        """Every mesh of the GPUs that a run begins on, the fastest first, those that fit before
+        others.
 
         Raises:
             UserError: there is none; the message says what to do.
         """
         self.plan(1, Mesh(pipeline=2))  # refuses what no mesh can run
-        batch = self.config.train.batch_size
+        measured = lru_cache(self._measured)
+        choices = (0.0, 1.0) if hasattr(self.config.model, "recompute") else (0.0,)
+        costs = []
+        for mesh, sequences in self._meshes():
+            load = measured(sequences, mesh.tensor, min(mesh.data, 2))
+            if load is None:
+                continue
+            for recomputed in choices:
+                costs.append(ClusterCost(replace(load, recomputed=recomputed), self.gpu, mesh))
+        if not costs:
+            raise UserError(
+                f"no mesh of gpus={self.mesh.gpus} divides the model's heads and blocks and "
+                f"train.batch_size={self.config.train.batch_size}: take a batch that is a multiple "
+                "of the number of GPUs"
+            )
+        return sorted(costs, key=lambda cost: (not cost.fits, cost.seconds, cost.memory.total))
+
+    def _meshes(self) -> Iterator[tuple[Mesh, int]]:
+        """The meshes that a run begins on, each with the sequences of a microbatch: their data
+        ranks divide the forward passes, in pipelines that fill.
+        """
         like = self.mesh
-
-        @lru_cache
-        def load(sequences: int, mesh: Mesh) -> Workload | None:
-            try:
-                plan = self.plan(sequences, mesh)
-            except UserError:
-                if mesh.tensor == 1:
-                    raise
-                return None  # the named backend runs no parts of layers
-            return self.workloads(plan, sequences)[0][2]
-
-        def measure(sequences: int, mesh: Mesh) -> Workload | None:
+        sizes = product(
+            MICROBATCHES,
+            _divisors(like.gpus, self.gpu.domain),
+            _divisors(like.gpus, MOST_STAGES),
+            _divisors(like.gpus, like.gpus),
+        )
+        for sequences, tensor, pipeline, shard in sizes:
+            passes = self.config.train.batch_size / sequences
+            replicas = like.gpus / (tensor * pipeline * shard)
+            microbatches = passes / (replicas * shard)
+            if replicas % 1 or microbatches % 1 or 1 < pipeline > microbatches:
+                continue
+            mesh = replace(
+                like,
+                tensor=tensor,
+                pipeline=pipeline,
+                replicate=int(replicas),
+                shard=shard,
+                microbatches=int(microbatches),
+            )
             try:
                 self._check(mesh, sequences)
             except UserError:
-                return None
-            return load(sequences, Mesh(tensor=mesh.tensor, replicate=min(mesh.data, 2)))
-
-        recompute = (False, True) if hasattr(self.config.model, "recompute") else (False,)
-        ranked = candidates(measure, self.gpu, like.gpus, batch, like, recompute)
-        if not ranked:
-            raise UserError(
-                f"no mesh of gpus={like.gpus} divides the model's heads and blocks and "
-                f"train.batch_size={batch}: take a batch that is a multiple of the number of GPUs"
-            )
-        return ranked
-
-
-def candidates(
-    measure: Callable[[int, Mesh], Workload | None],
-    gpu: Gpu,
-    gpus: int,
-    batch: int,
-    like: Mesh,
-    recompute: Sequence[bool] = (False, True),
-) -> list[MeshCandidate]:
-    """Every mesh of `gpus` GPUs that divides a batch of `batch` sequences, fastest first, those
-    that fit before others.
-
-    Args:
-        measure: gives the workload of a microbatch of so many sequences on a mesh; None: the run
-            cannot begin there.
-        like: a mesh that communicates as those that are tried; its sizes do not matter.
-        recompute: the choices to try.
-    """
-    tried = []
-    for sequences in MICROBATCHES:
-        for mesh in _meshes(gpu, gpus, batch / sequences, like):
-            load = measure(sequences, mesh)
-            if load is None:
                 continue
-            for again in recompute:
-                execution = replace(load.execution, recomputed=float(again))
-                cost = ClusterCost(replace(load, execution=execution), gpu, mesh)
-                tried.append(MeshCandidate(cost=cost, sequences=sequences, recompute=again))
-    return sorted(
-        tried, key=lambda mesh: (not mesh.cost.fits, mesh.cost.seconds, mesh.cost.memory.total)
-    )
+            yield mesh, sequences
 
-
-def _meshes(gpu: Gpu, gpus: int, passes: float, like: Mesh) -> Iterator[Mesh]:
-    """Meshes whose data ranks divide so many forward passes, in pipelines that fill."""
-    for tensor in _divisors(gpus, INTERCONNECTS[gpu.name].domain):
-        for pipeline in _divisors(gpus // tensor, MOST_STAGES):
-            data = gpus // tensor // pipeline
-            if passes % data or 1 < pipeline > passes // data:
-                continue
-            for shard in _divisors(data, data):
-                yield replace(
-                    like,
-                    tensor=tensor,
-                    pipeline=pipeline,
-                    replicate=data // shard,
-                    shard=shard,
-                    microbatches=int(passes // data),
-                )
+    def _measured(self, sequences: int, tensor: int, data: int) -> Workload | None:
+        """The workload of the first stretch; None: the named backend runs no parts of layers."""
+        try:
+            plan = self.plan(sequences, Mesh(tensor=tensor, replicate=data))
+        except UserError:
+            if tensor == 1:
+                raise
+            return None
+        return self.workloads(plan, sequences)[0][2]
 
 
 def _divisors(number: int, most: int) -> list[int]:
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
-def distinct(ranked: Iterable[MeshCandidate], number: int) -> list[MeshCandidate]:
-    """The first candidates of distinct meshes, microbatches apart."""
-    best: dict[object, MeshCandidate] = {}
-    for candidate in ranked:
-        mesh = candidate.cost.mesh
-        key = (mesh.tensor, mesh.pipeline, mesh.shard, candidate.recompute)
-        best.setdefault(key, candidate)
+def distinct(ranked: Iterable[ClusterCost], number: int) -> list[ClusterCost]:
+    """The first costs of distinct meshes, microbatches apart."""
+    best: dict[object, ClusterCost] = {}
+    for cost in ranked:
+        recomputed = cost.workload.recomputed
+        best.setdefault((cost.mesh.tensor, cost.mesh.pipeline, cost.mesh.shard, recomputed), cost)
     return list(best.values())[:number]

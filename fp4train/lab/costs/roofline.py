@@ -12,13 +12,11 @@ a pass that fit into the L2 cache move L2_SPEEDUP times faster, since the previo
 written them there.
 
 Peaks and bandwidths are published (`hardware.py`); the parameters below are calibrated, each
-against the measurement named with it. `benchmarks/cost_model.md` compares the result with published
+against the measurement named with it. `benchmarks/cost_model.md` compares the result with
 measurements.
 """
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from fp4train.formats import formats_of, product_rate
@@ -30,8 +28,7 @@ COPY: Final = 0.90
 LAUNCH: Final = 0.7e-6
 """Seconds from the end of one kernel to the start of the next in a queue that is never empty. From
 the sizes at which quantising begins to pay on B200, which depend on it most: near 2048³ for MXFP8
-and
-1800³ for NVFP4."""
+and 1800³ for NVFP4."""
 
 EXPOSED: Final = 3.0
 """Bytes per element of an output-sized matrix whose transfer no GEMM hides. From cuBLAS FP4 on B200
@@ -40,12 +37,10 @@ at 8192³ and 4096×4096×7168: 5239 and 3939 TFLOP/s (DeepGEMM, pull request 34
 L2_SPEEDUP: Final = 2.5
 """Bandwidth of the L2 cache divided by that of the memory."""
 
-_GEMM_SHARE: Final = 0.88
+SUSTAINED: Final = 0.82
+"""Rate of products in training over that of a short benchmark: clocks fall under a long load."""
+
 _BLACKWELL_ULTRA: Final = (10, 3)
-_GEMM_SHARES_OF_ULTRA: Final[Mapping[str, float]] = MappingProxyType(
-    {"FP4": 0.43, "FP6": 0.71, "FP8": 0.71, "FP16": 0.72, "BF16": 0.72, "TF32": 0.72}
-)
-_SUSTAINED: Final = 0.82
 
 
 def gemm_share(gpu: Gpu, rate: str) -> float:
@@ -57,21 +52,17 @@ def gemm_share(gpu: Gpu, rate: str) -> float:
     0.43 of the 15 PFLOP/s of NVFP4, which is 0.72 of B200's 9: that benchmark does not show the
     increase of the FP4 peak by two thirds.
     """
-    if gpu.capability == _BLACKWELL_ULTRA:
-        return _GEMM_SHARES_OF_ULTRA.get(rate, _GEMM_SHARE)
-    return _GEMM_SHARE
+    if gpu.capability != _BLACKWELL_ULTRA:
+        return 0.88
+    return 0.43 if rate == "FP4" else 0.72
 
 
 def sustained(gpu: Gpu) -> float:
-    """Rate of products in training over that of a short benchmark: clocks fall under a long load.
-
-    Transformer Engine's benchmark on B300 reaches 0.72 of the BF16 peak where short ones on H200
-    and B200 reach 0.88 (`gemm_share`): 0.72 / 0.88 = 0.82. Rates of B300 and GB300 come from that
+    """`SUSTAINED`: Transformer Engine's benchmark on B300 reaches 0.72 of the BF16 peak where short
+    ones on H200 and B200 reach 0.88 (`gemm_share`). Rates of B300 and GB300 come from that
     benchmark and are not lowered again.
     """
-    if gpu.capability == _BLACKWELL_ULTRA:
-        return 1.0
-    return _SUSTAINED
+    return 1.0 if gpu.capability == _BLACKWELL_ULTRA else SUSTAINED
 
 
 def half_size(gpu: Gpu, rate: str) -> float:
@@ -80,13 +71,7 @@ def half_size(gpu: Gpu, rate: str) -> float:
 
 
 def gemm_seconds(
-    gpu: Gpu,
-    elements: str,
-    m: float,
-    n: float,
-    k: float,
-    *,
-    products: int = 1,
+    gpu: Gpu, elements: str, m: float, n: float, k: float, *, products: int = 1
 ) -> float:
     """Time of one product [m, k]·[k, n] of `elements` ("E2M1·E2M1", "BF16"), without quantising.
 
@@ -103,13 +88,13 @@ def gemm_seconds(
     volume = products * m * n * k
     slower = 1 + half_size(gpu, rate) / math.cbrt(volume)
     compute = 2 * volume / (gpu.peaks[rate] * gemm_share(gpu, rate)) * slower
-    out = 4 if rate in ("FP32", "TF32") else 2
-    operands = m * k * stored_bytes(formats[0].bits) + n * k * stored_bytes(formats[-1].bits)
-    moved = operands + m * n * out
-    return max(compute, products * moved / (gpu.bandwidth * COPY)) + LAUNCH
+    first = m * k * stored_bytes(formats[0].bits)
+    second = n * k * stored_bytes(formats[-1].bits)
+    moved = products * (first + second + 2 * m * n)
+    return max(compute, moved / (gpu.bandwidth * COPY)) + LAUNCH
 
 
-def move_seconds(gpu: Gpu, moved: float, share: float) -> float:
+def move_seconds(gpu: Gpu, moved: float, share: float = COPY) -> float:
     """Time of one kernel that reads and writes `moved` bytes and reaches `share` of the
     bandwidth."""
     cached = min(moved, gpu.l2)

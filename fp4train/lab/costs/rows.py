@@ -1,4 +1,5 @@
-"""The time of each GEMM of a layer: in BF16, as planned, and of quantising its operands.
+"""The time of each GEMM of a layer: in BF16, as planned, and of quantising its operands: all that a
+recipe adds to its products is counted here, in bytes.
 
 In a step a layer runs three GEMMs and quantises three tensors, each in the forms that its GEMMs
 need (`LayerPlan.sources`):
@@ -7,26 +8,158 @@ need (`LayerPlan.sources`):
     w   row-wise for fprop, column-wise for dgrad         once per step, from float32
     dy  row-wise for dgrad, column-wise for wgrad         once per microbatch
 
-The time of a tensor is divided equally among its GEMMs, so a row is the full cost of a GEMM; that
-of an x among the layers that read it. A GEMM that multiplies the values of codes decodes them. A
-layer's experts are quantised one by one, and multiplied one by one where no call multiplies all.
+A scale that depends on the amax of a row or tensor takes one read of the tensor at the speed of a
+copy. Then one kernel reads the tensor and writes all its forms: codes and scales, or decoded values
+for emulation. In Transformer Engine a Hadamard transform, of whichever GEMM, is a kernel that reads
+for itself. The arithmetic of rounding overlaps with the passes. A GEMM that multiplies the values of
+codes decodes them. Operands of two terms (`precision/terms.py`) take passes of their own
+(`term_bytes`), and products of residuals, which count in fprop. A layer's experts are quantised one
+by one, and multiplied one by one where no call multiplies all.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Final
 
-from fp4train.backends import LAYER_BACKENDS
-from fp4train.backends.table import GEMMS, OPERANDS, Operands
+from fp4train.backends import GEMMS, LAYER_BACKENDS
+from fp4train.backends.table import OPERANDS
 from fp4train.hardware import Gpu
-from fp4train.lab.costs.quantising import (
-    EMULATING,
-    decode_seconds,
-    decoded_bytes,
-    quantise_seconds,
-)
-from fp4train.lab.costs.roofline import gemm_seconds
+from fp4train.lab.costs.roofline import gemm_seconds, move_seconds
 from fp4train.precision.layer_plan import Gemm, LayerPlan
-from fp4train.quantize import ValuesOf
+from fp4train.quantize import QuantSpec, ValuesOf
+
+EMULATING: Final = ("emulate", "reference")
+"""Backends that use no low-precision tensor cores."""
+
+CENTRED_BYTES: Final = 2 + 4
+RESIDUAL_BYTES: Final = 4 + 2 + 4
+SUM_BYTES: Final = 4 + 8 + 6
+RANK_ONE_BYTES: Final = 8
+"""Bytes per element that second terms move: of a tensor whose mean is taken out (the mean reads it,
+the subtraction reads and writes it); of one with a residual (it and the values of its codes are
+read, what is left is written, read, and written as codes or values); of a result that is a sum in
+float32 (a term is written, the sum read and written, then rounded); of a weight's gradient to which
+the product of two means is added."""
+
+
+def quantise_share(gpu: Gpu, backend: str) -> float:
+    """Share of the bandwidth that quantising kernels reach in a step.
+
+    Transformer Engine's: 0.50 on Blackwell, 0.84 on others: the difference of its GEMM benchmark
+    with and without quantising on B300 (MXFP8 and NVFP4) and on H200 NVL (FP8 current). fp4train's
+    own: 0.33, from steps of llama_1b on an H200 in emulated NVFP4 and MXFP8.
+    """
+    if backend not in LAYER_BACKENDS:
+        return 0.33
+    return 0.50 if gpu.capability >= (10, 0) else 0.84
+
+
+def needs_amax(spec: QuantSpec) -> bool:
+    """Whether the scale depends on the amax of a row or tensor: one more read before quantising."""
+    return not spec.earlier_amax and (spec.global_scale in ("tensor", "row") or None in spec.block)
+
+
+def decoded_bytes(spec: QuantSpec) -> int:
+    """Bytes of a decoded element: BF16, or float32 where its values are not exact in BF16."""
+    return 2 if spec.exact_in_bf16 else 4
+
+
+def code_bytes(spec: QuantSpec) -> float:
+    """Bytes of an element's code with its part of the block scale."""
+    scale = 1 / spec.block[1] if spec.block[1] else 0.0
+    return spec.format.bits / 8 + scale
+
+
+def quantise_seconds(
+    gpu: Gpu, count: int, specs: Collection[QuantSpec], backend: str, *, read: int = 2
+) -> float:
+    """Time of quantising a tensor of `count` elements into one form per spec.
+
+    Args:
+        read: bytes per element of the tensor.
+    """
+    size = decoded_bytes if backend in EMULATING else code_bytes
+    moved = read + sum(size(spec) for spec in specs)
+    if backend in LAYER_BACKENDS:
+        transforms = {spec.hadamard for spec in specs}
+        moved += read * (len(transforms) - 1)
+    seconds = move_seconds(gpu, count * moved, quantise_share(gpu, backend))
+    if any(needs_amax(spec) for spec in specs):
+        seconds += move_seconds(gpu, read * count)
+    return seconds
+
+
+def decode_seconds(gpu: Gpu, count: int, spec: QuantSpec) -> float:
+    """Time of making the values of the codes of a tensor of `count` elements."""
+    moved = code_bytes(spec) + decoded_bytes(spec)
+    return move_seconds(gpu, count * moved, quantise_share(gpu, "emulate"))
+
+
+def active_experts(plan: LayerPlan, tokens: int) -> int:
+    """Experts of the layer that have tokens; 1 for other layers."""
+    return min(max(1, plan.layer.experts), plan.layer.rows(tokens))
+
+
+def quantising_seconds(
+    plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: float, weight_passes: float
+) -> dict[str, float]:
+    """GEMM → its part of the seconds per step of quantising the operands of a layer: the time of a
+    tensor is divided equally among its GEMMs, that of an x among the layers that read it.
+
+    Args:
+        tokens: tokens of a microbatch.
+        weight_passes: number of times that a step quantises the whole weight.
+    """
+    x_passes = microbatches / max(1, len(plan.readers))
+    elements = tensor_elements(plan, tokens)
+    seconds = {
+        gemm: microbatches * move_seconds(gpu, moved) if moved else 0.0
+        for gemm, moved in term_bytes(plan, tokens).items()
+    }
+    for tensor, passes in (("x", x_passes), ("w", weight_passes), ("dy", microbatches)):
+        operands = {gemm: plan.sources[gemm, tensor] for gemm in GEMMS if tensor in OPERANDS[gemm]}
+        coded = {gemm: form for gemm, form in operands.items() if form.codes is not None}
+        if not coded:
+            continue
+        backend = next(gemm.backend for gemm in plan.gemms if gemm.name in coded)
+        emulated = backend in EMULATING  # decoded square blocks serve both axes
+        forms = {form.shared if emulated else form.codes for form in coded.values()}
+        specs = [form.spec for form in forms if form is not None]
+        calls = 1 if backend in LAYER_BACKENDS else active_experts(plan, tokens)
+        count = elements[tensor] // calls
+        once = calls * quantise_seconds(gpu, count, specs, backend, read=4 if tensor == "w" else 2)
+        for gemm, form in coded.items():
+            seconds[gemm] += passes * once / len(coded)
+            if isinstance(form.source, ValuesOf):
+                decoding = decode_seconds(gpu, count, form.source.codes.spec)
+                seconds[gemm] += passes * calls * decoding
+    return seconds
+
+
+def tensor_elements(plan: LayerPlan, tokens: int) -> dict[str, int]:
+    """Elements of x, w and dy of a layer."""
+    rows = plan.layer.rows(tokens)
+    return {
+        "x": rows * plan.layer.in_features,
+        "w": plan.layer.weights,
+        "dy": rows * plan.layer.out_features,
+    }
+
+
+def term_bytes(plan: LayerPlan, tokens: int) -> dict[str, float]:
+    """GEMM → bytes that second terms of its operands move in a microbatch, beside their products."""
+    moved = dict.fromkeys(GEMMS, 0.0)
+    if not plan.quantised:
+        return moved
+    elements = tensor_elements(plan, tokens)
+    for gemm, tensor, result in (("fprop", "x", "dy"), ("dgrad", "dy", "x")):
+        if tensor in plan.recipe.centred:
+            moved[gemm] += CENTRED_BYTES * elements[tensor] + SUM_BYTES * elements[result]
+            moved["wgrad"] = RANK_ONE_BYTES * elements["w"]
+    if plan.recipe.residual is not None:
+        for tensor in plan.recipe.residual.tensors:
+            moved["fprop"] += RESIDUAL_BYTES * elements[tensor] + SUM_BYTES * elements["dy"]
+    return moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +181,12 @@ class GemmCost:
     elements: str
     bf16: float
     gemm: float
-    quantise: float
+    quantise: float = 0.0
     emulated: str | None = None
 
     @property
     def total(self) -> float:
         return self.gemm + self.quantise
-
-    @property
-    def note(self) -> str:
-        """A remark for tables."""
-        if self.emulated is not None:
-            return "emulated"
-        return "does not pay" if self.loses else ""
 
     @property
     def loses(self) -> bool:
@@ -72,13 +198,7 @@ class GemmCost:
 
 
 def layer_costs(
-    plan: LayerPlan,
-    gpu: Gpu,
-    tokens: int,
-    microbatches: float,
-    *,
-    weight_passes: float = 1,
-    weight_bytes: int = 4,
+    plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: float = 1, *, weight_passes: float = 1
 ) -> list[GemmCost]:
     """The GEMMs of one layer; of channels that are multiplied apart as rows of their own.
 
@@ -87,109 +207,47 @@ def layer_costs(
         microbatches: forward passes per step.
         weight_passes: number of times that a step quantises the whole weight; below 1 if ranks each
             quantise a shard of it.
-        weight_bytes: bytes of an element of the weight that is quantised: float32, or gathered
-            BF16.
     """
-    rows = []
-    for part in plan.channel_parts:
-        quantise = dict.fromkeys(GEMMS, 0.0)
-        for tensor, times, read in (
-            ("x", microbatches, 2),
-            ("w", weight_passes, weight_bytes),
-            ("dy", microbatches, 2),
-        ):
-            for gemm_name, seconds in _quantising(part, gpu, tensor, tokens, read).items():
-                quantise[gemm_name] += times * seconds
-        for gemm in part.gemms:
-            rows.append(_gemm_cost(part, gemm, gpu, tokens, microbatches, quantise[gemm.name]))
+    costs = [
+        product_cost(plan, gemm, features, gpu, tokens, microbatches)
+        for gemm, features in plan.products
+    ]
+    quantising = [
+        seconds
+        for part in plan.channel_parts
+        for seconds in quantising_seconds(part, gpu, tokens, microbatches, weight_passes).values()
+    ]
+    rows = [
+        replace(cost, quantise=seconds) for cost, seconds in zip(costs, quantising, strict=False)
+    ]
+    residuals = sum(cost.gemm for cost in costs[len(rows) :])
+    rows[0] = replace(rows[0], gemm=rows[0].gemm + residuals)
     return rows
 
 
-def _quantising(
-    plan: LayerPlan, gpu: Gpu, tensor: str, tokens: int, read: int
-) -> Mapping[str, float]:
-    """GEMM → its part of the seconds of quantising a tensor once."""
-    layer = plan.layer
-    using = [
-        gemm
-        for gemm in plan.gemms
-        if tensor in OPERANDS[gemm.name] and plan.sources[gemm.name, tensor].codes is not None
-    ]
-    if not using:
-        return {}
-    backend = using[0].backend
-    operands = [plan.sources[gemm.name, tensor] for gemm in using]
-    if backend in EMULATING:  # decoded square blocks serve both axes
-        codes = {operand.shared for operand in operands}
-    else:
-        codes = {operand.codes for operand in operands}
-    specs = [form.spec for form in codes if form is not None]
-    count = {
-        "x": layer.rows(tokens) * layer.in_features,
-        "w": layer.weights,
-        "dy": layer.rows(tokens) * layer.out_features,
-    }[tensor]
-    calls = 1
-    if plan.layer_backend is None:
-        calls = active_experts(plan, tokens)
-    count //= calls
-    seconds = calls * quantise_seconds(gpu, count, specs, backend, read=read)
-    if tensor == "x":
-        seconds /= max(1, len(plan.readers))
-    parts = {gemm.name: seconds / len(using) for gemm in using}
-    for gemm in using:
-        source = plan.sources[gemm.name, tensor].source
-        if isinstance(source, ValuesOf):
-            parts[gemm.name] += calls * decode_seconds(gpu, count, source.codes.spec)
-    return parts
-
-
-def active_experts(plan: LayerPlan, tokens: int) -> int:
-    """Experts of the layer that have tokens; 1 for other layers."""
-    return min(max(1, plan.layer.experts), plan.layer.rows(tokens))
-
-
-def _gemm_cost(
-    plan: LayerPlan, gemm: Gemm, gpu: Gpu, tokens: int, microbatches: float, quantise: float
+def product_cost(
+    plan: LayerPlan, gemm: Gemm, features: int, gpu: Gpu, tokens: int, microbatches: float
 ) -> GemmCost:
+    """The cost of a product of so many in features, without quantising."""
     experts = active_experts(plan, tokens)
-    rows, columns, contraction = plan.size(gemm.name, tokens)
-    shape: tuple[float, float, float]
-    if gemm.name == "wgrad":  # it sums over tokens
-        shape = (rows, columns, contraction / experts)
-    else:
-        shape = (rows / experts, columns, contraction)
-    products = 1
-    if gemm.grouped or gemm.backend in LAYER_BACKENDS:
-        products = experts
+    size = plan.size(gemm.name, tokens, features)
+    routed = 2 if gemm.name == "wgrad" else 0  # the axis of tokens, which experts share
+    shape = [length / experts if axis == routed else length for axis, length in enumerate(size)]
     elements = gemm.elements
     emulated = None
     if gemm.backend in EMULATING:
         emulated = gemm.why
-        elements = _emulated_elements(gemm.operands)
-    seconds = gemm_seconds(gpu, elements, *shape, products=products)
+        specs = [spec for spec in gemm.operands.both if spec is not None]
+        elements = "FP32" if any(decoded_bytes(spec) == 4 for spec in specs) else "BF16"
+    together = gemm.grouped or gemm.backend in LAYER_BACKENDS
+    products = experts if together else 1
+    calls = microbatches * experts / products
     return GemmCost(
         layer=plan.layer.name,
         gemm_name=gemm.name,
-        size=(rows, columns, contraction),
+        size=size,
         elements=gemm.elements,
-        bf16=microbatches * experts * gemm_seconds(gpu, "BF16·BF16", *shape),
-        gemm=microbatches * experts / products * seconds,
-        quantise=quantise,
+        bf16=microbatches * experts * gemm_seconds(gpu, "BF16", *shape),
+        gemm=calls * gemm_seconds(gpu, elements, *shape, products=products),
         emulated=emulated,
     )
-
-
-def _emulated_elements(operands: Operands) -> str:
-    """The dtype that emulation multiplies: BF16, or float32 if a decoded operand needs it."""
-    if any(spec is not None and decoded_bytes(spec) == 4 for spec in operands.both):
-        return "FP32·FP32"
-    return "BF16·BF16"
-
-
-def square_gain(operands: Operands, gpu: Gpu, n: int, *, backend: str) -> float:
-    """Seconds by which a product n×n×n with both operands quantised for it alone beats BF16."""
-    specs = [spec for spec in operands.both if spec is not None]
-    quantising = sum(quantise_seconds(gpu, n * n, [spec], backend) for spec in specs)
-    low_precision = gemm_seconds(gpu, operands.elements("bfloat16"), n, n, n)
-    return gemm_seconds(gpu, "BF16", n, n, n) - low_precision - quantising

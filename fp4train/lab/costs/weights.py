@@ -1,4 +1,5 @@
-"""What one rank of a mesh holds and gathers of each weight of a model.
+"""What one rank of a mesh holds and gathers of each weight of a model, and what tensor-parallel ranks
+send each other because of it.
 
 Tensor parallelism cuts a weight as the table of parameters says (`ParameterSpec.cut`). FSDP then
 cuts every weight along its first dimension, and ranks gather it in the form that
@@ -6,9 +7,9 @@ cuts every weight along its first dimension, and ranks gather it in the form tha
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +23,29 @@ from fp4train.quantize.source import source_bytes
 
 _DIVIDED: Final = (Split.OUT, Split.IN, Split.EXPERTS, Split.VOCABULARY, Split.ROWS)
 """Cuts by which each tensor-parallel rank has its part of a parameter."""
+_SIDE: Final = 1 << 12
+"""Rows and columns of a tensor whose bytes per element stand for those of all."""
+
+
+class WeightPart(NamedTuple):
+    """What a rank holds and receives of some weights after tensor parallelism.
+
+    Args:
+        elements: their number.
+        forward, backward: bytes when shards gather them for fprop, and for backward: for dgrad,
+            again for fprop if that is recomputed; what lies outside the blocks stays gathered.
+        codes, rounded: bytes of codes, and of values in the recipe's dtype, that stay from step to
+            step.
+        resident: bytes as the GEMMs read them, and of what was gathered for them, if that is
+            something else.
+    """
+
+    elements: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    codes: float = 0.0
+    rounded: float = 0.0
+    resident: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,30 +72,9 @@ class ModelWeight:
     def count(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which it is multiplied."""
-        if self.plan is None:
-            return torch.float32
-        return self.plan.table.torch_dtype
-
-    def of_rank(self, mesh: Mesh) -> float:
-        """Elements after tensor parallelism."""
-        return self.count * self._share(mesh)
-
-    def _share(self, mesh: Mesh) -> float:
-        if self.spec.cut in _DIVIDED:
-            return 1 / mesh.tensor
-        return 1.0
-
     def part(self, mesh: Mesh) -> LayerPlan:
-        """The plan of a rank's part of the layer.
-
-        Raises:
-            ValueError: it is no weight of a layer.
-        """
-        if self.plan is None:
-            raise ValueError(f"{self.name} is no weight of a linear layer")
+        """The plan of a rank's part of the layer whose weight it is."""
+        assert self.plan is not None
         cut = "in" if self.spec.cut is Split.IN else "out"
         return part_of(self.plan, cut, mesh.tensor, self.spec.segments)
 
@@ -83,44 +86,44 @@ class ModelWeight:
             return WireForm()
         return wire_form(self.part(mesh), mesh.shard, mesh.gather)
 
-    def wire_bytes(self, mesh: Mesh, *, backward: bool = False, repeats: bool = False) -> float:
-        """Bytes of this rank's part of the weight when it is gathered over the shards, once.
-
-        Args:
-            backward: for dgrad, else for fprop.
-            repeats: backward also needs what fprop does, to recompute it.
-        """
-        sent = self.wire(mesh).bytes(*self._matrix, backward=backward, repeats=repeats)
-        return sent * self._share(mesh)
-
-    @property
-    def _matrix(self) -> tuple[int, int]:
-        """(rows, columns) of all its elements, as they are quantised."""
-        return self.count // self.shape[-1], self.shape[-1]
-
-    def code_bytes(self, mesh: Mesh) -> float:
-        """Bytes of the codes of this rank's part of the weight, each once."""
-        if self.plan is None:
-            return 0.0
-        codes = {self.plan.sources[gemm, "w"].shared for gemm in ("fprop", "dgrad")}
-        size = sum(source_bytes(form, "w", *self._matrix) for form in codes if form is not None)
-        return size * self._share(mesh)
-
-    def resident_bytes(self, mesh: Mesh) -> float:
-        """Bytes of the weight as the GEMMs read it, and of what was gathered for them."""
-        gathered = self.wire_bytes(mesh) if mesh.shard > 1 else 0.0
-        if self.plan is None:
-            return gathered
+    def on_rank(self, mesh: Mesh, *, repeats: bool = False) -> WeightPart:
+        """What a rank holds of it; `repeats`: backward runs fprop again."""
+        columns = self.shape[-1]
+        rows = self.count // columns
+        elements = self.count / mesh.tensor if self.spec.cut in _DIVIDED else self.count
+        share = elements / self.count
         form = self.wire(mesh)
-        codes = self.code_bytes(mesh)
+        forward = share * form.bytes(rows, columns, backward=False)
+        backward = share * form.bytes(rows, columns, backward=True, repeats=repeats)
+        sources = self.plan.sources if self.plan is not None else {}
+        forms = {sources[gemm, "w"].shared for gemm in ("fprop", "dgrad") if sources} - {None}
+        codes = share * sum(source_bytes(codes, "w", rows, columns) for codes in forms if codes)
+        dtype = self.plan.table.torch_dtype if self.plan is not None else torch.float32
         if codes:
-            operands = [self.plan.sources[gemm, "w"] for gemm in ("fprop", "dgrad")]
-            # GEMMs read square blocks in both directions, as two copies.
-            copies = 2 / len({operand.shared for operand in operands if operand.codes})
-            return copies * codes + (0.0 if form.coded else gathered)
-        if mesh.shard > 1 and form.dtype == self.dtype:
-            return gathered  # it is multiplied as it came
-        return self.of_rank(mesh) * self.dtype.itemsize + gathered
+            read = 2 * codes / len(forms)  # GEMMs read square blocks in both directions, as copies
+            serves = form.coded
+        else:
+            read = elements * dtype.itemsize
+            serves = form.dtype == dtype
+        if mesh.shard == 1:
+            kept = read
+            serves = True
+        else:
+            kept = codes / mesh.shard if form.coded else 0.0
+        return WeightPart(
+            elements=elements,
+            forward=forward,
+            backward=backward if self.block is not None else 0.0,
+            codes=kept if codes else 0.0,
+            rounded=kept if dtype.itemsize < 4 and not codes else 0.0,
+            resident=read if serves else read + forward,
+        )
+
+
+def on_rank(weights: Iterable[ModelWeight], mesh: Mesh, *, repeats: bool = False) -> WeightPart:
+    """What a rank holds of weights together."""
+    parts = [weight.on_rank(mesh, repeats=repeats) for weight in weights]
+    return WeightPart(*map(sum, zip(*parts, strict=True)))
 
 
 def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[ModelWeight]:
@@ -129,32 +132,75 @@ def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[Model
     """
     specs = declared(model)
     block_of = {
-        id(parameter): index
+        parameter: index
         for index, path in enumerate(block_paths(model))
         for parameter in model.get_submodule(path).parameters()
     }
-    weights: list[ModelWeight] = []
-    met: set[int] = set()
+    weights: dict[str, ModelWeight] = {}
+    met: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer, _, kind = name.rpartition(".")
         plan = plans.get(layer) if kind == "weight" else None
-        tied = id(parameter) in met
-        if tied and plan is None:
-            continue
-        met.add(id(parameter))
-        weights.append(
-            ModelWeight(
+        if plan is not None or parameter not in met:
+            weights[name] = ModelWeight(
                 name=name,
                 shape=tuple(parameter.shape),
                 spec=specs.get(name, ParameterSpec(name=name, stage="last")),
-                block=block_of.get(id(parameter)),
+                block=block_of.get(parameter),
                 plan=plan,
-                tied=tied,
+                tied=parameter in met,
             )
-        )
-    return weights
+        met.add(parameter)
+    return list(weights.values())
 
 
-def elements(weights: Iterable[ModelWeight], mesh: Mesh) -> float:
-    """Elements of some weights after tensor parallelism."""
-    return sum(weight.of_rank(mesh) for weight in weights)
+def tensor_traffic(
+    weights: Sequence[ModelWeight], stream: float, mesh: Mesh
+) -> tuple[list[float], list[float]]:
+    """Bytes of each tensor that tensor-parallel ranks gather or scatter of the residual stream in a
+    block and microbatch, forward and backward.
+
+    They follow from the table of parameters (`ParameterSpec.cut`):
+
+        OUT       forward gathers x, once for the layers that read it; backward gathers it again for
+                  wgrad, since a rank keeps its tokens only, and scatters dx
+        IN        forward scatters the sum y; backward gathers dy
+        EXPERTS   forward gathers the router's input and scatters the sum; backward likewise, once
+                  for all layers of experts of a block
+
+    Without sequence parallelism the sums are all-reduced and nothing else is sent. Operands that
+    the recipe quantises are gathered as codes (`LayerPlan.sources`), but for those of experts.
+
+    Args:
+        weights: weights of planned layers of the block.
+        stream: bytes of the residual stream in BF16.
+    """
+    plans = [(weight.spec.cut, weight.part(mesh)) for weight in weights]
+    into = [plan for cut, plan in plans if cut is Split.OUT]
+    out = [plan for cut, plan in plans if cut is Split.IN]
+    routed = any(cut is Split.EXPERTS for cut, _ in plans)
+    # Layers of one input gather it once.
+    inputs = list({plan.layer.fused or (plan.layer.name,): plan for plan in into}.values())
+    backward_inputs = inputs if mesh.joined else into
+    sums = stream if mesh.joined else 2 * stream  # float32
+    forward = [sums] * (len(out) + routed)
+    backward = [sums] * (len(backward_inputs) + routed)
+    if mesh.sequence:
+        forward += [_sent(stream, plan, "x", "fprop") for plan in inputs]
+        backward += [_sent(stream, plan, "dy", "dgrad", "wgrad") for plan in out]
+        backward += [_sent(stream, plan, "x", "wgrad") for plan in backward_inputs]
+        forward += [stream] * routed
+        backward += [stream] * routed
+        return forward, backward
+    return 2 * forward, 2 * backward
+
+
+def _sent(stream: float, plan: LayerPlan, tensor: str, *gemms: str) -> float:
+    """Bytes of a tensor of `stream` BF16 bytes when it is gathered for some GEMMs; one tensor in
+    high precision serves them all.
+    """
+    operands = [plan.sources[gemm, tensor] for gemm in gemms]
+    if any(operand.codes is None for operand in operands):
+        return stream
+    elements = stream / 2
+    return sum(elements * operand.bytes(_SIDE, _SIDE, 2) / _SIDE**2 for operand in operands)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -21,80 +21,52 @@ from fp4train.run.state.weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
-    """How a run executes a model, beside its plan.
-
-    Args:
-        compiled: whether torch.compile fuses what is between the GEMMs.
-        recorded: whether a CUDA graph has the step.
-        recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks'
-            inputs are kept.
-        states: title of what the run keeps (`run.states`) → its bytes per parameter.
-        liger: whether Liger's kernels run the loss and, where they are not compiled, what they can
-            of the blocks.
-        logit_bytes: bytes moved per logit by a loss in torch's operators.
-    """
-
-    compiled: bool = False
-    recorded: bool = False
-    recomputed: float = 0.0
-    states: Mapping[str, float] = field(
-        default_factory=lambda: {ModelWeights.title: 4, Moments.title: 8}
-    )
-    liger: bool = False
-    logit_bytes: float = LOGIT_BYTES
-
-    @property
-    def moment_bytes(self) -> float:
-        """Bytes of the optimizer's moments per parameter."""
-        return self.states.get(Moments.title, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """Blocks that are alike: the weights of the first of them, and the cost of each."""
-
-    weights: tuple[ModelWeight, ...]
-    cost: BlockCost
-
-    @property
-    def layers(self) -> list[ModelWeight]:
-        """The weights that planned layers multiply."""
-        return [weight for weight in self.weights if weight.plan is not None]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model, its plan in one stretch of a run, and one microbatch.
 
     Args:
-        kinds: the distinct blocks.
-        order: index into `kinds` of every block.
+        blocks: the distinct blocks.
+        order: index into `blocks` of every block.
         multiplied: multiplications of every block per token (`models.common.cut.multiplied`).
         last_multiplied: multiplications besides, as of the head, on a pipeline's last stage.
         outside: weights outside the blocks.
         parameters, active_parameters: parameters of the model, and those that one token meets.
-        tokens: tokens of a microbatch, over all ranks that share it.
-        vocabulary, width: size of the head; 0 where the model has none.
-        execution: how the run executes it.
+        sequences, seq_len: sizes of a microbatch, over all ranks that share it.
+        compiled: whether torch.compile fuses what is between the GEMMs.
+        liger: whether Liger's kernels run the loss and, where they are not compiled, what they can
+            of the blocks.
+        recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks'
+            inputs are kept.
+        states: title of what the run keeps (`run.states`) → its bytes per parameter.
+        logit_bytes: bytes moved per logit by a loss in torch's operators.
     """
 
-    kinds: tuple[Kind, ...]
-    order: tuple[int, ...]
+    blocks: list[BlockCost]
+    order: list[int]
     multiplied: tuple[int, ...]
     last_multiplied: int
-    outside: tuple[ModelWeight, ...]
+    outside: list[ModelWeight]
     parameters: int
     active_parameters: int
-    tokens: int
-    vocabulary: int
-    width: int
-    execution: Execution
+    sequences: int
+    seq_len: int
+    compiled: bool = False
+    liger: bool = False
+    recomputed: float = 0.0
+    states: Mapping[str, float] = field(
+        default_factory=lambda: {ModelWeights.title: 4.0, Moments.title: 8.0}
+    )
+    logit_bytes: float = LOGIT_BYTES
 
     @property
-    def state_bytes(self) -> float:
-        """Bytes per parameter of a checkpoint."""
-        return sum(self.execution.states.values())
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.sequences * self.seq_len
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the head; 0 where the model has none."""
+        return max((weight.shape[0] for weight in self.head), default=0)
 
     @property
     def flops_per_token(self) -> int:
@@ -141,42 +113,38 @@ def workload(
     *,
     sequences: int,
     seq_len: int,
-    execution: Execution | None = None,
+    compiled: bool = False,
+    liger: bool = False,
 ) -> Workload:
     """Measure a model on the meta device.
 
     Args:
         plans: plan of each linear layer in one stretch of a run.
         sequences, seq_len: sizes of a microbatch.
-        execution: how the run executes the model; None: eagerly, with fp4train's defaults.
+        compiled, liger: see `Workload`, whose other fields can be replaced.
     """
-    execution = execution or Execution()
     tokens = torch.empty(sequences, seq_len, dtype=torch.int64, device="meta")
-    liger = execution.liger and not execution.compiled
-    costs, order = measure_blocks(model, plans, recipe, tokens, liger=liger)
+    own_kernels = liger and not compiled
+    costs, order = measure_blocks(model, plans, recipe, tokens, liger=own_kernels)
     by_block: dict[int | None, list[ModelWeight]] = {}
     for weight in find_weights(model, plans):
         by_block.setdefault(weight.block, []).append(weight)
-    kinds = [
-        Kind(weights=tuple(by_block.get(order.index(index), ())), cost=cost)
-        for index, cost in enumerate(costs)
-    ]
+    examples = map(order.index, range(len(costs)))
     multiplied_by_block, besides = multiplied(model, find_blocks(model), seq_len)
-    outside = [plan.layer for plan in plans.values() if plan.layer.block is None]
-    vocabulary, width = max(
-        ((layer.out_features, layer.in_features) for layer in outside), default=(0, 0)
-    )
     groups = weight_groups(model)
     return Workload(
-        kinds=tuple(kinds),
-        order=tuple(order),
+        blocks=[
+            replace(cost, weights=by_block.get(block, []))
+            for block, cost in zip(examples, costs, strict=True)
+        ],
+        order=order,
         multiplied=multiplied_by_block,
         last_multiplied=besides,
-        outside=tuple(by_block.get(None, ())),
+        outside=by_block.get(None, []),
         parameters=sum(group.parameters for group in groups),
         active_parameters=sum(group.active for group in groups),
-        tokens=sequences * seq_len,
-        vocabulary=vocabulary,
-        width=width,
-        execution=execution,
+        sequences=sequences,
+        seq_len=seq_len,
+        compiled=compiled,
+        liger=liger,
     )

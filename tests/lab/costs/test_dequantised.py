@@ -42,7 +42,7 @@ def estimated(recipe: Recipe, backend: str) -> Workload:
 @pytest.mark.parametrize("kind", [NVFP4, MXFP8, FP8Block], ids=lambda kind: kind.__name__)
 def test_a_block_saves_as_many_bytes_as_with_a_quantised_backward(kind: Any, backend: str) -> None:
     saved = {
-        recipe.name: estimated(recipe, backend).kinds[0].cost.saved
+        recipe.name: estimated(recipe, backend).blocks[0].saved
         for recipe in (kind(), kind(backward="dequantised"), BF16())
     }
     quantised, dequantised, bf16 = saved.values()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_shapes import executed, measured
+from llama_shapes import measured
 
 from fp4train.hardware import Gpu, find_gpu
 from fp4train.lab.costs import cluster
@@ -57,7 +57,7 @@ class Point:
             compiled=self.compiled,
             recomputed=self.recomputed,
         )
-        load = executed(load, logit_bytes=CROSS_ENTROPY)
+        load = replace(load, logit_bytes=CROSS_ENTROPY)
         return ClusterCost(load, self.gpu, self.mesh)
 
 
@@ -72,11 +72,16 @@ def titan(model: str, recipe: Recipe, published: float, mesh: dict[str, int], **
 def bridge(
     model: str, gpu: str, recipe: Recipe, published: float, sequences: int = 1, **mesh: int
 ) -> Point:
-    """Megatron-Bridge, whose collectives of tensor parallelism run beside the GEMMs."""
-    cut = Mesh(gather="bf16", joined=True, hides_tensor=True, **mesh)  # type: ignore[arg-type]
+    """Megatron-Bridge, whose collectives of tensor parallelism run beside the GEMMs: planned as if
+    NVLink cost nothing there.
+    """
+    cut = Mesh(gather="bf16", joined=True, **mesh)  # type: ignore[arg-type]
+    hardware = find_gpu(gpu)
+    if cut.tensor > 1:
+        hardware = replace(hardware, nvlink=math.inf)
     return Point(
         model=model,
-        gpu=find_gpu(gpu),
+        gpu=hardware,
         recipe=recipe,
         published=published,
         sequences=sequences,

@@ -1,20 +1,14 @@
-"""Where a step on one GPU goes: the page's table, parts counted by hand elsewhere, and a host that
-is too slow.
-"""
+"""Where a step on one GPU goes: the page's table, and parts counted by hand elsewhere."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from llama_shapes import executed, measured
+from llama_shapes import measured
 
 from fp4train.cli import main
 from fp4train.hardware import find_gpu
 from fp4train.lab.costs import cluster
-from fp4train.lab.costs.cluster import ClusterCost
-from fp4train.lab.costs.host import HOST
 from fp4train.lab.costs.roofline import gemm_seconds, sustained
-from fp4train.parallel.config import Mesh
 from fp4train.precision import NVFP4
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +54,7 @@ COLUMNS = (
 """GPU, recipe, column of its table: BF16, FP8, NVFP4."""
 COUNTED = {
     "GEMMs": (137, 83, 24),
-    "quantising or casts, gradient sums": (4, 16, 12),
+    "quantising or casts, copies of weights": (4, 16, 12),
     "attention": (17, 17, 9),
     "elementwise": (31, 31, 21),
     "GEMMs of the head": (37, 37, 16),
@@ -73,8 +67,7 @@ TB/s; B200 1600, 5000 in FP4, 6.5 TB/s), with torch's operators at the speed of 
 """
 VOCABULARY = 128256
 TOKENS = 16384
-ROWS = 4096
-"""Sizes of the loss of llama_1b; rows of a chunk of it."""
+"""Sizes of the loss of llama_1b."""
 
 
 def test_the_parts_of_a_step_are_those_of_an_independent_count_and_of_the_page(
@@ -96,17 +89,13 @@ def test_the_parts_of_a_step_are_those_of_an_independent_count_and_of_the_page(
         assert found == pytest.approx(list(counts), rel=0.22)
     everything = milliseconds(page, 1)
     together = everything.pop("together")
-    queued = everything.pop("queued by the host in")
-    assert sum(everything.values()) == pytest.approx(together, rel=0.01) and queued < together
+    assert sum(everything.values()) == pytest.approx(together, rel=0.01)
 
 
 def test_the_table_prices_the_kernels_that_run_and_names_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Per logit, 2 bytes of BF16: three passes of liger's kernel; torch's operators move 52. And
-    the gradients of what the head reads, which are put into their place and scaled. The head is
-    multiplied for each chunk of the loss.
-    """
+    """Per logit, 2 bytes of BF16: three passes of liger's kernel; torch's operators move 52."""
     own, torchs = (
         printed(capsys, "gpu=B200", "recipe=nvfp4", f"train.kernels={each}")
         for each in ("auto", "torch")
@@ -118,13 +107,12 @@ def test_the_table_prices_the_kernels_that_run_and_names_them(
     parts = milliseconds(own, 1)
     others = milliseconds(torchs, 1)
     logits = TOKENS * VOCABULARY
-    hidden = TOKENS * 2048
     speed = 0.9 * find_gpu("B200").bandwidth
-    assert parts["loss"] == pytest.approx((3 * 2 * logits + 8 * hidden) / speed * 1e3, rel=0.005)
-    assert others["loss"] == pytest.approx((52 * logits + 8 * hidden) / speed * 1e3, rel=0.005)
-    sizes = [(ROWS, VOCABULARY, 2048), (ROWS, 2048, VOCABULARY), (VOCABULARY, 2048, ROWS)]
-    products = sum(gemm_seconds(find_gpu("B200"), "BF16", *size) for size in sizes)
-    head = TOKENS / ROWS * products / sustained(find_gpu("B200"))
+    assert parts["loss"] == pytest.approx(3 * 2 * logits / speed * 1e3, rel=0.005)
+    assert others["loss"] == pytest.approx(52 * logits / speed * 1e3, rel=0.005)
+    sizes = [(TOKENS, VOCABULARY, 2048), (TOKENS, 2048, VOCABULARY), (VOCABULARY, 2048, TOKENS)]
+    head = sum(gemm_seconds(find_gpu("B200"), "BF16", *size) for size in sizes)
+    head /= sustained(find_gpu("B200"))
     assert parts["GEMMs of the head"] == pytest.approx(1e3 * head, rel=0.005)
     assert parts["elementwise"] < others["elementwise"] / 2
     said = (
@@ -132,7 +120,7 @@ def test_the_table_prices_the_kernels_that_run_and_names_them(
         "{together:.0f} ms"
     )
     assert said.format(**others) in DOCUMENT.read_text("utf-8")
-    changed = {"elementwise", "loss", "together", "queued by the host in"}
+    changed = {"elementwise", "loss", "together"}
     assert {name: parts[name] for name in parts if name not in changed} == {
         name: others[name] for name in others if name not in changed
     }
@@ -148,34 +136,17 @@ def test_ligers_kernels_move_what_is_stated_of_them_in_a_block() -> None:
     hidden = 14336
     heads = (32 + 8) * 128
     torchs, own, compiled = (
-        measured("8B", NVFP4(), gpu, compiled=compiled, liger=each).kinds[0].cost
+        measured("8B", NVFP4(), gpu, compiled=compiled, liger=each).blocks[0]
         for each, compiled in ((False, False), (True, False), (True, True))
     )
     forward = (4, 8, 6, 4)
-    backward = (6, 8, 10, 4)
+    backward = (6, 10, 10, 4)
     at_the_end = 6 * tokens * width  # the sum that a block leaves to the next one
     for work, moved, more in ((own.forward, forward, at_the_end), (own.backward, backward, 0)):
         widths = zip(moved, (width, width, hidden, heads), strict=True)
         assert work.kernels == more + tokens * sum(bytes_ * size for bytes_, size in widths)
     assert torchs.forward.kernels == at_the_end + 8 * tokens * width
     assert torchs.backward.kernels == 12 * tokens * width
-    assert own.forward.launches < torchs.forward.launches / 2 and own.saved < torchs.saved
+    assert own.saved < torchs.saved
     assert own.forward.operators < torchs.forward.operators / 5
     assert compiled.forward == torchs.forward
-
-
-def test_a_step_takes_no_less_than_the_host_needs_unless_it_is_recorded() -> None:
-    """Of few tokens, many layers; `measured` has 8192 tokens, a hundredth of which is left here."""
-    gpu = replace(
-        find_gpu("B200"),
-        bandwidth=8e14,
-        peaks={k: 100 * v for k, v in find_gpu("B200").peaks.items()},
-    )
-    load = measured("8B", NVFP4(), find_gpu("B200"), compiled=False)
-    slow, recorded = (
-        ClusterCost(each, gpu, Mesh()) for each in (load, executed(load, recorded=True))
-    )
-    assert slow.seconds == pytest.approx(slow.host) and slow.parts["waiting for the host"] > 0
-    assert slow.host > 32 * 7 * HOST["te"]
-    assert recorded.host == 0 and "waiting for the host" not in recorded.parts
-    assert recorded.seconds + slow.parts["waiting for the host"] == pytest.approx(slow.seconds)
