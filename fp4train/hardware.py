@@ -1,5 +1,5 @@
-"""GPUs: published peak rates, memory and links, for the cost model and for MFU; the device of a layer;
-errors of memory.
+"""GPUs: published peak rates, memory and links, for the cost model and for MFU; the device of a
+layer; errors of memory.
 
 Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. The share
 that kernels reach is in `costs/roofline.py`. Sources:
@@ -115,10 +115,10 @@ def _gpu(
 GPUS: Final = (
     # name, TFLOP/s of (FP4, FP8, BF16, TF32, FP32; 0: none), memory (GB/s, GB), L2 in MB,
     # capability, pattern, (machine, GPUs per NVLink domain, GB/s of NVLink, GB/s of the network)
-    _gpu("A100",      (0, 0, 312, 156, 19.5),         (2039, 80),  40,  (8, 0),  r"A100-SXM\d?-80GB",
-         ("DGX A100", 8, 300, 25)),
-    _gpu("A100-40GB", (0, 0, 312, 156, 19.5),         (1555, 40),  40,  (8, 0),  r"A100-SXM\d?-40GB",
-         ("DGX A100", 8, 300, 25)),
+    _gpu("A100",      (0, 0, 312, 156, 19.5),         (2039, 80),  40,  (8, 0),
+         r"A100-SXM\d?-80GB", ("DGX A100", 8, 300, 25)),
+    _gpu("A100-40GB", (0, 0, 312, 156, 19.5),         (1555, 40),  40,  (8, 0),
+         r"A100-SXM\d?-40GB", ("DGX A100", 8, 300, 25)),
     _gpu("H100",      (0, 1979, 989.5, 494.5, 67),    (3350, 80),  50,  (9, 0),  r"H100 80GB HBM3",
          ("DGX H100", 8, 450, 50)),
     _gpu("H200",      (0, 1979, 989.5, 494.5, 67),    (4800, 141), 50,  (9, 0),  r"H200",
@@ -127,8 +127,8 @@ GPUS: Final = (
          ("DGX B200", 8, 900, 50)),
     _gpu("GB200",     (10000, 5000, 2500, 1250, 80),  (8000, 186), 132, (10, 0), r"GB200",
          ("GB200 NVL72", 72, 900, 50)),
-    _gpu("B300",      (15000, 4500, 2250, 1125, 75),  (8000, 288), 132, (10, 3), r"B300( SXM\d?( AC)?)?",
-         ("DGX B300", 8, 900, 100)),
+    _gpu("B300",      (15000, 4500, 2250, 1125, 75),  (8000, 288), 132, (10, 3),
+         r"B300( SXM\d?( AC)?)?", ("DGX B300", 8, 900, 100)),
     _gpu("GB300",     (15000, 5000, 2500, 1250, 80),  (8000, 288), 132, (10, 3), r"GB300",
          ("GB300 NVL72", 72, 900, 100)),
 )

@@ -42,7 +42,7 @@ FUSED: Final = 0.5
 """Share of the bytes counted between GEMMs that compiled blocks move, at the speed of a copy:
 assumed, chains of two operations become one."""
 
-EAGER: Final = 0.37
+EAGER: Final = 0.38
 """Speed of torch's operators between GEMMs over that of a copy, where each is a kernel by itself.
 Calibrated: the least squares of the logarithms of three published eager steps (torchtitan on H100,
 and two of arXiv:2610.00053). It stands for all that other people's eager code takes beyond the
@@ -153,7 +153,9 @@ class ClusterCost:
             if mesh.shard == 1 or weight.wire(mesh).coded:
                 passes = 1 / (mesh.shard * mesh.microbatches)
             for row in layer_costs(weight.part(mesh), self.gpu, tokens, weight_passes=passes):
-                seconds = forward if row.gemm_name == "fprop" else backward
+                seconds = backward
+                if row.gemm_name == "fprop":
+                    seconds = forward
                 seconds[GEMM] += row.gemm / sustained(self.gpu)
                 seconds[QUANTISING] += row.quantise
         return forward, backward
@@ -202,7 +204,8 @@ class ClusterCost:
         mesh = self.mesh
         m = mesh.microbatches
         parts: defaultdict[str, float] = defaultdict(float)
-        units = [(self.workload.outer(number, mesh), 1, 0.0, 0.0)]
+        outer = self.workload.outer(number, mesh)
+        units: list[tuple[Sequence[ModelWeight], int, float, float]] = [(outer, 1, 0.0, 0.0)]
         tensor = self._flow("tensor gathers and scatters", "tensor")
         for index, times in counts.items():
             block = self.workload.blocks[index]

@@ -72,7 +72,7 @@ class CostEstimate:
         """The estimate as text in lines of `width`: one table per stretch, totals, and GEMMs that
         do not pay.
 
-        Equal blocks are folded into one heading ("blocks.0–11.mlp.up"), with the times of one block.
+        Equal blocks are folded into one heading ("blocks.0–11.mlp.up"), with the times of one.
         """
         filters = {"time": time_text}
         return screen(
@@ -127,7 +127,9 @@ def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | No
 
     sizes = range(16, LARGEST + 16, 16)
     smallest = bisect_left(sizes, True, key=pays)
-    return sizes[smallest] if smallest < len(sizes) else None
+    if smallest == len(sizes):
+        return None
+    return sizes[smallest]
 
 
 def time_text(seconds: float) -> str:

@@ -88,14 +88,14 @@ def gemm_seconds(
     volume = products * m * n * k
     slower = 1 + half_size(gpu, rate) / math.cbrt(volume)
     compute = 2 * volume / (gpu.peaks[rate] * gemm_share(gpu, rate)) * slower
-    first = m * k * stored_bytes(formats[0].bits)
-    second = n * k * stored_bytes(formats[-1].bits)
-    moved = products * (first + second + 2 * m * n)
+    operands = m * k * stored_bytes(formats[0].bits) + n * k * stored_bytes(formats[-1].bits)
+    moved = products * (operands + 2 * m * n)
     return max(compute, moved / (gpu.bandwidth * COPY)) + LAUNCH
 
 
 def move_seconds(gpu: Gpu, moved: float, share: float = COPY) -> float:
     """Time of one kernel that reads and writes `moved` bytes and reaches `share` of the
-    bandwidth."""
+    bandwidth.
+    """
     cached = min(moved, gpu.l2)
     return (cached / L2_SPEEDUP + moved - cached) / (gpu.bandwidth * share) + LAUNCH

@@ -11,13 +11,14 @@ need (`LayerPlan.sources`):
 A scale that depends on the amax of a row or tensor takes one read of the tensor at the speed of a
 copy. Then one kernel reads the tensor and writes all its forms: codes and scales, or decoded values
 for emulation. In Transformer Engine a Hadamard transform, of whichever GEMM, is a kernel that reads
-for itself. The arithmetic of rounding overlaps with the passes. A GEMM that multiplies the values of
-codes decodes them. Operands of two terms (`precision/terms.py`) take passes of their own
+for itself. The arithmetic of rounding overlaps with the passes. A GEMM that multiplies the values
+of codes decodes them. Operands of two terms (`precision/terms.py`) take passes of their own
 (`term_bytes`), and products of residuals, which count in fprop. A layer's experts are quantised one
 by one, and multiplied one by one where no call multiplies all.
 """
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -51,7 +52,9 @@ def quantise_share(gpu: Gpu, backend: str) -> float:
     """
     if backend not in LAYER_BACKENDS:
         return 0.33
-    return 0.50 if gpu.capability >= (10, 0) else 0.84
+    if gpu.capability >= (10, 0):
+        return 0.50
+    return 0.84
 
 
 def needs_amax(spec: QuantSpec) -> bool:
@@ -66,8 +69,10 @@ def decoded_bytes(spec: QuantSpec) -> int:
 
 def code_bytes(spec: QuantSpec) -> float:
     """Bytes of an element's code with its part of the block scale."""
-    scale = 1 / spec.block[1] if spec.block[1] else 0.0
-    return spec.format.bits / 8 + scale
+    code = spec.format.bits / 8
+    if spec.block[1] is None:
+        return code
+    return code + 1 / spec.block[1]
 
 
 def quantise_seconds(
@@ -112,10 +117,9 @@ def quantising_seconds(
     """
     x_passes = microbatches / max(1, len(plan.readers))
     elements = tensor_elements(plan, tokens)
-    seconds = {
-        gemm: microbatches * move_seconds(gpu, moved) if moved else 0.0
-        for gemm, moved in term_bytes(plan, tokens).items()
-    }
+    seconds = dict.fromkeys(GEMMS, 0.0)
+    for gemm, moved in term_bytes(plan, tokens).items():
+        seconds[gemm] = microbatches * move_seconds(gpu, moved)
     for tensor, passes in (("x", x_passes), ("w", weight_passes), ("dy", microbatches)):
         operands = {gemm: plan.sources[gemm, tensor] for gemm in GEMMS if tensor in OPERANDS[gemm]}
         coded = {gemm: form for gemm, form in operands.items() if form.codes is not None}
@@ -146,9 +150,9 @@ def tensor_elements(plan: LayerPlan, tokens: int) -> dict[str, int]:
     }
 
 
-def term_bytes(plan: LayerPlan, tokens: int) -> dict[str, float]:
-    """GEMM → bytes that second terms of its operands move in a microbatch, beside their products."""
-    moved = dict.fromkeys(GEMMS, 0.0)
+def term_bytes(plan: LayerPlan, tokens: int) -> Mapping[str, int]:
+    """GEMM → bytes that second terms of operands move in a microbatch, beside their products."""
+    moved: Counter[str] = Counter()
     if not plan.quantised:
         return moved
     elements = tensor_elements(plan, tokens)
@@ -232,13 +236,16 @@ def product_cost(
     experts = active_experts(plan, tokens)
     size = plan.size(gemm.name, tokens, features)
     routed = 2 if gemm.name == "wgrad" else 0  # the axis of tokens, which experts share
-    shape = [length / experts if axis == routed else length for axis, length in enumerate(size)]
+    shape: list[float] = list(size)
+    shape[routed] /= experts
     elements = gemm.elements
     emulated = None
     if gemm.backend in EMULATING:
         emulated = gemm.why
         specs = [spec for spec in gemm.operands.both if spec is not None]
-        elements = "FP32" if any(decoded_bytes(spec) == 4 for spec in specs) else "BF16"
+        elements = "BF16"
+        if any(decoded_bytes(spec) == 4 for spec in specs):
+            elements = "FP32"
     together = gemm.grouped or gemm.backend in LAYER_BACKENDS
     products = experts if together else 1
     calls = microbatches * experts / products

@@ -11,7 +11,7 @@ GEMMs of the head, loss    the layers outside the blocks, and the cross-entropy 
 optimizer                  AdamW, and the norm of the gradients
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -86,7 +86,7 @@ def _gib(number: float) -> str:
     return f"{number / 2**30:.1f}"
 
 
-_FILTERS: Final = {
+_FILTERS: Final[Mapping[str, Callable[..., str]]] = {
     "gib": _gib,
     "largest": _largest,
     "short": short,
@@ -134,5 +134,7 @@ def _step_table(
 
 
 def _share(cost: ClusterCost, name: str) -> str:
-    seconds = cost.parts.get(name, 0.0)
-    return f"{time_text(seconds)} ({seconds / cost.seconds:.0%})" if seconds else "-"
+    if name not in cost.parts:
+        return "-"
+    seconds = cost.parts[name]
+    return f"{time_text(seconds)} ({seconds / cost.seconds:.0%})"

@@ -1,5 +1,5 @@
-"""What one rank of a mesh holds and gathers of each weight of a model, and what tensor-parallel ranks
-send each other because of it.
+"""What one rank of a mesh holds and gathers of each weight of a model, and what tensor-parallel
+ranks send each other because of it.
 
 Tensor parallelism cuts a weight as the table of parameters says (`ParameterSpec.cut`). FSDP then
 cuts every weight along its first dimension, and ranks gather it in the form that
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import torch
 from torch import nn
 
 from fp4train.parallel.config import Mesh
@@ -90,34 +89,38 @@ class ModelWeight:
         """What a rank holds of it; `repeats`: backward runs fprop again."""
         columns = self.shape[-1]
         rows = self.count // columns
-        elements = self.count / mesh.tensor if self.spec.cut in _DIVIDED else self.count
-        share = elements / self.count
+        share = 1.0
+        if self.spec.cut in _DIVIDED:
+            share = 1 / mesh.tensor
         form = self.wire(mesh)
         forward = share * form.bytes(rows, columns, backward=False)
-        backward = share * form.bytes(rows, columns, backward=True, repeats=repeats)
-        sources = self.plan.sources if self.plan is not None else {}
-        forms = {sources[gemm, "w"].shared for gemm in ("fprop", "dgrad") if sources} - {None}
-        codes = share * sum(source_bytes(codes, "w", rows, columns) for codes in forms if codes)
-        dtype = self.plan.table.torch_dtype if self.plan is not None else torch.float32
-        if codes:
-            read = 2 * codes / len(forms)  # GEMMs read square blocks in both directions, as copies
-            serves = form.coded
+        backward = 0.0
+        if self.block is not None:
+            backward = share * form.bytes(rows, columns, backward=True, repeats=repeats)
+        part = WeightPart(elements=share * self.count, forward=forward, backward=backward)
+        if self.plan is None:
+            return part._replace(resident=4 * part.elements)
+        dtype = self.plan.table.torch_dtype
+        operands = (self.plan.sources[gemm, "w"].shared for gemm in ("fprop", "dgrad"))
+        sources = {codes for codes in operands if codes is not None}
+        if sources:
+            codes = share * sum(source_bytes(source, "w", rows, columns) for source in sources)
+            read = (
+                2 * codes / len(sources)
+            )  # GEMMs read square blocks in both directions, as copies
+            comes_as_read = form.coded
         else:
-            read = elements * dtype.itemsize
-            serves = form.dtype == dtype
-        if mesh.shard == 1:
-            kept = read
-            serves = True
-        else:
+            codes = 0.0
+            read = part.elements * dtype.itemsize
+            comes_as_read = form.dtype == dtype
+        if mesh.shard > 1:
+            gathered = 0.0 if comes_as_read else forward
             kept = codes / mesh.shard if form.coded else 0.0
-        return WeightPart(
-            elements=elements,
-            forward=forward,
-            backward=backward if self.block is not None else 0.0,
-            codes=kept if codes else 0.0,
-            rounded=kept if dtype.itemsize < 4 and not codes else 0.0,
-            resident=read if serves else read + forward,
-        )
+            return part._replace(codes=kept, resident=read + gathered)
+        if sources:
+            return part._replace(codes=read, resident=read)
+        rounded = read if dtype.itemsize < 4 else 0.0
+        return part._replace(rounded=rounded, resident=read)
 
 
 def on_rank(weights: Iterable[ModelWeight], mesh: Mesh, *, repeats: bool = False) -> WeightPart:

@@ -9,7 +9,7 @@ import pytest
 
 from fp4train.hardware import GPUS, Device, Gpu, find_gpu, stored_bytes
 from fp4train.lab.costs.blocks import saved_bytes
-from fp4train.lab.costs.estimate import CostEstimate, break_even, estimate
+from fp4train.lab.costs.estimate import CostEstimate, StretchCost, break_even, estimate
 from fp4train.lab.costs.roofline import COPY, gemm_seconds, half_size, move_seconds
 from fp4train.lab.costs.rows import decode_seconds, layer_costs, quantise_seconds
 from fp4train.precision import (
@@ -274,13 +274,22 @@ def test_a_product_of_the_values_of_other_codes_decodes_and_keeps_them() -> None
     assert saved_bytes(shared, 8192) == fprop.bytes(8192, 4096, 2)
 
 
-@pytest.mark.parametrize(("recipe", "gpu"), [(MXFP8(), "B200"), (FP8Current(), "B200")])
-def test_native_products_and_transformer_engine_quantise_alike_on_blackwell(
-    recipe: Recipe, gpu: str
+@pytest.mark.parametrize("recipe", [MXFP8(), FP8Current()], ids=str)
+def test_native_products_are_those_of_transformer_engine_and_quantised_more_slowly(
+    recipe: Recipe,
 ) -> None:
-    te, native = (price(recipe, gpu, backend=backend).stretches[0] for backend in ("te", "native"))
+    """By fp4train's kernels, which reach two thirds of the share of Transformer Engine's there."""
+    te, native = (
+        price(recipe, "B200", backend=backend).stretches[0] for backend in ("te", "native")
+    )
     assert [row.gemm for row in te.rows] == [row.gemm for row in native.rows]
-    assert native.quantise == pytest.approx(te.quantise)
+    ratio = quantising(native) / quantising(te)
+    assert 1.2 < ratio < 0.5 / 0.33
+
+
+def quantising(stretch: StretchCost) -> float:
+    """Seconds per step of quantising."""
+    return sum(row.quantise for row in stretch.rows)
 
 
 @pytest.mark.parametrize(
@@ -387,8 +396,8 @@ def test_weights_are_quantised_once_a_step_whatever_the_microbatches() -> None:
     assert cut.bf16 > whole.bf16, "smaller products are less efficient"
     spec = MXFP8().table()["fprop"].second
     weights = 6 * quantise_seconds(B200, 2048 * 8192, specs(spec, spec), "te", read=4)
-    activations = price(MXFP8(), "B200", tokens=2048).stretches[0].quantise - weights
-    assert cut.stretches[0].quantise == pytest.approx(weights + 4 * activations)
+    activations = quantising(price(MXFP8(), "B200", tokens=2048).stretches[0]) - weights
+    assert quantising(cut.stretches[0]) == pytest.approx(weights + 4 * activations)
 
 
 def test_phases_are_priced_apart_and_summed_over_the_run() -> None:
