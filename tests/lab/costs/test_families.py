@@ -57,11 +57,8 @@ def test_short_convolutions_have_bytes_alone() -> None:
 
 def test_a_scan_costs_its_products_forward_and_twice_backward() -> None:
     scan = ScanShape(heads=2, head_dim=8, state=16, groups=1, chunk=16)
-    found = (
-        measured(Hybrid(width=WIDTH, pattern="M-", heads=2, kv_heads=2, hidden=48, scan=scan))
-        .blocks[0]
-        .cost
-    )
+    shape = Hybrid(width=WIDTH, pattern="M-", heads=2, kv_heads=2, hidden=48, scan=scan)
+    found = measured(shape).blocks[0]
     # C·Bᵀ of a group; within, into, out of the state
     per_token = 2 * (16 * 16 + 2 * 16 * 8 + 2 * 8 * 16 + 2 * 16 * 8)
     assert found.forward.flops == pytest.approx(BATCH * TIME * per_token)
