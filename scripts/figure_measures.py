@@ -18,7 +18,7 @@ import fp4train as f4
 from fp4train import checkpoint
 from fp4train.config.binding import bind
 from fp4train.config.composition import named
-from fp4train.formats import get_format, get_scale_format
+from fp4train.formats import ElementFormat, e8m0_decode, e8m0_encode, get_format, get_scale_format
 from fp4train.lab.studies.forks import open_checkpoint
 from fp4train.precision import Custom, LayerPolicy, Operands, Recipe
 from fp4train.quantize import Quantized, QuantSpec, RandomKey, quantize
@@ -124,60 +124,103 @@ def crest_factors(x: Tensor, columns: int) -> Tensor:
     return blocks.abs().amax(1) / blocks.square().mean(1).sqrt()
 
 
-def qsnr_gap(first: QuantSpec, second: QuantSpec) -> Callable[[int], float]:
-    """QSNR of `first` minus that of `second` on N(0, 1), in dB."""
-
-    def measure(seed: int) -> float:
-        x = normal(seed)
-        errors = [(values(x, spec) - x).square().mean().item() for spec in (first, second)]
-        return 10 * math.log10(errors[1] / errors[0])
-
-    return measure
-
-
-def qsnr_gap_bf16(columns: int) -> Callable[[int], float]:
-    """QSNR of E2M1 minus that of INT4 on N(0, 1), in dB, each with a scale amax / max per block that
-    is rounded to BF16.
+def qsnr_gap(rounding: Callable[[Tensor], Tensor], columns: int) -> Callable[[int], float]:
+    """QSNR of E2M1 minus that of INT4 on N(0, 10⁻⁶), in dB, each under block scales of amax / max
+    that `rounding` rounds.
     """
 
     def measure(seed: int) -> float:
-        x = normal(seed).reshape(-1, columns)
+        x = 1e-3 * normal(seed).reshape(-1, columns)
         amax = x.abs().amax(1, keepdim=True)
         errors = []
         for fmt in (get_format("e2m1"), get_format("int4")):
-            scale = (amax / fmt.max).bfloat16().float()
+            scale = rounding(amax / fmt.max)
             errors.append((round_to_values(x / scale, fmt) * scale - x).square().mean().item())
         return 10 * math.log10(errors[1] / errors[0])
 
     return measure
 
 
-def crossover(columns: int, first: QuantSpec, second: QuantSpec) -> Callable[[int], float]:
-    """Crest factor of a block at which the errors of two formats are equal.
+def power_of_two_above(scale: Tensor) -> Tensor:
+    """The smallest E8M0 scale that is not below each scale."""
+    return e8m0_decode(e8m0_encode(scale))
 
-    Blocks of N(0, σ), σ from 1 to 2, are put in bins of .1 by their crest factor; between the two
-    bins where the sign of the difference in dB changes it is taken to be linear.
+
+def bf16_above(scale: Tensor) -> Tensor:
+    """The smallest BF16 number that is not below each scale, positive float32."""
+    bits = scale.contiguous().view(torch.int32)
+    return (bits + 0xFFFF & ~0xFFFF).view(torch.float32)
+
+
+def e4m3_above(scale: Tensor) -> Tensor:
+    """The smallest E4M3 scale that is not below each scale, under a float32 scale that makes the
+    largest 448.
     """
+    fmt = get_scale_format("e4m3")
+    outer = scale.max() / fmt.max
+    scale = (scale / outer).clamp(max=fmt.max)
+    codes = fmt.encode(scale)
+    codes = torch.where(fmt.decode(codes) < scale, codes + 1, codes)
+    return fmt.decode(codes) * outer
+
+
+def crossover(
+    columns: int | None, ratio: float, floating: ElementFormat, bits: int
+) -> Callable[[int], float]:
+    """Crest factor κ at which the error model of 2510.25602 gives integers of some bits and a
+    floating-point format the same error, as its authors' script has it.
+
+    A block of N(0, σ²) has the amax κσ, and its scale is ρ κσ / max. Errors are uniform between the
+    codes of integers and of subnormal numbers, and relative to the size of normal ones:
+
+        integers        (ρκ)² / (12 · 4^(bits − 1))
+        floating point  w_norm / (24 · 4^M) + (ρκ)² step² / (12 max²) p_sub + w_zero
+
+    with the shares of energy of normal numbers and of what becomes zero, w, and of subnormal
+    numbers, p. Of a block of `columns` the largest value has no error: 1 / columns of the integers'
+    error and κ² / columns of w_norm are taken off; None: they are not.
+
+    Args:
+        ratio: ρ; the paper takes 1.5 for powers of two and 1.05 for E4M3.
+    """
+    step = floating.smallest_subnormal
+    exact = 0.0 if columns is None else 1.0 / columns
+
+    def integers(kappa: float) -> float:
+        return (ratio * kappa) ** 2 / (12 * 4 ** (bits - 1)) * (1 - exact)
+
+    def floats(kappa: float) -> float:
+        unit = ratio * kappa / floating.max
+        zero = unit * step / 2
+        normal_from = unit * floating.smallest_normal
+        within = 2 * (cumulative(normal_from) - cumulative(zero))
+        lost = 2 * cumulative(zero) - 1 - 2 * zero * density(zero)
+        energy = 2 * (normal_from * density(normal_from) + 1 - cumulative(normal_from))
+        relative = max(0.0, energy - kappa**2 * exact) / (24 * 4**floating.mantissa_bits)
+        return relative + (unit * step) ** 2 / 12 * within + lost
 
     def measure(seed: int) -> float:
-        octave = 2 ** torch.rand(SHAPE[0], 1, generator=generator(seed + 1000))
-        x = normal(seed) * octave
-        factors = crest_factors(x, columns)
-        energy = x.reshape(-1, columns).square().sum(1)
-        ratios = []
-        for spec in (first, second):
-            error = (values(x, spec) - x).reshape(-1, columns).square().sum(1)
-            ratios.append(error / energy)
-        below = None
-        for low in (1.5 + 0.1 * number for number in range(15)):
-            within = (factors >= low) & (factors < low + 0.1)
-            gap = 10 * math.log10(ratios[1][within].mean() / ratios[0][within].mean())
-            if below is not None and gap >= 0 > below:
-                return low - 0.05 + 0.1 * below / (below - gap)
-            below = gap
-        return math.nan
+        """The same for every seed: nothing is drawn."""
+        low, high = 1.0, 12.0
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            if integers(middle) < floats(middle):
+                low = middle
+            else:
+                high = middle
+        return low
 
     return measure
+
+
+def density(z: float) -> float:
+    """Of N(0, 1)."""
+    return math.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+
+
+def cumulative(z: float) -> float:
+    """Of N(0, 1)."""
+    return (1 + math.erf(z / math.sqrt(2))) / 2
 
 
 def lossless_blocks(seed: int) -> float:

@@ -145,9 +145,8 @@ def choose(
             if native:
                 return Choice("native", "auto: the GPU multiplies these codes")
             return Choice("emulate", reason)
-        why_not = BACKENDS[backend].why_not(table, gemm, layer, device) or (
-            emulated if backend == "native" else None
-        )
+        of_recipe = emulated if backend == "native" else None
+        why_not = of_recipe or BACKENDS[backend].why_not(table, gemm, layer, device)
         if why_not is not None:
             raise refusal(f"{gemm}: {why_not}")
         return Choice(backend, reason)

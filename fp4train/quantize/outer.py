@@ -6,7 +6,7 @@
     (rows, columns)   a tile, such as (128, 128); (rows, None): these rows from end to end, as
                       CTA-local NVFP4 has it (arXiv 2610.00053)
     macro             128 columns of a row, or 128x128 under square blocks: not a float32 number but
-                      a mantissa of 8 bits over E8M0 block scales (ALTO, arXiv 2605.20402)
+                      a mantissa of 8 bits over E8M0 block scales (ALTO, arXiv 2603.08713)
 
 Scales of the tensor, of rows and of whole rows stay the same along the contracted axis and are
 applied to the product. Others multiply the elements, so emulation multiplies in float32.

@@ -17,7 +17,7 @@ from fp4train.quantize.scaling import (
     unswizzle_scales,
 )
 from fp4train.quantize.spec import QuantSpec
-from fp4train.quantize.transform import undo_transform
+from fp4train.quantize.transform import pad_columns, undo_transform
 
 
 class Decoded(NamedTuple):
@@ -183,11 +183,9 @@ class Quantized(NamedTuple):
 def turned(q: Quantized) -> Quantized:
     """The quantised transpose, of a spec that is `transposable`."""
     rows, columns = q.shape
-    if q.element_width == columns:
-        codes = q.element_codes
-    else:
-        codes = q.element_codes[:, :columns]
-    codes = codes.T.contiguous()
+    codes = q.element_codes[:, :columns].T
+    multiple = q.spec.block[0] or 1 + q.spec.format.packed  # two codes of a packed format per byte
+    codes = pad_columns(codes, multiple).contiguous()
     packed = pack_fp4(codes) if q.spec.format.packed else codes
     if q.scales.numel() == 1:
         scales = q.scales

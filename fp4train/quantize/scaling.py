@@ -104,7 +104,8 @@ def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> T
     amax_b = nan_if_not_finite(amax_b)
     if spec.formula == "te2.13":
         return spec.scale_format.encode((amax_b / largest) * encode)
-    return spec.scale_format.encode(amax_b * (encode * largest.reciprocal()))
+    factor = (encode * largest.reciprocal()).clamp(max=FLOAT32_MAX)
+    return spec.scale_format.encode(amax_b * factor)
 
 
 def encode_factor(decode: Tensor) -> Tensor:
@@ -194,7 +195,8 @@ def block_scales_e8m0(amax_b: Tensor, fmt: ElementFormat, mode: str) -> Tensor:
     ceil: the exponent rounded up; even: amax first rounded to the element's mantissa.
     """
     if mode == "rceil":
-        return e8m0_encode(amax_b / fmt.max)
+        ratio = amax_b / fmt.max
+        return e8m0_encode(torch.where(amax_b.isfinite(), ratio.clamp(max=FLOAT32_MAX), ratio))
     bits = amax_b.contiguous().view(torch.int32)
     if mode == "even":
         bits = bits + (1 << (22 - fmt.mantissa_bits))

@@ -23,10 +23,54 @@ from cpu_kernels import (
     every_machine,
 )
 
+from fp4train.formats import ElementFormat
 from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
-from fp4train.quantize import Hadamard, QuantSpec, cpu, reference
+from fp4train.quantize import Hadamard, QuantSpec, cpu, reference, register
 from fp4train.quantize.cpu import CpuQuantizer
+
+
+@pytest.mark.parametrize("bias", [8, 12, 40])
+@pytest.mark.parametrize("exponent", [-60, 110, 122, 126])
+@pytest.mark.parametrize("scale_rounding", ["rceil", "floor", "even", "ceil"])
+def test_powers_of_two_saturate_for_elements_far_below_one(
+    scale_rounding: str, exponent: int, bias: int
+) -> None:
+    """The largest scale is 2^127: finite values that need a larger one become the largest
+    element.
+    """
+    register(ElementFormat(name="tiny", exponent_bits=2, mantissa_bits=1, bias=bias))
+    spec = QuantSpec(
+        element="tiny",
+        block=(1, 32),
+        scale="e8m0",
+        scale_rounding=scale_rounding,
+        global_scale=None,
+    )
+    x = draw_values("normal", 6, 96, 4).clamp(-1.9, 1.9) * 2.0**exponent
+    for form in (spec, replace(spec, global_scale="macro")):
+        assert_equals_reference(x, form, *every_machine(threads=2))
+    values = reference.quantize(x, spec).dequantize()
+    assert values.isfinite().all()
+    assert values.abs().max() <= spec.format.max * 2.0**127
+
+
+@pytest.mark.parametrize("bias", [8, 40])
+@pytest.mark.parametrize("exponent", [-149, -130, 124])
+@pytest.mark.parametrize("formula", ["te2.14", "te2.13"])
+def test_scales_of_tensors_at_the_ends_of_float32_are_those_of_the_reference(
+    formula: str, exponent: int, bias: int
+) -> None:
+    """The factor of the tensor is the largest number, or has no inverse; blocks of zeros lie
+    beside.
+    """
+    register(ElementFormat(name="tiny", exponent_bits=2, mantissa_bits=1, bias=bias))
+    x = (draw_values("normal", 6, 96, 4).clamp(-1.9, 1.9).double() * 2.0**exponent).float()
+    x[1, :48] = 0.0
+    for scale in ("e4m3", "ue5m3"):
+        for level in ("tensor", "row", (128, 128)):
+            spec = QuantSpec(element="tiny", scale=scale, global_scale=level, formula=formula)
+            assert_equals_reference(x, spec, *every_machine(threads=2))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

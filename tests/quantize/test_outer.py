@@ -171,6 +171,32 @@ def test_square_blocks_in_square_tiles_are_the_same_transposed() -> None:
     assert not replace(SQUARE, global_scale=(128, 256)).transposable
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantSpec(block=(16, 16)),
+        QuantSpec(element="int4", block=(16, 16)),
+        QuantSpec(block=(32, 32), scale="e8m0", global_scale=None),
+        QuantSpec(element="e4m3", block=(128, 128), scale="fp32", global_scale=None),
+        QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None),
+        QuantSpec(block=(None, None), scale="fp32", global_scale=None),
+        SQUARE,
+        SQUARE_MACRO,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(40, 50), (33, 16), (1, 130), (7, 3)])
+def test_codes_turned_are_those_of_the_transpose_where_sides_fill_no_blocks(
+    spec: QuantSpec, shape: tuple[int, int]
+) -> None:
+    x = sample(*shape, seed=3)
+    ours, theirs = turned(quantize(x, spec)), quantize(x.T, spec)
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours.codes, theirs.codes)
+    assert torch.equal(ours.scales, theirs.scales)
+    assert torch.equal(ours.dequantize(), theirs.dequantize())
+
+
 @every_spec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_spoils_what_shares_its_scale_and_no_other(

@@ -1,25 +1,56 @@
-"""Every recipe trains through the command line: in its own precision everywhere and to the end, the
-loss falls.
+"""Every file of `recipes/` through the command line: in its own precision everywhere and to the end
+the loss falls, a run goes on from a checkpoint with the same bits, and a ranking takes the recipe.
 """
 
-import pytest
-from command_line import Cli, events, lines
+from pathlib import Path
 
+import pytest
+import torch
+from command_line import Cli, events, lines, losses
+
+from fp4train import checkpoint
 from fp4train.config.overrides import groups
 
+RECIPES = groups()["recipe"]
+SAVED = 28
+STEPS = 30
 
-@pytest.mark.parametrize("recipe", groups()["recipe"])
-def test_the_loss_falls_in_every_recipe(recipe: str, cli: Cli) -> None:
+
+def weights_and_states(run: str) -> dict[str, torch.Tensor]:
+    """The tensors of the newest checkpoint of a run."""
+    return checkpoint.load(Path(run) / "checkpoints").tensors
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_loss_falls_in_every_recipe_and_a_run_resumes_to_the_bit(recipe: str, cli: Cli) -> None:
     ended = cli(
         f"recipe={recipe}",
         "run.name=a",
         "policy=all",
         "phases=none",
-        "train.steps=30",
+        f"train.steps={STEPS}",
         "optim.lr=1e-2",
+        f"checkpoint.every={SAVED}",
     )
     assert ended.code == 0, ended.err
-    losses = [line["train/loss"] for line in lines("runs/a") if "train/loss" in line]
-    assert len(losses) == 30
+    curve = [line["train/loss"] for line in lines("runs/a") if "train/loss" in line]
+    assert len(curve) == STEPS
     assert not events("runs/a", "divergence")
-    assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
+    assert sum(curve[-5:]) < 0.75 * sum(curve[:5])
+    resumed = cli("resume=runs/a", f"resume_step={SAVED}", "run.name=b")
+    assert resumed.code == 0, resumed.err
+    assert [event["step"] for event in events("runs/b", "resume")] == [SAVED + 1]
+    assert losses("runs/b") == losses("runs/a")
+    ended_with = weights_and_states("runs/a")
+    resumed_to = weights_and_states("runs/b")
+    assert ended_with.keys() == resumed_to.keys()
+    assert all(torch.equal(ended_with[name], resumed_to[name]) for name in ended_with)
+
+
+def test_one_ranking_takes_every_recipe(cli: Cli) -> None:
+    cli.trained("run.name=a", "checkpoint.every=3")
+    words = ("steps=1", "forks=2", "batches=1", "policy=all")
+    shown = cli.raw("rank", "runs/a", f"recipe={','.join(RECIPES)}", *words)
+    assert shown.code == 0, shown.err
+    assert set(RECIPES) <= set(shown.out.replace(",", " ").split())
+    assert "diverged" not in shown.out

@@ -51,14 +51,17 @@ INLINE Global global_scale(const Job *job, F amax) {
         const F mantissa = macro_mantissa(job->largest, amax);
         return (Global){mantissa, f_div(f_set(1.0f), mantissa), mantissa};
     }
-    const F encode = global_encode(job->bound, amax);
-    return (Global){encode, f_div(f_set(1.0f), encode), f_mul(encode, f_div(f_set(1.0f), f_set(job->largest)))};
+    const F encode = global_encode(job->bound, amax), decode = f_div(f_set(1.0f), encode);
+    report(job, not_finite(i_bits(decode))); /* no float32 number is the scale: the reference says so */
+    const F block = f_min(f_mul(encode, f_div(f_set(1.0f), f_set(job->largest))), f_set(float_max));
+    return (Global){encode, decode, block};
 }
 
 /* A scale with a mantissa, of the format `element`, under a global one. */
 INLINE Scale scale_under(const Job *job, F amax, Global global, int outer, int element) {
-    const F wanted = job->formula == FORMULA_TE_2_13 ? f_mul(f_div(amax, f_set(job->largest)), global.encode)
-                                                     : f_mul(amax, global.block);
+    const int divides = job->formula == FORMULA_TE_2_13;
+    const F wanted = divides ? f_mul(f_div(amax, f_set(job->largest)), global.encode) : f_mul(amax, global.block);
+    if (divides) report(job, not_finite(i_and(i_bits(wanted), i_set(INT32_MAX))));
     const Rounded s = round_nearest(wanted, element_of(element));
     const F decode = f_mul(s.value, global.decode), encode = f_div(f_set(1.0f), decode);
     return (Scale){s.code, f_min(encode, f_set(float_max)), outer ? decode : s.value};
