@@ -187,7 +187,7 @@ def crossover(
     exact = 0.0 if columns is None else 1.0 / columns
 
     def integers(kappa: float) -> float:
-        return (ratio * kappa) ** 2 / (12 * 4 ** (bits - 1)) * (1 - exact)
+        return (ratio * kappa) ** 2 / (12 * 4.0 ** (bits - 1)) * (1 - exact)
 
     def floats(kappa: float) -> float:
         unit = ratio * kappa / floating.max
@@ -196,7 +196,7 @@ def crossover(
         within = 2 * (cumulative(normal_from) - cumulative(zero))
         lost = 2 * cumulative(zero) - 1 - 2 * zero * density(zero)
         energy = 2 * (normal_from * density(normal_from) + 1 - cumulative(normal_from))
-        relative = max(0.0, energy - kappa**2 * exact) / (24 * 4**floating.mantissa_bits)
+        relative = max(0.0, energy - kappa**2 * exact) / (24 * 4.0**floating.mantissa_bits)
         return relative + (unit * step) ** 2 / 12 * within + lost
 
     def measure(seed: int) -> float:
