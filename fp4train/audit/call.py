@@ -80,7 +80,7 @@ class ObservedCall:
         first_feature: number of its first in feature, for random bits.
         first_out: number of its first out feature, for random bits.
         unseen: GEMM → why neither its product nor its result is seen.
-        cut: what the other ranks have of the call, of a layer that tensor parallelism cuts.
+        cut: tensors and terms of the other ranks, of a layer that tensor parallelism cuts.
     """
 
     name: str

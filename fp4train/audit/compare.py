@@ -198,7 +198,7 @@ class CallComparison:
             self.uncovered.append(f"{gemm.name}: its sum, of which other ranks saw no term")
             return
         bias = self.call.bias if gemm.name == "fprop" else None
-        apart = cut.compare_sum(result, bias)
+        apart = cut.compare_sum(result, bias, self.expected.plan.table.torch_dtype)
         if apart is not None:
             what = "the layer returns something else than the sum of the terms of all ranks"
             self._add(what, apart[0], lambda: apart[1], gemm=gemm.name)

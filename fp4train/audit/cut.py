@@ -37,9 +37,10 @@ class CutCall:
         runs: (first, number) of this rank's out features in the whole layer's, where they do not
             follow each other; empty: they do.
         joined: whether the scale of an operand covers the parts of all ranks.
-        whole: x, w and dy of the whole layer, those that are cut; parts of ranks in turn.
+        tensors: x, w and dy of the whole layer, those that are cut; parts of ranks in turn.
         rows: indices of the rows whose terms were gathered, among all tokens.
-        terms: of the GEMM that is summed, float32 [ranks, rows, columns]; None: it did not run.
+        terms: terms of the GEMM that is summed, float32 [ranks, rows, columns]; None: it did not
+            run.
     """
 
     along: str
@@ -48,7 +49,7 @@ class CutCall:
     sequence: bool
     runs: Runs
     joined: bool
-    whole: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
     rows: Tensor
     terms: Tensor | None
 
@@ -69,21 +70,21 @@ class CutCall:
     ) -> tuple[Tensor | None, Tensor | None]:
         """(amax of an operand over all ranks, that of what it requantises); None: its own."""
         spec = operand.spec
-        whole = self.whole.get(operand.tensor)
-        if spec is None or whole is None or not (self.joined and operand.has(self.along)):
+        tensor = self.tensors.get(operand.tensor)
+        if spec is None or tensor is None or not (self.joined and operand.has(self.along)):
             return None, None
         if operand.tensor != "w":
-            whole = whole.to(dtype)
+            tensor = tensor.to(dtype)
         if operand.transposed:
-            whole = whole.T
+            tensor = tensor.T
         cut_rows = self._has_rows(operand)
         inner_amax = None
         if spec.requantises is not None:
             inner = spec.requantises
-            inner_amax = self._own(_measured(whole.T, inner, None), not cut_rows)
-            whole = reference.quantize(whole.T, inner).restore(torch.bfloat16).T
+            inner_amax = self._own(_measured(tensor.T, inner, None), not cut_rows)
+            tensor = reference.quantize(tensor.T, inner).restore(torch.bfloat16).T
             spec = replace(spec, requantises=None)
-        return self._own(_measured(whole, spec, key), cut_rows), inner_amax
+        return self._own(_measured(tensor, spec, key), cut_rows), inner_amax
 
     def _has_rows(self, operand: Operand) -> bool:
         """Whether the rows of the operand are cut, and not its columns."""
@@ -96,30 +97,30 @@ class CutCall:
         return amax.tensor_split(self.ranks)[self.rank]
 
     def compare_sum(
-        self, result: Tensor, bias: Tensor | None
+        self, result: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> tuple[Difference, tuple[str, ...]] | None:
         """(what differs between y or dx of this rank and the sum of the terms, the names of faults
         that give it); None: nothing does.
+
+        Args:
+            dtype: dtype to which the sum is rounded.
         """
         if self.terms is None:
             return None
-        terms = self.terms
-        rows = self.rows
+        rows, terms = self.rows, self.terms
         if self.sequence:
-            first = self.rank * len(result)
-            mine = (rows >= first) & (rows < first + len(result))
-            rows, terms = rows[mine] - first, terms[:, mine]
+            start = self.rank * len(result)
+            mine = (rows >= start) & (rows < start + len(result))
+            rows, terms = rows[mine] - start, terms[:, mine]
         value = result[rows]
-        low, high = _between(terms, bias, value.dtype)
-        same = (value == low) | (value.isnan() & low.isnan())
-        wrong = ~(((value >= low) & (value <= high)) | same)
+        wrong = _beyond(value, terms, bias, dtype)
         if not bool(wrong.any()):
             return None
         where = torch.zeros(result.shape, dtype=torch.bool)
         where[rows] = wrong
         apart = where_differing(where)
         assert apart is not None
-        return apart, tuple(_explanations(value, terms, bias))
+        return apart, tuple(_explanations(value, terms, bias, dtype))
 
 
 def _measured(tensor: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor | None:
@@ -129,29 +130,33 @@ def _measured(tensor: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor 
     return reference.scale_tensor(tensor, spec, None, key).amax
 
 
-def _between(terms: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The least and the largest result of a sum in float32, in whatever order, rounded once."""
+def _beyond(value: Tensor, terms: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The elements that no order of the sum gives, bool [rows, columns]."""
     total = terms.double().sum(0)
     error = len(terms) * _ULP * terms.double().abs().sum(0)
     if bias is not None:
         rounded = bias.to(dtype).double()
         total = total + rounded
         error = error + _ULP * (total.abs() + rounded.abs())
-    low, high = (total - error).float().to(dtype), (total + error).float().to(dtype)
-    return low, high
+    low = (total - error).float().to(dtype).to(value.dtype)
+    high = (total + error).float().to(dtype).to(value.dtype)
+    outside = (value < low) | (value > high) | value.isnan()
+    overflows = ~(low.isfinite() & high.isfinite())
+    never_finite = ~(low.isfinite() | high.isfinite())
+    return torch.where(overflows, never_finite & value.isfinite(), outside)
 
 
-def _explanations(value: Tensor, terms: Tensor, bias: Tensor | None) -> Iterator[str]:
+def _explanations(
+    value: Tensor, terms: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Iterator[str]:
     faults = {
         "the terms are rounded to BF16 before they are summed": terms.bfloat16().float(),
         "the sum is doubled": terms * 2,
     }
     for rank in range(len(terms)):
-        faults[f"the term of rank {rank} of the layer's is left out"] = torch.cat(
-            [terms[:rank], terms[rank + 1 :]]
-        )
+        remaining = torch.cat([terms[:rank], terms[rank + 1 :]])
+        faults[f"the term of rank {rank} of the layer's is left out"] = remaining
         faults[f"it is the term of rank {rank} of the layer's alone"] = terms[rank : rank + 1]
     for name, candidate in faults.items():
-        low, high = _between(candidate, bias, value.dtype)
-        if bool(((value >= low) & (value <= high)).all()):
+        if not bool(_beyond(value, candidate, bias, dtype).any()):
             yield name

@@ -29,7 +29,7 @@ def exchange(layer: PlannedLayer, observer: Observer | None, weight: Tensor | No
 
     Args:
         observer: observer of the layer, whose passes have run; None: it has none here.
-        weight: the weight that the optimizers hold, whole; None: those of the calls are joined.
+        weight: the weight that the layer multiplies, whole; None: those of the calls are joined.
     """
     shard = layer.layer_shard
     if shard is None or shard.tensor is None or shard.cut not in ("in", "out"):
@@ -79,8 +79,8 @@ def _join(
     features = "dy" if out else "x"
     if shard.sequence and (all_tokens := joined(tokens, 0)) is not None:
         setattr(record, tokens, all_tokens)
-    whole = {features: joined(features, 1)}
-    whole["w"] = joined("w", 0 if out else 1) if weight is None else weight.cpu()
+    layer_tensors = {features: joined(features, 1)}
+    layer_tensors["w"] = joined("w", 0 if out else 1) if weight is None else weight.cpu()
     terms = [part["term"] for part in parts]
     seen = all(term is not None for term in terms)
     rank = shard.tensor.rank
@@ -96,7 +96,7 @@ def _join(
         sequence=shard.sequence,
         runs=shard.runs if len(shard.runs) > 1 else (),
         joined=shard.amax != "local",
-        whole={name: tensor for name, tensor in whole.items() if tensor is not None},
+        tensors={name: tensor for name, tensor in layer_tensors.items() if tensor is not None},
         rows=sampled(0 if product is None else len(product.result)),
         terms=torch.stack(terms) if seen else None,
     )

@@ -94,14 +94,14 @@ class OperandSource:
             amax = reference.scale_tensor(tensor, spec, None, key).amax
         parts = []
         start = 0
-        for first, count in self.runs:
+        for begin, count in self.runs:
             part_amax = amax
             if self.runs_in_rows:
-                at = key.replace(row_offset=first)
+                at = key.replace(row_offset=begin)
                 if amax is not None and amax.ndim == 2:
                     part_amax = amax[start : start + count]
             else:
-                at = key.replace(col_offset=first)
+                at = key.replace(col_offset=begin)
             part = tensor.narrow(0 if self.runs_in_rows else 1, start, count)
             parts.append(reference.quantize(part, spec, key=at, amax=part_amax))
             start += count

@@ -98,17 +98,15 @@ class TermComparison:
     def _planned(self) -> list[tuple[str, tuple[Decoded, Decoded]]]:
         """(name, operands) of the products that follow the first one."""
         recipe = self._plan.recipe
-        first, second = (
-            products.decoded(self._product.first),
-            products.decoded(self._product.second),
-        )
+        left = products.decoded(self._product.first)
+        right = products.decoded(self._product.second)
         planned = []
         row = {"fprop": "x", "dgrad": "dy"}.get(self._gemm.name)
         if row is not None and takes_mean(self._plan, self._gemm.name, row):
             mean = self._call.means[row]
-            planned.append((f"the mean of {row}", (Decoded(mean.unsqueeze(0), None), second)))
+            planned.append((f"the mean of {row}", (Decoded(mean.unsqueeze(0), None), right)))
         if self._gemm.name == "fprop" and recipe.residual is not None and self._quantised:
-            planned += self._residuals(recipe.residual, first, second)
+            planned += self._residuals(recipe.residual, left, right)
         return planned
 
     @property
@@ -122,7 +120,7 @@ class TermComparison:
             self.uncovered = "the channels of residuals, which sums of another device choose"
             return []
         values = {"x": x.tensor(torch.float32), "w": w.tensor(torch.float32)}
-        rests = {}
+        residues = {}
         for name in residual.tensors:
             tensor = self._tensors[name]
             if tensor is None:
@@ -130,15 +128,15 @@ class TermComparison:
                 return []
             if name == "x":
                 tensor = centred(self._call, self._plan, "fprop", "x", tensor)
-            rests[name] = tensor.float() - values[name]
+            residues[name] = tensor.float() - values[name]
         channels = torch.arange(values["x"].shape[1])
         if residual.share < 1:
-            score = torch.stack([rest.abs().mean(0) for rest in rests.values()]).sum(0)
+            score = torch.stack([residue.abs().mean(0) for residue in residues.values()]).sum(0)
             channels = score.topk(residual.count(len(score))).indices.sort().values
         planned = []
-        for name, rest in rests.items():
+        for name, residue in residues.items():
             other = "w" if name == "x" else "x"
-            term = _quantised(rest[:, channels], residual.spec, self._plan.table.torch_dtype)
+            term = _quantised(residue[:, channels], residual.spec, self._plan.table.torch_dtype)
             factor = Decoded(values[other][:, channels], None)
             operands = (term, factor) if name == "x" else (factor, term)
             planned.append((f"the residual of {name}", operands))
@@ -201,7 +199,7 @@ def _values(operand: Decoded) -> Tensor:
     return operand.tensor(torch.float32)
 
 
-def _quantised(rest: Tensor, spec: QuantSpec | None, dtype: torch.dtype) -> Decoded:
+def _quantised(residue: Tensor, spec: QuantSpec | None, dtype: torch.dtype) -> Decoded:
     if spec is None:
-        return Decoded(rest.to(dtype), None)
-    return reference.quantize(rest, spec).decoded()
+        return Decoded(residue.to(dtype), None)
+    return reference.quantize(residue, spec).decoded()

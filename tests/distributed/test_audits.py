@@ -67,6 +67,19 @@ loop.train_step = train_step
 """
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("gather", ["recipe", "bf16"])
+def test_a_clean_run_whose_cut_layers_are_sharded_too_has_no_fault(
+    ranks: Ranks, gather: str
+) -> None:
+    sharded = ("parallel.dp_shard=2", f"parallel.gather={gather}", "model.layers=1")
+    assert not any(ranks(4, "run.name=a", *AUDITED, *CUT, *sharded).codes)
+    assert events(ranks.folder / "runs/a", "audit fault") == []
+    assert events(ranks.folder / "runs/a", "audit failed") == []
+    audits = events(ranks.folder / "runs/a", "audit")
+    assert len(audits) == 5 and all(len(entry["gemms"]) >= 2 for entry in audits)
+
+
 def test_a_replica_that_drifts_is_found_with_its_tensor(ranks: Ranks) -> None:
     mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.action=stop")
     ended = ranks(2, "run.name=a", *AUDITED, *mesh, "audit.sums=1", patch=DRIFTS)

@@ -142,7 +142,9 @@ class LayerAudits:
         layer = self.layer_at(step.index)
         result = None
         if layer is not None:
-            exchange(layer, self._observers.get(layer.layer.name), self._weight)
+            observer = self._observers.get(layer.layer.name)
+            self._weight = self._planned.multiplied(self._weight, observer)
+            exchange(layer, observer, self._weight)
             with self.failures.guarding(layer.layer.name):
                 result = self._compared(layer, step.index)
         self._keep_for_next()
@@ -160,8 +162,8 @@ class LayerAudits:
         if observer is None:
             return None
         earlier = self._earlier.get(name)
-        before = () if earlier is None else earlier.records
-        result = self._planned.compare(layer, observer, step, self._weight, before)
+        records = () if earlier is None else earlier.records
+        result = self._planned.compare(layer, observer, step, self._weight, records)
         if result is None:
             return None
         if result.failures:

@@ -46,14 +46,13 @@ class PlannedCalls:
         observer: Observer,
         step: int,
         weight: Tensor | None = None,
-        before: Sequence[ObservedCall] = (),
+        earlier: Sequence[ObservedCall] = (),
     ) -> Audited | None:
         """Compare the observed call of a layer in a step; None: none of its experts had a token.
 
         Args:
-            weight: the weight that the optimizers hold, whole (`weight_of`); None: that of the
-                call.
-            before: records of the step before; empty: none were kept.
+            weight: the result of `multiplied`; None: the weight of the call itself.
+            earlier: records of the step before; empty: none were kept.
         """
         name = layer.layer.name
         plan = self.run.plan.at(step).layers[name]
@@ -74,7 +73,7 @@ class PlannedCalls:
             return Audited(layer=name, step=step, failures=("its backward pass was not seen",))
         audits = []
         for number, record in enumerate(observer.records):
-            previous = before[number] if len(before) == len(observer.records) else None
+            previous = earlier[number] if len(earlier) == len(observer.records) else None
             part = plan
             if record.channels is not None:
                 part = plan.split_channels().channel_parts[number]
@@ -83,8 +82,17 @@ class PlannedCalls:
             audits.append(CallComparison(record, expected, previous).run(step))
         return joined(audits)
 
+    def multiplied(self, weight: Tensor | None, observer: Observer | None) -> Tensor | None:
+        """The weight that the optimizers hold (`weight_of`), as ranks send it to the layer."""
+        records = [] if observer is None else observer.records
+        if weight is None or self.run.config.parallel.gather != "bf16":
+            return weight
+        if all(record.w is not None for record in records):
+            return weight
+        return weight.bfloat16().float()
+
     def _weight_for(self, record: ObservedCall, weight: Tensor | None) -> Tensor | None:
-        """The weight that a call should have multiplied, from what the optimizer holds."""
+        """The weight that a call should have multiplied, of that of the layer."""
         if weight is None:
             return None
         if weight.dim() == 3:
@@ -92,8 +100,6 @@ class PlannedCalls:
         if record.cut is not None:
             axis = 0 if record.cut.along == "out" else 1
             weight = weight.tensor_split(record.cut.ranks, dim=axis)[record.cut.rank]
-        if self.run.config.parallel.gather == "bf16" and record.w is None:
-            weight = weight.bfloat16().float()
         if record.channels is not None:
             weight = weight.index_select(1, record.channels)
         return weight
