@@ -394,9 +394,9 @@ def nearest(word: str, words: Iterable[str], alike: float = _ALIKE) -> str | Non
     return by_lower[matches[0]] if matches else None
 
 
-def near_miss(word: str, words: Iterable[str]) -> str:
-    """ "; did you mean 'nvfp4'?", or an empty string."""
-    suggestion = nearest(word, words)
+def near_miss(word: str, words: Iterable[str], alike: float = _ALIKE) -> str:
+    """ "; did you mean 'nvfp4'?", or an empty string where no word is `alike`."""
+    suggestion = nearest(word, words, alike)
     if suggestion:
         return f"; did you mean {suggestion!r}?"
     return ""

@@ -70,6 +70,8 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
     resumed = overrides.resumed_run(arguments)
     if resumed == "resume=":
         raise UserError("resume= names no run: resume=RUN")
+    if "init=" in arguments:
+        raise UserError("init= names no weights: init=RUN, or init=FOLDER of Hugging Face")
     if resumed and asked_for & _SHOW:
         run = Path(resumed.removeprefix("resume="))
         raise UserError(

@@ -85,6 +85,7 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
             if word.key_or_group in groups or word.key_or_group.startswith("hydra")
         ]
         composition = _composition([str(word.input_line) for word in chosen], folders)
+        _refuse_idle(chosen)
         params: Mapping[str, Any] = {}
         if sweep:  # an experiment's file may ask for one, too
             params = composition.hydra.sweeper.params or {}
@@ -242,8 +243,11 @@ def _set_keys(composition: DictConfig, words: list[Override], elsewhere: str | N
     try:
         ConfigLoaderImpl._apply_overrides_to_config(words, composition)
     except (HydraException, OmegaConfBaseException) as error:
+        taken_out = [word for word in words if word.is_delete()]
         unknown = [
-            word.key_or_group for word in missing if word.key_or_group not in (*have, *added)
+            word.key_or_group
+            for word in (*missing, *taken_out)
+            if word.key_or_group not in (*have, *added)
         ]
         for key in unknown:
             foreign.check_keys(
@@ -375,6 +379,17 @@ def _check_word(word: Override, groups: Mapping[str, list[str]], sweep: bool) ->
             foreign.check_option(key, value, groups[key])
 
 
+def _refuse_idle(words: Iterable[Override]) -> None:
+    """Refuse settings of Hydra that change nothing here: of its jobs, logs and folders."""
+    for word in words:
+        if word.key_or_group.startswith("hydra") and not word.key_or_group.startswith(
+            ("hydra.searchpath", "hydra.sweeper", "hydra/sweeper", "hydra/launcher")
+        ):
+            raise UserError(
+                f"{word.input_line}: this setting of Hydra changes nothing of a run: leave it out"
+            )
+
+
 def _values(word: Override) -> list[str]:
     """An override for each value that it gives its key: several in a sweep."""
     if not word.is_sweep_override():
@@ -420,6 +435,6 @@ def check_flags(arguments: list[str]) -> None:
             hint = (
                 hint
                 or foreign.suggestion(bare.partition("=")[0])
-                or near_miss(name, overrides.KNOWN_FLAGS)
+                or near_miss(name, overrides.KNOWN_FLAGS, 0.7)
             )
             raise UserError(f"unknown flag {name}{hint}; fp4train --help lists keys")

@@ -31,7 +31,7 @@ _MARKER = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]|\[\|[^\s|\[\]]{1,32}\|\]"
 """What separates messages in templates whose tokenizer has no such token."""
 _KEPT = 256
 """Sequences of roles whose surroundings are kept."""
-VERSION = 1
+VERSION = 2
 """Part of the key of cached conversations: another number where equal conversations give other
 answers, texts or sequences.
 """
@@ -82,6 +82,7 @@ class AnswerFinder:
                     f"{name} marks nothing of it with {{% generation %}}, so that there is "
                     "nothing to learn"
                 )
+            self._check_marks(messages, [rendered.text[start:end] for start, end in marked])
             return Conversation(rendered.text, marked)
         words = Words(messages, self.renderer.source)
         text, between = (
@@ -117,6 +118,33 @@ class AnswerFinder:
                 "data.template=FILE.jinja"
             )
         return Conversation(text, tuple(spans))
+
+    def _check_marks(self, messages: Sequence[Message], marked: Sequence[str]) -> None:
+        """Refuse a template whose marks enclose nothing of what any answer says.
+
+        Raises:
+            ValueError: it is one.
+        """
+        answers = [
+            message
+            for message in messages
+            if message["role"] == ANSWERS and says_something(message)
+        ]
+        if not answers or any(
+            message["content"].strip() in text for message in answers for text in marked
+        ):
+            return
+        words = Words(messages, self.renderer.source)
+        probe = self.renderer.render([(words.put(messages, answers=True), False)])[0]
+        for start, end in probe.marks:
+            _, places = words.split(probe.text[start:end])
+            if places:
+                return
+        raise ValueError(
+            f"{self.renderer.name} writes nothing of what its answers say where it marks them: "
+            "it may take contents that are lists of parts, as models of pictures do. Give another "
+            "one, data.template=FILE.jinja"
+        )
 
     def _frames_without_empty(self, messages: Sequence[Message], words: Words) -> Frames | None:
         """What the template writes where the answers without text say something; None: all do, or
@@ -172,6 +200,11 @@ class AnswerFinder:
         asked = gap[:start] == header[: frames.after_prompt(header, prompt)]
         if asked and start < end and gap.endswith(after):
             return [(start, end)]
+        # a part of the header, and all that follows an answer: the answer is its ending
+        end = len(gap) - len(following)
+        ends = gap.endswith(following) and len(after) < len(following)
+        if ends and end > 0 and header.startswith(gap[:end]):
+            return [(end, len(gap) - len(after))]
         return None
 
     def _leaves_out(self, plain: Gap, filled: Gap, messages: Sequence[Message], text: str) -> bool:

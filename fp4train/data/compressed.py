@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from fp4train.data.containers import SKIPPABLE
 from fp4train.errors import DataError, reason
 
 GZIP = b"\x1f\x8b"
@@ -29,8 +30,9 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             head = file.read(len(ZSTD))
             file.seek(0)
-            if head == ZSTD or head.startswith(GZIP):
-                with _zstd(path) if head == ZSTD else cast(BinaryIO, gzip.open(file)) as stream:
+            is_zstd = head == ZSTD or SKIPPABLE.match(head) is not None
+            if is_zstd or head.startswith(GZIP):
+                with _zstd(path) if is_zstd else cast(BinaryIO, gzip.open(file)) as stream:
                     unpacking = _CountedLines(stream)
                     yield cast(BinaryIO, io.BufferedReader(unpacking, 1 << 16))
             else:

@@ -4,6 +4,7 @@ A raw file may begin with any ids. So a short mark is not enough: what has to fo
 there, too.
 """
 
+import lzma
 import pickletools
 import re
 import struct
@@ -11,11 +12,15 @@ import zlib
 from collections.abc import Callable
 from io import BytesIO
 
+import numpy as np
+
 HEAD = 1 << 16
 """Bytes at the beginning of a file that are looked at."""
 TAIL = 16
 LEAST_TEXT = 16
 """Bytes below which nothing is told to be text."""
+_SAMPLES = 8
+"""Samples of a shard below which its table of places is not told from ids."""
 _CONTROLS = frozenset(range(32)) - {8, 9, 10, 12, 13, 27} | {127}
 
 Test = Callable[[bytes, bytes, int], bool]
@@ -39,7 +44,14 @@ _MARKS = (
     (b"\x7fELF", "a program"),
     (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "a file of torch.save"),
     (b"MMIDIDX\0\0", "a Megatron index, whose ids are in the .bin file beside it"),
+    (b"LITPKDS", "a file of lit-gpt's PackedDataset"),
+    (b"MATLAB 5.0 MAT-file", "a file of MATLAB"),
+    (b"\xff\x06\0\0sNaPpY", "compressed by snappy"),
+    (b"LZIP\x01", "compressed by lzip"),
+    (b"\x89PNG\r\n\x1a\n", "a picture (PNG)"),
 )
+SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
+"""The beginning of a part of a zstd file that is passed over; pzstd writes one first."""
 
 
 def container(head: bytes, tail: bytes, size: int) -> str | None:
@@ -77,6 +89,11 @@ def is_binary(head: bytes) -> bool:
     return not head.startswith((b"\xff\xfe", b"\xfe\xff")) and any(
         byte in _CONTROLS for byte in head
     )
+
+
+def is_json(head: bytes) -> bool:
+    """Whether text begins as an object or a list in JSON does."""
+    return re.match(rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*"|\[\s*[\[{"])', head) is not None
 
 
 def is_numbers(head: bytes, size: int) -> bool:
@@ -128,6 +145,66 @@ def _is_gzip(head: bytes, tail: bytes, size: int) -> bool:
     except zlib.error:
         return False
     return stream.eof or (bool(unpacked) and len(head) < size)
+
+
+def _is_zlib(head: bytes, tail: bytes, size: int) -> bool:
+    if head[:1] != b"\x78" or len(head) < 2 or int.from_bytes(head[:2], "big") % 31:
+        return False
+    stream = zlib.decompressobj()
+    try:
+        unpacked = stream.decompress(head, HEAD)
+    except zlib.error:
+        return False
+    return stream.eof or (len(unpacked) == HEAD or (bool(unpacked) and len(head) < size))
+
+
+def _is_lzma(head: bytes, tail: bytes, size: int) -> bool:
+    """The older container of LZMA: properties, the size of its dictionary, and of what it holds."""
+    if len(head) < 14 or head[0] >= 225 or head[13] != 0:
+        return False
+    try:
+        return bool(lzma.LZMADecompressor(lzma.FORMAT_ALONE, 1 << 26).decompress(head, HEAD))
+    except lzma.LZMAError:
+        return False
+
+
+def _is_zstd_after_a_skippable_frame(head: bytes, tail: bytes, size: int) -> bool:
+    at = 0
+    while SKIPPABLE.match(head, at) and at + 8 <= len(head):
+        at += 8 + int.from_bytes(head[at + 4 : at + 8], "little")
+    return at > 0 and head.startswith(b"\x28\xb5\x2f\xfd", at)
+
+
+def _is_orc(head: bytes, tail: bytes, size: int) -> bool:
+    return head.startswith(b"ORC") and tail[-4:-1] == b"ORC"
+
+
+def _is_riff(head: bytes, tail: bytes, size: int) -> bool:
+    return head.startswith(b"RIFF") and int.from_bytes(head[4:8], "little") + 8 == size
+
+
+def _is_jpeg(head: bytes, tail: bytes, size: int) -> bool:
+    return head.startswith(b"\xff\xd8\xff") and tail.endswith(b"\xff\xd9")
+
+
+def _is_lmdb(head: bytes, tail: bytes, size: int) -> bool:
+    """Two pages of meta data: flags of the page, and the magic number and version behind them."""
+    return size % 4096 == 0 and head[16:24] == b"\xde\xc0\xef\xbe\1\0\0\0"
+
+
+def _is_samples(head: bytes, tail: bytes, size: int) -> bool:
+    """The number of samples n, and n + 1 places of 32 bits, which rise to the end of the file."""
+    if len(head) < 12:
+        return False
+    count = int.from_bytes(head[:4], "little")
+    last = 4 + 4 * count
+    if count < _SAMPLES or last + 4 > size:
+        return False
+    table = np.frombuffer(head[4 : min(last + 4, len(head) // 4 * 4)], "<u4").astype(np.int64)
+    rising = bool((np.diff(table) >= 0).all())
+    if not rising or table[0] < last + 4 or table[-1] > size:
+        return False
+    return len(table) > 1024 or (len(table) == count + 1 and table[-1] == size)
 
 
 def _is_bzip2(head: bytes, tail: bytes, size: int) -> bool:
@@ -209,10 +286,18 @@ _TESTS: tuple[tuple[Test, str], ...] = (
     (_is_torch, "a file of torch.save"),
     (_is_zip, "a zip archive"),
     (_is_gzip, "compressed by gzip"),
+    (_is_zlib, "compressed by zlib"),
+    (_is_lzma, "compressed by lzma"),
+    (_is_zstd_after_a_skippable_frame, "compressed by zstd"),
     (_is_bzip2, "compressed by bzip2"),
     (_is_safetensors, "a safetensors file"),
     (_is_tar, "a tar archive"),
     (_is_records_of_tensorflow, "a TFRecord file"),
     (_is_pickle, "a pickle"),
     (_is_arrow_stream, "an Arrow stream"),
+    (_is_orc, "an ORC file"),
+    (_is_riff, "a RIFF file (WAV, AVI)"),
+    (_is_jpeg, "a picture (JPEG)"),
+    (_is_lmdb, "an LMDB database"),
+    (_is_samples, "a shard of samples (MosaicML Streaming, LitData)"),
 )

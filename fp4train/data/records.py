@@ -392,6 +392,11 @@ def column_place(path: Path, schema: Any, column: str) -> int:
     if column not in schema.names:
         listing = ", ".join(schema.names[:50])
         raise DataError(f"data.column={column} is not in {path}. Its columns: {listing or 'none'}.")
+    if (count := schema.names.count(column)) > 1:
+        raise DataError(
+            f"{path} has {count} columns of the name data.column={column}: nobody says which is "
+            "meant. Write it anew with one"
+        )
     return int(schema.names.index(column))
 
 

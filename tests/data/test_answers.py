@@ -221,6 +221,17 @@ def test_answers_without_text_are_learned_beside_those_with_text(name: str) -> N
         assert not said_before, what
 
 
+def test_an_answer_without_text_and_without_the_thoughts_before_one_is_learned_by_its_end() -> None:
+    """As EXAONE 4 writes it: the header is shorter where an answer says nothing."""
+    source = around("{{ '<think></think>' + m.content if m.content else '' }}<|end|>")
+    source = source.replace("<|assistant|>{", "<|assistant|><think>{")
+    found = ChatTemplate(source=source).finder().find(talk("zebra", "", "apple", "yes"))
+    assert [found.text[start:end] for start, end in found.answers] == [
+        "<|end|>",
+        "</think>yes<|end|>",
+    ]
+
+
 def test_conversations_of_equal_roles_and_other_spaces_are_apart() -> None:
     finder = ChatTemplate(source=TEMPLATES["ChatML"]).finder()
     for silent in ("", "  ", "\n"):
@@ -363,7 +374,7 @@ def test_the_version_is_another_where_other_answers_are_learned() -> None:
                 continue
             learned.append([name, what, found.text, found.answers])
     digest = hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]
-    assert {VERSION: digest} == {1: "3f6f5d008feb6973"}, (
+    assert {VERSION: digest} == {2: "3f6f5d008feb6973"}, (
         "other text is learned than before: raise VERSION in fp4train/data/answers.py, and write "
         "it here with the new digest"
     )
@@ -395,6 +406,12 @@ def test_contents_that_repeat_what_the_template_writes_stay_apart() -> None:
         (
             "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}",
             "marks nothing of it",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% for part in "
+            "m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}</s>"
+            "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+            "writes nothing of what its answers say where it marks them",
         ),
         (
             "{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ 'text ' + x }}",

@@ -96,7 +96,8 @@ def packed(folder: Path) -> None:
     parts = [
         pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:100], content[100:])
     ]
-    (folder / "b.jsonl.zst").write_bytes(b"".join(parts))
+    passed_over = b"\x50\x2a\x4d\x18\4\0\0\0\1\0\0\0"  # as pzstd begins a file
+    (folder / "b.jsonl.zst").write_bytes(passed_over + b"".join(parts))
 
 
 def packed_lists(folder: Path) -> None:
@@ -306,6 +307,14 @@ def test_a_packed_file_that_is_cut_off_is_an_error(tmp_path: Path, suffix: str) 
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(DataError, match=rf"a\.jsonl\{suffix} cannot be read: "):
         read(path)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    texts = pyarrow.array(TEXTS)
+    double = pyarrow.table([texts, pyarrow.array(TEXTS[::-1])], names=["text", "text"])
+    pyarrow.parquet.write_table(double, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has 2 columns of the name data\.column=text"):
+        read(tmp_path / "a.parquet")
 
 
 def test_an_error_in_parquet_names_file_row_group_and_row(tmp_path: Path) -> None:

@@ -11,13 +11,16 @@ import pickle
 import sqlite3
 import tarfile
 import warnings
+import wave
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.orc
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -94,6 +97,23 @@ def tarred(path: Path) -> None:
 TFRECORD = (800).to_bytes(8, "little") + bytes.fromhex("335d19e7")
 """A length, and its masked CRC-32C."""
 RAW = np.random.default_rng(0).integers(0, 60_000, 20_000).astype("<u2")
+
+
+def shard(header: bytes, samples: int = 100) -> bytes:
+    """Samples behind the places where they begin, as sets of samples are streamed."""
+    parts = np.array_split(RAW, samples)
+    begin = 4 + 4 * (samples + 1) + len(header)
+    places = np.cumsum([begin, *(part.nbytes for part in parts)]).astype("<u4")
+    count = np.array([samples], "<u4")
+    return count.tobytes() + places.tobytes() + header + RAW.tobytes()
+
+
+def sound(path: Path) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(RAW.tobytes())
+
+
 OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "npz": (lambda path: archived(path, np.savez), r"an archive of NumPy arrays \(\.npz\)"),
     "npz, compressed": (
@@ -130,6 +150,43 @@ OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "json": (lambda path: path.write_text(json.dumps(IDS.tolist())), "text that holds numbers"),
     "csv": (lambda path: path.write_text(" ".join(map(str, IDS))), "text that holds numbers"),
+    "json lines": (
+        lambda path: path.write_text('{"input_ids": [5, 6, 7]}\n' * 99),
+        r"JSON, no array of token ids\. data=hf",
+    ),
+    "lists in json": (lambda path: path.write_text("[[5, 6], " * 20 + '["'), "text|JSON"),
+    "zlib": (lambda path: path.write_bytes(zlib.compress(RAW.tobytes())), "compressed by zlib"),
+    "lzma": (
+        lambda path: path.write_bytes(lzma.compress(RAW.tobytes(), lzma.FORMAT_ALONE)),
+        "compressed by lzma",
+    ),
+    "zstd, as pzstd writes it": (
+        lambda path: path.write_bytes(
+            b"\x50\x2a\x4d\x18\4\0\0\0\1\0\0\0"
+            + pyarrow.compress(RAW.tobytes(), "zstd", asbytes=True)
+        ),
+        "compressed by zstd",
+    ),
+    "snappy": (
+        lambda path: path.write_bytes(b"\xff\x06\0\0sNaPpY" + RAW.tobytes()),
+        "compressed by snappy",
+    ),
+    "LitData": (lambda path: path.write_bytes(shard(b"")), "a shard of samples"),
+    "MosaicML Streaming": (
+        lambda path: path.write_bytes(shard(b'{"column_names": ["ids"], "format": "mds"}')),
+        "a shard of samples",
+    ),
+    "many samples": (lambda path: path.write_bytes(shard(b"", 19_000)), "a shard of samples"),
+    "lit-gpt": (lambda path: path.write_bytes(b"LITPKDS" + RAW.tobytes()), "a file of lit-gpt's"),
+    "MATLAB": (
+        lambda path: path.write_bytes(b"MATLAB 5.0 MAT-file, of".ljust(128) + RAW.tobytes()),
+        "a file of MATLAB",
+    ),
+    "ORC": (
+        lambda path: pyarrow.orc.write_table(pyarrow.table({"ids": IDS}), str(path)),
+        "an ORC file",
+    ),
+    "sound": (lambda path: sound(path), r"a RIFF file \(WAV, AVI\)"),
     "TFRecord": (lambda path: path.write_bytes(TFRECORD + RAW.tobytes()), "a TFRecord file"),
     "text": (lambda path: path.write_text("käse und wein\r\n" * 10_000), "text"),
     "utf-16": (lambda path: path.write_text("käse und wein\n" * 1000, encoding="utf-16"), "text"),
@@ -154,7 +211,7 @@ def test_other_containers_and_text_are_refused_by_what_they_are(
         build(tmp_path / name, vocab_size=65536, val=20)
     assert any(
         cure in str(refused.value)
-        for cure in ("tofile", "Unpack it first", "data=text", "a Megatron index")
+        for cure in ("tofile", "data=hf", "Unpack it first", "data=text", "a Megatron index")
     )
 
 
@@ -168,6 +225,13 @@ def test_other_containers_and_text_are_refused_by_what_they_are(
             b"BZh9",
             b"\xff\xff\xff\xff",
             b"PK\x03\x04",
+            b"\x78\x9c",
+            b"\x5d\0\0\x80",
+            b"\x50\x2a\x4d\x18",
+            b"RIFF",
+            b"\xff\xd8\xff",
+            b"ORC",
+            b"\x64\0\0\0",
             b"",
         ]
     ),
@@ -245,6 +309,18 @@ def test_wider_ids_are_not_taken_for_uint16_unasked(tmp_path: Path, dtype: str, 
         everything(build(tmp_path / "train.bin", vocab_size=501, dtype=named)), IDS + 1
     )
     assert len(everything(build(tmp_path / "train.bin", vocab_size=501, dtype="uint16"))) > len(IDS)
+
+
+@pytest.mark.parametrize("dtype", [">u4", ">i8"])
+def test_ids_whose_high_bytes_come_first_are_not_taken_for_uint16_unasked(
+    tmp_path: Path, dtype: str
+) -> None:
+    (1 + IDS).astype(dtype).tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match="high bytes come first") as refused:
+        build(tmp_path / "train.bin", vocab_size=501)
+    assert f"numpy.fromfile('train.bin', '{dtype}')" in str(refused.value)
+    as_asked = everything(build(tmp_path / "train.bin", vocab_size=65536, dtype="uint16"))
+    assert len(as_asked) == np.dtype(dtype).itemsize // 2 * len(IDS)
 
 
 def test_bytes_of_text_are_ids_where_they_are_asked_for(tmp_path: Path) -> None:

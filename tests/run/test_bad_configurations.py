@@ -90,6 +90,20 @@ WRONG = {
     ),
     "a model taken out": (["~model"], "~model: a run needs a model; model=NAME chooses another"),
     "a setting that Hydra lacks": (["hydra.foo=1"], "hydra.foo=1: Hydra has no such setting"),
+    "a setting of Hydra for its logs": (
+        ["hydra/job_logging=none"],
+        "hydra/job_logging=none: this setting of Hydra changes nothing of a run: leave it out",
+    ),
+    "a setting of Hydra for its jobs": (
+        ["hydra.job.chdir=true"],
+        "hydra.job.chdir=true: this setting of Hydra changes nothing of a run",
+    ),
+    "weights without a name": (["init="], "init= names no weights: init=RUN, or init=FOLDER"),
+    "a key taken out that is not there": (
+        ["~data.pth"],
+        "unknown key 'data.pth'; did you mean 'data.path'?",
+    ),
+    "a flag that is like none": (["--foo"], "unknown flag --foo; fp4train --help lists keys"),
     "a launcher that is not there": (
         ["hydra/launcher=joblib"],
         "hydra/launcher=joblib: Hydra has no such setting",
