@@ -248,9 +248,10 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
         else:
             chosen = []
         described = topics([*flags, *chosen])
-        text = described.topic(word if chosen else word.partition("=")[0])
+        name = word.partition("=")[0].rstrip(".")
+        text = described.topic(word if chosen else name)
         if text is None:
-            raise _unknown(word.partition("=")[0], described, list(verbs))
+            raise _unknown(name, described, list(verbs))
         texts.append(text)
     return fitted("\n\n".join(texts))
 
@@ -262,7 +263,8 @@ def _unknown(word: str, described: Topics, verbs: list[str]) -> UserError:
         asked = " or ".join(f"fp4train help {option}" for option in options)
         return UserError(f"{word!r} is an option of a group: {asked}")
     verb, dot, option = word.partition(".")
-    if dot and verb in verbs and not any(key.path.startswith(f"{verb}.") for key in described.keys):
+    is_section = any(key.path.startswith(f"{verb}.") for key in described.keys)
+    if dot and verb in verbs and (not is_section or _verbs_with(option, [verb])):
         return UserError(f"options of a verb follow it: fp4train help {verb} {option}")
     holders = _verbs_with(word, verbs)
     if holders:
