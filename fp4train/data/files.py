@@ -144,8 +144,9 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
     """`path` itself if it is a file, or the files below it with one of `suffixes`, sorted; none of
     them empty.
 
-    A suffix may be followed by .gz or .zst. Hidden files and folders are passed over, links to
-    folders are not followed.
+    A suffix may be followed by .gz or .zst. Hidden files and folders are passed over, and so are
+    run directories: a run that reads the folder in which it is written would change its own data.
+    Links to folders are not followed.
     """
     if not path.is_dir():
         if not _size(path, key):
@@ -155,6 +156,9 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
     passed_over: Counter[str] = Counter()
     for folder, names, files in os.walk(path, onerror=lambda error: _refuse_folder(error, key)):
         names[:] = [name for name in names if not name.startswith(".")]
+        if Path(folder) != path and _OF_RUNS.issubset(files):
+            names.clear()
+            continue
         for file in (Path(folder, file) for file in files if not file.startswith(".")):
             if file.suffix.lower() in suffixes or Path(plain_name(file)).suffix in suffixes:
                 inputs.append(file)
@@ -176,6 +180,10 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
             "is empty"
         )
     return filled
+
+
+_OF_RUNS = frozenset({"config.yaml", "history.jsonl"})
+"""Files that every run directory has (`run/record/directory.py`)."""
 
 
 def _refuse_parts(folder: Path, files: Sequence[Path], key: str) -> None:

@@ -38,6 +38,19 @@ def test_a_run_whose_cache_changes_ends_saved_and_goes_on_when_it_is_tokenised_a
     assert losses("runs/a") == losses("runs/whole")
 
 
+def test_a_run_below_the_folder_of_its_data_is_no_part_of_it(cli: Cli) -> None:
+    """The files that it writes would be learned by whoever repeats the command."""
+    for number in range(3):
+        Path(f"{number}.md").write_text(f"note {number}: to be or not to be\n" * 200)
+    words = ("data.path=.", "data.cache_dir=.cache", *STEADY)
+    assert cli("run.name=a", "train.steps=2", *words).code == 0
+    assert Path("runs/a/plan.txt").is_file()
+    again = cli("run.name=b", "train.steps=2", *words)
+    assert ", 3 files: " in again.err
+    assert losses("runs/b") == losses("runs/a")
+    assert cli.raw("resume=runs/a", "train.steps=3").code == 0
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_run_whose_token_file_changes_ends_saved(cli: Cli, before: Before, change: str) -> None:
     (np.arange(8000) % 50).astype(np.uint16).tofile("ids.bin")
