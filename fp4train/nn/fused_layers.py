@@ -60,7 +60,8 @@ def why_not(
     why_no_kernel = _why_not_by_backend(readers, kind, here=here)
     if why_no_kernel is None:
         return None
-    for executors, tensor in ((readers, "x"), (writers, "dy")):
+    of_tensors = (readers, "x", "the input x"), (writers, "dy", "the gradient dy")
+    for executors, tensor, described in of_tensors:
         for executor in executors:
             name = executor.plan.layer.name
             taker = taking_codes(executor)
@@ -78,7 +79,7 @@ def why_not(
                         return why_no_kernel
                     return why_not_given
             if (reason := _why_no_source(operand, here)) is not None:
-                return f"{tensor} of {name}: {reason}"
+                return f"{described} of {name}: {reason}"
             if taker.dtype is not torch.bfloat16:
                 return f"{name} has operands in {taker.dtype}"
             if operand.wants[1] != getattr(taking_codes(executors[0]), tensor).wants[1]:
@@ -265,7 +266,7 @@ class FusedLayers(nn.Module, ABC):
         """Why the modules that it is made of take no codes, whatever their plan; None: they do."""
         for layer in (*self.readers, *self.writers):
             if not isinstance(layer, PlannedLayer):
-                return f"a module that takes no codes ({type(layer).__name__}) reads the same"
+                return f"{type(layer).__name__} reads the same values, and takes no codes"
         return None
 
     def resolve(self, executors: Sequence[Executor], *, here: bool = True) -> str | None:

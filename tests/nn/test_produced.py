@@ -248,11 +248,11 @@ def executor(recipe: Recipe, name: str, backend: str = "auto") -> Any:
         (
             (FP8Row(),),
             (),
-            "x of b0: no kernel makes both forms of E4M3 in blocks of (1, None) at once",
+            "the input x of b0: no kernel makes both forms of E4M3 in blocks of (1, None) at once",
         ),
         ((NVFP4(), MXFP8()), (), "b0 and b1 do not quantise x alike"),
         ((NVFP4(),), (NVFP4(), MXFP8()), "a0 and a1 do not quantise dy alike"),
-        ((FP8Delayed(),), (), "x of b0: its amax enters a history of delayed scaling"),
+        ((FP8Delayed(),), (), "the input x of b0: its amax enters a history of delayed scaling"),
         (
             (NVFP4().with_high_precision("wgrad"),),
             (),
@@ -380,7 +380,7 @@ def test_a_layer_of_experts_gets_true_tensors_whoever_reads_them() -> None:
         width=64, layers=1, heads=2, experts=ExpertShape(count=2, top=1, hidden=32, shared=1)
     )
     block = f4.convert(shape.build(vocab_size=60, seq_len=8)).blocks[0]
-    assert "(Router) reads the same" in str(block.mlp_in.why_never())
+    assert "Router reads the same values, and takes no codes" in str(block.mlp_in.why_never())
     block.mlp.input_layers = ("shared.gate", "shared.up")
     assert block.mlp_in.why_never() == (
         "the forward pass of ExpertLayer takes no outputs of its layers"

@@ -236,8 +236,8 @@ def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(
         "attention_norm, mlp.shared of block 1), and not written in BF16; these norms also "
         "add what a layer returns "
         "to the residual stream.",
-        "1 norms and gates write BF16 (mlp_norm of block 1): a module that takes no codes "
-        "(Router) reads the same.",
+        "1 norms and gates write BF16 (mlp_norm of block 1): Router reads the same "
+        "values, and takes no codes.",
     ]
     fuse(built, settings, "cuda")
     assert built.blocks[1].attention_in.enabled and not built.blocks[1].mlp_in.enabled
