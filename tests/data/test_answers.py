@@ -221,17 +221,6 @@ def test_answers_without_text_are_learned_beside_those_with_text(name: str) -> N
         assert not said_before, what
 
 
-def test_an_answer_without_text_and_without_the_thoughts_before_one_is_learned_by_its_end() -> None:
-    """As EXAONE 4 writes it: the header is shorter where an answer says nothing."""
-    source = around("{{ '<think></think>' + m.content if m.content else '' }}<|end|>")
-    source = source.replace("<|assistant|>{", "<|assistant|><think>{")
-    found = ChatTemplate(source=source).finder().find(talk("zebra", "", "apple", "yes"))
-    assert [found.text[start:end] for start, end in found.answers] == [
-        "<|end|>",
-        "</think>yes<|end|>",
-    ]
-
-
 def test_conversations_of_equal_roles_and_other_spaces_are_apart() -> None:
     finder = ChatTemplate(source=TEMPLATES["ChatML"]).finder()
     for silent in ("", "  ", "\n"):

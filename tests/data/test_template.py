@@ -31,6 +31,21 @@ def test_answers_end_with_what_ends_them() -> None:
     ).render(TALK)
 
 
+THINKING = (
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}"
+    "{%- if m.role == 'assistant' and m.content -%}{{- '<think></think>' -}}{%- endif -%}"
+    "{{- m.content + '<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|><think>{%- endif -%}"
+)
+"""The header of an answer is shorter where it says nothing, as EXAONE 4 has it."""
+
+
+def test_an_answer_without_text_and_without_thoughts_is_learned_by_its_end() -> None:
+    messages = [message | {"content": message["content"].strip("4")} for message in TALK]
+    answers = learned(ChatTemplate(source=THINKING), messages)
+    assert answers == ["<|end|>", "</think>7<|end|>"]
+
+
 LLAMA = (
     "{{- bos_token }}{%- for m in messages %}{{- '<|h|>' + m['role'] + '<|/h|>' + "
     "m['content'] | trim "
