@@ -52,6 +52,7 @@ class TermGemms(Gemms):
     Attributes:
         centres_x, centres_dy: whether the row-wise and the column-wise form are centred.
         adds_means: whether wgrad adds M·ν·μᵀ, which takes the means of both tensors.
+        has_backward_terms: whether dgrad or wgrad adds a term; else backward is that of `Gemms`.
         residual: the second terms of fprop's operands; None: there are none.
     """
 
@@ -69,6 +70,7 @@ class TermGemms(Gemms):
         self.centres_x = (x_row, x_column)
         self.centres_dy = (dy and dgrad.first is not None, dy and wgrad.first is not None)
         self.adds_means = self.centres_x[1] or self.centres_dy[1]
+        self.has_backward_terms = self.adds_means or self.centres_dy[0]
         self.residual = recipe.residual if fprop.quantised else None
         self.route = EAGER  # the operator of compiled graphs saves one form of x
 
@@ -125,6 +127,8 @@ class TermGemms(Gemms):
     ) -> Gradients:
         assert codes_of is None
         w_NK, x, mean_K = saved
+        if not self.has_backward_terms:
+            return super().backward(dy_MN, (w_NK, x), call, total)
         dy = dy_MN.to(self.dtype)
         gradients = call.gradients
         wants = (gradients.x is not None, gradients.w is not None)
