@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from compositions import remembering
+from compositions import parsing_once, remembering
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import settings
 
 from fp4train.config import composition
 from fp4train.formats import ELEMENT_FORMATS, SCALE_FORMATS
-from fp4train.lab.analysis import curves, heatmap
-from fp4train.lab.analysis.curves import draw_curves
-from fp4train.lab.analysis.heatmap import draw_statistics
+from fp4train.lab.analysis import curves, draw_curves, draw_statistics, heatmap
 from fp4train.quantize import ROUNDINGS
 from fp4train.run import host
 
@@ -85,6 +84,8 @@ def remembered_compositions() -> Iterator[None]:
     """See `compositions`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composition, "hydra_compose", remembering(composition.hydra_compose))
+        parse = parsing_once(OverridesParser.parse_override)
+        patch.setattr(OverridesParser, "parse_override", parse)
         yield
 
 
@@ -166,10 +167,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of the default recipe, policy and phases on byte tokens, which tests read and
-    leave as it is.
+    """A finished run of the default recipe, policy, phases and audits on byte tokens, which tests
+    read and leave as it is.
     """
-    from command_line import TINY
+    from command_line import TINY, besides
 
     from fp4train.cli import main
 
@@ -181,7 +182,7 @@ def small_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run.name=small",
     ]
     with pytest.raises(SystemExit) as ended:
-        main([*TINY, *words])
+        main([*besides(TINY, {"audit.every"}), *words])
     assert ended.value.code == 0
     return run
 

@@ -15,13 +15,16 @@ from fp4train.backends.emulate import EMULATE, TORCH
 from fp4train.backends.emulate import add_product as add_product
 from fp4train.backends.emulate import matmul as matmul
 from fp4train.backends.emulate import widened as widened
+from fp4train.backends.emulate import widens as widens
 from fp4train.backends.native import NATIVE
+from fp4train.backends.native import cpu_multiplies_rows as cpu_multiplies_rows
 from fp4train.backends.protocol import Backend as Backend
 from fp4train.backends.protocol import DataRanks as DataRanks
 from fp4train.backends.protocol import ExpertKernels as ExpertKernels
 from fp4train.backends.protocol import LayerBackend as LayerBackend
 from fp4train.backends.protocol import LayerKernels as LayerKernels
 from fp4train.backends.protocol import LayerState as LayerState
+from fp4train.backends.protocol import NotShownError as NotShownError
 from fp4train.backends.protocol import Prepared as Prepared
 from fp4train.backends.protocol import Readers as Readers
 from fp4train.backends.protocol import SavedTensor as SavedTensor

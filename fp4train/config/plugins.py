@@ -69,6 +69,8 @@ def source_files() -> dict[str, Path]:
     packages, also what is not Python in them, and the modules that they imported from the folders
     of `using`.
     """
+    if not named():
+        return {}
     files: dict[str, Path] = {}
     for package in dict.fromkeys(name.partition(".")[0] for name in named()):
         for root in map(Path, getattr(sys.modules[package], "__path__", ())):

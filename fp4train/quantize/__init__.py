@@ -2,6 +2,7 @@
 kernel.
 """
 
+from fp4train.quantize.launch import Launch as Launch
 from fp4train.quantize.layout import nvfp4_quantize as nvfp4_quantize
 from fp4train.quantize.layout import tiled_scales as tiled_scales
 from fp4train.quantize.layout import to_torch as to_torch
@@ -15,17 +16,28 @@ from fp4train.quantize.quantizer import cast_to_representable as cast_to_represe
 from fp4train.quantize.quantizer import quantize as quantize
 from fp4train.quantize.quantizer import quantize_dequantize as quantize_dequantize
 from fp4train.quantize.quantizer import quantizer as quantizer
+from fp4train.quantize.random import FPROP_W as FPROP_W
+from fp4train.quantize.random import FPROP_X as FPROP_X
+from fp4train.quantize.random import INITIAL as INITIAL
 from fp4train.quantize.random import RandomKey as RandomKey
+from fp4train.quantize.random import philox4x32 as philox4x32
 from fp4train.quantize.random import random_bits as random_bits
+from fp4train.quantize.random import random_words as random_words
 from fp4train.quantize.registering import register as register
 from fp4train.quantize.rotation import Rotation as Rotation
 from fp4train.quantize.rotation import Transform as Transform
 from fp4train.quantize.rounding import ROUNDINGS as ROUNDINGS
 from fp4train.quantize.rounding import Rounding as Rounding
+from fp4train.quantize.rounding import round_to_codes as round_to_codes
+from fp4train.quantize.rounding import round_to_values as round_to_values
+from fp4train.quantize.scaling import delayed_amax as delayed_amax
+from fp4train.quantize.scaling import initial_delayed_amax as initial_delayed_amax
 from fp4train.quantize.scaling import swizzle_scales as swizzle_scales
 from fp4train.quantize.scaling import unswizzle_scales as unswizzle_scales
 from fp4train.quantize.sharded import amax_extent as amax_extent
+from fp4train.quantize.sharded import divided_tensors as divided_tensors
 from fp4train.quantize.sharded import has_tensor_amax as has_tensor_amax
+from fp4train.quantize.sharded import joined as joined
 from fp4train.quantize.sharded import measure_amax as measure_amax
 from fp4train.quantize.sharded import packed_bytes as packed_bytes
 from fp4train.quantize.sharded import quantised_in_runs as quantised_in_runs

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.audit.observe import Observer
+from fp4train.audit import Observer
 from fp4train.audit.whole_layers import observed_backend_layer
-from fp4train.nn import Linear, gated_mlp
-from fp4train.nn.engine import LayerFunction
+from fp4train.nn import LayerFunction, Linear, gated_mlp
 from fp4train.nn.fused_norm import NormedCall, parameters_of
 from fp4train.nn.gated_mlp import GatedCall
 from fp4train.precision import NVFP4

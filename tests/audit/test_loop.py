@@ -19,9 +19,15 @@ from fp4train.audit.bits import difference
 from fp4train.backends import grouped, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Experts, Linear
-from fp4train.precision import NVFP4, LayerPolicy, OutlierChannels, TetraJetV2Outliers, recipes
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.recipe import Recipe
+from fp4train.precision import (
+    NVFP4,
+    LayerPolicy,
+    OutlierChannels,
+    Recipe,
+    TetraJetV2Outliers,
+    recipes,
+    resolve,
+)
 from fp4train.precision.recompute import recompute
 
 RECIPES = (

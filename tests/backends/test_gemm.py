@@ -14,10 +14,7 @@ from torch import nn
 from fp4train.backends import BACKENDS, Operands, Table, choose, emulate, matmul, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import convert
-from fp4train.precision import MXFP8, FP8Current, FP8Row
-from fp4train.precision.context import autocast
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.layers import Layer
+from fp4train.precision import MXFP8, FP8Current, FP8Row, Layer, autocast, resolve
 from fp4train.quantize import Decoded, QuantSpec, quantize
 
 FP8 = FP8Current().table()["fprop"].first

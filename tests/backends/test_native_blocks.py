@@ -16,8 +16,7 @@ from torch.nn.functional import ScalingType
 from fp4train.backends import BACKENDS, Operands, Table, choose, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Linear
-from fp4train.precision import MXFP8, NVFP4, FP8Block, Recipe, autocast
-from fp4train.precision.layers import Layer
+from fp4train.precision import MXFP8, NVFP4, FP8Block, Layer, Recipe, autocast
 from fp4train.precision.recipes import MXFP4, FP8Row
 from fp4train.quantize import QuantSpec, quantize
 

@@ -13,8 +13,18 @@ from torch.nn.functional import ScalingType
 from fp4train.backends import grouped, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Experts
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Row, Recipe, autocast
-from fp4train.precision.layer_plan import LayerPlan, resolve
+from fp4train.precision import (
+    BF16,
+    MXFP8,
+    NVFP4,
+    FP8Block,
+    FP8Current,
+    FP8Row,
+    LayerPlan,
+    Recipe,
+    autocast,
+    resolve,
+)
 from fp4train.quantize import quantize, to_torch
 
 B200 = Device.elsewhere(find_gpu("B200"))

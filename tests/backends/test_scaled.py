@@ -12,8 +12,7 @@ from interpreted import interpreted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4train.backends import emulate, matmul, scaled
-from fp4train.quantize import Decoded, triton
-from fp4train.quantize.launch import Launch
+from fp4train.quantize import Decoded, Launch, triton
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,

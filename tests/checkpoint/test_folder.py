@@ -17,9 +17,17 @@ from small_checkpoints import ONE, flip, reseal, save_steps
 from torch import Tensor
 
 from fp4train import checkpoint
-from fp4train.checkpoint import CheckpointError, flatten, load, save, steps, unflatten
+from fp4train.checkpoint import (
+    CheckpointError,
+    StoredTensors,
+    flatten,
+    load,
+    save,
+    steps,
+    unflatten,
+)
 from fp4train.checkpoint.layout import WEIGHTS
-from fp4train.checkpoint.reading import File, StoredTensors
+from fp4train.checkpoint.reading import File
 from fp4train.checkpoint.tensors import DTYPES, Box
 from fp4train.checkpoint.tree import merged
 from fp4train.errors import UserError

@@ -12,7 +12,7 @@ import torch
 
 from fp4train.audit import start
 from fp4train.cli import main
-from fp4train.config.folders import RECIPES
+from fp4train.config import RECIPES
 from fp4train.hardware import Device
 from fp4train.lab.doctor import machine, recipes
 from fp4train.precision import NVFP4, FP8Current

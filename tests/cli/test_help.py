@@ -13,11 +13,10 @@ from command_line import Outcome
 
 from fp4train.cli import help as screens
 from fp4train.cli import main
-from fp4train.config.binding import as_node, default_of
+from fp4train.config import default_of, own_class, own_options
+from fp4train.config.binding import as_node
 from fp4train.config.composition import composed
 from fp4train.config.descriptions import CLASSES, Descriptions, comments
-from fp4train.config.folders import own_options
-from fp4train.config.plugins import own_class
 
 Cli = Callable[..., Outcome]
 OPTIONS = [(group, option) for group, names in own_options().items() for option in names]

@@ -14,7 +14,8 @@ from fp4train.cli import main
 from fp4train.cli.plan import OPTIONS, asks_for_mesh
 from fp4train.config.overrides import read_options
 from fp4train.models.common.decoder import Decoder
-from fp4train.parallel.config import SCHEDULES, Mesh, Parallel
+from fp4train.parallel import Mesh, Parallel
+from fp4train.parallel.config import SCHEDULES
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fp4train.config import composition, foreign, overrides
-from fp4train.config.schema import keys, plain
+from fp4train.config import composition, foreign, overrides, plain
+from fp4train.config.schema import keys
 
 
 def test_every_suggestion_is_a_key_a_group_or_an_option() -> None:

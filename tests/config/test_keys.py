@@ -6,8 +6,8 @@ from typing import Annotated
 
 import pytest
 
-from fp4train.config import Config, plain, plugins
-from fp4train.config.binding import bind, differing_keys, path_values
+from fp4train.config import Config, bind, path_values, plain, plugins
+from fp4train.config.binding import differing_keys
 from fp4train.config.composition import compose
 from fp4train.keys import CHANGES_DIGITS, CHANGES_NOTHING, MayDiffer, lies_in
 from fp4train.paths import CacheFolder, DataPaths

@@ -12,11 +12,9 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from fp4train.config import plugins, schema
-from fp4train.config.binding import bind, path_values
+from fp4train.config import Config, bind, path_values, plugins, schema
 from fp4train.config.overrides import as_typed, parse
-from fp4train.config.schema import Config
-from fp4train.data.huggingface import HuggingFace
+from fp4train.data import HuggingFace
 from fp4train.paths import PathText, is_hub_name, lies_in
 
 

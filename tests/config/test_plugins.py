@@ -10,14 +10,13 @@ from typing import Any, Literal
 
 import pytest
 
-from fp4train.config import plugins
-from fp4train.config.binding import bind, complete
-from fp4train.config.plugins import check_targets, own_class
+from fp4train.config import bind, complete, own_class, plugins
+from fp4train.config.plugins import check_targets
 from fp4train.errors import UserError
 from fp4train.models import Architecture
 from fp4train.optim import Optimizer
 from fp4train.optim.adamw import AdamW
-from fp4train.track.config import JsonlTracking, NoTracking, Tracking, WandbTracking
+from fp4train.track import JsonlTracking, NoTracking, Tracking, WandbTracking
 
 HEAD = "from __future__ import annotations\nfrom dataclasses import dataclass, field\n"
 GOOD = f"""{HEAD}

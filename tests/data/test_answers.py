@@ -14,9 +14,8 @@ from chat_templates import TEMPLATES, VARIABLES
 from tokenizer_kinds import tokenizer_json
 from tokenizers import AddedToken, Tokenizer
 
-from fp4train.data import Chat
+from fp4train.data import Chat, ChatTemplate
 from fp4train.data.answers import VERSION
-from fp4train.data.template import ChatTemplate
 from fp4train.data.tokenizers import Pretrained
 
 Messages = list[dict[str, str]]

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp4train.data import DataError, Dna, TokenData
+from fp4train.data import PIECE_CHARACTERS, DataError, Dna, TokenData
 from fp4train.data.dna import other_strand, pieces
-from fp4train.data.files import PIECE_CHARACTERS
 
 TWO = ">one the first\nACGT\nacgtn\n\n>two\r\nGGGGCCCCAAAATTTT\r\n"
 

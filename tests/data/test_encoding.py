@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from tokenizer_kinds import KEEPS, KINDS, TEXT, tokenizer, tokenizer_json
 from tokenizers import models, pre_tokenizers
 
-from fp4train.data import Text
+from fp4train.data import Piece, Text, encoding_key
 from fp4train.data import encoding as encoding_module
-from fp4train.data.encoding import Encoded, Windows, encode_document, encode_documents, encoding_key
-from fp4train.data.tokenizers import Bytes, Pretrained
-from fp4train.data.tokenizers.json_file import JsonTokenizer
-from fp4train.data.tokens import Ids, Piece, Tokenizer
+from fp4train.data.encoding import Encoded, Windows, encode_document, encode_documents
+from fp4train.data.tokenizers import Bytes, JsonTokenizer, Pretrained
+from fp4train.data.tokens import Ids, Tokenizer
 from fp4train.errors import DataError
 
 SMALL = Windows(length=200, overlap=100, agree=24)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fp4train.data import jinja_worker
-from fp4train.data.template import ChatTemplate
+from fp4train.data import ChatTemplate, jinja_worker
 from fp4train.errors import DataError
 
 TALK = [

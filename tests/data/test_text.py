@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow
 import pytest
 
-from fp4train.data import DataError, Text, TokenData
-from fp4train.data.files import PIECE_CHARACTERS, read_pieces
+from fp4train.data import PIECE_CHARACTERS, DataError, Text, TokenData
+from fp4train.data.files import read_pieces
 
 LINES = "".join(f"line {i} of the text\n" for i in range(200))
 
@@ -326,7 +326,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from fp4train.data import Text
-from fp4train.data.loader import Loader
+from fp4train.data import Loader
 
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
 line = "a line of some forty characters, and more\\n"

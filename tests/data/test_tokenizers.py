@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from tokenizer_kinds import tokenizer_json
 
-from fp4train.data import DataError, HuggingFace, Text
-from fp4train.data.encoding import encoding_key
-from fp4train.data.source import Texts, token_chunks
+from fp4train.data import DataError, HuggingFace, Piece, Text, encoding_key, token_chunks
+from fp4train.data.source import Texts
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
-from fp4train.data.tokens import Piece
 
 TEXT = "the quick brown fox jumps over the lazy dog, naïvely — twice.\n" * 50
 

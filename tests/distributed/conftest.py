@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import besides
+from command_line import UNAUDITED, besides
 
 from fp4train import checkpoint
 
@@ -37,6 +37,7 @@ TINY = (
     "track=jsonl",
     "optim.clip=0.5",
     "checkpoint.every=0",
+    *UNAUDITED,
 )
 
 

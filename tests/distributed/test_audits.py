@@ -138,7 +138,7 @@ def test_a_rank_whose_audits_fail_still_takes_part_in_those_of_the_others(ranks:
 
 
 FAILS_IN_BACKWARD = """
-from fp4train.audit.observe import Observer
+from fp4train.audit import Observer
 if rank:
     Observer.backward = lambda self, run, *arguments, **options: run(*arguments, **options)
 """

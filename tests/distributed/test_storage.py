@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp4train import checkpoint, shards
-from fp4train.checkpoint.layout import file_name
+from fp4train.checkpoint import file_name
 from fp4train.errors import UserError
 
 Ranks = Any

@@ -23,8 +23,8 @@ import llama_steps
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from fp4train.nn.executors.cut import CutGemms
-from fp4train.nn.ranks import Ranks
+from fp4train.nn.executors import CutGemms
+from fp4train.nn import Ranks
 from fp4train.parallel.tensor import cut_tensors, set_data_ranks
 
 made = CutGemms.__init__

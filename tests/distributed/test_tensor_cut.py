@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fp4train as f4
-from fp4train.checkpoint.tensors import read_header, write_parts
+from fp4train.checkpoint import read_header, write_parts
 from fp4train.models.common.cut import multiplications
 from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid, ScanShape
@@ -25,7 +25,7 @@ from fp4train.optim.adamw import AdamW
 from fp4train.parallel.tensor import cut_tensors, replicas
 from fp4train.precision import NVFP4, FP8Block
 from fp4train.precision.plan import plan
-from fp4train.precision.recipes.quartet import QuartetII
+from fp4train.precision.recipes import QuartetII
 from fp4train.run.checks import divided_blocks
 from fp4train.shards import RowOrder, TensorShard, row_orders, shard_of
 

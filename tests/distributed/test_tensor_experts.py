@@ -18,10 +18,11 @@ from fp4train.parameters import Split, ParameterSpec
 from fp4train.models.common.experts import ExpertLayer
 from fp4train.models.common.router import Balance, ExpertShape
 from fp4train.nn.executors import join_states
-from fp4train.nn.experts import Experts
-from fp4train.nn.ranks import Ranks, local
+from fp4train.nn import Experts
+from fp4train.nn import Ranks
+from fp4train.nn.ranks import local
 from fp4train.parallel.tensor import cut_tensors
-from fp4train.precision.context import Context, use
+from fp4train.precision import Context, use
 from fp4train.shards import shard_of
 
 WIDTH, TIME, BATCH = 32, 24, 2

@@ -8,12 +8,10 @@ from gpu_check import PARTS
 from gpu_parts import nine_steps
 
 from fp4train import backends
-from fp4train.backends.table import Table
-from fp4train.config import composition
-from fp4train.config.schema import to_config
+from fp4train.backends import Table
+from fp4train.config import composition, to_config
 from fp4train.hardware import Device
-from fp4train.precision import Recipe
-from fp4train.precision.layers import Layer
+from fp4train.precision import Layer, Recipe
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
 LAYER = Layer(name="layer", in_features=4096, out_features=4096, block=0, blocks=1)

@@ -19,17 +19,9 @@ from fp4train import backends
 from fp4train.cli import help as screens
 from fp4train.cli import main
 from fp4train.cli.main import VERBS
-from fp4train.config import composition
-from fp4train.config.binding import bind
-from fp4train.config.folders import own_options
-from fp4train.data.chat import Chat
-from fp4train.data.dna import Dna
-from fp4train.data.huggingface import HuggingFace
-from fp4train.data.mixture import Mixture
-from fp4train.data.stdlib import Stdlib
-from fp4train.data.text import Text
-from fp4train.data.token_file import Tokens
-from fp4train.data.tokenizers.bpe import BytePairs
+from fp4train.config import bind, composition, own_options
+from fp4train.data import Chat, Dna, HuggingFace, Mixture, Stdlib, Text, Tokens
+from fp4train.data.tokenizers import BytePairs
 from fp4train.lab.doctor.report import HEADER
 from fp4train.precision import LayerPolicy, Recipe
 

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 from fp4train.cli import main
 from fp4train.config import composition
 from fp4train.errors import LostError
-from fp4train.parallel.config import Parallel
+from fp4train.parallel import Parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
@@ -122,7 +122,8 @@ def test_the_table_of_the_mesh_has_every_key() -> None:
 
 
 def test_the_files_of_a_checkpoint_have_the_names_of_the_code() -> None:
-    from fp4train.checkpoint.layout import STATE, directory_name
+    from fp4train.checkpoint import directory_name
+    from fp4train.checkpoint.layout import STATE
 
     assert directory_name(100) in TEXT and STATE in TEXT
 

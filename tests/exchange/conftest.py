@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from command_line import TINY, Cli
+from command_line import TINY, Cli, besides
 
 from fp4train.cli import main
 
@@ -49,16 +49,13 @@ def train(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         if words not in made:
             run = tmp_path_factory.mktemp("runs") / "a"
             given = {word.partition("=")[0] for word in words}
-            base = [word for word in TINY if word.partition("=")[0] not in given]
-            if "model" in given:  # the sizes are those of a Llama
-                base = [word for word in base if not word.startswith("model.")]
             data = (
                 []
                 if "data" in given
                 else [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
             )
             with pytest.raises(SystemExit) as ended:
-                main([*base, *data, f"run.dir={run}", "run.name=a", *words])
+                main([*besides(TINY, given), *data, f"run.dir={run}", "run.name=a", *words])
             assert ended.value.code == 0
             made[words] = run
         return made[words]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from command_line import lines
 
+from fp4train.data import Piece, token_bytes
 from fp4train.data.tokenizers import BytePairs, Bytes
-from fp4train.data.tokens import Piece, token_bytes
 from fp4train.errors import UserError
 from fp4train.exchange.evaluation import held_out, log_likelihoods, texts, windows
 from fp4train.exchange.trained import NamedRecipe, TrainedModel, load_trained

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fp4train.checkpoint import StreamedTensor
 from fp4train.checkpoint.model_folder import INDEX, WEIGHTS
-from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.errors import UserError
 from fp4train.exchange.folder import new_export, write_weights
 

@@ -124,7 +124,7 @@ def test_the_scales_of_activations_are_those_that_the_run_measured(
         run, tmp_path / "a", "modelopt", measures=quantised.Measures(losses=False)
     )
     assert any("last 2 measured steps" in note for note in made.notes)
-    from fp4train.track.statistics import read_statistics
+    from fp4train.track import read_statistics
 
     columns = read_statistics(run).operands
     here = (

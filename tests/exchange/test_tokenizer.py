@@ -11,9 +11,7 @@ import tokenizers
 from hf_exports import FILES, Command, Train, theirs
 
 from fp4train.config import to_config
-from fp4train.data.source import token_chunks
-from fp4train.data.template import kept_template
-from fp4train.data.tokens import Piece, begin_of_document
+from fp4train.data import Piece, begin_of_document, kept_template, token_chunks
 from fp4train.exchange.tokenizer import stored_tokenizer
 from fp4train.run.record import directory as run_directory
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import yaml
 
 import fp4train.train as loop
 from fp4train import checkpoint
-from fp4train.checkpoint.tensors import write_parts
+from fp4train.checkpoint import write_parts
 from fp4train.cli import main
 from fp4train.run.record.journal import read_journal, swaps
 from fp4train.sealed import checksum as checksum_of
@@ -33,6 +33,10 @@ PATIENCE = 180.0
 a machine in use.
 """
 
+UNAUDITED = ("audit.every=0", "audit.sums=0")
+"""A tiny run's audits, and the trial of its plan before the first step, take as long as its
+training.
+"""
 TINY = (
     "model.width=32",
     "model.layers=2",
@@ -45,17 +49,27 @@ TINY = (
     "eval.batches=1",
     "data=text",
     "track=jsonl",
+    *UNAUDITED,
 )
+"""A run of tests. One whose words name a key of `audit` has the other defaults of audits:
+`audit.every=null` asks for what a user's run does.
+"""
 STEADY = ("phases=none", "schedule=constant", "schedule.warmup=0")
 
 
-def besides(base: Iterable[str], given: Container[str]) -> list[str]:
+def besides(base: Iterable[str], given: Collection[str]) -> list[str]:
     """The arguments of `base` whose keys are not given; sizes of a model only of the model that
-    they belong to.
+    they belong to, and no silence of audits beside a key of theirs.
     """
-    own = "model" in given
+    left_out: tuple[str, ...] = ()
+    if "model" in given:
+        left_out += ("model.",)
+    if any(key.startswith("audit.") for key in given):
+        left_out += ("audit.",)
     return [
-        a for a in base if a.partition("=")[0] not in given and not (own and a.startswith("model."))
+        word
+        for word in base
+        if word.partition("=")[0] not in given and not word.startswith(left_out)
     ]
 
 
@@ -196,17 +210,40 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def after_update(step: int, monkeypatch: pytest.MonkeyPatch, act: Callable[[Any], Any]) -> None:
-    """`act(run)` is called as step `step` has updated the weights."""
+def around_steps(
+    monkeypatch: pytest.MonkeyPatch, around: Callable[[Any, Callable[[], Any]], Any]
+) -> None:
+    """`around(run, step)` is called in the place of each step of the runs to come; `step()` takes
+    it, and gives what `around` returns.
+    """
     original = loop.train_step
 
     def train_step(run: Any, recipe: Any) -> Any:
-        values = original(run, recipe)
+        return around(run, lambda: original(run, recipe))
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+
+
+def before_steps(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any], Any]) -> None:
+    """`act(run)` is called as each step of the runs to come begins."""
+
+    def around(run: Any, step: Callable[[], Any]) -> Any:
+        act(run)
+        return step()
+
+    around_steps(monkeypatch, around)
+
+
+def after_update(step: int, monkeypatch: pytest.MonkeyPatch, act: Callable[[Any], Any]) -> None:
+    """`act(run)` is called as step `step` has updated the weights."""
+
+    def around(run: Any, take: Callable[[], Any]) -> Any:
+        values = take()
         if run.step + 1 == step:
             act(run)
         return values
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    around_steps(monkeypatch, around)
 
 
 def steps(run: Path | str = "runs/a") -> list[int]:

@@ -1,9 +1,10 @@
-"""What Hydra composed of the package's own files, remembered: it takes as long as the steps of a
-tiny run.
+"""What Hydra composed of the package's own files, and the words that it parsed, remembered: both
+take as long as the steps of a tiny run.
 """
 
 import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 
@@ -22,3 +23,15 @@ def remembering(compose: Callable[..., Any]) -> Callable[..., Any]:
         return pickle.loads(kept[words])
 
     return remembered
+
+
+def parsing_once(parse: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """`OverridesParser.parse_override` of Hydra, which parses the same word once."""
+    kept: dict[str, Any] = {}
+
+    def parsed(self: Any, word: str) -> Any:
+        if word not in kept:
+            kept[word] = parse(self, word)
+        return deepcopy(kept[word])
+
+    return parsed

@@ -18,8 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from fp4train.quantize import triton_launch
-from fp4train.quantize.launch import Launch
+from fp4train.quantize import Launch, triton_launch
 
 
 @dataclass(frozen=True)

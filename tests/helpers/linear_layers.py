@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp4train.nn import Linear
-from fp4train.nn.planned import PlannedLayer
+from fp4train.nn import Linear, PlannedLayer
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Row, Recipe, autocast
 
 RECIPES = [BF16(), NVFP4(), MXFP8(), FP8Current(), FP8Row()]

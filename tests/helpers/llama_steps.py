@@ -25,8 +25,7 @@ from fp4train.precision import (
     LayerPolicy,
     Recipe,
 )
-from fp4train.precision.recipes.quartet import QuartetII
-from fp4train.precision.recipes.tetrajet import TetraJetV2
+from fp4train.precision.recipes import QuartetII, TetraJetV2
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "fp32": FP32,

@@ -11,8 +11,7 @@ import numpy as np
 
 from fp4train.lab.studies.intervals import quantile
 from fp4train.sealed import Chain, sealed
-from fp4train.track import STATISTICS, MetricsLog, Statistics
-from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
+from fp4train.track import GRADIENT, OPERAND, STATISTICS, MetricsLog, Statistics, StatisticsLog
 
 LAYERS = ("blocks.0.mlp.up", "blocks.1.mlp.up")
 SETTINGS = {"steps": 24, "schedule": "linear", "lr": 0.003, "batches": 8}

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compositions import remembering
+from compositions import parsing_once, remembering
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import fp4train.lab.analysis.curves as curves
 from fp4train.cli import main as command_line
@@ -115,6 +116,8 @@ def main() -> None:
             if not module.startswith("torch."):
                 raise
     composition.hydra_compose = remembering(composition.hydra_compose)
+    parse = parsing_once(OverridesParser.parse_override)
+    OverridesParser.parse_override = parse  # type: ignore[method-assign]
     gc.freeze()  # a rank's collector does not look at, and so does not copy, what all of them share
     # whether there are any is all that a run asks; a count takes long
     gc.get_freeze_count = lambda: 1

@@ -14,8 +14,7 @@ import fp4train as f4
 
 # transformers' Trainer and peft import a Transformer Engine without kernels
 import fp4train.integrations
-from fp4train.precision import BF16, LayerPolicy, Phase, Timeline
-from fp4train.precision.recipe import Recipe
+from fp4train.precision import BF16, LayerPolicy, Phase, Recipe, Timeline
 
 with warnings.catch_warnings():
     # deprecations inside of these packages, and the missing kernels of TE and torchao

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fp4train import checkpoint, shards
 from fp4train.audit.settings import AuditSettings
 from fp4train.checkpoint import CheckpointGroup
-from fp4train.config.schema import CheckpointSettings
+from fp4train.config import CheckpointSettings
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.models.common.initialise import materialise

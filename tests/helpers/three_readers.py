@@ -10,13 +10,9 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.hardware import Device
-from fp4train.nn.planned import PlannedLayer
+from fp4train.nn import PlannedLayer
 from fp4train.parameters import ParameterSpec
-from fp4train.precision import Recipe
-from fp4train.precision.context import Context
-from fp4train.precision.layers import find_layers
-from fp4train.precision.phases import Timeline
-from fp4train.precision.plan import make_plan
+from fp4train.precision import Context, Recipe, Timeline, find_layers, make_plan
 
 CPU = torch.device("cpu")
 K = 256

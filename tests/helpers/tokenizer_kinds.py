@@ -18,7 +18,7 @@ from tokenizers import (
     trainers,
 )
 
-from fp4train.data.tokenizers.json_file import JsonTokenizer
+from fp4train.data.tokenizers import JsonTokenizer
 
 TEXT = inspect.getsource(textwrap) * 2
 LLAMA_3 = (

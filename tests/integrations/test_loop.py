@@ -27,8 +27,7 @@ from torch import nn
 import fp4train as f4
 from fp4train.errors import UserError
 from fp4train.integrations import Precision
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, Phase
-from fp4train.precision.context import current
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, Phase, current
 
 
 def precision(**options: Any) -> Precision:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.errors import UserError
 from fp4train.integrations import Precision, TrainerPrecision
-from fp4train.nn.experts import Experts
+from fp4train.nn import Experts
 from fp4train.optim.adamw import AdamW
-from fp4train.precision import FP32, MXFP8, NVFP4, LayerPolicy, Recipe, autocast
-from fp4train.precision.layers import find_layers
+from fp4train.precision import FP32, MXFP8, NVFP4, LayerPolicy, Recipe, autocast, find_layers
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},

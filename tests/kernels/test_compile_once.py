@@ -24,7 +24,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from fp4train.kernels.triton.quantize import amax_tensor
-from fp4train.quantize.launch import Launch
+from fp4train.quantize import Launch
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 cache, ranks = Path(triton.knobs.cache.dir), int(sys.argv[1])

@@ -12,9 +12,8 @@ import pytest
 import torch
 from interpreted import interpreted
 
-from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, triton_launch
+from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, random_words, triton_launch
 from fp4train.quantize import triton as backend
-from fp4train.quantize.random import random_words
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
 
@@ -340,7 +339,7 @@ import torch
 from recorded_products import Recorder
 from fp4train.backends import native
 from fp4train.nn import convert, operands, scaling, weight_form, weights
-from fp4train.precision.context import autocast
+from fp4train.precision import autocast
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
 from fp4train.quantize import quantizer, sharded, triton_launch
 

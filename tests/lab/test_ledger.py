@@ -10,15 +10,12 @@ import yaml
 from torch import nn
 
 import fp4train as f4
-from fp4train.config.binding import bind
+from fp4train.config import bind, own_options, plain
 from fp4train.config.composition import compose, named
-from fp4train.config.folders import own_options
-from fp4train.config.schema import plain
 from fp4train.errors import UserError
 from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
 from fp4train.lab.studies.candidates import candidates, sweep_axes
-from fp4train.precision import BF16, LayerPolicy, Recipe
-from fp4train.precision.layers import Layer
+from fp4train.precision import BF16, Layer, LayerPolicy, Recipe
 
 ENTRIES = ledger()
 RECIPES = list(dict.fromkeys(entry.recipe for entry in ENTRIES))

@@ -16,7 +16,7 @@ from family_models import FamilyChecks, check_drawn, parameters
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.backends.emulate import widens
+from fp4train.backends import widens
 from fp4train.models.families import family_for
 from fp4train.models.hybrid import Hybrid, HybridModel, ScanShape
 from fp4train.precision import BF16, NVFP4, Recipe

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.config.binding import bind
+from fp4train.config import bind
 from fp4train.config.composition import compose
 from fp4train.models import Architecture
 from fp4train.models.common.layers import Attention, rope_angles

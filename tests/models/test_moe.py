@@ -19,10 +19,8 @@ from fp4train.models.common.experts import ExpertLayer
 from fp4train.models.common.router import DROPPED, Balance, ExpertShape
 from fp4train.models.families import family_for, family_of
 from fp4train.models.moe import MixtureModel, MixtureOfExperts
-from fp4train.nn.call import LayerCall
-from fp4train.nn.conversion import weight_groups
-from fp4train.precision import BF16, NVFP4
-from fp4train.precision.context import Context, use
+from fp4train.nn import LayerCall, weight_groups
+from fp4train.precision import BF16, NVFP4, Context, use
 from fp4train.run.initial import open_folder
 
 THEIRS: dict[str, Any] = {

@@ -12,8 +12,7 @@ import torch
 from three_readers import SIZES, TOKENS, K, made, normal, within
 from torch import Tensor, nn
 
-from fp4train.precision import BF16, NVFP4, Recipe, recompute
-from fp4train.precision.context import use
+from fp4train.precision import BF16, NVFP4, Recipe, recompute, use
 
 ADDING_RECIPES = pytest.mark.parametrize(
     "recipe", [BF16(), NVFP4(fused_scales=True).with_high_precision("wgrad")], ids=["all", "wgrad"]

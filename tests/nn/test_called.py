@@ -13,8 +13,7 @@ import fp4train as f4
 from fp4train.errors import UserError
 from fp4train.nn import Linear
 from fp4train.nn.called import check_called
-from fp4train.precision import NVFP4, LayerPolicy
-from fp4train.precision.context import Context, use
+from fp4train.precision import NVFP4, Context, LayerPolicy, use
 
 
 class Mixer(nn.Module):

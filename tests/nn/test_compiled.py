@@ -22,9 +22,9 @@ from fp4train.precision import (
     LayerPolicy,
     OutlierChannels,
     Recipe,
+    activation_dtype,
     autocast,
 )
-from fp4train.precision.context import activation_dtype
 
 pytestmark = MARKS
 

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train as f4
-from fp4train.nn import Linear
-from fp4train.nn.scaling import DelayedScaling
+from fp4train.nn import DelayedScaling, Linear
 from fp4train.precision import NVFP4, FP8Current, FP8Delayed, Recipe, autocast
-from fp4train.quantize import Quantizer, RunStep, quantizer
-from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax
+from fp4train.quantize import Quantizer, RunStep, delayed_amax, initial_delayed_amax, quantizer
 
 
 class TheirScaling:

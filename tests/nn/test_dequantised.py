@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from linear_layers import layer, rand
 from torch import Tensor
 
-from fp4train.backends.emulate import widened
-from fp4train.config.binding import bind
+from fp4train.backends import widened
+from fp4train.config import bind
 from fp4train.hardware import Device
 from fp4train.nn import Linear
 from fp4train.precision import (
@@ -32,6 +32,7 @@ from fp4train.precision import (
     FP8Current,
     FP8Delayed,
     FP8Row,
+    Layer,
     Mixed,
     Operands,
     OutlierChannels,
@@ -40,11 +41,18 @@ from fp4train.precision import (
     TetraJetV2,
     TetraJetV2Outliers,
     autocast,
+    resolve,
 )
-from fp4train.precision.layer_plan import part_of, resolve
-from fp4train.precision.layers import Layer
-from fp4train.quantize import Hadamard, QuantSpec, RandomKey, packed_bytes, quantize
-from fp4train.quantize.random import FPROP_W, FPROP_X
+from fp4train.precision.layer_plan import part_of
+from fp4train.quantize import (
+    FPROP_W,
+    FPROP_X,
+    Hadamard,
+    QuantSpec,
+    RandomKey,
+    packed_bytes,
+    quantize,
+)
 
 NAME = "blocks.0.mlp.up"
 SEED = 3

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from fp4train.formats import ELEMENT_FORMATS, ElementFormat
-from fp4train.nn.linear import Linear
-from fp4train.precision import Custom, autocast
-from fp4train.precision.recipe import by_tensor
+from fp4train.nn import Linear
+from fp4train.precision import Custom, autocast, by_tensor
 from fp4train.quantize import QuantSpec, quantize
 
 

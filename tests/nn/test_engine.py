@@ -18,12 +18,12 @@ from fp4train.precision import (
     MXFP8,
     NVFP4,
     FP8Delayed,
+    OutlierChannels,
     Recipe,
     TetraJetV2,
     TetraJetV2Outliers,
     autocast,
 )
-from fp4train.precision.recipe import OutlierChannels
 from fp4train.quantize import QuantSpec, quantize
 
 

@@ -18,12 +18,11 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.backends.emulate import widens
-from fp4train.config.binding import bind
+from fp4train.backends import widens
+from fp4train.config import bind
 from fp4train.config.composition import compose
 from fp4train.config.overrides import groups
-from fp4train.nn import Experts, Linear
-from fp4train.nn.layer_shard import LayerShard
+from fp4train.nn import Experts, LayerShard, Linear
 from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.parameters import ParameterSpec, Split
 from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute

@@ -10,11 +10,10 @@ from compiled_layers import needs_graphs
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.nn import Linear
-from fp4train.nn.weights import PreparedWeights
+from fp4train.nn import Linear, PreparedWeights
 from fp4train.parameters import ParameterSpec
 from fp4train.precision import NVFP4, FP8Current, Recipe
-from fp4train.precision.recipes.quartet import QuartetII
+from fp4train.precision.recipes import QuartetII
 from fp4train.quantize import quantize
 
 RECIPES: dict[str, Any] = {

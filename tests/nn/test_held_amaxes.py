@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import Operands
-from fp4train.nn import Linear
-from fp4train.nn.experts import Experts
-from fp4train.nn.held_amaxes import HeldAmaxes
-from fp4train.precision import Custom, FP8Delayed, Mixed, autocast, recompute
-from fp4train.precision.recipe import Recipe, by_tensor
+from fp4train.nn import Experts, HeldAmaxes, Linear
+from fp4train.precision import Custom, FP8Delayed, Mixed, Recipe, autocast, by_tensor, recompute
 from fp4train.quantize import Delayed, Hadamard, QuantSpec, quantize
 
 HELD = QuantSpec(held=3)

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4train.backends.native import cpu_multiplies_rows
-from fp4train.nn import Linear
-from fp4train.nn.call import LayerCall
-from fp4train.nn.executors.gemms import Gemms
-from fp4train.nn.operands import TensorForms
+from fp4train.backends import cpu_multiplies_rows
+from fp4train.nn import LayerCall, Linear, TensorForms
+from fp4train.nn.executors import Gemms
 from fp4train.precision import (
     BF16,
     FP16,
@@ -19,10 +17,12 @@ from fp4train.precision import (
     MXFP6,
     MXFP8,
     NVFP4,
+    Context,
     Custom,
     FP8Block,
     FP8Current,
     FP8Row,
+    Layer,
     Mixed,
     Operands,
     QuartetII,
@@ -30,10 +30,7 @@ from fp4train.precision import (
     TetraJetV2,
     autocast,
 )
-from fp4train.precision.context import Context
-from fp4train.precision.layers import Layer
-from fp4train.quantize import QuantSpec, RandomKey, quantize
-from fp4train.quantize.random import random_bits
+from fp4train.quantize import QuantSpec, RandomKey, quantize, random_bits
 
 rows_on_cpu = pytest.mark.skipif(
     not cpu_multiplies_rows(), reason="this torch multiplies no rows on CPUs"

@@ -10,10 +10,9 @@ import torch
 from linear_layers import gradients, layer, rand, same
 from torch import Tensor, nn
 
-from fp4train.nn.weight_form import WeightForm
-from fp4train.nn.weights import PreparedWeights
+from fp4train.nn import PreparedWeights, WeightForm
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe, autocast
-from fp4train.quantize.random import FPROP_W
+from fp4train.quantize import FPROP_W
 
 
 def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(

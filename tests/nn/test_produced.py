@@ -25,10 +25,8 @@ from fp4train.nn import Linear
 from fp4train.nn.executors import make_executor
 from fp4train.nn.fused_layers import outputs_of, takes_outputs, why_not
 from fp4train.nn.gated_mlp import GatedMLP
-from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, FP8Row, Recipe
+from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, FP8Row, Layer, Recipe, resolve
 from fp4train.precision.context import state
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.layers import Layer
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -39,7 +37,7 @@ import native_on_cpu
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import fp4train as f4
-from fp4train.config.schema import TrainSettings
+from fp4train.config import TrainSettings
 from fp4train.models.common.router import ExpertShape
 from fp4train.models.common.liger import use_liger
 from fp4train.models.hybrid import Hybrid, ScanShape
@@ -50,7 +48,7 @@ from fp4train.nn import weight_form, weights
 from fp4train.models.common.stream import summed
 from fp4train.nn.normed_linears import NormedLinears
 from fp4train.precision import MXFP8, NVFP4, FP8Current, LayerPolicy
-from fp4train.precision.context import autocast
+from fp4train.precision import autocast
 from fp4train.run.fuse import fuse
 
 sys.modules |= liger_on_cpu.modules()

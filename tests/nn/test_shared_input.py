@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.nn import Linear
-from fp4train.precision import MXFP8, NVFP4, FP8Delayed, Recipe
-from fp4train.precision.context import current
+from fp4train.precision import MXFP8, NVFP4, FP8Delayed, Recipe, current
 
 
 class Pair(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fp4train.kernels import cpu
 from fp4train.optim.adamw import AdamW
 from fp4train.optim.rounded import MOMENTS, RoundedAdamW, rounded, slabs, update
-from fp4train.quantize.random import RandomKey, random_bits
+from fp4train.quantize import RandomKey, random_bits
 from fp4train.run.step import clip, step_unless
 from fp4train.shards import TensorShard
 

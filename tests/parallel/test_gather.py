@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from fp4train.nn import Linear
+from fp4train.nn import Gathered, Linear
 from fp4train.nn.executors.whole_layer import ValuesFunction
-from fp4train.nn.gathered import Gathered
 from fp4train.parallel.gather import WeightGather
 from fp4train.parallel.gather_items import GatherItem, SentTensors
 

@@ -19,13 +19,11 @@ from fp4train.lab.costs.workload import workload
 from fp4train.models.common.cut import multiplications
 from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid
-from fp4train.parallel.config import Parallel
+from fp4train.parallel import Parallel
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.stages import cut_of, cut_stages
 from fp4train.parallel.world import World
-from fp4train.precision import BF16, Timeline
-from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import make_plan
+from fp4train.precision import BF16, Timeline, find_layers, make_plan
 
 FAMILIES = {family.name: family.small for family in families()}
 NO_STATE = Inventory(state=frozenset(), layers={}, modules=())

@@ -8,8 +8,16 @@ from compiled_layers import needs_graphs
 
 from fp4train.models.llama import Llama
 from fp4train.nn import Linear, convert
-from fp4train.precision import BF16, FP32, MXFP8, NVFP4, LayerPolicy, autocast
-from fp4train.precision.context import activation_dtype, current
+from fp4train.precision import (
+    BF16,
+    FP32,
+    MXFP8,
+    NVFP4,
+    LayerPolicy,
+    activation_dtype,
+    autocast,
+    current,
+)
 
 X = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
 

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.config.binding import bind
+from fp4train.config import bind
 from fp4train.hardware import Device
 from fp4train.measure.statistics import watch
 from fp4train.models.common.cut import multiplications
@@ -18,15 +18,16 @@ from fp4train.precision import (
     MXFP8,
     NVFP4,
     FP8Delayed,
+    LayerPlan,
     LayerPolicy,
     LayerRecipe,
     Recipe,
     TetraJetV2,
     autocast,
+    find_layers,
+    resolve,
+    wire_form,
 )
-from fp4train.precision.gather import wire_form
-from fp4train.precision.layer_plan import LayerPlan, resolve
-from fp4train.precision.layers import find_layers
 from fp4train.quantize import RandomKey
 
 WIDTH = 32

@@ -16,14 +16,16 @@ from fp4train.precision import (
     NVFP4,
     FP8Current,
     FP8Delayed,
+    LayerPlan,
     LayerPolicy,
     Mixed,
+    OutlierChannels,
     Recipe,
+    find_layers,
+    resolve,
 )
-from fp4train.precision.layer_plan import LayerPlan, fused_note, resolve
-from fp4train.precision.layers import find_layers
+from fp4train.precision.layer_plan import fused_note
 from fp4train.precision.plan import plan
-from fp4train.precision.recipe import OutlierChannels
 
 
 def llama() -> nn.Module:

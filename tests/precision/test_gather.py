@@ -13,14 +13,17 @@ from fp4train.precision import (
     NVFP4,
     FP8Current,
     FP8Delayed,
+    Layer,
+    LayerPlan,
     LayerPolicy,
     QuartetII,
     Recipe,
     TetraJetV2,
+    resolve,
+    wire_form,
 )
-from fp4train.precision.gather import WireForm, gather_mode, wire_form
-from fp4train.precision.layer_plan import LayerPlan, part_of, resolve
-from fp4train.precision.layers import Layer
+from fp4train.precision.gather import WireForm, gather_mode
+from fp4train.precision.layer_plan import part_of
 from fp4train.precision.report import gathers
 from fp4train.quantize import Quantizer
 

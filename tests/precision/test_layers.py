@@ -15,7 +15,7 @@ from torch import nn
 
 import fp4train as f4
 from fp4train.models.llama import Llama
-from fp4train.precision.layers import Layer, find_blocks, find_layers
+from fp4train.precision import Layer, find_blocks, find_layers
 
 WIDTH = 32
 

@@ -22,19 +22,20 @@ from fp4train.precision import (
     NVFP4,
     Custom,
     FP8Delayed,
+    Layer,
     LayerPolicy,
     Mixed,
     OutlierChannels,
+    Plan,
     Recipe,
     Swap,
     TetraJetV2,
     TetraJetV2Outliers,
     Timeline,
+    resolve,
+    wire_form,
 )
-from fp4train.precision.gather import wire_form
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.layers import Layer
-from fp4train.precision.plan import Plan, plan
+from fp4train.precision.plan import plan
 from fp4train.run.checks import never_chosen
 from fp4train.run.graphs import check_plan
 from fp4train.run.record.journal import Journal, read_journal

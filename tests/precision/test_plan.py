@@ -18,18 +18,20 @@ from fp4train.precision import (
     FP32,
     MXFP8,
     NVFP4,
+    Context,
     FP8Current,
     LayerPolicy,
     Mixed,
     Phase,
+    Plan,
     Recipe,
     Timeline,
     autocast,
+    find_layers,
+    make_plan,
+    resolve,
+    use,
 )
-from fp4train.precision.context import Context, use
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import cells, render, table
 
 BATCH = 2

@@ -8,9 +8,17 @@ from torch import nn
 
 from fp4train.hardware import Device
 from fp4train.nn import convert
-from fp4train.precision import BF16, FP32, MXFP8, NVFP4, LayerPolicy, autocast
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision import (
+    BF16,
+    FP32,
+    MXFP8,
+    NVFP4,
+    Layer,
+    LayerPolicy,
+    autocast,
+    find_layers,
+    resolve,
+)
 from fp4train.precision.policy import matches
 
 

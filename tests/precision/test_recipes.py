@@ -10,8 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from fp4train.config import RECIPES
-from fp4train.config.binding import bind
+from fp4train.config import RECIPES, bind
 from fp4train.config.composition import compose
 from fp4train.kernels import cpu
 from fp4train.precision import (
@@ -33,8 +32,7 @@ from fp4train.precision import (
     Recipe,
     recipes,
 )
-from fp4train.quantize import Delayed, Hadamard, QuantSpec, quantizer
-from fp4train.quantize.rotation import Rotation
+from fp4train.quantize import Delayed, Hadamard, QuantSpec, Rotation, quantizer
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 PUT_TOGETHER: list[Recipe] = [

@@ -15,12 +15,13 @@ from fp4train.quantize import (
     Hadamard,
     QuantSpec,
     RandomKey,
+    amax_extent,
     quantize,
     quantize_dequantize,
     quantizer,
     to_torch,
+    why_not_cut,
 )
-from fp4train.quantize.sharded import amax_extent, why_not_cut
 from fp4train.quantize.triton import why_not_spec
 
 SPEC = QuantSpec(global_scale="block")

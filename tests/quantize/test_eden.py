@@ -8,8 +8,17 @@ import torch
 from fp4train.backends.te.quantizers import family
 from fp4train.formats import E4M3
 from fp4train.precision import QuartetII
-from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, quantize_dequantize, triton
-from fp4train.quantize.rounding import corrected_scales, round_to_codes, round_to_values
+from fp4train.quantize import (
+    Hadamard,
+    QuantSpec,
+    RandomKey,
+    quantize,
+    quantize_dequantize,
+    round_to_codes,
+    round_to_values,
+    triton,
+)
+from fp4train.quantize.rounding import corrected_scales
 
 SPEC = QuantSpec(rounding="eden", global_bound=256, hadamard=Hadamard(size=128, signs="step"))
 KEY = RandomKey(seed=3, step=7, layer=11, operand=4)

@@ -10,8 +10,16 @@ from golden import REDUCED
 from torch import Tensor
 
 from fp4train.formats import E2M1, E4M3, E5M2, ElementFormat, get_format
-from fp4train.quantize import ROUNDINGS, Hadamard, QuantSpec, RandomKey, quantize, random_bits
-from fp4train.quantize.rounding import FEW_BITS, round_to_values
+from fp4train.quantize import (
+    ROUNDINGS,
+    Hadamard,
+    QuantSpec,
+    RandomKey,
+    quantize,
+    random_bits,
+    round_to_values,
+)
+from fp4train.quantize.rounding import FEW_BITS
 
 CASES = json.loads((REDUCED / "few_bits.json").read_text())["cases"]
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from fp4train.backends.native import cpu_multiplies_rows
+from fp4train.backends import cpu_multiplies_rows
 from fp4train.quantize import (
     QuantSpec,
     nvfp4_quantize,

@@ -19,7 +19,10 @@ from fp4train.quantize import (
     Hadamard,
     QuantSpec,
     RandomKey,
+    amax_extent,
     cast_to_representable,
+    divided_tensors,
+    joined,
     packed_bytes,
     quantize,
     quantize_dequantize,
@@ -30,7 +33,6 @@ from fp4train.quantize import (
 )
 from fp4train.quantize.quantized import turned
 from fp4train.quantize.scaling import macro_codes
-from fp4train.quantize.sharded import amax_extent, divided_tensors, joined
 from fp4train.quantize.triton import why_not_spec
 
 TILES = QuantSpec(global_scale=(128, 128))

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fp4train.quantize import RandomKey, random_bits
-from fp4train.quantize.random import philox4x32
+from fp4train.quantize import RandomKey, philox4x32, random_bits
 
 # Random123 1.14, tests/kat_vectors, the lines "philox4x32 10": counter, key, output.
 KNOWN_ANSWERS = [

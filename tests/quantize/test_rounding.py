@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from fp4train.formats import ELEMENT_FORMATS, ElementFormat, decode, encode, value_table
-from fp4train.quantize import QuantSpec, RandomKey, quantize, quantize_dequantize
-from fp4train.quantize.rounding import round_to_codes, round_to_values
+from fp4train.quantize import (
+    QuantSpec,
+    RandomKey,
+    quantize,
+    quantize_dequantize,
+    round_to_codes,
+    round_to_values,
+)
 
 formats = pytest.mark.parametrize("fmt", ELEMENT_FORMATS, ids=lambda fmt: fmt.name)
 

@@ -12,15 +12,12 @@ from fp4train.quantize import (
     Hadamard,
     QuantSpec,
     cast_to_representable,
+    delayed_amax,
+    initial_delayed_amax,
     quantize,
     quantize_dequantize,
 )
-from fp4train.quantize.scaling import (
-    block_scales_two_level,
-    delayed_amax,
-    global_scales,
-    initial_delayed_amax,
-)
+from fp4train.quantize.scaling import block_scales_two_level, global_scales
 
 MX = {"block": (1, 32), "scale": "e8m0", "global_scale": None}
 TENSOR_FP8 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp4train.precision import MXFP4, MXFP8, NVFP4, FP8Block, FP8Current, FP8Row, Recipe
-from fp4train.precision.recipes.quartet import QuartetII
-from fp4train.precision.recipes.tetrajet import TetraJetV2
+from fp4train.precision.recipes import QuartetII, TetraJetV2
 from fp4train.quantize import (
     QuantSpec,
     RandomKey,

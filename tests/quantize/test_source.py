@@ -4,10 +4,8 @@ import pytest
 
 from fp4train.backends import sourced
 from fp4train.precision import FP8Row, QuartetII, Recipe
-from fp4train.precision.recipes.mx import MXFP8
-from fp4train.precision.recipes.nvfp4 import NVFP4
-from fp4train.quantize import High, Operand, Own, QuantSpec, Requantised, ValuesOf
-from fp4train.quantize.sharded import packed_bytes
+from fp4train.precision.recipes import MXFP8, NVFP4
+from fp4train.quantize import High, Operand, Own, QuantSpec, Requantised, ValuesOf, packed_bytes
 
 NVFP4_X = QuantSpec()
 SQUARE = QuantSpec(block=(16, 16))

@@ -7,7 +7,7 @@ from typing import Any
 
 import gpu_stand_ins
 import pytest
-from command_line import Before, Cli, StopAt
+from command_line import Before, Cli, StopAt, before_steps
 
 
 @pytest.fixture(scope="session")
@@ -34,17 +34,13 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> StopAt:
     """`stop_at(4)`: the next run dies without a word as step 4 begins, as if by kill -9;
     `stop_at(-1)`: none does.
     """
-    import fp4train.train as loop
-
-    original = loop.train_step
     where = [-1]
 
-    def train_step(run: Any, recipe: Any) -> Any:
+    def act(run: Any) -> None:
         if run.step == where[0]:
             raise SystemExit(137)
-        return original(run, recipe)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    before_steps(monkeypatch, act)
 
     def choose(step: int) -> None:
         where[0] = step
@@ -55,16 +51,8 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> StopAt:
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> Before:
     """`before(3, act)`: `act(run)` is called as step 3 begins."""
-    import fp4train.train as loop
-
-    original = loop.train_step
-    acts = {}
-
-    def train_step(run: Any, recipe: Any) -> Any:
-        acts.pop(run.step, lambda run: None)(run)
-        return original(run, recipe)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
+    acts: dict[int, Callable[[Any], Any]] = {}
+    before_steps(monkeypatch, lambda run: acts.pop(run.step, lambda run: None)(run))
     return acts.__setitem__
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from fp4train.config import TrainSettings, to_config
 from fp4train.config.composition import compose
-from fp4train.config.schema import TrainSettings, to_config
 from fp4train.errors import UserError
 from fp4train.models.llama import Llama
-from fp4train.parallel.config import Mesh
+from fp4train.parallel import Mesh
 from fp4train.parallel.world import World
-from fp4train.precision.layers import find_blocks
+from fp4train.precision import find_blocks
 from fp4train.run import begin, build, fuse
 
 OPTIONS_OF_TORCH_2_11 = {"fullgraph", "dynamic", "backend", "mode", "options", "disable"}

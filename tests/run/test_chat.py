@@ -13,7 +13,7 @@ from command_line import Cli, losses
 from tokenizer_kinds import tokenizer_json
 from torch.nn.functional import cross_entropy
 
-from fp4train.data.loader import Loader
+from fp4train.data import Loader
 from fp4train.exchange.evaluation import held_out
 from fp4train.exchange.trained import load_trained
 from fp4train.run.record import directory as run_directory

@@ -6,10 +6,20 @@ import pytest
 import torch
 from command_line import Cli
 
-from fp4train.config import CONFIGS, RECIPES, Config, composition, overrides, plain, to_config
-from fp4train.config.binding import bind, complete, unknown_keys
+from fp4train.config import (
+    CONFIGS,
+    RECIPES,
+    Config,
+    bind,
+    complete,
+    composition,
+    overrides,
+    plain,
+    to_config,
+    unknown_keys,
+)
 from fp4train.hardware import Device
-from fp4train.precision.layers import find_layers
+from fp4train.precision import find_layers
 from fp4train.run.build import build_model, build_plan
 from fp4train.run.timeline import build_timeline
 

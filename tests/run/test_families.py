@@ -19,12 +19,10 @@ from safetensors.torch import load_file
 import fp4train
 from fp4train.config import to_config
 from fp4train.config.composition import compose
-from fp4train.precision.layers import find_layers
+from fp4train.config.overrides import groups
+from fp4train.precision import find_layers
 from fp4train.run.record.directory import read_config
 
-RECIPES = sorted(
-    path.stem for path in (Path(fp4train.__file__).parents[1] / "recipes").glob("*.yaml")
-)
 OUTLIERS = ("recipe.outliers.multiple=8", "recipe.outliers.start=0", "recipe.outliers.steps=2")
 """Outlier channels that a run of a few steps on layers of 32 channels chooses."""
 RECORDED = ("recipe.outliers.start=2", "recipe.outliers.steps=3")
@@ -54,7 +52,7 @@ def learning() -> Iterator[Any]:
     """
     others = [family for family in BEYOND_LLAMA if family != "moe"]
     yield from (("nvfp4", family) for family in BEYOND_LLAMA)
-    for recipe, family in zip(RECIPES, cycle(others), strict=False):
+    for recipe, family in zip(groups()["recipe"], cycle(others), strict=False):
         if recipe != "nvfp4":
             yield pytest.param(recipe, "moe", marks=pytest.mark.long)
             yield pytest.param(recipe, family, marks=pytest.mark.long)

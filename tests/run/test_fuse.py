@@ -14,8 +14,8 @@ import torch
 from command_line import Cli, losses
 
 import fp4train as f4
+from fp4train.config import TrainSettings, to_config
 from fp4train.config.composition import compose
-from fp4train.config.schema import TrainSettings, to_config
 from fp4train.errors import UserError
 from fp4train.exchange.trained import load_trained
 from fp4train.hardware import Device, find_gpu
@@ -27,9 +27,7 @@ from fp4train.models.common.operators import OF_TORCH, Operation
 from fp4train.models.llama import Llama
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.parallel.world import World
-from fp4train.precision import NVFP4, Timeline
-from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import make_plan
+from fp4train.precision import NVFP4, Timeline, find_layers, make_plan
 from fp4train.quantize import triton
 from fp4train.run.build import built_or_deferred
 from fp4train.run.fuse import fuse, kernels_of_layers

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp4train import checkpoint
-from fp4train.data import Loader
-from fp4train.data.text import Text
+from fp4train.data import Loader, Text
 from fp4train.models.llama import hf
 
 OWN = ("data=text", "track=jsonl", "train.steps=2", "train.batch_size=4", "train.seq_len=32", "eval.batches=1",

@@ -11,7 +11,7 @@ from c_calls import counted
 from torch import Tensor
 
 import fp4train as f4
-from fp4train.config.schema import TrainSettings
+from fp4train.config import TrainSettings
 from fp4train.kernels import cpu
 from fp4train.models.common import on_cpu
 from fp4train.models.common.router import ExpertShape

@@ -14,8 +14,8 @@ from torch import nn
 
 import fp4train as f4
 from fp4train.config import composition, to_config
-from fp4train.nn.conversion import WeightGroup, weight_groups
-from fp4train.precision.layers import find_layers
+from fp4train.nn import WeightGroup, weight_groups
+from fp4train.precision import find_layers
 from fp4train.run.build import build_model
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/model").glob("*.yaml"))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import PATIENCE, Cli, events, lines, losses, recorded
+from command_line import PATIENCE, Cli, before_steps, events, lines, losses, recorded
 from families import BEYOND_LLAMA, tiny_run
 
 import fp4train.train as loop
@@ -309,13 +309,7 @@ def test_the_points_of_a_sweep_leave_no_trace_in_each_other(cli: Cli) -> None:
 
 
 def test_a_signal_ends_the_whole_sweep(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop.train_step
-
-    def train_step(run: Any, recipe: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(run, recipe)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
+    before_steps(monkeypatch, lambda run: os.kill(os.getpid(), signal.SIGINT))
     assert cli("-m", "recipe=nvfp4,bf16,mxfp8").code == 130
     assert [p.name for p in Path("runs").glob("*-*")] == ["llama_tiny-nvfp4"]
 

@@ -88,7 +88,7 @@ def test_from_the_loop_to_the_model_there_are_four_frames(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     """`train`, `train_step`, the runner's `step`, and the losses."""
-    from fp4train.models.llama.model import LlamaModel
+    from fp4train.models.llama import LlamaModel
 
     stacks: list[list[str]] = []
     original = LlamaModel.forward

@@ -19,12 +19,10 @@ from command_line import Before, Cli, StopAt, events, losses, steps
 from recorder_on_cpu import RecorderOnCpu
 from torch import nn
 
-from fp4train.config.binding import bind
+from fp4train.config import bind
 from fp4train.errors import UserError
 from fp4train.hardware import Device
-from fp4train.precision import BF16, NVFP4, Recipe, Timeline
-from fp4train.precision.layers import Layer
-from fp4train.precision.plan import make_plan
+from fp4train.precision import BF16, NVFP4, Layer, Recipe, Timeline, make_plan
 from fp4train.run.graphs import check_graph, check_plan
 from fp4train.run.record.change import swap_recipe
 from fp4train.run.step_graph import WARM_UP

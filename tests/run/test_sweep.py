@@ -9,7 +9,7 @@ import yaml
 from command_line import STEADY, Cli
 
 from fp4train.cli.console import kept_console
-from fp4train.lab.analysis.history import training_loss
+from fp4train.lab.analysis import training_loss
 
 
 def test_runs_that_differ_in_their_seed_are_averaged_below_the_jobs(cli: Cli) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from fp4train.config import to_config
 from fp4train.config.composition import compose
-from fp4train.nn.planned import PlannedLayer
+from fp4train.nn import PlannedLayer
 from fp4train.precision import BF16
 
 ROOT = Path(__file__).parents[2]

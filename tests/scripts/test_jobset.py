@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fp4train.config import composition
-from fp4train.config.binding import bind
-from fp4train.parallel.config import Parallel
+from fp4train.config import bind, composition
+from fp4train.parallel import Parallel
 
 FILE = Path(__file__).parents[2] / "scripts" / "jobset.yaml"
 NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"

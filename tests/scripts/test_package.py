@@ -101,7 +101,7 @@ def test_it_holds_every_config_and_trains_two_steps_outside_the_tree(
     outside.mkdir()
     code = """if True:
         import fp4train
-        from fp4train.config.folders import CONFIGS, RECIPES
+        from fp4train.config import CONFIGS, RECIPES
         from fp4train.kernels import cpu
         print(fp4train.__file__, cpu.unavailable(), sep="\\n")
         for folder in (CONFIGS, RECIPES):

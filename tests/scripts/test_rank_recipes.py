@@ -12,7 +12,7 @@ import torch
 from command_line import TINY
 
 from fp4train.cli import main
-from fp4train.config.binding import bind
+from fp4train.config import bind
 from fp4train.config.composition import named
 from fp4train.lab.ledger import ledger
 from fp4train.lab.studies.forks import open_checkpoint

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4train.backends.emulate import EMULATE
+from fp4train.backends import EMULATE
 from fp4train.precision import QuartetII
-from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize
-from fp4train.quantize.quantized import Quantized
+from fp4train.quantize import Hadamard, Quantized, QuantSpec, RandomKey, quantize
 
 KEY = RandomKey(seed=11, step=0, layer=0, operand=0)
 GUARD = 16 / 17

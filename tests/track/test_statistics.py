@@ -16,8 +16,15 @@ import numpy as np
 import pytest
 
 from fp4train.errors import OlderForm, UserError
-from fp4train.track import STATISTICS, JsonlTracking, Statistics, read_statistics
-from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
+from fp4train.track import (
+    GRADIENT,
+    OPERAND,
+    STATISTICS,
+    JsonlTracking,
+    Statistics,
+    StatisticsLog,
+    read_statistics,
+)
 
 NAMES = ("fprop.x", "fprop.w")
 

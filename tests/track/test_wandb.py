@@ -17,6 +17,8 @@ import pytest
 
 import fp4train.track
 from fp4train.track import (
+    GRADIENT,
+    OPERAND,
     QueuedTracker,
     Statistics,
     Trackers,
@@ -24,7 +26,6 @@ from fp4train.track import (
     WandbTracking,
     read_metrics,
 )
-from fp4train.track.statistics import GRADIENT, OPERAND
 
 wandb = pytest.importorskip("wandb")
 

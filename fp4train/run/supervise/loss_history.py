@@ -186,13 +186,14 @@ class Divergence:
 
     def add(self, step: int, loss: float) -> None:
         """The loss of step `step` (from 0) is known."""
-        self.fits = self.would_fit(loss)
         within = self._within(loss)
         leaves_trend = within and self._leaves_trend(loss)
+        on_curve = self.since is None and within and not leaves_trend
+        self.fits = on_curve and self._fits(loss)
         self.known = step + 1
         self.first = loss if step == 0 else self.first
         self.recent = (*self.recent, loss)[-PERSIST:]
-        if not self.past or (self.since is None and within and not leaves_trend):
+        if not self.past or on_curve:
             self.past = (*self.past, loss)[-MEMORY:]
         elif self.since is None:
             self.since = step

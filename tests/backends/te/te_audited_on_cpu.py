@@ -27,13 +27,11 @@ from transformer_engine.pytorch import cpp_extensions
 from transformer_engine.pytorch import tensor as te_tensor
 
 import fp4train as f4
-from fp4train.audit.loop import AuditReport
+from fp4train.audit import AuditReport
 from fp4train.formats import pack_fp4
 from fp4train.hardware import Device
 from fp4train.nn import convert
-from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, Recipe
-from fp4train.precision.context import Context, use
-from fp4train.precision.layer_plan import resolve
+from fp4train.precision import MXFP8, NVFP4, Context, FP8Block, FP8Current, Recipe, resolve, use
 from fp4train.quantize import Quantized, QuantSpec, RandomKey, reference, tiled_scales
 
 TOKENS, K, N = 96, 128, 64

@@ -24,9 +24,7 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 from fp4train import backends
 from fp4train.backends.te import executor, region
 from fp4train.nn import convert
-from fp4train.precision.context import autocast
-from fp4train.precision.policy import LayerPolicy
-from fp4train.precision.recipe import Recipe
+from fp4train.precision import LayerPolicy, Recipe, autocast
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed
 
 TE_DTYPES = {

@@ -36,17 +36,20 @@ from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
 from fp4train.backends import GEMMS, Operands
 from fp4train.backends.te import weights
 from fp4train.hardware import Device
-from fp4train.nn import convert
-from fp4train.nn.call import LayerCall
-from fp4train.nn.gathered import Gathered
-from fp4train.nn.weight_form import WeightForm
+from fp4train.nn import Gathered, LayerCall, WeightForm, convert
 from fp4train.parallel.gather_items import GatherItem, form_of
-from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, Recipe
-from fp4train.precision.context import Context, use
-from fp4train.precision.layer_plan import resolve
+from fp4train.precision import MXFP8, NVFP4, Context, FP8Block, FP8Current, Recipe, resolve, use
 from fp4train.precision.recipes import Custom, Mixed
-from fp4train.quantize import Hadamard, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
-from fp4train.quantize.sharded import divided_tensors, joined
+from fp4train.quantize import (
+    Hadamard,
+    Quantized,
+    QuantSpec,
+    amax_extent,
+    divided_tensors,
+    joined,
+    measure_amax,
+    quantizer,
+)
 
 MX, BLOCK, CURRENT = (each.table()["fprop"].first for each in (MXFP8(), FP8Block(), FP8Current()))
 NV = NVFP4().table()["fprop"].first

@@ -21,8 +21,7 @@ from torch import Tensor
 from fp4train.backends.te import TEExperts
 from fp4train.hardware import Device
 from fp4train.nn import Experts
-from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe, autocast
-from fp4train.precision.layer_plan import resolve
+from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe, autocast, resolve
 
 COUNTS = [5, 0, 130, 33]
 K = 96

@@ -29,9 +29,7 @@ from host_passes import least, passes, plain_layer
 from fp4train.backends.te import region, to_te
 from fp4train.hardware import Device
 from fp4train.nn import convert
-from fp4train.precision.context import Context, use
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.recipe import Recipe
+from fp4train.precision import Context, Recipe, resolve, use
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
 
 CPU = torch.device("cpu")

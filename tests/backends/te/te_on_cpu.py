@@ -158,12 +158,14 @@ from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference
 from transformer_engine.pytorch.quantization import QuantizerRole, RecipeState  # noqa: E402
 
 from fp4train import backends  # noqa: E402
-from fp4train.backends.table import Table  # noqa: E402
+from fp4train.backends import Table  # noqa: E402
 from fp4train.backends.te import QuantizerFactory, TEExecutor, to_te  # noqa: E402
 from fp4train.nn import Linear  # noqa: E402
-from fp4train.precision.context import autocast  # noqa: E402
-from fp4train.precision.layers import Layer  # noqa: E402
-from fp4train.precision.recipe import Recipe  # noqa: E402
+from fp4train.precision import (  # noqa: E402
+    Layer,
+    Recipe,
+    autocast,
+)
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Block, FP8Current, Mixed  # noqa: E402
 
 M = 64

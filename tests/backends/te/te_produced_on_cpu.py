@@ -34,17 +34,12 @@ from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4
 import fp4train as f4
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.te.given import CUDNN
-from fp4train.config.schema import TrainSettings
+from fp4train.config import TrainSettings
 from fp4train.hardware import Device
 from fp4train.models.llama import Llama
-from fp4train.nn import operands, scaling, weight_form, weights
+from fp4train.nn import PlannedLayer, operands, scaling, weight_form, weights
 from fp4train.nn.normed_linears import NormedLinears
-from fp4train.nn.planned import PlannedLayer
-from fp4train.precision import MXFP8, NVFP4
-from fp4train.precision.context import autocast
-from fp4train.precision.layers import find_layers
-from fp4train.precision.phases import Timeline
-from fp4train.precision.plan import make_plan
+from fp4train.precision import MXFP8, NVFP4, Timeline, autocast, find_layers, make_plan
 from fp4train.quantize import quantizer, sharded, to_torch, triton_launch
 from fp4train.run.fuse import fuse
 from fp4train.run.produced import produced_by, produced_in

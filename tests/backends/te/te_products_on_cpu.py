@@ -32,9 +32,7 @@ from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.te import TEExecutor
 from fp4train.hardware import Device
 from fp4train.nn import convert
-from fp4train.precision.context import Context, use
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.recipe import Recipe
+from fp4train.precision import Context, Recipe, resolve, use
 from fp4train.precision.recompute import recompute
 from fp4train.run.run import Run
 from fp4train.run.step import train_losses

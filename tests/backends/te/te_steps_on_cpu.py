@@ -28,7 +28,7 @@ from te_products_on_cpu import (
 from te_readers_on_cpu import python_calls, readers
 from torch import Tensor, nn
 
-from fp4train.nn.gathered import Gathered
+from fp4train.nn import Gathered
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
 
 

@@ -11,8 +11,7 @@ import pytest
 from fp4train.backends import choose
 from fp4train.backends.te import availability, translate
 from fp4train.hardware import Device, find_gpu
-from fp4train.precision.layers import Layer
-from fp4train.precision.recipe import Recipe
+from fp4train.precision import Layer, Recipe
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
 
 if (availability.version() or ()) < (2, 20):

@@ -19,8 +19,7 @@ from torch import nn
 import fp4train.backends.te.executor as te_backend
 from fp4train.backends.te import TransformerEngine, availability, region
 from fp4train.nn import convert as convert_layers
-from fp4train.precision.context import autocast
-from fp4train.precision.policy import LayerPolicy
+from fp4train.precision import LayerPolicy, autocast
 from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed
 
 if availability.version() is None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fp4train.backends.te import availability
-from fp4train.backends.te.given import CUDNN, TESources
+from fp4train.backends.te import TESources, availability
+from fp4train.backends.te.given import CUDNN
 from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Recipe
 
 pytest.importorskip("triton", reason="triton is not installed")

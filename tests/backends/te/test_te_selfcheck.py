@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from fp4train.nn import Linear
-from fp4train.precision.context import Context
-from fp4train.precision.layers import Layer
+from fp4train.precision import Context, Layer
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Delayed
 
 

@@ -9,8 +9,7 @@ import types
 
 import pytest
 
-from fp4train.backends import choose
-from fp4train.backends.table import Operands
+from fp4train.backends import Operands, choose
 from fp4train.backends.te import (
     QuantizerFactory,
     availability,
@@ -20,8 +19,7 @@ from fp4train.backends.te import (
     why_not_device,
 )
 from fp4train.hardware import Device
-from fp4train.precision.layers import Layer
-from fp4train.precision.recipe import Recipe
+from fp4train.precision import Layer, Recipe
 from fp4train.precision.recipes import (
     BF16,
     FP16,

@@ -13,9 +13,9 @@ import pytest
 
 import fp4train.lab.analysis.curves as curves
 from fp4train.errors import UserError
-from fp4train.lab.analysis.curves import draw_curves, one_run
-from fp4train.lab.analysis.figure import PICTURE, loss_limits, shades
-from fp4train.lab.analysis.history import Series, read_history
+from fp4train.lab.analysis import PICTURE, Series, draw_curves, read_history, shades
+from fp4train.lab.analysis.curves import one_run
+from fp4train.lab.analysis.figure import loss_limits
 from fp4train.track import MetricsLog
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -127,7 +127,7 @@ def test_long_names_of_recipes_stay_in_the_picture_and_no_marker_is_cut(tmp_path
 
 
 def test_bands_follow_the_recipe_also_where_a_resume_logged_a_step_twice() -> None:
-    from fp4train.lab.analysis.history import History
+    from fp4train.lab.analysis import History
 
     recipes = ["a", "a", "b", "b", "a"]
     lines = [{"step": s, "precision/recipe": r} for s, r in enumerate(recipes, start=1)]

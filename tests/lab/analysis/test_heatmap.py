@@ -8,20 +8,17 @@ from made import LAYERS, write_run, write_statistics
 from matplotlib.colors import LogNorm
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis.figure import NARROW, WIDE
+from fp4train.lab.analysis import NARROW, WIDE, Errors, draw_statistics
 from fp4train.lab.analysis.heatmap import (
     LEAST_DB,
     RATIO,
-    Errors,
     decibels,
     draw_maps,
-    draw_statistics,
     statistics_maps,
     worst_maps,
     worst_operand,
 )
-from fp4train.track import STATISTICS, Statistics, read_statistics
-from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
+from fp4train.track import GRADIENT, OPERAND, STATISTICS, Statistics, StatisticsLog, read_statistics
 
 
 def write(run: Path, layers: int, steps: int, operands: int = 6) -> Path:

@@ -17,10 +17,9 @@ from matplotlib.text import Text
 
 from fp4train.cli import main
 from fp4train.cli.train import training_loss
-from fp4train.lab.analysis.compare import Comparison
+from fp4train.lab.analysis import PICTURE, Comparison, Series, read_history, shades
 from fp4train.lab.analysis.curves import smoothing
-from fp4train.lab.analysis.figure import COLOURS, PICTURE, gap_limits, shades
-from fp4train.lab.analysis.history import Series, read_history
+from fp4train.lab.analysis.figure import COLOURS, gap_limits
 from fp4train.track import MetricsLog
 
 if TYPE_CHECKING:

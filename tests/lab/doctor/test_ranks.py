@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.errors import UserError
-from fp4train.lab.doctor import ranks
+from fp4train.lab.doctor import DoctorReport, ranks
 from fp4train.lab.doctor.ranks import CollectiveCheck
-from fp4train.lab.doctor.report import DoctorReport
 
 ROOT = Path(__file__).parents[3]
 

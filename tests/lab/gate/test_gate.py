@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 from command_line import TINY, Cli, Outcome, wait_for
+from stand_in_forks import forks_by
 
 import fp4train.cli.gate as command
-import fp4train.lab.studies.forks as workers
 from fp4train.cli.main import main
 from fp4train.lab.studies.forks import Fork
 from fp4train.lab.studies.record import MEASUREMENTS
@@ -77,7 +77,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
             loss = 5 + 0.1 * number + (gap + 1e-4 * (number % 3)) * (name != "bf16")
             return Fork(recipe=loss, high=loss, train=loss, problem=None, seconds=0.1, parts=[loss])
 
-        monkeypatch.setattr(workers, "fork", fork)
+        forks_by(monkeypatch, fork)
         return made
 
     return choose
@@ -238,7 +238,7 @@ def test_forks_without_any_scatter_are_measured_as_such(
         loss = 5.0 + 0.25 * (branch.candidate.name != "bf16")
         return Fork(recipe=loss, high=loss, train=loss, problem=None, seconds=0.1, parts=[loss])
 
-    monkeypatch.setattr(workers, "fork", fork)
+    forks_by(monkeypatch, fork)
     ended = gate(cli, run, "margin=1", "forks=4")
     assert ended.code == 2 and "if the gap is as it looks, " in ended.out
     again = gate(cli, run, "margin=1", "forks=0")
@@ -270,7 +270,7 @@ def test_a_crash_has_the_exit_code_of_no_verdict(
         raise error
 
     monkeypatch.setattr(command, "discard_output", lambda: 0)
-    monkeypatch.setattr(workers, "fork", crash)
+    forks_by(monkeypatch, crash)
     ended = gate(cli, run, "margin=0.01")
     assert ended.code == 3 and message in ended.message and "Traceback" not in ended.err
 
@@ -300,17 +300,16 @@ def test_an_interruption_says_that_the_command_goes_on(
     cli: Cli, run: str, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = pretend(0.001)
-    fork = workers.fork
 
     def interrupted(*arguments: Any) -> Fork:
         if len(made) == 9:
             raise KeyboardInterrupt
         return fork(*arguments)
 
-    monkeypatch.setattr(workers, "fork", interrupted)
+    fork = forks_by(monkeypatch, interrupted)
     ended = gate(cli, run, "margin=0.01")
     assert ended.code == 128 + signal.SIGINT and "the same command goes on" in ended.err
-    monkeypatch.setattr(workers, "fork", fork)
+    forks_by(monkeypatch, fork)
     assert gate(cli, run, "margin=0.01").code == 0
     assert sorted(set(made)) == sorted(made), "no fork was made twice"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.config.schema import Config, plain, to_config
+from fp4train.config import Config, plain, to_config
 from fp4train.errors import UserError
 from fp4train.lab.studies.candidates import RecipeCandidate, candidates, sweep_axes
 from fp4train.precision import MXFP8, NVFP4

@@ -11,8 +11,7 @@ import pytest
 from fp4train.lab.studies.findings import judgement, share, systematic
 from fp4train.lab.studies.intervals import estimate
 from fp4train.lab.studies.parts import CHOSEN, OF_THE_RUN, WHOLE, RecipePart
-from fp4train.precision import NVFP4
-from fp4train.precision.plan import PlannedStretch
+from fp4train.precision import NVFP4, PlannedStretch
 
 DIMENSIONS = 40
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from command_line import Cli, Outcome, wait_for
+from stand_in_forks import forks_by
 
 import fp4train.lab.studies.forks as workers
 from fp4train.lab.studies.forks import Fork
@@ -46,7 +47,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         parts = [loss - 1e-4 * place, loss + 1e-4 * place]
         return Fork(recipe=loss, high=loss, train=loss, problem=None, seconds=0.01, parts=parts)
 
-    monkeypatch.setattr(workers, "fork", fork)
+    forks_by(monkeypatch, fork)
     return made
 
 
@@ -275,7 +276,6 @@ def test_one_fork_has_no_interval_and_says_so(
 def test_a_candidate_that_diverges_is_last_with_the_layer_and_not_compared(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = workers.fork
 
     def fork(subject: Any, branch: Any, settings: Any, number: int) -> Fork:
         if branch.candidate.name == diverging and number in (1, 3):
@@ -283,7 +283,7 @@ def test_a_candidate_that_diverges_is_last_with_the_layer_and_not_compared(
             return Fork(recipe=None, high=None, train=None, problem=why, seconds=0.1)
         return whole(subject, branch, settings, number)
 
-    monkeypatch.setattr(workers, "fork", fork)
+    whole = forks_by(monkeypatch, fork)
     diverging = "mxfp8"
     shown = said(
         cli.raw("rank", str(trained), "step=3", "recipe=bf16,mxfp8,nvfp4", "forks=4", "out=a")
@@ -314,8 +314,7 @@ def test_a_full_disk_costs_the_files_and_not_the_table(
         monkeypatch.setattr("os.write", full)
         return whole(*arguments)
 
-    whole = workers.fork
-    monkeypatch.setattr(workers, "fork", fork)
+    whole = forks_by(monkeypatch, fork)
     outcome = cli.raw("rank", str(trained), "step=3", "recipe=bf16,nvfp4", "forks=4", "out=a")
     assert outcome.code == 1 and "No space left on device" in outcome.message
     assert "4 forks of 24 steps" in outcome.out and "high precision" in outcome.out

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.lab.analysis.figure import PICTURE, Draw, save
+from fp4train.lab.analysis import PICTURE, Draw, save
 from fp4train.lab.studies import figures
 from fp4train.lab.studies.base import Base, ForkSettings
 from fp4train.lab.studies.forks import Fork

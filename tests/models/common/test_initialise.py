@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.config.binding import bind
+from fp4train.config import bind
 from fp4train.config.composition import compose
 from fp4train.models.common.initialise import (
     fill_normal,
@@ -24,7 +24,7 @@ from fp4train.models.common.initialise import (
 )
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.parameters import ONES, ZEROS, Normal, ParameterSpec
-from fp4train.quantize.random import philox4x32
+from fp4train.quantize import philox4x32
 
 SEED = 5
 CPU = torch.device("cpu")

@@ -17,9 +17,7 @@ from fp4train.models.common import liger
 from fp4train.models.common.liger import use_liger
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.llama import Llama
-from fp4train.precision import FP32, NVFP4, Recipe
-from fp4train.precision.context import autocast
-from fp4train.precision.layers import find_blocks
+from fp4train.precision import FP32, NVFP4, Recipe, autocast, find_blocks
 
 THERE = importlib.util.find_spec("liger_kernel") is not None
 SHAPE = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 96, "tied": False}

@@ -10,8 +10,7 @@ from fp4train.models.common.cut import Stage
 from fp4train.models.common.stream import StreamTerms, summed
 from fp4train.models.families import families
 from fp4train.models.llama import Llama
-from fp4train.precision import FP32
-from fp4train.precision.context import autocast
+from fp4train.precision import FP32, autocast
 
 TOKENS = torch.randint(60, (2, 8), generator=torch.Generator().manual_seed(1))
 SMALL: dict[str, Any] = {"width": 16, "heads": 2, "hidden": 16}

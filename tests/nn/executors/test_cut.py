@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp4train.nn.layer_shard import Cut, LayerShard
-from fp4train.nn.ranks import Ranks
+from fp4train.nn import LayerShard, Ranks
+from fp4train.nn.layer_shard import Cut
 from fp4train.precision import MXFP8, NVFP4, FP8Delayed, FP8Row
 from fp4train.quantize import QuantSpec
 

@@ -14,27 +14,36 @@ from torch import Tensor
 from fp4train.backends import DataRanks, LayerState
 from fp4train.backends.te import TEExecutor, TEExperts
 from fp4train.hardware import Device
-from fp4train.nn import Linear
+from fp4train.nn import DelayedScaling, HeldAmaxes, LayerShard, Linear
 from fp4train.nn.engine import EAGER, torch_autocasts
 from fp4train.nn.executors import (
     EXECUTORS,
     STATES,
+    BackendExperts,
+    BackendLayer,
+    ChannelNorms,
+    ChannelParts,
+    CutGemms,
+    Gemms,
+    GroupGemms,
+    TorchLayer,
     executor_class,
     join_states,
     make_executor,
     saved_tensor,
 )
-from fp4train.nn.executors.cut import CutGemms
-from fp4train.nn.executors.gemms import Gemms
-from fp4train.nn.executors.groups import BackendExperts, GroupGemms
-from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
-from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
-from fp4train.nn.held_amaxes import HeldAmaxes
-from fp4train.nn.layer_shard import LayerShard, default_context
-from fp4train.nn.scaling import DelayedScaling
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, OutlierChannels, Recipe
-from fp4train.precision.layer_plan import LayerPlan, resolve
-from fp4train.precision.layers import Layer
+from fp4train.nn.layer_shard import default_context
+from fp4train.precision import (
+    BF16,
+    MXFP8,
+    NVFP4,
+    FP8Delayed,
+    Layer,
+    LayerPlan,
+    OutlierChannels,
+    Recipe,
+    resolve,
+)
 from fp4train.quantize import RunStep
 
 LAYER = Layer(name="up", in_features=64, out_features=64, block=0, blocks=1)

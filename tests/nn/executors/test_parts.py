@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.nn import Linear
-from fp4train.nn.executors.parts import ChannelNorms
+from fp4train.nn.executors import ChannelNorms
 from fp4train.precision import (
     BF16,
     MXFP8,

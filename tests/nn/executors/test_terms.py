@@ -12,23 +12,22 @@ from torch import Tensor
 
 from fp4train.backends import Operands
 from fp4train.hardware import Device, find_gpu
-from fp4train.nn import Linear
+from fp4train.nn import Experts, Linear
 from fp4train.nn.executors import terms
-from fp4train.nn.experts import Experts
 from fp4train.precision import (
     MXFP4,
     MXFP8,
     NVFP4,
     Custom,
+    Layer,
     Mixed,
     OutlierChannels,
     Recipe,
     Residual,
     autocast,
     recompute,
+    resolve,
 )
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.layers import Layer
 from fp4train.quantize import QuantSpec, quantize
 
 PLAIN = QuantSpec()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.backends import Operands
-from fp4train.nn.experts import Experts
+from fp4train.nn import Experts
 from fp4train.precision import NVFP4, Custom, LayerPolicy, LayerRecipe, Residual, autocast
 from fp4train.quantize import QuantSpec
 

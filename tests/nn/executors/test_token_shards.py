@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp4train.nn import Ranks
 from fp4train.nn.executors.cut import gathered, whole_blocks
-from fp4train.nn.ranks import Ranks
 from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, FP8Row, Recipe
-from fp4train.precision.recipes.tetrajet import TetraJetV2
+from fp4train.precision.recipes import TetraJetV2
 from fp4train.quantize import Quantized, QuantSpec, RandomKey, amax_extent, measure_amax, quantize
 
 KEY = RandomKey(seed=1, step=2, layer=3, operand=4)

@@ -8,7 +8,7 @@ import pytest
 from command_line import Cli
 
 from fp4train import formats
-from fp4train.formats.registry import Registry
+from fp4train.formats import Registry
 from fp4train.quantize import ROUNDINGS
 from fp4train.run.record import journal
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import STEADY, Cli, events, losses, steps
+from command_line import STEADY, Cli, before_steps, events, losses, steps
 from recorder_on_cpu import RecorderOnCpu
 
 import fp4train.run.build as build
 import fp4train.run.origin as origin
-import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.run.record import journal
 from fp4train.run.step_graph import RecordedSteps
@@ -38,12 +37,11 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
     returns the places of the batches that are trained on from now on. `dies=20`: the process dies
     as the 20th step begins.
     """
-    original = loop.train_step
     bad = []
     seen = []
     dying = []
 
-    def train_step(run: Any, recipe: Any) -> Any:
+    def act(run: Any) -> None:
         seen.append(run.batch)
         if len(seen) in dying:
             raise SystemExit(137)
@@ -51,9 +49,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
             with torch.no_grad():
                 for parameter in run.model.parameters():
                     parameter.mul_(30)
-        return original(run, recipe)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    before_steps(monkeypatch, act)
 
     def choose(*batches: int, dies: int | None = None) -> list[int]:
         bad[:] = batches
@@ -244,16 +241,14 @@ def test_a_loss_that_is_not_finite_takes_a_run_back_that_may_go_back(
     cli: Cli, poison: Poison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = poison()
-    original = loop.train_step
 
-    def train_step(run: Any, recipe: Any) -> Any:
+    def act(run: Any) -> None:
         if run.batch == 12:
             handle = next(run.model.parameters()).register_hook(
                 lambda g: (handle.remove(), g * torch.nan)[1]
             )
-        return original(run, recipe)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    before_steps(monkeypatch, act)
     ended = cli("run.name=a", *REWIND)
     assert ended.code == 0 and "step 12: gradient norm is nan" in ended.err
     assert "going on from step 10; batches 10–12 are skipped" in ended.err
@@ -264,16 +259,13 @@ def test_a_loss_that_is_not_finite_takes_a_run_back_that_may_go_back(
 def test_a_divergence_that_passes_is_said_and_costs_no_checkpoint(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = loop.train_step
-
-    def train_step(run: Any, recipe: Any) -> Any:
+    def act(run: Any) -> None:
         if run.step in (8, 15):
             with torch.no_grad():
                 for parameter in run.model.parameters():
                     parameter.mul_(30 if run.step == 8 else 1 / 30)
-        return original(run, recipe)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    before_steps(monkeypatch, act)
     ended = cli("run.name=a", *RUN, "optim.lr=1e-5", "train.steps=30", "checkpoint.every=2")
     assert ended.code == 0 and "back within its past" in ended.err and "diverged" not in ended.out
     assert steps() == [30]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulate_divergence import FALLING, false_alarms, seen_at
+from simulate_divergence import FALLING, STEPS, false_alarms, is_alarm, seen_at
 
-from fp4train.config.binding import bind
+from fp4train.config import bind
 from fp4train.errors import UserError
 from fp4train.run.supervise.loss_history import PERSIST, Divergence
 
@@ -88,6 +88,28 @@ def test_falling_losses_raise_at_most_one_alarm_in_500_runs_of_2000_steps(
     kind: str, runs: int, fall: float
 ) -> None:
     assert false_alarms(kind, runs, fall) <= (runs == 500)
+
+
+@pytest.mark.parametrize("kind", FALLING)
+def test_simulations_tell_the_alarms_of_the_rule_where_losses_rise_by_about_its_limits(
+    kind: str,
+) -> None:
+    """Rises of three to nine losses, at the beginning and later."""
+    draw = np.random.default_rng(1)
+    curve = 1.5 + 4 * np.exp(-np.arange(STEPS) / 200)
+    for _ in range(12):
+        losses = FALLING[kind](draw, curve)
+        begin = int(draw.integers(1, 400))
+        losses[begin : begin + int(draw.integers(3, 10))] += draw.uniform(0.2, 4)
+        losses = losses[: begin + 100]
+        assert is_alarm(losses) == (seen_at(losses.tolist()) is not None)
+
+
+def test_simulations_of_rises_have_runs_with_and_without_alarm() -> None:
+    calm = 1.5 + 4 * np.exp(-np.arange(STEPS) / 200)
+    risen = calm.copy()
+    risen[500:505] += 2
+    assert [is_alarm(losses) for losses in (calm, risen)] == [False, True]
 
 
 @pytest.mark.parametrize("fall", [10, 20])

@@ -21,9 +21,7 @@ from fp4train.backends.te import availability
 from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.parallel.launch import ProcessRank
-from fp4train.precision import NVFP4
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.layers import Layer
+from fp4train.precision import NVFP4, Layer, resolve
 from fp4train.quantize import QuantSpec, quantizer
 from fp4train.quantize.quantizer import _say
 from fp4train.run import host, step

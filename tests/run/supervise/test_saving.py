@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import STEADY, Cli, StopAt, events, losses, steps
+from command_line import STEADY, Cli, StopAt, before_steps, events, losses, steps
 
-import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
 from fp4train.run.supervise import rescue, saving
@@ -60,14 +59,8 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_two_never_overlap(
         log.append(("end", step))
         return original(folder, step, *rest, **options)
 
-    trained = loop.train_step
-
-    def train_step(run: Any, recipe: Any) -> Any:
-        log.append(("step", run.step))
-        return trained(run, recipe)
-
     monkeypatch.setattr(checkpoint, "save", slow)
-    monkeypatch.setattr(loop, "train_step", train_step)
+    before_steps(monkeypatch, lambda run: log.append(("step", run.step)))
     assert cli("run.name=a", "checkpoint.every=2", "checkpoint.keep=3", *STEADY).code == 0
     assert log.index(("step", 2)) < log.index(("end", 2)), (
         "step 2 ran while its checkpoint was written"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, lines, losses, wait_for
+from command_line import Cli, before_steps, lines, losses, wait_for
 
 import fp4train.train as loop
 
@@ -22,15 +22,13 @@ def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_to_the_bit(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     cli.trained("run.name=whole", "train.steps=4", "eval.every=2", *STEADY)
-    original = loop.train_step
 
-    def train_step(run: Any, recipe: Any) -> Any:
+    def act(run: Any) -> None:
         if run.step == 2:
             os.kill(os.getpid(), number)
-        return original(run, recipe)
 
     before = signal.getsignal(number)
-    monkeypatch.setattr(loop, "train_step", train_step)
+    before_steps(monkeypatch, act)
     ended = cli("run.name=a", "train.steps=4", "eval.every=2", *STEADY)
     assert ended.code == 128 + number
     assert f"runs/a: step 3, stopped by {number.name}, resume=runs/a goes on" in ended.out
@@ -59,13 +57,7 @@ def test_a_signal_while_a_checkpoint_is_written_loses_nothing(
 def test_a_signal_that_is_to_be_ignored_is_ignored(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = loop.train_step
-
-    def train_step(run: Any, recipe: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGHUP)
-        return original(run, recipe)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
+    before_steps(monkeypatch, lambda run: os.kill(os.getpid(), signal.SIGHUP))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert cli("run.name=a", "train.steps=2").code == 0

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import STEADY, Before, Cli, lines, losses, recorded, steps
+from command_line import STEADY, Before, Cli, before_steps, lines, losses, recorded, steps
 
-import fp4train.train as loop
 from fp4train.files import Folder
 from fp4train.run.record import inbox
 from fp4train.sealed import Appended
@@ -28,14 +27,8 @@ def step_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When each step began."""
     monkeypatch.setattr(inbox, "WAIT_SECONDS", WAIT)
     monkeypatch.setattr(metrics, "WAIT_SECONDS", WAIT)
-    original = loop.train_step
-    times = []
-
-    def train_step(run: Any, recipe: Any) -> Any:
-        times.append(time.monotonic())
-        return original(run, recipe)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
+    times: list[float] = []
+    before_steps(monkeypatch, lambda run: times.append(time.monotonic()))
     return times
 
 

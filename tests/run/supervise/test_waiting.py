@@ -2,11 +2,12 @@
 next one is.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from command_line import Cli, losses
+from command_line import Cli, around_steps, losses
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train.train as loop
@@ -33,23 +34,18 @@ class Waiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-UNAUDITED = ("audit.every=0", "audit.sums=0")
-"""An audit reads what it compares, and so do the sums of the step that a checkpoint follows."""
-
-
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What each step of the runs to come waits for."""
-    original = loop.train_step
     found = []
 
-    def train_step(run: Any, recipe: Any) -> Any:
+    def around(run: Any, step: Callable[[], Any]) -> Any:
         with Waiting() as mode:
-            step = original(run, recipe)
+            values = step()
         found.append(mode.seen)
-        return step
+        return values
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    around_steps(monkeypatch, around)
     return found
 
 
@@ -70,7 +66,7 @@ def test_a_step_is_queued_without_reading_a_number(
     # other devices.
     monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16, torch.float16}))
     monkeypatch.setattr(emulate, "_of_tensors", emulate.queued_factors)
-    options = ("policy=all", "train.steps=2", "train.microbatch=2", *STEADY, *UNAUDITED)
+    options = ("policy=all", "train.steps=2", "train.microbatch=2", *STEADY)
     cli("run.name=tried", f"recipe={recipe}", *options)  # kernels are tried at their first use
     waits.clear()
     assert cli("run.name=a", f"recipe={recipe}", *options).code == 0
@@ -80,7 +76,7 @@ def test_a_step_is_queued_without_reading_a_number(
 def test_an_optimizer_without_a_gate_waits_once_and_trains_the_same(
     cli: Cli, waits: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli("run.name=gated", "recipe=bf16", *STEADY, *UNAUDITED).code == 0
+    assert cli("run.name=gated", "recipe=bf16", *STEADY).code == 0
     assert waits == [[]] * 6
     build = AdamW.build
 
@@ -91,7 +87,7 @@ def test_an_optimizer_without_a_gate_waits_once_and_trains_the_same(
 
     monkeypatch.setattr(AdamW, "build", ungated)
     waits.clear()
-    assert cli("run.name=waiting", "recipe=bf16", *STEADY, *UNAUDITED).code == 0
+    assert cli("run.name=waiting", "recipe=bf16", *STEADY).code == 0
     assert waits == [["_local_scalar_dense"]] * 6
     assert losses("runs/waiting") == losses("runs/gated")
 
@@ -136,19 +132,18 @@ def test_numbers_are_read_one_step_late_and_at_once_where_something_depends_on_t
 def test_a_step_that_fails_changes_nothing_although_the_next_one_is_queued(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = loop.train_step
     weights = []
 
-    def train_step(run: Any, recipe: Any) -> Any:
+    def around(run: Any, step: Callable[[], Any]) -> Any:
         weights.append([p.detach().clone() for p in run.model.parameters()])
         if run.step == 2:
             next(run.model.parameters()).register_hook(lambda grad: grad * torch.nan)
-        step = original(run, recipe)
+        values = step()
         run_of.append(run)
-        return step
+        return values
 
     run_of: list[Any] = []
-    monkeypatch.setattr(loop, "train_step", train_step)
+    around_steps(monkeypatch, around)
     assert "step 2: gradient norm is nan" in cli("run.name=a", *STEADY).message
     assert len(weights) == 4, "steps 0, 1, 2 and the one queued after it"
     after = list(run_of[0].model.parameters())

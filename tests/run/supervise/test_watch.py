@@ -28,7 +28,7 @@ def test_a_heartbeat_says_how_far_a_run_is(cli: Cli) -> None:
 HANGS = """
 import sys, time
 from fp4train.cli import main
-from fp4train.data.loader import Loader
+from fp4train.data import Loader
 original = Loader.rows
 def rows(loader, first, count):
     if first == 8:
