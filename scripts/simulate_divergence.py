@@ -95,7 +95,8 @@ def high_from(losses: np.ndarray) -> np.ndarray:
     above = np.flatnonzero(least > trend)
     ceiling = np.partition(past[above], -2, axis=1)[:, -2]
     limit = np.minimum(ceiling, trend[above] + 0.3 * np.abs(trend[above]))
-    return above[least[above] > limit] + MEMORY
+    steps: np.ndarray = above[least[above] > limit] + MEMORY
+    return steps
 
 
 def begins_divergence(losses: np.ndarray, step: int) -> bool:
