@@ -31,6 +31,7 @@ def test_the_loss_falls_in_every_recipe_and_a_run_resumes_to_the_bit(recipe: str
         f"train.steps={STEPS}",
         "optim.lr=1e-2",
         f"checkpoint.every={SAVED}",
+        "audit.every=null",
     )
     assert ended.code == 0, ended.err
     curve = [line["train/loss"] for line in lines("runs/a") if "train/loss" in line]
