@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -153,11 +154,14 @@ def driver_utilities() -> None:
 
 
 def empty_libcuda(folder: str) -> None:
-    """A library of libcuda's name, which has nothing: what links to it finds the driver's where it
-    is loaded.
+    """A library of libcuda's name, whose functions do nothing: what is linked to it needs the
+    driver's where it is loaded. Without functions the linker would leave it out.
     """
+    sources = [Path(nvidia.__file__), Path(nvidia.__file__).with_name("driver.c")]
+    text = "".join(source.read_text("utf-8") for source in sources if source.exists())
+    functions = sorted(set(re.findall(r"\bcu[A-Z]\w+", text)))
     source = Path(folder, "libcuda.c")
-    source.write_text("")
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in functions))
     library = str(Path(folder, "libcuda.so.1"))
     command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", library]
     subprocess.run(command, check=True)

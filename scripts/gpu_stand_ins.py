@@ -237,8 +237,8 @@ def known_sums() -> Iterator[None]:
     """
     import torch
 
+    from fp4train.backends import tensor_cores
     from fp4train.backends.native import Native
-    from fp4train.measure import tensor_cores
 
     announce("the known sums of tensor cores stand in the place of torch's scaled products")
 

@@ -4,7 +4,7 @@
 
 FP8 with one scale in both accumulators, and on Blackwell MXFP8 and NVFP4, are multiplied by torch's scaled products
 into BF16. Of each product, large enough that K need not be split, some rows and columns are compared with
-`fp4train.measure.tensor_cores`, which says how each GPU sums and whose findings that are.
+`fp4train.backends.tensor_cores`, which says how each GPU sums and whose findings that are.
 
 Scales of tensors are powers of two, so that a difference is one of sums. Rows with arbitrary scales show the order in
 which these are applied. A row that differs says how many results do, shows the first one, its place and both values,
@@ -25,10 +25,9 @@ import gpu_stand_ins
 import torch
 from torch import Tensor
 
-from fp4train.backends import native
+from fp4train.backends import native, tensor_cores
 from fp4train.backends.native import FAST, NATIVE
-from fp4train.measure import tensor_cores
-from fp4train.measure.tensor_cores import TensorCore
+from fp4train.backends.tensor_cores import TensorCore
 from fp4train.quantize import Quantized, QuantSpec, quantizer
 
 E4M3 = QuantSpec(element="e4m3", block=(None, None), scale="pow2", global_scale=None)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp4train.audit.cut import CutCall
@@ -20,6 +21,7 @@ class Product:
 
     before: the float32 sum to which it was added; None: it stands alone.
     elsewhere: whether another device than a CPU computed it, or kernels that are not fp4train's.
+    capability: compute capability of the GPU that computed it; None: none did.
     """
 
     first: Prepared
@@ -28,6 +30,7 @@ class Product:
     bias: Tensor | None = None
     before: Tensor | None = None
     elsewhere: bool = False
+    capability: tuple[int, int] | None = None
 
     def on_host(self) -> Product:
         """The product with all tensors in main memory."""
@@ -39,7 +42,12 @@ class Product:
             bias=None if self.bias is None else self.bias.cpu(),
             before=None if self.before is None else self.before.cpu(),
             elsewhere=self.elsewhere or self.result.device.type != "cpu",
+            capability=self.capability or _capability(self.result),
         )
+
+
+def _capability(result: Tensor) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(result.device) if result.is_cuda else None
 
 
 def _on_host(operand: Prepared) -> Prepared:
@@ -69,6 +77,7 @@ class ObservedCall:
         place: place of the weight in its group, on whatever ranks its members are.
         x: [M, K], None where it is made within the call; w: [N, K], None where it is gathered; bias: [N] or None.
         y: [M, N]; dy, dx, dw: its gradients, None until backward, or where they are not wanted.
+        dw_before: float32 sum that dw was added to, which dw holds then; None: dw stands alone.
         products: GEMM → what the backend multiplied; none in high precision by torch.
         terms: GEMM → further products that are added to it, in turn.
         means: x or dy → mean of its tokens that is taken out, float32 [columns].
@@ -94,6 +103,7 @@ class ObservedCall:
     dy: Tensor | None = None
     dx: Tensor | None = None
     dw: Tensor | None = None
+    dw_before: Tensor | None = None
     products: dict[str, Product] = field(default_factory=dict)
     terms: dict[str, list[Product]] = field(default_factory=dict)
     means: dict[str, Tensor] = field(default_factory=dict)
@@ -113,7 +123,7 @@ class ObservedCall:
         terms = {
             gemm: [product.on_host() for product in further] for gemm, further in self.terms.items()
         }
-        names = ("x", "w", "bias", "y", "dy", "dx", "dw")
+        names = ("x", "w", "bias", "y", "dy", "dx", "dw", "dw_before")
         tensors: dict[str, Any] = {
             name: None if getattr(self, name) is None else getattr(self, name).cpu()
             for name in names

@@ -214,6 +214,9 @@ class CallComparison:
             return False
         bias = self.call.bias if gemm.name == "fprop" else None
         operands = first.decoded(), second.decoded()
+        before = self.call.dw_before if gemm.name == "wgrad" else None
+        if before is not None:
+            result = (result.double() - before.double()).float()
         narrow = result.to(products.coarser(result.dtype, self.expected.plan.table.torch_dtype))
         rows, exact, bound = products.bounds(*operands, bias, narrow)
         # in the dtype of the layer small numbers are rounded to multiples of its smallest one
@@ -221,6 +224,8 @@ class CallComparison:
         bound = bound + layer_dtype.smallest_normal * layer_dtype.eps
         if narrow.dtype is not self.expected.plan.table.torch_dtype:  # it is rounded twice
             bound = bound + layer_dtype.eps * exact.abs()
+        if before is not None:
+            bound = bound + products.rounding_of_sum(before[rows], exact)
         wrong = products.beyond_rounding(narrow, rows, exact, bound)
         if not bool(wrong.any()):
             return True

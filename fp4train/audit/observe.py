@@ -259,15 +259,16 @@ class Observer:
         return [weight.detach().clone() for weight in weights]
 
     def product(self, gemm: str, product: Product) -> None:
-        """A product of the running pass; its operands are copied, because a gathered weight's memory
-        is freed after the pass.
+        """A product of the running pass; its operands and its bias are copied: a gathered weight's
+        memory is freed after the pass, and the optimizer changes the bias.
         """
         if self._now is None:
             return
         with self.guarding():
             first = duplicate(product.first)
             second = duplicate(product.second)
-            kept = replace(product, first=first, second=second)
+            bias = None if product.bias is None else product.bias.detach().clone()
+            kept = replace(product, first=first, second=second, bias=bias)
             if gemm in self._now.products:
                 self._now.terms.setdefault(gemm, []).append(kept)
             else:
@@ -315,6 +316,9 @@ class Observer:
         if record is not None:
             record.forget("dgrad", "wgrad")
         total = more[0] if more else None
+        if record is not None:
+            with self.guarding():
+                record.dw_before = _copied(total)
         try:
             gradients = run(*arguments, **options)
         finally:

@@ -6,8 +6,10 @@ each element must lie within
 
     2⁻⁸·|y| + (K + 8)·2⁻²⁴·Σ|a|·|b|                    (K: length of the contraction)
 
-the rounding of the result to BF16 and the largest error of sums in float32; tensor cores that sum
-FP8 in 14 bits have 2⁻¹² in place of the second factor.
+the rounding of the result to BF16 and the largest error of sums in float32. Tensor cores that
+multiply codes sum in fewer bits: the second factor is four times the share that their model
+(`backends.tensor_cores`) errs by in some rows and columns of these operands, or 2⁻⁸ on a unit whose
+sums are not known.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from fp4train.audit.bits import Difference, difference, where_differing
 from fp4train.audit.call import Product
-from fp4train.backends import BACKENDS, Prepared
+from fp4train.backends import BACKENDS, Prepared, tensor_cores
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized
 
@@ -28,7 +30,9 @@ ROWS: Final = 256
 """Rows of a product that are computed in float64."""
 _RELATIVE: Final = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
 _SUM: Final = 2.0**-24
-_FAST_SUM: Final = 2.0**-12
+_UNKNOWN_SUM: Final = 2.0**-8
+_MARGIN: Final = 4.0
+"""Errors of other rows, as a multiple of those that were looked at."""
 _FEW: Final = 4
 
 
@@ -63,12 +67,17 @@ def sampled(count: int) -> Tensor:
 
 
 def bounds(
-    first: Prepared, second: Prepared, bias: Tensor | None, result: Tensor, *, fast: bool = False
+    first: Prepared,
+    second: Prepared,
+    bias: Tensor | None,
+    result: Tensor,
+    *,
+    share: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(indices of rows, the product of these rows in float64, the largest error of each element).
 
     Args:
-        fast: whether tensor cores sum it in 14 bits.
+        share: the largest error of its sums as a share of Σ|a|·|b|; None: that of float32 sums.
     """
     rows = sampled(len(result)).to(result.device)
     a, b = exact(first, rows), exact(second)
@@ -77,7 +86,7 @@ def bounds(
     if bias is not None:
         product = product + bias.double()
         magnitude = magnitude + bias.double().abs()
-    sums = _FAST_SUM if fast else (a.shape[1] + 8) * _SUM
+    sums = (a.shape[1] + 8) * _SUM if share is None else share
     smallest = torch.finfo(result.dtype).smallest_normal
     bound = _RELATIVE[result.dtype] * product.abs() + sums * magnitude + smallest
     if bias is not None:
@@ -100,10 +109,9 @@ def compare(product: Product, gemm: Gemm) -> Difference | None:
     result = product.result
     if product.before is not None:
         return _compare_sum(product, gemm)
-    # tensor cores add within an instruction as in the fast accumulator
-    fast = gemm.operands.accumulator == "fast" or (product.elsewhere and gemm.operands.quantised)
+    share = error_share(product, gemm)
     rows, exact_product, bound = bounds(
-        product.first, product.second, product.bias, result, fast=fast
+        product.first, product.second, product.bias, result, share=share
     )
     wrong = beyond_rounding(result, rows, exact_product, bound)
     where = torch.zeros(result.shape, dtype=torch.bool, device=result.device)
@@ -120,12 +128,40 @@ def _compare_sum(product: Product, gemm: Gemm) -> Difference | None:
     """As `compare`, of a product that was added to a float32 sum."""
     assert product.before is not None
     term = product.result.double() - product.before.double()
-    rows, exact_product, bound = bounds(product.first, product.second, None, product.result)
-    bound = bound + 2.0**-23 * (product.before[rows].double().abs() + exact_product.abs()) * 2
+    share = error_share(product, gemm)
+    rows, exact_product, bound = bounds(
+        product.first, product.second, None, product.result, share=share
+    )
+    bound = bound + rounding_of_sum(product.before[rows], exact_product)
     wrong = beyond_rounding(term.float(), rows, exact_product, bound)
     where = torch.zeros(product.result.shape, dtype=torch.bool, device=product.result.device)
     where[rows] = wrong
     return where_differing(where)
+
+
+def rounding_of_sum(before: Tensor, term: Tensor) -> Tensor:
+    """The largest error of `term`, seen as the difference of the float32 sums after and before."""
+    return 2.0**-22 * (before.double().abs() + term.abs())
+
+
+def error_share(product: Product, gemm: Gemm) -> float | None:
+    """The largest error of the sums of a product of codes as a share of Σ|a|·|b|; None: they are
+    summed in float32.
+    """
+    first, second = product.first, product.second
+    if not product.elsewhere or not gemm.operands.quantised:
+        return None
+    if not isinstance(first, Quantized) or not isinstance(second, Quantized):
+        return None
+    unit = None
+    if product.capability is not None:
+        unit = tensor_cores.unit_for(product.capability, first.spec.format)
+    if unit is None:
+        return _UNKNOWN_SUM
+    fast = gemm.operands.accumulator == "fast"
+    share = _MARGIN * tensor_cores.error_share(first, second, unit, fast=fast)
+    float32_share = (first.shape[1] + 8) * _SUM
+    return share if share > float32_share else float32_share
 
 
 def repeated(product: Product, gemm: Gemm) -> Tensor | None:
@@ -195,5 +231,7 @@ def _factor(value: Tensor, reference: Tensor) -> str:
         return ""
     middle = float(ratios.median())
     if float((ratios - middle).abs().max()) > 2.0**-6 * max(abs(middle), 1e-3):
+        return ""
+    if f"{middle:.3g}" == "1":
         return ""
     return f", multiplied by {middle:.3g}"

@@ -108,6 +108,11 @@ def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> T
     return spec.scale_format.encode(amax_b * factor)
 
 
+def divided(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once on every device: CUDA multiplies by the reciprocal of a number."""
+    return x / x.new_full((), divisor)
+
+
 def encode_factor(decode: Tensor) -> Tensor:
     """The factor that scales x to the element grid, from the decode factor: min(1 / decode,
     FLT_MAX).
@@ -121,7 +126,7 @@ def choose_scales(
     """Bytes [Rb, Cb] of the better scale per block. x_blocks is float32 [Rb, br, Cb, bc], amax 0-d
     or [R, 1].
     """
-    base = (nan_if_not_finite(amax_b) / spec.format.max) * encode
+    base = divided(nan_if_not_finite(amax_b), spec.format.max) * encode
     six = spec.scale_format.encode(base)
     four = spec.scale_format.encode(base * 1.5)
     error_six = block_error(x_blocks, six, amax, decode, spec)
@@ -139,7 +144,7 @@ def block_error(
     factor = encode_factor(scales * decode)[:, None, :, None]
     values = round_to_values(x_blocks * factor, spec.format)
     values.mul_(scales[:, None, :, None]).mul_(amax.reshape(-1, 1, 1, 1))
-    difference = values.div_(spec.format.max * spec.global_bound).sub_(x_blocks)
+    difference = divided(values, spec.format.max * spec.global_bound).sub_(x_blocks)
     if spec.four_over_six == "mse":
         return _block_sums(difference.square_())
     return _block_sums(difference.abs_())
@@ -165,7 +170,7 @@ def choose_grids(
         values = elements.mul_(scales[:, None, :, None]).mul_(amax.reshape(-1, 1, 1, 1))
         if step != 1.0:
             values.mul_(step)
-        return _block_sums(values.div_(bound).sub_(x_blocks).square_())
+        return _block_sums(divided(values, bound).sub_(x_blocks).square_())
 
     float_error = error(round_to_values(t, spec.format), 1.0)
     integer_error = error(round_to_values(t * (1.0 / fmt.step), fmt.other), fmt.step)
@@ -184,7 +189,7 @@ def _block_sums(errors: Tensor) -> Tensor:
 
 def block_scales(amax_b: Tensor, spec: QuantSpec) -> Tensor:
     """Bytes of block scales without a global scale, amax_b / 6, rounded as their format rounds."""
-    return spec.scale_format.encode(nan_if_not_finite(amax_b) / element_range(spec))
+    return spec.scale_format.encode(divided(nan_if_not_finite(amax_b), element_range(spec)))
 
 
 def block_scales_e8m0(amax_b: Tensor, fmt: ElementFormat, mode: str) -> Tensor:
@@ -195,7 +200,7 @@ def block_scales_e8m0(amax_b: Tensor, fmt: ElementFormat, mode: str) -> Tensor:
     ceil: the exponent rounded up; even: amax first rounded to the element's mantissa.
     """
     if mode == "rceil":
-        ratio = amax_b / fmt.max
+        ratio = divided(amax_b, fmt.max)
         return e8m0_encode(torch.where(amax_b.isfinite(), ratio.clamp(max=FLOAT32_MAX), ratio))
     bits = amax_b.contiguous().view(torch.int32)
     if mode == "even":

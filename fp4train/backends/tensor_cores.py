@@ -40,6 +40,8 @@ from torch import Tensor
 from fp4train.formats import E2M1, E4M3, E5M2, ElementFormat, decode
 from fp4train.quantize import Quantized
 
+SAMPLED: Final = 32
+"""Rows of each operand in which `error_share` looks."""
 _ZERO: Final = -(1 << 20)
 """The exponent of zero: below that of every other number."""
 
@@ -142,7 +144,7 @@ def product(
     for start, stop in _parts(left.values_RK.shape[1], splits):
         total_MN = total_MN + _sum_of(left, right, start, stop, unit, fast)
     # cuBLAS multiplies the sum by one number, in float32.
-    scale = (left.scale.double() * right.scale.double()).float()
+    scale = _both_scales(left, right).float()
     return (total_MN.double() * scale.double() + 0.0).float()
 
 
@@ -150,8 +152,32 @@ def exact_product(a: Quantized, b: Quantized) -> Tensor:
     """a·bᵀ summed in float64 and rounded once, float32 [M, N]; `product` has the same operands."""
     left = _factor(a)
     right = _factor(b)
-    scale = left.scale.double() * right.scale.double()
-    return (left.values_RK @ right.values_RK.T * scale).float()
+    return (left.values_RK @ right.values_RK.T * _both_scales(left, right)).float()
+
+
+def _both_scales(left: _Factor, right: _Factor) -> Tensor:
+    """The product of the factors of both tensors, or of their rows, float64."""
+    right_scale = right.scale.T if right.scale.dim() else right.scale
+    return left.scale.double() * right_scale.double()
+
+
+def error_share(a: Quantized, b: Quantized, unit: TensorCore, *, fast: bool = False) -> float:
+    """The largest error of the unit's sums, as a share of Σ|a|·|b|, in at most `SAMPLED` rows of
+    each operand; NaN where codes are not finite.
+    """
+    left = _factor(a, _sampled_rows(a))
+    right = _factor(b, _sampled_rows(b))
+    sums_MN = _sum_of(left, right, 0, left.values_RK.shape[1], unit, fast).double()
+    exact_MN = left.values_RK @ right.values_RK.T
+    magnitude_MN = left.values_RK.abs() @ right.values_RK.abs().T
+    smallest = torch.finfo(torch.float64).tiny
+    return float(((sums_MN - exact_MN).abs() / magnitude_MN.clamp_min(smallest)).max())
+
+
+def _sampled_rows(operand: Quantized) -> Tensor:
+    last = operand.shape[0] - 1
+    count = min(operand.shape[0], SAMPLED)
+    return torch.linspace(0, last, count, device=operand.codes.device).long()
 
 
 class _Factor(NamedTuple):
@@ -161,7 +187,7 @@ class _Factor(NamedTuple):
         values_RK: element times block scale, float64, exact.
         exponents_RK: exponents of element and scale together, int64.
         scale_exponents_RK: exponents of the scale alone, int64.
-        scale: factor of the whole tensor, float32, 0-d.
+        scale: factor of the whole tensor, float32, 0-d, or of its rows [R, 1].
     """
 
     values_RK: Tensor
@@ -170,19 +196,20 @@ class _Factor(NamedTuple):
     scale: Tensor
 
 
-def _factor(operand: Quantized) -> _Factor:
+def _factor(operand: Quantized, rows: Tensor | None = None) -> _Factor:
+    """The operand, or these rows of it."""
     spec = operand.spec
-    elements_RK = decode(operand.element_codes, spec.format, torch.float64)
+    if rows is None:
+        rows = torch.arange(operand.shape[0], device=operand.codes.device)
+    elements_RK = decode(operand.element_codes[rows], spec.format, torch.float64)
     element_exponents_RK = _exponents(elements_RK).clamp_min(spec.format.min_exponent)
-    if spec.has_outer_scale:
-        no_exponents_RK = torch.zeros_like(element_exponents_RK)
-        return _Factor(
-            elements_RK, element_exponents_RK, no_exponents_RK, operand.scales.reshape(())
-        )
-    scales = operand.block_scales().double()
     height, width = spec.block
-    scales_RK = scales.repeat_interleave(height or 1, dim=0)[: elements_RK.shape[0]]
-    scales_RK = scales_RK.repeat_interleave(width or 1, dim=1)
+    if width is None:
+        no_exponents_RK = torch.zeros_like(element_exponents_RK)
+        scale = operand.scales.reshape(()) if height is None else operand.scales[rows]
+        return _Factor(elements_RK, element_exponents_RK, no_exponents_RK, scale)
+    scales_RK = operand.block_scales().double()[rows // (height or len(operand.codes))]
+    scales_RK = scales_RK.repeat_interleave(width, dim=1)[:, : elements_RK.shape[1]]
     smallest = int(math.log2(spec.scale_format.smallest_normal))
     scale_exponents_RK = _exponents(scales_RK).clamp_min(smallest)
     global_scale = operand.global_decode()
@@ -192,7 +219,7 @@ def _factor(operand: Quantized) -> _Factor:
         elements_RK * scales_RK,
         element_exponents_RK + scale_exponents_RK,
         scale_exponents_RK,
-        global_scale.reshape(()),
+        global_scale.reshape(-1, 1)[rows] if global_scale.numel() > 1 else global_scale.reshape(()),
     )
 
 
