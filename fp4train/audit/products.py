@@ -9,7 +9,7 @@ each element must lie within
 the rounding of the result to BF16 and the largest error of sums in float32. Tensor cores that
 multiply codes sum in fewer bits: the second factor is four times the share that their model
 (`backends.tensor_cores`) errs by in some rows and columns of these operands, or 2⁻⁸ on a unit whose
-sums are not known.
+sums are not known. Elements beyond it must be what the model gives, however K is split.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from fp4train.audit.bits import Difference, difference, where_differing
 from fp4train.audit.call import Product
 from fp4train.backends import BACKENDS, Prepared, tensor_cores
+from fp4train.backends.tensor_cores import TensorCore
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized
 
@@ -33,6 +34,9 @@ _SUM: Final = 2.0**-24
 _UNKNOWN_SUM: Final = 2.0**-8
 _MARGIN: Final = 4.0
 """Errors of other rows, as a multiple of those that were looked at."""
+_CHECKED: Final = 48
+_SPLITS: Final = range(1, 9)
+"""Parts of K that a GPU may sum apart."""
 _FEW: Final = 4
 
 
@@ -116,6 +120,8 @@ def compare(product: Product, gemm: Gemm) -> Difference | None:
     wrong = beyond_rounding(result, rows, exact_product, bound)
     where = torch.zeros(result.shape, dtype=torch.bool, device=result.device)
     where[rows] = wrong
+    if bool(wrong.any()) and _as_units_sum(product, gemm, where):
+        where.zero_()
     again = repeated(product, gemm)
     if again is not None:
         apart = difference(result, again)
@@ -148,20 +154,50 @@ def error_share(product: Product, gemm: Gemm) -> float | None:
     """The largest error of the sums of a product of codes as a share of Σ|a|·|b|; None: they are
     summed in float32.
     """
-    first, second = product.first, product.second
     if not product.elsewhere or not gemm.operands.quantised:
         return None
+    first, second = product.first, product.second
     if not isinstance(first, Quantized) or not isinstance(second, Quantized):
         return None
-    unit = None
-    if product.capability is not None:
-        unit = tensor_cores.unit_for(product.capability, first.spec.format)
+    unit = _unit(product, first)
     if unit is None:
         return _UNKNOWN_SUM
     fast = gemm.operands.accumulator == "fast"
     share = _MARGIN * tensor_cores.error_share(first, second, unit, fast=fast)
     float32_share = (first.shape[1] + 8) * _SUM
     return share if share > float32_share else float32_share
+
+
+def _unit(product: Product, operand: Quantized) -> TensorCore | None:
+    if product.capability is None:
+        return None
+    return tensor_cores.unit_for(product.capability, operand.spec.format)
+
+
+def _as_units_sum(product: Product, gemm: Gemm, where: Tensor) -> bool:
+    """Whether the elements at these places, or the first `_CHECKED` of them, are what the model of
+    the tensor cores gives.
+    """
+    first, second = product.first, product.second
+    if not isinstance(first, Quantized) or not isinstance(second, Quantized):
+        return False
+    unit = _unit(product, first)
+    if unit is None:
+        return False
+    rows, columns = where.nonzero()[:_CHECKED].unbind(dim=1)
+    value = product.result[rows, columns].double()
+    close = torch.zeros(len(rows), dtype=torch.bool)
+    for splits in _SPLITS:
+        fast = gemm.operands.accumulator == "fast"
+        sums = tensor_cores.product(
+            first, second, unit, fast=fast, splits=splits, rows=rows, columns=columns
+        )
+        modelled = sums.diagonal().double()
+        if product.bias is not None:
+            modelled = modelled + product.bias[columns].double()
+        rounding = 2 * _RELATIVE[product.result.dtype] * modelled.abs()
+        close |= (value - modelled).abs() <= rounding
+    return bool(close.all())
 
 
 def repeated(product: Product, gemm: Gemm) -> Tensor | None:

@@ -119,9 +119,16 @@ def unit_for(capability: tuple[int, int], element: ElementFormat) -> TensorCore 
 
 
 def product(
-    a: Quantized, b: Quantized, unit: TensorCore, *, fast: bool = False, splits: int = 1
+    a: Quantized,
+    b: Quantized,
+    unit: TensorCore,
+    *,
+    fast: bool = False,
+    splits: int = 1,
+    rows: Tensor | None = None,
+    columns: Tensor | None = None,
 ) -> Tensor:
-    """a·bᵀ as the unit sums it, float32 [M, N], with the factors of whole tensors applied.
+    """a·bᵀ as the unit sums it, float32 [M, N], with the factors of tensors and rows applied.
 
     Args:
         a, b: operands [M, K] and [N, K], with finite codes; block scales, or one scale of the
@@ -129,6 +136,7 @@ def product(
         fast: whether Hopper's and Ada's sums are one chain over K.
         splits: parts of K that have chains of their own, each of whole runs of 128, added in their
             order.
+        rows, columns: the rows and columns of the product that are computed; None: all.
 
     Raises:
         ValueError: the unit does not multiply these codes.
@@ -138,9 +146,10 @@ def product(
             raise ValueError(
                 f"{unit.name}: the unit does not multiply {operand.spec.element.upper()}"
             )
-    left = _factor(a)
-    right = _factor(b)
-    total_MN = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
+    left = _factor(a, rows)
+    right = _factor(b, columns)
+    sizes = len(left.values_RK), len(right.values_RK)
+    total_MN = torch.zeros(sizes, dtype=torch.float32, device=a.codes.device)
     for start, stop in _parts(left.values_RK.shape[1], splits):
         total_MN = total_MN + _sum_of(left, right, start, stop, unit, fast)
     # cuBLAS multiplies the sum by one number, in float32.

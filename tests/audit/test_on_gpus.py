@@ -26,12 +26,12 @@ HOPPER = (9, 0)
 
 def observed(recipe: Recipe, tokens: int = 1024) -> ObservedCall:
     """A call of a layer whose x and dy share a direction, so that sums grow."""
-    (layer,) = f4.convert(nn.Sequential(nn.Linear(64, 32, bias=False)), backend="reference")
+    (layer,) = f4.convert(nn.Sequential(nn.Linear(64, 128, bias=False)), backend="reference")
     assert isinstance(layer, Linear)
     generator = torch.Generator().manual_seed(1)
     common = torch.randn(tokens, 1, generator=generator)
     x = (common + torch.randn(tokens, 64, generator=generator)).bfloat16().requires_grad_()
-    dy = (common + torch.randn(tokens, 32, generator=generator)).bfloat16()
+    dy = (common + torch.randn(tokens, 128, generator=generator)).bfloat16()
     observer = layer.observer = Observer(layer)
     with f4.autocast(recipe, step=0):
         y = layer(x)
@@ -41,13 +41,12 @@ def observed(recipe: Recipe, tokens: int = 1024) -> ObservedCall:
 
 
 def on_hopper(call: ObservedCall, gemm: str) -> Product:
-    """The product of a GEMM as the model of Hopper's tensor cores sums it."""
+    """The product of a GEMM as the model of Hopper's tensor cores sums it, in float32."""
     product = call.products[gemm]
     first, second = product.first, product.second
     assert isinstance(first, Quantized) and isinstance(second, Quantized)
     fast = getattr(call.plan, gemm).operands.accumulator == "fast"
     result = tensor_cores.product(first, second, tensor_cores.HOPPER_FP8, fast=fast)
-    result = result.to(product.result.dtype)
     return replace(product, result=result, elsewhere=True, capability=HOPPER)
 
 
@@ -56,7 +55,7 @@ def on_hopper(call: ObservedCall, gemm: str) -> Product:
 def test_sums_of_tensor_cores_in_few_bits_are_no_fault(recipe: Recipe, gemm: str) -> None:
     call = observed(recipe)
     product = on_hopper(call, gemm)
-    assert not torch.equal(product.result, call.products[gemm].result)
+    assert not torch.equal(product.result, call.products[gemm].result.float())
     assert products.compare(product, getattr(call.plan, gemm)) is None
 
 
@@ -102,3 +101,20 @@ def test_a_bias_that_the_optimizer_changes_after_the_pass_is_no_fault() -> None:
         layer.bias += 1
     assert not CallComparison(record, Expectation(record.plan)).run().faults
 
+
+def test_an_element_beyond_the_share_that_the_model_gives_is_no_fault() -> None:
+    """One product of a row is so large that all others are cut off."""
+    call = observed(FP8Current(), tokens=4096)
+    product = call.products["wgrad"]
+    first, second = product.first, product.second
+    assert isinstance(first, Quantized) and isinstance(second, Quantized)
+    first.codes[7] = torch.where(torch.arange(4096) == 0, 0x7B, 0x4F).to(torch.uint8)
+    second.codes[9] = torch.where(torch.arange(4096) == 0, 0x7E, 0x5F).to(torch.uint8)
+    summed = on_hopper(call, "wgrad")
+    share = products.error_share(summed, call.plan.wgrad)
+    bounds = products.bounds(first, second, None, summed.result, share=share)
+    beyond = products.beyond_rounding(summed.result, *bounds)
+    assert beyond[7, 9]
+    assert products.compare(summed, call.plan.wgrad) is None
+    summed.result[7, 9] *= 1.01
+    assert products.compare(summed, call.plan.wgrad) is not None
