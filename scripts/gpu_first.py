@@ -4,7 +4,8 @@
 
 A Triton kernel to the bit; each scheme of `scaled_mm` against emulation; liger's kernels against torch's operators; two
 training steps per recipe; a run whose steps are recorded, one compiled, one deterministic, one with recomputation. Each
-is a process of its own, all at once, since a crash of one must not end the others, and one that hangs is ended.
+is a process of its own, as many at once as half of the cores, since a crash of one must not end the others, and one
+that hangs is ended.
 `kernel`, named alone, runs in this process: nothing else runs beside it, and it takes no longer than its compiler. Rows
 are written as they come. Exit code 0: all are well; 1: one is not; 3: there is no GPU.
 """
@@ -191,7 +192,7 @@ def main(words: list[str] | None = None) -> int:
             if name in DRY or not given.dry_run:
                 results.add(row(name, known[name]))
         return results.code
-    with ThreadPoolExecutor(min(len(names) or 1, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max(1, min(len(names), (os.cpu_count() or 1) // 2))) as pool:
         for done in as_completed(
             [pool.submit(gpu_runs.alone, __file__, name, given.patience) for name in names]
         ):
