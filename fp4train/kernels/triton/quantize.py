@@ -224,11 +224,9 @@ def quantize_squares(
     eight = (tile_col * (V.tile_blocks * EIGHTS) + tl.arange(0, V.tile_blocks * EIGHTS))[None, :]
     x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V, "none")
     s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row, 0, tl.program_id(0), rows, V)
-    amax_b = rounding.largest_along(rounding.largest_of_eight(x), 0)
-    if V.tile_blocks == 1:  # Triton 3.6 does not come to the end of this reshape in 128x128
-        amax_b = rounding.largest_along(amax_b[None, :], 1)
-    else:
-        amax_b = rounding.largest_along(tl.reshape(amax_b, (V.tile_blocks, EIGHTS)), 1)
+    # the other order, reshaped between the reductions, compiles for minutes under Triton 3.6
+    amax_e = tl.reshape(rounding.largest_of_eight(x), (V.n, V.tile_blocks, EIGHTS))
+    amax_b = rounding.largest_along(rounding.largest_along(amax_e, 2), 0)
     stored, encode, decode = block_scales(amax_b, s_enc, s_dec, V)
     encode = tl.reshape(
         tl.broadcast_to(encode[:, None], (V.tile_blocks, EIGHTS)), (1, V.tile_blocks * EIGHTS, 1)
