@@ -53,8 +53,17 @@ class Split(StrEnum):
     """Whole, in a module that acts on each head alone (a norm of queries or keys), like `TOKENS`:
     gradients are sums over the ranks, whether tokens are cut or not.
     """
+    FEATURES = "features"
+    """Cut like `ROWS`, in a norm over the features of all ranks (of all heads of queries or keys),
+    whose attribute `tensor` is set: each rank normalises its own by the mean square of all.
+    """
     WHOLE = "whole"
     """Whole, and computed alike on every rank."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank has its part of the parameter alone."""
+        return self not in (Split.TOKENS, Split.HEADS, Split.WHOLE)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ def cut_tensors(
     parallel.row_orders = orders
     for name in cut.tokens:
         model.get_submodule(name).tensor = tensor  # type: ignore[assignment]
+    for name in cut.features:
+        model.get_submodule(name).tensor = TokenRanks(ranks=ranks, sequence=False)  # type: ignore[assignment]
     for name in cut.heads:  # other heads on each rank, as other tokens are with `sequence`
         model.get_submodule(name).tensor = TokenRanks(ranks=ranks, sequence=True)  # type: ignore[assignment]
     set_data_ranks(model, amax=amax, data=data)

@@ -173,7 +173,7 @@ class ClusterCost:
     def _tensor_sizes(self, block: BlockCost) -> tuple[list[float], list[float]]:
         """`tensor_traffic` of a block and microbatch."""
         stream = block.input / self.mesh.context
-        return tensor_traffic(block.layers, stream, self.mesh)
+        return tensor_traffic(block.weights, stream, self.mesh)
 
     def _between_products(self, work: PassWork) -> Seconds:
         """Attention, and the operations between the products: by their bytes or their

@@ -20,8 +20,6 @@ from fp4train.precision.gather import WireForm, wire_form
 from fp4train.precision.layer_plan import LayerPlan, part_of
 from fp4train.quantize.source import source_bytes
 
-_DIVIDED: Final = (Split.OUT, Split.IN, Split.EXPERTS, Split.VOCABULARY, Split.ROWS)
-"""Cuts by which each tensor-parallel rank has its part of a parameter."""
 _SIDE: Final = 1 << 12
 """Rows and columns of a tensor whose bytes per element stand for those of all."""
 
@@ -90,7 +88,7 @@ class ModelWeight:
         columns = self.shape[-1]
         rows = self.count // columns
         share = 1.0
-        if self.spec.cut in _DIVIDED:
+        if self.spec.cut.divides:
             share = 1 / mesh.tensor
         form = self.wire(mesh)
         forward = share * form.bytes(rows, columns, backward=False)
@@ -170,15 +168,17 @@ def tensor_traffic(
         IN        forward scatters the sum y; backward gathers dy
         EXPERTS   forward gathers the router's input and scatters the sum; backward likewise, once
                   for all layers of experts of a block
+        FEATURES  each pass all-reduces a float32 per token, for the mean square of a norm
 
     Without sequence parallelism the sums are all-reduced and nothing else is sent. Operands that
     the recipe quantises are gathered as codes (`LayerPlan.sources`), but for those of experts.
 
     Args:
-        weights: weights of planned layers of the block.
+        weights: weights of the block.
         stream: bytes of the residual stream in BF16.
     """
-    plans = [(weight.spec.cut, weight.part(mesh)) for weight in weights]
+    layers = [weight for weight in weights if weight.plan is not None]
+    plans = [(weight.spec.cut, weight.part(mesh)) for weight in layers]
     into = [plan for cut, plan in plans if cut is Split.OUT]
     out = [plan for cut, plan in plans if cut is Split.IN]
     routed = any(cut is Split.EXPERTS for cut, _ in plans)
@@ -194,8 +194,15 @@ def tensor_traffic(
         backward += [_sent(stream, plan, "x", "wgrad") for plan in backward_inputs]
         forward += [stream] * routed
         backward += [stream] * routed
-        return forward, backward
-    return 2 * forward, 2 * backward
+    else:
+        forward *= 2
+        backward *= 2
+    norms = sum(weight.spec.cut is Split.FEATURES for weight in weights)
+    if norms and into:
+        tokens = stream / 2 / into[0].layer.in_features
+        forward += [4 * tokens] * 2 * norms
+        backward += [4 * tokens] * 2 * norms
+    return forward, backward
 
 
 def _sent(stream: float, plan: LayerPlan, tensor: str, *gemms: str) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.ranks import Ranks, local, with_summed_gradient
+from fp4train.nn.ranks import Ranks, local, summed_over, with_summed_gradient
 from fp4train.parameters import ParameterSpec, Split, declared
 from fp4train.precision.layers import find_layers
 from fp4train.shards import RowOrder
@@ -43,6 +43,8 @@ class TensorCut:
             cut or not.
         rows: parameters, by name, cut along their first dimension, which is that of heads, groups
             or channels: each rank computes with its own.
+        features: norms over the features of all ranks, whose weights are among `rows`. Their
+            attribute `tensor` is set: the mean square is that of all ranks.
         segments: for a layer of `out` or a parameter of `rows`, by name, the number of its rows
             belong together, from the first on: each rank has its part of each segment. Without an
             entry all are one.
@@ -56,6 +58,7 @@ class TensorCut:
     tokens: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
     segments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     counts: tuple[tuple[str, str, str], ...] = ()
 
@@ -66,9 +69,10 @@ class TensorCut:
         segments: dict[str, tuple[int, ...]] = {}
         counts: dict[tuple[str, str, str], None] = {}
         for spec in specs:
-            by_name = spec.cut is Split.ROWS
-            name = spec.name if by_name else spec.layer
+            name = spec.name if spec.cut is Split.ROWS else spec.layer
             names[spec.cut][name] = None
+            if spec.cut is Split.FEATURES:
+                names[Split.ROWS][spec.name] = None
             if spec.segments:
                 segments[name] = spec.segments
             counts |= {(spec.holder, *count): None for count in spec.counts}
@@ -80,6 +84,7 @@ class TensorCut:
             tokens=tuple(names[Split.TOKENS]),
             heads=tuple(names[Split.HEADS]),
             rows=tuple(names[Split.ROWS]),
+            features=tuple(names[Split.FEATURES]),
             segments=segments,
             counts=tuple(counts),
         )
@@ -148,6 +153,24 @@ def shared_eagerly(tensor: TokenRanks, parameter: Tensor) -> Tensor:
     if tensor.sequence:
         return with_summed_gradient(shared, tensor.ranks)
     return shared
+
+
+def summed_statistic(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of x over ranks, each of which has other uses for it; differentiable.
+
+    torch.compile breaks the graph here, as in `shared_by`.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from fp4train.precision import compile_context
+
+        result: Tensor = compile_context.call(summed_eagerly, x, ranks)
+        return result
+    return summed_eagerly(x, ranks)
+
+
+def summed_eagerly(x: Tensor, ranks: Ranks) -> Tensor:
+    """`summed_statistic` outside torch.compile."""
+    return with_summed_gradient(summed_over(x, ranks, rows=False, dtype=x.dtype), ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

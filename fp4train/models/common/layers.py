@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fp4train.backends import widened
 from fp4train.models.common.cache import KeyValues, seen_mask
-from fp4train.models.common.cut import shared_by
+from fp4train.models.common.cut import shared_by, summed_statistic
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible, Operation
 from fp4train.models.common.stream import StreamNorm, StreamTerms
@@ -62,6 +62,29 @@ class RMSNorm(Fusible, StreamNorm):
         return (self.weight if self.tensor is None else shared_by(self.tensor, self.weight)).to(
             dtype
         )
+
+
+class FeaturesNorm(RMSNorm):
+    """RMSNorm over features that tensor-parallel ranks may share (`Split.FEATURES`): a rank
+    normalises its own by the mean square of all.
+    """
+
+    def normalised(self, x: Tensor) -> Tensor:
+        if self.tensor is None:
+            return super().normalised(x)
+        ranks = self.tensor.ranks
+        x_float32 = x.float()
+        squares = summed_statistic(x_float32.square().sum(-1, keepdim=True), ranks)
+        mean = squares / (x.shape[-1] * ranks.size)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        normalised = x_float32 * torch.rsqrt(mean + eps) * self._weight(x.dtype).float()
+        return normalised.to(x.dtype)
+
+    def fp4train_operations(self) -> Sequence[Operation]:
+        """Itself; of features that ranks share it is torch's."""
+        if self.tensor is None:
+            return super().fp4train_operations()
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +221,12 @@ class Attention(Fusible, nn.Module):
         """Multiplications per token of q·kᵀ and p·v, half of each square."""
         return self.wo.weight.shape[1] * time
 
+    def normed(self, q_BTHE: Tensor, k_BTHE: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they are rotated: normalised per head, where there are norms."""
+        if self.q_norm is None or self.k_norm is None:
+            return q_BTHE, k_BTHE
+        return self.q_norm(q_BTHE), self.k_norm(k_BTHE)
+
     @takes_outputs
     def forward(
         self,
@@ -224,9 +253,7 @@ class Attention(Fusible, nn.Module):
                 time = cos_TE.shape[0]
         q = q.view(-1, time, self.heads, self.head_dim)
         k = k.view(-1, time, self.kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+        q, k = self.normed(q, k)
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)

@@ -35,20 +35,17 @@ MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryShape(DecoderShape):
-    """Shape of a family with rotary attention: the fields that these have beside those of
-    `DecoderShape`.
+class RotatedShape(DecoderShape):
+    """Shape of a family with rotary attention in every block: the fields that these have beside
+    those of `DecoderShape`.
 
     Args:
         layers: number of blocks.
-        qk_norm: whether the heads of queries and keys are normalised (RMSNorm) before they are
-            rotated.
         rope_base: θ of the rotary embedding.
         rope_scaling: slower rotations for long sequences; None: those of `rope_base`.
     """
 
     layers: int = 6
-    qk_norm: bool = False
     rope_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
 
@@ -76,6 +73,18 @@ class RotaryShape(DecoderShape):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RotaryShape(RotatedShape):
+    """Shape of a family of `RotaryBlock`s.
+
+    Args:
+        qk_norm: whether the heads of queries and keys are normalised (RMSNorm) before they are
+            rotated.
+    """
+
+    qk_norm: bool = False
+
+
 def gated_mlp_parameters(
     name: str,
     stored: str,
@@ -97,7 +106,7 @@ def gated_mlp_parameters(
     return [*inside(name, stored, specs)]
 
 
-def rotary_ends(shape: RotaryShape, *, copied: bool = False) -> list[ParameterSpec]:
+def rotary_ends(shape: RotatedShape, *, copied: bool = False) -> list[ParameterSpec]:
     """The parameters outside of the blocks, with the names that Llama has in transformers; see
     `DecoderShape.ends`.
     """
@@ -242,16 +251,17 @@ class RotatedDecoder(Decoder):
 
 
 class RotaryDecoder(RotatedDecoder):
-    """A decoder of `RotaryBlock`s, whose weights a subclass then initialises.
+    """A decoder of blocks with rotary attention, such as `RotaryBlock`s, whose weights a subclass
+    then initialises.
 
     Args:
         block: makes the block of an index.
     """
 
-    shape: RotaryShape
+    shape: RotatedShape
 
     def __init__(
-        self, shape: RotaryShape, vocab_size: int, seq_len: int, block: Callable[[int], RotaryBlock]
+        self, shape: RotatedShape, vocab_size: int, seq_len: int, block: Callable[[int], nn.Module]
     ) -> None:
         super().__init__()
         self._fill(shape, vocab_size, seq_len, map(block, range(shape.layers)), RMSNorm)
