@@ -31,7 +31,8 @@ def test_the_table_of_files_names_every_class_of_transformers_that_an_export_wri
     classes = {name for each in sources for name in re.findall(r'"(\w+ForCausalLM)"', each)}
     classes.remove("Dots1ForCausalLM")  # read, and written by no export
     (row,) = re.findall(r"^\| `config.json` \| .*$", PAGE, re.MULTILINE)
-    assert len(classes) == 8 and classes == set(re.findall(r"`(\w+ForCausalLM)`", row))
+    assert "LlamaForCausalLM" in classes
+    assert classes == set(re.findall(r"`(\w+ForCausalLM)`", row))
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -14,12 +14,13 @@ from shown import DOCS
 
 from fp4train.config import to_config
 from fp4train.config.composition import compose
-from fp4train.models.common.rotary import RotaryShape
+from fp4train.models.common.rotary import RotaryShape, RotatedShape
 from fp4train.models.common.shape import DecoderShape
 from fp4train.models.hybrid import Hybrid
 from fp4train.models.hyena import Hyena
 from fp4train.models.llama import Llama
 from fp4train.models.moe import MixtureOfExperts
+from fp4train.models.olmo2 import Olmo2
 
 PAGE = (DOCS / "llama.md").read_text(encoding="utf-8")
 
@@ -34,7 +35,7 @@ def test_every_command_works_in_the_order_of_the_page(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     np.zeros(1000, dtype="<u2").tofile("tokens.bin")
-    check_commands("llama.md", 7)
+    check_commands("llama.md", 8)
 
 
 def test_the_page_names_every_key_and_which_families_have_it() -> None:
@@ -47,7 +48,10 @@ def test_the_page_names_every_key_and_which_families_have_it() -> None:
         for _, families in rows
     }
     assert of["all"] == keys_of(DecoderShape)
-    assert of["all"] | of["Llama, mixtures"] == keys_of(RotaryShape)
+    rotated = of["all"] | of["Llama, OLMo 2, mixtures"]
+    assert rotated == keys_of(RotatedShape)
+    assert rotated | of["Llama, mixtures"] == keys_of(RotaryShape)
+    assert rotated | of["Llama, OLMo 2"] == keys_of(Olmo2)
     assert all(keys_of(DecoderShape) <= keys_of(kind) for kind in (Hybrid, Hyena, MixtureOfExperts))
 
 
@@ -65,10 +69,13 @@ def test_pages_of_families_lead_to_their_other_keys() -> None:
 
 def test_the_sizes_are_those_of_the_files() -> None:
     rows = re.findall(
-        r"^\| `(llama_\w+)` \| ([\d.]+) ([MB]) \| (\d+) \| (\d+) \| ([\d,]+)", PAGE, re.MULTILINE
+        r"^\| `((?:llama|olmo2)_\w+)` \| ([\d.]+) ([MB]) \| (\d+) \| (\d+) \| ([\d,]+)",
+        PAGE,
+        re.MULTILINE,
     )
     folder = Path(__file__).parents[2] / "configs" / "model"
-    assert {name for name, *_ in rows} == {path.stem for path in folder.glob("llama_*.yaml")}
+    files = [*folder.glob("llama_*.yaml"), *folder.glob("olmo2_*.yaml")]
+    assert {name for name, *_ in rows} == {path.stem for path in files}
     for name, count, unit, layers, width, vocabulary in rows:
         shape = to_config(compose([f"model={name}", "run.name=a"])).model
         assert (shape.layers, shape.width) == (int(layers), int(width))

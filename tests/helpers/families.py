@@ -40,6 +40,13 @@ TINY_RUNS: dict[str, tuple[str, ...]] = {
         "model.balance.loss=0.01",
         "model.balance.speed=0.01",
     ),
+    "olmo2": (
+        "model=olmo2_tiny",
+        "model.width=32",
+        "model.layers=2",
+        "model.kv_heads=2",
+        "model.hidden=64",
+    ),
 }
 """By the family's name; every kind of its blocks is in the model."""
 BEYOND_LLAMA = tuple(name for name in TINY_RUNS if name != "llama")

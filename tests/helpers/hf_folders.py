@@ -1,5 +1,5 @@
 """Small random models of `transformers`, which tests compare with: Llama with scaled rotations,
-Qwen2, Qwen3; a folder with Evo 2's names.
+Qwen2, Qwen3, OLMo 2; a folder with Evo 2's names.
 """
 
 import json
@@ -36,6 +36,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3": ("Llama", {"head_dim": 32, "rope_parameters": SCALED, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
+    "olmo2": ("Olmo2", {"pad_token_id": None}),
+    "olmo2-tied": (
+        "Olmo2",
+        {
+            "head_dim": 32,
+            "rope_parameters": SCALED,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-6,
+            "pad_token_id": None,
+        },
+    ),
 }
 """By name: the class of transformers, and what its configuration has besides `SMALL`."""
 _MIXTURE: dict[str, Any] = SMALL | {"num_experts_per_tok": 2, "head_dim": 16}
@@ -51,6 +62,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen2": SMALL,
     "qwen3": SMALL,
+    "olmo2": SMALL,
     "mixtral": _MIXTURE | {"num_local_experts": 4},
     "qwen3_moe": _MIXTURE | {"num_experts": 6, "moe_intermediate_size": 32, "mlp_only_layers": [0]},
     "glm4_moe": _SIGMOID | {"partial_rotary_factor": 1.0, "use_qk_norm": True},

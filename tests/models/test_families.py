@@ -18,7 +18,7 @@ from fp4train.models.common.initialise import why_not_deferred
 from fp4train.models.common.layers import RopeScaling
 from fp4train.models.families import Family, families, family_for, family_of
 from fp4train.models.llama import Llama
-from fp4train.nn.normed_linears import NormedLinears
+from fp4train.nn.fused_layers import FusedLayers
 
 FORWARD = 1e-5
 
@@ -114,7 +114,7 @@ def test_older_configurations_name_the_rotation_apart() -> None:
 def test_what_a_configuration_leaves_out_is_as_in_transformers() -> None:
     import transformers
 
-    for kind in ("llama", "qwen2", "qwen3"):
+    for kind in ("llama", "qwen2", "qwen3", "olmo2"):
         small = {key: value for key, value in SMALL.items() if key != "max_position_embeddings"}
         shape = family_for({"model_type": kind}).shape_of({**small, "model_type": kind})
         config = transformers.AutoConfig.for_model(kind, **small)
@@ -180,6 +180,24 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "use_sliding_window": False, "sliding_window": None,
         },
     ),
+    "OLMo-2-0425-1B": (
+        1_484_916_736,
+        {
+            "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "vocab_size": 100352, "hidden_size": 2048,
+            "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-06, "rope_theta": 500000, "rope_scaling": None,
+            "tie_word_embeddings": False, "attention_bias": False,
+        },
+    ),
+    "OLMo-2-1124-13B": (
+        13_716_198_400,
+        {
+            "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "vocab_size": 100352, "hidden_size": 5120,
+            "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-06, "rope_theta": 500000, "rope_scaling": None,
+            "tie_word_embeddings": False, "attention_bias": False,
+        },
+    ),
 }  # fmt: skip
 """Parameters and config.json as published on the Hugging Face hub."""
 
@@ -232,6 +250,10 @@ def test_published_configurations_are_read(name: str) -> None:
                                                      "not supported"),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window=True"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True is not supported"),
+        ({"model_type": "olmo2", "attention_bias": True}, "attention_bias=True is not supported"),
+        ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv=8.0 is an unknown key of a olmo2 model"),
+        ({"model_type": "olmo2", "sliding_window": 64}, "sliding_window=64 is an unknown key"),
+        ({"model_type": "olmo2", "layer_types": ["sliding_attention"] * 2}, "layer_types=.* is not supported"),
     ],
 )  # fmt: skip
 def test_what_the_model_here_lacks_is_refused_by_key_and_value(
@@ -300,4 +322,4 @@ def test_the_table_of_a_family_says_everything_of_its_parameters(family: Family)
     assert cut.out and cut.in_ and cut.vocabulary == ("embed", "head") and cut.counts
     assert stages is not None and (stages.first, stages.last) == (("embed",), ("norm", "head"))
     parts = model.blocks[0].modules()
-    assert any(part.readers for part in parts if isinstance(part, NormedLinears))
+    assert any(part.readers for part in parts if isinstance(part, FusedLayers))

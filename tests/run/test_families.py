@@ -135,6 +135,7 @@ SPARED = {
     "hybrid": ("embed.weight", ".conv1d.weight"),
     "hyena": ("embed.weight", ".featuriser", ".taps", ".log_poles", ".residues"),
     "moe": ("embed.weight", ".router.weight"),
+    "olmo2": ("embed.weight",),
 }
 """Ends of names of what has two or more dimensions and is no weight of a linear layer: filters of
 channels, rows of tokens, routers.
@@ -174,7 +175,14 @@ def test_a_run_measures_its_utilisation_by_the_flop_of_its_plan(
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [("hybrid_12b", "hybrid"), ("evo2_1b", "hyena"), ("moe_30b_a3b", "moe"), ("moe_671b", "moe")],
+    [
+        ("hybrid_12b", "hybrid"),
+        ("evo2_1b", "hyena"),
+        ("moe_30b_a3b", "moe"),
+        ("moe_671b", "moe"),
+        ("olmo2_1b", "olmo2"),
+        ("olmo2_32b", "olmo2"),
+    ],
 )
 def test_the_layers_of_a_published_size_are_all_of_its_matrices(name: str, family: str) -> None:
     """Those that a plan lists."""

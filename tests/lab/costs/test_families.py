@@ -16,11 +16,13 @@ from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
 from fp4train.lab.costs.rows import layer_costs
+from fp4train.lab.costs.weights import tensor_traffic
 from fp4train.lab.costs.workload import Workload, workload
 from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
+from fp4train.models.olmo2 import Olmo2
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, NVFP4, Timeline
 from fp4train.precision.layer_plan import resolve
@@ -150,6 +152,20 @@ def test_tensor_parallel_ranks_have_their_experts_and_sum_their_outputs() -> Non
     assert sent["tensor gathers and scatters"] == pytest.approx(
         2 * (attention + experts) * whole / 2
     )
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_norms_over_the_heads_of_all_ranks_sum_a_number_per_token(sequence: bool) -> None:
+    """Of queries and of keys, in float32, once in each pass of a block: an all-reduce is two
+    gathers.
+    """
+    shape = Olmo2(width=WIDTH, layers=3, heads=4, kv_heads=2, hidden=48)
+    block = measured(shape).blocks[0]
+    mesh = Mesh(tensor=2, sequence=sequence)
+    with_norms = tensor_traffic(block.weights, block.input, mesh)
+    of_layers = tensor_traffic(block.layers, block.input, mesh)
+    for sizes, without in zip(with_norms, of_layers, strict=True):
+        assert sum(sizes) - sum(without) == 2 * 2 * 4 * BATCH * TIME
 
 
 def test_a_product_of_all_experts_takes_less_than_one_for_each() -> None:

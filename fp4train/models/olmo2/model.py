@@ -1,0 +1,147 @@
+"""OLMo 2: a decoder of rotary attention and SwiGLU, whose norms stand behind them
+(arXiv:2501.00656, section 3).
+
+    h = x + RMSNorm(attention(x))    y = h + RMSNorm(mlp(h))
+
+Attention and MLP read the residual stream as it is. Queries and keys are normalised before they are
+rotated, each over all heads together: tensor-parallel ranks, which share the heads, add up the
+squares. No layer has a bias. First weights are normal with σ = 0.02 (capped at 1/√width), those that
+write to the residual stream too, since a norm follows them; each is drawn from its name and
+position.
+
+Linear layers of the blocks follow the recipe. Embedding, norms, attention products and the head
+stay in high precision. `hf.py` has the names and the configuration that Hugging Face gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fp4train.models.common.cache import KeyValues
+from fp4train.models.common.initialise import initialise
+from fp4train.models.common.layers import (
+    Attention,
+    FeaturesNorm,
+    RMSNorm,
+    attention_parameters,
+)
+from fp4train.models.common.operators import Fusible, Operation
+from fp4train.models.common.rotary import (
+    RotaryDecoder,
+    RotatedShape,
+    SwiGLU,
+    gated_mlp_parameters,
+    rotary_ends,
+)
+from fp4train.models.common.stream import StreamTerms, handed_on, summed
+from fp4train.parameters import ParameterSpec, Split, inside, norm
+from fp4train.text import check_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo2(RotatedShape):
+    """Shape of an OLMo 2, beside what `RotatedShape` has.
+
+    Args:
+        hidden: width of the SwiGLU.
+    """
+
+    hidden: int = 384
+
+    draw: ClassVar[str] = "counter"
+    """The source of initial weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, "model.", "hidden")
+
+    @property
+    def residual_terms(self) -> int:
+        """1: norms scale what the blocks add to the residual stream."""
+        return 1
+
+    def parameters(self) -> Iterator[ParameterSpec]:
+        yield from rotary_ends(self)
+        block = [
+            *attention_parameters("attention", "self_attn"),
+            norm("attention.q_norm", "self_attn.q_norm.weight", cut=Split.FEATURES),
+            norm("attention.k_norm", "self_attn.k_norm.weight", cut=Split.FEATURES),
+            norm("attention_norm", "post_attention_layernorm.weight"),
+            *gated_mlp_parameters("mlp", "mlp"),
+            norm("mlp_norm", "post_feedforward_layernorm.weight"),
+        ]
+        for index in range(self.layers):
+            yield from inside(f"blocks.{index}", f"model.layers.{index}", block)
+
+    def build(self, *, vocab_size: int, seq_len: int) -> Olmo2Model:
+        """The model with weights drawn by counter from the seed of torch's default generator.
+
+        Raises:
+            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than
+                `max_positions`.
+        """
+        self.check(vocab_size, seq_len)
+        return Olmo2Model(self, self.rows(vocab_size), seq_len)
+
+
+class NormedAttention(Attention):
+    """Attention whose queries and keys are normalised over all heads together."""
+
+    q_norm: FeaturesNorm
+    k_norm: FeaturesNorm
+
+    def __init__(self, shape: Olmo2) -> None:
+        super().__init__(
+            width=shape.width,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_width,
+        )
+        self.q_norm = FeaturesNorm(shape.heads * shape.head_width, eps=shape.norm_eps)
+        self.k_norm = FeaturesNorm(shape.kv_heads * shape.head_width, eps=shape.norm_eps)
+
+    def normed(self, q_BTHE: Tensor, k_BTHE: Tensor) -> tuple[Tensor, Tensor]:
+        q: Tensor = self.q_norm(q_BTHE.flatten(2))
+        k: Tensor = self.k_norm(k_BTHE.flatten(2))
+        return q.view_as(q_BTHE), k.view_as(k_BTHE)
+
+
+class Olmo2Block(Fusible, nn.Module):
+    """x + norm(attention(x)), then x + norm(mlp(x))."""
+
+    def __init__(self, shape: Olmo2) -> None:
+        super().__init__()
+        self.attention = NormedAttention(shape)
+        self.attention_norm = RMSNorm(shape.width, eps=shape.norm_eps)
+        self.mlp = SwiGLU(shape.width, shape.hidden)
+        self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
+
+    def fp4train_operations(self) -> tuple[Operation, ...]:
+        """The rotation of queries and keys."""
+        return (Operation(kind="rotation", width=self.attention.head_dim),)
+
+    def forward(
+        self,
+        stream: Tensor | StreamTerms,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+        cache: KeyValues | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor | StreamTerms:
+        x_BTD = summed(stream)
+        x_BTD = x_BTD + self.attention_norm(self.attention(x_BTD, cos_TE, sin_TE, cache, mask))
+        return handed_on(x_BTD, self.mlp_norm(self.mlp(x_BTD)))
+
+
+class Olmo2Model(RotaryDecoder):
+    """An OLMo 2 of one shape."""
+
+    shape: Olmo2
+
+    def __init__(self, shape: Olmo2, vocab_size: int, seq_len: int) -> None:
+        super().__init__(shape, vocab_size, seq_len, lambda index: Olmo2Block(shape))
+        initialise(self, shape.draw)
