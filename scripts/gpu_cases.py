@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,35 @@ SPECS: dict[str, QuantSpec] = {
     "fp8 1x128 pow2": fp8("e5m2", (1, 128), "pow2"),
     "fp8 128x128": fp8("e4m3", (128, 128)),
 }
+
+PIECES: dict[str, QuantSpec] = {
+    "few bits": QuantSpec(rounding="stochastic_8", hadamard=Hadamard()),
+    "guard": mx(
+        "e2m1",
+        "floor",
+        guard=0.75,
+        rounding="stochastic",
+        hadamard=Hadamard(size=64, signs="step"),
+    ),
+    "away from zero": QuantSpec(rounding="nearest_away"),
+    "ue5m3": QuantSpec(scale="ue5m3", global_scale=None),
+    "ue5m3_ieee": QuantSpec(scale="ue5m3_ieee", held=50, rounding="stochastic_8"),
+    "macro": replace(mx("e2m1", "even", rows=32), global_scale="macro"),
+    "tiles": QuantSpec(global_scale=(128, 128), rounding="stochastic", guard=16 / 17),
+    "whole rows": QuantSpec(global_scale=(256, None), hadamard=Hadamard()),
+    "integers": mx("int4", rounding="stochastic"),
+    "hif4": QuantSpec(
+        element="e1m2",
+        block=(1, 64),
+        scale="hif4",
+        global_scale=None,
+        rounding="nearest_away",
+        hadamard=Hadamard(),
+    ),
+    "if4": QuantSpec(scale="if4", rounding="stochastic", guard=16 / 17),
+    "if4 of weights": QuantSpec(scale="if4", block=(16, 16), formula="te2.13"),
+}
+"""What recipes of research add."""
 
 PAIRS = (
     ("nvfp4", "nvfp4 hadamard"),
@@ -140,14 +169,17 @@ def content(kind: str, rows: int, cols: int, seed: int) -> Tensor:
     return x * {"huge": 1e30, "tiny": 1e-30}.get(kind, 1.0)
 
 
-def cases(
-    *, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch.dtype]
+def one_form(
+    specs: dict[str, QuantSpec],
+    shapes: list[tuple[int, int]],
+    kinds: list[str],
+    dtypes: list[torch.dtype],
 ) -> Iterator[Case]:
     """Every spec with every shape, as it is, as a transposed and as a strided view; the kinds and
     dtypes in turn.
     """
     count = 0
-    for name, spec in SPECS.items():
+    for name, spec in specs.items():
         for rows, cols in shapes:
             for strides in ("rows", "columns", "both"):
                 kind = kinds[count % len(kinds)]
@@ -160,16 +192,24 @@ def cases(
                     x = content(kind, cols, rows, seed).to(dtype).T
                 else:  # every other column of a wider tensor
                     x = content(kind, rows, 2 * cols, seed).to(dtype)[:, ::2]
-                key = KEY if spec.rounding == "stochastic" else None
+                key = KEY if spec.random else None
                 amax = (
                     torch.tensor(3.0)
-                    if spec.delayed or (spec.global_scale == "tensor" and count % 4 == 0)
+                    if spec.earlier_amax or (spec.global_scale == "tensor" and count % 4 == 0)
                     else None
                 )
                 label = (
                     f"{name} | {rows}x{cols} {strides} {kind} {str(dtype).removeprefix('torch.')}"
                 )
                 yield Case(label, x, spec, key, amax)
+
+
+def cases(
+    *, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch.dtype]
+) -> Iterator[Case]:
+    """Every spec by itself, the pairs of both forms, and what is quantised where it is made."""
+    yield from one_form(SPECS, shapes, kinds, dtypes)
+    count = 3 * len(shapes) * len(SPECS)
     for row, column in PAIRS:
         for rows, cols in shapes:
             kind = kinds[count % len(kinds)]

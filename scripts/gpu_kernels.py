@@ -1,12 +1,12 @@
 """Check the Triton kernels on this machine's GPU, in one command; `gpu_bandwidth.py` times them:
 
-    python scripts/gpu_kernels.py --out benchmarks/gpu_kernels.json [--launched]
+    python scripts/gpu_kernels.py --out benchmarks/gpu_kernels.json [--launched | --pieces]
 
 Every kernel runs against the readable reference, computed on the CPU: codes, scales, amax, values and decoded values,
 over specs, shapes, dtypes, strides and bad input; one tensor of more than 2^31 elements, some rows of it (left out by
 --no-large or too little memory). Gradients of a norm may differ from autograd's in float64 by what their rounding
 allows. Any other difference ends the run with status 1. `--launched` checks what training runs launch alone
-(`gpu_launched.py`).
+(`gpu_launched.py`), `--pieces` what recipes of research add.
 
 Compiling takes most of the time: Triton's ptxas needs 4 to 20 s for some kernels. So the cases are shared out among as
 many processes as there are cores, which compile into one cache folder (TRITON_CACHE_DIR) and write each case to
@@ -33,7 +33,7 @@ from typing import Any
 
 import gpu_stand_ins
 import torch
-from gpu_cases import BACKWARD, KEY, SPECS, Case, cases
+from gpu_cases import BACKWARD, KEY, PIECES, SPECS, Case, cases, one_form
 from gpu_launched import launched_cases
 from torch import Tensor
 from torch.nn.functional import rms_norm
@@ -301,8 +301,8 @@ def machine() -> dict[str, str]:
     return found
 
 
-def all_cases(device: str, *, sanitize: bool, full: bool) -> list[Case]:
-    """What is checked."""
+def all_cases(device: str, *, sanitize: bool, full: bool, pieces: bool = False) -> list[Case]:
+    """What is checked. pieces: what recipes of research add."""
     kinds = ["wide", "normal", "nan", "grid", "inf", "huge", "tiny"]
     dtypes = [torch.bfloat16, torch.float32]
     if sanitize or device == "cpu":
@@ -314,6 +314,8 @@ def all_cases(device: str, *, sanitize: bool, full: bool) -> list[Case]:
         dtypes.append(torch.float16)
         if len(shapes) > 1:
             shapes = [(1, 1), (20, 40), *shapes, (129, 4100), (1000, 1536)]
+    if pieces:
+        return list(one_form(PIECES, shapes, kinds, dtypes))
     return list(cases(shapes=shapes, kinds=kinds, dtypes=dtypes))
 
 
@@ -374,6 +376,9 @@ def main() -> int:
         "--launched", action="store_true", help="what training runs launch (gpu_launched.py)"
     )
     parser.add_argument(
+        "--pieces", action="store_true", help="what recipes of research add, and nothing else"
+    )
+    parser.add_argument(
         "--sanitize", action="store_true", help="few small cases: for compute-sanitizer"
     )
     parser.add_argument("--full", action="store_true", help="more shapes, and FP16")
@@ -402,7 +407,9 @@ def main() -> int:
     if arguments.launched:
         chosen = launched_cases(TINY) if arguments.dry_run else launched_cases()
     else:
-        chosen = all_cases(device, sanitize=arguments.sanitize, full=arguments.full)
+        chosen = all_cases(
+            device, sanitize=arguments.sanitize, full=arguments.full, pieces=arguments.pieces
+        )
     if arguments.dry_run:
         chosen = chosen[:: 5 if arguments.launched else 20]
     if arguments.share:  # `out` is the file that all of them write to
@@ -421,7 +428,9 @@ def main() -> int:
     names = {case.name for case in chosen}
     if device == "cuda" and arguments.processes > 1:
         options = [
-            f"--{name}" for name in ("full", "sanitize", "launched") if getattr(arguments, name)
+            f"--{name}"
+            for name in ("full", "sanitize", "launched", "pieces")
+            if getattr(arguments, name)
         ]
         in_processes(arguments.processes, written, options)
     done = read_records(written, names)
@@ -432,7 +441,8 @@ def main() -> int:
     print(f"exactness: {len(records) - len(wrong)} of {len(records)} cases equal the reference")
     result: dict[str, Any] = {"machine": found, "cases": len(records), "different": wrong}
     result["names"] = [record["case"] for record in records]
-    if device == "cuda" and not arguments.sanitize and not arguments.no_large:
+    whole = not arguments.sanitize and not arguments.pieces
+    if device == "cuda" and whole and not arguments.no_large:
         large = check_large()
         result["more_than_2^31_elements"] = large or "equal"
         print(f"more than 2^31 elements: {large or 'equal'}")

@@ -181,4 +181,5 @@ IF4_SCALE: Final = AdaptiveScale(
     needs_global=True,
     encode=e4m3_encode,
     decode=_magnitude,
+    element=E4M3,
 )

@@ -58,6 +58,8 @@ class ScaleFormat:
     encode: float32 values >= 0 -> stored scales of the same shape; NaN stays NaN. The rounding
         direction depends on the format: see its function.
     decode: stored scales -> float32 values, exact.
+    element: the element format whose codes without sign stand for scales, rounded to nearest, ties
+        to even; None: they are stored otherwise.
     """
 
     name: str
@@ -70,6 +72,7 @@ class ScaleFormat:
     roundings: tuple[str, ...] = ()
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
+    element: ElementFormat | None = None
 
     @classmethod
     def unsigned(
@@ -231,6 +234,7 @@ def _scale_of(element: ElementFormat, dtype: torch.dtype = torch.uint8, **its: A
     return ScaleFormat(
         name=element.name,
         dtype=dtype,
+        element=element if dtype == torch.uint8 else None,
         mantissa_bits=element.mantissa_bits,
         smallest=element.smallest_subnormal,
         smallest_normal=element.smallest_normal,

@@ -3,8 +3,9 @@
 | spec | kernel |
 |---|---|
 | (1, N) blocks, columns contiguous | rows: 16 bytes per thread and load |
-| (1, 16) or (1, 32) along a strided axis (x.T), or with a Hadamard transform | columns: no transposed copy |
+| (1, 16) or (1, 32) along a strided axis (x.T), or with a transform | columns: no transposed copy |
 | (N, N) blocks | squares |
+| blocks of hif4 and if4 | columns, wherever they lie |
 | one scale per tensor or row | whole |
 | codes of x and of x.T by one scale, to nearest | turned: one read of x |
 | codes or values of x in (1, N) blocks, and of x.T in (1, 16) or (1, 32) | both: one read of x |
@@ -24,15 +25,17 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
+from fp4train.formats import AdaptiveScale, LevelledScale
 from fp4train.quantize import triton_launch
 from fp4train.quantize.layout import TILED_DTYPES, why_no_layout
 from fp4train.quantize.quantized import Decoded, Quantized, operand_width
 from fp4train.quantize.quantizer import Quantizer, check_arguments, check_input, own_memory
 from fp4train.quantize.random import RandomKey, random_words, words_of_both
+from fp4train.quantize.scaling import product_factor
 from fp4train.quantize.spec import QuantSpec
-from fp4train.quantize.transform import Hadamard
+from fp4train.quantize.triton_limits import why_not_spec as why_not_spec
+from fp4train.quantize.triton_variant import draws_signs, parts
 
-ROW_BLOCKS: Final = (16, 32, 64, 128)
 LARGEST_EXTENT: Final = 2**31 - 2**12
 MOST_KINDS: Final = 512
 """Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from
@@ -41,19 +44,6 @@ step to step.
 
 _UNKNOWN: Final = object()
 """The plan of a kind of tensor that is met for the first time."""
-
-_KNOWN: Final[dict[str, tuple[object, ...]]] = {
-    "scale": tuple(triton_launch.SCALE_DTYPES),
-    "scale_rounding": (None, "rceil", "floor", "even", "ceil"),
-    "formula": ("te2.14", "te2.13"),
-    "rounding": ("nearest", "stochastic"),
-    "requantises": (None,),
-    "global_scale": (None, "tensor", "row"),
-    "four_over_six": (None,),
-}
-"""Field of a spec, besides the element → its values that the kernels know; any other has no
-kernel.
-"""
 
 
 def why_not(spec: QuantSpec, device_type: str) -> str | None:
@@ -92,41 +82,6 @@ def why_not_interpreted(triton: str, numpy: str) -> str | None:
 def _numbers(version: str) -> tuple[int, ...]:
     """(3, 6) of "3.6.0+git1"."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-
-
-def why_not_spec(spec: QuantSpec) -> str | None:
-    """Why there is no kernel for the spec, whatever the device; None if there is one."""
-    if spec.format not in triton_launch.ELEMENTS:
-        allowed = ", ".join(fmt.name for fmt in triton_launch.ELEMENTS)
-        return f"element={spec.element!r} has no Triton kernel (known: {allowed})"
-    for field, kernel_values in _KNOWN.items():
-        if (value := getattr(spec, field)) not in kernel_values:
-            return (
-                f"{field}={value!r} has no Triton kernel (known: "
-                f"{', '.join(map(str, kernel_values))})"
-            )
-    if spec.product_factor is not None:
-        return f"guard={spec.guard!r} with scale={spec.scale!r} has no Triton kernel"
-    rows, cols = spec.block
-    if cols is None:
-        if spec.scale_format.is_byte or spec.hadamard is not None or spec.format.packed:
-            what = f"scale={spec.scale!r}, element={spec.element!r}, hadamard={spec.hadamard!r}"
-            return f"block={spec.block!r} with {what} has no Triton kernel"
-        return None
-    if cols not in ROW_BLOCKS or rows not in (1, cols):
-        return f"block={spec.block!r}: the kernels take 1xN and NxN, N = 16, 32, 64 or 128"
-    if spec.hadamard is not None and not isinstance(spec.hadamard, Hadamard):
-        return f"hadamard={spec.hadamard!r} has no Triton kernel"
-    if spec.hadamard is not None and spec.hadamard.signs == "step":
-        return "hadamard.signs='step' has no Triton kernel"
-    by_columns = rows == 1 and cols in triton_launch.COLUMN_BLOCKS
-    if spec.hadamard is not None and (not by_columns or spec.hadamard.size > cols):
-        size = spec.hadamard.size
-        return (
-            f"hadamard size {size} with block={spec.block!r}: the kernels take sizes up to a "
-            "1x16 or 1x32 block"
-        )
-    return None
 
 
 def why_not_tensor(x: Tensor) -> str | None:
@@ -171,10 +126,16 @@ def has_pair_kernel(
         alike = row == column and not row.random
         return alike and (all(codes) or (not any(codes) and row.delayed is None))
     widths = (row.block[1], column.block[1])
-    scales = (row.global_scale, column.global_scale)
-    if row.block[0] != 1 or column.block[0] != 1 or row.hadamard is not None or "row" in scales:
+    extents = (row.extent, column.extent)
+    if isinstance(row.scale_format, AdaptiveScale) or isinstance(
+        column.scale_format, AdaptiveScale
+    ):
         return False
-    return all(width in triton_launch.COLUMN_BLOCKS for width in widths)
+    if parts(column) > 1:
+        return False
+    if row.block[0] != 1 or column.block[0] != 1 or row.hadamard is not None:
+        return False
+    return extents == (None, None) and all(width in triton_launch.COLUMN_BLOCKS for width in widths)
 
 
 def make(spec: QuantSpec) -> TritonQuantizer:
@@ -199,6 +160,10 @@ class TritonQuantizer(Quantizer):
             self._row_amax = spec.block[0] == 1
         else:
             self._row_amax = spec.global_scale == "row"
+        self._of_extents = spec.extent is not None and not self._row_amax
+        self._by_torch = isinstance(spec.scale_format, AdaptiveScale | LevelledScale)
+        self._draws_signs = draws_signs(spec)
+        self._guarded = spec.product_factor is not None
         self._plans: dict[tuple[object, ...], Any] = {}
 
     @cached_property
@@ -237,7 +202,13 @@ class TritonQuantizer(Quantizer):
         outputs = self._quantize(x_RC, key, amax, values=True)
         if outputs is None:
             return super().values(x_RC, key, amax)
-        return Decoded(outputs[0], outputs[3])
+        return self._decoded(outputs[0], outputs[3])
+
+    def _decoded(self, values: Tensor, factor: Tensor | None) -> Decoded:
+        """Values and the scale that is applied to the product, or what undoes a guard."""
+        if self._guarded:
+            factor = product_factor(self.spec, values.device)
+        return Decoded(values, factor)
 
     def decode(self, quantized: Quantized) -> Decoded:
         """`quantized.decoded()` to the bit: in one kernel for (1, N) and (N, N) blocks, else by
@@ -246,10 +217,13 @@ class TritonQuantizer(Quantizer):
         spec = self.spec
         if quantized.spec is not spec:
             self._check_spec(quantized)
-        if self._whole or quantized.tiled or 0 in quantized.shape:
+        if self._whole or self._by_torch or quantized.tiled or 0 in quantized.shape:
             return quantized.decoded()
         codes = quantized.codes.contiguous()
-        scales = quantized.scales.contiguous()
+        if spec.outer is None:
+            scales = quantized.scales.contiguous()
+        else:
+            scales = quantized.block_scales()
         if spec.format.packed:
             codes = codes.view(torch.int32)
         width = operand_width(spec, quantized.shape[1])
@@ -268,7 +242,9 @@ class TritonQuantizer(Quantizer):
     ) -> Tensor:
         """See `Quantizer.amax`: one kernel, which reads x once."""
         x_RC = own_memory(x_RC)
-        plan: triton_launch.AmaxPlan | None = self._planned(triton_launch.plan_amax, x_RC, per_row)
+        plan: triton_launch.AmaxPlan | None = None
+        if not self._draws_signs:
+            plan = self._planned(triton_launch.plan_amax, x_RC, per_row)
         if plan is None:
             return super().amax(x_RC, key, per_row=per_row)
         if into is not None and (into.dim() or into.dtype != torch.float32):
@@ -342,11 +318,11 @@ class TritonQuantizer(Quantizer):
             amax_of_row = factor = None
         if not column_needs:
             other = other_factor = None
-        by_row: Decoded | Quantized = Decoded(row, factor)
+        by_row: Decoded | Quantized = self._decoded(row, factor)
         if row_codes:
             by_row = Quantized(self.spec, (rows, columns), row, row_scales, amax_of_row, factor)
         if not column_codes:
-            return by_row, Decoded(turned.T, other_factor)
+            return by_row, column._decoded(turned.T, other_factor)
         return by_row, Quantized(
             column.spec, (columns, rows), turned, turned_scales, other, other_factor
         )
@@ -414,6 +390,8 @@ class TritonQuantizer(Quantizer):
             return None
         if not self._whole and self.spec.global_scale is None:
             amax = None
+        elif self._of_extents:
+            amax = self._amax_of_extents(x_RC)
         elif amax is None:
             amax = self.amax(x_RC, per_row=self._row_amax)
         elif self._row_amax or amax.dim() or amax.dtype != torch.float32:
@@ -423,7 +401,14 @@ class TritonQuantizer(Quantizer):
         out, scales = [make() for make in plan.results]
         if plan.transposed:
             out = out.T
-        outer = scales if self._whole else None if amax is None else torch.empty_like(amax)
+        if self._whole:
+            outer = scales
+        elif amax is None or self.spec.outer is not None:
+            outer = None
+        elif self._of_extents:
+            outer = amax.new_empty(x_RC.shape[0], 1)
+        else:
+            outer = torch.empty_like(amax)
         unused = scales  # where a kernel reads no amax or writes no S_dec
         pointers = (
             x_RC,
@@ -434,6 +419,13 @@ class TritonQuantizer(Quantizer):
         )
         plan.launch(*pointers, words=random_words(key))
         return out, scales, amax, outer
+
+    def _amax_of_extents(self, x_RC: Tensor) -> Tensor:
+        """The amaxes of what shares a scale above block scales: see `scaling.outer_amax`."""
+        plan: triton_launch.AmaxPlan = self._planned(triton_launch.plan_extents, x_RC)
+        out = plan.result()
+        plan.launch(x_RC, out)
+        return out
 
     def _planned(self, plan: Callable[..., Any], x: Tensor, *arguments: object) -> Any:
         """The result of `plan` for the spec, x and the arguments, made once per kind of x; None: no

@@ -16,25 +16,26 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from fp4train.formats import AdaptiveScale, LevelledScale
 from fp4train.quantize.launch import Launch as Launch
 from fp4train.quantize.layout import TILED_DTYPES
 from fp4train.quantize.quantized import operand_width
 from fp4train.quantize.random import LANES
 from fp4train.quantize.spec import QuantSpec
-from fp4train.quantize.transform import hadamard_signs
-from fp4train.quantize.triton_variant import Variant
+from fp4train.quantize.triton_variant import (
+    Variant,
+    of_elements,
+    of_scales,
+    of_transform,
+    outer_extent,
+    parts,
+    unsigned_scale,
+)
 
 COLUMN_BLOCKS: Final = (16, 32)
 TILE: Final = 4096  # elements per program: 32 per thread
-SCALE_DTYPES: Final = {
-    "e4m3": torch.uint8,
-    "e8m0": torch.uint8,
-    "fp32": torch.float32,
-    "pow2": torch.float32,
-}
-ELEMENTS: Final = (E2M1, E2M3, E3M2, E4M3, E5M2)
-
+WIDEST: Final = 128
+"""Columns of a program that measures extents."""
 
 Room = Callable[[], Tensor]
 """Makes the memory of one result."""
@@ -85,10 +86,11 @@ def plan_quantize(
     (height, block), (n_rows, n_cols) = spec.block, x_RC.shape
     n = block or LANES
     strided = _is_strided(x_RC)
-    by_columns = spec.hadamard is not None or (strided and height == 1 and n in COLUMN_BLOCKS)
+    by_columns = needs_rows_in_threads(spec) or (strided and height == 1 and n in COLUMN_BLOCKS)
     contiguous = strided and not by_columns
     strides = (n_cols, 1) if contiguous else x_RC.stride()
-    groups = _cdiv(n_cols, n)
+    spanned = parts(spec)
+    groups = _cdiv(n_cols, n * spanned) * spanned
     packed = spec.format.packed and not values
     warps = 4
     if by_columns:
@@ -126,13 +128,17 @@ def plan_quantize(
         stored = (shape[1] // per_word, 1)
     output = "values" if values else "packed" if packed else "codes"
     its = {"blocks": blocks, "output": output, "given": given, "tiled": tiled}
+    if by_columns:
+        its["height"] = height or 1
     variant = _quantizing(spec, x_RC.dtype, (tile_rows, tile_blocks), **its)
-    tiles = _cdiv(groups, tile_blocks)
+    tiles = _cdiv(groups, tile_blocks * spanned)
     strips = _cdiv(n_rows, tile_rows)
     sizes = (n_rows, n_cols, groups, strips if by_columns else tiles, *strides, *stored)
-    launch = Launch(
-        quantize, tiles * strips, sizes, {"V": variant}, warps, {} if values else {2: words}
-    )
+    dtypes = {} if values else {2: words}
+    if isinstance(spec.scale_format, LevelledScale) and not values:
+        dtypes[3] = torch.int32  # four bytes of a block
+        scales = (scales[0], spec.scale_format.block_bytes * scales[1])
+    launch = Launch(quantize, tiles * strips, sizes, {"V": variant}, warps, dtypes)
     rooms = _rooms(spec, shape, scales, x_RC, tiled)
     if values:
         rooms[0] = partial(torch.empty, shape, dtype=values_dtype(spec), device=x_RC.device)
@@ -147,7 +153,7 @@ def _rooms(
     """
     empty = partial(torch.empty, dtype=torch.uint8, device=x.device)
     if not tiled:  # numbers take torch less time than a tuple of them
-        return [partial(empty, *codes), partial(empty, scales, dtype=SCALE_DTYPES[spec.scale])]
+        return [partial(empty, *codes), partial(empty, scales, dtype=spec.scale_format.dtype)]
     dtype = TILED_DTYPES[spec.scale]
     size = _cdiv(scales[0], 128) * _cdiv(scales[1], 4) * 512
     fills_tiles = scales[0] % 128 == scales[1] % 4 == 0
@@ -263,8 +269,15 @@ def plan_decode(spec: QuantSpec, codes: Tensor, groups: int, width: int) -> Laun
 
     n = spec.block[1] or LANES
     tile_rows, tile_blocks = place = tile(groups, TILE // n)
-    elements = _elements(spec) | {"stochastic": False, "nan_above": spec.format.last_number_code}
-    variant = _variant(n, place, **elements, height=spec.block[0] or 1, scale=spec.scale)
+    fields = of_elements(spec) | {"rounding": "nearest", "random_bits": 0}
+    scale = spec.scale
+    if spec.outer is not None:
+        scale = "fp32"  # those of blocks, times those above
+    elif spec.scale_format.element is not None:
+        scale = "unsigned"
+        fields |= unsigned_scale(spec)
+    fields["nan_above"] = spec.format.last_number_code
+    variant = _variant(n, place, **fields, height=spec.block[0] or 1, scale=scale)
     tiles = _cdiv(groups, tile_blocks)
     sizes = (codes.shape[0], groups, tiles, width, codes.stride(0), width)
     return Launch(decode_blocks, _cdiv(codes.shape[0], tile_rows) * tiles, sizes, {"V": variant})
@@ -281,9 +294,10 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     if spec.hadamard is not None:
         n = spec.block[1] or 16
         tile_rows, tile_blocks = place = column_tile(n, spec)
-        variant = _variant(n, place, **_hadamard(spec), outer="row" if per_row else "tensor")
+        fields = of_transform(spec) | {"outer": "row" if per_row else "tensor"}
+        variant = _variant(n, place, **fields)
         tiles = _cdiv(rows, tile_rows)
-        programs = tiles * _cdiv(_cdiv(cols, n), tile_blocks)
+        programs = tiles * _cdiv(cols, n * variant.parts * tile_blocks)
         launch = Launch(
             amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": variant}, dtypes=bits
         )
@@ -311,6 +325,45 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     return AmaxPlan(launch, turned, contiguous, result)
 
 
+def plan_extents(spec: QuantSpec, x_RC: Tensor) -> AmaxPlan:
+    """The largest magnitudes of what shares a scale above those of blocks."""
+    from fp4train.kernels.triton.columns import amax_columns
+    from fp4train.kernels.triton.extents import amax_extents
+
+    assert spec.extent is not None
+    rows, cols = x_RC.shape
+    height, width = spec.extent
+    shape = (_cdiv(rows, height), _cdiv(cols, width or cols))
+    result = partial(torch.zeros, shape, dtype=torch.float32, device=x_RC.device)
+    bits = {1: torch.int32}
+    if spec.hadamard is not None:
+        n = spec.block[1] or LANES
+        tile_rows, tile_blocks = column_tile(n, spec)
+        spanned = n * parts(spec)
+        tile_blocks = _divisor(width or 0, spanned * tile_blocks) // spanned
+        place = tile_rows, tile_blocks
+        variant = _variant(n, place, **of_transform(spec), **outer_extent(spec))
+        tiles = _cdiv(rows, tile_rows)
+        programs = tiles * _cdiv(cols, spanned * tile_blocks)
+        sizes = (rows, cols, tiles, *x_RC.stride())
+        launch = Launch(amax_columns, programs, sizes, {"V": variant}, dtypes=bits)
+        return AmaxPlan(launch, False, False, result)
+    tile_cols = _divisor(width or 0, WIDEST)
+    tile_rows = TILE // tile_cols
+    if height % tile_rows and height > 1:
+        tile_rows = max(_divisor(height, tile_rows), 16)
+    tiles = _cdiv(cols, tile_cols)
+    constants = {"ROWS": tile_rows, "COLS": tile_cols, "HEIGHT": height, "WIDTH": width or 0}
+    sizes = (rows, cols, *x_RC.stride(), tiles)
+    launch = Launch(amax_extents, tiles * _cdiv(rows, tile_rows), sizes, constants, dtypes=bits)
+    return AmaxPlan(launch, False, False, result)
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest power of two up to `most`, itself one, that divides a size."""
+    return math.gcd(size, most)
+
+
 def _variant(n: int, place: tuple[int, int], **its: Any) -> Variant:
     """A variant of blocks of `n` columns; place: rows, and blocks of each, of a program."""
     return Variant(n=n, tile_rows=place[0], tile_blocks=place[1], hardware=not interpreted(), **its)
@@ -320,7 +373,7 @@ def amax_variant(column: QuantSpec, place: tuple[int, int]) -> Variant:
     """The variant of the kernel that measures the amaxes of both forms, of column-wise blocks by
     `column`.
     """
-    return _variant(column.block[1] or LANES, place, **_hadamard(column))
+    return _variant(column.block[1] or LANES, place, **of_transform(column))
 
 
 def _quantizing(spec: QuantSpec, dtype: torch.dtype, place: tuple[int, int], **its: Any) -> Variant:
@@ -328,7 +381,7 @@ def _quantizing(spec: QuantSpec, dtype: torch.dtype, place: tuple[int, int], **i
     return _variant(
         spec.block[1] or LANES,
         place,
-        **(_elements(spec) | _hadamard(spec) | _scales(spec, dtype)),
+        **(of_elements(spec) | of_transform(spec) | of_scales(spec, dtype)),
         **its,
     )
 
@@ -337,59 +390,6 @@ def values_dtype(spec: QuantSpec) -> torch.dtype:
     if spec.exact_in_bf16:
         return torch.bfloat16
     return torch.float32
-
-
-def _elements(spec: QuantSpec) -> dict[str, Any]:
-    """The fields of a variant that describe elements and their rounding."""
-    fmt = spec.format
-    return {
-        "mantissa": fmt.mantissa_bits,
-        "min_exponent": fmt.min_exponent,
-        "max_exponent": fmt.max_exponent,
-        "code_bits": fmt.bits - 1,
-        "largest": fmt.max,
-        "nan_code": fmt.nan_code,
-        "nan_value": fmt.magnitude_of(fmt.nan_code),
-        "stochastic": spec.rounding == "stochastic",
-    }
-
-
-def _scales(spec: QuantSpec, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of a variant that describe scales of x of `dtype`; in float32 arithmetic, as in
-    `quantize.scaling`.
-    """
-    bound = torch.tensor(spec.global_bound * spec.format.max * spec.guard, dtype=torch.float32)
-    largest = torch.tensor(spec.format.max * spec.guard, dtype=torch.float32)
-    outer = spec.global_scale or "none"
-    if spec.block[1] is None:
-        outer = "tensor" if spec.block[0] is None else "row"
-    scale = spec.scale
-    if spec.scale_format.roundings:
-        scale = f"{scale}_{spec.scale_rounding}"
-    elif spec.formula == "te2.13":
-        scale = f"{scale}_te2.13"
-    return {
-        "scale": scale,
-        "signed_zero": not spec.scale_format.needs_global,
-        "outer": outer,
-        "bound": bound.item(),
-        "range": largest.item(),
-        "inverse_range": largest.reciprocal().item(),
-        "if_infinite": torch.finfo(dtype).max,
-        "inverse_margin": 2.0 ** -(spec.delayed.margin if spec.delayed else 0),
-    }
-
-
-def _hadamard(spec: QuantSpec) -> dict[str, Any]:
-    """The fields of a variant that describe the transform."""
-    if spec.hadamard is None:
-        return {}
-    negative = sum(1 << i for i, sign in enumerate(hadamard_signs(spec.hadamard)) if sign < 0)
-    return {
-        "size": spec.hadamard.size,
-        "negative": negative,
-        "factor": 1.0 / math.sqrt(spec.hadamard.size),
-    }
 
 
 def tile(groups: int, blocks: int) -> tuple[int, int]:
@@ -402,11 +402,24 @@ def tile(groups: int, blocks: int) -> tuple[int, int]:
     return blocks // across, across
 
 
+def needs_rows_in_threads(spec: QuantSpec) -> bool:
+    """Whether a thread needs all elements of a row of a block, wherever they lie: to transform
+    them, or to sum their errors in order.
+    """
+    fmt = spec.scale_format
+    return spec.hadamard is not None or isinstance(fmt, AdaptiveScale | LevelledScale)
+
+
 def column_tile(n: int, spec: QuantSpec) -> tuple[int, int]:
     """(rows, blocks per row) of a program of the columns kernels: 32 bytes of codes per row; four
-    or two rows per thread, two where the random words need the registers.
+    or two rows per thread, two where the random words need the registers. A row of 64 elements, of
+    blocks that a transform spans, or one of which two grids are tried, per thread.
     """
-    if n == 16 and spec.rounding == "nearest":
+    if n == 64 or parts(spec) > 1:
+        return (128, 1)
+    if isinstance(spec.scale_format, AdaptiveScale):
+        return (64, 2)
+    if n == 16 and not spec.random:
         return (128, 4)
     return (64, 4)
 

@@ -100,7 +100,15 @@ def test_a_cpu_tensor_is_refused_with_the_reason() -> None:
         (QuantSpec(four_over_six="mae"), "four_over_six"),
         (QuantSpec(block=(1, 12)), "1xN"),
         (QuantSpec(block=(4, 16)), "1xN"),
-        (QuantSpec(hadamard=Hadamard(size=32)), "hadamard size 32"),
+        (
+            QuantSpec(hadamard=Hadamard(size=128)),
+            "hadamard size 128: the kernels take sizes up to 64",
+        ),
+        (
+            QuantSpec(hadamard=Hadamard(signs="step"), rounding="stochastic"),
+            "hadamard.signs='step' with global_scale='tensor' has no Triton kernel",
+        ),
+        (QuantSpec(global_scale=(32, 32), hadamard=Hadamard(size=64)), "spans several scales"),
         (QuantSpec(block=(16, 16), hadamard=Hadamard()), "hadamard"),
         (
             QuantSpec(element="e2m1", block=(None, None), scale="fp32", global_scale=None),
@@ -110,7 +118,18 @@ def test_a_cpu_tensor_is_refused_with_the_reason() -> None:
             QuantSpec(element="e4m3", block=(1, None), scale="e8m0", global_scale=None),
             "no Triton kernel",
         ),
-        (QuantSpec(scale="ue5m3", global_scale=None), "scale='ue5m3' has no Triton kernel"),
+        (
+            QuantSpec(scale="if4", block=(1, 64)),
+            "scale='if4' with block=(1, 64): the kernels take N",
+        ),
+        (
+            QuantSpec(rounding="eden", hadamard=Hadamard(size=128), global_bound=256),
+            "rounding='eden' has no Triton kernel (known: nearest, nearest_away, stochastic, sto",
+        ),
+        (
+            QuantSpec(requantises=QuantSpec()),
+            "has no Triton kernel (known: None)",
+        ),
     ],
 )
 def test_specs_without_a_kernel_are_refused_by_name(spec: QuantSpec, reason: str) -> None:

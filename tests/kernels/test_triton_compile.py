@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from fp4train.quantize.produced import (
     produce,
 )
 from fp4train.quantize.triton import TritonQuantizer
+from fp4train.quantize.triton_variant import Variant
 
 triton = pytest.importorskip(
     "triton", reason="triton is not installed (Linux only: pip install triton)"
@@ -246,9 +247,11 @@ def test_kernels_and_their_functions_have_few_parameters() -> None:
 
 def test_functions_pass_each_other_what_triton_3_6_makes_constants_of() -> None:
     """Its `call_JitFunction` (compiler/code_generator.py) wraps neither a text that is a
-    parameter's default nor a field of a variant within a tuple, and fails with "no attribute
-    'type'".
+    parameter's default or a field of a variant, nor any field of a variant within a tuple, and
+    fails with "no attribute 'type'".
     """
+    texts = {field.name for field in fields(Variant) if field.type is str}
+    assert "rounding" in texts
     for name, each in functions().items():
         assert not any(
             isinstance(p.default, str) for p in inspect.signature(each.fn).parameters.values()
@@ -259,6 +262,10 @@ def test_functions_pass_each_other_what_triton_3_6_makes_constants_of() -> None:
                 called = each.fn.__globals__.get(root)
                 called = getattr(called, rest[0], None) if len(rest) == 1 else called
                 if hasattr(called, "arg_names"):
+                    assert not any(
+                        isinstance(argument, ast.Attribute) and argument.attr in texts
+                        for argument in call.args
+                    ), ast.unparse(call)
                     parts = [
                         part
                         for given in call.args

@@ -224,6 +224,7 @@ CASES: dict[str, Case] = {
     "a global scale per row": one_form(
         QuantSpec(global_scale="row"), "codes", x=bf16(64, 96), amax=torch.zeros(64)
     ),
+    "a global scale per tile": one_form(QuantSpec(global_scale=(128, 128)), "codes"),
     "mxfp8 values": one_form(X["mxfp8"][0], "values"),
     "fp8 codes": one_form(FP8, "codes", x=bf16(64, 96), amax=ONE),
     "fp8 codes per row": one_form(PER_ROW, "codes"),

@@ -127,9 +127,9 @@ def test_specs_that_make_no_sense_are_refused(options: dict[str, object], messag
         QuantSpec(**{"global_scale": "block", **options})  # type: ignore[arg-type]
 
 
-def test_it_has_a_kernel_on_cpus_only_no_counterpart_in_te_and_no_layout_of_torch() -> None:
+def test_it_has_kernels_no_counterpart_in_te_and_no_layout_of_torch() -> None:
     assert quantizer(SPEC, "cpu").kernel == "cpu" or kernels.unavailable()
-    assert "global_scale='block' has no Triton kernel" in str(why_not_spec(SPEC))
+    assert why_not_spec(SPEC) is None
     with pytest.raises(ValueError, match="for each tensor or each row"):
         family(SPEC)
     with pytest.raises(ValueError, match="one float32 scale per tensor or row"):

@@ -304,7 +304,7 @@ def test_lists_of_yaml_are_pairs_and_specs_print_as_before() -> None:
 def test_kernels_and_others_refuse_by_name_what_they_do_not_know() -> None:
     for spec in EVERY:
         assert quantizer(spec, "cpu").kernel == "cpu" or kernels.unavailable()
-        assert f"global_scale={spec.global_scale!r} has no Triton kernel" in str(why_not_spec(spec))
+        assert why_not_spec(spec) is None
         with pytest.raises(ValueError, match="one float32 scale per tensor or row"):
             to_torch(quantize(torch.ones(32, 128), spec))
         with pytest.raises(ValueError, match="no global scale to take it"):

@@ -1,7 +1,9 @@
 """Triton kernels, SM 8.0 and newer (Triton 3.6+), each equal to the torch reference to the bit.
 
 rounding.py   casts, maxima that keep NaN, rounding to an element grid, random bits (device functions)
-scale.py      global and block scales: E4M3, E8M0, float32, powers of two           (device functions)
+scale.py      global and block scales: bytes with a mantissa, E8M0, float32, macro-blocks  (device functions)
+levels.py     HiF4's exponents, and the grids that IF4's blocks choose              (device functions)
+extents.py    largest magnitudes of what shares a scale above block scales
 quantize.py   the kernel that quantises; blocks along contiguous columns: 1xN, NVFP4's packed codes, NxN, one scale per
               tensor or row; decoding; largest magnitude of a tensor or of its rows
 both.py       codes of both forms of a tensor from one read of it, or of what it is computed from

@@ -77,7 +77,7 @@ def tile_amaxes(
     x, _, _ = load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V, S)
     tl.atomic_max(out_ptr, tl.max(tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0), 0))
     if V.size > 0:
-        x = transform(x, V)
+        x = transform(x, (0, 0), V)
     tl.atomic_max(out_ptr + 1, tl.max(tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0), 0))
 
 

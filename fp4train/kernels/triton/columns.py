@@ -1,7 +1,7 @@
 """Blocks along a strided axis: the column-wise form, x.T quantised row-wise, without a transposed
 copy; with the Hadamard transform.
 
-quantize_columns   1xN blocks
+quantize_columns   1xN blocks; NxN where each chooses its grid (levels.py)
 amax_columns       the largest magnitude after the transform (a kernel of its own)
 
 x [R, C] is a view whose rows are contiguous (stride 1 along R: the features), and whose blocks run
@@ -26,7 +26,15 @@ import triton
 import triton.language as tl
 
 from fp4train.kernels.triton import rounding
-from fp4train.kernels.triton.scale import block_scales, outer_scales, place_of_scale
+from fp4train.kernels.triton.extents import join
+from fp4train.kernels.triton.levels import (
+    integer_codes,
+    integer_values,
+    levels_of,
+    over_rows,
+    takes_integers,
+)
+from fp4train.kernels.triton.scale import block_scales, outer_amax, outer_scales, place_of_scale
 from fp4train.kernels.triton.sources import read
 
 
@@ -36,9 +44,9 @@ def load_tokens(
 ):
     """(the N neighbours of the blocks of tile `place`: a tuple of float32 [tile_blocks, tile_rows];
     row, block of the row). Tiles lie across the rows first. S: what x_ptr points to, see
-    sources.py.
+    sources.py. N neighbours are V.parts blocks.
     """
-    N: tl.constexpr = V.n
+    N: tl.constexpr = V.n * V.parts
     row = (place % tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
     group = (place // tiles) * V.tile_blocks + tl.arange(0, V.tile_blocks)
     offset = (group.to(tl.int64) * N * x_col_stride)[:, None] + (row.to(tl.int64) * x_stride)[
@@ -58,25 +66,51 @@ def load_tokens(
 
 @triton.jit
 def load_columns(
-    x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr
+    x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, words, V: tl.constexpr, S: tl.constexpr
 ):
-    """`load_tokens`, transformed if V.size."""
+    """`load_tokens`, transformed if V.size; words: those of random bits, for signs that are drawn."""
     x, row, group = load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V, S)
     if V.size > 0:
-        x = transform(x, V)
+        signs = (0, 0)
+        if V.draws_signs:
+            signs = drawn_signs(words, V)
+        x = transform(x, signs, V)
     return x, row, group
 
 
 @triton.jit
-def transform(x, V: tl.constexpr):
+def drawn_signs(words, V: tl.constexpr):
+    """Bits of the signs of V.size <= 64 neighbours, 1 for -1, in two uint32: `transform.drawn`."""
+    key0, key1, counter2, counter3, _, _ = words
+    if counter2.dtype.is_ptr():
+        counter2 = tl.load(counter2)
+    SIZE: tl.constexpr = V.size
+    index = tl.arange(0, SIZE).to(tl.uint32)
+    zero = index * 0
+    no_element = zero + 0xFFFFFFFF
+    step = (counter2.to(tl.uint32) & 0xFFFFFFF8) + zero
+    layer = counter3.to(tl.uint32) + zero
+    high, low, _, _ = rounding.philox4x32(
+        no_element, no_element, step, layer, key0.to(tl.uint32), key1.to(tl.uint32)
+    )
+    word, _, _, _ = rounding.philox4x32(index, zero, zero, zero, low, high)
+    bits = (word & 1) << (index & 31)
+    return tl.sum(tl.where(index < 32, bits, 0), 0), tl.sum(tl.where(index < 32, 0, bits), 0)
+
+
+@triton.jit
+def transform(x, signs, V: tl.constexpr):
     """Tuple of N float32 tensors -> tuple of N float32 tensors on the BF16 grid; groups of V.size
-    are transformed.
+    are transformed. signs: those of `drawn_signs`, where they are drawn.
     """
-    N: tl.constexpr = V.n
+    N: tl.constexpr = V.n * V.parts
     y = ()
     for i in tl.static_range(N):
         v = rounding.as_float(rounding.as_bf16(x[i], V.hardware))
-        if (V.negative >> (i % V.size)) & 1:
+        if V.draws_signs:
+            sign = (signs[i % V.size // 32] >> (i % V.size % 32)) << 31
+            v = (v.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+        elif (V.negative >> (i % V.size)) & 1:
             # not -v, which is 0 - v with Triton 3.6: 0 of 0, where the reference has -0
             v = v * -1.0
         y = y + (v,)
@@ -98,7 +132,7 @@ def transform(x, V: tl.constexpr):
 @triton.jit
 def largest_of(x, V: tl.constexpr):
     """Largest magnitude of the N neighbours."""
-    N: tl.constexpr = V.n
+    N: tl.constexpr = len(x)
     largest = tl.abs(x[0])
     for i in tl.static_range(1, N):
         largest = rounding.largest(largest, tl.abs(x[i]))
@@ -107,14 +141,21 @@ def largest_of(x, V: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
-    """out int32 [1], or [rows] if V.outer is "row": the bits of max |x| after the transform. See
-    quantize.py.
+    """out int32 [1], or one of each row or extent as V.outer says: the bits of max |x| after the
+    transform. See quantize.py and extents.py.
     """
     x, row, _ = load_columns(
-        x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V, "none"
+        x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, 0, V, "none"
     )
     m = tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0)
-    if V.outer == "row":
+    if V.outer == "extent":
+        first_col = tl.program_id(0) // tiles * (V.tile_blocks * V.n * V.parts)
+        first_row = tl.program_id(0) % tiles * V.tile_rows
+        ROWS: tl.constexpr = V.tile_rows
+        HEIGHT: tl.constexpr = V.outer_rows
+        WIDTH: tl.constexpr = V.outer_cols
+        join(out_ptr, m, first_row, first_col, rows, cols, ROWS, HEIGHT, WIDTH)
+    elif V.outer == "row":
         tl.atomic_max(out_ptr + row, m, mask=row < rows)
     else:
         tl.atomic_max(out_ptr, tl.max(m, 0))
@@ -140,23 +181,88 @@ def quantize_columns(
     codes) and codes int64 (8 codes, the first in the lowest byte), or bytes if they are stored as x
     lies; values fill whole groups of the transform.
     """
-    x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
+    N: tl.constexpr = V.n
+    PARTS: tl.constexpr = V.parts
+    x, row, group = load_columns(
+        pointers[0], place, rows, cols, tiles, x_stride, x_col_stride, words, V, S
+    )
+    for part in tl.static_range(PARTS):
+        block = ()
+        for i in tl.static_range(N):
+            block = block + (x[part * N + i],)
+        quantize_blocks(
+            pointers,
+            block,
+            row,
+            group * PARTS + part,
+            place,
+            rows,
+            cols,
+            groups,
+            tiles,
+            out_stride,
+            out_col_stride,
+            words,
+            V,
+        )
+
+
+@triton.jit
+def quantize_blocks(
+    pointers,
+    x,
+    row,
+    group,
+    place,
+    rows,
+    cols,
+    groups,
+    tiles,
+    out_stride,
+    out_col_stride,
+    words,
+    V: tl.constexpr,
+):
+    """Blocks `group` of rows `row`, of which the neighbours are x, as `quantize_columns` stores
+    them.
+    """
+    _, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
     N: tl.constexpr = V.n
     BLOCKS: tl.constexpr = V.tile_blocks
     ROWS: tl.constexpr = V.tile_rows
-    x, row, group = load_columns(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V, S)
     row64 = row.to(tl.int64)
     inside = (group < groups)[:, None] & (row < rows)[None, :]
     tile_col = place // tiles
-    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row[None, :], tile_col, place, rows, V)
+    s_enc, s_dec = outer_scales(
+        amax_ptr, decode_ptr, row[None, :], tile_col, group[:, None], groups, place, rows, V
+    )
     amax_b = largest_of(x, V)
-    stored, encode, decode = block_scales(amax_b, s_enc, s_dec, V)
+    if V.height > 1:
+        amax_b = over_rows(amax_b, V)
+    factors = ()
+    inverses = ()
+    if V.scale == "levels":
+        stored, factors, inverses = levels_of(x, V)
+        encode = factors[0]
+        decode = inverses[0]
+    else:
+        stored, encode, decode = block_scales(amax_b, s_enc, s_dec, V)
+    marked = 0
+    if V.step > 0.0:
+        amax = outer_amax(amax_ptr, row[None, :], group[:, None], groups, rows, V)
+        marked = takes_integers(x, encode, decode, amax, V)
+        stored = tl.where(marked, stored | 0x80, stored)
     if V.output != "values":
-        tl.store(
-            scale_ptr + place_of_scale(row64[None, :], group[:, None], groups, V),
-            stored,
-            mask=inside,
-        )
+        if V.height > 1:
+            places = (row64 // V.height)[None, :] * groups + group[:, None]
+            first_rows = (row % V.height == 0)[None, :]
+            tl.store(scale_ptr + places, stored, mask=inside & first_rows)
+        else:
+            tl.store(
+                scale_ptr + place_of_scale(row64[None, :], group[:, None], groups, V),
+                stored,
+                mask=inside,
+            )
 
     width = cols
     if V.size > 0:
@@ -170,16 +276,22 @@ def quantize_columns(
     word = tl.zeros((BLOCKS, ROWS), tl.uint64)
     random = (0, 0, 0, 0)
     for i in tl.static_range(N):
+        if V.scale == "levels":
+            encode = factors[i // 4]
+            decode = inverses[i // 4]
         t = rounding.scaled(x[i], encode, V)
         r = 0.0
-        if V.stochastic:
+        if V.random_bits > 0:
             if i % 8 == 0:
                 random = rounding.random_words(
                     (group * (N // 8) + i // 8)[:, None], row[None, :], anchor, words
                 )
-            r = rounding.fraction((random[(i % 8) // 2] >> (16 * (i % 2))) & 0xFFFF)
+            r = rounding.threshold((random[(i % 8) // 2] >> (16 * (i % 2))) & 0xFFFF, V)
         if V.output == "values":
-            v = rounding.element_values(t, r, V) * decode
+            if V.step > 0.0:
+                v = integer_values(t, r, marked, V) * decode
+            else:
+                v = rounding.element_values(t, r, V) * decode
             col = group * N + i
             if out_ptr.dtype.element_ty == tl.bfloat16:
                 v = rounding.as_bf16(v, V.hardware)
@@ -190,7 +302,10 @@ def quantize_columns(
             mask = (col < cols)[:, None] & (row < rows)[None, :]
             tl.store(out_ptr + (col.to(tl.int64) * rows)[:, None] + row[None, :], code, mask=mask)
         else:
-            code = rounding.element_codes(t, r, limit, V)
+            if V.step > 0.0:
+                code = integer_codes(t, r, marked, limit, V)
+            else:
+                code = rounding.element_codes(t, r, limit, V)
             word = word | (code.to(tl.uint64) << (SHIFT * (i % PER_WORD)))
             if i % PER_WORD == PER_WORD - 1:
                 packed = packed + (word.to(tl.int64, bitcast=True),)

@@ -146,7 +146,7 @@ def quantize_rows(
     row, group = blocks_of(place, tiles, V)
     eight = group[:, None] * (V.n // 8) + tl.arange(0, V.n // 8)[None, :]
     x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V, S)
-    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row, group, place, rows, V)
+    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row, group, group, groups, place, rows, V)
     stored, encode, decode = block_scales(
         rounding.largest_along(rounding.largest_of_eight(x), 1), s_enc, s_dec, V
     )
@@ -189,7 +189,10 @@ def quantize_rows16(
         load_eights(x_ptr, row, eight, rows, cols, x_stride, V, S),
         load_eights(x_ptr, row, eight + 1, rows, cols, x_stride, V, S),
     )
-    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row[:, None], group[:, None], place, rows, V)
+    block = group[:, None]
+    s_enc, s_dec = outer_scales(
+        amax_ptr, decode_ptr, row[:, None], block, block, groups, place, rows, V
+    )
     amax_b = rounding.largest(rounding.largest_of_eight(x[0]), rounding.largest_of_eight(x[1]))
     stored, encode, _ = block_scales(amax_b, s_enc, s_dec, V)
     limit = rounding.code_limit(encode, V)[:, :, None]
@@ -223,7 +226,9 @@ def quantize_squares(
     group = tile_col * V.tile_blocks + tl.arange(0, V.tile_blocks)
     eight = (tile_col * (V.tile_blocks * EIGHTS) + tl.arange(0, V.tile_blocks * EIGHTS))[None, :]
     x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V, "none")
-    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row, 0, tl.program_id(0), rows, V)
+    place = tl.program_id(0)
+    first_row = tl.zeros_like(group) + tile_row * V.n
+    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, first_row, 0, group, groups, place, rows, V)
     # the other order, reshaped between the reductions, compiles for minutes under Triton 3.6
     amax_e = tl.reshape(rounding.largest_of_eight(x), (V.n, V.tile_blocks, EIGHTS))
     amax_b = rounding.largest_along(rounding.largest_along(amax_e, 2), 0)
@@ -300,7 +305,8 @@ def quantize(
 ):
     """Quantise x [rows, cols].
 
-    amax_ptr: [1] or [rows], unless V.outer is "none". out_ptr: codes (uint8 [R, Cp]), packed (int32
+    amax_ptr: one, one of each row, or of each V.outer_rows x V.outer_cols, unless V.outer is
+        "none". out_ptr: codes (uint8 [R, Cp]), packed (int32
         [R, Cp/8], eight
     E2M1 codes each, the first in the lowest nibble) or values (BF16 or float32 [R, C]: element *
     block scale). scale_ptr: those of blocks (not for values), [blocks of rows, groups] or V.tiled,
@@ -351,13 +357,14 @@ def decode_codes(
     """uint32 codes -> float32. NAN_ABOVE: magnitudes above this code are NaN (E4M3: 0x7e).
 
     By arithmetic: exponent and mantissa moved to a float32's place give value * 2^(bias-127),
-        subnormals included, and
-    one multiplication by 2^(127-bias), exact, does the rest.
+    subnormals included, and one multiplication by 2^(127-bias), exact, does the rest; two where
+    that is no float32 number.
     """
     magnitude = code & ((1 << CODE_BITS) - 1)
-    value = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * (
-        2.0 ** (126 + MIN_EXPONENT)
-    )
+    FIRST: tl.constexpr = MIN_EXPONENT if MIN_EXPONENT < 1 else 1
+    value = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * (2.0 ** (126 + FIRST))
+    if MIN_EXPONENT > 1:
+        value = value * (2.0 ** (MIN_EXPONENT - 1))
     value = tl.where(magnitude > NAN_ABOVE, float("nan"), value)
     sign = (code << (31 - CODE_BITS)) & 0x80000000
     return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
@@ -388,7 +395,7 @@ def decode_blocks(
     col = columns_of(eight)
     row64 = row.to(tl.int64)
     code_row = (row64 * code_stride)[:, None]
-    if V.code_bits == 3:
+    if V.code_bits <= 3:
         word = tl.load(code_ptr + code_row + eight, mask=inside[:, None], other=0)
         shift = (4 * tl.arange(0, 8))[None, None, :].to(tl.uint32)
         code = (word.to(tl.uint32, bitcast=True)[:, :, None] >> shift) & 0xF
@@ -397,8 +404,14 @@ def decode_blocks(
             code_ptr + code_row[:, :, None] + col, mask=inside[:, None, None], other=0
         ).to(tl.uint32)
     scale = tl.load(scale_ptr + row64 // V.height * groups + group, mask=inside, other=0)
-    if V.scale == "e4m3":
-        scale = decode_codes(scale.to(tl.uint32), 3, -6, 7, 0x7E)
+    if V.scale == "unsigned":
+        scale = decode_codes(
+            scale.to(tl.uint32),
+            V.scale_mantissa,
+            V.scale_min_exponent,
+            V.scale_bits,
+            V.scale_nan_above,
+        )
     elif V.scale == "e8m0":
         scale = e8m0_decode(scale.to(tl.int32))
     value = (

@@ -16,7 +16,8 @@ code comes out right modulo its width.
 Stochastic: with r = (16 bits + 1/2) / 2^16 the magnitude rounds up from its floor iff r < (a -
 floor)/q; all terms are exact in float32. The floor is a - q/2 rounded to nearest. Where a lies on
 the grid that is a tie and may give a
-- q; then (a - floor)/q = 1 > r, and a comes out.
+- q; then (a - floor)/q = 1 > r, and a comes out. With n random bits r = (bits + 1) / 2^n, and the
+magnitude rounds up iff r <= (a - floor)/q. Ties go away from zero where r is 1/2.
 
 Random bits: Philox4x32-10 (Salmon et al., SC 2011) with fp4train's counters: (column // 8, row,
 step*8 + operand, layer), key = the run's seed. One call serves eight neighbours of a row: element j
@@ -78,26 +79,38 @@ def snap(
     MANTISSA: tl.constexpr,
     MIN_EXPONENT: tl.constexpr,
     CODE_BITS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
     """Magnitudes 0 <= a <= max -> (bits whose low CODE_BITS are position + constant, values on the
-    grid).
+    grid). ROUNDING: as `Variant.rounding`.
+
+    Without a mantissa the constant may be odd, and an odd sum would turn ties to odd positions: the
+    one is then added to the bits. It is not 0 where the sum begins at a - q/2, below 0.
     """
-    START: tl.constexpr = (-((150 - MANTISSA + MIN_EXPONENT) << MANTISSA)) % (1 << CODE_BITS)
+    LEAST: tl.constexpr = 0 if ROUNDING == "nearest" else 1 << CODE_BITS
+    CONSTANT: tl.constexpr = (-((150 - MANTISSA + MIN_EXPONENT) << MANTISSA)) % (1 << CODE_BITS)
+    ODD: tl.constexpr = CONSTANT % 2
+    START: tl.constexpr = CONSTANT - ODD if CONSTANT > ODD else LEAST
     SUMMAND: tl.constexpr = 2.0 ** (23 - MANTISSA) + START * 2.0**-MANTISSA
     SMALLEST: tl.constexpr = 2.0**MIN_EXPONENT
     binade = (a.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     binade = tl.maximum(binade, SMALLEST)
     start = a
-    if STOCHASTIC:
-        tl.static_assert(START > 0)
+    if ROUNDING != "nearest":
         start = tl.fma(binade, -0.5 * 2.0**-MANTISSA, a)
     total = tl.fma(binade, SUMMAND, start)
     value = tl.fma(binade, -SUMMAND, total)
     bits = total.to(tl.int32, bitcast=True)
-    if STOCHASTIC:
+    if ODD:
+        bits += 1
+    if ROUNDING != "nearest":
         quantum = binade * (2.0**-MANTISSA)
-        up = r * quantum < a - value
+        if ROUNDING == "stochastic":
+            up = r * quantum < a - value
+        elif ROUNDING == "few_bits":
+            up = r * quantum <= a - value
+        else:
+            up = 0.5 * quantum <= a - value
         bits += up.to(tl.int32)
         value += tl.where(up, quantum, 0.0)
     return bits.to(tl.uint32, bitcast=True), value
@@ -125,10 +138,17 @@ def element_codes(t, r, limit, V: tl.constexpr):
     """Codes (uint32) of t, saturating at `limit` (see `code_limit`), which NaN gives too, as fmin
     has it. The NaN that PTX's mul returns has a clear sign; not so everywhere else.
     """
+    return grid_codes(t, r, limit, V.mantissa, V.min_exponent, V)
+
+
+@triton.jit
+def grid_codes(t, r, limit, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, V: tl.constexpr):
+    """`element_codes` of a format with this mantissa and exponent."""
+    ROUNDING: tl.constexpr = V.rounding
     a = tl.minimum(tl.abs(t), limit)
-    bits, _ = snap(a, r, V.mantissa, V.min_exponent, V.code_bits, V.stochastic)
+    bits, _ = snap(a, r, MANTISSA, MIN_EXPONENT, V.code_bits, ROUNDING)
     SIGN: tl.constexpr = 1 << V.code_bits
-    code = (bits + (bits >> (23 - V.mantissa))) & (SIGN - 1)
+    code = (bits + (bits >> (23 - MANTISSA))) & (SIGN - 1)
     code = code | ((t.to(tl.uint32, bitcast=True) >> (31 - V.code_bits)) & SIGN)
     if not V.hardware:
         code = tl.where(t != t, V.nan_code, code)
@@ -136,14 +156,29 @@ def element_codes(t, r, limit, V: tl.constexpr):
 
 
 @triton.jit
+def grid_values(
+    t,
+    r,
+    LARGEST: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+):
+    """Values (float32) of t on a grid, saturating, with the sign of zero; NaN gives LARGEST."""
+    a = tl.minimum(tl.abs(t), LARGEST)
+    _, value = snap(a, r, MANTISSA, MIN_EXPONENT, CODE_BITS, ROUNDING)
+    sign = t.to(tl.uint32, bitcast=True) & 0x80000000
+    return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def element_values(t, r, V: tl.constexpr):
     """Values (float32) of t on the grid, saturating, with the sign of zero. Under a scale of one
     byte, which is NaN itself then, NaN gives the largest value.
     """
-    a = tl.minimum(tl.abs(t), V.largest)
-    _, value = snap(a, r, V.mantissa, V.min_exponent, V.code_bits, V.stochastic)
-    sign = t.to(tl.uint32, bitcast=True) & 0x80000000
-    value = (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    ROUNDING: tl.constexpr = V.rounding
+    value = grid_values(t, r, V.largest, V.mantissa, V.min_exponent, V.code_bits, ROUNDING)
     if V.scale == "fp32" or V.scale == "pow2":
         value = tl.where(t != t, t, value)
     return value
@@ -203,6 +238,18 @@ def fraction(half):
 
 
 @triton.jit
+def threshold(half, V: tl.constexpr):
+    """What the fraction of a position is compared with, of 16 random bits: `fraction`, or, of the
+    upper V.random_bits of them, (bits + 1) / 2^V.random_bits.
+    """
+    if V.rounding == "few_bits":
+        upper = (half >> (16 - V.random_bits)) << (23 - V.random_bits)
+        return (upper | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-V.random_bits)
+    else:
+        return fraction(half)
+
+
+@triton.jit
 def eight_halves(eight, row, anchor, words):
     """Sixteen random bits (uint32) of each column of groups of eight: [..., G] -> [..., G, 8]. See
     `random_words`.
@@ -217,10 +264,10 @@ def eight_halves(eight, row, anchor, words):
 
 @triton.jit
 def eight_fractions(eight, row, anchor, words, V: tl.constexpr):
-    """Thresholds [A, G, 8] in (0, 1) of groups of eight columns [A, G], or 0 without V.stochastic.
+    """Thresholds [A, G, 8] in (0, 1] of groups of eight columns [A, G], or 0 without random bits.
     See `random_words`.
     """
     r = 0.0
-    if V.stochastic:
-        r = fraction(eight_halves(eight, row, anchor, words))
+    if V.random_bits > 0:
+        r = threshold(eight_halves(eight, row, anchor, words), V)
     return r

@@ -12,6 +12,7 @@ import triton.language as tl
 from fp4train.kernels.triton.rounding import snap
 
 FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+SMALLEST_MACRO: tl.constexpr = tl.constexpr(1e-12)
 
 
 @triton.jit
@@ -21,27 +22,52 @@ def finite_or_nan(amax):
 
 
 @triton.jit
-def outer_scales(amax_ptr, decode_ptr, row, group, place, rows, V: tl.constexpr):
-    """(S_enc, S_dec) of each row in `row`, or of the tensor: S_enc = bound/amax, 1 where amax = 0,
-    capped at FLT_MAX; S_dec = 1/S_enc, which tile 0 of the tensor, or that of `group` 0 of a row,
-    also stores. 1 without a global scale.
+def outer_amax(amax_ptr, row, block, groups, rows, V: tl.constexpr):
+    """The amax of the tensor, of each row in `row`, or of what shares a scale with blocks `block`
+    of these rows.
+    """
+    if V.outer == "tensor":
+        return tl.load(amax_ptr)
+    elif V.outer == "row":
+        return tl.load(amax_ptr + row, mask=row < rows, other=0.0)
+    elif V.outer_cols == 0:
+        return tl.load(amax_ptr + row // V.outer_rows, mask=row < rows, other=0.0)
+    else:
+        across = tl.cdiv(groups * V.n, V.outer_cols)
+        place = row // V.outer_rows * across + block * V.n // V.outer_cols
+        return tl.load(amax_ptr + place, mask=(row < rows) & (block < groups), other=0.0)
+
+
+@triton.jit
+def macro_scales(amax, V: tl.constexpr):
+    """(Mantissas of macro-blocks, 1 over these): 1 + the upper 8 bits of that of range / amax."""
+    amax = tl.where(amax < SMALLEST_MACRO, SMALLEST_MACRO, amax)
+    ratio = tl.div_rn(tl.full(amax.shape, V.range, tl.float32), amax).to(tl.int32, bitcast=True)
+    mantissa = 1.0 + ((ratio >> 15) & 0xFF).to(tl.float32) * 2.0**-8
+    mantissa = tl.where(amax < float("inf"), mantissa, float("nan"))
+    return mantissa, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), mantissa)
+
+
+@triton.jit
+def outer_scales(amax_ptr, decode_ptr, row, group, block, groups, place, rows, V: tl.constexpr):
+    """(S_enc, S_dec) of each row in `row`, of the tensor, or of what shares a scale with blocks
+    `block` of `groups`: S_enc = bound/amax, 1 where amax = 0, capped at FLT_MAX; S_dec = 1/S_enc,
+    which tile 0 of the tensor, or that of `group` 0 of a row, also stores. 1 without a global
+    scale; of macro-blocks the mantissas.
     """
     s_enc = 1.0
     s_dec = 1.0
-    if V.outer != "none":
-        amax = (
-            tl.load(amax_ptr)
-            if V.outer == "tensor"
-            else tl.load(amax_ptr + row, mask=row < rows, other=0.0)
-        )
-        amax = finite_or_nan(amax)
+    if V.macro:
+        s_enc, s_dec = macro_scales(outer_amax(amax_ptr, row, block, groups, rows, V), V)
+    elif V.outer != "none":
+        amax = finite_or_nan(outer_amax(amax_ptr, row, block, groups, rows, V))
         s_enc = tl.div_rn(tl.full(amax.shape, V.bound, tl.float32), amax)
         s_enc = tl.where(s_enc > FLT_MAX, FLT_MAX, s_enc)
         s_enc = tl.where(amax == 0.0, 1.0, s_enc)
         s_dec = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), s_enc)
         if V.outer == "tensor":
             tl.store(decode_ptr, s_dec, mask=place == 0)
-        else:
+        elif V.outer_cols == 0:
             tl.store(decode_ptr + row, s_dec, mask=row < tl.where(group == 0, rows, 0))
     return s_enc, s_dec
 
@@ -73,18 +99,30 @@ def float_scales(amax, V: tl.constexpr):
 
 
 @triton.jit
-def e4m3_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
-    """NVFP4's block scales: (byte, encode factor min(1/(s*S_dec), FLT_MAX), decode factor s)."""
+def unsigned_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
+    """Block scales with a mantissa: (byte, encode factor min(1/(s*S_dec), FLT_MAX), decode factor
+    s, or s*S_dec where S_dec is that of part of a row).
+    """
     amax_b = finite_or_nan(amax_b)
-    if V.scale == "e4m3_te2.13":
+    if V.scale == "unsigned_divided":
         exact_scale = tl.div_rn(amax_b, tl.full(amax_b.shape, V.range, tl.float32)) * s_enc
     else:
         exact_scale = amax_b * (s_enc * V.inverse_range)
     is_nan = exact_scale != exact_scale
-    bits, s = snap(tl.minimum(exact_scale, 448.0), 0.0, 3, -6, 7, False)
-    byte = tl.where(is_nan, 0x7F, (bits + (bits >> 20)) & 0x7F)
+    bits, s = snap(
+        tl.minimum(exact_scale, V.scale_largest),
+        0.0,
+        V.scale_mantissa,
+        V.scale_min_exponent,
+        V.scale_bits,
+        "nearest",
+    )
+    NAN: tl.constexpr = (1 << V.scale_bits) - 1
+    byte = tl.where(is_nan, NAN, (bits + (bits >> (23 - V.scale_mantissa))) & NAN)
     s = tl.where(is_nan, float("nan"), s)
     encode = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s * s_dec)
+    if V.outer == "extent" and V.outer_cols > 0:
+        s = s * s_dec
     return byte.to(tl.uint8), tl.where(encode > FLT_MAX, FLT_MAX, encode), s
 
 
@@ -96,14 +134,20 @@ def e8m0_decode(byte):
 
 
 @triton.jit
-def e8m0_scales(amax_b, V: tl.constexpr):
+def e8m0_scales(amax_b, mantissa, inverse, V: tl.constexpr):
     """MX's block scales: (byte, encode factor 2^(127-byte), decode factor 2^(byte-127)). Byte 0
-    encodes with 1 (rceil) or 2^126.
+    encodes with 1 (rceil) or 2^126. The encode factor is multiplied by the guard. Of macro-blocks
+    the scales are those of x times their mantissas, by which and by 1 over which the factors are
+    multiplied.
     """
+    if V.macro:
+        amax_b = amax_b * mantissa
+        amax_b = tl.where(amax_b > FLT_MAX, FLT_MAX, amax_b)
     if V.scale == "e8m0_rceil":
-        bits = tl.div_rn(amax_b, tl.full(amax_b.shape, V.largest, tl.float32)).to(
-            tl.int32, bitcast=True
-        )
+        quotient = tl.div_rn(amax_b, tl.full(amax_b.shape, V.largest, tl.float32))
+        bits = quotient.to(tl.int32, bitcast=True)
+        if V.largest < 1.0:
+            amax_b = quotient  # which may be infinite where amax_b is not
         exponent = bits >> 23
         mantissa = bits & 0x7FFFFF
         up = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
@@ -120,18 +164,25 @@ def e8m0_scales(amax_b, V: tl.constexpr):
     ZERO: tl.constexpr = 1.0 if V.scale == "e8m0_rceil" else 2.0**126
     encode = tl.where(byte == 0, ZERO, e8m0_decode(tl.maximum(254 - byte, 0)))
     encode = tl.where(byte == 255, float("nan"), encode)
-    return byte.to(tl.uint8), encode, e8m0_decode(byte)
+    stored = byte.to(tl.uint8)
+    decode = e8m0_decode(byte)
+    if V.guard != 1.0:
+        encode = encode * V.guard
+    if V.macro:
+        encode = encode * mantissa
+        decode = decode * inverse
+    return stored, encode, decode
 
 
 @triton.jit
 def block_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
-    """(stored scale, encode factor, decode factor) of each block; s_enc and s_dec count for E4M3
-    only.
+    """(stored scale, encode factor, decode factor) of each block; s_enc and s_dec count for scales
+    with a mantissa, and for macro-blocks.
     """
-    if V.scale == "e4m3" or V.scale == "e4m3_te2.13":
-        return e4m3_scales(amax_b, s_enc, s_dec, V)
+    if V.scale == "unsigned" or V.scale == "unsigned_divided":
+        return unsigned_scales(amax_b, s_enc, s_dec, V)
     elif V.scale == "fp32" or V.scale == "pow2":
         scale, inverse = float_scales(amax_b, V)
         return inverse, scale, inverse
     else:
-        return e8m0_scales(amax_b, V)
+        return e8m0_scales(amax_b, s_enc, s_dec, V)
