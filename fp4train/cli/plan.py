@@ -266,9 +266,7 @@ def _plan(
         sentences = [on_one_gpu.kernels[1]]
         produced_on = "cuda"
     norms = [
-        produced_in(
-            model, stretch, config.train, produced_on, plan.tokens, elsewhere=gpu is not None
-        )
+        produced_in(model, stretch, config.train, produced_on, plan.tokens, gpu=gpu)
         for stretch in plan.stretches
     ]
     sentences += produced_by(model, plan.stretches, norms, produced_on)

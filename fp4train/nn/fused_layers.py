@@ -50,12 +50,14 @@ def why_not(
     kind: str = "norm",
     *,
     here: bool = True,
+    why_not_own: str | None = None,
 ) -> str | None:
     """Why the executors `readers` of one x do not take it from a source of this kind, or the
     `writers` of gate and up their gradients; None: they do.
 
     Args:
         here: with what is installed on this machine; else where Triton and the newest backends are.
+        why_not_own: why kernels that are no backend's do not run; None: they do.
     """
     why_no_kernel = _why_not_by_backend(readers, kind, here=here)
     if why_no_kernel is None:
@@ -84,7 +86,7 @@ def why_not(
                 return f"{name} has operands in {taker.dtype}"
             if operand.wants[1] != getattr(taking_codes(executors[0]), tensor).wants[1]:
                 return f"{executors[0].plan.layer.name} and {name} do not quantise {tensor} alike"
-    return None
+    return why_not_own
 
 
 def _why_not_by_backend(readers: Sequence[Executor], kind: str, *, here: bool) -> str | None:
@@ -227,6 +229,7 @@ class FusedLayers(nn.Module, ABC):
         enabled: whether it may; else the model's modules are called one by one.
         asked: whether the model has asked it for a result, which it may have declined.
         by_backend: whether it quantises in a backend's own kernels.
+        why_not_own: why it does not in others; None: it may.
     """
 
     def __init__(self, holder: nn.Module) -> None:
@@ -235,6 +238,7 @@ class FusedLayers(nn.Module, ABC):
         self.enabled = False
         self.asked = False
         self.by_backend = False
+        self.why_not_own: str | None = None
         # weakly: those that watch a layer (`PlannedLayer.observer`) hold copies of its tensors
         self._seen: tuple[weakref.ref[Executor] | None, ...] = ()
         self._runs = False
@@ -275,7 +279,9 @@ class FusedLayers(nn.Module, ABC):
         """
         count = len(self.readers)
         of_readers = executors[:count]
-        reason = why_not(of_readers, executors[count:], self.kind, here=here)
+        reason = why_not(
+            of_readers, executors[count:], self.kind, here=here, why_not_own=self.why_not_own
+        )
         if reason is None:
             self.by_backend = _why_not_by_backend(of_readers, self.kind, here=here) is None
         return reason

@@ -17,7 +17,7 @@ from fp4train.kernels import cpu
 from fp4train.models.common import liger, on_cpu
 from fp4train.models.common.operators import operations_of, use
 from fp4train.precision.layers import find_blocks
-from fp4train.run.produced import fused_layers, why_not_produced
+from fp4train.run.produced import fused_layers, why_not_own_kernels, why_not_produced
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
     if why_not_produced(train, device) is None:
         for fused in fused_layers(model):
             fused.enabled = fused.why_never() is None
+            fused.why_not_own = why_not_own_kernels(device)
     if device == "cuda" and train.kernels != "torch":
         _log.info("%s", reason)
 

@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from fp4train.config.schema import TrainSettings
+from fp4train.hardware import Gpu
 from fp4train.nn.executors import make_executor
 from fp4train.nn.fused_layers import FusedLayers, why_padded
 from fp4train.nn.normed_linears import NormedLinears
@@ -21,6 +23,10 @@ _log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"\bblocks\.\d+\.[\w.]+")
 """The name of a layer of a block, in a reason."""
+_WRITTEN_FASTER = (9, 0)
+"""Compute capability on which kernels of norms and gates that make codes were measured to take
+longer than two kernels that do the same through BF16.
+"""
 _NAMED = 6
 """Most norms and gates that a warning names."""
 _BLOCK = re.compile(r"\bblocks\.(\d+)\.(.+)")
@@ -47,6 +53,26 @@ def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = Fal
     if elsewhere:
         return None
     return triton.why_not_here(device)
+
+
+def why_not_own_kernels(device: str, gpu: Gpu | None = None) -> str | None:
+    """Why norms and gates do not make codes in this project's own kernels, those of a backend
+    aside; None: they may.
+
+    Args:
+        gpu: a GPU of another machine.
+    """
+    capability = None
+    if gpu is not None:
+        capability = gpu.capability
+    elif device == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+    if capability != _WRITTEN_FASTER:
+        return None
+    return (
+        "on compute capability 9.0 two kernels, which write BF16 and quantise it, take less time "
+        "than one (benchmarks/h200.md)"
+    )
 
 
 def check_asked(model: nn.Module) -> None:
@@ -83,19 +109,19 @@ def produced_in(
     device: str,
     tokens: int,
     *,
-    elsewhere: bool = False,
+    gpu: Gpu | None = None,
 ) -> ProducedNorms:
     """Norms and gates that quantise their results in a stretch, in passes of so many tokens, and
     why others do not.
 
     Args:
-        elsewhere: on a GPU of another machine, which is taken to have Triton and the newest
-            backends.
+        gpu: a GPU of another machine, which is taken to have Triton and the newest backends.
     """
     norms = ProducedNorms({}, {})
     names = {module: name for name, module in model.named_modules()}
-    why_not_any = why_not_produced(train, device, elsewhere=elsewhere)
+    why_not_any = why_not_produced(train, device, elsewhere=gpu is not None)
     for fused in fused_layers(model):
+        fused.why_not_own = why_not_own_kernels(device, gpu)
         reason = why_not_any or fused.why_never()
         if reason is None:
             plans = [stretch.layers[layer.layer.name] for layer in (*fused.readers, *fused.writers)]
@@ -104,7 +130,7 @@ def produced_in(
             )
         if reason is None:
             executors = [make_executor(plan, device) for plan in plans]
-            reason = fused.resolve(executors, here=not elsewhere) or why_padded(executors, tokens)
+            reason = fused.resolve(executors, here=gpu is None) or why_padded(executors, tokens)
         if reason is None:
             norms.producers[fused.owner] = fused
         else:

@@ -190,6 +190,16 @@ def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_
     )
 
 
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_the_plan_for_a_gpu_where_two_kernels_are_faster_than_one_says_so(
+    cli: Cli, gpu: str
+) -> None:
+    shape = (f"gpu={gpu}", "model.width=128", "model.hidden=384", "model.layers=4")
+    said = cli("plan", *shape, "backend=native", "recipe=fp8_current", "policy=all").out
+    assert "norms and gates write BF16" in said and "take less time than one" in said
+    assert "quantised where they are made" not in said
+
+
 def test_the_plan_blames_a_product_in_high_precision_before_the_kernels_of_transformer_engine(
     cli: Cli,
 ) -> None:
