@@ -73,9 +73,14 @@ def test_queries_and_keys_of_one_head_shrink_where_those_of_another_grow() -> No
     assert loud.square().mean((2, 3)) == pytest.approx(1.0, rel=1e-3)
 
 
-def test_first_weights_do_not_shrink_with_depth() -> None:
-    """A norm follows what the blocks add, and would undo it; Llama's shrink by √(2 · layers)."""
-    model = built(width=256, layers=8)
+@pytest.mark.parametrize(
+    "changes", [{"width": 256, "layers": 8}, {"width": 4096, "layers": 1, "head_dim": 8}], ids=str
+)
+def test_first_weights_do_not_shrink_with_depth_and_width(changes: dict[str, int]) -> None:
+    """A norm follows what the blocks add, and would undo it; Llama's shrink by √(2 · layers), and
+    are 1/√width from a width of 2500.
+    """
+    model = built(**changes)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             assert float(parameter.detach().std()) == pytest.approx(0.02, rel=0.1), name

@@ -5,9 +5,9 @@
 
 Attention and MLP read the residual stream as it is. Queries and keys are normalised before they are
 rotated, each over all heads together: tensor-parallel ranks, which share the heads, add up the
-squares. No layer has a bias. First weights are normal with σ = 0.02 (capped at 1/√width), those that
-write to the residual stream too, since a norm follows them; each is drawn from its name and
-position.
+squares. No layer has a bias. First weights are normal with σ = 0.02 at every width and depth, those
+that write to the residual stream too, since a norm follows them; each is drawn from its name and
+position. OLMo-core cuts them off at 3σ (`InitMethod.normal`), which is not done here.
 
 Linear layers of the blocks follow the recipe. Embedding, norms, attention products and the head
 stay in high precision. `hf.py` has the names and the configuration that Hugging Face gives them.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from torch import Tensor, nn
 
@@ -38,8 +38,11 @@ from fp4train.models.common.rotary import (
     rotary_ends,
 )
 from fp4train.models.common.stream import StreamTerms, handed_on, summed
-from fp4train.parameters import ParameterSpec, Split, inside, norm
+from fp4train.parameters import Initial, Normal, ParameterSpec, Split, Spread, inside, norm
 from fp4train.text import check_least
+
+FIRST_SPREAD: Final = 0.02
+"""Standard deviation of the first weights (arXiv:2501.00656, section 3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +62,11 @@ class Olmo2(RotatedShape):
         super().__post_init__()
         check_least(self, "model.", "hidden")
 
-    @property
-    def residual_terms(self) -> int:
-        """1: norms scale what the blocks add to the residual stream."""
-        return 1
+    def initial(self, initial: Initial | Spread | None) -> Initial | None:
+        """Initial values, the scaled ones with σ = 0.02."""
+        if isinstance(initial, Spread):
+            return Normal(FIRST_SPREAD)
+        return initial
 
     def parameters(self) -> Iterator[ParameterSpec]:
         yield from rotary_ends(self)
