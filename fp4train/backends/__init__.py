@@ -49,8 +49,8 @@ BACKENDS: Mapping[str, Backend] = {
     "emulate": EMULATE,
     "reference": REFERENCE,
 }
-CHOICES = ("auto", *LAYER_BACKENDS, "native", "emulate", "reference")
-"""Allowed values of `backend=`."""
+CHOICES = ("auto", *LAYER_BACKENDS, *(name for name in BACKENDS if name != TORCH.name))
+"""Allowed values of `backend=`: torch's GEMM takes no quantised operands."""
 
 
 class Choice(NamedTuple):

@@ -23,7 +23,7 @@ from fp4train.errors import named
 from fp4train.hardware import GPUS, Device
 from fp4train.nn import Linear
 from fp4train.precision.context import autocast
-from fp4train.precision.layer_plan import LayerPlan, resolve
+from fp4train.precision.layer_plan import Gemm, LayerPlan, resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16
@@ -40,13 +40,8 @@ ALIKE = 2.0
 random bits.
 """
 
-WORDS = {
-    "te": "TE",
-    "native": "native",
-    "emulate": "emulated",
-    "reference": "reference",
-    "torch": "torch",
-}
+WORDS = {"te": "TE", "emulate": "emulated"}
+"""Backend → its word in the table, where that is not its name."""
 KERNELS = {"cpu": "C", "triton": "Triton", "reference": "torch"}
 ELSEWHERE = ("A100", "H100", "B200")
 """GPUs whose answer stands for their generation."""
@@ -107,6 +102,11 @@ def _outcome(name: str, future: Future[RecipeCheck]) -> RecipeCheck:
         return RecipeCheck(name=name, problem="a process that tried recipes crashed")
 
 
+def _word(gemm: Gemm) -> str:
+    """The backend of a GEMM, as the table has it."""
+    return WORDS.get(gemm.backend, gemm.backend)
+
+
 def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
     """Resolve and run one recipe; what fails is a problem, not an exception."""
     outcome = RecipeCheck(name=name)
@@ -115,7 +115,7 @@ def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
     except ValueError as error:
         outcome.problem = str(error)
         return outcome
-    outcome.runs = " + ".join(dict.fromkeys(WORDS[gemm.backend] for gemm in plan.gemms))
+    outcome.runs = " + ".join(dict.fromkeys(map(_word, plan.gemms)))
     outcome.why = tuple(dict.fromkeys(gemm.why for gemm in plan.gemms if gemm.operands.quantised))
     elsewhere = (gpu for gpu in GPUS if gpu.name in ELSEWHERE)
     outcome.native_on = tuple(
