@@ -142,6 +142,7 @@ def linear_backward(
     with without_torchs_autocast(dy_MN.device.type):
         x = saved.x if x_MK is None else x_MK
         gradients = call.executor.backward(dy_MN, (w_NK, x), call)
+    # torch has no public function for whether the pass keeps its graph.
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         saved.release()
     dx, dw, dbias = (dy_MN.new_empty(0) if gradient is None else gradient for gradient in gradients)

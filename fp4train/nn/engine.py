@@ -240,6 +240,7 @@ class ProductExecutor(Executor):
 
     def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> Tensor:
         y_MN: Tensor
+        # torch has no public function for it; its own `apply` asks this one.
         if torch._C._are_functorch_transforms_active():
             y_MN = LayerFunction.apply(call, x_MK, w, bias)  # type: ignore[no-untyped-call]
         else:
@@ -319,6 +320,7 @@ def accumulates(node: Any) -> bool | None:
         accumulates(next_node) for next_node, _ in node.next_functions if next_node is not None
     }:
         return None if None in below else all(below)
+    # Only this function tells it; torch has no public one.
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # of a leaf that torch.autograd.grad is asked for

@@ -194,6 +194,8 @@ class Pipeline:
     def _stage(self, index: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> Any:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.pipelining import PipelineStage
+
+        # No public function runs the backward pass of a stage and nothing else.
         from torch.distributed.pipelining._backward import stage_backward
 
         pipeline = self

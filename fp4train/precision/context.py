@@ -65,7 +65,7 @@ def current() -> Context | None:
 
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""The id of the running backward pass, or -1."""
+"""The id of the running backward pass, or -1; torch has no public function for it."""
 
 
 class Region(ContextDecorator):

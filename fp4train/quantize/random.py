@@ -89,7 +89,7 @@ class RandomKey(_Words):
             _refuse(seed, step, layer, operand, row_offset, col_offset)
         if counters is not None and counters.dtype != torch.int32:
             raise ValueError(f"counters: an int32 tensor is needed, not {counters.dtype}")
-        return tuple.__new__(cls, (words, counters))
+        return super().__new__(cls, words, counters)
 
     seed: int = _number("seed")
     step: int = _number("step")
