@@ -164,7 +164,8 @@ def _measure(
             part.operators = kernels
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), kernels, counter:
         result = type(block).forward(block, x, *inputs)
-    # A block may return the terms of the stream, which the next norm adds up.
+    # A block may return the terms of the stream. The next norm adds them up, and in OLMo 2 an
+    # operator, which is counted alike.
     terms = [result] if isinstance(result, Tensor) else list(result)
     forward = counter.work
     forward.kernels += 3 * _bytes(terms[1:])

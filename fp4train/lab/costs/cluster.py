@@ -215,8 +215,9 @@ class ClusterCost:
             for seconds in (forward, backward):
                 for name, value in seconds.items():
                     parts[name] += times * m * value
-            for sizes in self._tensor_sizes(block):
-                tensor.add(times * m, sizes)
+            passes = (1 + self.workload.recomputed, 1.0)
+            for repeats, sizes in zip(passes, self._tensor_sizes(block), strict=True):
+                tensor.add(times * m * repeats, sizes)
             hidden_by = (sum(forward.values()), sum(backward.values()) + again)
             units.append((block.weights, times, *hidden_by))
         gathers = self._flow("weight gathers", "shard")

@@ -1,9 +1,9 @@
-"""A configuration planned on a mesh of GPUs: the mesh that it asks for, or every mesh, the fastest
-that fits first.
+"""A configuration planned on a mesh of GPUs: the mesh that it asks for, or those of a search, the
+fastest that fits first.
 
-A search tries tensor parallelism inside of an NVLink domain, pipelines, all ways to divide the data
-ranks into shards and replicas, microbatches of 1, 2, 4 and 8 sequences, and recomputation on and
-off. What a run refuses is refused here in its words, and left out of a search.
+A search tries tensor parallelism inside of an NVLink domain, pipelines of at most 16 stages, all
+ways to divide the data ranks into shards and replicas, microbatches of 1, 2, 4 and 8 sequences, and
+recomputation on and off. What a run refuses is refused here in its words, and left out of a search.
 """
 
 from collections.abc import Iterable, Iterator
@@ -162,7 +162,7 @@ class MeshPlan:
             check_cut(replace(self.config, train=train, parallel=parallel), mesh)
 
     def search(self) -> list[ClusterCost]:
-        """Every mesh of the GPUs that a run begins on, the fastest first, those that fit before
+        """The meshes of a search that a run begins on, the fastest first, those that fit before
         others.
 
         Raises:

@@ -23,7 +23,8 @@ from fp4train.formats import formats_of, product_rate
 from fp4train.hardware import Gpu, stored_bytes
 
 COPY: Final = 0.90
-"""Share of the bandwidth that a copy reaches: 4.3 of 4.8 TB/s measured on an H200."""
+"""Share of the bandwidth that a copy reaches: 4.3 of 4.8 TB/s measured on an H200. There a later
+`copy_` of 0.5 GB reached 2.73, read and written bytes counted (benchmarks/h200.md)."""
 
 LAUNCH: Final = 0.7e-6
 """Seconds from the end of one kernel to the start of the next in a queue that is never empty. From

@@ -226,6 +226,21 @@ def test_recomputation_keeps_inputs_only_and_costs_a_forward_pass() -> None:
     assert "recomputation" not in kept.parts
 
 
+def test_a_recomputed_forward_pass_sends_again_what_tensor_parallel_ranks_exchange_in_it() -> None:
+    load = measured("8B", BF16(), H100)
+    mesh = Mesh(tensor=8, microbatches=2)
+    block = load.blocks[0]
+    forward, _ = tensor_traffic(block.weights, block.input, mesh)
+    flows = []
+    for share in (0.0, 1.0):
+        cost = ClusterCost(replace(load, recomputed=share), H100, mesh)
+        (flow,) = cost.collectives
+        flows.append(flow)
+    kept, again = flows
+    assert again.sent - kept.sent == pytest.approx(2 * 32 * 7 / 8 * sum(forward))
+    assert again.seconds > kept.seconds
+
+
 def test_tensor_parallelism_divides_activations_and_sequence_parallelism_the_rest() -> None:
     load = measured("70B", NVFP4(), GB200)
     cost = load.blocks[0]

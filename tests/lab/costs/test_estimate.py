@@ -88,6 +88,10 @@ def specs(*operands: QuantSpec | None) -> list[QuantSpec]:
 
 
 ALL = ("fprop", "dgrad", "wgrad")
+SLOW_COPY = "H200, `copy_` of 0.5 GB, TB/s"
+"""A second measurement of the same quantity, which is not met: benchmarks/h200.md."""
+COPIED = 2 * 2 * 16384**2
+"""Its bytes in BF16, read and written."""
 POINTS = {
     "B200, 16384³, BF16, TFLOP/s": lambda: tflops("B200", "BF16", 16384, 16384, 16384),
     "B200, 16384³, MXFP8, TFLOP/s": lambda: tflops("B200", "E4M3", 16384, 16384, 16384),
@@ -98,6 +102,7 @@ POINTS = {
     "B200, 4096×4096×7168, FP4, TFLOP/s": lambda: tflops("B200", "E2M1", 4096, 4096, 7168),
     "H200, 8192³, BF16, TFLOP/s": lambda: tflops("H200", "BF16", 8192, 8192, 8192),
     "H200, copy, TB/s": lambda: 16e-3 / move_seconds(H200, 16e9),
+    SLOW_COPY: lambda: 1e-12 * COPIED / move_seconds(H200, COPIED),
     "B300, fprop, BF16, ms": lambda: kernels("B300", "BF16", "fprop"),
     "B300, fprop, MXFP8 kernels, ms": lambda: kernels("B300", "E4M3", "fprop"),
     "B300, fprop, NVFP4 kernels, ms": lambda: kernels("B300", "E2M1", "fprop"),
@@ -159,7 +164,7 @@ def test_the_document_says_what_the_model_computes(point: str) -> None:
     assert error == pytest.approx(100 * (model / published - 1), abs=0.6)
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [point for point in POINTS if point != SLOW_COPY])
 def test_published_points_are_met(point: str) -> None:
     # Hopper's block-scaled GEMM promotes its sums every 128 elements, and a last wave can be nearly
     # empty: see Limits.
