@@ -22,6 +22,7 @@ class Product:
     before: the float32 sum to which it was added; None: it stands alone.
     elsewhere: whether another device than a CPU computed it, or kernels that are not fp4train's.
     capability: compute capability of the GPU that computed it; None: none did.
+    backend: name of the layer backend that computed it; None: the plan names the backend.
     """
 
     first: Prepared
@@ -31,6 +32,7 @@ class Product:
     before: Tensor | None = None
     elsewhere: bool = False
     capability: tuple[int, int] | None = None
+    backend: str | None = None
 
     def on_host(self) -> Product:
         """The product with all tensors in main memory."""

@@ -28,6 +28,7 @@ from fp4train.audit.terms import TermComparison
 from fp4train.backends import GEMMS, OPERANDS, Prepared
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized, QuantSpec
+from fp4train.quantize.quantized import apply_block_scales, operand_width
 from fp4train.text import first_line
 
 _DECISIONS: Final = 16.0
@@ -42,11 +43,13 @@ class CallComparison:
         call: the call, whose backward pass has run.
         expected: plan and position that it should have had.
         previous: call of the same layer in the step before; None: it was not kept.
+        turn: number of the audit, for `products.sampled`: `run` sets it to the step.
     """
 
     call: ObservedCall
     expected: Expectation
     previous: ObservedCall | None = None
+    turn: int = 0
     faults: list[Fault] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -54,6 +57,7 @@ class CallComparison:
     @torch.no_grad()
     def run(self, step: int = 0) -> Audited:
         """Compare all GEMMs. One whose comparison fails leaves the faults of the others."""
+        self.turn = step
         self.call = self.call.on_host()
         if self.previous is not None:
             self.previous = self.previous.on_host()
@@ -114,18 +118,15 @@ class CallComparison:
         """Compare a GEMM; whether anything of it could be compared."""
         result = {"fprop": self.call.y, "dgrad": self.call.dx, "wgrad": self.call.dw}[gemm.name]
         product = self.call.products.get(gemm.name)
-        if product is None and result is None:
-            if gemm.name in self.call.unseen:
-                self.uncovered.append(f"{gemm.name}: {self.call.unseen[gemm.name]}")
-            return False
+        if result is None and gemm.name in self.call.unseen:
+            self.uncovered.append(f"{gemm.name}: {self.call.unseen[gemm.name]}")
         if product is None:
-            assert result is not None
-            return self._compare_in_high_precision(gemm, result)
+            return result is not None and self._compare_in_high_precision(gemm, result)
         correct = True
         for tensor, operand in zip(OPERANDS[gemm.name], _both(product), strict=True):
             correct &= self._compare_operand(gemm.name, tensor, operand)
         executed: Gemm = getattr(self.call.plan, gemm.name)
-        apart = products.compare(product, executed)
+        apart = products.compare(product, executed, self.turn)
         if apart is not None:
 
             def explained() -> Iterable[str]:
@@ -169,8 +170,6 @@ class CallComparison:
     def _compare_returned(self, gemm: Gemm, product: Product, result: Tensor) -> None:
         """y, dx or dw must be the product, in its dtype."""
         expected = product.result[: len(result)].to(result.dtype)  # without rows of padding
-        if gemm.name == "wgrad" and result.dtype != expected.dtype:
-            return
         apart = difference(result, expected.view(result.shape))
         if apart is not None:
             what = "the layer returns something else than the product"
@@ -183,7 +182,7 @@ class CallComparison:
 
     def _compare_terms(self, gemm: Gemm, product: Product, result: Tensor | None) -> None:
         """Further terms of the GEMM, and their sum."""
-        terms = TermComparison(self.call, self.expected, gemm, product)
+        terms = TermComparison(self.call, self.expected, gemm, product, self.turn)
         for finding in terms.findings(result):
             explained = partial(tuple, finding.names)
             self._add(
@@ -218,7 +217,7 @@ class CallComparison:
         if before is not None:
             result = (result.double() - before.double()).float()
         narrow = result.to(products.coarser(result.dtype, self.expected.plan.table.torch_dtype))
-        rows, exact, bound = products.bounds(*operands, bias, narrow)
+        rows, exact, bound = products.bounds(*operands, bias, narrow, turn=self.turn)
         # in the dtype of the layer small numbers are rounded to multiples of its smallest one
         layer_dtype = torch.finfo(self.expected.plan.table.torch_dtype)
         bound = bound + layer_dtype.smallest_normal * layer_dtype.eps
@@ -334,7 +333,22 @@ def _compare_quantized(
         apart = difference(factor.reshape(-1), expected_factor.reshape(-1))
         if apart is not None:
             return "the global scale is not that of the reference", apart
+    if source.rounds_freely:
+        columns = operand_width(expected.spec, expected.shape[1])
+    apart = where_differing(_values_beyond(operand, rows, columns))
+    if apart is not None:
+        return "its padding is not zero", apart
     return _compare_rounding(operand, expected, source) if source.rounds_freely else None
+
+
+def _values_beyond(operand: Quantized, rows: int, columns: int) -> Tensor:
+    """Where elements beyond so many rows and columns are not zero: bool, of all codes."""
+    values = operand.element_values()
+    if not operand.spec.has_outer_scale:
+        values = apply_block_scales(values, operand.block_scales(), operand.spec)
+    wrong = values != 0
+    wrong[:rows, :columns] = False
+    return wrong
 
 
 def _scales_of_rows(codes: Quantized) -> Tensor:

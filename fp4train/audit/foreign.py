@@ -131,7 +131,7 @@ class ForeignObserver:
             wanted = {"wgrad"} if _learns_weight(module) else set()
             if x.requires_grad or not self._linear.takes_x:
                 wanted.add("dgrad")
-            self._passes = ShownPasses(record, self.guarding, self._backend.watcher, wanted)
+            self._passes = ShownPasses(record, self.guarding, self._backend, wanted)
             self._forward = self._passes.forward()
             self._forward.__enter__()
         if self._linear is not None and not self._linear.takes_x:

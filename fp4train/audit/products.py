@@ -9,20 +9,21 @@ each element must lie within
 the rounding of the result to BF16 and the largest error of sums in float32. Tensor cores that
 multiply codes sum in fewer bits: the second factor is four times the share that their model
 (`backends.tensor_cores`) errs by in some rows and columns of these operands, or 2⁻⁸ on a unit whose
-sums are not known. Elements beyond it must be what the model gives, however K is split.
+sums are not known. Elements beyond it must be what the model gives, however K is split; where they
+are many, some are computed in the model, and the rest must lie within 2⁻⁸ of Σ|a|·|b|.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4train.audit.bits import Difference, difference, where_differing
 from fp4train.audit.call import Product
-from fp4train.backends import BACKENDS, Prepared, tensor_cores
+from fp4train.backends import BACKENDS, Prepared, asks_fast_sums, tensor_cores
 from fp4train.backends.tensor_cores import TensorCore
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized
@@ -35,6 +36,9 @@ _UNKNOWN_SUM: Final = 2.0**-8
 _MARGIN: Final = 4.0
 """Errors of other rows, as a multiple of those that were looked at."""
 _CHECKED: Final = 48
+"""Elements of a product that are computed in the model of the tensor cores."""
+_GOLDEN: Final = 0.6180339887498949
+"""Multiples of it, modulo 1, lie evenly, whatever the stride."""
 _SPLITS: Final = range(1, 9)
 """Parts of K that a GPU may sum apart."""
 _FEW: Final = 4
@@ -63,11 +67,18 @@ def coarser(*dtypes: torch.dtype) -> torch.dtype:
     return max(dtypes, key=_RELATIVE.__getitem__)
 
 
-def sampled(count: int) -> Tensor:
-    """Indices of at most `ROWS` of `count` rows, evenly spaced, the first and the last included."""
+def sampled(count: int, turn: int = 0) -> Tensor:
+    """Indices of at most `ROWS` of `count` rows, evenly spaced, the first and the last included.
+
+    Args:
+        turn: number of the audit; in each other rows between the first and the last are taken.
+    """
     if count <= ROWS:
         return torch.arange(count)
-    return torch.linspace(0, count - 1, ROWS, dtype=torch.float64).round().long()
+    shift = turn * _GOLDEN % 1.0
+    stride = (count - 2) / (ROWS - 2)
+    between = 1 + ((torch.arange(ROWS - 2, dtype=torch.float64) + shift) * stride).long()
+    return torch.cat([torch.tensor([0]), between, torch.tensor([count - 1])])
 
 
 def bounds(
@@ -77,13 +88,15 @@ def bounds(
     result: Tensor,
     *,
     share: float | None = None,
+    turn: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(indices of rows, the product of these rows in float64, the largest error of each element).
 
     Args:
         share: the largest error of its sums as a share of Σ|a|·|b|; None: that of float32 sums.
+        turn: number of the audit, for `sampled`.
     """
-    rows = sampled(len(result)).to(result.device)
+    rows = sampled(len(result), turn).to(result.device)
     a, b = exact(first, rows), exact(second)
     product = a @ b.T
     magnitude = a.abs() @ b.abs().T
@@ -108,41 +121,39 @@ def beyond_rounding(result: Tensor, rows: Tensor, product: Tensor, bound: Tensor
     return ~(((value - product).abs() <= bound) | same | (overflows & (value.abs() >= largest / 2)))
 
 
-def compare(product: Product, gemm: Gemm) -> Difference | None:
-    """The elements of a product that are not those of its operands; None: all are."""
-    result = product.result
+def compare(product: Product, gemm: Gemm, turn: int = 0) -> Difference | None:
+    """The elements of a product that are not those of its operands; None: all are. Of a product
+    that was added to a float32 sum it compares what was added.
+
+    Args:
+        turn: number of the audit, for `sampled`.
+    """
+    value = product.result
     if product.before is not None:
-        return _compare_sum(product, gemm)
-    share = error_share(product, gemm)
-    rows, exact_product, bound = bounds(
-        product.first, product.second, product.bias, result, share=share
-    )
-    wrong = beyond_rounding(result, rows, exact_product, bound)
-    where = torch.zeros(result.shape, dtype=torch.bool, device=result.device)
+        value = (value.double() - product.before.double()).float()
+    rows, exact_product, bound = _bounds(product, error_share(product, gemm), turn)
+    wrong = beyond_rounding(value, rows, exact_product, bound)
+    if bool(wrong.any()):
+        error = (value[rows].double() - exact_product).abs()
+        wrong = _not_of_unit(product, gemm, turn, _Beyond(rows, wrong, error, bound))
+    where = torch.zeros(product.result.shape, dtype=torch.bool, device=product.result.device)
     where[rows] = wrong
-    if bool(wrong.any()) and _as_units_sum(product, gemm, where):
-        where.zero_()
     again = repeated(product, gemm)
     if again is not None:
-        apart = difference(result, again)
+        apart = difference(product.result, again)
         if apart is not None:
             where |= apart.where
     return where_differing(where)
 
 
-def _compare_sum(product: Product, gemm: Gemm) -> Difference | None:
-    """As `compare`, of a product that was added to a float32 sum."""
-    assert product.before is not None
-    term = product.result.double() - product.before.double()
-    share = error_share(product, gemm)
+def _bounds(product: Product, share: float | None, turn: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`bounds` of a product, or of what was added to a float32 sum."""
     rows, exact_product, bound = bounds(
-        product.first, product.second, None, product.result, share=share
+        product.first, product.second, product.bias, product.result, share=share, turn=turn
     )
-    bound = bound + rounding_of_sum(product.before[rows], exact_product)
-    wrong = beyond_rounding(term.float(), rows, exact_product, bound)
-    where = torch.zeros(product.result.shape, dtype=torch.bool, device=product.result.device)
-    where[rows] = wrong
-    return where_differing(where)
+    if product.before is not None:
+        bound = bound + rounding_of_sum(product.before[rows], exact_product)
+    return rows, exact_product, bound
 
 
 def rounding_of_sum(before: Tensor, term: Tensor) -> Tensor:
@@ -162,7 +173,7 @@ def error_share(product: Product, gemm: Gemm) -> float | None:
     unit = _unit(product, first)
     if unit is None:
         return _UNKNOWN_SUM
-    fast = gemm.operands.accumulator == "fast"
+    fast = _sums_fast(product, gemm)
     share = _MARGIN * tensor_cores.error_share(first, second, unit, fast=fast)
     float32_share = (first.shape[1] + 8) * _SUM
     return share if share > float32_share else float32_share
@@ -174,30 +185,92 @@ def _unit(product: Product, operand: Quantized) -> TensorCore | None:
     return tensor_cores.unit_for(product.capability, operand.spec.format)
 
 
-def _as_units_sum(product: Product, gemm: Gemm, where: Tensor) -> bool:
-    """Whether the elements at these places, or the first `_CHECKED` of them, are what the model of
-    the tensor cores gives.
+def _sums_fast(product: Product, gemm: Gemm) -> bool:
+    return asks_fast_sums(gemm.operands, gemm.name, product.backend or gemm.backend)
+
+
+class _Beyond(NamedTuple):
+    """The elements of a product beyond the bound of its rounding.
+
+    rows: indices of the rows that were compared, int64 [R].
+    wrong: where they are, bool [R, S].
+    error: distance from the product in float64, [R, S].
+    bound: its bound, [R, S].
+    """
+
+    rows: Tensor
+    wrong: Tensor
+    error: Tensor
+    bound: Tensor
+
+
+def _not_of_unit(product: Product, gemm: Gemm, turn: int, beyond: _Beyond) -> Tensor:
+    """The elements that are wrong, and not what the model of the tensor cores gives: bool [R, S].
+
+    Of many elements those farthest beyond their bound are computed in the model, and some that lie
+    evenly among all. Where most of the latter are as in the model, elements that were not computed
+    may err as much as on a unit whose sums are not known.
     """
     first, second = product.first, product.second
     if not isinstance(first, Quantized) or not isinstance(second, Quantized):
-        return False
+        return beyond.wrong
     unit = _unit(product, first)
     if unit is None:
-        return False
-    rows, columns = where.nonzero()[:_CHECKED].unbind(dim=1)
+        return beyond.wrong
+    excess = (beyond.error - beyond.bound)[beyond.wrong]
+    checked, even = _checked(excess)
+    rows, columns = beyond.wrong.nonzero()[checked].unbind(dim=1)
+    fast = _sums_fast(product, gemm)
+    modelled = _as_modelled(product, unit, fast, beyond.rows[rows], columns)
+    wrong = beyond.wrong.clone()
+    wrong[rows[modelled], columns[modelled]] = False
+    if len(checked) < len(excess) and float(modelled[even].double().mean()) > 0.5:
+        *_, limit = _bounds(product, _UNKNOWN_SUM, turn)
+        passing = beyond.error <= limit
+        passing[rows, columns] = False
+        wrong &= ~passing
+    return wrong
+
+
+def _checked(excess: Tensor) -> tuple[Tensor, Tensor]:
+    """(Indices of at most `_CHECKED` elements: half of them have the largest excess, half lie
+    evenly among all; which of these lie evenly, bool).
+    """
+    count = len(excess)
+    if count <= _CHECKED:
+        return torch.arange(count), torch.ones(count, dtype=torch.bool)
+    farthest = excess.nan_to_num(nan=torch.inf).topk(_CHECKED // 2).indices
+    even = torch.linspace(0, count - 1, _CHECKED // 2, dtype=torch.float64).round().long()
+    checked = torch.cat([farthest, even]).unique()
+    return checked, torch.isin(checked, even)
+
+
+def _as_modelled(
+    product: Product, unit: TensorCore, fast: bool, rows: Tensor, columns: Tensor
+) -> Tensor:
+    """Whether each of these elements is what the model of the tensor cores gives, bool."""
+    first, second = product.first, product.second
+    assert isinstance(first, Quantized) and isinstance(second, Quantized)
     value = product.result[rows, columns].double()
-    close = torch.zeros(len(rows), dtype=torch.bool)
+    relative = _RELATIVE[product.result.dtype]
+    modelled = torch.zeros(len(rows), dtype=torch.bool)
     for splits in _SPLITS:
-        fast = gemm.operands.accumulator == "fast"
         sums = tensor_cores.product(
             first, second, unit, fast=fast, splits=splits, rows=rows, columns=columns
         )
-        modelled = sums.diagonal().double()
+        term = sums.diagonal().double()
+        total = term
+        rounding = torch.zeros_like(term)
         if product.bias is not None:
-            modelled = modelled + product.bias[columns].double()
-        rounding = 2 * _RELATIVE[product.result.dtype] * modelled.abs()
-        close |= (value - modelled).abs() <= rounding
-    return bool(close.all())
+            total = total + product.bias[columns].to(product.result.dtype).double()
+        if product.before is not None:
+            before = product.before[rows, columns]
+            total = total + before.double()
+            rounding = rounding_of_sum(before, term)
+        # the sum is rounded before the bias is added, or only after it
+        rounding = rounding + relative * (term.abs() + total.abs())
+        modelled |= (value - total).abs() <= rounding
+    return modelled
 
 
 def repeated(product: Product, gemm: Gemm) -> Tensor | None:

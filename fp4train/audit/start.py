@@ -8,7 +8,8 @@ remainder by 256 is the same, so that they are padded alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -31,11 +32,22 @@ FEATURES: Final = 512
 TOKENS: Final = 64
 
 
-def check_plan(plan: Plan) -> Iterator[Fault]:
-    """The faults of the quantisers and layers of a plan on its device."""
+def check_plan(
+    plan: Plan, guarding: Callable[[str], AbstractContextManager[object]] = nullcontext
+) -> Iterator[Fault]:
+    """The faults of the quantisers and layers of a plan on its device.
+
+    Args:
+        guarding: gives the context of the trial of a quantiser or layer of this name; where it
+            swallows what the trial raises, the others follow.
+    """
     layers = [layer_plan for stretch in plan.stretches for layer_plan in stretch.layers.values()]
     device = plan.device.type
-    yield from quantiser_faults((spec for plan in layers for spec in plan.specs), device)
+    for spec in dict.fromkeys(spec for layer_plan in layers for spec in layer_plan.specs):
+        faults: list[Fault] = []
+        with guarding(str(spec)):
+            faults = quantiser_faults([spec], device)
+        yield from faults
     distinct: dict[object, LayerTrial] = {}
     for layer_plan in layers:
         layer = layer_plan.layer
@@ -45,7 +57,10 @@ def check_plan(plan: Plan) -> Iterator[Fault]:
             trial = LayerTrial(layer_plan, device, shape)
             distinct.setdefault((layer_plan.computation, layer_plan.recipe, shape), trial)
     for trial in distinct.values():
-        yield from trial.call_faults()
+        faults = []
+        with guarding(f"a layer like {trial.plan.layer.name}"):
+            faults = trial.call_faults()
+        yield from faults
 
 
 def _narrowed(features: int) -> int:

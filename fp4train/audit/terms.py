@@ -47,16 +47,23 @@ class TermComparison:
 
     Args:
         product: its first product, that of the codes.
+        turn: number of the audit, for `products.sampled`.
     """
 
     def __init__(
-        self, call: ObservedCall, expected: Expectation, gemm: Gemm, product: Product
+        self,
+        call: ObservedCall,
+        expected: Expectation,
+        gemm: Gemm,
+        product: Product,
+        turn: int = 0,
     ) -> None:
         self._call = call
         self._plan = expected.plan
         self._tensors = tensors(call, expected)
         self._gemm = gemm
         self._product = product
+        self._turn = turn
         self._terms = call.terms.get(gemm.name, [])
         self.uncovered: str | None = None
         """Why a part of it was not compared; None: all was."""
@@ -152,7 +159,7 @@ class TermComparison:
                 yield TermFault(f"an operand of {name} is not that of the reference", apart)
                 return
         executed: Gemm = getattr(self._call.plan, self._gemm.name)
-        apart = products.compare(term, executed)
+        apart = products.compare(term, executed, self._turn)
         if apart is not None:
             yield TermFault(f"the product of {name} is not that of its operands", apart)
 

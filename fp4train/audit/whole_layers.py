@@ -18,7 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4train.audit.call import ObservedCall, Product
-from fp4train.backends.protocol import Multiplied, NotShownError, ProductWatcher
+from fp4train.backends.protocol import (
+    LayerBackend,
+    Multiplied,
+    NotShownError,
+    ProductWatcher,
+)
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
@@ -101,8 +106,7 @@ class ObservedProducts:
             if record is not None:
                 wanted = [("dgrad", x_MK), ("wgrad", w)]
                 gemms = {gemm for gemm, tensor in wanted if tensor.requires_grad}
-                watcher = self._executor.backend.watcher
-                passes = ShownPasses(record, guarding, watcher, gemms)
+                passes = ShownPasses(record, guarding, self._executor.backend, gemms)
         if record is None or passes is None:
             return run(x_MK, w, bias, call, readers)
         x_MK = passed(x_MK, record, "dx", guarding)
@@ -119,7 +123,7 @@ class ShownPasses:
     Args:
         record: receives the products; x and dy are filled up to the tokens that were multiplied.
         guarding: context in which a failure ends no pass.
-        watcher: `LayerBackend.watcher`.
+        backend: backend that multiplies.
         wanted: GEMMs of the backward pass that will be multiplied.
     """
 
@@ -127,13 +131,14 @@ class ShownPasses:
         self,
         record: ObservedCall,
         guarding: Callable[[], AbstractContextManager[None]],
-        watcher: Callable[..., ProductWatcher],
+        backend: LayerBackend,
         wanted: set[str],
     ) -> None:
         self._record = record
         self._guarding = guarding
         self._left = wanted
-        self._watcher = watcher(self._seen, guarding)
+        self._backend = backend.name
+        self._watcher = backend.watcher(self._seen, guarding)
 
     def forward(self) -> AbstractContextManager[None]:
         """The context of the forward pass."""
@@ -157,6 +162,7 @@ class ShownPasses:
             product.bias,
             product.before,
             elsewhere=True,
+            backend=self._backend,
         )
         if product.gemm == "fprop":
             if record.x is not None:

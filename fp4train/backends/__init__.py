@@ -164,18 +164,23 @@ def sums_note(operands: Operands, gemm: str, backend: str, device: Device) -> st
     """Note on a product that tensor cores sum in their fast accumulator, behind its reason in a
     plan; "": it is not.
     """
-    if not operands.sums_fp8 or not (8, 9) <= (device.capability or (0, 0)) < (10, 0):
+    if not (8, 9) <= (device.capability or (0, 0)) < (10, 0):
         return ""
-    if backend in LAYER_BACKENDS:
-        fast = LAYER_BACKENDS[backend].sums_fast(operands, gemm)
-    else:
-        fast = (
-            operands.accumulator == "fast"
-            and BACKENDS[backend].summing("fast") is not BACKENDS[backend]
-        )
-    if fast:
+    if asks_fast_sums(operands, gemm, backend):
         return "; summed in 14 bits (fast accumulator)"
     return ""
+
+
+def asks_fast_sums(operands: Operands, gemm: str, backend: str) -> bool:
+    """Whether a backend asks tensor cores that have two accumulators for the fast one in this
+    product.
+    """
+    if not operands.sums_fp8:
+        return False
+    if backend in LAYER_BACKENDS:
+        return LAYER_BACKENDS[backend].sums_fast(operands, gemm)
+    asked = operands.accumulator == "fast"
+    return asked and BACKENDS[backend].summing("fast") is not BACKENDS[backend]
 
 
 _WHOLE = (

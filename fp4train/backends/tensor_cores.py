@@ -19,8 +19,12 @@ such chain; chains are added in float32.
     Blackwell, FP4      64        35    23          -126    sums of 16 products are exact, and aligned by their scales
 
 On Hopper and Ada the fast accumulator is one chain over all of K; the other one
-(`use_fast_accum=False`) begins a chain every 128 products. A GPU that splits K over several blocks
-of threads adds their chains in an order of its own.
+(`use_fast_accum=False`) begins a chain every 128 products. Where both operands have a float32 scale
+for each 128 of K, as scaled_mm and TE multiply on Hopper, a chain sums bare codes, and the scales
+of its blocks multiply it in float32. A GPU that splits K over several blocks of threads adds their
+chains in an order of its own.
+
+How other GPUs sum, of compute capability 10.3 and 12.0 for example, is not known here.
 
 Sources: Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores", arXiv 2512.07004, and the
 package mmaemu, which was compared with an H100, for Hopper and Ada; Microsoft's MMA-Sim, arXiv
@@ -146,8 +150,9 @@ def product(
             raise ValueError(
                 f"{unit.name}: the unit does not multiply {operand.spec.element.upper()}"
             )
-    left = _factor(a, rows)
-    right = _factor(b, columns)
+    chain = _scaled_chain(a, b, unit)
+    left = _factor(a, rows, chain)
+    right = _factor(b, columns, chain)
     sizes = len(left.values_RK), len(right.values_RK)
     total_MN = torch.zeros(sizes, dtype=torch.float32, device=a.codes.device)
     for start, stop in _parts(left.values_RK.shape[1], splits):
@@ -174,13 +179,26 @@ def error_share(a: Quantized, b: Quantized, unit: TensorCore, *, fast: bool = Fa
     """The largest error of the unit's sums, as a share of Σ|a|·|b|, in at most `SAMPLED` rows of
     each operand; NaN where codes are not finite.
     """
-    left = _factor(a, _sampled_rows(a))
-    right = _factor(b, _sampled_rows(b))
+    rows = _sampled_rows(a)
+    columns = _sampled_rows(b)
+    chain = _scaled_chain(a, b, unit)
+    left = _factor(a, rows, chain)
+    right = _factor(b, columns, chain)
     sums_MN = _sum_of(left, right, 0, left.values_RK.shape[1], unit, fast).double()
-    exact_MN = left.values_RK @ right.values_RK.T
-    magnitude_MN = left.values_RK.abs() @ right.values_RK.abs().T
+    left_RK = _factor(a, rows).values_RK
+    right_RK = _factor(b, columns).values_RK
+    exact_MN = left_RK @ right_RK.T
+    magnitude_MN = left_RK.abs() @ right_RK.abs().T
     smallest = torch.finfo(torch.float64).tiny
     return float(((sums_MN - exact_MN).abs() / magnitude_MN.clamp_min(smallest)).max())
+
+
+def _scaled_chain(a: Quantized, b: Quantized, unit: TensorCore) -> int | None:
+    """Products of a chain that is scaled as a whole; None: the unit aligns products with their
+    scales.
+    """
+    widths = a.spec.block[1], b.spec.block[1]
+    return unit.restart if widths == (unit.restart, unit.restart) else None
 
 
 def _sampled_rows(operand: Quantized) -> Tensor:
@@ -193,20 +211,28 @@ class _Factor(NamedTuple):
     """An operand as the unit takes it.
 
     Args:
-        values_RK: element times block scale, float64, exact.
-        exponents_RK: exponents of element and scale together, int64.
+        values_RK: element times block scale, float64, exact; elements alone where chains are scaled.
+        exponents_RK: their exponents, of element and scale together, int64.
         scale_exponents_RK: exponents of the scale alone, int64.
         scale: factor of the whole tensor, float32, 0-d, or of its rows [R, 1].
+        chain_scales_RC: scales of chains, float64; None: chains are not scaled.
     """
 
     values_RK: Tensor
     exponents_RK: Tensor
     scale_exponents_RK: Tensor
     scale: Tensor
+    chain_scales_RC: Tensor | None = None
 
 
-def _factor(operand: Quantized, rows: Tensor | None = None) -> _Factor:
-    """The operand, or these rows of it."""
+def _factor(
+    operand: Quantized, rows: Tensor | None = None, scaled_chain: int | None = None
+) -> _Factor:
+    """The operand, or these rows of it.
+
+    Args:
+        scaled_chain: `_scaled_chain` of the product.
+    """
     spec = operand.spec
     if rows is None:
         rows = torch.arange(operand.shape[0], device=operand.codes.device)
@@ -217,18 +243,25 @@ def _factor(operand: Quantized, rows: Tensor | None = None) -> _Factor:
         no_exponents_RK = torch.zeros_like(element_exponents_RK)
         scale = operand.scales.reshape(()) if height is None else operand.scales[rows]
         return _Factor(elements_RK, element_exponents_RK, no_exponents_RK, scale)
-    scales_RK = operand.block_scales().double()[rows // (height or len(operand.codes))]
-    scales_RK = scales_RK.repeat_interleave(width, dim=1)[:, : elements_RK.shape[1]]
-    smallest = int(math.log2(spec.scale_format.smallest_normal))
-    scale_exponents_RK = _exponents(scales_RK).clamp_min(smallest)
     global_scale = operand.global_decode()
     if global_scale is None:
         global_scale = torch.ones((), device=elements_RK.device)
+    if global_scale.numel() > 1:
+        global_scale = global_scale.reshape(-1, 1)[rows]
+    else:
+        global_scale = global_scale.reshape(())
+    scales_RC = operand.block_scales().double()[rows // (height or len(operand.codes))]
+    if width == scaled_chain:
+        no_exponents_RK = torch.zeros_like(element_exponents_RK)
+        return _Factor(elements_RK, element_exponents_RK, no_exponents_RK, global_scale, scales_RC)
+    scales_RK = scales_RC.repeat_interleave(width, dim=1)[:, : elements_RK.shape[1]]
+    smallest = int(math.log2(spec.scale_format.smallest_normal))
+    scale_exponents_RK = _exponents(scales_RK).clamp_min(smallest)
     return _Factor(
         elements_RK * scales_RK,
         element_exponents_RK + scale_exponents_RK,
         scale_exponents_RK,
-        global_scale.reshape(-1, 1)[rows] if global_scale.numel() > 1 else global_scale.reshape(()),
+        global_scale,
     )
 
 
@@ -243,7 +276,7 @@ def _sum_of(
     left: _Factor, right: _Factor, start: int, stop: int, unit: TensorCore, fast: bool
 ) -> Tensor:
     """The sum over the columns [start, stop), float32 [M, N]."""
-    if fast or unit.restart is None:
+    if unit.restart is None or (fast and left.chain_scales_RC is None):
         chain = stop - start
     else:
         chain = unit.restart
@@ -256,7 +289,12 @@ def _sum_of(
         for place in range(begin, end, unit.block):
             block = slice(place, min(place + unit.block, end))
             total_MN = unit.add(total_MN, *_terms(left, right, block, unit))
-        sum_MN = sum_MN + total_MN.float()
+        chain_MN = total_MN.float()
+        if left.chain_scales_RC is not None and right.chain_scales_RC is not None:
+            left_scales_M = left.chain_scales_RC[:, begin // chain].float()
+            right_scales_N = right.chain_scales_RC[:, begin // chain].float()
+            chain_MN = chain_MN * (left_scales_M[:, None] * right_scales_N[None, :])
+        sum_MN = sum_MN + chain_MN
     return sum_MN
 
 

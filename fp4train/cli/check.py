@@ -2,7 +2,8 @@
 
 Whether this machine computes what the plan of a run says: one step at a checkpoint, on the batch that comes next, with
 every layer's three GEMMs made again by the readable reference and compared (docs/audit.md), and each distinct quantiser
-and layer of the plan on small random tensors. Nothing is trained or written. Exit code 0: all is equal; 1: not.
+and layer of the plan on small random tensors. Nothing is trained or written. Exit code 0: all is equal; 1: not; 2: no
+GEMM could be compared, or an audit failed.
 
   step=200         the checkpoint; the default is the newest
   --json           as data
@@ -58,8 +59,11 @@ def _check(start: Start, *, as_data: bool) -> int:
             "layers": {audited.layer: list(audited.gemms) for audited in checked.audits},
             "faults": [fault.values() for fault in checked.faults],
             "uncovered": checked.uncovered,
+            "failed": list(checked.failed),
         }
         print(json.dumps(data))
     else:
         print_screen("check.txt", checked=checked, subject=subject)
-    return 1 if checked.faults else 0
+    if checked.faults:
+        return 1
+    return 0 if checked.complete else 2

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from fp4train.audit.fault import Audited, Fault
@@ -35,16 +37,23 @@ class Checked:
         audits: result of each layer.
         uncovered: layer → why it was not audited, or what of it was not.
         plan: faults of kernels and layers on small random tensors.
+        failed: names of `uncovered` whose audit failed.
     """
 
     audits: Sequence[Audited]
     uncovered: dict[str, str]
     plan: Sequence[Fault]
+    failed: Sequence[str] = ()
 
     @property
     def faults(self) -> list[Fault]:
         """All faults, those of the plan first."""
         return [*self.plan, *(fault for audited in self.audits for fault in audited.faults)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether GEMMs were compared, and no audit failed."""
+        return any(audited.gemms for audited in self.audits) and not self.failed
 
 
 def check(subject: Subject) -> Checked:
@@ -56,13 +65,26 @@ def check(subject: Subject) -> Checked:
         for start in range(0, len(run.linears), LAYERS)
         for result in _audited(run, run.linears[start : start + LAYERS])
     ]
+    uncovered = {
+        result.layer: reason for result in results if (reason := _left_out(result)) is not None
+    }
+    untried: dict[str, str] = {}
+    faults = list(check_plan(run.plan, partial(_noting, untried)))
     return Checked(
         audits=[result for result in results if result.gemms or result.faults],
-        uncovered={
-            result.layer: reason for result in results if (reason := _left_out(result)) is not None
-        },
-        plan=list(check_plan(run.plan)),
+        uncovered={**uncovered, **untried},
+        plan=faults,
+        failed=[*(result.layer for result in results if result.failures), *untried],
     )
+
+
+@contextmanager
+def _noting(untried: dict[str, str], trial: str) -> Iterator[None]:
+    """A context of a trial; one that fails is noted in `untried` with the reason."""
+    try:
+        yield
+    except Exception as error:
+        untried[trial] = f"its audit failed: {first_line(error)}"
 
 
 def _left_out(result: Audited) -> str | None:

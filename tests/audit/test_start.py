@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import audit_planting as planting
 import pytest
 import torch
@@ -12,6 +15,7 @@ from fp4train.audit import start
 from fp4train.audit.start import check_plan
 from fp4train.precision import MXFP8, NVFP4, FP8Delayed, LayerPolicy, Recipe
 from fp4train.precision.recipes import FP16, FP32
+from fp4train.quantize import QuantSpec
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,28 @@ def test_a_layer_that_multiplies_otherwise_is_a_fault() -> None:
     with planting.planted_operand(change):
         faults = list(check_plan(plan))
     assert any(words in name for fault in faults for name in fault.hypotheses)
+
+
+def test_a_kernel_that_raises_leaves_the_other_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = f4.plan(nn.Sequential(nn.Linear(32, 32)), NVFP4(), LayerPolicy(last=0))
+
+    def equal_codes(spec: QuantSpec, device: str) -> bool:
+        if spec.block == (16, 16):
+            raise RuntimeError("no kernel")
+        return False
+
+    monkeypatch.setattr(start, "equal_codes", equal_codes)
+    failed: dict[str, str] = {}
+
+    @contextmanager
+    def guarding(trial: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            failed[trial] = str(error)
+
+    faults = list(check_plan(plan, guarding))
+    assert list(failed.values()) == ["no kernel"] and "(16, 16)" in "".join(failed)
+    assert len(faults) >= 2
+    with pytest.raises(RuntimeError, match="no kernel"):
+        list(check_plan(plan))

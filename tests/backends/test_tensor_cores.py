@@ -143,6 +143,42 @@ def test_scales_of_tensors_multiply_the_sum_in_float32() -> None:
     assert scaled.item() == torch.tensor(3.25) * (torch.tensor(0.1) * torch.tensor(3.0))
 
 
+@pytest.mark.parametrize("height", [1, 128])
+@pytest.mark.parametrize("depth", [384, 320])
+def test_hoppers_chains_of_a_block_sum_bare_codes_and_are_scaled_in_float32(
+    height: int, depth: int
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    a, b = (finite_codes("cancelling", "e4m3", rows, depth, generator) for rows in (6, 5))
+    a_scales = torch.rand(6, 3, generator=generator) + 0.1
+    b_scales = torch.rand(5 if height == 1 else 1, 3, generator=generator) + 0.1
+
+    def blocks(codes: Tensor, scales: Tensor, height: int) -> Quantized:
+        spec = QuantSpec(element="e4m3", block=(height, 128), scale="fp32", global_scale=None)
+        return Quantized(spec, tuple(codes.shape), codes, scales, None)  # type: ignore[arg-type]
+
+    expected = torch.zeros(6, 5)
+    for number, start in enumerate(range(0, depth, 128)):
+        columns = slice(start, start + 128)
+        chain = tensor_cores.product(
+            one_scale(a[:, columns].contiguous(), "e4m3"),
+            one_scale(b[:, columns].contiguous(), "e4m3"),
+            HOPPER_FP8,
+        )
+        scales = a_scales[:, number, None] * b_scales[None, :, number].expand(1, 5)
+        expected = expected + chain * scales
+    left = blocks(a, a_scales, 1)
+    right = blocks(b, b_scales, height)
+    for fast in (True, False):  # blocks have one way alone
+        assert same_bits(tensor_cores.product(left, right, HOPPER_FP8, fast=fast), expected)
+    exact = tensor_cores.exact_product(left, right)
+    magnitude = tensor_cores.exact_product(
+        blocks(a & 0x7F, a_scales, 1), blocks(b & 0x7F, b_scales, height)
+    )
+    share = float(((expected - exact).abs() / magnitude).max())
+    assert tensor_cores.error_share(left, right, HOPPER_FP8) == pytest.approx(share, rel=1e-2)
+
+
 def test_a_unit_refuses_codes_that_it_does_not_multiply() -> None:
     codes = quantizer(QuantSpec(), "cpu").codes(torch.ones(16, 64))
     with pytest.raises(ValueError, match="Hopper, FP8: the unit does not multiply E2M1"):

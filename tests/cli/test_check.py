@@ -10,6 +10,9 @@ import pytest
 from audit_run_faults import without_policy
 from command_line import STEADY, Cli
 
+from fp4train.audit import observe, start
+from fp4train.quantize import QuantSpec
+
 RUN = ("run.name=a", "recipe=nvfp4", "policy=last15", *STEADY)
 
 
@@ -56,6 +59,34 @@ def test_what_runs_is_compared_with_the_plan_of_the_run_at_that_step(cli: Cli) -
     assert ended.code == 1
     faults = json.loads(ended.out)["faults"]
     assert any("another plan than that of the step" in fault["what"] for fault in faults)
+
+
+def test_a_trial_that_raises_is_told_and_is_an_exit_code_of_its_own(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli(*RUN).code == 0
+    equal_codes = start.equal_codes
+
+    def broken(spec: QuantSpec, device: str) -> bool:
+        if spec.random:
+            raise RuntimeError("no kernel")
+        return equal_codes(spec, device)
+
+    monkeypatch.setattr(start, "equal_codes", broken)
+    ended = cli.raw("check", "runs/a")
+    assert ended.code == 2
+    assert "42 GEMMs of 14 layers compared" in ended.out and "0 faults" in ended.out
+    assert "its audit failed: no kernel" in ended.out
+
+
+def test_a_check_that_compares_nothing_does_not_pass(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli(*RUN).code == 0
+    monkeypatch.setattr(observe, "why_not_observed", lambda executor, plan: "it is not known")
+    ended = cli.raw("check", "runs/a")
+    assert ended.code == 2
+    assert "0 GEMMs of 0 layers compared" in ended.out
 
 
 @pytest.mark.parametrize(

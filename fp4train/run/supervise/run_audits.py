@@ -58,8 +58,9 @@ class RunAudits:
         if not self.layers.every and not self.sums.every:
             return
         faults: list[Fault] = []
-        with self.layers.failures.guarding(PLAN):
-            faults += check_plan(self.run.plan)
+        failures = self.layers.failures
+        with failures.guarding(PLAN):
+            faults += check_plan(self.run.plan, lambda _: failures.guarding(PLAN))
         self._report(self.run.step - 1, faults, PLAN)
 
     @contextmanager

@@ -84,7 +84,7 @@ def test_operands_that_are_not_compared_stand_in_the_end_of_the_run(
 def test_a_plan_that_cannot_be_tried_is_said_at_the_end(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: Any) -> None:
+    def broken(*_: Any) -> None:
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(run_audits, "check_plan", broken)
@@ -138,7 +138,7 @@ def test_an_audit_that_fails_where_it_begins_ends_no_run(
     def broken(*_: Any) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(run_audits, "check_plan", lambda _: [])
+    monkeypatch.setattr(run_audits, "check_plan", lambda *_: [])
     monkeypatch.setattr(owner, name, broken)
     ended = cli("run.name=a", *NVFP4, "audit.every=1", "audit.sums=1")
     assert ended.code == 0
