@@ -241,7 +241,7 @@ def _checked(excess: Tensor) -> tuple[Tensor, Tensor]:
         return torch.arange(count), torch.ones(count, dtype=torch.bool)
     farthest = excess.nan_to_num(nan=torch.inf).topk(_CHECKED // 2).indices
     even = torch.linspace(0, count - 1, _CHECKED // 2, dtype=torch.float64).round().long()
-    checked = torch.cat([farthest, even]).unique()
+    checked = torch.unique(torch.cat([farthest, even]))
     return checked, torch.isin(checked, even)
 
 
