@@ -29,6 +29,8 @@ from fp4train.text import shortened
 LONGEST_GROUP = 128
 """Characters of a group's name that Weights & Biases takes."""
 _SHOW = {"--cfg", "-c"}
+_SOURCES = {"init": "weights", "teacher": "model"}
+"""Keys that take a run or a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,7 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
     resumed = overrides.resumed_run(arguments)
     if resumed == "resume=":
         raise UserError("resume= names no run: resume=RUN")
-    if "init=" in arguments:
-        raise UserError("init= names no weights: init=RUN, or init=FOLDER of Hugging Face")
+    _refuse_empty_sources(arguments)
     if resumed and asked_for & _SHOW:
         run = Path(resumed.removeprefix("resume="))
         raise UserError(
@@ -118,6 +119,24 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
             if codes[-1] > 128:  # a signal ends the whole sweep
                 break
         return max(codes)
+
+
+def _refuse_empty_sources(arguments: list[str]) -> None:
+    """Refuse `init=` and `teacher=` without a name, as an unset variable of a shell leaves them."""
+    for override in overrides.parse(arguments):
+        key = overrides.dotted(override)
+        if key not in _SOURCES or override.is_delete():
+            continue
+        names: list[Any]
+        if override.is_choice_sweep():
+            names = [name.strip("'\"") for name in override.sweep_string_iterator()]
+        else:
+            names = [override.value()]
+        if any(isinstance(name, str) and not name.strip() for name in names):
+            raise UserError(
+                f"{override.input_line} names no {_SOURCES[key]}: {key}=RUN, or {key}=FOLDER of "
+                "Hugging Face"
+            )
 
 
 def _group(cfg: DictConfig, arguments: list[str]) -> None:

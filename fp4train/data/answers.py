@@ -36,6 +36,8 @@ VERSION = 2
 answers, texts or sequences.
 """
 
+Roles = tuple[tuple[str, str | None], ...]
+"""The role of each message, and its content where that is blank."""
 Span = tuple[int, int]
 """Characters [start, end)."""
 
@@ -59,7 +61,8 @@ class AnswerFinder:
         self.renderer = renderer
         words = sorted(map(re.escape, special), key=len, reverse=True)
         self._markers = re.compile("|".join([*words, _MARKER]))
-        self._frames: dict[tuple[tuple[str, str | None], ...], Frames] = {}
+        self._frames: dict[Roles, Frames] = {}
+        self._marks_answers: set[Roles] = set()
 
     def find(self, messages: Sequence[Message]) -> Conversation:
         """The text of `messages` and its answers.
@@ -82,7 +85,7 @@ class AnswerFinder:
                     f"{name} marks nothing of it with {{% generation %}}, so that there is "
                     "nothing to learn"
                 )
-            self._check_marks(messages, [rendered.text[start:end] for start, end in marked])
+            self._check_marks(messages)
             return Conversation(rendered.text, marked)
         words = Words(messages, self.renderer.source)
         text, between = (
@@ -119,26 +122,23 @@ class AnswerFinder:
             )
         return Conversation(text, tuple(spans))
 
-    def _check_marks(self, messages: Sequence[Message], marked: Sequence[str]) -> None:
-        """Refuse a template whose marks enclose nothing of what any answer says.
+    def _check_marks(self, messages: Sequence[Message]) -> None:
+        """Refuse a template whose marks enclose nothing of what any answer says: words in the place
+        of contents tell, once for each sequence of roles.
 
         Raises:
             ValueError: it is one.
         """
-        answers = [
-            message
-            for message in messages
-            if message["role"] == ANSWERS and says_something(message)
-        ]
-        if not answers or any(
-            message["content"].strip() in text for message in answers for text in marked
-        ):
+        roles = _roles(messages)
+        if roles in self._marks_answers or (ANSWERS, None) not in roles:
             return
         words = Words(messages, self.renderer.source)
         probe = self.renderer.render([(words.put(messages, answers=True), False)])[0]
         for start, end in probe.marks:
             _, places = words.split(probe.text[start:end])
-            if places:
+            if any(messages[place]["role"] == ANSWERS for place in places):
+                if len(self._marks_answers) < _KEPT:
+                    self._marks_answers.add(roles)
                 return
         raise ValueError(
             f"{self.renderer.name} writes nothing of what its answers say where it marks them: "
@@ -162,10 +162,7 @@ class AnswerFinder:
             return None
 
     def _frames_of(self, messages: Sequence[Message], words: Words) -> Frames:
-        roles = tuple(
-            (message["role"], None if says_something(message) else message["content"])
-            for message in messages
-        )
+        roles = _roles(messages)
         if (frames := self._frames.get(roles)) is None:
             frames = Frames(self.renderer, messages, self._markers)
             if len(self._frames) < _KEPT:
@@ -262,6 +259,13 @@ class AnswerFinder:
         end = len(gap) - len(last)
         spans.append((min(start, end), end + frames.ending(frame.answers[-1], last)))
         return spans
+
+
+def _roles(messages: Sequence[Message]) -> Roles:
+    return tuple(
+        (message["role"], None if says_something(message) else message["content"])
+        for message in messages
+    )
 
 
 def _starts(

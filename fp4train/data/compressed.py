@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from fp4train.data.containers import SKIPPABLE
+from fp4train.data.containers import SKIPPABLE, ZSTD
 from fp4train.errors import DataError, reason
 
 GZIP = b"\x1f\x8b"
-ZSTD = b"\x28\xb5\x2f\xfd"
 SUFFIXES = (".gz", ".zst")
 
 

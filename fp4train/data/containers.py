@@ -1,7 +1,7 @@
 """What a file is that is no raw array of ids, told by its first and last bytes, never by its name.
 
-A raw file may begin with any ids. So a short mark is not enough: what has to follow it must be
-there, too.
+A raw file may begin with any ids. So a mark of four bytes is not enough: what has to follow it
+must be there, too. A sound file of ids is never refused.
 """
 
 import lzma
@@ -21,27 +21,24 @@ LEAST_TEXT = 16
 """Bytes below which nothing is told to be text."""
 _SAMPLES = 8
 """Samples of a shard below which its table of places is not told from ids."""
+_UNKNOWN_LENGTH = (1 << 64) - 1
+"""Of what a file of LZMA holds: a mark ends it."""
+_LONGEST_IN_LZMA = 1 << 38
+_MOST_OF_LZMA = 1 << 22
+"""Bytes that are unpacked to tell a file of LZMA."""
 _CONTROLS = frozenset(range(32)) - {8, 9, 10, 12, 13, 27} | {127}
 
 Test = Callable[[bytes, bytes, int], bool]
 """Whether the head, the tail and the size of a file are those of a kind."""
 
 _MARKS = (
-    (b"PAR1", "a Parquet file"),
-    (b"PARE", "an encrypted Parquet file"),
     (b"ARROW1\0\0", "an Arrow file"),
-    (b"FEA1", "a Feather file"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
     (b"SQLite format 3\0", "an SQLite database"),
-    (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
     (b"\xfd7zXZ\0", "compressed by xz"),
-    (b"\x04\x22\x4d\x18", "compressed by lz4"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
     (b"Rar!\x1a\x07", "a RAR archive"),
-    (b"Obj\x01", "an Avro file"),
-    (b"GGUF", "a GGUF file"),
     (b"%PDF-", "a PDF file"),
-    (b"\x7fELF", "a program"),
     (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "a file of torch.save"),
     (b"MMIDIDX\0\0", "a Megatron index, whose ids are in the .bin file beside it"),
     (b"LITPKDS", "a file of lit-gpt's PackedDataset"),
@@ -50,6 +47,7 @@ _MARKS = (
     (b"LZIP\x01", "compressed by lzip"),
     (b"\x89PNG\r\n\x1a\n", "a picture (PNG)"),
 )
+ZSTD = b"\x28\xb5\x2f\xfd"
 SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 """The beginning of a part of a zstd file that is passed over; pzstd writes one first."""
 
@@ -159,20 +157,112 @@ def _is_zlib(head: bytes, tail: bytes, size: int) -> bool:
 
 
 def _is_lzma(head: bytes, tail: bytes, size: int) -> bool:
-    """The older container of LZMA: properties, the size of its dictionary, and of what it holds."""
-    if len(head) < 14 or head[0] >= 225 or head[13] != 0:
+    """The older container of LZMA, which has no mark: properties, the size of its dictionary and of
+    what it holds, and bits that follow from these.
+
+    Zeros and repeated ids decode as something, too. But a range coder writes what looks like noise,
+    which nothing packs further, and all of it decodes. The sizes are those that liblzma takes for
+    possible where it guesses the format.
+    """
+    if len(head) < 18 or head[0] >= 225 or head[13] != 0:
         return False
+    dictionary = int.from_bytes(head[1:5], "little")
+    bits = dictionary.bit_length()
+    if dictionary < 4096 or dictionary not in (1 << bits - 1, 3 << bits - 2):
+        return False
+    length = int.from_bytes(head[5:13], "little")
+    if length != _UNKNOWN_LENGTH and not 0 < length < _LONGEST_IN_LZMA:
+        return False
+    body = head[13:]
+    if 10 * len(zlib.compress(body, wbits=-15)) < 9 * len(body):
+        return False
+    # nothing that is decoded here lies further back than `_MOST_OF_LZMA`
+    stream = lzma.LZMADecompressor(lzma.FORMAT_ALONE)
+    data = head[:1] + _MOST_OF_LZMA.to_bytes(4, "little") + head[5:]
+    count = 0
     try:
-        return bool(lzma.LZMADecompressor(lzma.FORMAT_ALONE, 1 << 26).decompress(head, HEAD))
+        while data or not (stream.eof or stream.needs_input or count >= _MOST_OF_LZMA):
+            count += len(stream.decompress(data, HEAD))
+            data = b""
     except lzma.LZMAError:
         return False
+    if not stream.eof:
+        return count >= _MOST_OF_LZMA or (len(head) < size and count > 0)
+    ended = len(head) == size and not stream.unused_data
+    return ended and length in (count, _UNKNOWN_LENGTH)
+
+
+def _is_zstd(head: bytes, tail: bytes, size: int) -> bool:
+    """A frame: a mark, its header, and blocks of 128 KiB at most, one after another (RFC 8878)."""
+    if not head.startswith(ZSTD) or len(head) < 9 or head[4] & 0x18:
+        return False
+    one_segment = head[4] >> 5 & 1
+    length_of_size = (one_segment, 2, 4, 8)[head[4] >> 6]
+    at = 5 + (1 - one_segment) + (0, 1, 2, 4)[head[4] & 3] + length_of_size
+    last = 0
+    while not last and at + 3 <= len(head):
+        block = int.from_bytes(head[at : at + 3], "little")
+        last = block & 1
+        kind = block >> 1 & 3
+        length = block >> 3
+        at += 3 + (1 if kind == 1 else length)
+        if kind == 3 or length > 1 << 17 or at > size or not (length or last):
+            return False
+    return bool(last) or len(head) < size
 
 
 def _is_zstd_after_a_skippable_frame(head: bytes, tail: bytes, size: int) -> bool:
     at = 0
     while SKIPPABLE.match(head, at) and at + 8 <= len(head):
         at += 8 + int.from_bytes(head[at + 4 : at + 8], "little")
-    return at > 0 and head.startswith(b"\x28\xb5\x2f\xfd", at)
+    return at > 0 and head.startswith(ZSTD, at)
+
+
+def _is_lz4(head: bytes, tail: bytes, size: int) -> bool:
+    """A frame: a mark, version 1 and its flags, the most bytes of a block, and a first block that
+    has no more, or none.
+    """
+    if not head.startswith(b"\x04\x22\x4d\x18") or len(head) < 11:
+        return False
+    flags = head[4]
+    largest = head[5]
+    if flags >> 6 != 1 or flags & 2 or largest & 0x8F or largest < 0x40:
+        return False
+    at = 7 + 8 * (flags >> 3 & 1) + 4 * (flags & 1)
+    block = int.from_bytes(head[at : at + 4], "little") & 0x7FFFFFFF
+    return block <= 1 << 8 + 2 * (largest >> 4) and at + 4 + block <= size
+
+
+def _is_parquet(head: bytes, tail: bytes, size: int) -> bool:
+    """A mark, and either the same at the end or the header of a page or of the file, whose fields
+    Thrift begins so.
+    """
+    return head.startswith(b"PAR1") and (
+        tail.endswith(b"PAR1")
+        or re.match(rb"\x15[\x00\x02\x04\x06][\x15\x19]", head[4:7]) is not None
+    )
+
+
+def _is_encrypted_parquet(head: bytes, tail: bytes, size: int) -> bool:
+    return head.startswith(b"PARE") and tail.endswith(b"PARE")
+
+
+def _is_feather(head: bytes, tail: bytes, size: int) -> bool:
+    return head.startswith(b"FEA1") and (tail.endswith(b"FEA1") or head[4:8] == bytes(4))
+
+
+def _is_avro(head: bytes, tail: bytes, size: int) -> bool:
+    return head.startswith(b"Obj\x01") and b"avro.schema" in head
+
+
+def _is_gguf(head: bytes, tail: bytes, size: int) -> bool:
+    """A mark and a version, of either order of bytes."""
+    return re.match(rb"GGUF(?:[\x01-\x0f]\0\0\0|\0\0\0[\x01-\x0f])", head) is not None
+
+
+def _is_program(head: bytes, tail: bytes, size: int) -> bool:
+    """A mark, 32 or 64 bits, an order of bytes, and version 1."""
+    return re.match(rb"\x7fELF[\x01\x02][\x01\x02]\x01", head) is not None
 
 
 def _is_orc(head: bytes, tail: bytes, size: int) -> bool:
@@ -288,8 +378,16 @@ _TESTS: tuple[tuple[Test, str], ...] = (
     (_is_gzip, "compressed by gzip"),
     (_is_zlib, "compressed by zlib"),
     (_is_lzma, "compressed by lzma"),
+    (_is_zstd, "compressed by zstd"),
     (_is_zstd_after_a_skippable_frame, "compressed by zstd"),
+    (_is_lz4, "compressed by lz4"),
     (_is_bzip2, "compressed by bzip2"),
+    (_is_parquet, "a Parquet file"),
+    (_is_encrypted_parquet, "an encrypted Parquet file"),
+    (_is_feather, "a Feather file"),
+    (_is_avro, "an Avro file"),
+    (_is_gguf, "a GGUF file"),
+    (_is_program, "a program"),
     (_is_safetensors, "a safetensors file"),
     (_is_tar, "a tar archive"),
     (_is_records_of_tensorflow, "a TFRecord file"),

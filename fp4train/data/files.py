@@ -3,12 +3,15 @@
 import codecs
 import glob
 import io
+import logging
 import os
 import re
 import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from fp4train.data.compressed import plain_name, unpacked
@@ -18,6 +21,8 @@ from fp4train.errors import DataError, data_errors, reason
 from fp4train.text import first_few, nearest
 
 PIECE_CHARACTERS = 1 << 16
+
+_log = logging.getLogger(__name__)
 
 
 def expanded(path: str, key: str) -> Path:
@@ -68,17 +73,19 @@ def input_files(paths: str | Sequence[str], suffixes: Sequence[str], key: str) -
         DataError: one means nothing, or nothing that is data; or two mean the same file.
     """
     inputs: list[Path] = []
+    runs: set[Path] = set()
     if isinstance(paths, str):
         paths = (paths,)
     for path in paths:
         matches = _matches(path, key)
         if matches is None:
             place = existing_path(path, key)
-            files = files_of(place, suffixes, key)
+            files = _files_of(place, suffixes, key, runs)
             _refuse_parts(place, files, key)
             inputs.extend(files)
         else:
-            inputs.extend(_of_pattern(path, matches, suffixes, key))
+            inputs.extend(_of_pattern(path, matches, suffixes, key, runs))
+    _tell_of_runs(runs, key)
     if not inputs:
         raise DataError(f"{key}=[] names no file")
     seen: dict[str, Path] = {}
@@ -115,12 +122,30 @@ def _matches(path: str, key: str) -> list[Path] | None:
 
 
 def _of_pattern(
-    path: str, matches: Sequence[Path], suffixes: Sequence[str], key: str
+    path: str, matches: Sequence[Path], suffixes: Sequence[str], key: str, runs: set[Path]
 ) -> list[Path]:
-    inputs: list[Path] = []
+    """The files of a pattern's matches. Those in a run directory that the pattern does not name
+    are left out, and the directory is added to `runs`.
+    """
+    pattern = expanded(path, key)
+    fixed = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+    is_run = cache(_is_run)
+    of_data: list[Path] = []
     for match in matches:
+        folders = [folder for folder in (match, *match.parents) if fixed in folder.parents]
+        if run := next((folder for folder in folders if is_run(folder)), None):
+            runs.add(run)
+        else:
+            of_data.append(match)
+    inputs: list[Path] = []
+    for match in of_data:
         if match.is_dir() or _size(match, key):
-            inputs.extend(files_of(match, suffixes, key))
+            inputs.extend(_files_below(match, suffixes, key, runs))
+    if runs and not inputs:
+        raise DataError(
+            f"{key}={path}: all that it matches lies in run directories, which are left out: "
+            "name the files"
+        )
     if not inputs:
         raise DataError(f"{key}={path}: every file that it matches is empty")
     return inputs
@@ -148,15 +173,34 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
     run directories: a run that reads the folder in which it is written would change its own data.
     Links to folders are not followed.
     """
+    runs: set[Path] = set()
+    files = _files_of(path, suffixes, key, runs)
+    _tell_of_runs(runs, key)
+    return files
+
+
+def _files_of(path: Path, suffixes: Sequence[str], key: str, runs: set[Path]) -> list[Path]:
+    """`files_of`; run directories that it passes over are added to `runs`."""
+    if files := _files_below(path, suffixes, key, runs):
+        return files
+    raise DataError(
+        f"{key}={path} holds files in run directories alone, which are left out: name the files"
+    )
+
+
+def _files_below(path: Path, suffixes: Sequence[str], key: str, runs: set[Path]) -> list[Path]:
+    """`_files_of`, none where run directories hold all files."""
     if not path.is_dir():
         if not _size(path, key):
             raise DataError(f"{key}={path} is empty")
         return [path]
     inputs: list[Path] = []
     passed_over: Counter[str] = Counter()
+    runs_below: set[Path] = set()
     for folder, names, files in os.walk(path, onerror=lambda error: _refuse_folder(error, key)):
         names[:] = [name for name in names if not name.startswith(".")]
-        if Path(folder) != path and _OF_RUNS.issubset(files):
+        if Path(folder) != path and _HISTORY in files and _is_run(Path(folder)):
+            runs_below.add(Path(folder))
             names.clear()
             continue
         for file in (Path(folder, file) for file in files if not file.startswith(".")):
@@ -164,6 +208,9 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
                 inputs.append(file)
             else:
                 passed_over[file.suffix.lower() or "no suffix"] += 1
+    runs |= runs_below
+    if runs_below and not inputs and not passed_over:
+        return []
     if not inputs:
         there = (
             ", ".join(f"{count} with {suffix}" for suffix, count in passed_over.most_common(5))
@@ -182,8 +229,29 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
     return filled
 
 
-_OF_RUNS = frozenset({"config.yaml", "history.jsonl"})
-"""Files that every run directory has (`run/record/directory.py`)."""
+_HISTORY = "history.jsonl"
+_CONFIG = "config.yaml"
+_FIRST_LINE = b"# fp4train run "
+"""The files that every run directory has, and how its configuration begins
+(`run/record/trust.py`).
+"""
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder is a run directory."""
+    try:
+        if not (folder / _HISTORY).is_file():
+            return False
+        with (folder / _CONFIG).open("rb") as file:
+            return file.read(len(_FIRST_LINE)) == _FIRST_LINE
+    except OSError:
+        return False
+
+
+def _tell_of_runs(runs: set[Path], key: str) -> None:
+    if runs:
+        directories = "directory" if len(runs) == 1 else "directories"
+        _log.info("%s: %d run %s left out (%s)", key, len(runs), directories, min(runs))
 
 
 def _refuse_parts(folder: Path, files: Sequence[Path], key: str) -> None:
@@ -351,4 +419,7 @@ def container_of(path: Path) -> str | None:
         head = file.read(HEAD)
         size = file.seek(0, os.SEEK_END)
         file.seek(-min(TAIL, size), os.SEEK_END)
-        return container(head, file.read(), size)
+        kind = container(head, file.read(), size)
+    if kind is None and head.startswith(b"PAR1") and path.suffix.lower() == ".parquet":
+        return "a Parquet file"  # a damaged one, which its reader says
+    return kind

@@ -132,16 +132,19 @@ def _table(path: Path, source: str) -> RowReader | None:
 
 def _json(path: Path, column: str) -> Iterator[PlacedValue]:
     with unpacked(path) as stream:
-        for line, value in _values(path, stream):
+        for line, value in _values(path, stream, column):
             if not isinstance(value, dict):
                 raise DataError(f"{path}, line {line}: it is no JSON object but {name_of(value)}")
             lacks = () if column in value else tuple(value) or ("none",)
             yield PlacedValue(f"line {line}", value.get(column), lacks)
 
 
-def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
+def _values(path: Path, stream: BinaryIO, column: str | None = None) -> Iterator[tuple[int, Any]]:
     """The line and the value of each record. A file that begins with a list, or with a brace alone,
     may spread values over lines.
+
+    Args:
+        column: key that no object may have twice.
     """
     line = 0
     begun = False
@@ -149,19 +152,47 @@ def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
         line += 1
         text = _decoded(path, line, data, codecs.BOM_UTF8 if line == 1 else b"")
         if not begun and (text.lstrip().startswith("[") or text.strip() == "{"):
-            yield from _spread(path, stream, line, text)
+            yield from _spread(path, stream, line, text, column)
             return
         text = text.rstrip()
         begun = begun or bool(text)
         at = _after_space(text, 0)
         while at < len(text):
             with _json_errors(path, line, text):
-                value, at = _DECODER.raw_decode(text, at)
+                value, end = _DECODER.raw_decode(text, at)
+            _refuse_two_keys(path, line, text, at, end, column)
             yield line, value
-            at = _after_space(text, at)
+            at = _after_space(text, end)
 
 
-def _spread(path: Path, stream: BinaryIO, line: int, text: str) -> Iterator[tuple[int, Any]]:
+def _refuse_two_keys(
+    path: Path, line: int, text: str, start: int, end: int, column: str | None
+) -> None:
+    """Refuse an object in [start, end) of a text that has the key `column` twice: its last value
+    would be taken.
+
+    Only a text that has the key twice in quotes, in whatever place, is read again.
+    """
+    if column is None:
+        return
+    forms = {json.dumps(column), json.dumps(column, ensure_ascii=False)}
+    if sum(text.count(form, start, end) for form in forms) < 2:
+        return
+    pairs = json.loads(text[start:end], object_pairs_hook=_Pairs)
+    if isinstance(pairs, _Pairs) and sum(key == column for key, _ in pairs) > 1:
+        raise DataError(
+            f"{path}, line {line}: it has data.column={column} twice: nobody says which is "
+            "meant. Write it with one"
+        )
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The keys and values of an object in JSON, as they stand there."""
+
+
+def _spread(
+    path: Path, stream: BinaryIO, line: int, text: str, column: str | None
+) -> Iterator[tuple[int, Any]]:
     """Values that lines do not divide, in a list or not.
 
     Args:
@@ -194,6 +225,7 @@ def _spread(path: Path, stream: BinaryIO, line: int, text: str) -> Iterator[tupl
             if len(text) > LONGEST:
                 raise _too_long(path, line) from None
         else:
+            _refuse_two_keys(path, line, text, at, end, column)
             yield line, value
             line += text.count("\n", at, end)
             at = end

@@ -65,6 +65,28 @@ def test_a_key_of_another_option_is_told_whose_it_is(
     assert message in call("plan", *words).message
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["init="],
+        ["init=''"],
+        ['init=" "'],
+        ["++init="],
+        ["teacher="],
+        ["teacher=''"],
+        ["-m", "init=a,''"],
+    ],
+)
+def test_an_empty_name_of_weights_is_not_a_run_without_them(call: Call, words: list[str]) -> None:
+    """A shell leaves one where a variable is not set."""
+    outcome = call(*TINY, *words)
+    kind = "weights" if "init" in words[-1] else "model"
+    key = "init" if "init" in words[-1] else "teacher"
+    assert outcome.code and outcome.message == (
+        f"{words[-1]} names no {kind}: {key}=RUN, or {key}=FOLDER of Hugging Face"
+    )
+
+
 def test_a_folder_that_is_not_there_is_looked_for_beside_it(
     call: Call, text: Path, small_run: Path
 ) -> None:

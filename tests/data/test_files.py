@@ -1,10 +1,11 @@
 """Files that paths of the user's mean: parts of a data set that lie in one folder."""
 
+import logging
 from pathlib import Path
 
 import pytest
 
-from fp4train.data.files import input_files
+from fp4train.data.files import files_of, input_files
 from fp4train.errors import DataError
 
 HUB = [
@@ -68,3 +69,58 @@ def test_an_empty_path_is_not_the_working_directory() -> None:
 def test_other_folders_are_read_whole(tmp_path: Path, names: list[str]) -> None:
     place = folder_of(tmp_path / "texts", names)
     assert len(input_files(place, (".py", ".txt"), "data.path")) == len(names)
+
+
+RUN = b"# fp4train run 0123 sha256 4567\nrun: {}\n"
+
+
+def folder_with(place: Path, config: bytes) -> Path:
+    """A folder of texts, and two below it that have the files of a run directory."""
+    folder_of(place, ["a.txt", "notes/b.txt"])
+    for number in range(2):
+        folder_of(place / "runs" / f"r{number}", ["plan.txt", "logs/out.txt", "history.jsonl"])
+        (place / "runs" / f"r{number}" / "config.yaml").write_bytes(config)
+    return place
+
+
+def named(path: str) -> list[Path]:
+    return input_files(path, (".txt",), "data.path")
+
+
+@pytest.mark.parametrize("path", ["", "**/*.txt", "*", "[anr]*"])
+def test_run_directories_below_a_folder_or_a_pattern_are_left_out(
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = folder_with(tmp_path / "texts", RUN)
+    with caplog.at_level(logging.INFO, "fp4train"):
+        chosen = {str(file.relative_to(place)) for file in named(f"{place}/{path}")}
+    assert chosen == {"a.txt", "notes/b.txt"}
+    (message,) = caplog.messages
+    assert message == f"data.path: 2 run directories left out ({place}/runs/r0)"
+
+
+def test_patterns_are_taken_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder_with(tmp_path / "texts", RUN))
+    for pattern in ("**/*.txt", "./**/*.txt", "../texts/**/*.txt"):
+        assert [file.name for file in named(pattern)] == ["a.txt", "b.txt"]
+
+
+def test_a_run_directory_that_a_path_names_is_read(tmp_path: Path) -> None:
+    place = folder_with(tmp_path / "texts", RUN)
+    for path in ("runs/r0", "runs/r0/**/*.txt"):
+        names = [file.name for file in named(f"{place}/{path}")]
+        assert sorted(names) == ["out.txt", "plan.txt"]
+    with pytest.raises(DataError, match="all that it matches lies in run directories"):
+        named(f"{place}/runs/*/plan.txt")
+    with pytest.raises(DataError, match="runs holds files in run directories alone"):
+        named(f"{place}/runs")
+
+
+@pytest.mark.parametrize("config", [b"", b"model: {}\n", b"# fp4train\n"])
+def test_a_folder_that_has_the_names_of_a_run_alone_is_read(tmp_path: Path, config: bytes) -> None:
+    place = folder_with(tmp_path / "texts", config)
+    for path in (str(place), f"{place}/**/*.txt"):
+        assert len(named(path)) == 6
+    assert len(files_of(place, (".txt",), "text")) == 6

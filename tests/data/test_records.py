@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fp4train.data import DataError, HuggingFace
+from fp4train.data import DataError, HuggingFace, Tokens
 from fp4train.data.huggingface import local_files, read_rows
 
 TEXTS = [f"document {number}, about nothing" for number in range(40)]
@@ -309,12 +309,60 @@ def test_a_packed_file_that_is_cut_off_is_an_error(tmp_path: Path, suffix: str) 
         read(path)
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    texts = pyarrow.array(TEXTS)
-    double = pyarrow.table([texts, pyarrow.array(TEXTS[::-1])], names=["text", "text"])
-    pyarrow.parquet.write_table(double, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet has 2 columns of the name data\.column=text"):
-        read(tmp_path / "a.parquet")
+def arrow_table(path: Path, table: pyarrow.Table) -> None:
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.parquet", lambda path, table: pyarrow.parquet.write_table(table, path)),
+        ("a.arrow", arrow_table),
+    ],
+)
+@pytest.mark.parametrize("source", ["hf", "tokens"])
+def test_two_columns_of_one_name_are_refused(
+    tmp_path: Path, name: str, write: Callable[[Path, pyarrow.Table], None], source: str
+) -> None:
+    columns = [TEXTS, TEXTS[::-1]] if source == "hf" else [[1, 2, 3], [3, 2, 1]]
+    write(tmp_path / name, pyarrow.table(columns, names=["text", "text"]))
+    message = rf"{re.escape(name)} has 2 columns of the name data\.column=text"
+    with pytest.raises(DataError, match=message):
+        if source == "hf":
+            read(tmp_path / name)
+        else:
+            Tokens(
+                path=str(tmp_path / name),
+                vocab_size=9,
+                column="text",
+                cache_dir=str(tmp_path / "cache"),
+            ).build(tmp_path / "run", 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('{"text": "a"}\n{"text": "b", "id": 1, "text": "c"}\n', 2),
+        ('[{"text": "a"},\n {"text": "a"},\n {"text": "b",\n  "text": "c"}]', 3),
+        ('{"text": "a"} {"text": null, "text": "c"}\n', 1),
+    ],
+)
+def test_a_column_that_a_record_in_json_has_twice_is_refused(
+    tmp_path: Path, content: str, line: int
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError, match=rf"a\.json, line {line}: it has data\.column=text twice"):
+        read(tmp_path / "a.json")
+
+
+def test_a_column_is_twice_in_a_record_of_json_only_as_its_key(tmp_path: Path) -> None:
+    records = [
+        '{"text": "text", "id": 1, "id": 2}',
+        '{"meta": {"text": 1, "text": 2}, "text": "b", "more": [{"text": "c"}]}',
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(records))
+    assert read(tmp_path / "a.jsonl") == ["text", "b"]
 
 
 def test_an_error_in_parquet_names_file_row_group_and_row(tmp_path: Path) -> None:

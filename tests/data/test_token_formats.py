@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pyarrow.orc
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -97,6 +98,9 @@ def tarred(path: Path) -> None:
 TFRECORD = (800).to_bytes(8, "little") + bytes.fromhex("335d19e7")
 """A length, and its masked CRC-32C."""
 RAW = np.random.default_rng(0).integers(0, 60_000, 20_000).astype("<u2")
+PADDED = np.pad(np.random.default_rng(1).integers(0, 60_000, (4_000, 40)), ((0, 0), (0, 24)))
+PADDED = PADDED.astype("<u2")
+"""Rows of ids with zeros after them; what they pack into is longer than what is looked at."""
 
 
 def shard(header: bytes, samples: int = 100) -> bytes:
@@ -156,9 +160,42 @@ OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "lists in json": (lambda path: path.write_text("[[5, 6], " * 20 + '["'), "text|JSON"),
     "zlib": (lambda path: path.write_bytes(zlib.compress(RAW.tobytes())), "compressed by zlib"),
-    "lzma": (
-        lambda path: path.write_bytes(lzma.compress(RAW.tobytes(), lzma.FORMAT_ALONE)),
+    **{
+        f"lzma, preset {preset}, {ids.nbytes} bytes": (
+            lambda path, ids=ids, preset=preset: path.write_bytes(
+                lzma.compress(ids.tobytes(), lzma.FORMAT_ALONE, preset=preset)
+            ),
+            "compressed by lzma",
+        )
+        for preset in (0, 6, 9)
+        for ids in (RAW, PADDED)
+    },
+    "lzma, short": (
+        lambda path: path.write_bytes(lzma.compress(b"to be or not to be", lzma.FORMAT_ALONE)),
         "compressed by lzma",
+    ),
+    **{
+        f"{codec}, {ids.nbytes} bytes": (
+            lambda path, ids=ids, codec=codec: path.write_bytes(
+                pyarrow.compress(ids.tobytes(), codec, asbytes=True)
+            ),
+            f"compressed by {codec}",
+        )
+        for codec in ("zstd", "lz4")
+        for ids in (RAW[:10], RAW, PADDED, np.zeros(1 << 20, "u1"))
+    },
+    "GGUF": (lambda path: path.write_bytes(b"GGUF\3\0\0\0" + RAW.tobytes()), "a GGUF file"),
+    "Avro": (
+        lambda path: path.write_bytes(b"Obj\x01\x02\x16avro.schema\x0c'null'" + RAW.tobytes()),
+        "an Avro file",
+    ),
+    "a program": (
+        lambda path: path.write_bytes(b"\x7fELF\2\1\1\0" + RAW.tobytes()),
+        "a program",
+    ),
+    "Feather 1": (
+        lambda path: path.write_bytes(b"FEA1\0\0\0\0" + RAW.tobytes() + b"FEA1"),
+        "a Feather file",
     ),
     "zstd, as pzstd writes it": (
         lambda path: path.write_bytes(
@@ -232,6 +269,14 @@ def test_other_containers_and_text_are_refused_by_what_they_are(
             b"\xff\xd8\xff",
             b"ORC",
             b"\x64\0\0\0",
+            b"PAR1",
+            b"PARE",
+            b"FEA1",
+            b"GGUF",
+            b"Obj\x01",
+            b"\x7fELF",
+            b"\x28\xb5\x2f\xfd",
+            b"\x04\x22\x4d\x18",
             b"",
         ]
     ),
@@ -247,6 +292,62 @@ def test_raw_ids_that_begin_as_a_container_does_are_ids(
     (tmp_path / "train.bin").write_bytes(content)
     data = build(tmp_path / "train.bin", vocab_size=65536, val=20)
     assert everything(data).astype("<u2").tobytes() == content
+
+
+@pytest.mark.parametrize("lines", [1, 40, 3000])
+@pytest.mark.parametrize(
+    ("dtype", "row"),
+    [
+        ("uint16", [1, 300, 2, 1, 450, 2]),
+        ("uint16", [1, 15043, 2, 1, 29991]),
+        ("uint16", [1, 0, 2, 300]),
+        ("uint16", [46376, 64815]),
+        ("uint32", [1, 2, 7]),
+        ("uint32", [50000, 2, 9906]),
+        ("int64", [0, 5, 0]),
+        ("uint8", [1, 2, 3, 4, 1, 2, 4, 4, 3, 1]),
+        ("uint8", [93, 0, 0, 128, 0, 255, 255, 255, 255, 255, 255, 255, 255]),
+    ],
+)
+def test_rows_that_are_filled_up_with_zeros_are_ids(
+    tmp_path: Path, dtype: str, row: list[int], lines: int
+) -> None:
+    """Zeros unpack as something in the older format of LZMA, which has no mark."""
+    random = np.random.default_rng(0).integers(0, 250, (lines, 64))
+    random[0] = 0
+    random[0, : len(row)] = row
+    ids = random.astype(np.dtype(dtype).newbyteorder("<"))
+    ids.tofile(tmp_path / "train.bin")
+    data = build(tmp_path / "train.bin", vocab_size=65536, val=20, dtype=dtype)
+    assert np.array_equal(everything(data), ids.ravel())
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    dtype=st.sampled_from(["uint8", "uint16", "uint32", "int64"]),
+    row=st.lists(st.integers(0, 4) | st.integers(0, 255) | st.integers(0, 60_000), min_size=1),
+    zeros=st.integers(20, 80),
+    lines=st.sampled_from([2, 30, 1500]),
+    alike=st.booleans(),
+)
+def test_rows_of_ids_from_zero_up_are_ids(
+    tmp_path: Path, dtype: str, row: list[int], zeros: int, lines: int, alike: bool
+) -> None:
+    kind = np.dtype(dtype).newbyteorder("<")
+    padded = np.array([*row, *[0] * zeros]) % (256 if dtype == "uint8" else 65536)
+    ids = np.tile(padded, (lines, 1))
+    if not alike:
+        ids[1:] = np.random.default_rng(len(row)).permuted(ids[1:], axis=1)
+    ids.astype(kind).tofile(tmp_path / "train.bin")
+    data = build(tmp_path / "train.bin", vocab_size=65536, val=20, dtype=dtype)
+    assert np.array_equal(everything(data), ids.ravel())
+
+
+def test_a_parquet_file_that_is_cut_off_is_no_array_of_ids(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"input_ids": RAW}), tmp_path / "whole.parquet")
+    (tmp_path / "x.bin").write_bytes((tmp_path / "whole.parquet").read_bytes()[:-1000])
+    with pytest.raises(DataError, match=r"x\.bin cannot be read"):
+        build(tmp_path / "x.bin", vocab_size=65536)
 
 
 BAD_ARRAYS: dict[str, tuple[Callable[[Path], object], str]] = {

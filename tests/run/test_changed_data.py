@@ -38,15 +38,17 @@ def test_a_run_whose_cache_changes_ends_saved_and_goes_on_when_it_is_tokenised_a
     assert losses("runs/a") == losses("runs/whole")
 
 
-def test_a_run_below_the_folder_of_its_data_is_no_part_of_it(cli: Cli) -> None:
+@pytest.mark.parametrize("path", [".", "'**/*.txt'"])
+def test_a_run_below_the_folder_of_its_data_is_no_part_of_it(cli: Cli, path: str) -> None:
     """The files that it writes would be learned by whoever repeats the command."""
     for number in range(3):
-        Path(f"{number}.md").write_text(f"note {number}: to be or not to be\n" * 200)
-    words = ("data.path=.", "data.cache_dir=.cache", *STEADY)
+        Path(f"{number}.txt").write_text(f"note {number}: to be or not to be\n" * 200)
+    words = (f"data.path={path}", "data.cache_dir=.cache", *STEADY)
     assert cli("run.name=a", "train.steps=2", *words).code == 0
     assert Path("runs/a/plan.txt").is_file()
     again = cli("run.name=b", "train.steps=2", *words)
     assert ", 3 files: " in again.err
+    assert "data.path: 1 run directory left out (runs/a)" in again.err
     assert losses("runs/b") == losses("runs/a")
     assert cli.raw("resume=runs/a", "train.steps=3").code == 0
 
