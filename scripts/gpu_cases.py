@@ -70,7 +70,7 @@ PIECES: dict[str, QuantSpec] = {
         "floor",
         guard=0.75,
         rounding="stochastic",
-        hadamard=Hadamard(size=64, signs="step"),
+        hadamard=Hadamard(size=32, signs="step"),
     ),
     "away from zero": QuantSpec(rounding="nearest_away"),
     "ue5m3": QuantSpec(scale="ue5m3", global_scale=None),

@@ -19,7 +19,8 @@ from fp4train.quantize.triton_launch import COLUMN_BLOCKS
 from fp4train.quantize.triton_variant import ROUNDINGS
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
-LARGEST_TRANSFORM: Final = 64
+LARGEST_TRANSFORM: Final = 32
+"""Of 64 neighbours the compiler takes minutes."""
 LARGEST_SCALE: Final = 2.0**96
 """Block scales are rounded by adding 2^23 times their power of two at most, in float32."""
 

@@ -101,14 +101,14 @@ def test_a_cpu_tensor_is_refused_with_the_reason() -> None:
         (QuantSpec(block=(1, 12)), "1xN"),
         (QuantSpec(block=(4, 16)), "1xN"),
         (
-            QuantSpec(hadamard=Hadamard(size=128)),
-            "hadamard size 128: the kernels take sizes up to 64",
+            QuantSpec(hadamard=Hadamard(size=64)),
+            "hadamard size 64: the kernels take sizes up to 32",
         ),
         (
             QuantSpec(hadamard=Hadamard(signs="step"), rounding="stochastic"),
             "hadamard.signs='step' with global_scale='tensor' has no Triton kernel",
         ),
-        (QuantSpec(global_scale=(32, 32), hadamard=Hadamard(size=64)), "spans several scales"),
+        (QuantSpec(global_scale=(32, 16), hadamard=Hadamard(size=32)), "spans several scales"),
         (QuantSpec(block=(16, 16), hadamard=Hadamard()), "hadamard"),
         (
             QuantSpec(element="e2m1", block=(None, None), scale="fp32", global_scale=None),

@@ -93,9 +93,8 @@ def specs(draw):
     if block[0] == 1 and block[1] < 64 and draw(st.booleans()):
         drawn = fields["global_scale"] is None and fields["rounding"].startswith("stochastic")
         signs = draw(st.sampled_from(("fixed", "none", "step" if drawn else "random")))
-        small = isinstance(fields["global_scale"], tuple) and fields["global_scale"][1]
-        sizes = (16, 32) if small and small % 64 else (16, 32, 64)
-        fields["hadamard"] = Hadamard(size=draw(st.sampled_from(sizes)), signs=signs)
+        size = draw(st.sampled_from((16, 32)))
+        fields["hadamard"] = Hadamard(size=size, signs=signs)
     return QuantSpec(**fields)
 
 
