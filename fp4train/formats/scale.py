@@ -129,6 +129,21 @@ class ScaleFormat:
         return self.dtype == torch.uint8
 
     @property
+    def rounds_to_nearest(self) -> bool:
+        """Whether its bytes are the codes of `element` by this module's own functions, so that a
+        kernel which knows the fields of `element` has its bits.
+        """
+        if self.element is None or self.roundings or not self.is_byte:
+            return False
+        if self.encode is e4m3_encode and self.decode is e4m3_decode:
+            return self.element == E4M3
+        functions = self.encode, self.decode
+        return all(isinstance(function, partial) for function in functions) and (
+            _called(self.encode) == (encode, {"fmt": self.element})
+            and _called(self.decode) == (_decode_unsigned, {"element": self.element})
+        )
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of the scales of a block."""
         return self.dtype.itemsize
@@ -216,6 +231,11 @@ def _decode_unsigned(codes: Tensor, element: ElementFormat) -> Tensor:
     code = codes.to(torch.int32)
     reserved = element.infinity_code if element.has_inf else element.nan_code
     return torch.where(code >= reserved, math.nan, magnitude(code, element))
+
+
+def _called(function: Any) -> tuple[Any, dict[str, Any]]:
+    """What a partial function calls, and by which words."""
+    return function.func, function.keywords
 
 
 def _unchanged(x: Tensor) -> Tensor:

@@ -139,6 +139,11 @@ class Recipe:
         object.__setattr__(self, "centred", chosen("centred", self.centred, CENTRED))
         check_centred(type(self).__name__, self.centred, operands)
         check_residual(type(self).__name__, self.residual, operands, self.backward)
+        if "x" in self.centred and self.residual is not None and "w" in self.residual.tensors:
+            raise ValueError(
+                "residual: w beside centred: x: the mean of x is multiplied by the codes of w "
+                "alone: use recipe.residual.tensors=[x], or recipe.centred=[]"
+            )
         self._check_held(operands)
         self._check_outliers(operands)
         self._check_fused(operands["fprop"].second)

@@ -51,7 +51,7 @@ def kernel_extent(spec: QuantSpec) -> str | None:
 
 def why_not_transform(transform: Hadamard | Transform) -> str | None:
     """Why the kernels cannot transform groups of columns so, or None."""
-    if not isinstance(transform, Hadamard):
+    if type(transform) is not Hadamard:
         return f"hadamard={transform!r} has no C kernel"
     if transform.size not in cpu.HADAMARD_SIZES:
         return (

@@ -144,7 +144,8 @@ def block_error(
     factor = encode_factor(scales * decode)[:, None, :, None]
     values = round_to_values(x_blocks * factor, spec.format)
     values.mul_(scales[:, None, :, None]).mul_(amax.reshape(-1, 1, 1, 1))
-    difference = divided(values, spec.format.max * spec.global_bound).sub_(x_blocks)
+    largest = values.new_full((), spec.format.max * spec.global_bound)
+    difference = values.div_(largest).sub_(x_blocks)
     if spec.four_over_six == "mse":
         return _block_sums(difference.square_())
     return _block_sums(difference.abs_())
@@ -170,7 +171,7 @@ def choose_grids(
         values = elements.mul_(scales[:, None, :, None]).mul_(amax.reshape(-1, 1, 1, 1))
         if step != 1.0:
             values.mul_(step)
-        return _block_sums(divided(values, bound).sub_(x_blocks).square_())
+        return _block_sums(values.div_(values.new_full((), bound)).sub_(x_blocks).square_())
 
     float_error = error(round_to_values(t, spec.format), 1.0)
     integer_error = error(round_to_values(t * (1.0 / fmt.step), fmt.other), fmt.step)

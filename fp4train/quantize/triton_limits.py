@@ -74,7 +74,7 @@ def why_not_scale(name: str) -> str | None:
 def _is_known(fmt: ScaleFormat) -> bool:
     if fmt in (E8M0_SCALE, FP32_SCALE, POW2_SCALE, HIF4_SCALE, IF4_SCALE):
         return True
-    return type(fmt) is ScaleFormat and fmt.element is not None and fmt.max <= LARGEST_SCALE
+    return type(fmt) is ScaleFormat and fmt.rounds_to_nearest and fmt.max <= LARGEST_SCALE
 
 
 def _why_not_options(spec: QuantSpec) -> str | None:
@@ -107,7 +107,7 @@ def why_not_blocks(spec: QuantSpec) -> str | None:
 
 def _why_not_transform(spec: QuantSpec) -> str | None:
     transform = spec.hadamard
-    if not isinstance(transform, Hadamard):
+    if type(transform) is not Hadamard:
         return f"hadamard={transform!r} has no Triton kernel"
     rows, cols = spec.block
     levels = isinstance(spec.scale_format, LevelledScale)

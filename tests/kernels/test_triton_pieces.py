@@ -2,6 +2,7 @@
 for formats by their fields; compiled for Hopper and Blackwell.
 """
 
+import dataclasses
 import importlib.util
 import re
 from functools import partial
@@ -135,6 +136,54 @@ for number, spec in enumerate(PIECES.values()):
         compare(spec, kind, view, torch.bfloat16, *((40, 272) if turn else (35, 140)), number)
 print(len(PIECES))
 """
+
+POWERS_OF_TWO = """
+for rounding in ("rceil", "floor", "even", "ceil"):
+    for macro in (None, "macro"):
+        for block, hadamard in (((1, 32), None), ((32, 32), None), ((1, 32), Hadamard(size=32))):
+            spec = QuantSpec(
+                block=block,
+                scale="e8m0",
+                scale_rounding=rounding,
+                global_scale=macro,
+                hadamard=hadamard,
+            )
+            compare(spec, "normal", "rows", torch.bfloat16, 33, 70, 1)
+print("equal")
+"""
+
+SMALL_ELEMENTS = """
+for scale in ("e8m0", "e4m3", "ue5m3"):
+    spec = QuantSpec(
+        element="e1m5",
+        block=(1, 32) if scale == "e8m0" else (1, 16),
+        scale=scale,
+        global_scale="tensor" if scale == "e4m3" else None,
+    )
+    for kind in ("huge", "tiny", "normal"):
+        compare(spec, kind, "rows", torch.float32, 33, 70, 1)
+print("equal")
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize("cases", [POWERS_OF_TWO, SMALL_ELEMENTS], ids=["roundings", "elements"])
+def test_scales_have_the_bits_of_the_reference_in_the_interpreter(cases: str) -> None:
+    """All roundings to powers of two with and without macro-blocks; elements far below 1."""
+    run = interpreted("-c", CASES + cases)
+    assert run.stdout.strip() == "equal", run.stdout + run.stderr
+
+
+@needs_triton
+def test_scales_of_a_plugin_that_round_in_their_own_way_have_no_kernel() -> None:
+    def rounds_up(x: torch.Tensor) -> torch.Tensor:
+        return SCALE_FORMATS.get("ue5m3").encode(x * 1.01)
+
+    ue5m3 = SCALE_FORMATS.get("ue5m3")
+    upward = dataclasses.replace(ue5m3, name="upward", encode=rounds_up)
+    assert ue5m3.rounds_to_nearest and not upward.rounds_to_nearest
+    assert SCALE_FORMATS.get("e4m3").rounds_to_nearest
+    assert not SCALE_FORMATS.get("e8m0").rounds_to_nearest
 
 
 @needs_triton

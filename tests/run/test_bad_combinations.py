@@ -38,6 +38,13 @@ def test_held_scales_with_delayed_ones_are_refused_by_operand(cli: Cli, tmp_path
     assert "use held=None with FP8Delayed, or FP8Current with held" in message
 
 
+def test_a_mean_taken_out_of_x_beside_a_residual_of_w_is_refused(cli: Cli) -> None:
+    words = ("recipe=chon", "recipe.centred=[x]")
+    message = cli("plan", *words).message
+    assert message.startswith("recipe: residual: w beside centred: x")
+    assert "use recipe.residual.tensors=[x]" in message
+
+
 @pytest.mark.parametrize(
     ("recipe", "operands", "instead"),
     [

@@ -107,7 +107,10 @@ def unsigned_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
     if V.scale == "unsigned_divided":
         exact_scale = tl.div_rn(amax_b, tl.full(amax_b.shape, V.range, tl.float32)) * s_enc
     else:
-        exact_scale = amax_b * (s_enc * V.inverse_range)
+        factor = s_enc * V.inverse_range
+        if V.inverse_range > 1.0:
+            factor = tl.where(factor > FLT_MAX, FLT_MAX, factor)
+        exact_scale = amax_b * factor
     is_nan = exact_scale != exact_scale
     bits, s = snap(
         tl.minimum(exact_scale, V.scale_largest),
@@ -134,24 +137,22 @@ def e8m0_decode(byte):
 
 
 @triton.jit
-def e8m0_scales(amax_b, mantissa, inverse, V: tl.constexpr):
+def e8m0_scales(amax_b, macro, macro_inverse, V: tl.constexpr):
     """MX's block scales: (byte, encode factor 2^(127-byte), decode factor 2^(byte-127)). Byte 0
     encodes with 1 (rceil) or 2^126. The encode factor is multiplied by the guard. Of macro-blocks
-    the scales are those of x times their mantissas, by which and by 1 over which the factors are
-    multiplied.
+    the scales are those of x times their mantissas `macro`, by which and by 1 over which the
+    factors are multiplied.
     """
     if V.macro:
-        amax_b = amax_b * mantissa
+        amax_b = amax_b * macro
         amax_b = tl.where(amax_b > FLT_MAX, FLT_MAX, amax_b)
     if V.scale == "e8m0_rceil":
         quotient = tl.div_rn(amax_b, tl.full(amax_b.shape, V.largest, tl.float32))
         bits = quotient.to(tl.int32, bitcast=True)
-        if V.largest < 1.0:
-            amax_b = quotient  # which may be infinite where amax_b is not
         exponent = bits >> 23
-        mantissa = bits & 0x7FFFFF
-        up = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
-        byte = tl.minimum(exponent + up.to(tl.int32), 254)
+        fraction = bits & 0x7FFFFF
+        up = tl.where(exponent == 0, fraction > 0x400000, fraction > 0)
+        byte = tl.minimum(exponent + up.to(tl.int32), 254)  # also of an infinite quotient
     else:
         bits = amax_b.to(tl.int32, bitcast=True)
         if V.scale == "e8m0_even":
@@ -169,8 +170,8 @@ def e8m0_scales(amax_b, mantissa, inverse, V: tl.constexpr):
     if V.guard != 1.0:
         encode = encode * V.guard
     if V.macro:
-        encode = encode * mantissa
-        decode = decode * inverse
+        encode = encode * macro
+        decode = decode * macro_inverse
     return stored, encode, decode
 
 

@@ -229,7 +229,8 @@ class TermGemms(Gemms):
         channels = None
         if residual.share < 1:
             score = torch.stack([rest.abs().mean(0) for rest in rests.values()]).sum(0)
-            channels = score.topk(residual.count(len(score))).indices.sort().values
+            largest = score.sort(descending=True, stable=True).indices
+            channels = largest[: residual.count(len(score))].sort().values
         for name, other in (("x", "w"), ("w", "x")):
             if name not in rests:
                 continue
@@ -248,7 +249,8 @@ class TermGemms(Gemms):
 
 def mean_of(x_MK: Tensor) -> Tensor:
     """The mean over tokens, float32 [K]; 0 where there are none."""
-    return x_MK.detach().sum(0, dtype=torch.float32) / max(len(x_MK), 1)
+    total = x_MK.detach().sum(0, dtype=torch.float32)
+    return total / total.new_full((), max(len(x_MK), 1))  # CUDA multiplies by 1 over a number
 
 
 def without_mean(x_MK: Tensor, mean_K: Tensor) -> Tensor:
