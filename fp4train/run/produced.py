@@ -71,7 +71,7 @@ def why_not_own_kernels(device: str, gpu: Gpu | None = None) -> str | None:
         return None
     return (
         "on compute capability 9.0 two kernels, which write BF16 and quantise it, take less time "
-        "than one (benchmarks/h200.md)"
+        "than one, as measured on an H200"
     )
 
 
