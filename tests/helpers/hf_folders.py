@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3": ("Llama", {"head_dim": 32, "rope_parameters": SCALED, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
-    "olmo2": ("Olmo2", {"pad_token_id": None}),
+    "olmo2": ("Olmo2", {"pad_token_id": None, "eos_token_id": 2}),
     "olmo2-tied": (
         "Olmo2",
         {
@@ -45,6 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "rms_norm_eps": 1e-6,
             "pad_token_id": None,
+            "eos_token_id": 2,
         },
     ),
 }
