@@ -86,6 +86,11 @@ def _why_not_options(spec: QuantSpec) -> str | None:
                 " and tiles" if field == "global_scale" else ""
             )
             return f"{field}={value!r} has no Triton kernel (known: {known})"
+    if spec.global_scale not in (None, "macro") and spec.format.max < 1.0:
+        return (
+            f"element={spec.element!r} with global_scale={spec.global_scale!r} has no Triton "
+            "kernel: its largest value is below 1, where products of scales overflow"
+        )
     return None
 
 

@@ -107,10 +107,7 @@ def unsigned_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
     if V.scale == "unsigned_divided":
         exact_scale = tl.div_rn(amax_b, tl.full(amax_b.shape, V.range, tl.float32)) * s_enc
     else:
-        factor = s_enc * V.inverse_range
-        if V.inverse_range > 1.0:
-            factor = tl.where(factor > FLT_MAX, FLT_MAX, factor)
-        exact_scale = amax_b * factor
+        exact_scale = amax_b * (s_enc * V.inverse_range)
     is_nan = exact_scale != exact_scale
     bits, s = snap(
         tl.minimum(exact_scale, V.scale_largest),
