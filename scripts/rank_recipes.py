@@ -45,6 +45,8 @@ from fp4train.text import p_value
 CPU_INFO = Path("/proc/cpuinfo")
 CHANNELS = 3
 FACTOR = 16.0
+MOST_PAIRS = 12
+"""Pairs of candidates that a section lists."""
 READERS = {
     "attention_norm": ("attention.wq", "attention.wk", "attention.wv"),
     "mlp_norm": ("mlp.gate", "mlp.up"),
@@ -266,6 +268,9 @@ def section(case: Case, found: dict[str, Any]) -> str:
         if reference not in (pair["first"], pair["second"]) and pair["verdict"] != "open"
     ]
     text = ["", "Between the others: " + "; ".join(others) + "."] if others else []
+    if len(others) > MOST_PAIRS:
+        told = "Candidates without a letter in common are told apart"
+        text = ["", f"{told} on these checkpoints: {len(others)} pairs besides those with BF16."]
     return "\n".join([*lines, *([""] * bool(spikes)), *spikes, *text])
 
 
