@@ -140,6 +140,11 @@ class ObservedCall:
             **tensors,
         )
 
+    def sources(self) -> ObservedCall:
+        """What operands are made of, in main memory: the call without products and results."""
+        call = replace(self, y=None, dx=None, dw=None, dw_before=None, products={}, terms={})
+        return call.on_host()
+
     def forget(self, *gemms: str) -> None:
         """Forget the products of GEMMs that are computed anew."""
         for gemm in gemms:

@@ -29,7 +29,8 @@ def exchange(layer: PlannedLayer, observer: Observer | None, weight: Tensor | No
 
     Args:
         observer: observer of the layer, whose passes have run; None: it has none here.
-        weight: the weight that the layer multiplies, whole; None: those of the calls are joined.
+        weight: the weight that the layer multiplies, whole and in main memory; None: those of the
+            calls are joined. All ranks that have an observer give it, or none.
     """
     shard = layer.layer_shard
     if shard is None or shard.tensor is None or shard.cut not in ("in", "out"):
@@ -37,7 +38,8 @@ def exchange(layer: PlannedLayer, observer: Observer | None, weight: Tensor | No
     sent = None
     with suppress(Exception):  # the others wait
         if observer is not None and all(record.complete for record in observer.records):
-            sent = [_sent(record, shard) for record in observer.records]
+            names = _needed(shard, weight)
+            sent = [_sent(record, shard, names) for record in observer.records]
     received = shard.tensor.objects(sent)
     if observer is None or not observer.records:
         return
@@ -50,13 +52,23 @@ def exchange(layer: PlannedLayer, observer: Observer | None, weight: Tensor | No
             _join(record, shard, [parts[number] for parts in received if parts], weight)
 
 
-def _sent(record: ObservedCall, shard: LayerShard) -> dict[str, Tensor | None]:
-    """What other ranks need of a call: x, w, dy and some rows of its term of the sum."""
+def _needed(shard: LayerShard, weight: Tensor | None) -> tuple[str, ...]:
+    """The tensors of a call of which other ranks need this rank's part."""
+    cut, whole = ("dy", "x") if shard.cut == "out" else ("x", "dy")
+    joins_amaxes = shard.amax != "local"
+    needed = {cut: joins_amaxes, "w": joins_amaxes and weight is None, whole: shard.sequence}
+    return tuple(name for name in needed if needed[name])
+
+
+def _sent(
+    record: ObservedCall, shard: LayerShard, names: Sequence[str]
+) -> dict[str, Tensor | None]:
+    """What other ranks need of a call: these tensors, and some rows of its term of the sum."""
     term = record.products.get("dgrad" if shard.cut == "out" else "fprop")
     rows = None
     if term is not None:
         rows = term.result[sampled(len(term.result)).to(term.result.device)]
-    tensors = {"x": record.x, "w": record.w, "dy": record.dy, "term": rows}
+    tensors = {**{name: getattr(record, name) for name in names}, "term": rows}
     return {name: None if part is None else part.cpu() for name, part in tensors.items()}
 
 
@@ -70,7 +82,7 @@ def _join(
     out = shard.cut == "out"
 
     def joined(name: str, axis: int) -> Tensor | None:
-        tensors = [part[name] for part in parts]
+        tensors: list[Any] = [part.get(name) for part in parts]
         if any(tensor is None for tensor in tensors):
             return None
         return torch.cat(tensors, dim=axis)
@@ -80,7 +92,10 @@ def _join(
     if shard.sequence and (all_tokens := joined(tokens, 0)) is not None:
         setattr(record, tokens, all_tokens)
     layer_tensors = {features: joined(features, 1)}
-    layer_tensors["w"] = joined("w", 0 if out else 1) if weight is None else weight.cpu()
+    if weight is None:
+        layer_tensors["w"] = joined("w", 0 if out else 1)
+    else:
+        layer_tensors["w"] = weight
     terms = [part["term"] for part in parts]
     seen = all(term is not None for term in terms)
     rank = shard.tensor.rank

@@ -1,8 +1,9 @@
 """Checks of a plan before its first step: each distinct quantiser, and a call of each distinct
 layer, on small random tensors.
 
-Layers are tried with the features that they have, up to `FEATURES`; wider ones with as many whose
-remainder by 256 is the same, so that they are padded alike.
+Layers are tried with the features that they have, up to `FEATURES`; wider ones with 256–511, whose
+remainder by 256 is the same, so that they are padded alike. Of a group of experts one is tried, as
+a layer of its own.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def check_plan(
     distinct: dict[object, LayerTrial] = {}
     for layer_plan in layers:
         layer = layer_plan.layer
-        if not layer.experts and layer.unconverted is None:
-            layer_plan = replace(layer_plan, layer=replace(layer, cut=None, parts=1, segments=()))
+        if layer.unconverted is None:
+            layer_plan = _of_one_weight(layer_plan)
             shape = (_narrowed(layer.in_features), _narrowed(layer.out_features))
             trial = LayerTrial(layer_plan, device, shape)
             distinct.setdefault((layer_plan.computation, layer_plan.recipe, shape), trial)
@@ -61,6 +62,18 @@ def check_plan(
         with guarding(f"a layer like {trial.plan.layer.name}"):
             faults = trial.call_faults()
         yield from faults
+
+
+def _of_one_weight(plan: LayerPlan) -> LayerPlan:
+    """The plan of a layer on one rank; of a group of experts that of one of them."""
+    layer = replace(plan.layer, experts=0, per_token=1, cut=None, parts=1, segments=())
+    return replace(
+        plan,
+        layer=layer,
+        fprop=replace(plan.fprop, grouped=False),
+        dgrad=replace(plan.dgrad, grouped=False),
+        wgrad=replace(plan.wgrad, grouped=False),
+    )
 
 
 def _narrowed(features: int) -> int:

@@ -41,6 +41,7 @@ class RecordedResults:
         tasks: last results of each task and recipe at the checkpoint's step (`fp4train eval`).
         damaged: number of lines that cannot be read.
         audits: number of audits of layers.
+        layers: number of layers that were audited.
         faults: number of faults that audits found.
     """
 
@@ -48,6 +49,7 @@ class RecordedResults:
     tasks: list[dict[str, Any]]
     damaged: int
     audits: int = 0
+    layers: int = 0
     faults: int = 0
 
     @property
@@ -58,7 +60,7 @@ class RecordedResults:
             return f"Audits of the run's state found {faults}." if self.faults else ""
         return (
             f"{counted(self.audits, 'audit')} of a live layer against the readable reference "
-            f"found {faults}."
+            f"found {faults}. Audited layers: {self.layers}."
         )
 
     @property
@@ -137,6 +139,7 @@ def measured(model: StoredModel) -> RecordedResults:
     tasks: dict[tuple[Any, Any], dict[str, Any]] = {}
     damaged = 0
     counts = dict.fromkeys((AUDIT, AUDIT_FAULT), 0)
+    layers: set[str] = set()
     with suppress(FileNotFoundError), Folder.open(model.run) as folder:
         if changed := unlike(folder, METRICS, model.saved.state.get("metrics"), LIMIT):
             _log.warning(
@@ -156,6 +159,8 @@ def measured(model: StoredModel) -> RecordedResults:
                     tasks[line.get("task"), line.get("recipe")] = line
                 elif line.get("event") in counts and line["step"] <= model.saved.step:
                     counts[line["event"]] += 1 + int(line.get("more", 0))
+                    if line["event"] == AUDIT:
+                        layers.add(str(line.get("layer")))
                 elif "val/loss" in line and line["step"] <= model.saved.step:
                     evaluated.pop(recipe := line.get("precision/recipe"), None)
                     evaluated[recipe] = line
@@ -166,6 +171,7 @@ def measured(model: StoredModel) -> RecordedResults:
         tasks=list(tasks.values()),
         damaged=damaged,
         audits=counts[AUDIT],
+        layers=len(layers),
         faults=counts[AUDIT_FAULT],
     )
 

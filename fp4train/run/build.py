@@ -36,7 +36,7 @@ from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.run import checks
 from fp4train.run.fuse import compile_blocks, fuse
-from fp4train.run.graphs import check_plan, recorded
+from fp4train.run.graphs import check_plan, never_replayed, recorded
 from fp4train.run.host import choose_device
 from fp4train.run.observe import hooks
 from fp4train.run.origin import Origin
@@ -201,6 +201,7 @@ def _warn(run: Run, *, begins: bool) -> None:
     """
     checks.warn_of_schedule(run.config)
     warnings = [*checks.plan_warnings(run.plan), checks.divided_blocks(run.plan)]
+    warnings.append(never_replayed(run.config, run.device.type))
     if begins and run.pipeline is None:
         warnings = [*checks.scale_warnings(run.config, run.model), *warnings]
     for warning in filter(None, warnings):

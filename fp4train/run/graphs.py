@@ -4,6 +4,7 @@ A CUDA graph repeats what the device was given. So a step is recorded only if no
 gives the device depends on numbers that the host reads or counts.
 """
 
+from fp4train.config import Config
 from fp4train.errors import UserError
 from fp4train.nn.executors import executor_class
 from fp4train.optim import takes_flags
@@ -56,6 +57,18 @@ def check_graph(run: Run) -> None:
         )
     if reason is not None:
         raise UserError(f"train.cuda_graph=true: {reason}. Or use train.cuda_graph=false")
+
+
+def never_replayed(config: Config, device: str) -> str | None:
+    """The warning of a run whose audits let no recorded step be replayed; None: all is well."""
+    every = config.audit.steps(device)
+    if not config.train.cuda_graph or not 0 < every <= 2:
+        return None
+    return (
+        f"train.cuda_graph=true replays no step with audit.every={every}: an audited step and the "
+        "one before it are queued kernel by kernel; use audit.every=10 or more, or "
+        "train.cuda_graph=false"
+    )
 
 
 def check_plan(plan: Plan) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 import fp4train as f4
 from fp4train.audit import start
 from fp4train.audit.start import check_plan
+from fp4train.nn import Experts
 from fp4train.precision import MXFP8, NVFP4, FP8Delayed, LayerPolicy, Recipe
 from fp4train.precision.recipes import FP16, FP32
 from fp4train.quantize import QuantSpec
@@ -38,8 +39,16 @@ def test_a_kernel_that_quantises_otherwise_is_a_fault(monkeypatch: pytest.Monkey
     assert faults and all("otherwise than the reference" in fault.what for fault in faults)
 
 
-def test_a_layer_that_multiplies_otherwise_is_a_fault() -> None:
-    plan = f4.plan(nn.Sequential(nn.Linear(32, 32)), NVFP4(), LayerPolicy(last=0))
+@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Delayed()], ids=["nvfp4", "mxfp8", "fp8"])
+def test_an_expert_that_this_machine_computes_has_no_fault(recipe: Recipe) -> None:
+    plan = f4.plan(nn.Sequential(Experts(2, 48, 64)), recipe, LayerPolicy(last=0))
+    assert list(check_plan(plan)) == []
+
+
+@pytest.mark.parametrize("experts", [0, 2])
+def test_a_layer_that_multiplies_otherwise_is_a_fault(experts: int) -> None:
+    layer = Experts(experts, 32, 32) if experts else nn.Linear(32, 32)
+    plan = f4.plan(nn.Sequential(layer), NVFP4(), LayerPolicy(last=0))
     change, words = planting.OPERAND_FAULTS["zeroed stochastic rounding"]
     with planting.planted_operand(change):
         faults = list(check_plan(plan))

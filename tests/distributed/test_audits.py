@@ -4,6 +4,7 @@ hold, replicas with each other; no clean run has a fault.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -42,15 +43,55 @@ AUDITED = ("recipe=nvfp4", "policy=all", "phases=none", "audit.every=1", "audit.
     ],
 )
 def test_a_clean_run_has_no_fault_and_the_same_bits(ranks: Ranks, mesh: tuple[str, ...]) -> None:
-    assert not any(ranks(2, "run.name=a", *AUDITED, *mesh).codes)
+    ended = ranks(2, "run.name=a", *AUDITED, *mesh)
+    assert not any(ended.codes)
     silent = ("audit.every=0", "audit.sums=0")
     assert not any(ranks(2, "run.name=b", *AUDITED, *mesh, *silent).codes)
     assert losses(ranks.folder / "runs/a") == losses(ranks.folder / "runs/b")
     assert events(ranks.folder / "runs/a", "audit fault") == []
     assert events(ranks.folder / "runs/a", "audit failed") == []
     audits = events(ranks.folder / "runs/a", "audit")
-    assert len(audits) == 5 and all(len(entry["gemms"]) >= 2 for entry in audits)
+    stages = 2 if "parallel.pp=2" in mesh else 1  # each audits a layer that it has
+    assert len(audits) == 5 * stages and all(len(entry["gemms"]) >= 2 for entry in audits)
     assert not any(entry["uncovered"] for entry in audits)
+    text = " ".join((ended.out[0] + ended.err[0]).split())
+    counts = re.search(r"audit: (\d+) audits of \d+ layers of (\d+): 0 faults", text)
+    layers = re.search(r"audits: one of (\d+) layers every", text)
+    assert counts is not None and layers is not None
+    assert counts.groups() == (str(5 * stages), layers[1])
+
+
+SAYS_WHAT_IS_SENT = """
+import sys
+from fp4train.nn.ranks import Ranks
+original = Ranks.objects
+def objects(self, value):
+    if isinstance(value, list) and "term" in value[0]:
+        print("sent:", *sorted(value[0]), file=sys.stderr, flush=True)
+    return original(self, value)
+Ranks.objects = objects
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ((), {"sent: dy term x"}),
+        (("parallel.sp=false",), {"sent: dy term", "sent: term x"}),
+        (("parallel.sp=false", "parallel.amax=local"), {"sent: term"}),
+    ],
+    ids=["tokens are cut", "tokens are whole", "each its own amax"],
+)
+def test_ranks_send_what_others_lack_of_a_call_and_no_weight(
+    ranks: Ranks, options: tuple[str, ...], sent: set[str]
+) -> None:
+    ended = ranks(
+        2, "run.name=a", *AUDITED, *CUT, "model.layers=1", *options, patch=SAYS_WHAT_IS_SENT
+    )
+    assert not any(ended.codes)
+    lines = {line for text in ended.err for line in text.splitlines() if line.startswith("sent:")}
+    assert lines == sent
+    assert events(ranks.folder / "runs/a", "audit fault") == []
 
 
 DRIFTS = """
@@ -134,6 +175,39 @@ if rank:
 def test_a_rank_whose_audits_fail_still_takes_part_in_those_of_the_others(ranks: Ranks) -> None:
     mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.repeat=2")
     assert not any(ranks(2, "run.name=a", *AUDITED, *mesh, "audit.sums=1", patch=FAILS).codes)
+    assert events(ranks.folder / "runs/a", "audit fault") == []
+
+
+NO_WEIGHT = """
+import fp4train.run.supervise.planned_calls as planned_calls
+def broken(*arguments):
+    raise RuntimeError("no memory")
+if rank:
+    planned_calls.is_sharded = broken
+"""
+NOT_AS_SENT = """
+from fp4train.run.supervise.planned_calls import PlannedCalls
+def broken(*arguments):
+    raise RuntimeError("no memory")
+if rank:
+    PlannedCalls.multiplied = broken
+"""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "patch", "words"),
+    [
+        (("parallel.dp_shard=2",), NO_WEIGHT, "another rank could not take the weight"),
+        ((*CUT, "model.layers=1"), NOT_AS_SENT, "another rank that has a part of it saw no call"),
+    ],
+    ids=["before the weight is gathered", "before calls are exchanged"],
+)
+def test_an_audit_that_fails_on_one_rank_lets_no_other_wait(
+    ranks: Ranks, mesh: tuple[str, ...], patch: str, words: str
+) -> None:
+    ended = ranks(2, "run.name=a", *AUDITED, *mesh, "train.steps=3", patch=patch)
+    assert not any(ended.codes), ended.err
+    assert words in ended.err[0] and "(its audit failed: no memory)" in ended.err[0]
     assert events(ranks.folder / "runs/a", "audit fault") == []
 
 

@@ -19,11 +19,12 @@ from command_line import Before, Cli, StopAt, events, losses, steps
 from recorder_on_cpu import RecorderOnCpu
 from torch import nn
 
-from fp4train.config import bind
+from fp4train.config import bind, to_config
+from fp4train.config.composition import compose
 from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.precision import BF16, NVFP4, Layer, Recipe, Timeline, make_plan
-from fp4train.run.graphs import check_graph, check_plan
+from fp4train.run.graphs import check_graph, check_plan, never_replayed
 from fp4train.run.record.change import swap_recipe
 from fp4train.run.step_graph import WARM_UP
 
@@ -288,3 +289,15 @@ def test_a_recorded_run_has_the_same_bits_with_audits_which_see_its_steps(
     assert events("runs/audited", "audit fault") == []
     assert events("runs/audited", "audit failed") == []
     assert recorders[0].replays > 0
+
+
+@pytest.mark.parametrize(("every", "warns"), [(2, True), (5, False)])
+def test_a_run_whose_audits_let_no_step_be_replayed_is_warned(
+    cli: Cli, recorded: Callable[[bool], Recorders], every: int, warns: bool
+) -> None:
+    recorders = recorded(True)
+    options = (*SMALL, "recipe=bf16", "phases=none", "eval.every=0", f"audit.every={every}")
+    assert cli("run.name=a", *options).code == 0
+    assert any(recorder.replays for recorder in recorders) is not warns
+    config = to_config(compose([*options, "train.cuda_graph=true"]))
+    assert (never_replayed(config, "cuda") is not None) is warns

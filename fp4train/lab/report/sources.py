@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from fp4train import checkpoint
+from fp4train.audit.fault import AUDIT, AUDIT_FAULT
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.lab.analysis.counts import RunSummary, summarise
@@ -21,7 +22,7 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal as run_journal
 from fp4train.run.record.trust import lost_records
 from fp4train.sealed import identity, saved_config, unlike
-from fp4train.text import first_line, shortened
+from fp4train.text import counted, first_line, shortened
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT
 from fp4train.track.statistics import STATISTICS, read_statistics
@@ -34,7 +35,7 @@ MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "
 """Event → matplotlib's marker on the band of a run."""
 IN_HISTORY = ("resume", "init", "rewind", "recipe")
 """Events of the metrics that the history tells, too."""
-ROUTINE = ("audit",)
+ROUTINE = (AUDIT,)
 """Events that happen all the time, and are not listed."""
 UNREADABLE = (
     UserError,
@@ -148,6 +149,21 @@ class RunSource:
         if more <= 0:
             return events
         return [*events[:EVENTS], ("", f"and {more} more", "", "")]
+
+    @property
+    def audited(self) -> str:
+        """A sentence about the audits of the run; empty: its metrics have none."""
+        events = self.metrics.events()
+        layers = [str(event.values.get("layer")) for event in events if event.name == AUDIT]
+        unlisted = [event.values.get("more", 0) for event in events if event.name == AUDIT_FAULT]
+        if not layers and not unlisted:
+            return ""
+        faults = len(unlisted) + sum(more for more in unlisted if isinstance(more, int))
+        return (
+            f"{self.label}: {counted(len(layers), 'audit')} of "
+            f"{counted(len(set(layers)), 'live layer')} against the readable reference; "
+            f"{counted(faults, 'fault')} in all audits."
+        )
 
     def setting(self, key: str) -> Any:
         """The value of a configuration key; None where it is not known."""

@@ -5,7 +5,8 @@ hide from an inner one, whose dy is made by the layers above it. All ranks audit
 each a layer that it holds, with its own tokens. Where ranks share the rows of a weight, the whole
 weight is gathered from what their optimizers hold, and compared with what came over the wire.
 
-An audit that fails itself is logged once, and never ends the run.
+An audit that fails itself is logged once, and never ends the run. Before a collective of the ranks
+of a layer all agree that each takes part in it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from fp4train.audit.call import ObservedCall
 from fp4train.audit.exchange import exchange
 from fp4train.audit.fault import AUDIT, Audited
 from fp4train.audit.observe import Observer, why_not_observed
@@ -30,7 +32,7 @@ from fp4train.precision.plan import Plan
 from fp4train.run.queued import Step
 from fp4train.run.supervise.audit_failures import AuditFailures
 from fp4train.run.supervise.fault_report import report
-from fp4train.run.supervise.planned_calls import PlannedCalls, weight_of
+from fp4train.run.supervise.planned_calls import PlannedCalls, check_room, weight_of
 from fp4train.text import counted, first_few
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ class LayerAudits:
     """The audits of the layers that one rank holds.
 
     Attributes:
-        audited: names of the layers that were audited.
+        audited: names of the layers that were audited, on any rank.
+        count: number of audits, of all ranks; those of one layer in a step count as one.
         bypassed: layers that could not be audited in their turn → why.
         partly: reason why an audit compared only a part → the layers.
         faults: number of faults found, of all ranks.
@@ -61,7 +64,7 @@ class LayerAudits:
         self.count = 0
         self.seconds = 0.0
         self._observers: dict[str, Observer] = {}
-        self._earlier: dict[str, Observer] = {}
+        self._earlier: dict[str, list[ObservedCall]] = {}
         self._weight: Tensor | None = None
         self._planned = PlannedCalls(run)
         self.failures = AuditFailures(run)
@@ -111,6 +114,8 @@ class LayerAudits:
     def observing(self) -> Iterator[None]:
         """A context of the passes of a step; the layer that is audited in it is observed."""
         step = self.run.step
+        if self.due(step):
+            self._take_weight(self.layer_at(step))
         observed: dict[PlannedLayer, Observer] = {}
         for at in (step, step + 1):
             layer = self.layer_at(at) if self.due(at) else None
@@ -119,15 +124,33 @@ class LayerAudits:
             with self.failures.guarding(layer.layer.name):
                 observer = Observer(layer, self.microbatch_at(at))
                 observed[layer] = self._observers[layer.layer.name] = layer.observer = observer
-            if at == step:
-                with self.failures.guarding(layer.layer.name):
-                    self._weight = weight_of(layer, divided=self.run.world.size > 1)
         try:
             yield
         finally:
             for layer, observer in observed.items():
                 layer.observer = None
                 observer.close()
+
+    def _take_weight(self, layer: PlannedLayer | None) -> None:
+        """Take the weight of the layer that is audited. Every rank calls this, also one that has no
+        such layer.
+        """
+        world = self.run.world
+        divided = world.size > 1
+        name = "" if layer is None else layer.layer.name
+        ready = layer is None
+        if layer is not None:
+            with self.failures.guarding(name):
+                check_room(layer, divided=divided)
+                ready = True
+        agreed = world.everywhere(ready)
+        if layer is None:
+            return
+        if agreed:
+            with self.failures.guarding(name):
+                self._weight = weight_of(layer, divided=divided)
+        elif ready:
+            self.failures.add(name, "another rank could not take the weight of its layer")
 
     def after_step(self, run: Run, step: Step) -> None:
         """Compare the observed layer of a step that was queued.
@@ -136,42 +159,53 @@ class LayerAudits:
             AuditError: a fault was found, and audit.action is "stop".
         """
         if not self.due(step.index):
-            self._keep_for_next()
+            self._keep_for_next(step.index)
             return
         began = time.perf_counter()
         layer = self.layer_at(step.index)
         result = None
         if layer is not None:
-            observer = self._observers.get(layer.layer.name)
-            self._weight = self._planned.multiplied(self._weight, observer)
-            exchange(layer, observer, self._weight)
-            with self.failures.guarding(layer.layer.name):
-                result = self._compared(layer, step.index)
-        self._keep_for_next()
+            name = layer.layer.name
+            observer = self._observers.get(name)
+            weight = None
+            with self.failures.guarding(name):
+                weight = self._planned.multiplied(self._weight, observer)
+            if weight is None:
+                observer = None  # it failed, and the other ranks of the layer hear so
+            exchange(layer, observer, weight)
+            if observer is not None:
+                with self.failures.guarding(name):
+                    result = self._compared(layer, step.index, observer, weight)
+        self._keep_for_next(step.index)
         self.seconds += time.perf_counter() - began
-        self.report(step.index, result)
+        self.report(step.index, layer, result)
 
-    def _keep_for_next(self) -> None:
-        self._earlier, self._observers = self._observers, {}
+    def _keep_for_next(self, step: int) -> None:
+        """Keep of the calls of a step those of the layer that is audited in the next one."""
+        observers = self._observers
+        self._observers = {}
         self._weight = None
+        self._earlier = {}
+        layer = self.layer_at(step + 1) if self.due(step + 1) else None
+        if layer is None:
+            return
+        name = layer.layer.name
+        if name in observers:
+            with self.failures.guarding(name):
+                self._earlier[name] = [record.sources() for record in observers[name].records]
 
-    def _compared(self, layer: PlannedLayer, step: int) -> Audited | None:
+    def _compared(
+        self, layer: PlannedLayer, step: int, observer: Observer, weight: Tensor | None
+    ) -> Audited | None:
         """The result of the audit; None: it could not be made."""
         name = layer.layer.name
-        observer = self._observers.get(name)
-        if observer is None:
-            return None
-        earlier = self._earlier.get(name)
-        records = () if earlier is None else earlier.records
-        result = self._planned.compare(layer, observer, step, self._weight, records)
+        earlier = self._earlier.get(name, ())
+        result = self._planned.compare(layer, observer, step, weight, earlier)
         if result is None:
             return None
         if result.failures:
             self.failures.add(name, "; ".join(result.failures))
-        if result.gemms or result.faults:
-            self.count += 1
-            self.audited.add(name)
-        elif not result.failures:
+        if not (result.gemms or result.faults or result.failures):
             self.bypassed[name] = "; ".join(result.uncovered) or "none of its GEMMs was seen"
             return None
         for reason in result.uncovered:
@@ -191,30 +225,41 @@ class LayerAudits:
 
     # -- what is said of it ------------------------------------------------------------------------
 
-    def report(self, step: int, result: Audited | None) -> None:
-        """Log what all ranks found, and end the run where that is asked for.
+    def report(self, step: int, layer: PlannedLayer | None, result: Audited | None) -> None:
+        """Log what all ranks found, and end the run where that is asked for. Every rank calls this.
 
         Raises:
             AuditError: a rank found a fault, and audit.action is "stop".
         """
-        if result is None:
+        if layer is None or result is None or not (result.gemms or result.faults):
             self.faults += report(self.run, step, ())
+            self._record(step, None)
             return
-        name = result.layer
-        if not (result.gemms or result.faults):
-            self.faults += report(self.run, step, ())
-            return
-        clean = self.clean.get(name, self.began)
+        clean = self.clean.get(result.layer, self.began)
         self.faults += report(self.run, step, result.faults, clean)
         if not result.faults and not result.failures:
-            self.clean[name] = step + 1
+            self.clean[result.layer] = step + 1
         values = {
             "layer": result.layer,
             "gemms": list(result.gemms),
             "faults": len(result.faults),
             "uncovered": list(result.uncovered),
         }
-        self.run.tracker.log_event(step + 1, AUDIT, values)
+        self._record(step, (layer.layer.name, values))
+
+    def _record(self, step: int, audit: tuple[str, dict[str, Any]] | None) -> None:
+        """Log and count the audits of all ranks, of each layer the first one; None: this rank made
+        none.
+        """
+        audits: dict[str, dict[str, Any]] = {}
+        for of_rank in self.run.world.gathered(audit):
+            if of_rank is not None:
+                name, values = of_rank
+                audits.setdefault(name, values)
+        for values in audits.values():
+            self.run.tracker.log_event(step + 1, AUDIT, values)
+        self.count += len(audits)
+        self.audited.update(audits)
 
 
 def why_not_audited(plan: LayerPlan, config: Config, mesh: Mesh) -> str | None:
@@ -263,7 +308,10 @@ def summary(audits: LayerAudits) -> str | None:
     """
     run = audits.run
     left_out: dict[str, list[str]] = {}
-    for of_rank in run.world.gathered(audits.left_out()):
+    layers_of_stage: dict[int, int] = {}
+    of_ranks = run.world.gathered((audits.left_out(), run.world.stage, len(run.linears)))
+    for of_rank, stage, layers in of_ranks:
+        layers_of_stage[stage] = layers
         for reason, names in of_rank.items():
             missing = [name for name in names if name not in left_out.setdefault(reason, [])]
             left_out[reason] += missing
@@ -271,7 +319,7 @@ def summary(audits: LayerAudits) -> str | None:
     if audits.count:
         text = (
             f"{counted(audits.count, 'audit')} of {counted(len(audits.audited), 'layer')} of "
-            f"{len(run.linears)}: {counted(audits.faults, 'fault')}"
+            f"{sum(layers_of_stage.values())}: {counted(audits.faults, 'fault')}"
         )
         reasons = uncovered(run.plan, run.config, run.world.mesh)
     elif audits.faults or left_out:

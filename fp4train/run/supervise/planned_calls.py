@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from fp4train.audit.call import ObservedCall
@@ -122,13 +123,24 @@ class PlannedCalls:
         return Position(RunStep(run.config.run.seed, step), token)
 
 
+def check_room(layer: PlannedLayer, *, divided: bool) -> None:
+    """Try whether this rank has the memory for `weight_of`: in the collective others would wait.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    weight = layer.weight
+    if divided and is_sharded(weight):
+        torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
 def weight_of(layer: PlannedLayer, *, divided: bool) -> Tensor:
-    """The weight that the optimizer holds, whole: [N, K] or, of a group, [E, N, K]. Of a sharded
-    one a collective.
+    """The weight that the optimizer holds, whole and in main memory: [N, K] or, of a group,
+    [E, N, K]. Of a sharded one a collective.
     """
     weight = layer.weight
     if divided and is_sharded(weight):
         weight = weight.full_tensor()  # type: ignore[attr-defined]
     if layer.transposed:
         weight = weight.mT
-    return weight.detach().clone()
+    return weight.detach().to("cpu", copy=True)

@@ -131,6 +131,19 @@ def test_a_gradient_below_its_threshold_is_told(tmp_path: Path) -> None:
     )
 
 
+def test_the_page_says_what_was_audited(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    log = MetricsLog(run / "metrics.jsonl")
+    for step, layer in ((2, LAYERS[0]), (12, LAYERS[1]), (22, LAYERS[0])):
+        log.log_event(step, "audit", {"layer": layer, "gemms": ["fprop"], "faults": 0})
+    log.log_event(22, "audit fault", {"layer": LAYERS[0], "what": "other codes", "more": 2})
+    log.finish()
+    page = report(tmp_path, run, write_run(tmp_path / "b"))
+    sentence = "3 audits of 2 live layers against the readable reference; 3 faults in all audits."
+    assert f"1 a: {sentence}" in page.text
+    assert page.text.count("against the readable reference") == 1, "the other run has no audit"
+
+
 def test_runs_of_different_data_are_told(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", seed=0)
     b = write_run(tmp_path / "b", seed=0, data="other")

@@ -4,6 +4,7 @@ and end the run where that is asked for.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,11 +16,13 @@ from audit_run_faults import higher_rate, without_policy
 from command_line import STEADY, Cli, after_update, events, losses, steps
 
 from fp4train import checkpoint
+from fp4train.audit.call import ObservedCall
 from fp4train.audit.settings import AuditSettings
 from fp4train.exchange.card import RecordedResults
 from fp4train.run.supervise import planned_calls, saving
 from fp4train.run.supervise import repeat as run_repeat
 from fp4train.run.supervise import sums as run_sums
+from fp4train.run.supervise.layer_audits import LayerAudits
 from fp4train.run.supervise.saving import Saver
 
 AUDITED = ("audit.every=1", "audit.sums=1", "audit.repeat=2")
@@ -142,6 +145,31 @@ def test_sums_that_cannot_be_taken_end_nothing_and_are_not_covered(
     assert events("runs/a", "audit fault") == []
     assert "(its audit failed: no memory)" in ended.err
     assert losses("runs/a") == losses("runs/b")
+
+
+def observed_calls() -> list[ObservedCall]:
+    gc.collect()
+    return [call for call in gc.get_objects() if type(call) is ObservedCall]
+
+
+def test_of_the_step_before_an_audit_what_operands_are_made_of_is_kept_alone(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LayerAudits.after_step
+    of_other_tests = observed_calls()
+    kept: list[list[int]] = []
+
+    def after_step(audits: LayerAudits, *arguments: Any) -> None:
+        original(audits, *arguments)
+        numbers = {id(call) for call in of_other_tests}
+        calls = [call for call in observed_calls() if id(call) not in numbers]
+        kept.append([len(call.products) for call in calls])
+        assert all(call.y is call.dw is None for call in calls)
+
+    monkeypatch.setattr(LayerAudits, "after_step", after_step)
+    cli.trained("run.name=a", *NVFP4, "audit.every=3")
+    # Steps 1 and 4 are audited, after which nothing is left.
+    assert kept == [[0], [], [], [0], [], []]
 
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
