@@ -89,7 +89,8 @@ class RandomKey(_Words):
             _refuse(seed, step, layer, operand, row_offset, col_offset)
         if counters is not None and counters.dtype != torch.int32:
             raise ValueError(f"counters: an int32 tensor is needed, not {counters.dtype}")
-        return super().__new__(cls, words, counters)
+        # a named tuple's own __new__ is one more call of Python for each operand
+        return tuple.__new__(cls, (words, counters))
 
     seed: int = _number("seed")
     step: int = _number("step")
