@@ -8,7 +8,7 @@ from pathlib import Path
 import audit_planting as planting
 import pytest
 from audit_run_faults import without_policy
-from command_line import STEADY, Cli
+from command_line import STEADY, Cli, Outcome
 
 from fp4train.audit import observe, start
 from fp4train.quantize import QuantSpec
@@ -32,14 +32,19 @@ def test_a_run_that_computes_what_its_plan_says_passes(cli: Cli) -> None:
     assert "0 faults" in ended.out
 
 
+def assert_named(ended: Outcome, words: str) -> None:
+    """A check ended with a fault whose name has these words."""
+    assert ended.code == 1
+    faults = json.loads(ended.out)["faults"]
+    assert any(words in name for fault in faults for name in fault["hypotheses"])
+
+
 def test_a_fault_is_named_and_is_the_exit_code(cli: Cli) -> None:
     assert cli(*RUN).code == 0
     change, words = planting.OPERAND_FAULTS["an option that resolves to off"]
     with planting.planted_operand(change):
         ended = cli.raw("check", "runs/a", "--json")
-    assert ended.code == 1
-    faults = json.loads(ended.out)["faults"]
-    assert any(words in name for fault in faults for name in fault["hypotheses"])
+    assert_named(ended, words)
 
 
 def test_a_fault_of_all_microbatches_but_the_first_is_found(cli: Cli) -> None:
@@ -47,9 +52,7 @@ def test_a_fault_of_all_microbatches_but_the_first_is_found(cli: Cli) -> None:
     change, words = planting.OPERAND_FAULTS["the same bits in every microbatch"]
     with planting.planted_operand(change):
         ended = cli.raw("check", "runs/a", "--json")
-    assert ended.code == 1
-    faults = json.loads(ended.out)["faults"]
-    assert any(words in name for fault in faults for name in fault["hypotheses"])
+    assert_named(ended, words)
 
 
 def test_what_runs_is_compared_with_the_plan_of_the_run_at_that_step(cli: Cli) -> None:

@@ -172,7 +172,6 @@ def test_scales_have_the_bits_of_the_reference_in_the_interpreter(cases: str) ->
     assert run.stdout.strip() == "equal", run.stdout + run.stderr
 
 
-@needs_triton
 def test_scales_of_a_plugin_that_round_in_their_own_way_have_no_kernel() -> None:
     def rounds_up(x: torch.Tensor) -> torch.Tensor:
         return SCALE_FORMATS.get("ue5m3").encode(x * 1.01)
