@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp4train.lab.analysis import figure as look
 from fp4train.lab.analysis.figure import Draw, style
-from fp4train.lab.analysis.history import History, Series, read_history
+from fp4train.lab.analysis.history import ROUTINE, History, Series, read_history
 from fp4train.lab.analysis.over_steps import RecipeRow, RecipeStrip
 from fp4train.text import counted
 
@@ -141,7 +141,7 @@ def _draw_small(axes: Axes, series: Series, title: str, *, log: bool = False) ->
 def _mark_events(axes: Axes, history: History) -> None:
     names: dict[int, list[str]] = {}
     for event in history.events():
-        if event.name != "recipe":  # the strip shows recipes
+        if event.name not in ("recipe", *ROUTINE):  # the strip shows recipes
             names.setdefault(event.step, []).append(event.name)
     for step, several in names.items():
         axes.axvline(

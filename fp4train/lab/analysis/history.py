@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4train.audit.fault import AUDIT
 from fp4train.errors import UserError
 from fp4train.paths import INIT_KEYS
 from fp4train.sealed import CONFIG, saved_config
@@ -32,6 +33,8 @@ Floats = NDArray[np.float64]
 Band = tuple[int, int, str]
 """First step, step after the last, recipe."""
 
+ROUTINE = (AUDIT,)
+"""Events that happen all the time, and are neither marked nor listed."""
 NOT_THE_SAME_RUN = (
     "run",
     "gpu",

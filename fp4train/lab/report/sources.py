@@ -16,7 +16,7 @@ from fp4train.files import Folder
 from fp4train.lab.analysis.counts import RunSummary, summarise
 from fp4train.lab.analysis.figure import plain
 from fp4train.lab.analysis.heatmap import Errors
-from fp4train.lab.analysis.history import Band, History, names_of, read_history
+from fp4train.lab.analysis.history import ROUTINE, Band, History, names_of, read_history
 from fp4train.lab.studies.results import Studies, read_studies
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal as run_journal
@@ -35,8 +35,6 @@ MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "
 """Event → matplotlib's marker on the band of a run."""
 IN_HISTORY = ("resume", "init", "rewind", "recipe")
 """Events of the metrics that the history tells, too."""
-ROUTINE = (AUDIT,)
-"""Events that happen all the time, and are not listed."""
 UNREADABLE = (
     UserError,
     OSError,

@@ -105,6 +105,13 @@ def test_odd_runs_are_drawn_too(tmp_path: Path, lines: list[dict[str, Any]]) -> 
     assert draw_curves(write_run(tmp_path / "run$_{$", lines)).read_bytes().startswith(PNG)
 
 
+def test_audits_without_a_fault_are_not_marked_and_faults_are(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"step": s, "train/loss": 2.0} for s in range(1, 9)]
+    lines += [{"step": 2, "event": "audit", "layer": "head"}, {"step": 6, "event": "audit fault"}]
+    axes = one_run(read_history(write_run(tmp_path / "run", lines)))(PICTURE).axes[0]
+    assert [text.get_text() for text in axes.texts if "audit" in text.get_text()] == ["audit fault"]
+
+
 def test_long_names_of_recipes_stay_in_the_picture_and_no_marker_is_cut(tmp_path: Path) -> None:
     names = ["NVFP4(" + "hadamard=False, " * n + "guard=1.0)" for n in (9, 2, 7, 5)]
     lines = [
