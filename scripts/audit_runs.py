@@ -39,12 +39,16 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What the audits of a run said: faults as a tracker has them, and failed checkpoints."""
+    """What the audits of a run said: faults as a tracker has them, and failed checkpoints.
+
+    audits: number of audits of a layer.
+    """
 
     faults: list[dict[str, Any]]
     refused: list[str]
     failed: list[str]
     code: int
+    audits: int
 
     @property
     def sentences(self) -> list[str]:
@@ -95,4 +99,5 @@ def _finding(metrics: Path, code: int) -> Finding:
     faults = [line for line in lines if line.get("event") == "audit fault"]
     refused = [line["reason"] for line in lines if line.get("event") == "checkpoint failed"]
     failed = [line["reason"] for line in lines if line.get("event") == "audit failed"]
-    return Finding(faults, refused, failed, code)
+    audits = sum(line.get("event") == "audit" for line in lines)
+    return Finding(faults, refused, failed, code, audits)
