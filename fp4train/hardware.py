@@ -29,10 +29,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
+import yaml
 
 from fp4train.text import first_line, near_miss
 
@@ -75,64 +75,23 @@ class Gpu:
         return self.name
 
 
-def _gpu(
-    name: str,
-    peaks: tuple[float, ...],
-    memory: tuple[float, float],
-    l2: float,
-    capability: tuple[int, int],
-    pattern: str,
-    links: tuple[str, int, float, float],
-) -> Gpu:
-    """A row of the table below. FP16 has BF16's rate, and FP6 has FP8's on Blackwell."""
-    fp4, fp8, bf16, tf32, fp32 = peaks
-    machine, domain, nvlink, network = links
-    rates = {
-        "FP4": fp4,
-        "FP6": fp8 if fp4 else 0,
-        "FP8": fp8,
-        "FP16": bf16,
-        "BF16": bf16,
-        "TF32": tf32,
-        "FP32": fp32,
-    }
-    return Gpu(
-        name=name,
-        peaks=MappingProxyType({rate: value * 1e12 for rate, value in rates.items() if value}),
-        bandwidth=memory[0] * 1e9,
-        capacity=memory[1] * 1e9,
-        l2=l2 * 1e6,
-        capability=capability,
-        pattern=pattern,
-        machine=machine,
-        domain=domain,
-        nvlink=nvlink * 1e9,
-        network=network * 1e9,
-    )
+_UNITS: Final = {"bandwidth": 1e9, "capacity": 1e9, "l2": 1e6, "nvlink": 1e9, "network": 1e9}
+"""Field → what its number in hardware.yaml is multiplied by."""
 
 
-# fmt: off
-GPUS: Final = (
-    # name, TFLOP/s of (FP4, FP8, BF16, TF32, FP32; 0: none), memory (GB/s, GB), L2 in MB,
-    # capability, pattern, (machine, GPUs per NVLink domain, GB/s of NVLink, GB/s of the network)
-    _gpu("A100",      (0, 0, 312, 156, 19.5),         (2039, 80),  40,  (8, 0),
-         r"A100-SXM\d?-80GB", ("DGX A100", 8, 300, 25)),
-    _gpu("A100-40GB", (0, 0, 312, 156, 19.5),         (1555, 40),  40,  (8, 0),
-         r"A100-SXM\d?-40GB", ("DGX A100", 8, 300, 25)),
-    _gpu("H100",      (0, 1979, 989.5, 494.5, 67),    (3350, 80),  50,  (9, 0),  r"H100 80GB HBM3",
-         ("DGX H100", 8, 450, 50)),
-    _gpu("H200",      (0, 1979, 989.5, 494.5, 67),    (4800, 141), 50,  (9, 0),  r"H200",
-         ("DGX H100", 8, 450, 50)),
-    _gpu("B200",      (9000, 4500, 2250, 1100, 75),   (7700, 180), 132, (10, 0), r"B200",
-         ("DGX B200", 8, 900, 50)),
-    _gpu("GB200",     (10000, 5000, 2500, 1250, 80),  (8000, 186), 132, (10, 0), r"GB200",
-         ("GB200 NVL72", 72, 900, 50)),
-    _gpu("B300",      (15000, 4500, 2250, 1125, 75),  (8000, 288), 132, (10, 3),
-         r"B300( SXM\d?( AC)?)?", ("DGX B300", 8, 900, 100)),
-    _gpu("GB300",     (15000, 5000, 2500, 1250, 80),  (8000, 288), 132, (10, 3), r"GB300",
-         ("GB300 NVL72", 72, 900, 100)),
-)
-# fmt: on
+def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
+    """An entry of hardware.yaml."""
+    peaks = {rate: tflops * 1e12 for rate, tflops in row["peaks"].items()}
+    sizes = {key: row[key] * unit for key, unit in _UNITS.items()}
+    capability = tuple(row["capability"])
+    return Gpu(name=name, **{**row, **sizes, "peaks": peaks, "capability": capability})
+
+
+@functools.cache
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs of hardware.yaml, in its order."""
+    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    return tuple(_gpu(name, row) for name, row in table.items())
 
 
 def find_gpu(name: str) -> Gpu:
@@ -149,13 +108,13 @@ def find_gpu(name: str) -> Gpu:
         .replace(" ", "-")
         .replace("_", "-")
     )
-    for gpu in GPUS:
+    for gpu in gpus():
         if table_name == gpu.name or (table_name, gpu.name) == ("A100-80GB", "A100"):
             return gpu
     detected = detect(str(name))
     if detected is not None:
         return detected
-    names = [gpu.name for gpu in GPUS]
+    names = [gpu.name for gpu in gpus()]
     raise ValueError(
         f"gpu={name!r} is not a GPU whose peak rates are known{near_miss(table_name, names)} "
         f"(known: {', '.join(names)})"
@@ -170,7 +129,9 @@ def detect(device_name: str) -> Gpu | None:
     peak.
     """
     word = re.sub(r"^(nvidia|tesla)\s+", "", device_name.strip(), flags=re.IGNORECASE)
-    return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, word, flags=re.IGNORECASE)), None)
+    return next(
+        (gpu for gpu in gpus() if re.fullmatch(gpu.pattern, word, flags=re.IGNORECASE)), None
+    )
 
 
 def peak_flops(gpu: Gpu, rate: str | None) -> float:

@@ -212,7 +212,7 @@ def screen(
     """The text of a template, the file `name` of `package`: lines of Jinja2, in which a name that
     nobody gives is an error. A list stands for its lines, a path for one line (`line`). Templates
     have `TOOLS` for tables and sentences, and filters: `form` and `number` for numbers, of which
-    the latter shows None as a dash, and `line`.
+    the latter shows None as a dash, `short`, `unit` and `time` for amounts, and `line`.
     """
     environment = _templates(package or "")
     if filters:
@@ -234,6 +234,7 @@ def _templates(package: str) -> "Environment":
         finalize=_inserted,
     )
     environment.filters |= {"form": format, "number": _number, "line": _line}
+    environment.filters |= {"short": short, "time": time_text, "unit": with_unit}
     environment.globals |= {tool.__name__: tool for tool in TOOLS}
     return environment
 
@@ -365,6 +366,14 @@ def three_digits(number: float) -> str:
     if number >= 999.5:
         return f"{number:,.0f}"
     return f"{number:.3g}"
+
+
+def time_text(seconds: float) -> str:
+    """ "12.3 µs", "4.56 ms", "7.89 s", "1.2 h": three digits."""
+    for unit, length in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length:
+            return f"{three_digits(seconds / length)} {unit}"
+    return f"{three_digits(seconds * 1e6)} µs"
 
 
 def p_value(p: float) -> str:

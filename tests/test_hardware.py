@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fp4train.hardware import GPUS, detect, find_gpu, peak_flops
+from fp4train.hardware import detect, find_gpu, gpus, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_name_is_one_gpus_only() -> None:
         "B300",
         "GB300",
     ):
-        assert sum(bool(re.fullmatch(gpu.pattern, device)) for gpu in GPUS) == 1
+        assert sum(bool(re.fullmatch(gpu.pattern, device)) for gpu in gpus()) == 1
 
 
 def test_published_dense_peaks() -> None:

@@ -253,15 +253,15 @@ def _plan(
         sentences = [kernels, *layers]
         produced_on = device.type
     else:
+        from fp4train.cli.cost_screens import render_step
         from fp4train.lab.costs.estimate import estimate
         from fp4train.lab.costs.mesh_plan import MeshPlan
-        from fp4train.lab.costs.screen import render_step, step_costs
 
         on_one_gpu = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=1)
         width = terminal_width()
         estimated = [
             estimate(plan, gpu, microbatches=config.train.microbatches).render(width),
-            render_step(step_costs(on_one_gpu, plan), width),
+            render_step(on_one_gpu, plan, width),
         ]
         sentences = [on_one_gpu.kernels[1]]
         produced_on = "cuda"
@@ -348,16 +348,17 @@ def _data(plan: Plan, model: nn.Module) -> dict[str, object]:
 
 def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
     """Print what the mesh will hold, send and cost."""
-    from fp4train.lab.costs.screen import cluster_json, show
+    from fp4train.cli.cost_screens import cluster_json, notes, render_mesh, stretch_costs
 
-    plan, costs = mesh_plan.costs()
+    mesh_plan.check()
+    plan = mesh_plan.plan()
+    check_oscillation(mesh_plan.config, plan)
+    costs = stretch_costs(mesh_plan, plan)
+    sentences = notes(mesh_plan, plan)
     if as_data:
         stretches = [cluster_json(*stretch_cost) for stretch_cost in costs]
-        head = {
-            "recipe": mesh_plan.config.recipe.name,
-            "notes": mesh_plan.notes(plan),
-            "stretches": stretches,
-        }
+        recipe = mesh_plan.config.recipe.name
+        head = {"recipe": recipe, "notes": sentences, "stretches": stretches}
         print(_json({**head, **_data(plan, mesh_plan.model)}))
         return 0
     _show(
@@ -365,16 +366,15 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         plan,
         mesh_plan.model,
         full=full,
-        on_mesh=show("cluster.txt", terminal_width(), costs=costs),
-        sentences=[f"note: {note}" for note in mesh_plan.notes(plan)],
+        on_mesh=render_mesh(costs, terminal_width()),
+        sentences=[f"note: {note}" for note in sentences],
     )
     return 0
 
 
 def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
     """Print the cheapest meshes, and the command that asks for the best."""
-    from fp4train.lab.costs.mesh_plan import distinct
-    from fp4train.lab.costs.screen import cluster_json, show
+    from fp4train.cli.cost_screens import cluster_json, distinct, overrides, render_search
 
     costs = mesh_plan.search()
     fitting = distinct([cost for cost in costs if cost.fits], 6)
@@ -385,14 +385,14 @@ def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
     chosen = ("train.microbatch", "model.recompute")
     kept = [word for word in command if word.partition("=")[0] not in chosen]
     best = (fitting or too_large)[0]
-    text = " ".join(["fp4train plan", *kept, *best.overrides()])
+    text = " ".join(["fp4train plan", *kept, *overrides(best)])
     if as_data:
         listed = [
-            {**cluster_json("", 0, cost), "overrides": cost.overrides()}
+            {**cluster_json("", 0, cost), "overrides": overrides(cost)}
             for cost in (*fitting, *too_large)
         ]
         print(_json({"command": text if fitting else None, "meshes": listed}))
     else:
         shown = [*fitting, *too_large]
-        print(fitted(show("search.txt", terminal_width(), costs=costs, shown=shown, command=text)))
+        print(fitted(render_search(costs, shown, text, terminal_width())))
     return 0 if fitting else 1

@@ -16,7 +16,7 @@ from fp4train.formats import (
     product_rate,
     value_table,
 )
-from fp4train.hardware import GPUS
+from fp4train.hardware import gpus
 from fp4train.quantize import QuantSpec, register
 
 PUBLISHED = {
@@ -57,7 +57,7 @@ def test_a_dtype_of_torch_stores_the_codes_as_they_are_packed(fmt: ElementFormat
 
 
 def test_a_rate_is_one_that_some_gpu_has() -> None:
-    rates = {rate for gpu in GPUS for rate in gpu.peaks}
+    rates = {rate for gpu in gpus() for rate in gpu.peaks}
     assert {fmt.rate for fmt in (*ELEMENT_FORMATS, *WIDE_FORMATS)} <= rates | {None}
 
 

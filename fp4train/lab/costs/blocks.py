@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -104,8 +104,9 @@ def measure_blocks(
     plans: Mapping[str, LayerPlan],
     recipe: Recipe,
     tokens: Tensor,
+    weights: Mapping[int | None, Sequence[ModelWeight]],
     *,
-    liger: bool = False,
+    liger: bool,
 ) -> tuple[list[BlockCost], list[int]]:
     """The costs of the distinct blocks of `model` (on the meta device), for a microbatch, and the
     index of that of each block. Blocks with equal plans and parameters cost the same.
@@ -113,55 +114,47 @@ def measure_blocks(
     Args:
         plans: plan of each linear layer, by name.
         tokens: token ids of the microbatch, [sequences, seq_len], on the meta device.
+        weights: weights of each block, by its index.
         liger: whether Liger's kernels run what they can.
     """
     model = copy.deepcopy(model)
-    plan_of = {module: plans[name] for name, module in model.named_modules() if name in plans}
+    blocks = find_blocks(model)
+    kernels = _Kernels()
+    for name, module in model.named_modules():
+        if name in plans:
+            module.forward = partial(kernels.layer, plans[name])
+        if liger and isinstance(module, Fusible):
+            module.operators = kernels
     distinct: dict[object, BlockCost] = {}
     order: list[int] = []
 
-    def measure(block: nn.Module, x: Tensor, *inputs: Any) -> Tensor:
-        layers = {part: plan_of[part] for part in block.modules() if part in plan_of}
-        shapes = [(name, parameter.shape) for name, parameter in block.named_parameters()]
-        products = [plan.products for plan in layers.values()]
-        key = (type(block), tuple(shapes), tuple(products))
+    def measure(index: int, x: Tensor, *inputs: Any) -> Tensor:
+        parts = [(w.shape, w.plan and w.plan.products) for w in weights[index]]
+        key = (type(blocks[index]), *parts)
         if key not in distinct:
             with torch.enable_grad():
-                distinct[key] = _measure(block, x, inputs, layers, liger)
+                cost = _measure(blocks[index], x, inputs, kernels)
+            distinct[key] = replace(cost, weights=weights[index])
         order.append([*distinct].index(key))
         return x
 
-    for block in find_blocks(model):
-        block.forward = partial(measure, block)
+    for index, block in enumerate(blocks):
+        block.forward = partial(measure, index)
     with use(Context(recipe=recipe)), torch.no_grad():
         model(tokens)
     return list(distinct.values()), order
 
 
-def _measure(
-    block: nn.Module,
-    x: Tensor,
-    inputs: Sequence[Any],
-    layers: Mapping[nn.Module, LayerPlan],
-    liger: bool,
-) -> BlockCost:
+def _measure(block: nn.Module, x: Tensor, inputs: Sequence[Any], kernels: _Kernels) -> BlockCost:
     """The cost of one block, called with `x` and `inputs`."""
     x = x.detach().clone().requires_grad_()
-    not_kept = {_storage(tensor) for tensor in (*inputs, *block.parameters())}
     kept: dict[object, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in not_kept:
-            kept[_storage(tensor)] = tensor
+        kept[_storage(tensor)] = tensor
         return tensor
 
-    counter = _WorkCounter()
-    kernels = _Kernels(counter)
-    for part in block.modules():
-        if part in layers:
-            part.forward = partial(kernels.layer, layers[part])
-        if liger and isinstance(part, Fusible):
-            part.operators = kernels
+    counter = kernels.counter = _WorkCounter()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), kernels, counter:
         result = type(block).forward(block, x, *inputs)
     # A block may return the terms of the stream. The next norm adds them up, and in OLMo 2 an
@@ -172,13 +165,15 @@ def _measure(
     counter.work = PassWork(attention=BACKWARD_OF_ATTENTION * forward.attention)
     with counter:
         torch.autograd.backward(terms, [torch.empty_like(term) for term in terms])
-    sizes = {tensor: tensor.untyped_storage().nbytes() for tensor in kept.values()}
-    repeated = [tensor for tensor in sizes if tensor.shape == x.shape]
+    for tensor in (*inputs, *block.parameters()):
+        kept.pop(_storage(tensor), None)
+    sizes = [(tensor.untyped_storage().nbytes(), tensor.shape) for tensor in kept.values()]
+    kernels.counter = _WorkCounter()  # what follows the block is none of its work
     return BlockCost(
         forward=forward,
         backward=counter.work,
-        saved=sum(sizes.values()),
-        unsplit=sum(sizes[tensor] for tensor in repeated),
+        saved=sum(size for size, _ in sizes),
+        unsplit=sum(size for size, shape in sizes if shape == x.shape),
         input=_bytes([x]),
     )
 
@@ -195,11 +190,14 @@ def _bytes(values: Iterable[Any]) -> float:
 
 
 class _WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the work of operators; views and allocations have none."""
+    """Adds up the work of a block's operators; views and allocations have none. Layers that read
+    one x keep its codes once: `codes`.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.work = PassWork()
+        self.codes: dict[object, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -239,15 +237,15 @@ class _Kernel(torch.autograd.Function):
         return None, None, None, *map(torch.empty_like, ctx.inputs)
 
 
+_RUN: Final[Any] = _Kernel.apply
+
+
 class _Kernels(Liger, TorchFunctionMode):
     """What GPUs run as one kernel each: planned layers, attention, norms and Liger's kernels."""
 
-    def __init__(self, counter: _WorkCounter) -> None:
+    def __init__(self) -> None:
         TorchFunctionMode.__init__(self)
-        self._counter = counter
-        self._elsewhere: Any = partial(_Kernel.apply, None)
-        self._fused: Any = partial(_Kernel.apply, counter)
-        self._codes: dict[object, Tensor] = {}
+        self.counter = _WorkCounter()
 
     def layer(self, plan: LayerPlan, x: Tensor, *counts: object) -> Any:
         """A linear layer, or experts with the `counts` of their rows; layers of one x share what
@@ -259,9 +257,9 @@ class _Kernels(Liger, TorchFunctionMode):
         else:
             size = math.ceil(saved_bytes(plan, x.shape[:-1].numel()))
             codes = torch.empty(size, dtype=torch.uint8, device="meta")
-            kept = self._codes.setdefault((_storage(x), source.codes), codes)
+            kept = self.counter.codes.setdefault((_storage(x), source.codes), codes)
         y = x.new_empty((*x.shape[:-1], plan.layer.out_features))
-        return self._elsewhere([y], [kept], x)
+        return _RUN(None, [y], [kept], x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -272,22 +270,22 @@ class _Kernels(Liger, TorchFunctionMode):
         q, k, v = args[:3]
         batch, heads, time, width = q.shape
         products = 2 if keywords.get("is_causal") else 4
-        self._counter.work.attention += products * batch * heads * time**2 * width
+        self.counter.work.attention += products * batch * heads * time**2 * width
         # The layout of the kernels: heads of a token lie side by side.
         out = q.new_empty((batch, time, heads, v.shape[-1])).transpose(1, 2)
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        return self._elsewhere([out], [q, k, v, out, sums], q, k, v)
+        return _RUN(None, [out], [q, k, v, out, sums], q, k, v)
 
     def rms_norm(self, x: Tensor, *_: object) -> Any:
-        return self._fused([torch.empty_like(x)], [x], x)
+        return _RUN(self.counter, [torch.empty_like(x)], [x], x)
 
     def add_rms_norm(self, x: Tensor, change: Tensor, *_: object) -> Any:
         total = torch.empty_like(x)
-        return self._fused([torch.empty_like(x), total], [total], x, change)
+        return _RUN(self.counter, [torch.empty_like(x), total], [total], x, change)
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Any:
-        return self._fused([torch.empty_like(gate)], [gate, up], gate, up)
+        return _RUN(self.counter, [torch.empty_like(gate)], [gate, up], gate, up)
 
     def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, *_: object) -> Any:
         rotated = [torch.empty_like(q_BHTE), torch.empty_like(k_BHTE)]
-        return self._fused(rotated, [], q_BHTE, k_BHTE)
+        return _RUN(self.counter, rotated, [], q_BHTE, k_BHTE)

@@ -19,11 +19,11 @@ than the GPU runs them.
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from fp4train.hardware import Gpu
-from fp4train.lab.costs.blocks import BlockCost, PassWork
-from fp4train.lab.costs.links import Collective, Group
+from fp4train.lab.costs.blocks import BlockCost
+from fp4train.lab.costs.links import Collectives
 from fp4train.lab.costs.memory import USABLE, of_stream, rank_memory
 from fp4train.lab.costs.roofline import COPY, sustained
 from fp4train.lab.costs.rows import layer_costs
@@ -65,12 +65,36 @@ ENDS: Final = 32 + 10 + 8
 """Bytes per element of the residual stream that embedding (float32 rows are read and rounded, their
 gradients added), the last norm and the loss move."""
 
+FLOWS: Final = {
+    "weight gathers": "shard",
+    "gradient reduction": "shard",
+    "gradient all-reduce": "replicate",
+    "tensor gathers and scatters": "tensor",
+}
+"""Collectives of a step, by name, and the kind of ranks that send them."""
+
 GEMM = "GEMMs"
 QUANTISING = "quantising"
 """What the seconds of a block are spent on, beside others."""
 
 Seconds = dict[str, float]
 """Seconds by what they are spent on."""
+
+
+class PassCost(NamedTuple):
+    """The forward or the backward pass of a block and microbatch.
+
+    Args:
+        seconds: seconds by what they are spent on.
+        tensor_sizes: bytes of each tensor that tensor-parallel ranks gather or scatter.
+    """
+
+    seconds: Seconds
+    tensor_sizes: Sequence[float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
 
 
 class ClusterCost:
@@ -90,55 +114,26 @@ class ClusterCost:
         self._passes = [self._block(block) for block in workload.blocks]
         stages = [self._stage(*stage) for stage in enumerate(workload.stages(mesh))]
         parts, collectives = max(stages, key=lambda stage: sum(stage[0].values()))
-        if mesh.pipeline > 1:
-            waits = (mesh.pipeline - 1) / (mesh.virtual * mesh.microbatches)
-            parts["pipeline bubble"] = waits * sum(parts.values())
+        waits = (mesh.pipeline - 1) / (mesh.virtual * mesh.microbatches)
+        parts["pipeline bubble"] = waits * sum(parts.values())
         moved = OPTIMIZER + 2 * workload.states.get(Moments.title, 0)
         parts["optimizer"] = moved * self.memory.parameters / self._copy
+        self.collectives = [flow for flow in collectives if flow.sent]
         self.parts: Mapping[str, float] = {name: value for name, value in parts.items() if value}
         """Seconds of a step by what they are spent on; they add up to the step."""
-        self.collectives = [flow for flow in collectives if flow.sent]
-
-    @property
-    def seconds(self) -> float:
+        self.seconds = sum(self.parts.values())
         """Seconds per optimizer step."""
-        return sum(self.parts.values())
-
-    @property
-    def tokens(self) -> int:
+        self.tokens = workload.tokens * mesh.microbatches * mesh.data
         """Tokens per optimizer step."""
-        return self.workload.tokens * self.mesh.microbatches * self.mesh.data
-
-    @property
-    def tokens_per_gpu(self) -> float:
+        self.tokens_per_gpu = self.tokens / self.seconds / mesh.gpus
         """Tokens per second and GPU."""
-        return self.tokens / self.seconds / self.mesh.gpus
-
-    @property
-    def flops_per_gpu(self) -> float:
+        self.flops_per_gpu = self.tokens_per_gpu * workload.flops_per_token
         """Model FLOP/s of one GPU, recomputation not counted."""
-        return self.tokens_per_gpu * self.workload.flops_per_token
-
-    @property
-    def mfu(self) -> float:
+        self.mfu = self.flops_per_gpu / gpu.peaks["BF16"]
         """Share of the GPU's BF16 peak, whatever the recipe, so that recipes compare."""
-        return self.flops_per_gpu / self.gpu.peaks["BF16"]
-
-    @property
-    def usable(self) -> float:
+        self.usable = USABLE * gpu.capacity
         """Bytes of each GPU that a plan may fill."""
-        return USABLE * self.gpu.capacity
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.total <= self.usable
-
-    def overrides(self) -> list[str]:
-        """The keys that ask for this mesh, microbatch and recomputation."""
-        keys = [*self.mesh.overrides(), f"train.microbatch={self.workload.sequences}"]
-        if self.workload.recomputed:
-            keys.append("model.recompute=true")
-        return keys
+        self.fits = self.memory.total <= self.usable
 
     def _layers(self, weights: Sequence[ModelWeight]) -> tuple[Seconds, Seconds]:
         """(Forward, backward) of linear layers and a microbatch. A weight is quantised once per
@@ -147,55 +142,41 @@ class ClusterCost:
         mesh = self.mesh
         tokens = self.workload.tokens // mesh.context
         forward: Seconds = {GEMM: 0.0, QUANTISING: 0.0}
-        backward: Seconds = {GEMM: 0.0, QUANTISING: 0.0}
+        backward = dict(forward)
         for weight in weights:
             passes = 1.0
             if mesh.shard == 1 or weight.wire(mesh).coded:
                 passes = 1 / (mesh.shard * mesh.microbatches)
             for row in layer_costs(weight.part(mesh), self.gpu, tokens, weight_passes=passes):
-                seconds = backward
-                if row.gemm_name == "fprop":
-                    seconds = forward
+                seconds = forward if row.gemm_name == "fprop" else backward
                 seconds[GEMM] += row.gemm / sustained(self.gpu)
                 seconds[QUANTISING] += row.quantise
         return forward, backward
 
-    def _block(self, block: BlockCost) -> tuple[Seconds, Seconds]:
-        """(Forward, backward) of a block and microbatch."""
-        passes = self._layers(block.layers)
-        works = (block.forward, block.backward)
-        group = Group.along(self.mesh, "tensor", self.gpu)
-        for seconds, work, sizes in zip(passes, works, self._tensor_sizes(block), strict=True):
-            seconds |= self._between_products(work)
-            seconds["tensor collectives"] = sum(map(group.seconds, sizes))
-        return passes
-
-    def _tensor_sizes(self, block: BlockCost) -> tuple[list[float], list[float]]:
-        """`tensor_traffic` of a block and microbatch."""
-        stream = block.input / self.mesh.context
-        return tensor_traffic(block.weights, stream, self.mesh)
-
-    def _between_products(self, work: PassWork) -> Seconds:
-        """Attention, and the operations between the products: by their bytes or their
-        arithmetic.
+    def _block(self, block: BlockCost) -> tuple[PassCost, PassCost]:
+        """(Forward, backward) of a block and microbatch: its layers; attention; the operations
+        between the products, by their bytes or their arithmetic; what tensor-parallel ranks send.
         """
-        ranks = self.mesh.tensor * self.mesh.context
-        if self.workload.compiled:
-            moved = FUSED * (work.operators + work.kernels)
-        else:
-            moved = work.operators / EAGER + work.kernels
+        mesh = self.mesh
+        ranks = mesh.tensor * mesh.context
         rate = sustained(self.gpu) * ranks
-        flops = work.flops / (self.gpu.peaks["FP32"] * rate)
-        return {
-            "attention": work.attention / (self.gpu.peaks["BF16"] * ATTENTION * rate),
-            "elementwise": max(moved / ranks / self._copy, flops),
-        }
+        flows = Collectives.along("tensor", mesh, self.gpu)
+        traffic = tensor_traffic(block.weights, block.input / mesh.context, mesh)
+        passes = []
+        for seconds, work, sizes in zip(
+            self._layers(block.layers), (block.forward, block.backward), traffic, strict=True
+        ):
+            moved = work.operators / EAGER + work.kernels
+            if self.workload.compiled:
+                moved = FUSED * (work.operators + work.kernels)
+            flops = work.flops / (self.gpu.peaks["FP32"] * rate)
+            seconds["attention"] = work.attention / (self.gpu.peaks["BF16"] * ATTENTION * rate)
+            seconds["elementwise"] = max(moved / ranks / self._copy, flops)
+            seconds["tensor collectives"] = sum(map(flows.alone, sizes))
+            passes.append(PassCost(seconds, sizes))
+        return passes[0], passes[1]
 
-    def _flow(self, name: str, kind: str) -> Collective:
-        """Collectives of ranks of a kind, of which nothing is sent yet."""
-        return Collective(name=name, group=Group.along(self.mesh, kind, self.gpu))
-
-    def _stage(self, number: int, counts: Counter[int]) -> tuple[Seconds, list[Collective]]:
+    def _stage(self, number: int, counts: Counter[int]) -> tuple[Seconds, list[Collectives]]:
         """Seconds of all microbatches on one stage, and its collectives.
 
         Weights outside the blocks are gathered before a forward pass and kept for its backward
@@ -203,29 +184,25 @@ class ClusterCost:
         """
         mesh = self.mesh
         m = mesh.microbatches
+        recomputed = self.workload.recomputed
         parts: defaultdict[str, float] = defaultdict(float)
+        gathers, scatters, reductions, tensor = flows = [
+            Collectives.along(kind, mesh, self.gpu, name) for name, kind in FLOWS.items()
+        ]
         outer = self.workload.outer(number, mesh)
         units: list[tuple[Sequence[ModelWeight], int, float, float]] = [(outer, 1, 0.0, 0.0)]
-        tensor = self._flow("tensor gathers and scatters", "tensor")
         for index, times in counts.items():
-            block = self.workload.blocks[index]
             forward, backward = self._passes[index]
-            again = self.workload.recomputed * sum(forward.values())
+            again = recomputed * forward.total
             parts["recomputation"] += times * m * again
-            for seconds in (forward, backward):
-                for name, value in seconds.items():
+            for one_pass, repeats in ((forward, 1 + recomputed), (backward, 1.0)):
+                tensor.add(times * m * repeats, one_pass.tensor_sizes)
+                for name, value in one_pass.seconds.items():
                     parts[name] += times * m * value
-            passes = (1 + self.workload.recomputed, 1.0)
-            for repeats, sizes in zip(passes, self._tensor_sizes(block), strict=True):
-                tensor.add(times * m * repeats, sizes)
-            hidden_by = (sum(forward.values()), sum(backward.values()) + again)
-            units.append((block.weights, times, *hidden_by))
-        gathers = self._flow("weight gathers", "shard")
-        scatters = self._flow("gradient reduction", "shard")
-        reductions = self._flow("gradient all-reduce", "replicate")
-        repeats = self.workload.recomputed > 0
+            weights = self.workload.blocks[index].weights
+            units.append((weights, times, forward.total, backward.total + again))
         for weights, times, forward_seconds, backward_seconds in units:
-            part = on_rank(weights, mesh, repeats=repeats)
+            part = on_rank(weights, mesh, repeats=recomputed > 0)
             scattered = mesh.reduce_bytes * part.elements
             gathers.add(times * m, [part.forward], forward_seconds)
             left = gathers.add(times * m, [part.backward], backward_seconds)
@@ -240,7 +217,7 @@ class ClusterCost:
         if number == mesh.pipeline - 1:
             for name, value in self._ends().items():
                 parts[name] += m * value
-        return dict(parts), [gathers, scatters, reductions, tensor]
+        return parts, flows
 
     def _ends(self) -> Seconds:
         """Seconds of what lies outside the blocks, for a microbatch."""
@@ -248,8 +225,7 @@ class ClusterCost:
         logit_bytes = self.workload.logit_bytes
         if self.workload.liger and mesh.tensor == 1:
             logit_bytes = MOVED["cross_entropy"][0]
-        tokens = self.workload.tokens / mesh.context
-        logits = tokens * self.workload.vocabulary / mesh.tensor
+        logits = self.workload.tokens / mesh.context * self.workload.vocabulary / mesh.tensor
         stream = of_stream(self.workload.blocks[0].input, mesh)
         head = self._layers(self.workload.head)
         return {

@@ -11,7 +11,7 @@ from fp4train.lab.costs.roofline import gemm_seconds
 from fp4train.lab.costs.rows import EMULATING, GemmCost, layer_costs, quantise_seconds
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import fold_blocks
-from fp4train.text import screen, three_digits
+from fp4train.text import screen
 
 LARGEST = 1 << 16
 """n of the largest product n×n×n that is tried for a break-even point."""
@@ -34,11 +34,6 @@ class StretchCost:
     def total(self) -> float:
         """Seconds per step as planned, quantising included."""
         return sum(row.total for row in self.rows)
-
-    @property
-    def losing(self) -> list[GemmCost]:
-        """GEMMs that would be faster unquantised on this GPU."""
-        return [row for row in self.rows if row.loses]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +69,7 @@ class CostEstimate:
 
         Equal blocks are folded into one heading ("blocks.0–11.mlp.up"), with the times of one.
         """
-        filters = {"time": time_text}
-        return screen(
-            __package__, "estimate.txt", filters, cost=self, fold=fold_blocks, width=width
-        )
+        return screen(__package__, "estimate.txt", cost=self, fold=fold_blocks, width=width)
 
 
 def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
@@ -130,11 +122,3 @@ def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | No
     if smallest == len(sizes):
         return None
     return sizes[smallest]
-
-
-def time_text(seconds: float) -> str:
-    """ "12.3 µs", "4.56 ms", "7.89 s", "1.2 h": three digits."""
-    for unit, length in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
-        if seconds >= length:
-            return f"{three_digits(seconds / length)} {unit}"
-    return f"{three_digits(seconds * 1e6)} µs"

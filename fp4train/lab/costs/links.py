@@ -1,4 +1,4 @@
-"""The bytes and seconds of a collective on the links between ranks (`hardware.py`).
+"""The bytes and seconds of collectives on the links between ranks (`hardware.py`).
 
 A link has two speeds: NVLink inside of a domain, the network between domains. Speeds are bytes/s
 per GPU and direction.
@@ -36,74 +36,59 @@ _ORDER: Final = ("tensor", "context", "shard", "replicate", "pipeline")
 """Kinds of ranks; neighbours in the first differ by 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Ranks of one collective.
+@dataclass(kw_only=True)
+class Collectives:
+    """What the ranks of one kind send each other, per step and rank.
 
     Args:
         size: number of ranks.
         near: those of them in one NVLink domain.
-    """
-
-    gpu: Gpu
-    size: int
-    near: int
-
-    @classmethod
-    def along(cls, mesh: Mesh, kind: str, gpu: Gpu) -> Group:
-        """The ranks of a mesh of one of the kinds in `_ORDER`, in domains that hold equal parts of
-        them."""
-        nearer = _ORDER[: _ORDER.index(kind)]
-        stride = math.prod(getattr(mesh, name) for name in nearer)
-        size = getattr(mesh, kind)
-        most = max(1, gpu.domain // stride)
-        near = max(n for n in range(1, size + 1) if size % n == 0 and n <= most)
-        return cls(gpu=gpu, size=size, near=near)
-
-    @property
-    def link(self) -> str:
-        """ "NVLink", or "network" if the group spans domains."""
-        return "NVLink" if self.near == self.size else "network"
-
-    def sent(self, size: float) -> float:
-        """Bytes that a rank sends when a tensor of `size` bytes is gathered, or reduced and
-        scattered."""
-        return (self.size - 1) / self.size * size
-
-    def seconds(self, size: float) -> float:
-        """Seconds of gathering, or of reducing and scattering, a tensor of `size` bytes."""
-        within = self.sent(size) / (self.gpu.nvlink * NVLINK_SHARE)
-        domains = self.size // self.near
-        between = (domains - 1) / domains * size / (self.near * self.gpu.network * NETWORK_SHARE)
-        return max(within, between) + LATENCY * math.log2(self.size)
-
-
-@dataclass(kw_only=True)
-class Collective:
-    """One kind of communication, per step and rank.
-
-    Args:
         sent: bytes that the rank sends.
         seconds: seconds of the collectives alone.
         exposed: seconds that no computation hides.
     """
 
     name: str
-    group: Group
+    gpu: Gpu
+    size: int
+    near: int
     sent: float = 0.0
     seconds: float = 0.0
     exposed: float = 0.0
 
+    @classmethod
+    def along(cls, kind: str, mesh: Mesh, gpu: Gpu, name: str = "") -> Collectives:
+        """Those of the ranks of a mesh of one of the kinds in `_ORDER`, in domains that hold equal
+        parts of them; nothing is sent yet."""
+        nearer = _ORDER[: _ORDER.index(kind)]
+        stride = math.prod(getattr(mesh, axis) for axis in nearer)
+        size = getattr(mesh, kind)
+        most = max(1, gpu.domain // stride)
+        near = max(n for n in range(1, size + 1) if size % n == 0 and n <= most)
+        return cls(name=name, gpu=gpu, size=size, near=near)
+
     @property
     def link(self) -> str:
-        return self.group.link
+        """ "NVLink", or "network" if the group spans domains."""
+        return "NVLink" if self.near == self.size else "network"
+
+    def alone(self, size: float) -> float:
+        """Seconds of gathering, or of reducing and scattering, a tensor of `size` bytes."""
+        within = self._share(size) / (self.gpu.nvlink * NVLINK_SHARE)
+        domains = self.size // self.near
+        between = (domains - 1) / domains * size / (self.near * self.gpu.network * NETWORK_SHARE)
+        return max(within, between) + LATENCY * math.log2(self.size)
 
     def add(self, times: float, sizes: Sequence[float], hides: float = 0.0) -> float:
         """Add `times` such series of gathers or scatters, each of tensors of `sizes` bytes beside a
         computation of `hides` seconds; returns the seconds of it that are left.
         """
-        seconds = sum(map(self.group.seconds, sizes))
-        self.sent += times * sum(map(self.group.sent, sizes))
+        seconds = sum(map(self.alone, sizes))
+        self.sent += times * sum(map(self._share, sizes))
         self.seconds += times * seconds
         self.exposed += times * max(0.0, seconds - hides)
         return max(0.0, hides - seconds)
+
+    def _share(self, size: float) -> float:
+        """Bytes that a rank sends of a tensor of `size` bytes: all but its own part."""
+        return (self.size - 1) / self.size * size

@@ -6,9 +6,10 @@ ways to divide the data ranks into shards and replicas, microbatches of 1, 2, 4 
 recomputation on and off. What a run refuses is refused here in its words, and left out of a search.
 """
 
-from collections.abc import Iterable, Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 from typing import Final
 
@@ -20,16 +21,15 @@ from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.workload import Workload, workload
 from fp4train.models.common.cut import tensor_cut
-from fp4train.parallel.config import Mesh
+from fp4train.parallel.config import Mesh, Parallel
 from fp4train.parallel.stages import cut_of, tied_weights
 from fp4train.parallel.tensor import check_division, tensor_cut_of
 from fp4train.precision.gather import gather_mode
 from fp4train.precision.layers import find_layers
 from fp4train.precision.phases import Timeline
 from fp4train.precision.plan import Plan
-from fp4train.precision.report import gathers
 from fp4train.run.build import build_plan
-from fp4train.run.checks import check_cut, check_oscillation, divided_blocks
+from fp4train.run.checks import check_cut
 from fp4train.run.fuse import kernels_of
 from fp4train.run.states import bytes_per_parameter
 
@@ -66,20 +66,31 @@ class MeshPlan:
             UserError: its size is not the number of GPUs.
         """
         parallel = self.config.parallel
+        train = self.config.train
         gpus = self.gpus or parallel.others * max(1, parallel.dp_shard)
         with user_errors(ValueError, before=f"gpus={gpus}: ", after="; parallel=auto finds a mesh"):
             mesh = parallel.mesh(gpus)
-        takes_float32 = self.config.train.whole_weights is not None
-        gather = gather_mode(parallel.gather, fully_gathered=takes_float32)
-        rows = max(1, self.config.train.rows(mesh.data)) * mesh.data
-        microbatches = max(1, self.config.train.batch_size // rows)
-        return replace(mesh, microbatches=microbatches, gather=gather)
+        gather = gather_mode(parallel.gather, fully_gathered=train.whole_weights is not None)
+        rows = max(1, train.rows(mesh.data)) * mesh.data
+        return replace(mesh, microbatches=max(1, train.batch_size // rows), gather=gather)
 
-    def plan(self, sequences: int, mesh: Mesh) -> Plan:
-        """The plan of a rank with microbatches of so many sequences."""
-        train = replace(self.config.train, batch_size=sequences, microbatch=sequences)
-        parallel = replace(self.config.parallel, tp=mesh.tensor)
-        config = replace(self.config, train=train, parallel=parallel)
+    def check(self) -> None:
+        """Check that a run begins on the mesh.
+
+        Raises:
+            UserError: it does not; the message says what to do.
+        """
+        mesh = self.mesh
+        with user_errors(TypeError, ValueError):
+            if mesh.tensor > 1:
+                check_division(self.model, tensor_cut_of(self.model, mesh.tensor), mesh.tensor)
+            if mesh.pipeline > 1:
+                tied_weights(self.model, cut_of(self.model, self.config.parallel))
+            check_cut(self.config, mesh)
+
+    def plan(self) -> Plan:
+        """The plan of a rank, which has a part of each layer."""
+        mesh = self.mesh
         cut = tensor_cut(self.model)
         parts = {
             name: layer.part(
@@ -88,78 +99,32 @@ class MeshPlan:
             for name, layer in find_layers(self.model).items()
         }
         device = Device.elsewhere(self.gpu)
-        return build_plan(config, parts, self.timeline, device, mesh.data, stages=mesh.pipeline)
+        return build_plan(
+            self.config, parts, self.timeline, device, mesh.data, stages=mesh.pipeline
+        )
 
-    def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
-        """(Title, steps, workload) of every stretch of the run."""
+    def workloads(self, plan: Plan) -> list[Workload]:
+        """The workload of every stretch of a plan."""
+        train = self.config.train
         uncut = find_layers(self.model)
-        loads = []
-        for stretch in plan.stretches:
-            plans = {
-                name: replace(layer_plan, layer=uncut[name])
-                for name, layer_plan in stretch.layers.items()
-            }
-            load = workload(
+        return [
+            workload(
                 self.model,
-                plans,
+                {name: replace(layer, layer=uncut[name]) for name, layer in stretch.layers.items()},
                 stretch.recipe,
-                sequences=sequences,
-                seq_len=self.config.train.seq_len,
-                compiled=self.config.train.compile,
+                sequences=train.rows(self.mesh.data),
+                seq_len=train.seq_len,
+                compiled=train.compile,
                 liger=self.kernels[0],
-            )
-            load = replace(
-                load,
                 recomputed=float(getattr(self.config.model, "recompute", False)),
                 states=bytes_per_parameter(self.config, self.model),
             )
-            loads.append((stretch.title, stretch.stop - stretch.start, load))
-        return loads
-
-    def costs(self) -> tuple[Plan, list[tuple[str, int, ClusterCost]]]:
-        """The plan, and (title, steps, cost) of every stretch on the mesh that was asked for.
-
-        Raises:
-            UserError: the mesh cannot be; the message says what to do.
-        """
-        mesh = self.mesh
-        self._check(mesh, self.config.train.microbatch)
-        sequences = self.config.train.rows(mesh.data)
-        plan = self.plan(sequences, mesh)
-        check_oscillation(self.config, plan)
-        loads = self.workloads(plan, sequences)
-        return plan, [
-            (title, steps, ClusterCost(load, self.gpu, mesh)) for title, steps, load in loads
+            for stretch in plan.stretches
         ]
 
-    def notes(self, plan: Plan) -> list[str]:
-        """How weights are gathered, and which kernels run between the products."""
-        mesh = self.mesh
-        liger, sentence = self.kernels
-        if mesh.tensor > 1 and liger:
-            sentence += " The loss is torch's where ranks share the vocabulary."
-        notes = [divided_blocks(plan), sentence]
-        if mesh.shard > 1:
-            layers = [layer for stretch in plan.stretches for layer in stretch.layers.values()]
-            reader = self.config.train.whole_weights
-            gather = self.config.parallel.gather
-            notes.insert(0, gathers(layers, mesh.shard, gather, fully_gathered=reader))
-        return list(filter(None, notes))
-
-    def _check(self, mesh: Mesh, sequences: int | None) -> None:
-        """Check that a run with microbatches of so many sequences begins on `mesh`.
-
-        Raises:
-            UserError: it does not.
-        """
-        train = replace(self.config.train, microbatch=sequences)
-        parallel = replace(self.config.parallel, tp=mesh.tensor, pp=mesh.pipeline)
-        with user_errors(TypeError, ValueError):
-            if mesh.tensor > 1:
-                check_division(self.model, tensor_cut_of(self.model, mesh.tensor), mesh.tensor)
-            if mesh.pipeline > 1:
-                tied_weights(self.model, cut_of(self.model, parallel))
-            check_cut(replace(self.config, train=train, parallel=parallel), mesh)
+    def costs(self, plan: Plan) -> list[ClusterCost]:
+        """The cost of every stretch of a plan."""
+        return [ClusterCost(load, self.gpu, self.mesh) for load in self.workloads(plan)]
 
     def search(self) -> list[ClusterCost]:
         """The meshes of a search that a run begins on, the fastest first, those that fit before
@@ -168,16 +133,23 @@ class MeshPlan:
         Raises:
             UserError: there is none; the message says what to do.
         """
-        self.plan(1, Mesh(pipeline=2))  # refuses what no mesh can run
-        measured = lru_cache(self._measured)
+        self._sized(1, 2, Parallel(pp=2)).plan()  # refuses what no mesh can run
         choices = (0.0, 1.0) if hasattr(self.config.model, "recompute") else (0.0,)
-        costs = []
-        for mesh, sequences in self._meshes():
-            load = measured(sequences, mesh.tensor, min(mesh.data, 2))
-            if load is None:
+        loads: dict[tuple[int, int], Workload | None] = {}
+        costs: list[ClusterCost] = []
+        for sequences, parallel in self._meshes():
+            candidate = self._sized(sequences, self.gpus, parallel)
+            size = (sequences, parallel.tp)
+            try:
+                candidate.check()
+                if size not in loads:
+                    loads[size] = None  # unless a plan follows: the backend runs parts of layers
+                    loads[size] = candidate.workloads(candidate.plan())[0]
+            except UserError:
                 continue
-            for recomputed in choices:
-                costs.append(ClusterCost(replace(load, recomputed=recomputed), self.gpu, mesh))
+            if (load := loads[size]) is not None:
+                again = [replace(load, recomputed=share) for share in choices]
+                costs += [ClusterCost(load, self.gpu, candidate.mesh) for load in again]
         if not costs:
             raise UserError(
                 f"no mesh of gpus={self.mesh.gpus} divides the model's heads and blocks and "
@@ -186,56 +158,17 @@ class MeshPlan:
             )
         return sorted(costs, key=lambda cost: (not cost.fits, cost.seconds, cost.memory.total))
 
-    def _meshes(self) -> Iterator[tuple[Mesh, int]]:
-        """The meshes that a run begins on, each with the sequences of a microbatch: their data
-        ranks divide the forward passes, in pipelines that fill.
-        """
-        like = self.mesh
-        sizes = product(
-            MICROBATCHES,
-            _divisors(like.gpus, self.gpu.domain),
-            _divisors(like.gpus, MOST_STAGES),
-            _divisors(like.gpus, like.gpus),
-        )
-        for sequences, tensor, pipeline, shard in sizes:
-            passes = self.config.train.batch_size / sequences
-            replicas = like.gpus / (tensor * pipeline * shard)
-            microbatches = passes / (replicas * shard)
-            if replicas % 1 or microbatches % 1 or 1 < pipeline > microbatches:
-                continue
-            mesh = replace(
-                like,
-                tensor=tensor,
-                pipeline=pipeline,
-                replicate=int(replicas),
-                shard=shard,
-                microbatches=int(microbatches),
-            )
-            try:
-                self._check(mesh, sequences)
-            except UserError:
-                continue
-            yield mesh, sequences
+    def _meshes(self) -> Iterator[tuple[int, Parallel]]:
+        """(Sequences of a microbatch, sizes of a mesh) of all GPUs that divide the batch."""
+        gpus = self.mesh.gpus
+        most = (self.gpu.domain, MOST_STAGES, gpus)
+        divisors = [[n for n in range(1, min(gpus, m) + 1) if gpus % n == 0] for m in most]
+        for sequences, tp, pp, shard in product(MICROBATCHES, *divisors):
+            replicas, remainder = divmod(gpus, tp * pp * shard)
+            if not remainder and not self.config.train.batch_size % (sequences * replicas * shard):
+                yield sequences, Parallel(dp_replicate=replicas, dp_shard=shard, tp=tp, pp=pp)
 
-    def _measured(self, sequences: int, tensor: int, data: int) -> Workload | None:
-        """The workload of the first stretch; None: the named backend runs no parts of layers."""
-        try:
-            plan = self.plan(sequences, Mesh(tensor=tensor, replicate=data))
-        except UserError:
-            if tensor == 1:
-                raise
-            return None
-        return self.workloads(plan, sequences)[0][2]
-
-
-def _divisors(number: int, most: int) -> list[int]:
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
-
-
-def distinct(ranked: Iterable[ClusterCost], number: int) -> list[ClusterCost]:
-    """The first costs of distinct meshes, microbatches apart."""
-    best: dict[object, ClusterCost] = {}
-    for cost in ranked:
-        recomputed = cost.workload.recomputed
-        best.setdefault((cost.mesh.tensor, cost.mesh.pipeline, cost.mesh.shard, recomputed), cost)
-    return list(best.values())[:number]
+    def _sized(self, sequences: int, gpus: int | None, parallel: Parallel) -> MeshPlan:
+        """This configuration on another mesh, with so many sequences in a microbatch."""
+        train = replace(self.config.train, microbatch=sequences)
+        return replace(self, gpus=gpus, config=replace(self.config, train=train, parallel=parallel))

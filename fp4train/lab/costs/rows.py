@@ -57,11 +57,6 @@ def quantise_share(gpu: Gpu, backend: str) -> float:
     return 0.84
 
 
-def needs_amax(spec: QuantSpec) -> bool:
-    """Whether the scale depends on the amax of a row or tensor: one more read before quantising."""
-    return not spec.earlier_amax and (spec.global_scale in ("tensor", "row") or None in spec.block)
-
-
 def decoded_bytes(spec: QuantSpec) -> int:
     """Bytes of a decoded element: BF16, or float32 where its values are not exact in BF16."""
     return 2 if spec.exact_in_bf16 else 4
@@ -89,7 +84,8 @@ def quantise_seconds(
         transforms = {spec.hadamard for spec in specs}
         moved += read * (len(transforms) - 1)
     seconds = move_seconds(gpu, count * moved, quantise_share(gpu, backend))
-    if any(needs_amax(spec) for spec in specs):
+    now = [spec for spec in specs if not spec.earlier_amax]
+    if any(spec.global_scale in ("tensor", "row") or None in spec.block for spec in now):
         seconds += move_seconds(gpu, read * count)
     return seconds
 
@@ -115,12 +111,12 @@ def quantising_seconds(
         tokens: tokens of a microbatch.
         weight_passes: number of times that a step quantises the whole weight.
     """
-    x_passes = microbatches / max(1, len(plan.readers))
+    passes = {"x": microbatches / max(1, len(plan.readers)), "w": weight_passes, "dy": microbatches}
     elements = tensor_elements(plan, tokens)
     seconds = dict.fromkeys(GEMMS, 0.0)
-    for gemm, moved in term_bytes(plan, tokens).items():
+    for gemm, moved in term_bytes(plan, elements).items():
         seconds[gemm] = microbatches * move_seconds(gpu, moved)
-    for tensor, passes in (("x", x_passes), ("w", weight_passes), ("dy", microbatches)):
+    for tensor, times in passes.items():
         operands = {gemm: plan.sources[gemm, tensor] for gemm in GEMMS if tensor in OPERANDS[gemm]}
         coded = {gemm: form for gemm, form in operands.items() if form.codes is not None}
         if not coded:
@@ -131,38 +127,38 @@ def quantising_seconds(
         specs = [form.spec for form in forms if form is not None]
         calls = 1 if backend in LAYER_BACKENDS else active_experts(plan, tokens)
         count = elements[tensor] // calls
-        once = calls * quantise_seconds(gpu, count, specs, backend, read=4 if tensor == "w" else 2)
+        read = 4 if tensor == "w" else 2
+        shared = quantise_seconds(gpu, count, specs, backend, read=read) / len(coded)
         for gemm, form in coded.items():
-            seconds[gemm] += passes * once / len(coded)
+            seconds[gemm] += times * calls * shared
             if isinstance(form.source, ValuesOf):
-                decoding = decode_seconds(gpu, count, form.source.codes.spec)
-                seconds[gemm] += passes * calls * decoding
+                seconds[gemm] += times * calls * decode_seconds(gpu, count, form.source.codes.spec)
     return seconds
 
 
 def tensor_elements(plan: LayerPlan, tokens: int) -> dict[str, int]:
     """Elements of x, w and dy of a layer."""
-    rows = plan.layer.rows(tokens)
-    return {
-        "x": rows * plan.layer.in_features,
-        "w": plan.layer.weights,
-        "dy": rows * plan.layer.out_features,
-    }
+    layer = plan.layer
+    rows = layer.rows(tokens)
+    return {"x": rows * layer.in_features, "w": layer.weights, "dy": rows * layer.out_features}
 
 
-def term_bytes(plan: LayerPlan, tokens: int) -> Mapping[str, int]:
-    """GEMM → bytes that second terms of operands move in a microbatch, beside their products."""
+def term_bytes(plan: LayerPlan, elements: Mapping[str, int]) -> Mapping[str, int]:
+    """GEMM → bytes that second terms of operands move in a microbatch, beside their products.
+
+    Args:
+        elements: elements of x, w and dy.
+    """
     moved: Counter[str] = Counter()
     if not plan.quantised:
         return moved
-    elements = tensor_elements(plan, tokens)
     for gemm, tensor, result in (("fprop", "x", "dy"), ("dgrad", "dy", "x")):
         if tensor in plan.recipe.centred:
             moved[gemm] += CENTRED_BYTES * elements[tensor] + SUM_BYTES * elements[result]
             moved["wgrad"] = RANK_ONE_BYTES * elements["w"]
-    if plan.recipe.residual is not None:
-        for tensor in plan.recipe.residual.tensors:
-            moved["fprop"] += RESIDUAL_BYTES * elements[tensor] + SUM_BYTES * elements["dy"]
+    residual = plan.recipe.residual
+    for tensor in residual.tensors if residual is not None else ():
+        moved["fprop"] += RESIDUAL_BYTES * elements[tensor] + SUM_BYTES * elements["dy"]
     return moved
 
 
@@ -212,40 +208,34 @@ def layer_costs(
         weight_passes: number of times that a step quantises the whole weight; below 1 if ranks each
             quantise a shard of it.
     """
-    costs = [
-        product_cost(plan, gemm, features, gpu, tokens, microbatches)
-        for gemm, features in plan.products
-    ]
-    quantising = [
-        seconds
-        for part in plan.channel_parts
-        for seconds in quantising_seconds(part, gpu, tokens, microbatches, weight_passes).values()
-    ]
-    rows = [
-        replace(cost, quantise=seconds) for cost, seconds in zip(costs, quantising, strict=False)
-    ]
-    residuals = sum(cost.gemm for cost in costs[len(rows) :])
-    rows[0] = replace(rows[0], gemm=rows[0].gemm + residuals)
-    return rows
+    rows: list[GemmCost] = []
+    for part in plan.channel_parts:
+        quantising = quantising_seconds(part, gpu, tokens, microbatches, weight_passes)
+        rows += [
+            product_cost(part, gemm, gpu, tokens, microbatches, quantising[gemm.name])
+            for gemm in part.gemms
+        ]
+    residuals = 0.0
+    for gemm, features in plan.products[len(rows) :]:
+        multiplied = replace(plan, layer=replace(plan.layer, in_features=features))
+        residuals += product_cost(multiplied, gemm, gpu, tokens, microbatches).gemm
+    return [replace(rows[0], gemm=rows[0].gemm + residuals), *rows[1:]]
 
 
 def product_cost(
-    plan: LayerPlan, gemm: Gemm, features: int, gpu: Gpu, tokens: int, microbatches: float
+    plan: LayerPlan, gemm: Gemm, gpu: Gpu, tokens: int, microbatches: float, quantise: float = 0.0
 ) -> GemmCost:
-    """The cost of a product of so many in features, without quantising."""
+    """The cost of a product, whose operands are quantised in `quantise` seconds."""
     experts = active_experts(plan, tokens)
-    size = plan.size(gemm.name, tokens, features)
+    size = plan.size(gemm.name, tokens)
     routed = 2 if gemm.name == "wgrad" else 0  # the axis of tokens, which experts share
     shape: list[float] = list(size)
     shape[routed] /= experts
+    emulated = gemm.why if gemm.backend in EMULATING else None
     elements = gemm.elements
-    emulated = None
-    if gemm.backend in EMULATING:
-        emulated = gemm.why
+    if emulated is not None:
         specs = [spec for spec in gemm.operands.both if spec is not None]
-        elements = "BF16"
-        if any(decoded_bytes(spec) == 4 for spec in specs):
-            elements = "FP32"
+        elements = "FP32" if any(decoded_bytes(spec) == 4 for spec in specs) else "BF16"
     together = gemm.grouped or gemm.backend in LAYER_BACKENDS
     products = experts if together else 1
     calls = microbatches * experts / products
@@ -256,5 +246,6 @@ def product_cost(
         elements=gemm.elements,
         bf16=microbatches * experts * gemm_seconds(gpu, "BF16", *shape),
         gemm=calls * gemm_seconds(gpu, elements, *shape, products=products),
+        quantise=quantise,
         emulated=emulated,
     )

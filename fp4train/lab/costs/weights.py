@@ -87,38 +87,34 @@ class ModelWeight:
         """What a rank holds of it; `repeats`: backward runs fprop again."""
         columns = self.shape[-1]
         rows = self.count // columns
-        share = 1.0
-        if self.spec.cut.divides:
-            share = 1 / mesh.tensor
+        share = 1 / mesh.tensor if self.spec.cut.divides else 1.0
         form = self.wire(mesh)
         forward = share * form.bytes(rows, columns, backward=False)
-        backward = 0.0
-        if self.block is not None:
-            backward = share * form.bytes(rows, columns, backward=True, repeats=repeats)
+        backward = share * form.bytes(rows, columns, backward=True, repeats=repeats)
+        if self.block is None:
+            backward = 0.0
         part = WeightPart(elements=share * self.count, forward=forward, backward=backward)
         if self.plan is None:
             return part._replace(resident=4 * part.elements)
         dtype = self.plan.table.torch_dtype
-        operands = (self.plan.sources[gemm, "w"].shared for gemm in ("fprop", "dgrad"))
-        sources = {codes for codes in operands if codes is not None}
-        if sources:
-            codes = share * sum(source_bytes(source, "w", rows, columns) for source in sources)
-            read = (
-                2 * codes / len(sources)
-            )  # GEMMs read square blocks in both directions, as copies
-            comes_as_read = form.coded
+        operands = [self.plan.sources[gemm, "w"].shared for gemm in ("fprop", "dgrad")]
+        sizes = {
+            codes: share * source_bytes(codes, "w", rows, columns)
+            for codes in operands
+            if codes is not None
+        }
+        codes = sum(sizes.values())
+        if sizes:
+            read = 2 * codes / len(sizes)  # square blocks are read in both directions, as copies
         else:
-            codes = 0.0
             read = part.elements * dtype.itemsize
-            comes_as_read = form.dtype == dtype
         if mesh.shard > 1:
-            gathered = 0.0 if comes_as_read else forward
-            kept = codes / mesh.shard if form.coded else 0.0
-            return part._replace(codes=kept, resident=read + gathered)
-        if sources:
+            as_read = form.coded if sizes else form.dtype == dtype
+            gathered = 0.0 if as_read else forward
+            return part._replace(codes=form.coded * codes / mesh.shard, resident=read + gathered)
+        if sizes:
             return part._replace(codes=read, resident=read)
-        rounded = read if dtype.itemsize < 4 else 0.0
-        return part._replace(rounded=rounded, resident=read)
+        return part._replace(rounded=(dtype.itemsize < 4) * read, resident=read)
 
 
 def on_rank(weights: Iterable[ModelWeight], mesh: Mesh, *, repeats: bool = False) -> WeightPart:
@@ -132,27 +128,24 @@ def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[Model
     layer multiplies it.
     """
     specs = declared(model)
-    block_of = {
-        parameter: index
-        for index, path in enumerate(block_paths(model))
-        for parameter in model.get_submodule(path).parameters()
-    }
-    weights: dict[str, ModelWeight] = {}
+    paths = block_paths(model)
+    weights = []
     met: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer, _, kind = name.rpartition(".")
         plan = plans.get(layer) if kind == "weight" else None
         if plan is not None or parameter not in met:
-            weights[name] = ModelWeight(
+            weight = ModelWeight(
                 name=name,
                 shape=tuple(parameter.shape),
                 spec=specs.get(name, ParameterSpec(name=name, stage="last")),
-                block=block_of.get(parameter),
+                block=next((i for i, at in enumerate(paths) if name.startswith(f"{at}.")), None),
                 plan=plan,
                 tied=parameter in met,
             )
+            weights.append(weight)
         met.add(parameter)
-    return list(weights.values())
+    return weights
 
 
 def tensor_traffic(
@@ -177,8 +170,7 @@ def tensor_traffic(
         weights: weights of the block.
         stream: bytes of the residual stream in BF16.
     """
-    layers = [weight for weight in weights if weight.plan is not None]
-    plans = [(weight.spec.cut, weight.part(mesh)) for weight in layers]
+    plans = [(weight.spec.cut, weight.part(mesh)) for weight in weights if weight.plan is not None]
     into = [plan for cut, plan in plans if cut is Split.OUT]
     out = [plan for cut, plan in plans if cut is Split.IN]
     routed = any(cut is Split.EXPERTS for cut, _ in plans)
@@ -189,19 +181,19 @@ def tensor_traffic(
     forward = [sums] * (len(out) + routed)
     backward = [sums] * (len(backward_inputs) + routed)
     if mesh.sequence:
+        forward += [stream] * routed
         forward += [_sent(stream, plan, "x", "fprop") for plan in inputs]
+        backward += [stream] * routed
         backward += [_sent(stream, plan, "dy", "dgrad", "wgrad") for plan in out]
         backward += [_sent(stream, plan, "x", "wgrad") for plan in backward_inputs]
-        forward += [stream] * routed
-        backward += [stream] * routed
     else:
         forward *= 2
         backward *= 2
     norms = sum(weight.spec.cut is Split.FEATURES for weight in weights)
     if norms and into:
         tokens = stream / 2 / into[0].layer.in_features
-        forward += [4 * tokens] * 2 * norms
-        backward += [4 * tokens] * 2 * norms
+        statistics = [4 * tokens] * 2 * norms
+        return forward + statistics, backward + statistics
     return forward, backward
 
 

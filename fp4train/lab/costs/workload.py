@@ -1,8 +1,9 @@
 """A model with its plan, measured for one microbatch."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,13 +92,11 @@ class Workload:
         """The weights outside the blocks that a pipeline stage holds; of a tied head the last one
         has a copy.
         """
-        names = {"first"} if stage == 0 else set()
-        if stage == mesh.pipeline - 1:
-            names.add("last")
+        held = {"first": stage == 0, "last": stage == mesh.pipeline - 1}
         return [
             weight
             for weight in self.outside
-            if weight.spec.stage in names and not (weight.tied and stage == 0)
+            if held.get(weight.spec.stage) and not (weight.tied and stage == 0)
         ]
 
     @property
@@ -115,36 +114,34 @@ def workload(
     seq_len: int,
     compiled: bool = False,
     liger: bool = False,
+    **settings: Any,
 ) -> Workload:
     """Measure a model on the meta device.
 
     Args:
         plans: plan of each linear layer in one stretch of a run.
         sequences, seq_len: sizes of a microbatch.
-        compiled, liger: see `Workload`, whose other fields can be replaced.
+        compiled, liger, settings: see `Workload`.
     """
+    weights: defaultdict[int | None, list[ModelWeight]] = defaultdict(list)
+    for weight in find_weights(model, plans):
+        weights[weight.block].append(weight)
     tokens = torch.empty(sequences, seq_len, dtype=torch.int64, device="meta")
     own_kernels = liger and not compiled
-    costs, order = measure_blocks(model, plans, recipe, tokens, liger=own_kernels)
-    by_block: dict[int | None, list[ModelWeight]] = {}
-    for weight in find_weights(model, plans):
-        by_block.setdefault(weight.block, []).append(weight)
-    examples = map(order.index, range(len(costs)))
+    blocks, order = measure_blocks(model, plans, recipe, tokens, weights, liger=own_kernels)
     multiplied_by_block, besides = multiplied(model, find_blocks(model), seq_len)
     groups = weight_groups(model)
     return Workload(
-        blocks=[
-            replace(cost, weights=by_block.get(block, []))
-            for block, cost in zip(examples, costs, strict=True)
-        ],
+        blocks=blocks,
         order=order,
         multiplied=multiplied_by_block,
         last_multiplied=besides,
-        outside=by_block.get(None, []),
+        outside=weights[None],
         parameters=sum(group.parameters for group in groups),
         active_parameters=sum(group.active for group in groups),
         sequences=sequences,
         seq_len=seq_len,
         compiled=compiled,
         liger=liger,
+        **settings,
     )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp4train.audit.start import LayerTrial, drawn
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.errors import named
-from fp4train.hardware import GPUS, Device
+from fp4train.hardware import Device, gpus
 from fp4train.nn import Linear
 from fp4train.precision.context import autocast
 from fp4train.precision.layer_plan import Gemm, LayerPlan, resolve
@@ -117,7 +117,7 @@ def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
         return outcome
     outcome.runs = " + ".join(dict.fromkeys(map(_word, plan.gemms)))
     outcome.why = tuple(dict.fromkeys(gemm.why for gemm in plan.gemms if gemm.operands.quantised))
-    elsewhere = (gpu for gpu in GPUS if gpu.name in ELSEWHERE)
+    elsewhere = (gpu for gpu in gpus() if gpu.name in ELSEWHERE)
     outcome.native_on = tuple(
         gpu.name for gpu in elsewhere if _native(recipe, Device.elsewhere(gpu))
     )

@@ -29,7 +29,7 @@ from fp4train.errors import UserError
 from fp4train.hardware import Gpu
 from fp4train.lab.analysis import figure, heatmap
 from fp4train.lab.analysis.over_steps import over_steps
-from fp4train.lab.costs import estimate
+from fp4train.lab.costs.estimate import CostEstimate
 from fp4train.lab.report import facts, groups
 from fp4train.lab.report.sources import RunSource, read_sources
 from fp4train.lab.studies import figures, sequential
@@ -53,7 +53,7 @@ class Report:
     sources: Sequence[RunSource]
     left_out: Sequence[str]
     gpu: Gpu | None
-    predicted: Mapping[RunSource, estimate.CostEstimate]
+    predicted: Mapping[RunSource, CostEstimate]
 
     @cached_property
     def grouped(self) -> list[groups.SeedGroup]:
@@ -160,7 +160,7 @@ def read_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> Repo
     if not runs:
         raise UserError("report needs run directories: fp4train report RUN RUN… [out=report.html]")
     sources, left_out = read_sources(runs)
-    predicted: dict[RunSource, estimate.CostEstimate] = {}
+    predicted: dict[RunSource, CostEstimate] = {}
     if gpu is not None:
         predicted, unknown = facts.predict(sources, gpu)
         left_out += unknown
@@ -186,7 +186,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         finalize=_seen,
     )
-    modules = (estimate, facts, figure, figures, groups, heatmap, sequential, text)
+    modules = (facts, figure, figures, groups, heatmap, sequential, text)
     pages.globals |= {module.__name__.rpartition(".")[2]: module for module in modules}
     pages.globals |= {"svg": _svg, "over_steps": over_steps, "version": __version__}
     pages.filters["form"] = format

@@ -55,40 +55,28 @@ _SHOWN = 160
 """Characters of a value in a message."""
 _MOST = 1 << 20
 MOST = {
-    **{
-        "vocab_size": 1 << 24,
-        "head_dim": 1 << 10,
-        "attention_head_dim": 1 << 10,
-        "mamba_head_dim": 1 << 12,
-    },
-    **{
-        "num_hidden_layers": 1 << 10,
-        "num_attention_heads": 1 << 12,
-        "num_key_value_heads": 1 << 12,
-    },
-    **{
-        "num_experts": 1 << 13,
-        "num_local_experts": 1 << 13,
-        "n_routed_experts": 1 << 13,
-        "n_shared_experts": 1 << 8,
-    },
-    **{
-        "max_position_embeddings": 1 << 30,
-        "original_max_position_embeddings": 1 << 30,
-        "conv_kernel": 1 << 8,
-    },
-    **{
-        "max_window_layers": 1 << 30,
-        "sliding_window": 1 << 30,
-        "max_seqlen": 1 << 30,
-        "num_layers": 1 << 10,
-    },
-    **{
-        "num_heads": 1 << 12,
-        "hcs_filter_length": 1 << 10,
-        "hcm_filter_length": 1 << 12,
-        "short_filter_length": 1 << 8,
-    },
+    "vocab_size": 1 << 24,
+    "head_dim": 1 << 10,
+    "attention_head_dim": 1 << 10,
+    "mamba_head_dim": 1 << 12,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "num_experts": 1 << 13,
+    "num_local_experts": 1 << 13,
+    "n_routed_experts": 1 << 13,
+    "n_shared_experts": 1 << 8,
+    "max_position_embeddings": 1 << 30,
+    "original_max_position_embeddings": 1 << 30,
+    "conv_kernel": 1 << 8,
+    "max_window_layers": 1 << 30,
+    "sliding_window": 1 << 30,
+    "max_seqlen": 1 << 30,
+    "num_layers": 1 << 10,
+    "num_heads": 1 << 12,
+    "hcs_filter_length": 1 << 10,
+    "hcm_filter_length": 1 << 12,
+    "short_filter_length": 1 << 8,
 }
 """Key → the largest number that is read, some times that of the largest published model: what is
 built of a number is allocated or named one by one, before a weight contradicts it. Other keys have

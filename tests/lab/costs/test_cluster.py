@@ -8,9 +8,9 @@ import torch
 from family_models import parameters
 from llama_shapes import SEQ_LEN, SHAPES, measured, model
 
-from fp4train.hardware import GPUS, Gpu, find_gpu
+from fp4train.hardware import Gpu, find_gpu, gpus
 from fp4train.lab.costs.cluster import ClusterCost
-from fp4train.lab.costs.links import Collective, Group
+from fp4train.lab.costs.links import Collectives
 from fp4train.lab.costs.memory import rank_memory
 from fp4train.lab.costs.weights import on_rank, tensor_traffic
 from fp4train.lab.costs.workload import Workload
@@ -339,15 +339,15 @@ def test_the_ranks_of_a_pipeline_hold_the_blocks_that_a_run_gives_them() -> None
     ]
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=str)
+@pytest.mark.parametrize("gpu", gpus(), ids=str)
 def test_every_gpu_has_links(gpu: Gpu) -> None:
     assert gpu.nvlink > gpu.network
     assert gpu.domain in (8, 72)
 
 
-def group(gpu: Gpu, size: int, stride: int) -> Group:
+def group(gpu: Gpu, size: int, stride: int) -> Collectives:
     """Ranks whose numbers differ by `stride`."""
-    return Group.along(Mesh(tensor=stride, shard=size), "shard", gpu)
+    return Collectives.along("shard", Mesh(tensor=stride, shard=size), gpu)
 
 
 def test_a_group_within_a_domain_uses_nvlink_and_one_beyond_the_network() -> None:
@@ -356,19 +356,20 @@ def test_a_group_within_a_domain_uses_nvlink_and_one_beyond_the_network() -> Non
     assert group(H100, 16, 1).near == 8
     assert group(GB200, 64, 1).link == "NVLink"
     assert group(GB200, 128, 1).near == 64
-    near, far = (group(H100, 8, stride).seconds(8e9) for stride in (1, 8))
+    near, far = (group(H100, 8, stride).alone(8e9) for stride in (1, 8))
     assert far > 5 * near
-    assert group(H100, 1, 1).seconds(8e9) == 0
+    assert group(H100, 1, 1).alone(8e9) == 0
 
 
 def test_a_ring_of_gathers_sends_all_but_the_own_part() -> None:
-    assert group(H100, 8, 1).sent(8e9) == 7e9
+    ring = group(H100, 8, 1)
+    ring.add(1, [8e9])
+    assert ring.sent == 7e9
 
 
 def test_what_a_computation_hides_is_not_counted_and_what_is_left_of_it_hides_more() -> None:
-    nvlink = group(H100, 8, 1)
-    alone = nvlink.seconds(8e9)
-    flow = Collective(name="weight gathers", group=nvlink)
+    flow = group(H100, 8, 1)
+    alone = flow.alone(8e9)
     left = flow.add(2, [8e9], 1.5 * alone)
     assert (flow.exposed, left) == (0, pytest.approx(alone / 2))
     assert flow.add(2, [8e9], left) == 0

@@ -18,7 +18,7 @@ from fp4train.config.composition import compose
 from fp4train.data import planned_vocab_size
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.analysis.figure import VARIABLES
-from fp4train.lab.costs.estimate import estimate, time_text
+from fp4train.lab.costs.estimate import estimate
 from fp4train.lab.report import page
 from fp4train.lab.report.facts import different_data
 from fp4train.lab.report.page import write_report
@@ -26,6 +26,7 @@ from fp4train.precision import find_layers
 from fp4train.run.build import build_model, build_plan
 from fp4train.run.timeline import build_timeline
 from fp4train.sealed import sealed, unsealed
+from fp4train.text import time_text
 from fp4train.track import STATISTICS, MetricsLog
 
 
