@@ -193,7 +193,7 @@ def enter_stretch(run: Run, previous: PlannedStretch | None) -> PlannedStretch:
     if previous is None or (stretch.recipe, stretch.reason) != (previous.recipe, previous.reason):
         if previous is not None:  # the plan that was just printed says it for the start
             _log.info("step %d: %s (%s)", run.step, stretch.recipe.name, stretch.reason)
-        run.tracker.log_event(
+        run.record.tracker.log_event(
             run.step + 1, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason}
         )
     return stretch

@@ -64,7 +64,7 @@ def built_run(
                 done = train_step(run, plan.stretches[0].recipe)
                 loss, norm = done.read()
                 run.step += 1
-                run.tracker.log(
+                run.record.tracker.log(
                     run.step, {"train/loss": loss, "train/grad_norm": norm} | done.values
                 )
                 collector.after(run.step)
@@ -73,7 +73,7 @@ def built_run(
                 yield run, step
             finally:
                 run.feed.close()
-                run.tracker.finish()
+                run.record.tracker.finish()
 
 
 class ExpertLoop(nn.Module):

@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
             )
             step(run)
         run.saver.close()
-        run.tracker.finish(0)
+        run.record.tracker.finish(0)
     return 0
 
 

@@ -270,7 +270,7 @@ def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result
         code = _code(result)
         return result
     finally:
-        run.tracker.finish(code)
+        run.record.tracker.finish(code)
 
 
 def _code(result: Result) -> int:

@@ -41,14 +41,13 @@ from fp4train.run.host import choose_device
 from fp4train.run.observe import hooks
 from fp4train.run.origin import Origin
 from fp4train.run.record import directory as run_directory
-from fp4train.run.run import Run
+from fp4train.run.run import Equipment, Run
 from fp4train.run.states import states_of
 from fp4train.run.step import EagerSteps
 from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import Saver
 from fp4train.run.teacher import check_teacher_source, load_teacher
 from fp4train.text import short
-from fp4train.track import NullTracker
 
 _log = logging.getLogger(__name__)
 
@@ -189,7 +188,7 @@ def build(origin: Origin, world: World | None = None) -> Run:
         with world.together():
             if world.lead:
                 origin.commit(run)
-    origin.settle(run)
+    origin.after_commit(run)
     return run
 
 
@@ -277,7 +276,7 @@ def assemble(
         pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
     scaling = config.recipe.loss_scaling
-    new = Run(
+    return Run(
         config=config,
         directory=config.run.dir,
         device=world.device,
@@ -287,30 +286,29 @@ def assemble(
         val_data=val_data,
         timeline=timeline,
         plan=plan,
-        tracker=NullTracker(),
         step=0,
         loss_scale=scaling.initial if scaling else 1.0,
         good_steps=0,
         fingerprint=fingerprint,
         folder=Folder.open(config.run.dir, create=True),
         multiplied=sum(by_block) + besides,
+        equip=equipment,
         pipeline=pipeline,
         teacher=teacher,
         world=world,
     )
-    return equipped(new)
 
 
-def equipped(run: Run) -> Run:
-    """`run`, new or a copy with other parts, with what writes its checkpoints, queues its steps,
-    and follows them.
-    """
-    run.states = states_of(run)
-    run.saver = Saver(run, run.world.ranks)
-    run.runner = EagerSteps(run)
-    run.audits = RunAudits(run)
-    run.hooks = [*hooks(run), run.audits.after_step]
-    return run
+def equipment(run: Run) -> Equipment:
+    """What works on `run`; its steps are queued kernel by kernel."""
+    audits = RunAudits(run)
+    return Equipment(
+        states=states_of(run),
+        saver=Saver(run, run.world.ranks),
+        runner=EagerSteps(run),
+        audits=audits,
+        hooks=[*hooks(run), audits.after_step],
+    )
 
 
 def inspect(

@@ -56,7 +56,7 @@ def even_out(run: Trained, step: Step) -> None:
                 f"blocks.{row}": [round(x, 4) for x in expert_load.tolist()]
                 for row, expert_load in zip(rows, loads, strict=True)
             }
-            run.tracker.log_event(step.index + 1, "expert load", listed)
+            run.record.tracker.log_event(step.index + 1, "expert load", listed)
         mean = loads_of_rows[:, count:].mean(0).float()
         return {
             "experts/load_max": float(loads.max()),

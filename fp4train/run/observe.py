@@ -191,7 +191,7 @@ def log_statistics(run: Run, statistics: Statistics) -> Values:
     values = summary(statistics)
     if not values:
         return values
-    run.tracker.log_statistics(statistics)
+    run.record.tracker.log_statistics(statistics)
     ratio = values.get("error/gradient_to_noise")
     if not run.weak_gradient and isinstance(ratio, float) and ratio < THRESHOLD:
         run.weak_gradient = True
@@ -202,7 +202,7 @@ def log_statistics(run: Run, statistics: Statistics) -> Values:
             statistics.step,
             ratio,
         )
-        run.tracker.log_event(statistics.step, "weak gradient", {"gradient_to_noise": ratio})
+        run.record.tracker.log_event(statistics.step, "weak gradient", {"gradient_to_noise": ratio})
     return values
 
 

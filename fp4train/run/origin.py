@@ -30,6 +30,7 @@ from fp4train.run.record import journal
 from fp4train.run.record.formats import check_formats
 from fp4train.run.record.generation import belongs_to, keep_generation
 from fp4train.run.record.journal import Record
+from fp4train.run.record.run_record import RunRecord
 from fp4train.run.record.trust import (
     check_belongs,
     config_text,
@@ -112,9 +113,11 @@ class Origin(ABC):
             UserError: they do not allow it.
         """
 
-    @abstractmethod
     def fill(self, place: Path) -> None:
-        """Copy what the data find in a run directory, its tokenizer, to `place`."""
+        """Copy what the data find in a run directory, its tokenizer, to `place`, where it comes from
+        elsewhere.
+        """
+        return None
 
     @abstractmethod
     def load(self, run: Run) -> None:
@@ -124,11 +127,18 @@ class Origin(ABC):
             UserError: the state does not fit the run.
         """
 
+    def open_journal(self, run: Run, identity: str) -> journal.Journal:
+        """The journal of the run's directory."""
+        return journal.Journal.read(run.folder, identity)
+
     @abstractmethod
-    def open_records(self, run: Run, ran_on: Mapping[str, Any]) -> Opening:
-        """Bring metrics and statistics to the step of the start, and open the journal.
+    def open_records(
+        self, run: Run, history: journal.Journal, ran_on: Mapping[str, Any]
+    ) -> Opening:
+        """Bring metrics and statistics to the step of the start.
 
         Args:
+            history: the run's journal (`open_journal`).
             ran_on: environment of this start (`host.environment`).
         """
 
@@ -137,29 +147,30 @@ class Origin(ABC):
         does it, when everything else is possible.
         """
         directory = run.directory
-        run.identity = self.identity or secrets.token_hex(8)
+        identity = self.identity or secrets.token_hex(8)
         if self.config.run.overwrite:
             run_directory.start_over(directory)
         if self.place != directory:
             run_directory.take_aside(directory)
-        write_config(directory, self.cfg, self.text, run.identity)
-        run.saved_config = run.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
+        write_config(directory, self.cfg, self.text, identity)
+        configuration = run.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
         ran_on = environment(run.device, run.fingerprint, run.world.size)
-        record, events = self.open_records(run, ran_on)
-        run.journal.add(**record, plan=run.plan, environment=ran_on)
-        run.journal.write()
-        run.swaps = journal.swaps(run.journal.records)
-        run.tracker = self.config.track.build(
+        history = self.open_journal(run, identity)
+        values, events = self.open_records(run, history, ran_on)
+        history.add(**values, plan=run.plan, environment=ran_on)
+        history.write()
+        tracker = self.config.track.build(
             directory, self.config.run.name, plain(self.cfg), resume_step=self.resume_step
         )
-        for event, values in events:
-            run.tracker.log_event(run.step + 1, event, values)
-        write_plan(directory, run.journal.records, run.gathers())
-        run.tracker.log_table("plan", *table(run.plan.rows))
+        run.record = RunRecord(journal=history, configuration=configuration, tracker=tracker)
+        for event, details in events:
+            tracker.log_event(run.step + 1, event, details)
+        write_plan(directory, history.records, run.gathers())
+        tracker.log_table("plan", *table(run.plan.rows))
 
-    @abstractmethod
-    def settle(self, run: Run) -> None:
-        """Finish what every rank does after `commit`."""
+    def after_commit(self, run: Run) -> None:
+        """Do what every rank does once the run goes on."""
+        return None
 
 
 # -- a new run -------------------------------------------------------------------------------------
@@ -182,20 +193,15 @@ class Fresh(Origin):
         run_directory.check_restart(self.config.run.dir)
         return timeline
 
-    def fill(self, place: Path) -> None:
-        """Copy nothing: the data make the tokenizer, or find that of the directory."""
-
     def load(self, run: Run) -> None:
         """Load nothing: the weights are drawn."""
 
-    def open_records(self, run: Run, ran_on: Mapping[str, Any]) -> Opening:
-        run.journal = journal.Journal.read(run.folder, run.identity)
+    def open_records(
+        self, run: Run, history: journal.Journal, ran_on: Mapping[str, Any]
+    ) -> Opening:
         run.folder.remove(METRICS)
         run.folder.remove(STATISTICS)
         return {"event": "start", "step": 0, "config": plain(self.cfg)}, []
-
-    def settle(self, run: Run) -> None:
-        """Do nothing: there are no checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +232,12 @@ class Init(Fresh):
     def load(self, run: Run) -> None:
         self.weights.load(run.model, run.inventory)
 
-    def open_records(self, run: Run, ran_on: Mapping[str, Any]) -> Opening:
+    def open_records(
+        self, run: Run, history: journal.Journal, ran_on: Mapping[str, Any]
+    ) -> Opening:
         came_from = {"from": str(self.weights.path)}
-        record, _ = super().open_records(run, ran_on)
-        return {**record, "event": "init", **came_from}, [("init", came_from)]
+        values, _ = super().open_records(run, history, ran_on)
+        return {**values, "event": "init", **came_from}, [("init", came_from)]
 
 
 # -- a run that goes on ----------------------------------------------------------------------------
@@ -284,9 +292,10 @@ class Continued(Origin):
         recorded = journal.recorded_formats(journal.read_journal(self.source))
         check_formats(run.plan, recorded, self.source)
 
-    def open_records(self, run: Run, ran_on: Mapping[str, Any]) -> Opening:
+    def open_records(
+        self, run: Run, history: journal.Journal, ran_on: Mapping[str, Any]
+    ) -> Opening:
         records = journal.read_journal(self.source)
-        run.journal = journal.Journal.read(run.folder, run.identity)
         came_from = {"from": self.checkpoint.path.name}
         changes = _changes(records, plain(self.cfg))
         record = {"event": "resume", "step": self.resume_step, **came_from, **changes}
@@ -297,7 +306,7 @@ class Continued(Origin):
                     swap["step"],
                     run.directory,
                 )
-        events = self._mend(run)
+        events = self._mend(run, history)
         changed = {key: f"{old} → {new}" for key, (old, new) in record.get("changed", {}).items()}
         events.append(("resume", {**came_from, **({"changed": changed} if changed else {})}))
         if self.new_swap is not None:
@@ -308,11 +317,11 @@ class Continued(Origin):
         warn_of_other_bits(environments, ran_on, on_cpu=run.device.type == "cpu")
         return record, events
 
-    def _mend(self, run: Run) -> list[tuple[str, dict[str, Any]]]:
+    def _mend(self, run: Run, history: journal.Journal) -> list[tuple[str, dict[str, Any]]]:
         """Bring the metrics to the step of the checkpoint: the event that something was lost."""
         state = self.checkpoint.state
         metrics = run.directory / METRICS
-        lost = list(lost_records(run.folder, state, run.journal.records).values())
+        lost = list(lost_records(run.folder, state, history.records).values())
         mended = mend(metrics, self.resume_step, state.get("metrics"))  # type: ignore[arg-type]
         for sentence in (*(f"{metrics}: {sentence}" for sentence in mended), *lost):
             _log.warning("%s", sentence)
@@ -329,15 +338,12 @@ class Resume(Continued):
     def identity(self) -> str:
         return super().identity or identity_of(self.checkpoint)
 
-    def fill(self, place: Path) -> None:
-        """Copy nothing: the directory has it."""
-
-    def open_records(self, run: Run, ran_on: Mapping[str, Any]) -> Opening:
+    def load(self, run: Run) -> None:
+        super().load(run)
         run.saver.saved = self.resume_step
         run.saver.good = self.checkpoint.state.get("good")  # type: ignore[assignment]
-        return super().open_records(run, ran_on)
 
-    def settle(self, run: Run) -> None:
+    def after_commit(self, run: Run) -> None:
         if self.config.resume_step is not None:
             abandon_later(run)
 
@@ -356,12 +362,14 @@ class Rewound(Resume):
         super().load(run)
         take_over(run, self.rewind)
 
-    def open_records(self, run: Run, ran_on: Mapping[str, Any]) -> Opening:
-        record, events = super().open_records(run, ran_on)
+    def open_records(
+        self, run: Run, history: journal.Journal, ran_on: Mapping[str, Any]
+    ) -> Opening:
+        values, events = super().open_records(run, history, ran_on)
         events.append(("rewind", self.rewind.record))
-        return {**record, "event": "rewind", **self.rewind.record}, events
+        return {**values, "event": "rewind", **self.rewind.record}, events
 
-    def settle(self, run: Run) -> None:
+    def after_commit(self, run: Run) -> None:
         abandon_later(run, even_if_none=True)
 
 
@@ -375,23 +383,26 @@ class Branched(Continued):
     def fill(self, place: Path) -> None:
         run_directory.copy_files(self.source, place, run_directory.TOKENIZER)
 
-    def settle(self, run: Run) -> None:
-        """Do nothing: the checkpoints of the other run stay."""
-
-    def open_records(self, run: Run, ran_on: Mapping[str, Any]) -> Opening:
+    def open_journal(self, run: Run, identity: str) -> journal.Journal:
+        """The journal of the run's directory, which begins as that of the other run."""
         files = [METRICS, STATISTICS]
         if run.folder.status(run_directory.HISTORY) is None:
             files.append(run_directory.HISTORY)
         run_directory.copy_files(self.source, run.directory, tuple(files))
-        record, events = super().open_records(run, ran_on)
+        return super().open_journal(run, identity)
+
+    def open_records(
+        self, run: Run, history: journal.Journal, ran_on: Mapping[str, Any]
+    ) -> Opening:
+        values, events = super().open_records(run, history, ran_on)
         swaps = journal.swaps(journal.read_journal(self.source))
-        for at in run.journal.set_swaps(swaps, run.step):
+        for at in history.set_swaps(swaps, run.step):
             _log.warning(
                 "%s: the swap at step %d is not on record: taken over",
                 self.source / run_directory.HISTORY,
                 at,
             )
-        return {**record, "event": "branch", "from": str(self.checkpoint.path)}, events
+        return {**values, "event": "branch", "from": str(self.checkpoint.path)}, events
 
 
 # -- what is written -------------------------------------------------------------------------------

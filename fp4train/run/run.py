@@ -31,14 +31,33 @@ from fp4train.precision.plan import Plan, PlannedStretch, make_plan
 from fp4train.precision.report import gathers
 from fp4train.run.queued import Step, StepAudits, StepRunner
 from fp4train.run.record.inbox import Inbox
-from fp4train.run.record.journal import Journal, SwapEntry
+from fp4train.run.record.journal import swaps
+from fp4train.run.record.run_record import RunRecord
 from fp4train.run.state.base import PlainState, RunState, orders_of, saved_part
 from fp4train.run.supervise.checkpoints import Checkpoints
 from fp4train.run.supervise.loss_history import Divergence
 from fp4train.run.teacher import Teacher
 from fp4train.shards import RowOrder
 from fp4train.text import counted, first_line
-from fp4train.track import Tracker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equipment:
+    """What works on a run while it trains.
+
+    Args:
+        states: what the run keeps from step to step (`run/states.py`).
+        saver: writes checkpoints.
+        runner: queues steps.
+        audits: audit the steps.
+        hooks: functions that are called with each step after it is queued.
+    """
+
+    states: list[RunState]
+    saver: Checkpoints
+    runner: StepRunner
+    audits: StepAudits
+    hooks: list[Callable[[Run, Step], None]]
 
 
 @dataclass
@@ -50,24 +69,20 @@ class Run:
         folder: the run's directory, open: whatever happens to its path, the files go there.
         multiplied: forward multiplications per token of the whole model
             (`models.common.cut.multiplied`).
-        identity: the random number that the run's parts carry.
-        swaps: those that the journal has.
         mid_update: the weights are being updated; an exception now leaves them between two steps.
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and
             changed no weight; the ones after it change none either. None: all that were read were
             good.
         weak_gradient: it was said that the gradient is lost in quantisation noise.
-        saved_config: config.yaml as it was written.
         pipeline: the stages of the model; None: it is whole.
         teacher: whose distribution it learns; None: the targets alone.
         counters: `step` on the device while a step is recorded (`step_graph.py`); None: the host's.
         called: the layers that were called in the first step; None after it.
-        world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
+        world: the ranks that train it. Only the lead's record and checkpoints are written.
+        equip: makes what works on the run (`Equipment`), whose parts become attributes.
 
     Attributes:
-        saver: writes its checkpoints. runner: queues its steps. audits: audits them. states: what it keeps
-            (`run/states.py`).
-        hooks: functions that are called with each step after it is queued.
+        record: what the run keeps of itself; empty until it begins.
     """
 
     config: Config
@@ -79,41 +94,36 @@ class Run:
     val_data: Loader
     timeline: Timeline
     plan: Plan
-    tracker: Tracker
     step: int
     loss_scale: float
     good_steps: int
     fingerprint: str
     folder: Folder
     multiplied: int
-    identity: str = ""
-    swaps: list[SwapEntry] = field(default_factory=list)
+    equip: Callable[[Run], Equipment] = field(repr=False, compare=False)
     mid_update: bool = False
     failed: torch.Tensor | None = None
     weak_gradient: bool = False
-    saved_config: bytes | None = None
     pipeline: Pipeline | None = None
     teacher: Teacher | None = None
     counters: torch.Tensor | None = None
     called: dict[object, bool] | None = field(default_factory=dict)
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
-    saver: Checkpoints = field(init=False, repr=False, compare=False)
-    runner: StepRunner = field(init=False, repr=False, compare=False)
-    audits: StepAudits = field(init=False, repr=False, compare=False)
-    states: list[RunState] = field(default_factory=list, repr=False, compare=False)
-    hooks: list[Callable[[Run, Step], None]] = field(
-        default_factory=list, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         self.inbox = Inbox(self.folder)
-        self.journal = Journal(self.folder, None)
-        """The lead's; empty on other ranks, and before the run begins."""
+        self.record = RunRecord.empty(self.folder)
         self.feed = Feed(self.train_data, self.device)
         self.divergence = Divergence()
         self._regions: list[tuple[LayerBackend, list[Table]]] = []
         self._high: tuple[PlannedStretch, PlannedStretch] | None = None
         """A stretch, and what `in_high_precision` gave for it."""
+        equipment = self.equip(self)
+        self.states = equipment.states
+        self.saver = equipment.saver
+        self.runner = equipment.runner
+        self.audits = equipment.audits
+        self.hooks = equipment.hooks
 
     @property
     def share(self) -> int:
@@ -286,12 +296,13 @@ class Run:
         }
         if not first_stage:
             return states
+        journal = self.record.journal
         return {
             **states,
             "data": self.fingerprint,
-            "run": {"id": self.identity, "config": _checksum(self.saved_config)},
-            "history": self.journal.last,
-            "swaps": self.swaps,
+            "run": {"id": journal.identity, "config": _checksum(self.record.configuration)},
+            "history": journal.last,
+            "swaps": swaps(journal.records),
             **({} if self.teacher is None else {"teacher": self.teacher.fingerprint}),
         }
 

@@ -30,6 +30,8 @@ from fp4train.models.llama import Llama
 from fp4train.nn import convert
 from fp4train.optim.schedule import Constant
 from fp4train.parallel.world import World
+from fp4train.run.record.journal import Journal
+from fp4train.run.record.run_record import RunRecord
 from fp4train.run.state.base import RunState, saved_part
 from fp4train.run.state.moments import Moments
 from fp4train.run.state.weights import ModelWeights
@@ -289,12 +291,9 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
         model=model,
         step=0,
         device=torch.device("cpu"),
-        tracker=NullTracker(),
         folder=place,
-        identity="",
-        saved_config=b"",
+        record=RunRecord(journal=Journal(place, ""), configuration=b"", tracker=NullTracker()),
         inbox=SimpleNamespace(sync=lambda journal: None),
-        journal=None,
         audits=SimpleNamespace(of_update=lambda step: {}),
     )
     run.state = lambda: state(model, optimizer)

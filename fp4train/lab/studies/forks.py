@@ -40,7 +40,7 @@ from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.optim.schedule import Schedule
 from fp4train.precision.layers import Layer, find_layers
-from fp4train.run.build import build_plan, equipped
+from fp4train.run.build import build_plan
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
 from fp4train.run.queued import Step, Values
 from fp4train.run.record.directory import read_config
@@ -181,7 +181,7 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
         branch.config,
         run=replace(branch.config.run, seed=fork_seed(subject.run.config.run.seed, number)),
     )
-    forked = replace(
+    run = replace(
         subject.run,
         config=config,
         train_data=subject.run.train_data.with_seed(config.run.seed),
@@ -190,7 +190,6 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
         mid_update=False,
         failed=None,
     )
-    run = equipped(forked)
     # read anew: the optimizer takes the moments themselves, and a fork changes them
     run.restore(subject.start)
     scaling = config.recipe.loss_scaling

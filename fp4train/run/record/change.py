@@ -15,7 +15,7 @@ from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan
 from fp4train.run.origin import write_plan
 from fp4train.run.record.inbox import EVALUATION
-from fp4train.run.record.journal import RecipeChoice, SwapEntry, swaps
+from fp4train.run.record.journal import RecipeChoice, SwapEntry
 from fp4train.run.run import Run
 from fp4train.run.timeline import with_swap
 from fp4train.text import counted, counted_are
@@ -31,7 +31,9 @@ def pick_up_swaps(run: Run) -> bool:
         Whether the recipe of a coming step may have changed.
     """
     old_timeline = run.timeline
-    for request in run.inbox.take({record.values.get("request") for record in run.journal.records}):
+    for request in run.inbox.take(
+        {record.values.get("request") for record in run.record.journal.records}
+    ):
         body = request.body or {}
         if EVALUATION in body:
             run.inbox.answer(request, *log_evaluation(run, body[EVALUATION]))
@@ -55,11 +57,11 @@ def pick_up_swaps(run: Run) -> bool:
         except UserError as error:
             _log.error("swap%s refused: %s", f" to {name}" if name else "", error)
             refused = {"recipe": name, "reason": str(error), "request": request.id}
-            run.tracker.log_event(run.step + 1, "swap refused", refused)
+            run.record.tracker.log_event(run.step + 1, "swap refused", refused)
             run.inbox.answer(request, False, str(error))
         else:
             _log.warning("swap: %s", text)
-            run.tracker.log_event(run.step + 1, event, {**values, "request": request.id})
+            run.record.tracker.log_event(run.step + 1, event, {**values, "request": request.id})
             run.inbox.answer(request, True, text)
     return run.timeline is not old_timeline
 
@@ -81,13 +83,12 @@ def log_evaluation(run: Run, body: Any) -> tuple[bool, str]:
         _log.error("results of an evaluation are refused: %s", error)
         return False, f"these are no results of an evaluation ({error})"
     for score in scores:
-        run.tracker.log_event(step, EVALUATION, score)
+        run.record.tracker.log_event(step, EVALUATION, score)
     return True, f"{len(scores)} results are recorded in its metrics"
 
 
 def follow_swaps(run: Run, entries: Sequence[SwapEntry]) -> None:
     """Go on by the swaps that the lead has recorded, on a rank that records nothing."""
-    run.swaps = list(entries)
     swapped = tuple(
         RecipeChoice(entry["name"], entry["recipe"]).at(entry["step"]) for entry in entries
     )
@@ -156,6 +157,8 @@ def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:
     """
     plan = _plan(run, timeline)
     sentences = run.gathers()
-    run.journal.add(event, run.step, plan, **values)
-    run.inbox.record(run.journal, lambda: write_plan(run.directory, run.journal.records, sentences))
-    run.timeline, run.plan, run.swaps = timeline, plan, swaps(run.journal.records)
+    journal = run.record.journal
+    journal.add(event, run.step, plan, **values)
+    run.inbox.record(journal, lambda: write_plan(run.directory, journal.records, sentences))
+    run.timeline = timeline
+    run.plan = plan

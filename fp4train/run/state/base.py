@@ -23,9 +23,9 @@ from fp4train.parallel.held import Inventory
 from fp4train.parallel.world import World
 from fp4train.precision.plan import Plan
 from fp4train.run.queued import Step
+from fp4train.run.record.run_record import RunRecord
 from fp4train.run.supervise.loss_history import Divergence
 from fp4train.shards import RowOrder, order_of, row_orders
-from fp4train.track import Tracker
 
 
 class Trained(Protocol):
@@ -40,7 +40,7 @@ class Trained(Protocol):
     loss_scale: float
     good_steps: int
     divergence: Divergence
-    tracker: Tracker
+    record: RunRecord
     world: World
 
     @property

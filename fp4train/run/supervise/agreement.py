@@ -26,6 +26,7 @@ from fp4train.errors import DataError
 from fp4train.run.host import peak_memory
 from fp4train.run.queued import Values
 from fp4train.run.record.change import follow_swaps, pick_up_swaps
+from fp4train.run.record.journal import swaps
 from fp4train.run.run import Run
 from fp4train.run.step import own_rows
 from fp4train.run.supervise.divergence import divergence_request, end_or_rewind
@@ -179,7 +180,7 @@ def lead_requests(run: Run, watch: Watch) -> dict[str, Any]:
     if watch.trouble is not None:
         requests["trouble"] = watch.trouble
     elif run.step < run.config.train.steps and pick_up_swaps(run):
-        requests["swaps"] = run.swaps
+        requests["swaps"] = swaps(run.record.journal.records)
     if run.saver.due(run.step):
         requests["save"] = True
     if (diverged := divergence_request(run)) is not None:

@@ -40,5 +40,5 @@ class AuditFailures:
             step = self.run.step + 1
             _log.warning("step %d: the audit of %s failed: %s", step, subject, reason)
             values = {"layer": subject, "reason": reason}
-            self.run.tracker.log_event(step, "audit failed", values)
+            self.run.record.tracker.log_event(step, "audit failed", values)
         self.reasons.setdefault(subject, reason)

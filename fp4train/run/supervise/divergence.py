@@ -71,10 +71,10 @@ def follow(run: Run, step: Step, loss: float) -> Values:
             "level": divergence.measured_from[0] - base,
             "since": divergence.since + 1,
         }
-        run.tracker.log_event(number, "divergence", values)
+        run.record.tracker.log_event(number, "divergence", values)
     elif seen_before and not divergence.seen:
         _log.warning("step %d: the loss is %.4g, back within its past", number, loss)
-        run.tracker.log_event(number, "divergence over", {"loss": loss})
+        run.record.tracker.log_event(number, "divergence over", {"loss": loss})
     if divergence.is_good:
         run.saver.prove(step.index)
     return {}
@@ -98,7 +98,7 @@ def verdict(run: Run) -> str | None:
     first_excess = (divergence.first or 0.0) - _base(run)
     last = median(divergence.recent) - _base(run)
     text = f"the run ends above where it began (loss {last:.4g} against {first_excess:.4g})"
-    run.tracker.log_event(run.step, "divergence", {"message": text})
+    run.record.tracker.log_event(run.step, "divergence", {"message": text})
     return f"{text}. {_advice(run)}"
 
 

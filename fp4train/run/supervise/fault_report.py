@@ -52,7 +52,7 @@ def report(run: Run, step: int, faults: Sequence[Fault], clean: int = 0) -> int:
         values = fault.values()
         if fault is listed[-1] and more:
             values["more"] = more
-        run.tracker.log_event(step + 1, AUDIT_FAULT, values)
+        run.record.tracker.log_event(step + 1, AUDIT_FAULT, values)
         if run.world.lead:
             where = ""
             if run.world.size > 1 and fault.rank is not None:

@@ -257,7 +257,7 @@ class LayerAudits:
                 name, values = of_rank
                 audits.setdefault(name, values)
         for values in audits.values():
-            self.run.tracker.log_event(step + 1, AUDIT, values)
+            self.run.record.tracker.log_event(step + 1, AUDIT, values)
         self.count += len(audits)
         self.audited.update(audits)
 

@@ -115,7 +115,7 @@ class Ledger:
             values |= statistics()
         for listener in self.listeners:
             values |= listener(step, loss)
-        self.run.tracker.log(step.index + 1, values)
+        self.run.record.tracker.log(step.index + 1, values)
         self.metrics |= values
 
 

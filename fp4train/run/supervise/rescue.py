@@ -39,7 +39,7 @@ def rescue(run: Run, error: NonFiniteError) -> str:
     Raises:
         DivergedError: the run goes back to a checkpoint.
     """
-    run.tracker.log_event(run.step + 1, "non-finite", {"message": str(error)})
+    run.record.tracker.log_event(run.step + 1, "non-finite", {"message": str(error)})
     past_non_finite(run, str(error))
     finite = all_finite(run)
     if run.divergence.since is not None:
@@ -102,11 +102,13 @@ def report(run: Run) -> Outcome | None:
     for outcome in run.saver.outcomes():
         if outcome.problem is not None:
             _log.error("%s Training goes on; it is tried again.", outcome.problem)
-            run.tracker.log_event(run.step + 1, "checkpoint failed", {"reason": outcome.problem})
+            run.record.tracker.log_event(
+                run.step + 1, "checkpoint failed", {"reason": outcome.problem}
+            )
         elif outcome.bad is not None:
             bad = bad or outcome
         else:
-            run.tracker.log_event(outcome.step, REMOVED if outcome.removed else SAVED)
+            run.record.tracker.log_event(outcome.step, REMOVED if outcome.removed else SAVED)
     return bad
 
 
@@ -179,7 +181,7 @@ def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception)
         )
     else:
         try:
-            run.tracker.log_event(
+            run.record.tracker.log_event(
                 run.step + 1, "error", {"message": f"{type(error).__name__}: {error}"}
             )
             saved = all_finite(run) and save_and_wait(run)

@@ -117,7 +117,7 @@ class Saver:
         step = self.run.step
         tensors, state = checkpoint.flatten(run.state())
         if not run.world.stage:
-            state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
+            state["metrics"] = mark(run.record.tracker)  # type: ignore[assignment]
             state["good"] = step if proven else self.good
         checked = [name for name in tensors if run.must_be_finite(name)]
         parts = owned(tensors, leads=self.ranks.leads, orders=run.row_orders())
@@ -356,8 +356,8 @@ class Saver:
         """Make durable what the checkpoint counts on: the lines of the metrics, and the record of
         the swaps.
         """
-        sync(self.run.tracker)
-        self.run.inbox.sync(self.run.journal)
+        sync(self.run.record.tracker)
+        self.run.inbox.sync(self.run.record.journal)
 
     def _also(self, place: Path) -> Folder:
         """A second run directory, open, with the first one's files: it can be resumed like the
@@ -369,14 +369,14 @@ class Saver:
             return also
         try:
             there = run_directory.identity(place)
-            if there != run.identity and not (there is None and also.empty()):
+            if there != run.record.journal.identity and not (there is None and also.empty()):
                 if there is None:
                     what = "files that are not this run's"
                 else:
                     what = f"another run ({there})"
                 raise UserError(f"{place} holds {what}: nothing is written there")
-            if run.saved_config is not None:
-                also.write(run_directory.CONFIG, run.saved_config)
+            if run.record.configuration is not None:
+                also.write(run_directory.CONFIG, run.record.configuration)
             for name in (run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
                 if run.folder.has_file(name):
                     also.write(name, run.folder.pieces(name, METRICS_LIMIT))

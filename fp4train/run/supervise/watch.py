@@ -150,7 +150,7 @@ class Watch:
                 "loss": self.loss,
                 "saved": run.saver.saved,
                 "running": running,
-                "run": run.identity,
+                "run": run.record.journal.identity,
                 "host": socket.gethostname(),
                 "process": os.getpid(),
             }

@@ -10,8 +10,8 @@ import torch
 
 from fp4train.parallel.world import World
 from fp4train.precision import NVFP4
-from fp4train.run.build import Run
 from fp4train.run.queued import Numbers, Step
+from fp4train.run.run import Equipment, Run
 from fp4train.run.supervise.ledger import Progress
 
 MULTIPLIED = 29_696
@@ -19,9 +19,15 @@ MULTIPLIED = 29_696
 
 def run_on(device: str) -> Run:
     """A run on `device`, as far as its peak is concerned."""
-    blank = dict.fromkeys(field.name for field in fields(Run) if field.init)
-    world = World(device=torch.device(device))
-    return Run(**blank | {"multiplied": MULTIPLIED, "device": torch.device(device), "world": world})
+    blank = dict.fromkeys(field.name for field in fields(Run))
+    equipment = Equipment(**dict.fromkeys(field.name for field in fields(Equipment)))
+    known = {
+        "multiplied": MULTIPLIED,
+        "device": torch.device(device),
+        "world": World(device=torch.device(device)),
+        "equip": lambda run: equipment,
+    }
+    return Run(**blank | known)
 
 
 @pytest.fixture

@@ -1,0 +1,28 @@
+"""The record that a run keeps of itself beside its checkpoints."""
+
+from dataclasses import dataclass
+
+from fp4train.files import Folder
+from fp4train.run.record.journal import Journal
+from fp4train.track import NullTracker, Tracker
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The record of a run. That of the lead is written when the run begins; a study's, and that of
+    other ranks, stays empty.
+
+    Args:
+        journal: the journal, with the random number that all parts of the run carry.
+        configuration: config.yaml as it was written; None: the run has none.
+        tracker: receives metrics and events.
+    """
+
+    journal: Journal
+    configuration: bytes | None
+    tracker: Tracker
+
+    @classmethod
+    def empty(cls, folder: Folder) -> "RunRecord":
+        """A record of which nothing is written to `folder`."""
+        return cls(journal=Journal(folder, None), configuration=None, tracker=NullTracker())
