@@ -11,10 +11,10 @@ record of a run.
   first line follows the identity of the run, that of a journal nothing. Metrics, the journal and
   studies' records are such lines; a block of the statistics says the same of itself in its header.
 - What is appended to a file cannot show that its end is cut off. So each checkpoint holds the
-  length and the checksum of every record (`Rolling`), and `unlike` compares them.
+  length and the checksum of every record (`FileDigest`), and `unlike` compares them.
 
-A record that is appended to is read as `Scanned` parts (lines, blocks), each whole or damaged;
-`cut` leaves the whole ones that a run goes on from, and `Appended` adds to them.
+A record that is appended to is read as `ScannedPart` parts (lines, blocks), each whole or damaged;
+`cut` leaves the whole ones that a run goes on from, and `LogWriter` adds to them.
 
 Checksums find damage. They keep nobody from writing anew who means to: CRC-32 for lines, SHA-256
 for the rest.
@@ -247,7 +247,7 @@ def identity(folder: Folder) -> str | None:
     return None
 
 
-class Rolling:
+class FileDigest:
     """Length and checksum of a file that is only appended to."""
 
     def __init__(self, pieces: Iterable[bytes] = ()) -> None:
@@ -265,7 +265,7 @@ class Rolling:
         return {"bytes": self.size, "sha256": self._digest.copy().hexdigest()}
 
 
-class Scanned(NamedTuple):
+class ScannedPart(NamedTuple):
     """A part of a record: a line, or a block.
 
     Args:
@@ -284,11 +284,11 @@ class Scanned(NamedTuple):
 def cut(
     folder: Folder,
     name: str,
-    scanned: Iterable[Scanned],
-    again: Callable[[Scanned], bytes],
+    scanned: Iterable[ScannedPart],
+    again: Callable[[ScannedPart], bytes],
     keep: Callable[[Any], bool],
     damaged: str | None = None,
-) -> tuple[Rolling, list[Scanned]]:
+) -> tuple[FileDigest, list[ScannedPart]]:
     """Leave the whole parts of the file `name` that `keep` takes, in one chain; atomically, and
     only if that differs.
 
@@ -305,14 +305,14 @@ def cut(
     wrong = []
     same = True
     if (status := folder.status(name)) is None:
-        return Rolling(), []
+        return FileDigest(), []
     for part in scanned:
         if part.why:
             wrong.append(part)
         if part.value is not None and keep(part.value):
             kept.append(again(part))
             same = same and kept[-1] == part.raw
-    left = Rolling(kept)
+    left = FileDigest(kept)
     if wrong and damaged is not None:
         folder.write(damaged, folder.pieces(name, status.st_size))
     if not same or left.size != status.st_size:
@@ -320,7 +320,7 @@ def cut(
     return left, wrong
 
 
-class Appended:
+class LogWriter:
     """The end of a file that is only appended to; a context manager that closes it.
 
     A file that has another name, too (a hard link), is left alone under that one.
@@ -339,7 +339,7 @@ class Appended:
         if status is None:
             folder.sync()
 
-    def __enter__(self) -> Appended:
+    def __enter__(self) -> LogWriter:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -375,7 +375,7 @@ def unlike(folder: Folder, name: str, mark: object, limit: int) -> str | None:
     size = mark.get("bytes")
     if type(size) is not int:
         return None
-    beginning = Rolling()
+    beginning = FileDigest()
     if folder.status(name) is not None:
         for piece in folder.pieces(name, limit):
             beginning.add(piece[: size - beginning.size])

@@ -97,16 +97,16 @@ def train(run: Run) -> Result:
                     if evaluating:
                         ledger.check()
                         values = evaluate(run, stretch)
-                        ledger.settle(values)
+                        ledger.flush(values)
                         check_evaluation(run, values, stretch.recipe.name)
                     saving = due(run.step, config.checkpoint.every, steps)
                     if saving:
-                        ledger.settle()
+                        ledger.flush()
                         save(run, proven=evaluating and proven_by(run, values))
                     collector.after(run.step)
                     if evaluating or saving:
                         progress.resume_timing()
-                ledger.settle()
+                ledger.flush()
                 saved = run.step == started or save_at_end(run, watch)
                 run.audits.finish()
             except NonFiniteError as error:
@@ -116,7 +116,7 @@ def train(run: Run) -> Result:
             except Exception as error:
                 keep_what_is_whole(run, ledger, watch, error)
                 raise
-            if trouble := world.of_lead(watch.look()):
+            if trouble := world.broadcast(watch.look()):
                 raise AgreedError(f"{trouble}; the run ended after step {run.step}")
             signal = world.largest_numbers(stop.signal or 0)[0] or None
     finally:

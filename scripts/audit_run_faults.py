@@ -76,7 +76,7 @@ def small_blocks(plant: Plant) -> Iterator[None]:
 
 def bypass(run: Any) -> None:
     """A layer's weight is multiplied by other code from now on."""
-    layer = run.linears[2]
+    layer = run.planned_layers[2]
     layer.forward = lambda x: F.linear(x, layer.weight.to(x.dtype))
 
 
@@ -105,7 +105,7 @@ def flip(tensor: Tensor, bit: int) -> None:
 
 def weight(run: Any) -> Tensor:
     """A weight of a layer: of experts where the model has some."""
-    layers = [layer for layer in run.linears if layer.layer.experts] or run.linears
+    layers = [layer for layer in run.planned_layers if layer.layer.experts] or run.planned_layers
     tensor: Tensor = layers[1].weight
     return tensor
 

@@ -19,8 +19,8 @@ import torch
 
 from fp4train.config.composition import composed
 from fp4train.config.schema import to_config
-from fp4train.run.begin import new_origin
 from fp4train.run.build import build
+from fp4train.run.find import new_origin
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.run.run import Run

@@ -119,7 +119,7 @@ class CheckpointGroup:
             None,
         )
 
-    def together(self, task: Callable[[], T]) -> T:
+    def same_outcome(self, task: Callable[[], T]) -> T:
         """Result of `task`, which all ranks do and wait for; where it fails on one, all raise that
         rank's reason.
 

@@ -47,11 +47,13 @@ class Writing:
     ) -> None:
         """Write it; an exception on one rank is raised on all, and leaves no directory."""
         try:
-            begun = self.ranks.gathered(self.ranks.together(self._begin))
+            begun = self.ranks.gathered(self.ranks.same_outcome(self._begin))
             if set(begun) != {self.step}:
                 raise OSError(f"ranks save different steps: {begun}")
-            described = self.ranks.gathered(self.ranks.together(lambda: self._own(tensors, state)))
-            self.ranks.together(lambda: self._end(state, described))
+            described = self.ranks.gathered(
+                self.ranks.same_outcome(lambda: self._own(tensors, state))
+            )
+            self.ranks.same_outcome(lambda: self._end(state, described))
         # a signal turned into an exception too: leave no half-written directory
         except BaseException as error:
             if self.ranks.first:

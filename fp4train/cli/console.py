@@ -9,7 +9,7 @@ from typing import TextIO
 
 from fp4train.cli.output import written_by
 from fp4train.files import Folder
-from fp4train.sealed import Appended
+from fp4train.sealed import LogWriter
 from fp4train.track.wandb import CONSOLE
 
 _log = logging.getLogger("fp4train")
@@ -24,7 +24,7 @@ class Console:
     def __init__(self) -> None:
         self._lock = Lock()
         self._waiting = ""
-        self._file: Appended | None = None
+        self._file: LogWriter | None = None
         self._begun: dict[int, str] = {}
         """Line without an end, by stream."""
 
@@ -37,7 +37,7 @@ class Console:
         try:
             with Folder.open(run) as folder:
                 status = folder.status(CONSOLE)
-                self._file = Appended(folder, CONSOLE, 0 if status is None else status.st_size)
+                self._file = LogWriter(folder, CONSOLE, 0 if status is None else status.st_size)
             with self._lock:
                 self._append("")
         except OSError as error:

@@ -36,7 +36,6 @@ from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, summarise
-from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan
 from fp4train.run.checks import (
     check_cut,
@@ -46,9 +45,10 @@ from fp4train.run.checks import (
     scale_warnings,
     warn_of_schedule,
 )
+from fp4train.run.find import find_source, start_step
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
-from fp4train.run.initial import load_init
+from fp4train.run.initial import open_init
 from fp4train.run.produced import produced_by, produced_in
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
@@ -192,7 +192,7 @@ def _plan(
     if source is not None and swap is not None:
         timeline = with_swap(timeline, swap.at(start))
     if source is None:
-        init = load_init(config, ALONE, verify=False)
+        init = open_init(config, ALONE, verify=False)
     else:
         init = None
     tokenizer_of = source if init is None else init.run

@@ -44,11 +44,11 @@ from fp4train.parallel.agree import check_same, check_shared
 from fp4train.parallel.launch import ProcessRank, find_place
 from fp4train.parallel.world import AgreedError, World
 from fp4train.precision.report import summarise
-from fp4train.run.begin import find_origin, find_rewound
 from fp4train.run.bits import computing_threads
 from fp4train.run.build import build
 from fp4train.run.checks import before_cooldown, beyond_its_end, learning_rate, rate_jump
 from fp4train.run.determinism import determinism
+from fp4train.run.find import find_origin, find_rewound
 from fp4train.run.fuse import kernels_of_layers
 from fp4train.run.host import choose_device, keep_freed_memory, libraries
 from fp4train.run.origin import Continued, Origin
@@ -154,12 +154,12 @@ def _trained(command: Start, world: World, console: Console | None) -> int:
     directory = command.config.run.dir
     if world.size > 1:
         check_same(world, {**journal.flat(plain(chosen)), "the swap": command.swap, **_software()})
-    with world.together():
+    with world.same_outcome():
         if world.lead:  # the others' machines may have another key
             check_paths(chosen, command.named, sending=True)
     with ExitStack() as stack:
         stack.enter_context(computing_threads(config.train.threads))
-        with world.together():
+        with world.same_outcome():
             if world.lead:
                 stack.enter_context(run_directory.locked(directory))
                 forget_charts(chosen)
@@ -204,7 +204,7 @@ def _warn_of_jump(origin: Continued, resumed: Mapping[str, Any] | None, world: W
     """
     if resumed is None:
         return
-    with world.together():
+    with world.same_outcome():
         earlier = _as_it_was(origin, resumed)
     if jump := rate_jump(earlier, origin.config, origin.resume_step):
         _log.warning("%s; %s", jump, before_cooldown(origin.source, earlier))

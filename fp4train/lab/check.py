@@ -62,8 +62,8 @@ def check(subject: Subject) -> Checked:
     run.apply(run.plan.at(run.step))
     results = [
         result
-        for start in range(0, len(run.linears), LAYERS)
-        for result in _audited(run, run.linears[start : start + LAYERS])
+        for start in range(0, len(run.planned_layers), LAYERS)
+        for result in _audited(run, run.planned_layers[start : start + LAYERS])
     ]
     uncovered = {
         result.layer: reason for result in results if (reason := _left_out(result)) is not None

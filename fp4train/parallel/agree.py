@@ -106,12 +106,12 @@ def check_shared(world: World, directory: Path) -> None:
     Raises:
         UserError: on every rank: a rank sees another directory under that path, or none.
     """
-    nonce = world.of_lead(secrets.token_hex(16))
+    nonce = world.broadcast(secrets.token_hex(16))
     try:
-        with world.together():
+        with world.same_outcome():
             if world.lead:
                 files.write(directory / NONCE, nonce.encode(), sync=False)
-        with world.together():
+        with world.same_outcome():
             if not world.lead and not _sees(directory / NONCE, nonce):
                 raise UserError(
                     f"{directory} is not the directory that rank 0 trains in: it must lie on "

@@ -113,7 +113,7 @@ class Pipeline:
         self._weight = weight
         self._run(microbatches, training=True)
         if self.tied is not None:
-            self.tied.settle()
+            self.tied.wait()
         losses = self._losses
         self._losses = []
         return losses
@@ -312,7 +312,7 @@ class TiedWeight:
         dist.recv(gradient, group=self.group, group_src=1)
         return like(weight, gradient)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all that was sent has arrived."""
         for _, work in self._sent:
             work.wait()

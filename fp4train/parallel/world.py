@@ -250,7 +250,7 @@ class World:
         """Whether `holds` on every rank."""
         return not self.largest_numbers(int(not holds))[0]
 
-    def of_lead(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The lead's `value` (plain data), on every rank."""
         if self.size == 1:
             return value
@@ -285,7 +285,7 @@ class World:
             dist.barrier(group=self.control)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def same_outcome(self) -> Iterator[None]:
         """Context of work that every rank does at once: if it fails on one, it has failed on all.
 
         Raises:
@@ -311,13 +311,13 @@ class World:
             rank, text = errors[0]
             raise AgreedError(text if rank == 0 else f"rank {rank}: {text}") from own_error
 
-    def in_turns(self, make: Callable[[], T]) -> T:
+    def by_machine(self, make: Callable[[], T]) -> T:
         """`make()` on the lead, then on one rank of each other machine, then on the rest: the first
         fill the caches.
         """
         mine = 0 if self.lead else 1 if self.place.local_rank == 0 else 2
         for turn in range(3):
-            with self.together():
+            with self.same_outcome():
                 if turn == mine:
                     outcome = make()
             if self.size == 1:

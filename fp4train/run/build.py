@@ -166,7 +166,7 @@ def build(origin: Origin, world: World | None = None) -> Run:
     config = origin.config
     directory = config.run.dir
     world = world or World(device=choose_device(config.device))
-    with world.together():  # all that is only read
+    with world.same_outcome():  # all that is only read
         checks.check_cut(config, world.mesh)
         checks.check_repeat(config, world.device.type)
         _ = origin.text  # refused where it is too long to be read again
@@ -174,18 +174,18 @@ def build(origin: Origin, world: World | None = None) -> Run:
         check_teacher_source(config, world.mesh, origin.tokenizer_of)
     place = origin.place
     with ExitStack() as stack:
-        with world.together():
+        with world.same_outcome():
             if world.lead:
                 if place != directory:
                     stack.enter_context(run_directory.folder_aside(directory))
                 origin.fill(place)
         run = assemble(config, place, timeline, world, draws=origin.draws)
-        with world.together():
+        with world.same_outcome():
             if config.train.cuda_graph:
                 run.runner = recorded(run)
             origin.load(run)
         _warn(run, begins=origin.resume_step is None)
-        with world.together():
+        with world.same_outcome():
             if world.lead:
                 origin.commit(run)
     origin.after_commit(run)
@@ -220,12 +220,12 @@ def assemble(
     """
     # The lead tokenises what no cache holds; then one rank of each other machine, whose cache may
     # be its own.
-    data = world.in_turns(lambda: config.data.build(place, config.train.seq_len, config.run.seed))
+    data = world.by_machine(lambda: config.data.build(place, config.train.seq_len, config.run.seed))
     fingerprint = data.fingerprint
     if world.size > 1:
         check_same(world, {"the data": fingerprint})
     _log.info("%s", data.description)
-    with world.together():
+    with world.same_outcome():
         model, deferred = built_or_deferred(config, data.vocab_size, world, draws)
         checks.set_masks(model, config, data.borders)
         if world.size > 1:
@@ -263,7 +263,7 @@ def assemble(
         for part in (model,) if pipeline is None else pipeline.stages.values():
             distribute(part, world, gather, config.parallel.reduce)
     if deferred:
-        with world.together(), user_errors(ValueError, before="the weights cannot be drawn: "):
+        with world.same_outcome(), user_errors(ValueError, before="the weights cannot be drawn: "):
             if draws:
                 draw = getattr(config.model, "draw", "torch")
             else:

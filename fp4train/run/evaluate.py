@@ -49,7 +49,7 @@ def microbatch_losses(run: Run, stretch: PlannedStretch) -> tuple[list[float], l
     of `stretch`, whose plan the layers have afterwards.
     """
     batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
-    starts = range(0, batches * run.config.train.batch_size, run.rows)
+    starts = range(0, batches * run.config.train.batch_size, run.microbatch_rows)
     high = run.in_high_precision(stretch)
     losses = []
     run.model.eval()
@@ -81,9 +81,9 @@ def _losses(run: Run, recipe: Recipe, starts: Sequence[int]) -> list[float]:
     own_losses = torch.zeros(len(starts), device=run.device)
     own_indices = range(run.world.data_rank, len(starts), run.world.mesh.data)
     # no rank is left alone in a pass by another that cannot read its rows
-    with run.world.together():
-        factor = run.val_data.loss_factor(starts[0], len(starts) * run.rows)
-        rows = [run.val_data.rows(starts[number], run.rows) for number in own_indices]
+    with run.world.same_outcome():
+        factor = run.val_data.loss_factor(starts[0], len(starts) * run.microbatch_rows)
+        rows = [run.val_data.rows(starts[number], run.microbatch_rows) for number in own_indices]
     passes = (microbatch(run, recipe, *part) for part in rows)
     for number, loss in zip(own_indices, losses(run, passes), strict=False):
         own_losses[number] = loss * factor

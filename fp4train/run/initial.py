@@ -73,7 +73,7 @@ class InitialWeights(Protocol):
         """
 
 
-def load_init(
+def open_init(
     config: Config, ranks: CheckpointGroup, *, verify: bool = True
 ) -> InitialWeights | None:
     """The weights that a new run begins with, opened and not read; None: it draws its own.

@@ -64,7 +64,7 @@ def watching(run: Run, recipe: Recipe) -> Iterator[WatchedLayers]:
     compiled = run.config.train.compile
     with (
         eagerly(run),
-        watch_operands([(module.layer, module) for module in run.linears]) as watched,
+        watch_operands([(module.layer, module) for module in run.planned_layers]) as watched,
     ):
         if not compiled:
             yield watched
@@ -217,11 +217,13 @@ def check_layers(run: Run, step: Step) -> None:
     Raises:
         UserError: other code multiplies the weight of a planned layer; on every rank.
     """
-    if run.called is None:
+    if run.called_layers is None:
         return
-    called = {module.layer.name for module in run.called if isinstance(module, PlannedLayer)}
-    run.called = None
+    called = {module.layer.name for module in run.called_layers if isinstance(module, PlannedLayer)}
+    run.called_layers = None
     trained = {id(p) for name, p in run.model.named_parameters() if name in frozenset(step.names)}
-    with run.world.together():
-        check_called(run.plan, run.linears, called, lambda layer: id(layer.weight) in trained)
+    with run.world.same_outcome():
+        check_called(
+            run.plan, run.planned_layers, called, lambda layer: id(layer.weight) in trained
+        )
     check_asked(run.model)

@@ -1,7 +1,7 @@
 """How a run begins: `Fresh`, with the weights of `Init`, by `Resume` of its own checkpoint, as a
 `Branched` of another run's, or `Rewound` after its loss diverged.
 
-`begin.find_origin` finds the origin of a command and changes nothing. `build` reads what belongs to
+`find.find_origin` finds the origin of a command and changes nothing. `build` reads what belongs to
 it (`timeline`), has a run assembled, gives it the state of the origin (`load`), and only then
 writes that the run begins or goes on (`commit`): a start that is refused leaves nothing.
 """

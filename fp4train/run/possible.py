@@ -16,7 +16,7 @@ from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan
 from fp4train.run.checks import check_cut, check_oscillation, check_repeat
 from fp4train.run.host import choose_device
-from fp4train.run.initial import load_init
+from fp4train.run.initial import open_init
 from fp4train.run.teacher import check_teacher_source
 from fp4train.run.timeline import build_timeline
 
@@ -30,7 +30,7 @@ def check_possible(config: Config) -> None:
     """
     check_cut(config, Mesh())
     _check_data(config)
-    init = load_init(config, ALONE, verify=False)
+    init = open_init(config, ALONE, verify=False)
     tokenizer_of = None if init is None else init.run
     check_teacher_source(config, Mesh(), tokenizer_of)
     vocab_size = planned_vocab_size(

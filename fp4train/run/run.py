@@ -77,7 +77,7 @@ class Run:
         pipeline: the stages of the model; None: it is whole.
         teacher: whose distribution it learns; None: the targets alone.
         counters: `step` on the device while a step is recorded (`step_graph.py`); None: the host's.
-        called: the layers that were called in the first step; None after it.
+        called_layers: the layers that were called in the first step; None after it.
         world: the ranks that train it. Only the lead's record and checkpoints are written.
         equip: makes what works on the run (`Equipment`), whose parts become attributes.
 
@@ -107,7 +107,7 @@ class Run:
     pipeline: Pipeline | None = None
     teacher: Teacher | None = None
     counters: torch.Tensor | None = None
-    called: dict[object, bool] | None = field(default_factory=dict)
+    called_layers: dict[object, bool] | None = field(default_factory=dict)
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
 
     def __post_init__(self) -> None:
@@ -126,17 +126,17 @@ class Run:
         self.hooks = equipment.hooks
 
     @property
-    def share(self) -> int:
+    def rank_rows(self) -> int:
         """Sequences of a batch that are this rank's."""
         return self.config.train.batch_size // self.world.mesh.data
 
     @property
-    def rows(self) -> int:
+    def microbatch_rows(self) -> int:
         """Sequences of a microbatch."""
         return self.config.train.rows(self.world.mesh.data)
 
     @property
-    def batch(self) -> int:
+    def batch_index(self) -> int:
         """The place in the data of the batch of the current step: that of the step, and what was
         skipped before.
         """
@@ -187,7 +187,7 @@ class Run:
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
-        for module in self.linears:
+        for module in self.planned_layers:
             module.apply_plan(
                 stretch.layers[module.layer.name], stretch.recipe, self.config.policy, self.device
             )
@@ -255,7 +255,7 @@ class Run:
         return len(order)
 
     @cached_property
-    def linears(self) -> list[PlannedLayer]:
+    def planned_layers(self) -> list[PlannedLayer]:
         """The converted layers that this rank holds."""
         return [m for m in self.model.modules() if isinstance(m, PlannedLayer)]
 
@@ -277,11 +277,11 @@ class Run:
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
         """States of delayed scaling, by layer; empty dicts without it."""
-        return {m.layer.name: m.scaling_state() for m in self.linears}
+        return {m.layer.name: m.scaling_state() for m in self.planned_layers}
 
     def load_scaling(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Take over what `scaling` gave."""
-        for module in self.linears:
+        for module in self.planned_layers:
             module.load_scaling_state(state.get(module.layer.name, {}))
 
     def state(self) -> dict[str, Any]:

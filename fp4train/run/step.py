@@ -119,14 +119,17 @@ def microbatch_share(run: Run) -> float:
     the targets of the whole batch that count, wherever they lie.
     """
     size = run.config.train.batch_size
-    return run.rows / size * run.feed.loss_factor(run.batch)
+    return run.microbatch_rows / size * run.feed.loss_factor(run.batch_index)
 
 
-def own_rows(run: Run) -> tuple[int, int]:
+def row_range(run: Run) -> tuple[int, int]:
     """(The position of the first row of this rank's share of the current step's batch, its
     rows).
     """
-    return run.batch * run.config.train.batch_size + run.world.data_rank * run.share, run.share
+    return (
+        run.batch_index * run.config.train.batch_size + run.world.data_rank * run.rank_rows,
+        run.rank_rows,
+    )
 
 
 def step_rows(run: Run) -> Iterator[Rows]:
@@ -135,17 +138,23 @@ def step_rows(run: Run) -> Iterator[Rows]:
 
     The share of the next step is fetched meanwhile.
     """
-    first_row, count = own_rows(run)
+    first_row, count = row_range(run)
     tokens, targets = run.feed.rows(first_row, count, then=first_row + run.config.train.batch_size)
-    yield from zip(torch.split(tokens, run.rows), torch.split(targets, run.rows), strict=True)
+    yield from zip(
+        torch.split(tokens, run.microbatch_rows),
+        torch.split(targets, run.microbatch_rows),
+        strict=True,
+    )
 
 
 def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Microbatch]:
     """The microbatches of `rows`, with the place of each in the whole batch."""
-    rank_start = run.world.data_rank * run.share
-    share = run.loss_scale * run.rows / run.config.train.batch_size
-    for start, row in zip(range(rank_start, rank_start + run.share, run.rows), rows, strict=True):
-        last = start + run.rows == rank_start + run.share
+    rank_start = run.world.data_rank * run.rank_rows
+    share = run.loss_scale * run.microbatch_rows / run.config.train.batch_size
+    for start, row in zip(
+        range(rank_start, rank_start + run.rank_rows, run.microbatch_rows), rows, strict=True
+    ):
+        last = start + run.microbatch_rows == rank_start + run.rank_rows
         offset = start * run.config.train.seq_len
         yield microbatch(
             run,
@@ -153,7 +162,7 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
             *row,
             token_offset=offset,
             last=last,
-            called_layers=run.called,
+            called_layers=run.called_layers,
             auxiliary=share,
         )
 

@@ -40,7 +40,7 @@ from typing import Any
 from fp4train import files
 from fp4train.errors import OlderForm, UserError, reason, user_errors
 from fp4train.files import Folder
-from fp4train.sealed import Appended, Chain, NoChecksum, Scanned, cut, identity, unlike
+from fp4train.sealed import Chain, LogWriter, NoChecksum, ScannedPart, cut, identity, unlike
 from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
 from fp4train.worker import Worker
 
@@ -79,7 +79,7 @@ class MetricsLog:
             self._chain = Chain(identity(folder) or "")
             lines = _intact_lines(folder, name, REMEDY)
             self._all, _ = cut(folder, name, lines, lambda line: self._chain.again(line.raw), keep)
-            self._file = Appended(folder, name, self._all.size)
+            self._file = LogWriter(folder, name, self._all.size)
         self._waiting: deque[bytes] = deque()
         self._worker = Worker("metrics", lambda error: _log.error("%s: %s", self.path, error))
         self._behind = self._full = False
@@ -288,13 +288,13 @@ def _missing(steps: Set[int], last: int) -> tuple[int, int, int] | None:
     return first_missing, next(step for step in range(last, 0, -1) if step not in steps), count
 
 
-def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[Scanned]:
+def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[ScannedPart]:
     """The lines; not the torn end of one, nor a damaged last one, of which a warning is given.
 
     Raises:
         UserError: the first line has no checksum.
     """
-    damaged: Scanned | None = None
+    damaged: ScannedPart | None = None
     for number, raw in enumerate(folder.lines(name, LIMIT), start=1):
         torn = not raw.endswith(b"\n")
         if torn and len(raw) < files.LINE:
@@ -311,15 +311,15 @@ def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[Scanned]:
                 raise OlderForm(
                     folder.path / name, "has lines without the checksums of today"
                 ) from error
-            damaged = Scanned(number, raw, None, str(error) or type(error).__name__)
+            damaged = ScannedPart(number, raw, None, str(error) or type(error).__name__)
             continue
-        yield Scanned(number, raw, line, why)
+        yield ScannedPart(number, raw, line, why)
     if damaged is not None and damaged.raw.strip(b"\0\n"):  # a power cut may leave zeros for data
         where = f"{folder.path / name}, line {damaged.number}"
         _log.warning("%s, the last one, is damaged and left out (%s)", where, damaged.why)
 
 
-def _intact_lines(folder: Folder, name: str, remedy: str) -> Iterator[Scanned]:
+def _intact_lines(folder: Folder, name: str, remedy: str) -> Iterator[ScannedPart]:
     """The lines of a log, of which each is intact.
 
     Raises:

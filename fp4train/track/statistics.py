@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from fp4train import files
 from fp4train.errors import OlderForm, UserError, user_errors
-from fp4train.sealed import Appended, Chain, Scanned, cut, identity
+from fp4train.sealed import Chain, LogWriter, ScannedPart, cut, identity
 
 _log = logging.getLogger(__name__)
 
@@ -146,10 +146,10 @@ class StatisticsLog:
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self.path = Path(path)
-        self._file: Appended | None = None
+        self._file: LogWriter | None = None
         self._failing = False
 
-        def again(block: Scanned) -> bytes:
+        def again(block: ScannedPart) -> bytes:
             raw: bytes = block.value.to_bytes(self._chain.after)
             self._chain.last = _checksum(raw)
             return raw
@@ -181,7 +181,7 @@ class StatisticsLog:
                 raise OSError(errno.EFBIG, f"it has {LIMIT:,} bytes")
             if self._file is None:
                 with files.parent(self.path) as (folder, name):
-                    self._file = Appended(folder, name, self._all.size)
+                    self._file = LogWriter(folder, name, self._all.size)
             self._file.write(data)
             self._all.add(data)
             self._chain.last = _checksum(data)
@@ -286,7 +286,7 @@ def _columns(
     return columns
 
 
-def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[Scanned]:
+def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[ScannedPart]:
     """The blocks of the file `path`. What is damaged is skipped up to the next one; a torn end is
     left out. Linear in the file.
 
@@ -302,7 +302,7 @@ def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[Scanned]:
                 raise OlderForm(path, "has measured steps without the checksum of the step before")
             gone = f"measured steps before step {block.step} are missing, or it is of another run"
             follows = chain.follow(_checksum(raw), block.after)
-            yield Scanned(0, raw, block, "" if follows else gone)
+            yield ScannedPart(0, raw, block, "" if follows else gone)
             at += len(raw)
             continue
         following = data.find(_MAGIC, at + 1)
@@ -316,7 +316,9 @@ def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[Scanned]:
         if following >= 0:
             if left <= 0:
                 following = len(data)
-            yield Scanned(0, b"", None, f"{following - at} bytes at {at} are damaged and left out")
+            yield ScannedPart(
+                0, b"", None, f"{following - at} bytes at {at} are damaged and left out"
+            )
         at = following
         chain.last = None
 

@@ -177,14 +177,14 @@ def _write(place: Path, faulty: Callable[[], Any]) -> str:
 
 def _append(place: Path, faulty: Callable[[], Any]) -> str:
     from fp4train.files import Folder
-    from fp4train.sealed import Appended
+    from fp4train.sealed import LogWriter
 
     raised = False
     with Folder.open(place) as folder:
-        with Appended(folder, "log", 0) as file:
+        with LogWriter(folder, "log", 0) as file:
             file.write(b"old\n", sync=True)
         try:
-            with faulty(), Appended(folder, "log", 4) as file:
+            with faulty(), LogWriter(folder, "log", 4) as file:
                 file.write(b"new\n", sync=True)
         except OSError:
             raised = True

@@ -14,7 +14,7 @@ import torch
 import fp4train.train as loop
 original = loop.train_step
 def train_step(run, recipe):
-    if run.batch == 8:
+    if run.batch_index == 8:
         with torch.no_grad():
             for parameter in run.model.parameters():
                 parameter.mul_(30)

@@ -36,7 +36,7 @@ def train_step(run, recipe, first=loop.train_step):
     if not steps:
         kept.clear()  # passes of the start, which tries the plan
     steps.append(run.step)
-    shapes = [module.layer for module in run.linears if module.layer.block is not None]
+    shapes = [module.layer for module in run.planned_layers if module.layer.block is not None]
     te.is_weight = lambda each: any(tuple(each.shape) == (at.out_features, at.in_features) for at in shapes)
     te.quantised_from.clear()
     made = first(run, recipe)

@@ -40,7 +40,7 @@ FOR_THE_FORKS = (
     "fp4train.quantize.cpu",
     "fp4train.run.build",
     "fp4train.run.determinism",
-    "fp4train.run.begin",
+    "fp4train.run.find",
     "fp4train.train",
 )
 

@@ -15,7 +15,7 @@ from fp4train.models.llama import Llama
 from fp4train.parallel import Mesh
 from fp4train.parallel.world import World
 from fp4train.precision import find_blocks
-from fp4train.run import begin, build, fuse
+from fp4train.run import build, find, fuse
 
 OPTIONS_OF_TORCH_2_11 = {"fullgraph", "dynamic", "backend", "mode", "options", "disable"}
 """Of `torch.compile` in torch/__init__.py."""
@@ -68,8 +68,8 @@ def test_a_batch_that_ranks_cannot_share_is_refused_before_weights_are_opened(
 ) -> None:
     """To verify those of a large model takes minutes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(begin, "load_init", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(find, "open_init", Mock(side_effect=AssertionError))
     cfg = compose(["run.name=a", "train.batch_size=3", "train.microbatch=null", "device=cpu"])
     world = World(device=torch.device("cpu"), mesh=Mesh(shard=2))
     with pytest.raises(UserError, match=r"train\.batch_size=3 is not divisible by 2 data ranks"):
-        begin.find_origin(to_config(cfg), cfg, world)
+        find.find_origin(to_config(cfg), cfg, world)

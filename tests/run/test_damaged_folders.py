@@ -18,7 +18,7 @@ from fp4train.config.composition import composed
 from fp4train.data import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.run.build import build_model
-from fp4train.run.initial import load_init
+from fp4train.run.initial import open_init
 
 VALUES: tuple[Any, ...] = (
     *(
@@ -99,7 +99,7 @@ def test_a_damaged_folder_is_loaded_or_refused(
         )
         try:
             config = settings(made).config
-            init = load_init(config, ALONE)
+            init = open_init(config, ALONE)
             assert init is not None
             init.load(build_model(config, planned_vocab_size(config.data), torch.device("cpu")))
             ends["loaded"] += 1

@@ -51,7 +51,7 @@ def test_after_an_evaluation_the_layers_have_the_plan_of_their_stretch(
         assert not high.quantised
         context = Context(recipe=high, policy=run.config.policy, step=run.step, applied=True)
         with pytest.raises(RuntimeError, match="apply the plan of the coming stretch"):
-            run.linears[0].executor_in(context, run.device)
+            run.planned_layers[0].executor_in(context, run.device)
 
     before(1, look)
     assert cli("run.name=a", "train.steps=2", "eval.every=1").code == 0

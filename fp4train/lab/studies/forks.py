@@ -224,7 +224,7 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
             run.step = run.step + 1
             run.mid_update = False
             ledger.add(step)
-        ledger.settle()
+        ledger.flush()
         assert stretch is not None
         highs, parts = microbatch_losses(run, stretch)
         high = sum(highs) / len(highs)

@@ -69,7 +69,9 @@ class GradientMeter:
 
     def __init__(self, subject: Subject, reference: RecipePart, layers: Sequence[str]) -> None:
         self.subject, self.reference, self.layers = subject, reference, list(layers)
-        self._linears: dict[str, PlannedLayer] = {m.layer.name: m for m in subject.run.linears}
+        self._linears: dict[str, PlannedLayer] = {
+            m.layer.name: m for m in subject.run.planned_layers
+        }
         self._before = (
             subject.run.config,
             subject.run.plan,

@@ -30,10 +30,10 @@ from fp4train.config.binding import default_of, differing_keys, flattened
 from fp4train.errors import UserError
 from fp4train.keys import MayDiffer, lies_in
 from fp4train.parallel.world import World
-from fp4train.run.begin import check_source, find_start
 from fp4train.run.build import assemble
+from fp4train.run.find import check_source, find_start
 from fp4train.run.host import choose_device
-from fp4train.run.initial import load_init
+from fp4train.run.initial import open_init
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs
 from fp4train.run.run import Run
@@ -147,7 +147,7 @@ def open_subject(
     if start is not None:
         run.restore(start)
         run.plan = run.plan.since(run.step)
-    elif (init := load_init(config, world.ranks)) is not None:
+    elif (init := open_init(config, world.ranks)) is not None:
         init.load(run.model)
     if not optimizer:
         run.optimizer.state.clear()

@@ -39,7 +39,7 @@ from fp4train.precision.plan import Plan
 from fp4train.run.record.directory import HISTORY, OLD_SWAPS
 from fp4train.run.record.formats import described_formats
 from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
-from fp4train.sealed import Appended, Chain, NoChecksum
+from fp4train.sealed import Chain, LogWriter, NoChecksum
 from fp4train.text import as_written, first_line
 
 _log = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class Journal:
                 records, size = _lines(self.folder)
                 if (records[-1].sum if records else "") != self._written:
                     raise UserError(f"{path} is not as this process wrote it: put it back")
-            with Appended(self.folder, HISTORY, size) as file:
+            with LogWriter(self.folder, HISTORY, size) as file:
                 file.write(b"".join(line for _, line in added), sync=True)
             self._left = self._file()
         self._written = added[-1][0].sum if added else self._written

@@ -25,7 +25,7 @@ class LayerStates(RunState):
         """See `RunState.check`."""
         if not isinstance(saved, dict):
             raise ValueError("it holds no scales")
-        names = {layer.layer.name for layer in self.run.linears}
+        names = {layer.layer.name for layer in self.run.planned_layers}
         for layer, entries in saved.items():
             if layer not in names or not isinstance(entries, dict):
                 raise ValueError(f"it has scales of a layer {layer}")

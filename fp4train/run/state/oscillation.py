@@ -94,7 +94,7 @@ def watched(run: Trained, trained: Iterable[str]) -> Iterator[Watched]:
     layers = run.plan.at(run.step).layers
     names = {id(p): name for name, p in run.model.named_parameters()}
     trained = set(trained)
-    for layer in run.linears:
+    for layer in run.planned_layers:
         spec = layers[layer.layer.name].fprop.operands.second
         if layer.layer.experts or layer.transposed or spec is None or why_not(spec) is not None:
             continue

@@ -21,7 +21,7 @@ def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
     Raises:
         UserError: it could not be written.
     """
-    newest = run.world.of_lead(
+    newest = run.world.broadcast(
         checkpoint.steps(run.directory / run_directory.CHECKPOINTS)[-1] if run.world.lead else 0
     )
     if not even_if_none:
@@ -31,7 +31,7 @@ def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
             "steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1
         )
     begun = run.saver.begin(proven=True)
-    with run.world.together():
+    with run.world.same_outcome():
         if not run.world.lead:
             return
         run.saver.wait()

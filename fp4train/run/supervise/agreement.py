@@ -28,7 +28,7 @@ from fp4train.run.queued import Values
 from fp4train.run.record.change import follow_swaps, pick_up_swaps
 from fp4train.run.record.journal import swaps
 from fp4train.run.run import Run
-from fp4train.run.step import own_rows
+from fp4train.run.step import row_range
 from fp4train.run.supervise.divergence import divergence_request, end_or_rewind
 from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.rescue import refuse, report, save
@@ -148,7 +148,7 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
             signal=signal, requests=requests, memory={"perf/memory_gb": memory / 1e9}
         )
     if run.step < run.config.train.steps:
-        problem = run.feed.problem(*own_rows(run))
+        problem = run.feed.problem(*row_range(run))
     else:
         problem = None
     number, asks, most, least, unread = world.largest_numbers(
@@ -159,7 +159,7 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
         int(problem is not None),
     )
     if unread:
-        with world.together():
+        with world.same_outcome():
             if problem is not None:
                 raise DataError(problem)
     shown: Values = {
@@ -168,7 +168,7 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
         "perf/memory_rank": most % _RANKS,
     }
     return StepAgreement(
-        signal=number or None, requests=world.of_lead(requests) if asks else {}, memory=shown
+        signal=number or None, requests=world.broadcast(requests) if asks else {}, memory=shown
     )
 
 
@@ -204,5 +204,5 @@ def apply_requests(run: Run, ledger: Ledger, requests: dict[str, Any]) -> None:
     if "swaps" in requests and not run.world.lead:
         follow_swaps(run, requests["swaps"])
     if "save" in requests:
-        ledger.settle()
+        ledger.flush()
         save(run)

@@ -128,7 +128,7 @@ def past_non_finite(run: Run, message: str) -> None:
     """Raises DivergedError where a run whose current step is not finite goes back instead of
     ending.
     """
-    back = run.world.of_lead(_milestone(run)[0] if run.world.lead else None)
+    back = run.world.broadcast(_milestone(run)[0] if run.world.lead else None)
     if back is not None:
         raise DivergedError(message, run.divergence.rewind(back, run.step + 1))
 
@@ -159,7 +159,7 @@ def take_over(run: Run, rewind: Rewind) -> None:
 
 def worthless(run: Run) -> bool:
     """Whether the state of a run is ruined and no checkpoint is good: it would be the only one."""
-    return run.world.of_lead(run.divergence.seen and run.saver.good is None)
+    return run.world.broadcast(run.divergence.seen and run.saver.good is None)
 
 
 def rise(run: Run, *, advice: bool = True) -> str:

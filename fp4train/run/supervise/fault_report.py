@@ -66,7 +66,7 @@ def report(run: Run, step: int, faults: Sequence[Fault], clean: int = 0) -> int:
         raise AuditError(
             f"step {step + 1}: the audit found {counted(count, 'fault')}: "
             f"{listed[0]}. Nothing more is saved (audit.action=stop); "
-            f"{run.world.of_lead(way_back(run, since))}"
+            f"{run.world.broadcast(way_back(run, since))}"
         )
     return count
 

@@ -95,7 +95,7 @@ class LayerAudits:
         plans = self.run.plan.at(step).layers
         layers = [
             layer
-            for layer in self.run.linears
+            for layer in self.run.planned_layers
             if why_not_audited(plans[layer.layer.name], self.run.config, self.run.world.mesh)
             is None
         ]
@@ -309,7 +309,7 @@ def summary(audits: LayerAudits) -> str | None:
     run = audits.run
     left_out: dict[str, list[str]] = {}
     layers_of_stage: dict[int, int] = {}
-    of_ranks = run.world.gathered((audits.left_out(), run.world.stage, len(run.linears)))
+    of_ranks = run.world.gathered((audits.left_out(), run.world.stage, len(run.planned_layers)))
     for of_rank, stage, layers in of_ranks:
         layers_of_stage[stage] = layers
         for reason, names in of_rank.items():

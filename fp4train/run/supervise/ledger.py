@@ -73,7 +73,7 @@ class Ledger:
         if self._step is not None:
             self._check(self._step)
 
-    def settle(self, values: Mapping[str, float | str] | None = None) -> None:
+    def flush(self, values: Mapping[str, float | str] | None = None) -> None:
         """Wait for the step that was added last, and log it with `values`.
 
         Raises:

@@ -32,7 +32,7 @@ class PlannedCalls:
     @property
     def microbatches(self) -> int:
         """Microbatches of a step on this rank."""
-        return max(1, self.run.share // self.run.rows)
+        return max(1, self.run.rank_rows // self.run.microbatch_rows)
 
     def takes_first(self, layer: PlannedLayer, step: int) -> bool:
         """Whether only the first microbatch shows the amaxes of a layer: it measures those that are
@@ -114,7 +114,7 @@ class PlannedCalls:
         run = self.run
         length = run.config.train.seq_len
         begins = [
-            (run.world.data_rank * run.share + microbatch * run.rows) * length
+            (run.world.data_rank * run.rank_rows + microbatch * run.microbatch_rows) * length
             for microbatch in range(self.microbatches)
         ]
         token = begins[number]

@@ -133,11 +133,11 @@ def save_and_wait(run: Run) -> bool:
     """
     world = run.world
     for pause in (*PAUSES, None):
-        if not world.of_lead(run.saver.holds(run.step)):
+        if not world.broadcast(run.saver.holds(run.step)):
             save(run)
         run.saver.wait()
         bad = report(run)
-        written, bad = world.of_lead((run.saver.saved == run.step, bad))
+        written, bad = world.broadcast((run.saver.saved == run.step, bad))
         if bad is not None:
             refuse(bad)
         if written:
@@ -151,7 +151,7 @@ def save_at_end(run: Run, watch: Watch) -> bool:
     """The last checkpoint of a run; whether it is written, or the run is done and its end not worth
     it.
     """
-    if run.world.of_lead(watch.look() is not None and watch.lost):
+    if run.world.broadcast(watch.look() is not None and watch.lost):
         _log.error("%s; nothing is saved there", watch.trouble)
         return False
     if worthless(run):
@@ -172,10 +172,10 @@ def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception)
         return
     try:
         # the step before; it may have failed, and then its beginning is what is whole
-        ledger.settle()
+        ledger.flush()
     except Exception as later_error:  # the first error is the one to tell
         _log.error("%s", later_error)
-    if run.mid_update or world.of_lead(watch.look() is not None and watch.lost):
+    if run.mid_update or world.broadcast(watch.look() is not None and watch.lost):
         _log.error(
             "step %d was interrupted while the weights were updated; they are not saved", run.step
         )
@@ -236,7 +236,7 @@ def explain(error: Exception, run: Run) -> UserError | None:
 def _smaller(run: Run) -> str:
     """Settings that take less memory, with the plan's own numbers."""
     config = run.config.train
-    rows = run.rows
+    rows = run.microbatch_rows
     kept = sum(
         _kept(layer, rows * config.seq_len) for layer in run.plan.at(run.step).layers.values()
     )

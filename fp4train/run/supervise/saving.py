@@ -315,7 +315,7 @@ class Saver:
 
         def save_in(place: Folder) -> None:
             with ExitStack() as stack:
-                folder = self.ranks.together(
+                folder = self.ranks.same_outcome(
                     lambda: stack.enter_context(
                         place.folder(run_directory.CHECKPOINTS, create=True)
                     )
@@ -333,7 +333,7 @@ class Saver:
                 )
 
         try:
-            self.ranks.together(self._sync)
+            self.ranks.same_outcome(self._sync)
             save_in(run.folder)
         except Exception as error:
             problem = str(error)
@@ -341,7 +341,7 @@ class Saver:
             place = settings.also / run.config.run.name
             try:
                 with ExitStack() as stack:
-                    save_in(self.ranks.together(lambda: stack.enter_context(self._also(place))))
+                    save_in(self.ranks.same_outcome(lambda: stack.enter_context(self._also(place))))
             except Exception as error:
                 _log.error("checkpoint.also: %s", error)
             else:

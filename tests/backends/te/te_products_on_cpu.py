@@ -204,8 +204,8 @@ def made(
     run = SimpleNamespace(
         model=model,
         world=SimpleNamespace(size=1, data_rank=0, peers=None),
-        share=4,
-        rows=rows,
+        rank_rows=4,
+        microbatch_rows=rows,
         loss_scale=1.0,
         config=SimpleNamespace(
             train=SimpleNamespace(seq_len=TOKENS, batch_size=4),
@@ -214,7 +214,7 @@ def made(
         ),
         step=0,
         counters=None,
-        called=None,
+        called_layers=None,
         teacher=None,
         device=CPU,
         pipeline=None,
@@ -238,7 +238,7 @@ def step(run: Any) -> None:
     """Forward and backward of a step's microbatches; gradients stay."""
     generator = torch.Generator().manual_seed(run.step)
     tokens = torch.randint(64, (4, TOKENS), generator=generator)
-    rows = [(part, part.flip(1)) for part in tokens.split(run.rows)]
+    rows = [(part, part.flip(1)) for part in tokens.split(run.microbatch_rows)]
     run.model.zero_grad(set_to_none=True)
     for _ in train_losses(run, run.recipe, rows, 1.0):
         pass

@@ -189,7 +189,7 @@ def test_a_model_without_blocks_has_a_block_for_each_layer_and_no_output_error(
 ) -> None:
     subject = subject_of(trained)
     subject.run.model = convert(Flat(subject.run.model.vocab_size))  # type: ignore[arg-type]
-    subject.run.linears = [
+    subject.run.planned_layers = [
         module for module in subject.run.model.modules() if isinstance(module, Linear)
     ]
     gradients, parts, named = opened(subject)

@@ -11,7 +11,7 @@ import pytest
 from command_line import PATIENCE, Cli, StopAt, events, lines, losses, recorded, wait_for
 
 import fp4train.run.supervise.agreement as agreement
-from fp4train.sealed import Appended, sealed
+from fp4train.sealed import LogWriter, sealed
 
 STEADY = ("phases=none", "schedule=constant")
 
@@ -209,15 +209,15 @@ def test_a_point_of_a_sweep_is_swapped_and_resumed_by_its_name(cli: Cli) -> None
 def test_a_full_disk_refuses_the_swap_and_not_the_run(
     cli: Cli, before_step: Callable[[int, Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Appended.write
+    original = LogWriter.write
 
-    def write(file: Appended, data: bytes, **options: bool) -> None:
+    def write(file: LogWriter, data: bytes, **options: bool) -> None:
         if b'{"event": "swap"' in data:
             raise OSError(28, "No space left on device")
         original(file, data, **options)
 
     before_step(1, lambda: cli.raw("swap", "runs/a", "recipe=bf16", "wait=0"))
-    monkeypatch.setattr(Appended, "write", write)
+    monkeypatch.setattr(LogWriter, "write", write)
     ended = cli("run.name=a", "train.steps=3", *STEADY)
     assert ended.code == 0 and "No space left" in events("runs/a", "swap refused")[0]["reason"]
     assert {v[-1] for v in losses("runs/a").values()} == {"NVFP4"}

@@ -42,10 +42,10 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
     dying = []
 
     def act(run: Any) -> None:
-        seen.append(run.batch)
+        seen.append(run.batch_index)
         if len(seen) in dying:
             raise SystemExit(137)
-        if run.batch in bad:
+        if run.batch_index in bad:
             with torch.no_grad():
                 for parameter in run.model.parameters():
                     parameter.mul_(30)
@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_finite_takes_a_run_back_that_may_go_back(
     seen = poison()
 
     def act(run: Any) -> None:
-        if run.batch == 12:
+        if run.batch_index == 12:
             handle = next(run.model.parameters()).register_hook(
                 lambda g: (handle.remove(), g * torch.nan)[1]
             )

@@ -14,7 +14,7 @@ from command_line import STEADY, Before, Cli, before_steps, lines, losses, recor
 
 from fp4train.files import Folder
 from fp4train.run.record import inbox
-from fp4train.sealed import Appended
+from fp4train.sealed import LogWriter
 from fp4train.track import metrics
 
 WAIT = 0.3
@@ -84,10 +84,10 @@ def test_a_disk_that_lists_no_requests_stalls_no_step(
 def test_a_disk_that_does_not_take_the_record_of_a_swap_stalls_no_step(
     cli: Cli, step_times: list[float], before: Before, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    original = Appended.write
+    original = LogWriter.write
     tries = []
 
-    def write(file: Appended, data: bytes, **options: bool) -> None:
+    def write(file: LogWriter, data: bytes, **options: bool) -> None:
         if b'{"event": "swap"' in data:
             tries.append(len(step_times))
             if len(tries) == 1:
@@ -96,7 +96,7 @@ def test_a_disk_that_does_not_take_the_record_of_a_swap_stalls_no_step(
                     raise OSError(28, "No space left on device")
         original(file, data, **options)
 
-    monkeypatch.setattr(Appended, "write", write)
+    monkeypatch.setattr(LogWriter, "write", write)
     before(2, lambda run: cli.raw("swap", "runs/a", "recipe=bf16", "wait=0"))
     ended = cli("run.name=a", "train.steps=9", "eval.every=0", *STEADY)
     assert ended.code == 0 and ended.err.count("steps go on") == 1

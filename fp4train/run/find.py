@@ -1,4 +1,4 @@
-"""Where a run begins: whether its directory and the run that it goes on with are of the same
+"""Finding the origin of a run: whether its directory and the run that it goes on with are of the same
 configuration, and from which checkpoint. Nothing is changed.
 """
 
@@ -18,7 +18,7 @@ from fp4train.errors import OtherRunError, UserError
 from fp4train.keys import MayDiffer, lies_in
 from fp4train.parallel.world import World
 from fp4train.run.checks import check_cut
-from fp4train.run.initial import load_init
+from fp4train.run.initial import open_init
 from fp4train.run.origin import Branched, Fresh, Init, Origin, Resume, Rewound
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
@@ -45,7 +45,7 @@ def find_origin(
     """
     start = find_start(config, cfg, world, saved_config)
     if start is None:
-        with world.together():
+        with world.same_outcome():
             check_cut(config, world.mesh)  # before weights are read, which takes long
             return new_origin(config, cfg, world.ranks)
     kind = Resume if _is_in(start, config.run.dir) else Branched
@@ -58,7 +58,7 @@ def new_origin(config: Config, cfg: DictConfig, ranks: CheckpointGroup = ALONE) 
     Raises:
         UserError: the weights of `config.init` cannot be opened.
     """
-    weights = load_init(config, ranks)
+    weights = open_init(config, ranks)
     if weights is None:
         return Fresh(config=config, cfg=cfg)
     return Init(config=config, cfg=cfg, weights=weights)
@@ -95,14 +95,14 @@ def find_start(
         UserError: see `find_source`; or no checkpoint is usable.
     """
     chosen = None
-    with world.together():
+    with world.same_outcome():
         if world.lead and (source := find_source(config, cfg, saved_config)) is not None:
             chosen = (source, _chosen_step(config, source))
-    chosen = world.of_lead(chosen)
+    chosen = world.broadcast(chosen)
     if chosen is None:
         return None
     run, step = chosen
-    with world.together():
+    with world.same_outcome():
         return checkpoint.load(run / run_directory.CHECKPOINTS, step, ranks=world.ranks)
 
 
