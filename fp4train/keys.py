@@ -56,6 +56,6 @@ class WrittenUnder:
         return re.sub(key, lambda _: f"{path}.", message)
 
 
-def lies_in(key: str, sections: Iterable[str]) -> bool:
+def in_sections(key: str, sections: Iterable[str]) -> bool:
     """Whether a full key is one of `sections`, or a key in one of them."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,7 +67,7 @@ def train(run: Run) -> Result:
     saved = True
     world = run.world
     peak = run.peak_tokens_per_s()
-    shown = Progress(
+    progress = Progress(
         run.step, steps, config.train.tokens, peak, ranks=world.size, quietly=not world.lead
     )
     started = run.step
@@ -75,7 +76,7 @@ def train(run: Run) -> Result:
         with (
             stop_on_signals(quietly=not world.lead) as stop,
             CollectorBetweenSteps() as collector,
-            shown as progress,
+            progress,
             Watch(run) as watch,
             Alarm(config.train.step_timeout) as watchdog,
         ):
@@ -154,14 +155,13 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     seed_model(run)
     scaling = run.scaling()
     try:
-        late = []
-        if every and (run.step + 1) % every == 0:
-            with watching(run, recipe) as watched, run.audits.around(recipe):
-                queued = run.runner.step(recipe, step_rows(run))
-            late = queue_statistics(run, recipe, watched, queued)
-        else:
-            with run.audits.around(recipe):
-                queued = run.runner.step(recipe, step_rows(run))
+        measured = every and (run.step + 1) % every == 0
+        with (
+            watching(run, recipe) if measured else nullcontext() as watched,
+            run.audits.around(recipe),
+        ):
+            queued = run.runner.step(recipe, step_rows(run))
+        late = [] if watched is None else queue_statistics(run, recipe, watched, queued)
     except Exception:
         if not run.mid_update:
             run.load_scaling(scaling)

@@ -84,6 +84,11 @@ class Checkpoint:
     path: Path
     skipped: list[tuple[Path, str]] = field(default_factory=list)
 
+    @property
+    def run(self) -> Path:
+        """The run directory that it lies in."""
+        return self.path.parent.parent
+
 
 def save(
     folder: Path | Folder,

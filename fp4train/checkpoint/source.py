@@ -65,6 +65,14 @@ class WeightSource:
         return replace(self, step=step)
 
     @property
+    def resume_words(self) -> list[str]:
+        """The words of a command that goes on from the checkpoint."""
+        words = [f"resume={self.path}"]
+        if self.step is not None:
+            words.append(f"resume_step={self.step}")
+        return words
+
+    @property
     def is_folder(self) -> bool:
         """Whether it is a Hugging Face folder, and no run directory."""
         is_run = (self.path / sealed.CONFIG).is_file()

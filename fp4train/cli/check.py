@@ -17,6 +17,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.launch import Start, launch
 from fp4train.cli.output import print_screen, usage
 from fp4train.cli.trained import STEP
@@ -42,9 +43,7 @@ def main(arguments: list[str]) -> int:
     if len(line.runs) != 1:
         raise UserError(f"check needs one run directory: {USAGE}")
     run = run_directory.require_run(Path(line.runs[0]))
-    words = [f"resume={run}"]
-    if line.options["step"] is not None:
-        words.append(f"resume_step={line.options['step']}")
+    words = WeightSource(path=run, step=line.options["step"]).resume_words
     return launch([*words, *line.flags, *line.overrides], partial(_check, as_data=line.as_data))
 
 

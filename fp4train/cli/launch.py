@@ -273,12 +273,10 @@ def _resumed(text: str, step: int | None) -> Path:
         or not (source.path / run_directory.CONFIG).is_file()
     ):
         return Path(text)
-    chosen = source.step if step is None else step
-    command = f"resume={source.path}"
-    if chosen is not None:
-        command = f"{command} resume_step={chosen}"
+    start = source if step is None else source.at(step)
     raise UserError(
-        f"resume={text} names weights, and a run goes on with all of its state: {command}"
+        f"resume={text} names weights, and a run goes on with all of its state: "
+        f"{' '.join(start.resume_words)}"
     )
 
 

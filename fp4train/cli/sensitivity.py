@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train import files
+from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.launch import Start, launch
 from fp4train.cli.output import fitted, terminal_width, usage
 from fp4train.config.overrides import Option, count, number, read_options, truth
@@ -111,10 +112,8 @@ def main(arguments: list[str]) -> int:
         if init := [a for a in remaining if a.partition("=")[0] in INIT_KEYS]:
             raise UserError(f"{init[0]}: to study the weights of a run give its directory")
     else:
-        of_checkpoint = [f"resume={run}"]
-        if not fresh and step is not None:
-            of_checkpoint.append(f"resume_step={step}")
-        remaining = [*of_checkpoint, *remaining]
+        start = WeightSource(path=run, step=None if fresh else step)
+        remaining = [*start.resume_words, *remaining]
     return launch(
         remaining, partial(_study, options=line.options, fresh=fresh, of_run=run is not None)
     )

@@ -316,6 +316,13 @@ class Config:
     audit: Annotated[AuditSettings, CHANGES_NOTHING] = field(default_factory=AuditSettings)
 
     @property
+    def resumed(self) -> WeightSource | None:
+        """The checkpoint that a run goes on from; None: it names none."""
+        if self.resume is None:
+            return None
+        return WeightSource(path=Path(self.resume), step=self.resume_step)
+
+    @property
     def init_weights(self) -> WeightSource | None:
         """The weights that a new run begins with; None: it draws its own."""
         if self.init is None:

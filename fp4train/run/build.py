@@ -241,7 +241,7 @@ def assemble(
         if world.mesh.pipeline == 1:
             cut = None
         else:
-            cut = inspect(model, config, layers)
+            cut = stage_cut(model, config, layers)
         batch = {"batch_size": config.train.batch_size, "seq_len": config.train.seq_len}
         train_data = data.training(**batch, seed=config.run.seed)
         val_data = data.validation(**batch)
@@ -311,7 +311,7 @@ def equipment(run: Run) -> Equipment:
     )
 
 
-def inspect(
+def stage_cut(
     model: nn.Module, config: Config, layers: Mapping[str, Layer]
 ) -> tuple[StageCut, Inventory]:
     """How a model is cut into stages, and what it holds before that.

@@ -15,7 +15,7 @@ from fp4train.checkpoint import ALONE, Checkpoint, CheckpointGroup
 from fp4train.config import Config, plain
 from fp4train.config.binding import differing_keys, unknown_keys
 from fp4train.errors import OtherRunError, UserError
-from fp4train.keys import MayDiffer, lies_in
+from fp4train.keys import MayDiffer, in_sections
 from fp4train.parallel.world import World
 from fp4train.run.checks import check_cut
 from fp4train.run.initial import open_init
@@ -48,7 +48,7 @@ def find_origin(
         with world.same_outcome():
             check_cut(config, world.mesh)  # before weights are read, which takes long
             return new_origin(config, cfg, world.ranks)
-    kind = Resume if _is_in(start, config.run.dir) else Branched
+    kind = Resume if start.run.resolve() == config.run.dir.resolve() else Branched
     return kind(config=config, cfg=cfg, checkpoint=start, swap=swap)
 
 
@@ -75,11 +75,6 @@ def find_rewound(origin: Origin, world: World, rewind: Rewind) -> Rewound:
     start = find_start(config, origin.cfg, world)
     assert start is not None
     return Rewound(config=config, cfg=origin.cfg, checkpoint=start, rewind=rewind)
-
-
-def _is_in(start: Checkpoint, run: Path) -> bool:
-    """Whether a checkpoint is one of `run`."""
-    return start.path.parent.parent.resolve() == run.resolve()
 
 
 def find_start(
@@ -126,9 +121,10 @@ def _chosen_step(config: Config, source: Path) -> int | None:
     """`resume_step`, where it is about `source`: a branch that has checkpoints of its own goes on
     from its newest.
     """
-    if config.resume and Path(config.resume).resolve() == source.resolve():
-        return config.resume_step
-    return None
+    resumed = config.resumed
+    if resumed is None or resumed.path.resolve() != source.resolve():
+        return None
+    return resumed.step
 
 
 def find_source(
@@ -145,11 +141,10 @@ def find_source(
         UserError: the run directory, or the run to resume, belongs to another configuration; or it
             has no checkpoint.
     """
-    directory = config.run.dir
-    if config.resume is None:
+    if config.resumed is None:
         return _find_own(config, cfg)
-    source = Path(config.resume)
-    if source.resolve() != directory.resolve():
+    source = config.resumed.path
+    if source.resolve() != config.run.dir.resolve():
         return _find_branched(config, cfg, source, saved_config)
     if config.run.overwrite:
         raise UserError(
@@ -262,7 +257,7 @@ def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resumin
         for key, (was, now) in journal.changes(
             journal.flat(saved), journal.flat(plain(cfg))
         ).items()
-        if not lies_in(key, allowed)
+        if not in_sections(key, allowed)
     ]
     if changed:
         shown = "; ".join(changed[:4]) + ("; …" if len(changed) > 4 else "")
@@ -298,7 +293,7 @@ def _check_edits(run: Path, saved: Mapping[str, Any], chosen: Mapping[str, Any])
     path = run / run_directory.CONFIG
     allowed = differing_keys(saved, Config, MayDiffer.RESUMED)
     for key, (old, new) in edits.items():
-        if not lies_in(key, allowed):
+        if not in_sections(key, allowed):
             raise UserError(
                 f"{path} was edited: {key} is {new}, the run was trained with {old}; put it back"
             )

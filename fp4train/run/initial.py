@@ -284,7 +284,7 @@ class RunWeights:
     @property
     def run(self) -> Path:
         """The run directory that they come from."""
-        return self.path.parent.parent
+        return self.checkpoint.run
 
     def check(self, model: nn.Module) -> None:
         """Compare the headers of the checkpoint's files with the model."""

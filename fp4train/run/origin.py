@@ -262,7 +262,7 @@ class Continued(Origin):
     @property
     def source(self) -> Path:
         """The directory of the run that the checkpoint is of."""
-        return self.checkpoint.path.parent.parent
+        return self.checkpoint.run
 
     @property
     def tokenizer_of(self) -> Path:

@@ -46,7 +46,7 @@ class Equipment:
     """What works on a run while it trains.
 
     Args:
-        states: what the run keeps from step to step (`run/states.py`).
+        states: states that the run keeps from step to step (`run/states.py`).
         saver: writes checkpoints.
         runner: queues steps.
         audits: audit the steps.
@@ -82,7 +82,7 @@ class Run:
         equip: makes what works on the run (`Equipment`), whose parts become attributes.
 
     Attributes:
-        record: what the run keeps of itself; empty until it begins.
+        record: the run's record of itself; empty until it begins.
     """
 
     config: Config

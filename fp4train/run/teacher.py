@@ -104,7 +104,7 @@ def check_teacher_source(config: Config, mesh: Mesh, tokenizer_of: Path | None) 
             "use data parallelism (parallel.dp_shard) alone"
         )
     tokenizer = ready_tokenizer(config.data, tokenizer_of)
-    with _named(named.path):
+    with _teacher_errors(named.path):
         open_source(named, _shape(named, tokenizer), verify=False)
 
 
@@ -123,7 +123,7 @@ def check_teacher(
     named = config.teacher_weights
     if named is None:
         return
-    with _named(named.path):
+    with _teacher_errors(named.path):
         shape = _shape(named, tokenizer)
         with torch.device("meta"):
             model = shape.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
@@ -155,7 +155,7 @@ def _fitting(config: Config, model: nn.Module, student: nn.Module) -> Decoder:
 
 
 @contextmanager
-def _named(source: Path) -> Iterator[None]:
+def _teacher_errors(source: Path) -> Iterator[None]:
     """Errors of the teacher's weights, as those of `teacher`."""
     try:
         yield
@@ -168,7 +168,7 @@ def _build(config: Config, data: TokenData, world: World) -> nn.Module:
     """The teacher with its weights."""
     named = config.teacher_weights
     assert named is not None
-    with _named(named.path):
+    with _teacher_errors(named.path):
         shape = _shape(named, data.tokenizer)
         weights = open_source(named, shape, world.ranks)
         with torch.random.fork_rng(devices=[]):  # drawn, and then replaced

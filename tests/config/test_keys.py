@@ -9,7 +9,7 @@ import pytest
 from fp4train.config import Config, bind, path_values, plain, plugins
 from fp4train.config.binding import differing_keys
 from fp4train.config.composition import compose
-from fp4train.keys import CHANGES_DIGITS, CHANGES_NOTHING, MayDiffer, lies_in
+from fp4train.keys import CHANGES_DIGITS, CHANGES_NOTHING, MayDiffer, in_sections
 from fp4train.paths import CacheFolder, DataPaths
 
 REPEATED = [
@@ -108,5 +108,5 @@ def test_a_mark_is_found_in_sections_and_unions_and_leaves_the_values_type() -> 
 
 
 def test_a_section_holds_its_keys_and_not_those_whose_names_begin_alike() -> None:
-    assert lies_in("init", ["init"]) and lies_in("init.a.b", ["init"])
-    assert not lies_in("init_step", ["init"]) and not lies_in("in", ["init"])
+    assert in_sections("init", ["init"]) and in_sections("init.a.b", ["init"])
+    assert not in_sections("init_step", ["init"]) and not in_sections("in", ["init"])

@@ -28,7 +28,7 @@ from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.config.binding import default_of, differing_keys, flattened
 from fp4train.errors import UserError
-from fp4train.keys import MayDiffer, lies_in
+from fp4train.keys import MayDiffer, in_sections
 from fp4train.parallel.world import World
 from fp4train.run.build import assemble
 from fp4train.run.find import check_source, find_start
@@ -128,10 +128,10 @@ def open_subject(
         UserError: there is no usable checkpoint, it is of another run, model or data; or what it
             needs is missing.
     """
-    if config.resume is None:
+    if config.resumed is None:
         source = None
     else:
-        source = _source(config, cfg, saved_config, Path(config.resume), fresh)
+        source = _source(config, cfg, saved_config, config.resumed.path, fresh)
     world = World(device=choose_device(config.device))
     if fresh or source is None:
         start = None
@@ -160,7 +160,7 @@ def open_subject(
         start=start,
         weights=_checksum_of_weights(run.model),
         settings={
-            key: value for key, value in flattened(settings).items() if not lies_in(key, varied)
+            key: value for key, value in flattened(settings).items() if not in_sections(key, varied)
         },
     )
 

@@ -34,6 +34,7 @@ from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.data.tokens import Piece, Tokenizer
 from fp4train.errors import OlderForm, UserError, user_errors
 from fp4train.files import Folder, write_all
+from fp4train.keys import in_sections
 from fp4train.paths import lies_in
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
@@ -121,12 +122,10 @@ def saved_with(
             f"{strange[0]}={paths[strange[0]]}: {strange[0]} is no path in the configuration "
             f"of {source}"
         )
-    saved.resume, saved.resume_step, saved.run.dir, saved.run.overwrite = (
-        str(source),
-        step,
-        str(source),
-        False,
-    )
+    saved.resume = str(source)
+    saved.resume_step = step
+    saved.run.dir = str(source)
+    saved.run.overwrite = False
     saved.plugins = list(plugins.named())
     return saved
 
@@ -153,11 +152,7 @@ def check_paths(cfg: DictConfig, named: Iterable[str], *, sending: bool = False)
         values: Mapping[str, str] | Mapping[str, str | list[str]],
     ) -> dict[str, str | list[str]]:
         """Those whose keys the command line does not give."""
-        return {
-            key: value
-            for key, value in values.items()
-            if not any(key == section or key.startswith(f"{section}.") for section in sections)
-        }
+        return {key: value for key, value in values.items() if not in_sections(key, sections)}
 
     paths = unnamed(_outside_paths(cfg, run))
     places = unnamed(_destinations(cfg)) if sending else {}
