@@ -35,8 +35,7 @@ from fp4train.backends.scaled import ScaledProducts
 from fp4train.hardware import Device
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.precision.layers import Layer
-from fp4train.quantize import Decoded, RandomKey, produced
-from fp4train.quantize import triton as kernels
+from fp4train.quantize import Decoded, RandomKey, produced, triton as kernels
 
 Pair = tuple[kernels.TritonQuantizer, kernels.TritonQuantizer]
 """Quantisers of x and of x.T."""

@@ -38,8 +38,15 @@ from gpu_launched import launched_cases
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, produced, reference
-from fp4train.quantize import triton as kernels
+from fp4train.quantize import (
+    Decoded,
+    Quantized,
+    QuantSpec,
+    RandomKey,
+    produced,
+    reference,
+    triton as kernels,
+)
 
 TINY = ((20, 40),)
 """The shape of a dry run."""

@@ -45,8 +45,7 @@ from te_problem import (
 )
 from torch import Tensor, nn
 
-from fp4train.backends import BACKENDS, Prepared
-from fp4train.backends import te as te_backend
+from fp4train.backends import BACKENDS, Prepared, te as te_backend
 from fp4train.backends.te import TEExecutor, availability
 from fp4train.hardware import Device
 from fp4train.nn import Linear

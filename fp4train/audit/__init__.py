@@ -3,6 +3,5 @@ readable reference, and compared with what ran.
 """
 
 from fp4train.audit.fault import Audited as Audited
-from fp4train.audit.loop import AuditReport as AuditReport
-from fp4train.audit.loop import audit as audit
+from fp4train.audit.loop import AuditReport as AuditReport, audit as audit
 from fp4train.audit.observe import Observer as Observer

@@ -11,33 +11,39 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp4train.backends import grouped
-from fp4train.backends.emulate import EMULATE, TORCH
-from fp4train.backends.emulate import add_product as add_product
-from fp4train.backends.emulate import matmul as matmul
-from fp4train.backends.emulate import widened as widened
-from fp4train.backends.emulate import widens as widens
-from fp4train.backends.native import NATIVE
-from fp4train.backends.native import cpu_multiplies_rows as cpu_multiplies_rows
-from fp4train.backends.protocol import Backend as Backend
-from fp4train.backends.protocol import DataRanks as DataRanks
-from fp4train.backends.protocol import ExpertKernels as ExpertKernels
-from fp4train.backends.protocol import LayerBackend as LayerBackend
-from fp4train.backends.protocol import LayerKernels as LayerKernels
-from fp4train.backends.protocol import LayerState as LayerState
-from fp4train.backends.protocol import NotShownError as NotShownError
-from fp4train.backends.protocol import Prepared as Prepared
-from fp4train.backends.protocol import Readers as Readers
-from fp4train.backends.protocol import SavedTensor as SavedTensor
+from fp4train.backends.emulate import (
+    EMULATE,
+    TORCH,
+    add_product as add_product,
+    matmul as matmul,
+    widened as widened,
+    widens as widens,
+)
+from fp4train.backends.native import NATIVE, cpu_multiplies_rows as cpu_multiplies_rows
+from fp4train.backends.protocol import (
+    Backend as Backend,
+    DataRanks as DataRanks,
+    ExpertKernels as ExpertKernels,
+    LayerBackend as LayerBackend,
+    LayerKernels as LayerKernels,
+    LayerState as LayerState,
+    NotShownError as NotShownError,
+    Prepared as Prepared,
+    Readers as Readers,
+    SavedTensor as SavedTensor,
+)
 from fp4train.backends.reference import REFERENCE
-from fp4train.backends.table import GEMMS as GEMMS
-from fp4train.backends.table import HIGH_PRECISION as HIGH_PRECISION
-from fp4train.backends.table import OPERANDS as OPERANDS
-from fp4train.backends.table import Operands as Operands
-from fp4train.backends.table import Shape as Shape
-from fp4train.backends.table import Table as Table
-from fp4train.backends.table import describe as describe
-from fp4train.backends.table import named as named
-from fp4train.backends.table import sourced as sourced
+from fp4train.backends.table import (
+    GEMMS as GEMMS,
+    HIGH_PRECISION as HIGH_PRECISION,
+    OPERANDS as OPERANDS,
+    Operands as Operands,
+    Shape as Shape,
+    Table as Table,
+    describe as describe,
+    named as named,
+    sourced as sourced,
+)
 from fp4train.backends.te import TRANSFORMER_ENGINE
 from fp4train.hardware import Device
 from fp4train.text import check_choice

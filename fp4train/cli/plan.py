@@ -50,8 +50,7 @@ from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
 from fp4train.run.initial import open_init
 from fp4train.run.produced import produced_by, produced_in
-from fp4train.run.record import directory as run_directory
-from fp4train.run.record import journal
+from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
 from fp4train.run.state.weights import ModelWeights

@@ -18,8 +18,7 @@ from fp4train.data.files import expanded, input_files, shown
 from fp4train.data.huggingface import saved_files
 from fp4train.data.stored import StoredIds, WatchedFile
 from fp4train.data.token_formats import DTYPES, open_tokens
-from fp4train.data.token_tables import SUFFIXES as TABLES
-from fp4train.data.token_tables import hold_tables, table_ids
+from fp4train.data.token_tables import SUFFIXES as TABLES, hold_tables, table_ids
 from fp4train.data.tokens import Borders, TokenData, check_val, hold_out, token_data
 from fp4train.errors import DataError
 from fp4train.paths import CacheFolder, DataPaths

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fp4train.data.loader import Loader
-from fp4train.data.stored import Ids as Ids
-from fp4train.data.stored import TokenIds
+from fp4train.data.stored import Ids as Ids, TokenIds
 from fp4train.data.token_array import TokenArray
 from fp4train.errors import DataError
 from fp4train.text import counted

@@ -96,8 +96,7 @@ def _with_additions(text: str, begin: str | None) -> tuple[str, list[str]]:
     Args:
         begin: the token that begins a document; None: there is none.
     """
-    from tokenizers import Tokenizer as File
-    from tokenizers import processors
+    from tokenizers import Tokenizer as File, processors
 
     with library_errors("the tokenizer cannot encode the text"):
         file_tokenizer = File.from_str(text)

@@ -10,28 +10,33 @@ any.
 import math
 from typing import Final, NamedTuple
 
-from fp4train.formats.element import BF16 as BF16
-from fp4train.formats.element import E1M2 as E1M2
-from fp4train.formats.element import E2M1 as E2M1
-from fp4train.formats.element import E2M3 as E2M3
-from fp4train.formats.element import E3M2 as E3M2
-from fp4train.formats.element import E4M3 as E4M3
-from fp4train.formats.element import E5M2 as E5M2
-from fp4train.formats.element import FP16 as FP16
-from fp4train.formats.element import FP32 as FP32
-from fp4train.formats.element import INT4 as INT4
-from fp4train.formats.element import WIDE_FORMATS as WIDE_FORMATS
-from fp4train.formats.element import ElementFormat as ElementFormat
-from fp4train.formats.element import decode as decode
-from fp4train.formats.element import encode as encode
-from fp4train.formats.element import pack_fp4 as pack_fp4
-from fp4train.formats.element import pack_fp6 as pack_fp6
-from fp4train.formats.element import unpack_fp4 as unpack_fp4
-from fp4train.formats.element import unpack_fp6 as unpack_fp6
-from fp4train.formats.element import value_table as value_table
-from fp4train.formats.levels import HIF4_SCALE, IF4_SCALE
-from fp4train.formats.levels import AdaptiveScale as AdaptiveScale
-from fp4train.formats.levels import LevelledScale as LevelledScale
+from fp4train.formats.element import (
+    BF16 as BF16,
+    E1M2 as E1M2,
+    E2M1 as E2M1,
+    E2M3 as E2M3,
+    E3M2 as E3M2,
+    E4M3 as E4M3,
+    E5M2 as E5M2,
+    FP16 as FP16,
+    FP32 as FP32,
+    INT4 as INT4,
+    WIDE_FORMATS as WIDE_FORMATS,
+    ElementFormat as ElementFormat,
+    decode as decode,
+    encode as encode,
+    pack_fp4 as pack_fp4,
+    pack_fp6 as pack_fp6,
+    unpack_fp4 as unpack_fp4,
+    unpack_fp6 as unpack_fp6,
+    value_table as value_table,
+)
+from fp4train.formats.levels import (
+    HIF4_SCALE,
+    IF4_SCALE,
+    AdaptiveScale as AdaptiveScale,
+    LevelledScale as LevelledScale,
+)
 from fp4train.formats.registry import Registry
 from fp4train.formats.scale import (
     E4M3_SCALE,
@@ -40,12 +45,12 @@ from fp4train.formats.scale import (
     POW2_SCALE,
     UE5M3_IEEE_SCALE,
     UE5M3_SCALE,
+    ScaleFormat as ScaleFormat,
+    e4m3_decode as e4m3_decode,
+    e4m3_encode as e4m3_encode,
+    e8m0_decode as e8m0_decode,
+    e8m0_encode as e8m0_encode,
 )
-from fp4train.formats.scale import ScaleFormat as ScaleFormat
-from fp4train.formats.scale import e4m3_decode as e4m3_decode
-from fp4train.formats.scale import e4m3_encode as e4m3_encode
-from fp4train.formats.scale import e8m0_decode as e8m0_decode
-from fp4train.formats.scale import e8m0_encode as e8m0_encode
 
 ELEMENT_FORMATS: Final = Registry[ElementFormat](
     "element format", (E2M1, E1M2, INT4, E2M3, E3M2, E4M3, E5M2)

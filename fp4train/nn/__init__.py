@@ -1,8 +1,7 @@
 """Linear layers that follow the autocast context, and model conversion."""
 
 from fp4train.nn.call import LayerCall as LayerCall
-from fp4train.nn.conversion import WeightGroup as WeightGroup
-from fp4train.nn.conversion import weight_groups as weight_groups
+from fp4train.nn.conversion import WeightGroup as WeightGroup, weight_groups as weight_groups
 from fp4train.nn.convert import convert as convert
 from fp4train.nn.engine import LayerFunction as LayerFunction
 from fp4train.nn.experts import Experts as Experts

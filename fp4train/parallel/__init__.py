@@ -2,5 +2,4 @@
 them.
 """
 
-from fp4train.parallel.config import Mesh as Mesh
-from fp4train.parallel.config import Parallel as Parallel
+from fp4train.parallel.config import Mesh as Mesh, Parallel as Parallel

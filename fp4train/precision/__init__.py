@@ -1,46 +1,50 @@
 """Precision as an object: recipes, the layer policy, phases, the plan, and the autocast context."""
 
-from fp4train.backends.table import GEMMS as GEMMS
-from fp4train.backends.table import Operands as Operands
-from fp4train.backends.table import Table as Table
-from fp4train.precision.context import Context as Context
-from fp4train.precision.context import activation_dtype as activation_dtype
-from fp4train.precision.context import autocast as autocast
-from fp4train.precision.context import current as current
-from fp4train.precision.context import use as use
+from fp4train.backends.table import GEMMS as GEMMS, Operands as Operands, Table as Table
+from fp4train.precision.context import (
+    Context as Context,
+    activation_dtype as activation_dtype,
+    autocast as autocast,
+    current as current,
+    use as use,
+)
 from fp4train.precision.gather import wire_form as wire_form
-from fp4train.precision.layer_plan import LayerPlan as LayerPlan
-from fp4train.precision.layer_plan import resolve as resolve
-from fp4train.precision.layers import Layer as Layer
-from fp4train.precision.layers import find_blocks as find_blocks
-from fp4train.precision.layers import find_layers as find_layers
-from fp4train.precision.phases import Phase as Phase
-from fp4train.precision.phases import Swap as Swap
-from fp4train.precision.phases import Timeline as Timeline
-from fp4train.precision.plan import Plan as Plan
-from fp4train.precision.plan import PlannedStretch as PlannedStretch
-from fp4train.precision.plan import make_plan as make_plan
-from fp4train.precision.policy import LayerPolicy as LayerPolicy
-from fp4train.precision.policy import LayerRecipe as LayerRecipe
-from fp4train.precision.recipe import LossScaling as LossScaling
-from fp4train.precision.recipe import OutlierChannels as OutlierChannels
-from fp4train.precision.recipe import Recipe as Recipe
-from fp4train.precision.recipe import by_tensor as by_tensor
-from fp4train.precision.recipes import BF16 as BF16
-from fp4train.precision.recipes import FP16 as FP16
-from fp4train.precision.recipes import FP32 as FP32
-from fp4train.precision.recipes import MXFP4 as MXFP4
-from fp4train.precision.recipes import MXFP6 as MXFP6
-from fp4train.precision.recipes import MXFP8 as MXFP8
-from fp4train.precision.recipes import NVFP4 as NVFP4
-from fp4train.precision.recipes import Custom as Custom
-from fp4train.precision.recipes import FP8Block as FP8Block
-from fp4train.precision.recipes import FP8Current as FP8Current
-from fp4train.precision.recipes import FP8Delayed as FP8Delayed
-from fp4train.precision.recipes import FP8Row as FP8Row
-from fp4train.precision.recipes import Mixed as Mixed
-from fp4train.precision.recipes import QuartetII as QuartetII
-from fp4train.precision.recipes import TetraJetV2 as TetraJetV2
+from fp4train.precision.layer_plan import LayerPlan as LayerPlan, resolve as resolve
+from fp4train.precision.layers import (
+    Layer as Layer,
+    find_blocks as find_blocks,
+    find_layers as find_layers,
+)
+from fp4train.precision.phases import Phase as Phase, Swap as Swap, Timeline as Timeline
+from fp4train.precision.plan import (
+    Plan as Plan,
+    PlannedStretch as PlannedStretch,
+    make_plan as make_plan,
+)
+from fp4train.precision.policy import LayerPolicy as LayerPolicy, LayerRecipe as LayerRecipe
+from fp4train.precision.recipe import (
+    LossScaling as LossScaling,
+    OutlierChannels as OutlierChannels,
+    Recipe as Recipe,
+    by_tensor as by_tensor,
+)
+from fp4train.precision.recipes import (
+    BF16 as BF16,
+    FP16 as FP16,
+    FP32 as FP32,
+    MXFP4 as MXFP4,
+    MXFP6 as MXFP6,
+    MXFP8 as MXFP8,
+    NVFP4 as NVFP4,
+    Custom as Custom,
+    FP8Block as FP8Block,
+    FP8Current as FP8Current,
+    FP8Delayed as FP8Delayed,
+    FP8Row as FP8Row,
+    Mixed as Mixed,
+    QuartetII as QuartetII,
+    TetraJetV2 as TetraJetV2,
+)
 from fp4train.precision.recipes.tetrajet import TetraJetV2Outliers as TetraJetV2Outliers
 from fp4train.precision.recomputation import recompute_contexts as recompute_contexts
 from fp4train.precision.recompute import recompute as recompute

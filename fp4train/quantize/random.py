@@ -7,8 +7,7 @@ The same element gets the same bits on every device, under activation recomputat
 and for every sharding (the offsets give the position of a shard).
 """
 
-from struct import Struct
-from struct import error as StructError
+from struct import Struct, error as StructError
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import torch

@@ -20,8 +20,7 @@ from fp4train.parallel.world import World
 from fp4train.run.checks import check_cut
 from fp4train.run.initial import open_init
 from fp4train.run.origin import Branched, Fresh, Init, Origin, Resume, Rewound
-from fp4train.run.record import directory as run_directory
-from fp4train.run.record import journal
+from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.supervise.loss_history import Rewind
 
 _log = logging.getLogger(__name__)

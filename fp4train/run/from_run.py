@@ -15,8 +15,7 @@ from fp4train.data.tokens import TokenizerConfig
 from fp4train.errors import UserError
 from fp4train.models import Architecture
 from fp4train.models.weightless import build_weightless
-from fp4train.run.record import directory as run_directory
-from fp4train.run.record import journal
+from fp4train.run.record import directory as run_directory, journal
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name in a model's state dict → shape."""

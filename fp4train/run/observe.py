@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fp4train.measure.statistics import NAMES, RAW, Measured, WatchedLayers
-from fp4train.measure.statistics import watch as watch_operands
+from fp4train.measure.statistics import NAMES, RAW, Measured, WatchedLayers, watch as watch_operands
 from fp4train.nn.called import check_called
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision import Recipe

@@ -25,8 +25,7 @@ from fp4train.precision.report import table
 from fp4train.run.bits import warn_of_other_bits
 from fp4train.run.host import environment
 from fp4train.run.initial import InitialWeights
-from fp4train.run.record import directory as run_directory
-from fp4train.run.record import journal
+from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.formats import check_formats
 from fp4train.run.record.generation import belongs_to, keep_generation
 from fp4train.run.record.journal import Record

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fp4train.checkpoint.source import WeightSource
 from fp4train.paths import lies_in, split_weights

@@ -11,8 +11,7 @@ import pytest
 import yaml
 from command_line import Outcome
 
-from fp4train.cli import help as screens
-from fp4train.cli import main
+from fp4train.cli import help as screens, main
 from fp4train.config import default_of, own_class, own_options
 from fp4train.config.binding import as_node
 from fp4train.config.composition import composed

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fp4train.data import PIECE_CHARACTERS, DataError, Dna, TokenData
 from fp4train.data.dna import other_strand, pieces

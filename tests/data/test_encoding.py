@@ -14,13 +14,11 @@ from typing import cast
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tokenizer_kinds import KEEPS, KINDS, TEXT, tokenizer, tokenizer_json
 from tokenizers import models, pre_tokenizers
 
-from fp4train.data import Piece, Text, encoding_key
-from fp4train.data import encoding as encoding_module
+from fp4train.data import Piece, Text, encoding as encoding_module, encoding_key
 from fp4train.data.encoding import Encoded, Windows, encode_document, encode_documents
 from fp4train.data.tokenizers import Bytes, JsonTokenizer, Pretrained
 from fp4train.data.tokens import Ids, Tokenizer

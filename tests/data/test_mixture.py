@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fp4train.data import Chat, DataError, Loader, Mixture, Stdlib, Text, TokenArray
 from fp4train.data.mixture import CYCLE, Weighted

@@ -15,8 +15,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from fp4train.data import DataError, HuggingFace, Tokens
 from fp4train.data.huggingface import local_files, read_rows

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from chat_templates import VARIABLES
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fp4train.data import ChatTemplate, jinja_worker

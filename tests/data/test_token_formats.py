@@ -24,8 +24,7 @@ import pyarrow.orc
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import save_file
 
 from fp4train.data import DataError, TokenData, Tokens

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from shown import commands as shown_commands
-from shown import write_shown
+from shown import commands as shown_commands, write_shown
 
 from fp4train import backends
-from fp4train.cli import help as screens
-from fp4train.cli import main
+from fp4train.cli import help as screens, main
 from fp4train.cli.main import VERBS
 from fp4train.config import bind, composition, own_options
 from fp4train.data import Chat, Dna, HuggingFace, Mixture, Stdlib, Text, Tokens

@@ -5,8 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from shown import SMALL as PAGE_RUN
-from shown import commands
+from shown import SMALL as PAGE_RUN, commands
 
 from fp4train.cli import main
 

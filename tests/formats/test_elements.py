@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fp4train.formats import ELEMENT_FORMATS, ElementFormat, decode, encode, get_format, value_table
 

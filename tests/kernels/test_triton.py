@@ -12,8 +12,15 @@ import pytest
 import torch
 from interpreted import interpreted
 
-from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, random_words, triton_launch
-from fp4train.quantize import triton as backend
+from fp4train.quantize import (
+    Hadamard,
+    QuantSpec,
+    RandomKey,
+    quantize,
+    random_words,
+    triton as backend,
+    triton_launch,
+)
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import fp4train as f4

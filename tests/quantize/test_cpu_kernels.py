@@ -27,8 +27,7 @@ from cpu_kernels import (
     every_machine,
 )
 from golden import load_golden
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fp4train.formats import ELEMENT_FORMATS, ElementFormat
 from fp4train.kernels import cpu as kernels

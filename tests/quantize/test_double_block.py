@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from double_block import double_block
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fp4train.backends.te.quantizers import family
 from fp4train.kernels import cpu as kernels

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from golden import REDUCED
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
 from fp4train.backends.te.quantizers import family

@@ -25,14 +25,14 @@ from fp4train.quantize import (
     QuantSpec,
     RandomKey,
     Rotation,
+    cpu as cpu_module,
     quantize,
     quantize_dequantize,
     quantizer,
     register,
     to_torch,
+    triton as triton_module,
 )
-from fp4train.quantize import cpu as cpu_module
-from fp4train.quantize import triton as triton_module
 
 KEY = RandomKey(seed=1, step=2, layer=3, operand=4)
 UE5M3 = QuantSpec(scale="ue5m3", global_scale=None)

@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from fp4train.config import plugins
 from fp4train.errors import UserError
-from fp4train.formats import ELEMENT_FORMATS, ElementFormat, ScaleFormat, decode, encode
-from fp4train.formats import value_table as values_of
+from fp4train.formats import (
+    ELEMENT_FORMATS,
+    ElementFormat,
+    ScaleFormat,
+    decode,
+    encode,
+    value_table as values_of,
+)
 from fp4train.quantize import (
     QuantSpec,
     RandomKey,

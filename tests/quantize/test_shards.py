@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from fp4train.precision import MXFP4, MXFP8, NVFP4, FP8Block, FP8Current, FP8Row, Recipe

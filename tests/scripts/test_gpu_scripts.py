@@ -18,8 +18,7 @@ from recorded_products import Recorder
 from fp4train.backends import native
 from fp4train.config import composition
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed
-from fp4train.quantize import Decoded, QuantSpec
-from fp4train.quantize import triton as kernels
+from fp4train.quantize import Decoded, QuantSpec, triton as kernels
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 import fp4train.track.config as config
-from fp4train.track import QueuedTracker, Trackers, WandbTracking, read_metrics
-from fp4train.track import tracker as module
+from fp4train.track import QueuedTracker, Trackers, WandbTracking, read_metrics, tracker as module
 
 
 class Service:

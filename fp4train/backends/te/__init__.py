@@ -24,16 +24,18 @@ from torch import nn
 from fp4train.backends.protocol import ForeignLinear, Multiplied, ProductWatcher, Sources
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.backends.te.availability import why_not_device as why_not_device
-from fp4train.backends.te.executor import TEExecutor as TEExecutor
-from fp4train.backends.te.executor import region as region
+from fp4train.backends.te.executor import TEExecutor as TEExecutor, region as region
 from fp4train.backends.te.experts import TEExperts as TEExperts
 from fp4train.backends.te.foreign import foreign_linear
 from fp4train.backends.te.given import TESources
 from fp4train.backends.te.observed import Watcher, why_not_shown
 from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
-from fp4train.backends.te.translate import shares_codes, why_values
-from fp4train.backends.te.translate import to_te as to_te
-from fp4train.backends.te.translate import why_not as why_not
+from fp4train.backends.te.translate import (
+    shares_codes,
+    to_te as to_te,
+    why_not as why_not,
+    why_values,
+)
 from fp4train.hardware import Device
 
 if TYPE_CHECKING:

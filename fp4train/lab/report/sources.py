@@ -18,8 +18,7 @@ from fp4train.lab.analysis.figure import plain
 from fp4train.lab.analysis.heatmap import Errors
 from fp4train.lab.analysis.history import ROUTINE, Band, History, names_of, read_history
 from fp4train.lab.studies.results import Studies, read_studies
-from fp4train.run.record import directory as run_directory
-from fp4train.run.record import journal as run_journal
+from fp4train.run.record import directory as run_directory, journal as run_journal
 from fp4train.run.record.trust import lost_records
 from fp4train.sealed import identity, saved_config, unlike
 from fp4train.text import counted, first_line, shortened

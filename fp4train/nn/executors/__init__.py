@@ -27,8 +27,7 @@ from fp4train.nn.engine import Executor, GradientSum
 from fp4train.nn.executors.cut import CutGemms
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
-from fp4train.nn.executors.parts import ChannelNorms as ChannelNorms
-from fp4train.nn.executors.parts import ChannelParts
+from fp4train.nn.executors.parts import ChannelNorms as ChannelNorms, ChannelParts
 from fp4train.nn.executors.terms import TermGemms
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.layer_shard import LayerShard

@@ -42,8 +42,7 @@ from fp4train.run.record.generation import GENERATION
 from fp4train.sealed import config_parts, saved_config
 from fp4train.text import first_few
 from fp4train.track.config import METRICS
-from fp4train.track.metrics import LIMIT as METRICS_LIMIT
-from fp4train.track.metrics import parse_line, read_metrics
+from fp4train.track.metrics import LIMIT as METRICS_LIMIT, parse_line, read_metrics
 from fp4train.track.statistics import STATISTICS
 from fp4train.track.wandb import CONSOLE
 

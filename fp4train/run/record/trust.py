@@ -36,16 +36,14 @@ from fp4train.errors import OlderForm, UserError, user_errors
 from fp4train.files import Folder, write_all
 from fp4train.keys import in_sections
 from fp4train.paths import lies_in
-from fp4train.run.record import directory as run_directory
-from fp4train.run.record import journal
+from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.directory import CONFIG, HISTORY
 from fp4train.run.record.generation import GENERATION
 from fp4train.sealed import CONFIG_LIMIT, config_parts, unlike
 from fp4train.track import metrics, statistics
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import LIMIT, STATISTICS
-from fp4train.track.wandb import FOLDER as CHARTS
-from fp4train.track.wandb import RUN_ID
+from fp4train.track.wandb import FOLDER as CHARTS, RUN_ID
 
 _log = logging.getLogger(__name__)
 

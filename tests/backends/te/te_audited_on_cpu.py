@@ -23,8 +23,7 @@ from te_on_cpu import DType, no_gpu, pretend_gpu, te
 from te_products_on_cpu import CPU
 from torch import Tensor, nn
 from transformer_engine.common import recipe as te_recipes
-from transformer_engine.pytorch import cpp_extensions
-from transformer_engine.pytorch import tensor as te_tensor
+from transformer_engine.pytorch import cpp_extensions, tensor as te_tensor
 
 import fp4train as f4
 from fp4train.audit import AuditReport

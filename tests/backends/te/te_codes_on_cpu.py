@@ -28,8 +28,7 @@ import torch
 import transformer_engine_torch as tex
 from te_products_on_cpu import CPU
 from torch import Tensor, nn
-from transformer_engine.pytorch import tensor as te_tensor
-from transformer_engine.pytorch import utils
+from transformer_engine.pytorch import tensor as te_tensor, utils
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
 

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fp4train.lab.analysis import NARROW, WIDE, save
 from fp4train.lab.analysis.figure import INK, inches_of, inline_svg, lines_within, new_figure, style

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 import simulate_gate as simulated
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from simulate_gate import DEPENDENT, NOISE, SPIKE
 
 from fp4train.lab.gate.betting import (

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from fp4train.models.common.cut import share_blocks
 

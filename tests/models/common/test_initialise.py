@@ -8,8 +8,7 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 

@@ -12,8 +12,7 @@ from fp4train import checkpoint
 from fp4train.audit.fault import Audited
 from fp4train.audit.observe import Observer
 from fp4train.backends.protocol import NotShownError
-from fp4train.run.supervise import planned_calls, run_audits
-from fp4train.run.supervise import sums as run_sums
+from fp4train.run.supervise import planned_calls, run_audits, sums as run_sums
 
 SILENT = ("audit.every=0", "audit.sums=0", "audit.repeat=0")
 NVFP4 = ("recipe=nvfp4", "policy=all", *STEADY)

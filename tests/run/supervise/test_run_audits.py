@@ -19,9 +19,7 @@ from fp4train import checkpoint
 from fp4train.audit.call import ObservedCall
 from fp4train.audit.settings import AuditSettings
 from fp4train.exchange.card import RecordedResults
-from fp4train.run.supervise import planned_calls, saving
-from fp4train.run.supervise import repeat as run_repeat
-from fp4train.run.supervise import sums as run_sums
+from fp4train.run.supervise import planned_calls, repeat as run_repeat, saving, sums as run_sums
 from fp4train.run.supervise.layer_audits import LayerAudits
 from fp4train.run.supervise.saving import Saver
 
