@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from fp4train.checkpoint.source import WeightSource
-from fp4train.cli.launch import Start, launch
+from fp4train.cli.launch import Command, launch
 from fp4train.cli.output import print_screen, usage
 from fp4train.cli.trained import STEP
 from fp4train.config.overrides import read_options
@@ -47,10 +47,10 @@ def main(arguments: list[str]) -> int:
     return launch([*words, *line.flags, *line.overrides], partial(_check, as_data=line.as_data))
 
 
-def _check(start: Start, *, as_data: bool) -> int:
+def _check(command: Command, *, as_data: bool) -> int:
     keep_freed_memory()
-    check_paths(start.cfg, start.named)
-    subject = open_subject(start.config, start.cfg, start.saved)
+    check_paths(command.cfg, command.named)
+    subject = open_subject(command.config, command.cfg, command.saved)
     checked = check(subject)
     if as_data:
         data = {

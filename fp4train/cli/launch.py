@@ -34,7 +34,7 @@ _SOURCES = {"init": "weights", "teacher": "model"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class Command:
     """The configuration that a command starts from.
 
     Args:
@@ -54,7 +54,7 @@ class Start:
     point: str
 
 
-def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
+def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
     """Run `task` on the composed configuration, with -m on each of the sweep's; returns the largest
     exit code.
 
@@ -91,12 +91,16 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
         with plugins.using(overrides.plugins(arguments), folders):
             return _show(arguments)
     with plugins.using(overrides.plugins(arguments), folders):
-        starts = []
+        commands = []
         wrong = []
-        for command in composed(arguments):
-            if command.point and not resumed:
-                _group(command.cfg, arguments)
-            if resumed and command.point and not {"run.name", "run.dir"} & set(command.changed):
+        for composition in composed(arguments):
+            if composition.point and not resumed:
+                _group(composition.cfg, arguments)
+            if (
+                resumed
+                and composition.point
+                and not {"run.name", "run.dir"} & set(composition.changed)
+            ):
                 swept = [key for key in overrides.swept_keys(arguments) if key != "resume"]
                 if swept:
                     raise UserError(
@@ -104,18 +108,18 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
                         "name them, run.name=…"
                     )
             try:
-                starts.append(settings(command))
+                commands.append(settings(composition))
             except UserError as error:
-                if not command.point:
+                if not composition.point:
                     raise
-                wrong.append(f"{command.point}: {error}")
+                wrong.append(f"{composition.point}: {error}")
         if len(wrong) == 1:
             raise UserError(f"the sweep is not started: {wrong[0]}")
         if wrong:
             raise UserError("\n  ".join(["the sweep is not started: ", *wrong]))
         codes = [0]
-        for start in starts:
-            codes.append(_run(task, start))
+        for command in commands:
+            codes.append(_run(task, command))
             if codes[-1] > 128:  # a signal ends the whole sweep
                 break
         return max(codes)
@@ -163,10 +167,10 @@ def _show(arguments: list[str]) -> int:
     return 0
 
 
-def _run(task: Callable[[Start], int], start: Start) -> int:
+def _run(task: Callable[[Command], int], command: Command) -> int:
     """One job; an error that the user can act on is one message, and a sweep goes on after it."""
     try:
-        return explained(lambda: task(start))
+        return explained(lambda: task(command))
     except (RuntimeError, MemoryError) as error:
         if not (asked := memory_asked(error)):
             raise
@@ -177,8 +181,8 @@ def _run(task: Callable[[Start], int], start: Start) -> int:
         return 1
 
 
-def settings(command: Composed) -> Start:
-    """The configuration that a command starts from.
+def settings(composition: Composed) -> Command:
+    """The command that a composition makes.
 
     Without resume=RUN it is the composed configuration, with init=FOLDER or init=RUN with the model
     and tokenizer of those. With resume=RUN it is RUN's saved one with the overrides applied; a
@@ -188,31 +192,31 @@ def settings(command: Composed) -> Start:
     Raises:
         UserError: a value does not fit, or RUN cannot be resumed with these overrides.
     """
-    _check_plugins(command.cfg)
-    if command.cfg.resume:
-        return _resumed_settings(command)
-    return _new_settings(command)
+    _check_plugins(composition.cfg)
+    if composition.cfg.resume:
+        return _resumed_settings(composition)
+    return _new_settings(composition)
 
 
-def _new_settings(command: Composed) -> Start:
+def _new_settings(composition: Composed) -> Command:
     """As `settings`, of a run that begins."""
-    changed = command.changed
-    resolved = with_folder(command.cfg, changed)
+    changed = composition.changed
+    resolved = with_folder(composition.cfg, changed)
     init_run = saved_configuration(resolved)
     if init_run is None:
         config = to_config(resolved)
     else:
         resolved = with_run(resolved, init_run, changed)
         config = to_config(resolved)
-        option = command.choices["model"] if "model" in changed else ""
+        option = composition.choices["model"] if "model" in changed else ""
         check_model(config, resolved, init_run, option)
-    return Start(config=config, cfg=resolved, named=changed, point=command.point)
+    return Command(config=config, cfg=resolved, named=changed, point=composition.point)
 
 
-def _resumed_settings(command: Composed) -> Start:
+def _resumed_settings(composition: Composed) -> Command:
     """As `settings`, of a run that goes on, or of its branch."""
-    resolved = command.cfg
-    changed = command.changed
+    resolved = composition.cfg
+    changed = composition.changed
     source = _resumed(str(resolved.resume), resolved.resume_step)
     saved = run_directory.read_config(source)
     saved_values = plain(saved)
@@ -222,7 +226,7 @@ def _resumed_settings(command: Composed) -> Start:
         raise UserError("resume=… goes on with a run, init=… begins one: leave one of them out")
     swap = None
     if "recipe" in changed:
-        swap = RecipeChoice(command.choices["recipe"], plain(resolved)["recipe"])
+        swap = RecipeChoice(composition.choices["recipe"], plain(resolved)["recipe"])
     elif options := [key for key in changed if key.startswith("recipe.")]:
         raise UserError(
             f"resume=… {options[0]}=… is a swap: name its recipe, too (recipe=NAME {options[0]}=…)"
@@ -253,8 +257,13 @@ def _resumed_settings(command: Composed) -> Start:
         if str(error).endswith(MISSING_KEY):
             raise UserError(f"{source / run_directory.CONFIG}: {error}; put it back") from error
         raise
-    return Start(
-        config=config, cfg=saved, saved=saved_values, swap=swap, named=changed, point=command.point
+    return Command(
+        config=config,
+        cfg=saved,
+        saved=saved_values,
+        swap=swap,
+        named=changed,
+        point=composition.point,
     )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from fp4train.checkpoint import ALONE
-from fp4train.cli.launch import Start, launch
+from fp4train.cli.launch import Command, launch
 from fp4train.cli.output import fitted, print_screen, terminal_width
 from fp4train.config.folders import option_of
 from fp4train.config.overrides import Option, read_options, truth
@@ -169,7 +169,7 @@ def _split(stretch: RecordedStretch, done: int) -> list[RecordedStretch]:
 
 
 def _plan(
-    command: Start,
+    command: Command,
     *,
     full: bool,
     gpus: int | None,

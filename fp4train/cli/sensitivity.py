@@ -26,7 +26,7 @@ from typing import Any
 
 from fp4train import files
 from fp4train.checkpoint.source import WeightSource
-from fp4train.cli.launch import Start, launch
+from fp4train.cli.launch import Command, launch
 from fp4train.cli.output import fitted, terminal_width, usage
 from fp4train.config.overrides import Option, count, number, read_options, truth
 from fp4train.errors import UserError
@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
     )
 
 
-def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) -> int:
+def _study(command: Command, *, options: dict[str, Any], fresh: bool, of_run: bool) -> int:
     """Study a run (`of_run`) or a model that is named alone; `fresh`: with its weights as they are
     initialised.
     """
@@ -131,10 +131,10 @@ def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) 
     keep = options["keep"]
     cost = options["cost"]
     keep_freed_memory()
-    config = start.config
-    chosen = start.cfg
-    swap = start.swap
-    check_paths(chosen, start.named)
+    config = command.config
+    chosen = command.cfg
+    swap = command.swap
+    check_paths(chosen, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
     if cost is not None and (gpu is None or keep is not None):
         raise UserError(
@@ -148,7 +148,7 @@ def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) 
     if swap is not None:
         recipe = swap.at(0).recipe
         name = swap.name
-    subject = open_subject(config, chosen, start.saved, fresh=fresh)
+    subject = open_subject(config, chosen, command.saved, fresh=fresh)
     # This and the next refuse what is impossible before a folder is made.
     RecipeParts(subject, recipe, repeats=effort.repeats)
     groups_of(subject, effort)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.cli.console import Console, kept_console
-from fp4train.cli.launch import Start, launch
+from fp4train.cli.launch import Command, launch
 from fp4train.cli.output import fitted, message, terminal_width
 from fp4train.cli.sweep import SweepJob, table
 from fp4train.config import overrides, plugins
@@ -74,10 +74,10 @@ def main(arguments: list[str]) -> int:
 
     jobs: list[SweepJob] = []
 
-    def task(start: Start) -> int:
-        jobs.append(SweepJob(point=start.point, config=start.config))
-        with determinism(start.config.train.deterministic):
-            code = _train(start, _world(start.config, place))
+    def task(command: Command) -> int:
+        jobs.append(SweepJob(point=command.point, config=command.config))
+        with determinism(command.config.train.deterministic):
+            code = _train(command, _world(command.config, place))
         jobs[-1].ending = "" if code == 0 else f"exit code {code}"
         return code
 
@@ -96,14 +96,14 @@ def _as_rank(arguments: list[str], place: ProcessRank) -> int:
     if not place.lead:
         logging.getLogger("fp4train").setLevel(logging.ERROR)
 
-    def task(start: Start) -> int:
+    def task(command: Command) -> int:
         nonlocal world, speaks
-        config = start.config
+        config = command.config
         try:
             with determinism(config.train.deterministic):
                 world = _world(config, place)
                 speaks = place.lead
-                return _train(start, world)
+                return _train(command, world)
         except AgreedError:
             if speaks:
                 raise
@@ -138,14 +138,14 @@ def _world(config: Config, place: ProcessRank) -> World:
     return World.start(place, config.parallel, choose_device(config.device, place))
 
 
-def _train(command: Start, world: World) -> int:
+def _train(command: Command, world: World) -> int:
     if not world.lead:
         return _trained(command, world, None)
     with kept_console() as console:
         return _trained(command, world, console)
 
 
-def _trained(command: Start, world: World, console: Console | None) -> int:
+def _trained(command: Command, world: World, console: Console | None) -> int:
     """Train; the lead keeps what it prints in `console`."""
     keep_freed_memory()
     config = command.config

@@ -40,9 +40,9 @@ def find_origin(
         swap: the recipe to which the command swaps where the run goes on.
 
     Raises:
-        UserError: see `find_start`, `check_cut` and `new_origin`.
+        UserError: see `find_checkpoint`, `check_cut` and `new_origin`.
     """
-    start = find_start(config, cfg, world, saved_config)
+    start = find_checkpoint(config, cfg, world, saved_config)
     if start is None:
         with world.same_outcome():
             check_cut(config, world.mesh)  # before weights are read, which takes long
@@ -67,16 +67,16 @@ def find_rewound(origin: Origin, world: World, rewind: Rewind) -> Rewound:
     """How a run that began as `origin` goes on after its loss diverged.
 
     Raises:
-        UserError: see `find_start`.
+        UserError: see `find_checkpoint`.
     """
     run = replace(origin.config.run, overwrite=False)
     config = replace(origin.config, resume=str(run.dir), resume_step=rewind.step, run=run)
-    start = find_start(config, origin.cfg, world)
+    start = find_checkpoint(config, origin.cfg, world)
     assert start is not None
     return Rewound(config=config, cfg=origin.cfg, checkpoint=start, rewind=rewind)
 
 
-def find_start(
+def find_checkpoint(
     config: Config, cfg: DictConfig, world: World, saved_config: Mapping[str, Any] | None = None
 ) -> Checkpoint | None:
     """The checkpoint to go on from, the lead's choice on every rank; None starts at step 0. Nothing

@@ -31,7 +31,7 @@ from fp4train.errors import UserError
 from fp4train.keys import MayDiffer, in_sections
 from fp4train.parallel.world import World
 from fp4train.run.build import assemble
-from fp4train.run.find import check_source, find_start
+from fp4train.run.find import check_source, find_checkpoint
 from fp4train.run.host import choose_device
 from fp4train.run.initial import open_init
 from fp4train.run.record import directory as run_directory
@@ -136,7 +136,7 @@ def open_subject(
     if fresh or source is None:
         start = None
     else:
-        start = find_start(config, cfg, world, saved_config)
+        start = find_checkpoint(config, cfg, world, saved_config)
     if start is not None and source is not None:
         check_belongs(start, source, mend=False)
     timeline = build_timeline(config, source)
