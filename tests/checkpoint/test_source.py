@@ -39,6 +39,12 @@ def test_a_folder_that_is_there_is_meant_whatever_is_in_its_name(tmp_path: Path)
     assert WeightSource.parse(f"{run}@7").step == 7
 
 
+def test_a_source_says_the_words_that_go_on_from_it() -> None:
+    source = WeightSource(path=Path("runs/a"))
+    assert source.resume_words == ["resume=runs/a"]
+    assert source.at(200).resume_words == ["resume=runs/a", "resume_step=200"]
+
+
 def test_two_steps_for_one_source_are_refused() -> None:
     with pytest.raises(ValueError, match="runs/a@5 names the step 5, and step 6 is named beside"):
         WeightSource.parse("runs/a@5", 6)
