@@ -11,7 +11,7 @@ record of a run.
   first line follows the identity of the run, that of a journal nothing. Metrics, the journal and
   studies' records are such lines; a block of the statistics says the same of itself in its header.
 - What is appended to a file cannot show that its end is cut off. So each checkpoint holds the
-  length and the checksum of every record (`FileDigest`), and `unlike` compares them.
+  length and the checksum of every record (`FileDigest`), and `changed_since` compares them.
 
 A record that is appended to is read as `ScannedPart` parts (lines, blocks), each whole or damaged;
 `cut` leaves the whole ones that a run goes on from, and `LogWriter` adds to them.
@@ -366,7 +366,7 @@ class LogWriter:
         os.close(self._descriptor)
 
 
-def unlike(folder: Folder, name: str, mark: object, limit: int) -> str | None:
+def changed_since(folder: Folder, name: str, mark: object, limit: int) -> str | None:
     """The difference, in words, of the file `name`, of up to `limit` bytes, from its beginning as
     `mark` remembers it; None: there is none, or nothing is remembered.
     """

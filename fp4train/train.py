@@ -17,7 +17,7 @@ from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.run import Run
 from fp4train.run.step import step_rows
 from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
-from fp4train.run.supervise.divergence import DivergedError, follow, proven_by, verdict
+from fp4train.run.supervise.divergence import DivergedError, follow_loss, proven_by, verdict
 from fp4train.run.supervise.fault_report import AuditError
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger, Progress
@@ -80,7 +80,7 @@ def train(run: Run) -> Result:
             Watch(run) as watch,
             Alarm(config.train.step_timeout) as watchdog,
         ):
-            ledger = Ledger(run, progress.advance, partial(follow, run), watch.advance)
+            ledger = Ledger(run, progress.advance, partial(follow_loss, run), watch.advance)
             try:
                 while True:
                     watchdog.set()

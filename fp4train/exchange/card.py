@@ -15,7 +15,7 @@ from fp4train.exchange.stored import StoredModel
 from fp4train.files import Folder
 from fp4train.run.record.inbox import EVALUATION
 from fp4train.run.record.journal import read_journal, stretches
-from fp4train.sealed import unlike
+from fp4train.sealed import changed_since
 from fp4train.text import counted, printable, screen
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT, parse_line
@@ -141,7 +141,7 @@ def measured(model: StoredModel) -> RecordedResults:
     counts = dict.fromkeys((AUDIT, AUDIT_FAULT), 0)
     layers: set[str] = set()
     with suppress(FileNotFoundError), Folder.open(model.run) as folder:
-        if changed := unlike(folder, METRICS, model.saved.state.get("metrics"), LIMIT):
+        if changed := changed_since(folder, METRICS, model.saved.state.get("metrics"), LIMIT):
             _log.warning(
                 "%s %s since the checkpoint: the model card may lack losses",
                 model.run / METRICS,

@@ -72,7 +72,7 @@ class WireForm(NamedTuple):
 
 def gather_mode(gather: str, *, fully_gathered: bool, blocks: bool = True) -> str:
     """One of `GATHERS`, the effective one where `gather` is configured: graphs, of torch.compile
-    and of CUDA, take float32 weights (`whole`), and so does a model without blocks, which is
+    and of CUDA, take float32 weights (`fully_gathered`), and so does a model without blocks, which is
     gathered once and stays whole.
     """
     if blocks and not fully_gathered:

@@ -133,7 +133,7 @@ class LayerPolicy:
                 return f"policy.keep={pattern}"
         return None
 
-    def own_recipe(self, layer: Layer) -> tuple[Recipe, str] | None:
+    def recipe_by_pattern(self, layer: Layer) -> tuple[Recipe, str] | None:
         """The recipe that `recipes` has for `layer`, and its pattern as a reason; None: it follows
         the run's.
         """
@@ -148,7 +148,7 @@ class LayerPolicy:
         not.
         """
         kept = self.why_kept(layer, gemm)
-        layer_recipe = self.own_recipe(layer)
+        layer_recipe = self.recipe_by_pattern(layer)
         return kept or (None if layer_recipe is None else layer_recipe[1])
 
     def recipe_for(self, layer: Layer, recipe: Recipe) -> Recipe:
@@ -156,7 +156,7 @@ class LayerPolicy:
         if not recipe.quantised:
             return recipe
         if self.why_kept(layer) is None:
-            if (layer_recipe := self.own_recipe(layer)) is not None:
+            if (layer_recipe := self.recipe_by_pattern(layer)) is not None:
                 recipe = _with_exceptions_of(recipe, layer_recipe[0])
             kept_gemms = [
                 gemm for gemm in GEMMS if self.keep and self.why_kept(layer, gemm) is not None
@@ -206,7 +206,7 @@ class LayerPolicy:
 
 
 def _with_exceptions_of(recipe: Recipe, layer_recipe: Recipe) -> Recipe:
-    """`own` in the place of `recipe`: with its dtype, and its GEMMs in high precision."""
+    """`layer_recipe` in the place of `recipe`: with its dtype, and its GEMMs in high precision."""
     return replace(
         layer_recipe,
         dtype=recipe.dtype,

@@ -43,10 +43,10 @@ def hooks(run: Run) -> list[Callable[[Run, Step], None]]:
     """Functions that are called with each step after it is queued: a check of the first one, and
     the run's states.
     """
-    return [check_layers, follow]
+    return [check_layers, follow_states]
 
 
-def follow(run: Run, step: Step) -> None:
+def follow_states(run: Run, step: Step) -> None:
     """Let every state of the run follow the step."""
     for state in run.states:
         state.after_step(step)

@@ -40,7 +40,7 @@ from typing import Any
 from fp4train import files
 from fp4train.errors import OlderForm, UserError, reason, user_errors
 from fp4train.files import Folder
-from fp4train.sealed import Chain, LogWriter, NoChecksum, ScannedPart, cut, identity, unlike
+from fp4train.sealed import Chain, LogWriter, NoChecksum, ScannedPart, changed_since, cut, identity
 from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
 from fp4train.worker import Worker
 
@@ -252,7 +252,7 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
         user_errors(OSError, before=f"{path} cannot be read: "),
         files.parent(path) as (folder, name),
     ):
-        changed = unlike(folder, name, mark, LIMIT)
+        changed = changed_since(folder, name, mark, LIMIT)
         # The lines may be those of the run that this one is a branch of: the first one may follow
         # any.
         lines = _scan(folder, name, Chain())

@@ -20,7 +20,7 @@ from fp4train.lab.analysis.history import ROUTINE, Band, History, names_of, read
 from fp4train.lab.studies.results import Studies, read_studies
 from fp4train.run.record import directory as run_directory, journal as run_journal
 from fp4train.run.record.trust import lost_records
-from fp4train.sealed import identity, saved_config, unlike
+from fp4train.sealed import changed_since, identity, saved_config
 from fp4train.text import counted, first_line, shortened
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT
@@ -227,7 +227,7 @@ def _lost(path: Path, records: Sequence[run_journal.Record]) -> dict[str, str]:
     with Folder.open(path) as folder:
         state = checkpoint.newest_state(path / run_directory.CHECKPOINTS)
         lost = lost_records(folder, state, records)
-        if changed := unlike(folder, METRICS, state.get("metrics"), LIMIT):
+        if changed := changed_since(folder, METRICS, state.get("metrics"), LIMIT):
             lost[METRICS] = (
                 f"{path / METRICS} {changed} since the newest checkpoint: losses are missing, "
                 "or not as logged"

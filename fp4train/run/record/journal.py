@@ -222,7 +222,7 @@ class Journal:
         return (status.st_size, status.st_ino, status.st_mtime_ns)
 
     def set_swaps(self, entries: Iterable[SwapEntry], step: int) -> list[int]:
-        """Add, at `step`, what makes `wanted` the swaps of the run; the steps of those that were
+        """Add, at `step`, what makes `entries` the swaps of the run; the steps of those that were
         not so on record.
         """
         have = {entry["step"]: entry for entry in swaps(self.records)}

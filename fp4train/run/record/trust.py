@@ -39,7 +39,7 @@ from fp4train.paths import lies_in
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.directory import CONFIG, HISTORY
 from fp4train.run.record.generation import GENERATION
-from fp4train.sealed import CONFIG_LIMIT, config_parts, unlike
+from fp4train.sealed import CONFIG_LIMIT, changed_since, config_parts
 from fp4train.track import metrics, statistics
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import LIMIT, STATISTICS
@@ -424,7 +424,7 @@ def lost_records(
     """
     lost = {}
     marks = state.get("metrics")
-    if changed := unlike(
+    if changed := changed_since(
         folder, STATISTICS, marks.get("statistics") if isinstance(marks, dict) else None, LIMIT
     ):
         lost[STATISTICS] = (

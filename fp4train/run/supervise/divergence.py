@@ -44,7 +44,7 @@ class DivergedError(AgreedError):
         self.rewind = rewind
 
 
-def follow(run: Run, step: Step, loss: float) -> Values:
+def follow_loss(run: Run, step: Step, loss: float) -> Values:
     """Take note of the loss of a step, and say at once that it diverged, or is back.
 
     Weights that gave a loss that fits the curve before it are good, as far as it can tell: their
@@ -65,7 +65,7 @@ def follow(run: Run, step: Step, loss: float) -> Values:
         run.saver.discard_ruined(divergence.since)
         run.saver.wait()  # so that it is known which checkpoint is good
         if run.config.train.on_divergence == "warn":
-            _log.warning("step %d: %s", number, rise(run))
+            _log.warning("step %d: %s", number, rise_message(run))
         values = {
             "loss": loss,
             "level": divergence.measured_from[0] - base,
@@ -92,7 +92,7 @@ def verdict(run: Run) -> str | None:
     """The message about the losses at the end of a run; None: there is nothing to report."""
     divergence = run.divergence
     if divergence.seen:
-        return f"diverged: {rise(run)}"
+        return f"diverged: {rise_message(run)}"
     if run.step < run.config.train.steps or not divergence.ends_above_its_beginning(run.step):
         return None
     first_excess = (divergence.first or 0.0) - _base(run)
@@ -111,7 +111,7 @@ def divergence_request(run: Run) -> dict[str, Any] | None:
     back, why = _milestone(run)
     return {
         "back": back,
-        "message": f"step {run.divergence.known}: {why}{rise(run, advice=back is None)}",
+        "message": f"step {run.divergence.known}: {why}{rise_message(run, advice=back is None)}",
     }
 
 
@@ -162,7 +162,7 @@ def worthless(run: Run) -> bool:
     return run.world.broadcast(run.divergence.seen and run.saver.good is None)
 
 
-def rise(run: Run, *, advice: bool = True) -> str:
+def rise_message(run: Run, *, advice: bool = True) -> str:
     """Message about the current rise of the loss, with the advice what to do."""
     divergence = run.divergence
     assert divergence.since is not None

@@ -26,7 +26,7 @@ from fp4train.run.finite import finite_weights
 from fp4train.run.record.directory import CHECKPOINTS, REMOVED, SAVED
 from fp4train.run.run import Run
 from fp4train.run.supervise.checkpoints import Outcome
-from fp4train.run.supervise.divergence import past_non_finite, rise, worthless
+from fp4train.run.supervise.divergence import past_non_finite, rise_message, worthless
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.saving import PAUSES
@@ -46,7 +46,7 @@ def rescue(run: Run, error: NonFiniteError) -> str:
         run.saver.discard_ruined(run.divergence.since)
         run.saver.wait()
         report(run)
-        return f"{error}. Before that {rise(run)}"
+        return f"{error}. Before that {rise_message(run)}"
     if run.mid_update or not finite or error.of_state:
         run.saver.wait()
         report(run)
