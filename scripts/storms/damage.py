@@ -100,7 +100,7 @@ def read_part(run: Path, kind: str) -> Any:
     from fp4train.files import Folder
     from fp4train.lab.studies.record import StudyRecord
     from fp4train.lab.studies.results import read_studies
-    from fp4train.run import begin
+    from fp4train.run.find import check_source
     from fp4train.run.record import directory, journal
     from fp4train.run.record.trust import check_belongs, lost_records
     from fp4train.track.metrics import mend, read_metrics
@@ -129,7 +129,7 @@ def read_part(run: Path, kind: str) -> Any:
     if kind == "config.yaml":
         return plain(directory.read_config(run)), directory.identity(run)
     if kind in ("history.jsonl", "statistics.bin"):
-        begin.check_source(run, directory.read_config(run))
+        check_source(run, directory.read_config(run))
         records = journal.read_journal(run)
         with Folder.open(run) as folder:
             for text in lost_records(folder, start.state, records).values():
