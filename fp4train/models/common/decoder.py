@@ -6,6 +6,7 @@ weight. A token's row lies on one rank, and the sum over the ranks adds zeros to
 embedding equals that of one rank in every bit.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -19,6 +20,8 @@ from fp4train.backends import widened
 from fp4train.models.common.cache import DecodeCache
 from fp4train.models.common.cut import WHOLE, TokenRanks
 from fp4train.models.common.distillation import TeacherStates, chunked_distillation
+from fp4train.models.common.initialise import initialise
+from fp4train.models.common.layers import RMSNorm
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.common.operators import Fusible
@@ -77,31 +80,35 @@ class Decoder(Fusible, nn.Module):
     stage = WHOLE
     """The part of the model that this module is; set when it is cut."""
 
-    def _fill(
-        self,
-        shape: DecoderShape,
-        vocab_size: int,
-        seq_len: int,
-        blocks: Iterable[nn.Module],
-        norm: type[nn.RMSNorm],
-    ) -> None:
-        """Make the parts.
+    last_norm: type[nn.RMSNorm] = RMSNorm
+    """The class of the norm before the head."""
+
+    def __init__(self, shape: DecoderShape, vocab_size: int, seq_len: int) -> None:
+        """Make the parts, in the order in which torch's generator draws their weights.
 
         Args:
-            blocks: made while they are taken, between embedding and head, as torch's generator
-                draws their weights.
-            norm: the class of the norm before the head.
+            vocab_size: number of ids of the tokenizer.
+
+        Raises:
+            ValueError: the model does not suit it, or sequences of `seq_len` tokens.
         """
+        super().__init__()
+        shape.check(vocab_size, seq_len)
         self.shape = shape
-        self.vocab_size = vocab_size
+        self.vocab_size = shape.rows(vocab_size)
         self.seq_len = seq_len
         self.recomputes = shape.recompute
-        self.embed = nn.Embedding(vocab_size, shape.width)
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = norm(shape.width, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.width, vocab_size, bias=False)
+        self.embed = nn.Embedding(self.vocab_size, shape.width)
+        self.blocks = nn.ModuleList(self.new_blocks())
+        self.norm = self.last_norm(shape.width, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.width, self.vocab_size, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
+        initialise(self, shape.draw)
+
+    @abstractmethod
+    def new_blocks(self) -> Iterable[nn.Module]:
+        """The blocks of a new model, each made when it is taken."""
 
     def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Any, ...]:
         """Arguments of the blocks that depend on positions (rotations), for the tokens `first` to

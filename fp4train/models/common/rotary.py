@@ -5,7 +5,7 @@ share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -227,8 +227,8 @@ class RotatedDecoder(Decoder):
     cos: Tensor
     sin: Tensor
 
-    def _fill(self, shape: DecoderShape, *parts: Any) -> None:
-        super()._fill(shape, *parts)
+    def __init__(self, shape: DecoderShape, vocab_size: int, seq_len: int) -> None:
+        super().__init__(shape, vocab_size, seq_len)
         angles = self._angles()
         for name, values in (("cos", angles.cos()), ("sin", angles.sin())):
             self.register_buffer(name, values.to(torch.get_default_device()), persistent=False)
@@ -251,20 +251,7 @@ class RotatedDecoder(Decoder):
 
 
 class RotaryDecoder(RotatedDecoder):
-    """A decoder of blocks with rotary attention, such as `RotaryBlock`s, whose weights a subclass
-    then initialises.
-
-    Args:
-        block: makes the block of an index.
-    """
-
-    shape: RotatedShape
-
-    def __init__(
-        self, shape: RotatedShape, vocab_size: int, seq_len: int, block: Callable[[int], nn.Module]
-    ) -> None:
-        super().__init__()
-        self._fill(shape, vocab_size, seq_len, map(block, range(shape.layers)), RMSNorm)
+    """A decoder of blocks with rotary attention, such as `RotaryBlock`s."""
 
     def fp4train_cache(self, length: int) -> DecodeCache:
         """Keys and values of each block."""

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from fp4train.keys import CHANGES_DIGITS
 from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.decoder import Decoder
-from fp4train.models.common.initialise import initialise
 from fp4train.models.common.layers import Attention, RMSNorm, attention_parameters
 from fp4train.models.common.scan import STEP, Mamba2, ScanState, step_before_softplus
 from fp4train.models.common.scan_kernels import CHOICES
@@ -148,9 +147,6 @@ class Hybrid(DecoderShape):
     scan: ScanShape = field(default_factory=ScanShape)
     hidden: int = 512
 
-    draw: ClassVar[str] = "counter"
-    """The source of initial weights."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, "model.", "hidden")
@@ -183,8 +179,7 @@ class Hybrid(DecoderShape):
             ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than
                 `max_positions`.
         """
-        self.check(vocab_size, seq_len)
-        return HybridModel(self, self.rows(vocab_size), seq_len)
+        return HybridModel(self, vocab_size, seq_len)
 
 
 class SquaredReluMLP(nn.Module):
@@ -254,16 +249,8 @@ class HybridModel(Decoder):
 
     shape: Hybrid
 
-    def __init__(self, shape: Hybrid, vocab_size: int, seq_len: int) -> None:
-        super().__init__()
-        self._fill(
-            shape,
-            vocab_size,
-            seq_len,
-            (HybridBlock(shape, kind) for kind in shape.pattern),
-            RMSNorm,
-        )
-        initialise(self, shape.draw)
+    def new_blocks(self) -> Iterator[HybridBlock]:
+        return (HybridBlock(self.shape, kind) for kind in self.shape.pattern)
 
     def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[int]:
         """The number of tokens: ranks that share them do not see it."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.cut import shared_by
-from fp4train.models.common.initialise import initialise
 from fp4train.models.common.rotary import RotatedDecoder, gated_mlp_parameters
 from fp4train.models.common.shape import DecoderShape, check_pattern
 from fp4train.models.common.stream import StreamNorm, StreamTerms, handed_on
@@ -67,9 +66,6 @@ class Hyena(DecoderShape):
     hidden: int = 256
     gelu: str = "first"
     rope_base: float = 10000.0
-
-    draw: ClassVar[str] = "counter"
-    """The source of initial weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,8 +115,7 @@ class Hyena(DecoderShape):
             ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than
                 `max_positions`.
         """
-        self.check(vocab_size, seq_len)
-        return HyenaModel(self, self.rows(vocab_size), seq_len)
+        return HyenaModel(self, vocab_size, seq_len)
 
 
 class RootNorm(StreamNorm):
@@ -205,11 +200,10 @@ class HyenaModel(RotatedDecoder):
 
     shape: Hyena
 
-    def __init__(self, shape: Hyena, vocab_size: int, seq_len: int) -> None:
-        super().__init__()
-        blocks = (HyenaBlock(shape, index) for index in range(len(shape.pattern)))
-        self._fill(shape, vocab_size, seq_len, blocks, RootNorm)
-        initialise(self, shape.draw)
+    last_norm = RootNorm
+
+    def new_blocks(self) -> Iterator[HyenaBlock]:
+        return (HyenaBlock(self.shape, index) for index in range(len(self.shape.pattern)))
 
     def fp4train_cache(self, length: int) -> DecodeCache:
         """Keys and values, or the windows and states of convolutions, of each block."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fp4train.keys import CHANGES_DIGITS
-from fp4train.models.common.initialise import DRAWS, initialise
+from fp4train.models.common.initialise import DRAWS
 from fp4train.models.common.rotary import (
     RotaryBlock,
     RotaryDecoder,
@@ -84,8 +84,7 @@ class Llama(RotaryShape):
             ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than
                 `max_positions`.
         """
-        self.check(vocab_size, seq_len)
-        return LlamaModel(self, self.rows(vocab_size), seq_len)
+        return LlamaModel(self, vocab_size, seq_len)
 
 
 class LlamaModel(RotaryDecoder):
@@ -93,9 +92,8 @@ class LlamaModel(RotaryDecoder):
 
     shape: Llama
 
-    def __init__(self, shape: Llama, vocab_size: int, seq_len: int) -> None:
-        def block(index: int) -> RotaryBlock:
-            return RotaryBlock(shape, SwiGLU(shape.width, shape.mlp_width), qkv_bias=shape.qkv_bias)
-
-        super().__init__(shape, vocab_size, seq_len, block)
-        initialise(self, shape.draw)
+    def new_blocks(self) -> Iterator[RotaryBlock]:
+        shape = self.shape
+        for _ in range(shape.layers):
+            mlp = SwiGLU(shape.width, shape.mlp_width)
+            yield RotaryBlock(shape, mlp, qkv_bias=shape.qkv_bias)

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from torch import Tensor
 
 from fp4train.models.common.experts import ExpertLayer, expert_parameters
-from fp4train.models.common.initialise import initialise
 from fp4train.models.common.rotary import (
     RotaryBlock,
     RotaryDecoder,
@@ -49,9 +47,6 @@ class MixtureOfExperts(RotaryShape):
     hidden: int = 384
     experts: ExpertShape = field(default_factory=ExpertShape)
     balance: Balance = field(default_factory=Balance)
-
-    draw: ClassVar[str] = "counter"
-    """The source of initial weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,8 +88,7 @@ class MixtureOfExperts(RotaryShape):
             ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than
                 `max_positions`.
         """
-        self.check(vocab_size, seq_len)
-        return MixtureModel(self, self.rows(vocab_size), seq_len)
+        return MixtureModel(self, vocab_size, seq_len)
 
 
 class ExpertBlock(RotaryBlock):
@@ -110,14 +104,13 @@ class MixtureModel(RotaryDecoder):
 
     shape: MixtureOfExperts
 
-    def __init__(self, shape: MixtureOfExperts, vocab_size: int, seq_len: int) -> None:
-        def block(index: int) -> RotaryBlock:
+    def new_blocks(self) -> Iterator[RotaryBlock]:
+        shape = self.shape
+        for index in range(shape.layers):
             if index < shape.dense:
-                return RotaryBlock(shape, SwiGLU(shape.width, shape.hidden))
-            return ExpertBlock(shape, ExpertLayer(shape.width, shape.experts, shape.balance))
-
-        super().__init__(shape, vocab_size, seq_len, block)
-        initialise(self, shape.draw)
+                yield RotaryBlock(shape, SwiGLU(shape.width, shape.hidden))
+            else:
+                yield ExpertBlock(shape, ExpertLayer(shape.width, shape.experts, shape.balance))
 
     def fp4train_routers(self) -> Routers:
         """The routers that this part of the model has, under the numbers of their blocks in the

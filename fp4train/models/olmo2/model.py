@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 from torch import Tensor, nn
 
 from fp4train.models.common.cache import KeyValues
-from fp4train.models.common.initialise import initialise
 from fp4train.models.common.layers import (
     Attention,
     FeaturesNorm,
@@ -55,9 +54,6 @@ class Olmo2(RotatedShape):
 
     hidden: int = 384
 
-    draw: ClassVar[str] = "counter"
-    """The source of initial weights."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, "model.", "hidden")
@@ -88,8 +84,7 @@ class Olmo2(RotatedShape):
             ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than
                 `max_positions`.
         """
-        self.check(vocab_size, seq_len)
-        return Olmo2Model(self, self.rows(vocab_size), seq_len)
+        return Olmo2Model(self, vocab_size, seq_len)
 
 
 class NormedAttention(Attention):
@@ -146,6 +141,5 @@ class Olmo2Model(RotaryDecoder):
 
     shape: Olmo2
 
-    def __init__(self, shape: Olmo2, vocab_size: int, seq_len: int) -> None:
-        super().__init__(shape, vocab_size, seq_len, lambda index: Olmo2Block(shape))
-        initialise(self, shape.draw)
+    def new_blocks(self) -> Iterator[Olmo2Block]:
+        return (Olmo2Block(self.shape) for _ in range(self.shape.layers))
