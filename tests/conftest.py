@@ -5,6 +5,7 @@ Tests marked `long` (compilers, the interpreter's full sweep) run in CI and with
 are deselected, and the last line says how many.
 """
 
+import ctypes
 import gc
 import os
 import random
@@ -230,6 +231,16 @@ def pytest_collection_finish() -> None:
 def freeze() -> None:
     gc.collect()
     gc.freeze()
+    give_back_free_memory()
+
+
+def give_back_free_memory() -> None:
+    """glibc keeps what large tests have freed, gigabytes at the end of the tests, unless it is
+    asked; other libraries have no such call.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from shown import SMALL
+from shown import SMALL, shortened
 
 from fp4train.cli import main
 
@@ -34,10 +34,10 @@ def table(title: str) -> list[str]:
 
 
 def small(words: list[str]) -> list[str]:
-    """A command that trains a new run, with a smaller model; another as it is."""
+    """A command that trains a new run, with a smaller model and fewer steps; another as it is."""
     if (words[:1] and words[0] in VERBS) or any(word.startswith("resume=") for word in words):
         return words
-    return [*words, *SMALL]
+    return shortened(words)
 
 
 @pytest.mark.long

@@ -1,54 +1,49 @@
-"""A tiny run of every family, as words of a command line: a new family gets its words here, and the
-tests of all families take it (tests/models/test_families.py asks for it).
+"""A tiny run of every family of the registry, as words of a command line. A new family has one
+without an entry here, where its `model=NAME_tiny` builds at the width and number of blocks of others.
 """
 
-from command_line import TINY
+from dataclasses import fields
 
 from fp4train.config import to_config
 from fp4train.config.composition import compose
 from fp4train.models import Architecture
+from fp4train.models.families import Family, families
 
-TINY_RUNS: dict[str, tuple[str, ...]] = {
+SIZES = {"width": 32, "layers": 2, "hidden": 64}
+WORDS: dict[str, tuple[str, ...]] = {
     "hybrid": (
-        "model=hybrid_tiny",
-        "model.width=32",
         "model.pattern=M-*",
-        "model.hidden=64",
         "model.scan.heads=4",
         "model.scan.head_dim=16",
         "model.scan.state=16",
         "model.scan.chunk=16",
     ),
     "hyena": (
-        "model=hyena_tiny",
-        "model.width=32",
         "model.pattern=SDH*",
-        "model.hidden=64",
         "model.filters.groups=8",
         "model.filters.poles=4",
         "model.vocab_size=320",
     ),
-    "llama": tuple(word for word in TINY if word.startswith("model.")),
     "moe": (
-        "model=moe_tiny",
-        "model.width=32",
-        "model.layers=2",
         "model.dense=1",
-        "model.hidden=64",
         "model.experts.count=4",
         "model.experts.hidden=32",
         "model.balance.loss=0.01",
         "model.balance.speed=0.01",
     ),
-    "olmo2": (
-        "model=olmo2_tiny",
-        "model.width=32",
-        "model.layers=2",
-        "model.kv_heads=2",
-        "model.hidden=64",
-    ),
+    "olmo2": ("model.kv_heads=2",),
 }
-"""By the family's name; every kind of its blocks is in the model."""
+"""What families have besides `SIZES`, so that every kind of their blocks is in the model."""
+
+
+def _tiny(family: Family) -> tuple[str, ...]:
+    keys = {field.name for field in fields(family.shape)}
+    sizes = (f"model.{key}={size}" for key, size in SIZES.items() if key in keys)
+    return (f"model={family.name}_tiny", *sizes, *WORDS.get(family.name, ()))
+
+
+TINY_RUNS = {family.name: _tiny(family) for family in families()}
+"""By the family's name."""
 BEYOND_LLAMA = tuple(name for name in TINY_RUNS if name != "llama")
 """Families that have other blocks than a llama, which the other tests train."""
 

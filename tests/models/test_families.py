@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import TINY_RUNS
 from hf_folders import MODELS, SCALED, SMALL, random_model
 from torch import Tensor, nn
 
@@ -300,10 +299,6 @@ def test_a_family_without_a_form_is_named() -> None:
         match="Other has no form in transformers; these have one: Hybrid, Hyena, Llama, ",
     ):
         family_of(Other())
-
-
-def test_every_family_has_a_tiny_run_that_tests_train() -> None:
-    assert set(TINY_RUNS) == {family.name for family in families()}
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)

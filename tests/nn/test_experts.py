@@ -1,5 +1,5 @@
-"""Groups of weights against their oracle, a loop of linear layers: equal in every bit, in every
-recipe.
+"""Groups of weights against their oracle, a loop of linear layers: equal in every bit, in
+recipes of every part.
 """
 
 import copy
@@ -13,6 +13,7 @@ from typing import Any
 import adding
 import pytest
 import torch
+from covering import covering_recipes
 from linear_layers import own_channels
 from omegaconf import OmegaConf
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ import fp4train as f4
 from fp4train.backends import widens
 from fp4train.config import bind
 from fp4train.config.composition import compose
-from fp4train.config.overrides import groups
 from fp4train.nn import Experts, LayerShard, Linear
 from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.parameters import ParameterSpec, Split
@@ -116,13 +116,13 @@ def two_steps(
 @pytest.mark.parametrize(
     ("name", "sums"),
     [
-        *((name, True) for name in groups()["recipe"]),
+        *((name, True) for name in covering_recipes()),
         ("bf16", False),
         ("nvfp4", False),
         ("fp16", False),
     ],
 )
-def test_experts_equal_a_loop_of_linears_in_every_bit_in_every_recipe(
+def test_experts_equal_a_loop_of_linears_in_every_bit_in_recipes_of_every_part(
     name: str, sums: bool
 ) -> None:
     experts, loop = pair(bias=True)

@@ -3,11 +3,12 @@ warnings about sizes.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import Cli
+from command_line import Cli, Outcome
 
 from fp4train.config import CONFIGS, composition, to_config
 from fp4train.run.build import build_model
@@ -40,9 +41,27 @@ def test_the_presets_are_these() -> None:
     assert [name.removesuffix("_fineweb") for name in PRESETS] == list(TOKENS)
 
 
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Outcome]:
+    """Plans that several tests read, by the preset's name."""
+    return {}
+
+
+@pytest.fixture
+def planned(cli: Cli, plans: dict[str, Outcome]) -> Callable[[str], Outcome]:
+    """The plan of a preset on one GPU, which is made once."""
+
+    def plan(name: str) -> Outcome:
+        if name not in plans:
+            plans[name] = cli.raw("plan", f"experiment={name}", "gpu=B200")
+        return plans[name]
+
+    return plan
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_tokens_of_its_source_and_is_planned_without_a_network(
-    cli: Cli, name: str
+    planned: Callable[[str], Outcome], name: str
 ) -> None:
     config = to_config(composition.compose([f"experiment={name}"]))
     assert config.train.steps * config.train.tokens == pytest.approx(
@@ -50,7 +69,7 @@ def test_a_preset_has_the_tokens_of_its_source_and_is_planned_without_a_network(
     )
     header = (CONFIGS / "experiment" / f"{name}.yaml").read_text("utf-8").split("defaults:")[0]
     assert "arXiv:" in header or "karpathy/" in header
-    ended = cli.raw("plan", f"experiment={name}", "gpu=B200")
+    ended = planned(name)
     assert ended.code == 0 and "NVFP4" in ended.out and "warning" not in ended.err
 
 
@@ -64,7 +83,9 @@ RATES = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_first_lines_of_a_preset_and_of_its_plan_say_what_it_is(cli: Cli, name: str) -> None:
+def test_the_first_lines_of_a_preset_and_of_its_plan_say_what_it_is(
+    planned: Callable[[str], Outcome], name: str
+) -> None:
     config = to_config(composition.compose([f"experiment={name}"]))
     short = name.removesuffix("_fineweb")
     first = (CONFIGS / "experiment" / f"{name}.yaml").read_text("utf-8").splitlines()[1]
@@ -78,7 +99,7 @@ def test_the_first_lines_of_a_preset_and_of_its_plan_say_what_it_is(cli: Cli, na
     assert tokens == pytest.approx(float(number) * {"B": 1e9, "T": 1e12}[unit], rel=0.005)
 
     train = config.train
-    said = cli.raw("plan", f"experiment={name}", "gpu=B200").out.splitlines()[0]
+    said = planned(name).out.splitlines()[0]
     steps = f"{train.steps:,} steps of {train.batch_size:,} × {train.seq_len:,} tokens, "
     assert said.startswith(steps)
     assert f"in ids of pretrained {config.data.tokenizer.name}; {RATES[short]}; check" in said

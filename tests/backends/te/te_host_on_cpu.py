@@ -1,5 +1,6 @@
-"""The host's time for a layer on TE's real Python, forward and backward, and for TE's own; a
-program that prints JSON, started by test_te_host.py and scripts/host_time.py.
+"""What the host does for a layer on TE's real Python, forward and backward, and for TE's own; a
+program that prints JSON: the calls of Python's functions for test_te_host.py, or, with a number of
+tries, the times for scripts/host_time.py.
 
 Besides what te_calls_on_cpu.py fakes: quantising and the GEMM do nothing but allocate. Both layers
 take BF16 activations and have float32 weights, whose codes are kept within a step where the recipe
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import te_calls_on_cpu
@@ -35,8 +38,6 @@ from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 RECIPES: tuple[Recipe, ...] = (NVFP4(), MXFP8(), FP8Current(), FP8Delayed())
-TRIES = 8
-"""Unless the command line says how many."""
 
 
 def gemm(
@@ -117,37 +118,48 @@ def theirs(recipe: Recipe) -> nn.Module:
     return Inner(module, None if isinstance(recipe, FP8Delayed) else False)
 
 
-def measured(recipe: Recipe, tries: int) -> list[tuple[float, float, float]]:
-    """(seconds of a layer of fp4train, of TE's, of a small nn.Linear) in each of several tries."""
+def calls(work: Callable[[], None]) -> int:
+    """Functions of Python that `work` calls."""
+    count = 0
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(watch)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def measured(
+    recipe: Recipe, measure: Callable[[Callable[[], None]], float], tries: int
+) -> list[tuple[float, float, float]]:
+    """What `measure` says of a layer of fp4train, of TE's and of a small nn.Linear, in each of
+    several tries.
+    """
     context = Context(recipe=recipe, seed=0, step=0, token_offset=0, applied=True)
     own = passes(ours(recipe), K, BF16)
     inner = passes(theirs(recipe), K, BF16)
     plain = plain_layer()
     found = []
     with pretend_gpu(), region(recipe.table()):
-        with use(context):
-            own()
-        with (
-            torch.autocast("cpu", dtype=BF16),
-            te.autocast(enabled=True, recipe=to_te(recipe.table())),
-        ):
-            inner()
-        for _ in range(tries):
+        for number in range(tries + 1):
             with use(context):
-                mine = least(own)
+                mine = measure(own)
             with (
                 torch.autocast("cpu", dtype=BF16),
                 te.autocast(enabled=True, recipe=to_te(recipe.table())),
             ):
-                other = least(inner)
-            found.append((mine, other, least(plain)))
+                other = measure(inner)
+            if number:  # what is made once is made by now
+                found.append((mine, other, measure(plain)))
     return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    tries = int(sys.argv[1]) if sys.argv[1:] else TRIES
-    found: dict[str, list[tuple[float, ...]]] = {
-        recipe.name: [*measured(recipe, tries)] for recipe in RECIPES
-    }
-    json.dump(found, sys.stdout)
+    measure, tries = (least, int(sys.argv[1])) if sys.argv[1:] else (calls, 2)
+    json.dump({recipe.name: measured(recipe, measure, tries) for recipe in RECIPES}, sys.stdout)

@@ -1,6 +1,6 @@
-"""The host's time for a layer on TE's real Python, of which TE's own is a part (te_host_on_cpu.py).
-What fp4train adds is compared with a small nn.Linear on the same thread, measured in turn: a busy
-machine changes little.
+"""What the host does for a layer on TE's real Python, of which TE's own is a part
+(te_host_on_cpu.py): the functions that fp4train adds, which a busy machine does not change.
+scripts/host_time.py measures the times.
 """
 
 import importlib.util
@@ -17,16 +17,12 @@ if (availability.version() or ()) < (2, 19):
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 PROGRAM = pathlib.Path(__file__).with_name("te_host_on_cpu.py")
-MOST = 2.0
-"""Times that of an nn.Linear [8, 8], 20 µs: a third more than the 1.5 that were measured, and below
-100 µs.
-"""
+MOST = {NVFP4(): 0, MXFP8(): 0, FP8Current(): 0, FP8Delayed(): 0}
+"""Calls of Python's functions besides those of TE's layer, forward and backward."""
 
 
-@pytest.mark.parametrize(
-    "recipe", [NVFP4(), MXFP8(), FP8Current(), FP8Delayed()], ids=lambda recipe: recipe.name
-)
-def test_a_layer_adds_little_of_the_host_to_that_of_te(report: Any, recipe: Recipe) -> None:
-    found = report[recipe.name]
-    assert len(found) > 1 and all(ours > theirs > plain for ours, theirs, plain in found), found
-    assert min((ours - theirs) / plain for ours, theirs, plain in found) <= MOST, found
+@pytest.mark.parametrize(("recipe", "most"), MOST.items(), ids=[recipe.name for recipe in MOST])
+def test_a_layer_adds_few_calls_to_those_of_te(report: Any, recipe: Recipe, most: int) -> None:
+    counts = report[recipe.name]
+    assert counts and all(ours > theirs > plain > 0 for ours, theirs, plain in counts), counts
+    assert max(ours - theirs for ours, theirs, _ in counts) <= most, counts
