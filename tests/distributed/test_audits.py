@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from command_line import events, losses
+from families import tiny_run
 
 Ranks = Any
 CUT = ("parallel.tp=2", "model.kv_heads=2")
@@ -26,7 +27,7 @@ AUDITED = ("recipe=nvfp4", "policy=all", "phases=none", "audit.every=1", "audit.
         (*CUT, "parallel.sp=false", "recipe=fp8_current", "parallel.amax=local"),
         pytest.param((*CUT, "train.seq_len=24", "train.microbatch=1"), marks=pytest.mark.long),
         pytest.param((*CUT, "recipe=fp8_delayed"), marks=pytest.mark.long),
-        pytest.param((*CUT, "model=moe_tiny"), marks=pytest.mark.long),
+        pytest.param(tiny_run("moe", *CUT), marks=pytest.mark.long),
         ("parallel.pp=2", "train.microbatch=2"),
     ],
     ids=[

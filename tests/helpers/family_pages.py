@@ -3,11 +3,19 @@
 import re
 
 import pytest
+from command_line import UNAUDITED
 from shown import DOCS, commands
 
 from fp4train.cli import main
 
-SMALL = ("train.steps=2", "train.batch_size=2", "train.seq_len=32", "eval.batches=1", "track=jsonl")
+SMALL = (
+    "train.steps=2",
+    "train.batch_size=2",
+    "train.seq_len=32",
+    "eval.batches=1",
+    "track=jsonl",
+    *UNAUDITED,
+)
 
 
 def check_commands(page: str, count: int) -> None:

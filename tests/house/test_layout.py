@@ -80,12 +80,6 @@ def test_a_test_that_is_named_as_a_module_lies_where_the_module_does() -> None:
         )
 
 
-def test_a_file_of_tests_or_a_script_is_one_idea() -> None:
-    """As in the package: one that grows past 500 lines holds two."""
-    for path in (*TESTS.rglob("*.py"), *(TESTS.parent / "scripts").rglob("*.py")):
-        assert path.read_text(encoding="utf-8").count("\n") < 500, path.relative_to(TESTS.parent)
-
-
 def test_a_test_beside_the_folders_is_of_a_module_beside_the_packages() -> None:
     for path in TESTS.glob("test_*.py"):
         assert (PACKAGE / path.name.removeprefix("test_")).exists(), path.name

@@ -253,20 +253,6 @@ def run_directory_by_path(source: Source) -> list[str]:
     ]
 
 
-def long_files(source: Source) -> list[str]:
-    """A file is one idea: below 500 lines. One that grows past that holds two."""
-    lines = source.text.count("\n")
-    return [f"{lines} lines"] if lines >= 500 else []
-
-
-def long_training_loop(source: Source) -> list[str]:
-    """train.py is the loop and the step on at most 200 lines: what else a step needs has its own
-    file in run/.
-    """
-    lines = source.text.count("\n")
-    return [f"{lines} lines"] if source.path == "train.py" and lines > 200 else []
-
-
 def utility_files(source: Source) -> list[str]:
     """No utils.py or the like: name the file for its idea."""
     drawers = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
@@ -313,8 +299,6 @@ RULES: dict[Rule, Source] = {  # and what breaks each
     addresses: Source("nn/x.py", "cache[w.untyped_storage().data_ptr()] = 1"),
     code_from_data: Source("checkpoint/x.py", "import torch\ntorch.load(path)"),
     run_directory_by_path: Source("run/x.py", "(run / 'config.yaml').write_text(text)"),
-    long_files: Source("x.py", "\n" * 500),
-    long_training_loop: Source("train.py", "\n" * 201),
     utility_files: Source("data/utils.py", ""),
     features_in_linear: Source(
         "nn/linear.py", "def w_NK(self): return self.w.T if self.transposed else self.w"

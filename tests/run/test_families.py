@@ -26,7 +26,7 @@ from fp4train.run.record.directory import read_config
 OUTLIERS = ("recipe.outliers.multiple=8", "recipe.outliers.start=0", "recipe.outliers.steps=2")
 """Outlier channels that a run of a few steps on layers of 32 channels chooses."""
 SCALED = ("recipe.scaling.initial=1024",)
-"""A factor of the loss in FP16 that overflows in no step, of which a run of a few has none to spare."""
+"""A factor of the loss in FP16 with which no step of a run of a few overflows."""
 RECORDED = ("recipe.outliers.start=2", "recipe.outliers.steps=3")
 """Steps before and after a run is resumed at the fourth."""
 SOFTMAX = (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, StopAt, losses
+from families import tiny_run
 from held_recipe import write_held
 
 from fp4train import checkpoint
@@ -13,7 +14,7 @@ from fp4train import checkpoint
 
 @pytest.mark.parametrize(
     "options",
-    [("model.recompute=true", "train.microbatch=2"), ("model=moe_tiny", "train.microbatch=2")],
+    [("model.recompute=true", "train.microbatch=2"), (*tiny_run("moe"), "train.microbatch=2")],
     ids=["recomputation in microbatches", "experts in microbatches"],
 )
 def test_a_run_resumes_to_the_bit_between_two_measurements(

@@ -17,12 +17,16 @@ if (availability.version() or ()) < (2, 19):
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 PROGRAM = pathlib.Path(__file__).with_name("te_host_on_cpu.py")
-MOST = {NVFP4(): 0, MXFP8(): 0, FP8Current(): 0, FP8Delayed(): 0}
-"""Calls of Python's functions besides those of TE's layer, forward and backward."""
+MOST = 72
+"""Calls of Python's functions besides those of TE's layer, forward and backward: a tenth more than
+the 66 that were counted.
+"""
 
 
-@pytest.mark.parametrize(("recipe", "most"), MOST.items(), ids=[recipe.name for recipe in MOST])
-def test_a_layer_adds_few_calls_to_those_of_te(report: Any, recipe: Recipe, most: int) -> None:
+@pytest.mark.parametrize(
+    "recipe", [NVFP4(), MXFP8(), FP8Current(), FP8Delayed()], ids=lambda recipe: recipe.name
+)
+def test_a_layer_adds_few_calls_to_those_of_te(report: Any, recipe: Recipe) -> None:
     counts = report[recipe.name]
     assert counts and all(ours > theirs > plain > 0 for ours, theirs, plain in counts), counts
-    assert max(ours - theirs for ours, theirs, _ in counts) <= most, counts
+    assert max(ours - theirs for ours, theirs, _ in counts) <= MOST, counts

@@ -5,6 +5,7 @@ their errors.
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,7 @@ def test_the_speed_of_eager_operators_is_the_least_squares_of_the_eager_points(
 ) -> None:
     """It touches no other point. Calibrated to any two of them it meets the third within 10 %."""
 
+    @cache
     def error(name: str, eager: float) -> float:
         monkeypatch.setattr(cluster, "EAGER", eager)
         return POINTS[name].cost().tokens_per_gpu / POINTS[name].published - 1

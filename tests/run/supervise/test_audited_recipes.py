@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import STEADY, Cli, events, losses
+from families import tiny_run
 from held_recipe import write_held
 
 from fp4train.nn.executors import terms
@@ -36,9 +37,9 @@ def held(*options: str) -> Arguments:
         held("train.microbatch=2"),
         recipe("averis", "model.recompute=true", "train.microbatch=2"),
         recipe("chon"),
-        pytest.param(held("model=moe_tiny", "train.microbatch=2"), marks=pytest.mark.long),
-        pytest.param(recipe("averis", "model=moe_tiny"), marks=pytest.mark.long),
-        pytest.param(recipe("flux_residual", "model=moe_tiny"), marks=pytest.mark.long),
+        pytest.param(held(*tiny_run("moe"), "train.microbatch=2"), marks=pytest.mark.long),
+        pytest.param(recipe("averis", *tiny_run("moe")), marks=pytest.mark.long),
+        pytest.param(recipe("flux_residual", *tiny_run("moe")), marks=pytest.mark.long),
     ],
     ids=[
         "held scales",

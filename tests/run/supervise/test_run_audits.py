@@ -14,6 +14,7 @@ import pytest
 import torch
 from audit_run_faults import higher_rate, without_policy
 from command_line import STEADY, Cli, after_update, events, losses, steps
+from families import tiny_run
 
 from fp4train import checkpoint
 from fp4train.audit.call import ObservedCall
@@ -38,7 +39,7 @@ def weights(run: str) -> dict[str, bytes]:
     [
         (*NVFP4, "train.microbatch=2"),
         ("recipe=fp8_delayed", "policy=last15"),
-        ("model=moe_tiny", "recipe=nvfp4"),
+        (*tiny_run("moe"), "recipe=nvfp4"),
     ],
     ids=["microbatches", "delayed", "experts"],
 )
