@@ -19,6 +19,7 @@ from fp4train.quantize import Decoded, Position, Quantized
 class Product:
     """One product that a backend computed: first [R, C] · second [S, C]ᵀ + bias [S].
 
+    further: operands of products that are added within it (`nn.executors.joined`).
     before: the float32 sum to which it was added; None: it stands alone.
     elsewhere: whether another device than a CPU computed it, or kernels that are not fp4train's.
     capability: compute capability of the GPU that computed it; None: none did.
@@ -33,6 +34,7 @@ class Product:
     elsewhere: bool = False
     capability: tuple[int, int] | None = None
     backend: str | None = None
+    further: Sequence[tuple[Decoded, Decoded]] = ()
 
     def on_host(self) -> Product:
         """The product with all tensors in main memory."""
@@ -45,6 +47,7 @@ class Product:
             before=None if self.before is None else self.before.cpu(),
             elsewhere=self.elsewhere or self.result.device.type != "cpu",
             capability=self.capability or _capability(self.result),
+            further=[(_decoded_on_host(a), _decoded_on_host(b)) for a, b in self.further],
         )
 
 
@@ -56,6 +59,10 @@ def _on_host(operand: Prepared) -> Prepared:
     if isinstance(operand, Quantized):
         tensors = (None if tensor is None else tensor.cpu() for tensor in operand[2:])
         return Quantized(operand.spec, operand.shape, *tensors)  # type: ignore[arg-type]
+    return _decoded_on_host(operand)
+
+
+def _decoded_on_host(operand: Decoded) -> Decoded:
     scale = None if operand.scale is None else operand.scale.cpu()
     return Decoded(operand.values.cpu(), scale)
 

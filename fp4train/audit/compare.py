@@ -287,6 +287,8 @@ def _both(product: Product) -> tuple[Prepared, Prepared]:
 
 def _float64_product(product: Product) -> Tensor:
     total = products.exact(product.first) @ products.exact(product.second).T
+    for left, right in product.further:
+        total = total + products.exact(left) @ products.exact(right).T
     if product.bias is not None:
         total = total + product.bias.double()
     if product.before is not None:

@@ -258,9 +258,12 @@ class Observer:
         weights = self.layer.fused_weights.of(plan.fused, member)
         return [weight.detach().clone() for weight in weights]
 
-    def product(self, gemm: str, product: Product) -> None:
+    def product(self, gemm: str, product: Product, *, is_term: bool = False) -> None:
         """A product of the running pass; its operands and its bias are copied: a gathered weight's
         memory is freed after the pass, and the optimizer changes the bias.
+
+        Args:
+            is_term: whether it is added to the first product of the GEMM, which may follow.
         """
         if self._now is None:
             return
@@ -269,7 +272,7 @@ class Observer:
             second = duplicate(product.second)
             bias = None if product.bias is None else product.bias.detach().clone()
             kept = replace(product, first=first, second=second, bias=bias)
-            if gemm in self._now.products:
+            if is_term or gemm in self._now.products:
                 self._now.terms.setdefault(gemm, []).append(kept)
             else:
                 self._now.products[gemm] = kept

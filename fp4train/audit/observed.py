@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,16 +12,17 @@ from fp4train.audit.call import Product
 from fp4train.backends import Backend, Prepared
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
+from fp4train.nn.executors.joined import Term
 from fp4train.nn.executors.terms import CentredForms, TermGemms
 from fp4train.nn.operands import TensorForms
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import Decoded, QuantSpec
 
 
 class PassRecorder(Protocol):
     """Keeps what the running pass of a layer computes (`audit.observe.Observer`)."""
 
-    def product(self, gemm: str, product: Product) -> None:
-        """A product of the running pass."""
+    def product(self, gemm: str, product: Product, *, is_term: bool = False) -> None:
+        """A product of the running pass; is_term: one that is added to its first."""
 
     def mean(self, tensor: str, mean: Tensor | None) -> None:
         """The mean of the tokens of x or dy; None: no product takes it."""
@@ -68,10 +70,13 @@ class ObservedBackend:
 
 
 class ObservedTerms(TermGemms):
-    """A layer whose operands have two terms, which reports the means that it takes out."""
+    """A layer whose operands have two terms, which reports the means that it takes out, and the
+    terms of joined products.
+    """
 
     def __init__(self, executor: TermGemms, recorder: PassRecorder) -> None:
         self.__dict__.update(executor.__dict__)
+        self._executor = executor
         self._recorder = recorder
 
     def _forms_of_x(self, *arguments: Any) -> CentredForms:
@@ -84,3 +89,25 @@ class ObservedTerms(TermGemms):
         if forms is self.dy:
             self._recorder.mean("dy", centred.mean)
         return centred
+
+    def row_of_mean(self, gemm: str, mean: Decoded, w: Prepared) -> Tensor:
+        row = self._executor.row_of_mean(gemm, mean, w)
+        copied = self._recorder.copied(row)
+        if copied is not None:
+            product = Product(mean, w, copied.unsqueeze(0))
+            self._recorder.product(gemm, product, is_term=True)
+        return row
+
+    def joined_product(
+        self,
+        gemm: str,
+        terms: tuple[tuple[Prepared, Prepared], Sequence[Term]],
+        operands: Term,
+        bias: Tensor | None,
+    ) -> Tensor:
+        result = self._executor.joined_product(gemm, terms, operands, bias)
+        copied = self._recorder.copied(result)
+        if copied is not None:
+            (first, second), further = terms
+            self._recorder.product(gemm, Product(first, second, copied, bias, further=further))
+        return result

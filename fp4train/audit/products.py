@@ -15,7 +15,7 @@ are many, some are computed in the model, and the rest must lie within 2⁻⁸ o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from fp4train.audit.bits import Difference, difference, where_differing
 from fp4train.audit.call import Product
 from fp4train.backends import BACKENDS, Prepared, asks_fast_sums, tensor_cores
 from fp4train.backends.tensor_cores import TensorCore
+from fp4train.nn.executors.joined import columns_of, joined
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized
 
@@ -87,23 +88,27 @@ def bounds(
     bias: Tensor | None,
     result: Tensor,
     *,
+    further: Sequence[tuple[Decoded, Decoded]] = (),
     share: float | None = None,
     turn: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(indices of rows, the product of these rows in float64, the largest error of each element).
 
     Args:
+        further: operands of products that are added within it.
         share: the largest error of its sums as a share of Σ|a|·|b|; None: that of float32 sums.
         turn: number of the audit, for `sampled`.
     """
     rows = sampled(len(result), turn).to(result.device)
-    a, b = exact(first, rows), exact(second)
+    a = torch.cat([exact(first, rows), *(exact(left, rows) for left, _ in further)], dim=1)
+    b = torch.cat([exact(second), *(exact(right) for _, right in further)], dim=1)
     product = a @ b.T
     magnitude = a.abs() @ b.abs().T
     if bias is not None:
         product = product + bias.double()
         magnitude = magnitude + bias.double().abs()
-    sums = (a.shape[1] + 8) * _SUM if share is None else share
+    columns = a.shape[1] + sum(map(columns_of, further))
+    sums = (columns + 8) * _SUM if share is None else share
     smallest = torch.finfo(result.dtype).smallest_normal
     bound = _RELATIVE[result.dtype] * product.abs() + sums * magnitude + smallest
     if bias is not None:
@@ -147,9 +152,15 @@ def compare(product: Product, gemm: Gemm, turn: int = 0) -> Difference | None:
 
 
 def _bounds(product: Product, share: float | None, turn: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`bounds` of a product, or of what was added to a float32 sum."""
+    """`bounds` of a product with its further terms, or of what was added to a float32 sum."""
     rows, exact_product, bound = bounds(
-        product.first, product.second, product.bias, product.result, share=share, turn=turn
+        product.first,
+        product.second,
+        product.bias,
+        product.result,
+        further=product.further,
+        share=share,
+        turn=turn,
     )
     if product.before is not None:
         bound = bound + rounding_of_sum(product.before[rows], exact_product)
@@ -278,9 +289,13 @@ def repeated(product: Product, gemm: Gemm) -> Tensor | None:
     if product.before is not None or product.elsewhere:
         return None
     backend = BACKENDS[gemm.backend].summing(gemm.operands.accumulator)
-    return backend.product(
-        product.first, product.second, out_dtype=product.result.dtype, bias=product.bias
-    )
+    operands: tuple[Prepared, Prepared] = (product.first, product.second)
+    if product.further:
+        both = joined([(decoded(product.first), decoded(product.second)), *product.further])
+        if both is None:
+            return None
+        operands = both
+    return backend.product(*operands, out_dtype=product.result.dtype, bias=product.bias)
 
 
 def explain(result: Tensor, expected: Tensor, bias: Tensor | None = None) -> tuple[str, ...]:

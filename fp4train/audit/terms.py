@@ -18,6 +18,7 @@ from fp4train.audit import products
 from fp4train.audit.bits import Difference, difference, where_differing
 from fp4train.audit.call import ObservedCall, Product
 from fp4train.audit.expected import Expectation, centred, takes_mean, tensors
+from fp4train.backends import Prepared
 from fp4train.precision.layer_plan import Gemm
 from fp4train.precision.terms import Residual
 from fp4train.quantize import Decoded, QuantSpec, reference
@@ -65,6 +66,7 @@ class TermComparison:
         self._product = product
         self._turn = turn
         self._terms = call.terms.get(gemm.name, [])
+        self._joined = product.further
         self.uncovered: str | None = None
         """Why a part of it was not compared; None: all was."""
 
@@ -76,18 +78,52 @@ class TermComparison:
         """
         yield from self._of_means()
         planned = self._planned()
+        joined = list(self._joined)
+        if joined and self._adds_outer:
+            yield from self._of_outer(joined.pop(0))
         if self.uncovered is None:
-            if len(planned) != len(self._terms):
-                what = (
-                    f"the sum has {1 + len(self._terms)} products, and the plan says "
-                    f"{1 + len(planned)}"
-                )
+            products_seen = len(self._terms) + len(joined)
+            if len(planned) != products_seen:
+                what = f"the sum has {1 + products_seen} products, and the plan says {1 + len(planned)}"
                 yield TermFault(what)
                 return
-            for (name, operands), term in zip(planned, self._terms, strict=True):
-                yield from self._of_term(name, operands, term)
+            for (name, operands), term in zip(planned, self._terms, strict=False):
+                yield from self._of_operands(name, operands, (term.first, term.second))
+                yield from self._of_product(name, term)
+            for (name, operands), seen in zip(planned[len(self._terms) :], joined, strict=True):
+                yield from self._of_operands(name, operands, seen)
         if result is not None:
             yield from self._of_sum(result)
+
+    @property
+    def _adds_outer(self) -> bool:
+        """Whether a column times a row is added: of a mean, or of both means."""
+        row = {"fprop": "x", "dgrad": "dy"}.get(self._gemm.name)
+        if row is None:
+            return self._adds_means
+        return takes_mean(self._plan, self._gemm.name, row)
+
+    def _of_outer(self, operands: tuple[Decoded, Decoded]) -> Iterator[TermFault]:
+        """A column times a row within a joined product: ones and the product of the mean, or the
+        sum of dy and the mean of x.
+        """
+        if self._gemm.name == "wgrad":
+            dy, x = self._call.means.get("dy"), self._call.means.get("x")
+            tokens = self._tensors["dy"]
+            if dy is None or x is None or tokens is None:
+                self.uncovered = "the sum, whose means are not seen"
+                return
+            expected = dy * len(tokens), x
+        elif self._terms:
+            row = self._terms[0].result.flatten()
+            expected = torch.ones(len(operands[0].values)), row
+        else:
+            return  # the number of products tells it
+        for vector, seen in zip(expected, operands, strict=True):
+            apart = difference(_values(seen).flatten(), vector)
+            if apart is not None:
+                yield TermFault("the term of the mean is another one", apart)
+                return
 
     def _of_means(self) -> Iterator[TermFault]:
         """The means must be those of their tokens."""
@@ -139,7 +175,8 @@ class TermComparison:
         channels = torch.arange(values["x"].shape[1])
         if residual.share < 1:
             score = torch.stack([residue.abs().mean(0) for residue in residues.values()]).sum(0)
-            channels = score.topk(residual.count(len(score))).indices.sort().values
+            largest = score.sort(descending=True, stable=True).indices
+            channels = largest[: residual.count(len(score))].sort().values
         planned = []
         for name, residue in residues.items():
             other = "w" if name == "x" else "x"
@@ -149,15 +186,16 @@ class TermComparison:
             planned.append((f"the residual of {name}", operands))
         return planned
 
-    def _of_term(
-        self, name: str, operands: tuple[Decoded, Decoded], term: Product
+    def _of_operands(
+        self, name: str, operands: tuple[Decoded, Decoded], seen: tuple[Prepared, Prepared]
     ) -> Iterator[TermFault]:
-        for expected, seen in zip(operands, (term.first, term.second), strict=True):
-            values = products.decoded(seen)
-            apart = difference(_values(values), _values(expected))
+        for expected, operand in zip(operands, seen, strict=True):
+            apart = difference(_values(products.decoded(operand)), _values(expected))
             if apart is not None:
                 yield TermFault(f"an operand of {name} is not that of the reference", apart)
                 return
+
+    def _of_product(self, name: str, term: Product) -> Iterator[TermFault]:
         executed: Gemm = getattr(self._call.plan, self._gemm.name)
         apart = products.compare(term, executed, self._turn)
         if apart is not None:
@@ -166,6 +204,9 @@ class TermComparison:
     def _of_sum(self, result: Tensor) -> Iterator[TermFault]:
         """y, dx or dw must be the sum of its products, rounded once."""
         total = self._product.result.clone()
+        if self._joined:
+            yield from self._of_returned(result)
+            return
         for term in self._terms:
             total += term.result
         dtype = self._plan.table.torch_dtype
@@ -189,6 +230,15 @@ class TermComparison:
         names = products.explain(result, candidates[0], self._call.bias)
         what = "the layer returns something else than the sum of its products"
         yield TermFault(what, apart, names=names)
+
+    def _of_returned(self, result: Tensor) -> Iterator[TermFault]:
+        """y, dx or dw must be the product that has all terms."""
+        expected = self._product.result.to(result.dtype)
+        apart = difference(result, expected)
+        if apart is not None:
+            names = products.explain(result, expected, self._call.bias)
+            what = "the layer returns something else than the sum of its products"
+            yield TermFault(what, apart, names=names)
 
     @property
     def _adds_means(self) -> bool:

@@ -16,20 +16,24 @@ one (`Residual`):
 
     fprop   y  = q(x)·q(w)ᵀ + r(Δx[:, I])·q(w)[:, I]ᵀ + q(x)[:, I]·r(Δw[:, I])ᵀ
 
-All terms are added in float32; the bias and one rounding come last.
+All terms are added in float32; the bias and one rounding come last. On CPUs they are one product of
+BF16 operands where they can be (`joined`): of a mean and of what scales multiply the parts in BF16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.backends import Prepared
+from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import EAGER, CodesOf, Gradients, Saved
 from fp4train.nn.executors.gemms import Gemms, tensor_of
+from fp4train.nn.executors.joined import Term, joined
 from fp4train.nn.gathered import values_of
 from fp4train.nn.operands import TensorForms
 from fp4train.precision.terms import Residual
@@ -44,6 +48,25 @@ class CentredForms(NamedTuple):
     row: Prepared | None
     column: Prepared | None
     mean: Tensor | None
+
+
+class Outer(NamedTuple):
+    """A term column·rowᵀ, float32.
+
+    column: [R]; None: ones.
+    row: [S].
+    """
+
+    column: Tensor | None
+    row: Tensor
+
+    def operands(self, rows: int) -> Term:
+        """The term as a product, of so many rows."""
+        if self.column is None:
+            column = self.row.new_ones(rows, dtype=torch.bfloat16)
+        else:
+            column = self.column
+        return Decoded(column.unsqueeze(1), None), Decoded(self.row.unsqueeze(1), None)
 
 
 class TermGemms(Gemms):
@@ -99,23 +122,24 @@ class TermGemms(Gemms):
         forms = self._forms_of_x(x_MK, call, keeps_codes)
         assert forms.row is not None
         w = call.weights.prepared(w_NK, self.w_row, call)
-        y_MN = self.fprop.product(forms.row, w, out_dtype=torch.float32)
+        outer = None
         x_MK_coded = x_MK
         if self.centres_x[0]:
             assert forms.mean is not None
-            y_MN += self.fprop.product(as_row(forms.mean), w, out_dtype=torch.float32)
+            outer = Outer(None, self.row_of_mean("fprop", as_row(forms.mean), w))
             if self.residual is not None:
                 x_MK_coded = without_mean(x_MK, forms.mean)
+        further: list[Term] = []
         if self.residual is not None:
-            self._add_residuals(y_MN, self.residual, (x_MK_coded, forms.row), (w_NK, w))
-        if bias_N is not None:
-            y_MN += bias_N.to(self.dtype)
+            x = x_MK_coded, forms.row
+            further = self._residuals(self.residual, x, (w_NK, w), forms, call)
+        y_MN = self._sum("fprop", (forms.row, w), outer, further, bias=bias_N)
         saved_w = None if gradients.x is None else w_NK
         if gradients.w is None:
-            return y_MN.to(self.dtype), (saved_w, None, None)
+            return y_MN, (saved_w, None, None)
         column = forms.column
         assert not isinstance(column, Decoded)  # what is saved is prepared as codes
-        return y_MN.to(self.dtype), (saved_w, x_MK if self.keeps_x else column, forms.mean)
+        return y_MN, (saved_w, x_MK if self.keeps_x else column, forms.mean)
 
     def backward(
         self,
@@ -139,19 +163,25 @@ class TermGemms(Gemms):
             w = call.weights.prepared(w_NK, self.w_column, call)
             if self.dequantises_w:
                 w = Decoded(tensor_of(w, self.dtype).T, None)
-            dx_MK = self.dgrad.product(forms.row, w, out_dtype=torch.float32)
+            outer = None
             if self.centres_dy[0]:
                 assert forms.mean is not None
-                dx_MK += self.dgrad.product(as_row(forms.mean), w, out_dtype=torch.float32)
-            dx_MK = dx_MK.to(self.dtype).to(gradients.x)
+                outer = Outer(None, self.row_of_mean("dgrad", as_row(forms.mean), w))
+            dx_MK = self._sum("dgrad", (forms.row, w), outer).to(gradients.x)
         if forms.column is not None:
             assert x is not None and gradients.w is not None
-            dw_NK = self.wgrad.product(forms.column, self._x_of_wgrad(x), out_dtype=torch.float32)
+            outer = None
             if self.adds_means:
                 assert isinstance(mean_K, Tensor) and forms.mean is not None
-                dw_NK.addr_(forms.mean * dy.shape[0], mean_K)
+                outer = Outer(forms.mean * dy.shape[0], mean_K)
+            dw_NK = self._sum(
+                "wgrad",
+                (forms.column, self._x_of_wgrad(x)),
+                outer,
+                out_dtype=self.dw_dtype if total is None else torch.float32,
+            )
             if total is None:
-                dw_NK = dw_NK.to(self.dw_dtype).to(gradients.w)
+                dw_NK = dw_NK.to(gradients.w)
             else:
                 total += dw_NK
                 dw_NK = None
@@ -209,42 +239,113 @@ class TermGemms(Gemms):
             mean,
         )
 
-    def _add_residuals(
+    def row_of_mean(self, gemm: str, mean: Decoded, w: Prepared) -> Tensor:
+        """The product of a mean, an operand of one row, and w: float32 [S]."""
+        backend: Backend = getattr(self, gemm)
+        return backend.product(mean, w, out_dtype=torch.float32)[0]
+
+    def _sum(
         self,
-        y_MN: Tensor,
+        gemm: str,
+        operands: tuple[Prepared, Prepared],
+        outer: Outer | None,
+        further: Sequence[Term] = (),
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """a·bᵀ, further terms and a bias, rounded once.
+
+        Args:
+            out_dtype: dtype of the result; None: the recipe's.
+        """
+        backend: Backend = getattr(self, gemm)
+        out_dtype = out_dtype or self.dtype
+        if outer is None and not further:
+            return backend.product(*operands, out_dtype=out_dtype, bias=bias)
+        if out_dtype is torch.bfloat16 and not backend.takes_codes:
+            first, second = map(decoded, operands)
+            terms = [] if outer is None else [outer.operands(len(first.values))]
+            terms += further
+            both = joined([(first, second), *terms])
+            if both is not None:
+                return self.joined_product(gemm, (operands, terms), both, bias)
+        total = backend.product(*operands, out_dtype=torch.float32)
+        if outer is not None and outer.column is None:
+            total += outer.row
+        elif outer is not None:
+            total.addr_(outer.column, outer.row)
+        for term in further:
+            total += backend.product(*term, out_dtype=torch.float32)
+        if bias is not None:
+            total += bias.to(self.dtype)
+        return total.to(out_dtype)
+
+    def joined_product(
+        self,
+        gemm: str,
+        terms: tuple[tuple[Prepared, Prepared], Sequence[Term]],
+        operands: Term,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """The product of operands in which these terms are joined."""
+        backend: Backend = getattr(self, gemm)
+        return backend.product(*operands, out_dtype=self.dtype, bias=bias)
+
+    def _residuals(
+        self,
         residual: Residual,
         x: tuple[Tensor, Prepared],
         w: tuple[Tensor, Prepared],
-    ) -> None:
-        """Add the second terms to y, float32.
+        forms: CentredForms,
+        call: LayerCall,
+    ) -> list[Term]:
+        """The operands of the second terms of fprop.
 
         Args:
             x, w: the tensor [M, K] or [N, K] and its row-wise form.
+            forms: the forms of x, by which layers that read the same x share its residual.
         """
-        values = {"x": tensor_of(x[1], torch.float32), "w": tensor_of(w[1], torch.float32)}
-        tensors = {"x": x[0].float()}
+        remainders = {}
+        if "x" in residual.tensors:
+            shared = {} if call.shared is None else call.shared
+            if shared.get("residual", (None,))[0] is not forms:
+                shared["residual"] = (forms, remainder(*x))
+            remainders["x"] = shared["residual"][1]
         if "w" in residual.tensors:
-            tensors["w"] = values_of(w[0], w[0].dtype).detach().float()
-        rests = {name: tensors[name] - values[name] for name in residual.tensors}
+            remainders["w"] = remainder(values_of(w[0], w[0].dtype).detach(), w[1])
         channels = None
         if residual.share < 1:
-            score = torch.stack([rest.abs().mean(0) for rest in rests.values()]).sum(0)
-            largest = score.sort(descending=True, stable=True).indices
-            channels = largest[: residual.count(len(score))].sort().values
-        for name, other in (("x", "w"), ("w", "x")):
-            if name not in rests:
-                continue
-            rest = rests[name]
-            factor = Decoded(values[other], None)
+            means = [values.abs().mean(0) for values in remainders.values()]
+            largest = torch.stack(means).sum(0).sort(descending=True, stable=True).indices
+            channels = largest[: residual.count(len(largest))].sort().values
+        factors = {"x": decoded(w[1]), "w": decoded(x[1])}
+        terms: list[Term] = []
+        for name, values in remainders.items():
+            factor = factors[name]
             if channels is not None:
-                rest = rest.index_select(1, channels)
-                factor = Decoded(values[other].index_select(1, channels), None)
+                values = values.index_select(1, channels)
+                factor = Decoded(factor.values.index_select(1, channels), factor.scale)
             if residual.spec is None:
-                term: Prepared = Decoded(rest.to(self.dtype), None)
+                term = Decoded(values.to(self.dtype), None)
             else:
-                term = quantizer(residual.spec, rest.device.type).values(rest)
-            operands = (term, factor) if name == "x" else (factor, term)
-            y_MN += self.fprop.product(*operands, out_dtype=torch.float32)
+                term = quantizer(residual.spec, values.device.type).values(values)
+            terms.append((term, factor) if name == "x" else (factor, term))
+        return terms
+
+
+def decoded(operand: Prepared) -> Decoded:
+    """The values of an operand."""
+    if isinstance(operand, Quantized):
+        return quantizer(operand.spec, operand.codes.device.type).decode(operand)
+    return operand
+
+
+def remainder(tensor: Tensor, form: Prepared) -> Tensor:
+    """What the codes of a tensor leave of it, float32."""
+    values = tensor.to(torch.float32, copy=True)
+    values -= tensor_of(form, torch.float32)
+    return values
 
 
 def mean_of(x_MK: Tensor) -> Tensor:
@@ -254,7 +355,10 @@ def mean_of(x_MK: Tensor) -> Tensor:
 
 
 def without_mean(x_MK: Tensor, mean_K: Tensor) -> Tensor:
-    """x − 1·meanᵀ, in the dtype of x."""
+    """x − 1·meanᵀ, subtracted in float32, in the dtype of x."""
+    if x_MK.is_cpu and x_MK.dtype is torch.bfloat16 and x_MK.numel() and x_MK.is_contiguous():
+        # one pass; x / √1 − mean
+        return F.batch_norm(x_MK.detach(), mean_K, torch.ones_like(mean_K), eps=0.0)
     return (x_MK.float() - mean_K).to(x_MK.dtype)
 
 

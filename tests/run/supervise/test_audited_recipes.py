@@ -16,6 +16,7 @@ from families import tiny_run
 from held_recipe import write_held
 
 from fp4train.nn.executors import terms
+from fp4train.nn.executors.terms import Outer
 from fp4train.nn.held_amaxes import HeldAmax
 
 Arguments = Callable[[Path], tuple[str, ...]]
@@ -87,15 +88,26 @@ def residuals_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def terms_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = terms.joined
+    monkeypatch.setattr(terms, "joined", lambda operands: original(operands[:1]))
+
+
+def terms_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms, "Outer", lambda column, row: Outer(column, 2 * row))
+
+
 @pytest.mark.parametrize(
     ("arguments", "plant", "words"),
     [
         (held(), measured_anew, "its own amax alone"),
         (recipe("averis"), other_means, "the mean of x is not that of its tokens"),
         (recipe("averis"), means_left_out, "an operand of the mean of x is not that"),
+        (recipe("averis"), terms_doubled, "the term of the mean is another one"),
         (recipe("chon"), residuals_doubled, "an operand of the residual of x is not that"),
+        (recipe("chon"), terms_left_out, "the product is not that of its operands"),
     ],
-    ids=["scales that are not held", "other means", "no means", "residuals"],
+    ids=["scales that are not held", "other means", "no means", "terms", "residuals", "no terms"],
 )
 def test_a_wrong_scale_mean_or_residual_is_found(
     cli: Cli,
