@@ -265,7 +265,9 @@ class TermGemms(Gemms):
             return backend.product(*operands, out_dtype=out_dtype, bias=bias)
         if out_dtype is torch.bfloat16 and not backend.takes_codes:
             first, second = map(decoded, operands)
-            terms = [] if outer is None else [outer.operands(len(first.values))]
+            terms: list[Term] = []
+            if outer is not None:
+                terms.append(outer.operands(len(first.values)))
             terms += further
             both = joined([(first, second), *terms])
             if both is not None:
@@ -308,7 +310,7 @@ class TermGemms(Gemms):
         """
         remainders = {}
         if "x" in residual.tensors:
-            shared = {} if call.shared is None else call.shared
+            shared: dict[str, Any] = {} if call.shared is None else call.shared
             if shared.get("residual", (None,))[0] is not forms:
                 shared["residual"] = (forms, remainder(*x))
             remainders["x"] = shared["residual"][1]
