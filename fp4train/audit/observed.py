@@ -108,6 +108,6 @@ class ObservedTerms(TermGemms):
         result = self._executor.joined_product(gemm, terms, operands, bias)
         copied = self._recorder.copied(result)
         if copied is not None:
-            (first, second), further = terms
-            self._recorder.product(gemm, Product(first, second, copied, bias, further=further))
+            codes, further = terms
+            self._recorder.product(gemm, Product(*codes, copied, bias, further=further))
         return result

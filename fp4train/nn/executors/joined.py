@@ -9,6 +9,7 @@ are three columns in BF16 each, whose sum is the float32 number: its 24 bits in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -32,23 +33,23 @@ def joined(terms: Sequence[Term]) -> Term | None:
     operands on another device, or a first term in another dtype, scales of rows, CPUs without
     instructions for BF16, numbers that are not finite or that leave the range under the scale.
     """
-    first, second = terms[0]
-    if not (_plain(first.values) and _plain(second.values)):
+    a, b = terms[0]
+    if not (_plain(a.values) and _plain(b.values)):
         return None
     if torch.bfloat16 in WITHOUT_INSTRUCTIONS or any(map(_scaled_by_row, terms)):
         return None
     scale = _scale(terms[0])
     if not scale > 0:
         return None
-    left = [first.values]
-    right = [second.values]
+    left = [a.values]
+    right = [b.values]
     for term in terms[1:]:
         columns = _columns(term, _scale(term) / scale)
         if columns is None:
             return None
         left += columns[0]
         right += columns[1]
-    return Decoded(_beside(left), first.scale), Decoded(_beside(right), second.scale)
+    return Decoded(_beside(left), a.scale), Decoded(_beside(right), b.scale)
 
 
 def columns_of(term: Term) -> int:
@@ -74,24 +75,23 @@ def _scale(term: Term) -> float:
 
 def _columns(term: Term, ratio: float) -> tuple[list[Tensor], list[Tensor]] | None:
     """The columns in BF16 of a term that `ratio` multiplies; None: it leaves the range."""
-    first, second = (operand.values for operand in term)
+    a, b = (operand.values for operand in term)
     if ratio != 1.0:
-        second = second.float() * ratio
-    sizes = [
-        float(values.abs().max()) for values in (first, second) if values.dtype is torch.float32
-    ]
-    size = 1.0
-    for largest in sizes:
-        size *= largest
-    if not all(largest < _LARGEST for largest in (*sizes, size)):
+        b = b.float() * ratio
+    sizes = [_largest(values) for values in (a, b) if values.dtype is torch.float32]
+    if not all(size < _LARGEST for size in (*sizes, math.prod(sizes))):
         return None
     left = []
     right = []
-    for part in parts_of(first):
-        for other in parts_of(second):
-            left.append(part)
-            right.append(other)
+    for part_of_a in parts_of(a):
+        for part_of_b in parts_of(b):
+            left.append(part_of_a)
+            right.append(part_of_b)
     return left, right
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def parts_of(values: Tensor) -> tuple[Tensor, ...]:

@@ -68,6 +68,13 @@ class Outer(NamedTuple):
             column = self.column
         return Decoded(column.unsqueeze(1), None), Decoded(self.row.unsqueeze(1), None)
 
+    def add_to(self, total: Tensor) -> None:
+        """Add the term to a float32 sum [R, S], in place."""
+        if self.column is None:
+            total += self.row
+        else:
+            total.addr_(self.column, self.row)
+
 
 class TermGemms(Gemms):
     """See the module.
@@ -264,19 +271,17 @@ class TermGemms(Gemms):
         if outer is None and not further:
             return backend.product(*operands, out_dtype=out_dtype, bias=bias)
         if out_dtype is torch.bfloat16 and not backend.takes_codes:
-            first, second = map(decoded, operands)
+            a, b = map(decoded, operands)
             terms: list[Term] = []
             if outer is not None:
-                terms.append(outer.operands(len(first.values)))
+                terms.append(outer.operands(len(a.values)))
             terms += further
-            both = joined([(first, second), *terms])
+            both = joined([(a, b), *terms])
             if both is not None:
                 return self.joined_product(gemm, (operands, terms), both, bias)
         total = backend.product(*operands, out_dtype=torch.float32)
-        if outer is not None and outer.column is None:
-            total += outer.row
-        elif outer is not None:
-            total.addr_(outer.column, outer.row)
+        if outer is not None:
+            outer.add_to(total)
         for term in further:
             total += backend.product(*term, out_dtype=torch.float32)
         if bias is not None:

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from fp4train.backends.emulate import WITHOUT_INSTRUCTIONS
@@ -94,6 +93,14 @@ WITHOUT_JOIN = {
 @pytest.mark.parametrize("term", WITHOUT_JOIN.values(), ids=WITHOUT_JOIN.keys())
 def test_what_has_no_joined_operands_has_none(term: Term) -> None:
     assert joined([term, Outer(None, torch.ones(4)).operands(4)]) is None
+
+
+@needs_bf16
+@pytest.mark.parametrize("rows", [(0, 4), (4, 0), (0, 0)])
+def test_operands_without_rows_are_joined(rows: tuple[int, int]) -> None:
+    a, b = (Decoded(torch.ones(count, 8, dtype=torch.bfloat16), None) for count in rows)
+    both = joined([(a, b), Outer(None, torch.ones(rows[1])).operands(rows[0])])
+    assert both is not None and [len(operand.values) for operand in both] == list(rows)
 
 
 def test_a_term_that_is_not_finite_is_not_joined() -> None:
