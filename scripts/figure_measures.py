@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -110,11 +111,17 @@ def bias(element: str, bits: int, dtype: torch.dtype) -> Callable[[int], float]:
     return measure
 
 
+def normal_of_numpy(seed: int) -> Tensor:
+    """N(0, 10⁻⁶), 4096 × 512, as cotcodec's crest_prediction.py draws it."""
+    draw = np.random.default_rng(seed).standard_normal((4096, 512)) * 1e-3
+    return torch.from_numpy(draw).float()
+
+
 def crest(columns: int) -> Callable[[int], float]:
-    """Median over blocks of N(0, 1) of the largest magnitude over the root mean square."""
+    """Median over blocks of `normal_of_numpy` of the largest magnitude over the root mean square."""
 
     def measure(seed: int) -> float:
-        return crest_factors(normal(seed), columns).median().item()
+        return crest_factors(normal_of_numpy(seed), columns).median().item()
 
     return measure
 
@@ -125,12 +132,12 @@ def crest_factors(x: Tensor, columns: int) -> Tensor:
 
 
 def qsnr_gap(rounding: Callable[[Tensor], Tensor], columns: int) -> Callable[[int], float]:
-    """QSNR of E2M1 minus that of INT4 on N(0, 10⁻⁶), in dB, each under block scales of amax / max
-    that `rounding` rounds.
+    """QSNR of E2M1 minus that of INT4 on `normal_of_numpy`, in dB, each under block scales of
+    amax / max that `rounding` rounds.
     """
 
     def measure(seed: int) -> float:
-        x = 1e-3 * normal(seed).reshape(-1, columns)
+        x = normal_of_numpy(seed).reshape(-1, columns)
         amax = x.abs().amax(1, keepdim=True)
         errors = []
         for fmt in (get_format("e2m1"), get_format("int4")):
@@ -318,20 +325,29 @@ def decibels(here: Tensor, high: Tensor) -> float:
     return 10 * math.log10(high.float().square().sum() / noise)
 
 
-def error_split(rounding: str) -> list[float]:
-    """The parts of MXFP4's error on N(0, 1): the power of two, the dead zone and the grid, as shares
-    of its energy in percent, which add up to 100.
+def error_split(rounding: str, x: Tensor | None = None) -> list[float]:
+    """The parts of MXFP4's error: the power of two, the dead zone and the grid, as shares of its
+    energy in percent, which add up to 100.
 
     The dead zone and the grid are the error under a float32 scale that maps a block's maximum to 6,
     of the elements that become zero and of the others; the power of two is what is left.
+
+    Args:
+        x: what is quantised; None: N(0, 1).
     """
-    x = torch.cat([normal(seed) for seed in range(PARTS)])
+    if x is None:
+        x = torch.cat([normal(seed) for seed in range(PARTS)])
     energy = (values(x, mx("e2m1", 32, rounding)) - x).square().sum()
     exact = values(x, float_scaled("e2m1", 32))
     error = (exact - x).square()
     zero = 100 * (error[exact == 0].sum() / energy).item()
     grid = 100 * (error[exact != 0].sum() / energy).item()
     return [100 - zero - grid, zero, grid]
+
+
+def share_of_the_mean(x: Tensor) -> float:
+    """The part of the energy of x [M, K] that its mean over M has, in percent."""
+    return 100 * (x.mean(0).square().sum() / x.square().sum(1).mean()).item()
 
 
 def shares_of_the_mean(run: Path) -> list[tuple[str, float]]:
@@ -344,8 +360,7 @@ def shares_of_the_mean(run: Path) -> list[tuple[str, float]]:
     def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             x = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float()
-            share = x.mean(0).square().sum() / x.square().sum(1).mean()
-            shares.setdefault(name, 100 * share.item())
+            shares.setdefault(name, share_of_the_mean(x))
 
         return record
 

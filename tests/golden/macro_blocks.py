@@ -1,7 +1,8 @@
 """Make macro_blocks.safetensors: `python tests/golden/macro_blocks.py ALTO`, a checkout of
 github.com/AMD-AGI/ALTO (MIT), commit 74e251d.
 
-Its PyTorch implementation of macro-block scaling, and that of MXFP4 of its tests, on float32.
+Its PyTorch implementation of macro-block scaling, and that of MXFP4 of its tests, on float32; the latter also with
+elements times 3/4 before they are rounded ("static" clipping).
 """
 
 import importlib.util
@@ -52,6 +53,10 @@ def main(alto: Path) -> None:
         )
         codes, scales = mxfp4.convert_to_mxfp4_pytorch(y, is_2d_block=square)
         parts = {"mantissas": mantissas, "codes": codes, "scales": scales}
+        guarded = mxfp4.convert_to_mxfp4_pytorch(
+            tensors["x"].float(), is_2d_block=square, clip_mode="static"
+        )
+        parts |= {"guarded_codes": guarded[0], "guarded_scales": guarded[1]}
         tensors |= {f"{form}.{name}": part.contiguous() for name, part in parts.items()}
     file = Path(__file__).with_suffix(".safetensors")
     save_file(tensors, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fp4train.lab.studies.candidates import candidates, sweep_axes
 from fp4train.precision import BF16, Layer, LayerPolicy, Recipe
 
 ENTRIES = ledger()
+RECIPE_FILES = Path(__file__).parents[2] / "recipes"
 RECIPES = list(dict.fromkeys(entry.recipe for entry in ENTRIES))
 ENTRY = {
     "recipe": "nvfp4",
@@ -107,8 +109,46 @@ def test_the_words_of_chon_keep_value_and_output_projections_of_the_default_mode
     assert kept == ["blocks.0.attention.wv", "blocks.0.attention.wo"]
 
 
-def layer(name: str) -> Layer:
-    return Layer(name=name, in_features=64, out_features=64, block=0, blocks=6)
+def layer(name: str, *classes: str) -> Layer:
+    return Layer(
+        name=name,
+        in_features=64,
+        out_features=64,
+        block=0,
+        blocks=6,
+        classes=tuple(f"class:{name}" for name in classes),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "of_attention"), [("deepseek_v4_qat", "FP8Block"), ("w4a16_qat", "BF16")]
+)
+def test_words_of_weights_in_four_bits_leave_attention_in_the_precision_of_the_paper(
+    name: str, of_attention: str
+) -> None:
+    (entry,) = (entry for entry in ENTRIES if entry.recipe == name)
+    policy = policy_of(entry)
+    attention = layer("blocks.0.attention.wq", "Linear", "Attention")
+    own = policy.recipe_by_pattern(attention)
+    kept = policy.why_kept(attention) is not None
+    assert kept == (of_attention == "BF16")
+    assert (own is not None and type(own[0]).__name__ == "FP8Block") == (of_attention != "BF16")
+    for mlp in (layer("blocks.5.mlp.down", "Linear"), layer("blocks.5.mlp.down", "Experts")):
+        assert policy.why_kept(mlp) is None and policy.recipe_by_pattern(mlp) is None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_ledger_alone_says_what_is_mirrored(name: str) -> None:
+    """A comment of the file that says it, too, would come to say something else."""
+    comments = [
+        line for line in (RECIPE_FILES / f"{name}.yaml").read_text().splitlines() if line[:1] == "#"
+    ]
+    assert f"# What of it is mirrored, and what is not: `fp4train recipes {name}`" in comments[-1]
+    words = " ".join(comments[:-1]).lower()
+    assert "mirrored" not in words and " not:" not in words
+    numbers = set(re.findall(r"\b\d{4}\.\d{5}\b", words))
+    published = {entry.arxiv for entry in ENTRIES if entry.recipe == name}
+    assert numbers <= published | {"2602.11287"}, "the last is the paper of HiFloat4's format"
 
 
 def test_each_paper_is_found_by_its_number() -> None:

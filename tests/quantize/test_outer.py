@@ -1,4 +1,8 @@
-"""Scales above block scales: of tiles, of whole rows, and the mantissas of macro-blocks."""
+"""Scales above block scales: of tiles, of whole rows, and the mantissas of macro-blocks.
+
+No public reference of tiles on a CPU was found: a tile is what the quantiser of a tensor makes of it alone, and that is
+compared with Transformer Engine's. Macro-blocks and the guard of powers of two have ALTO's codes.
+"""
 
 import math
 import re
@@ -223,6 +227,17 @@ def test_macro_blocks_have_the_mantissas_scales_and_codes_of_alto(form: str, ker
     assert torch.equal(q.codes, ALTO[f"{form}.codes"])
     # blocks of zeros have their smallest scale, which is 2^-126
     assert torch.equal(q.scales.clamp(min=1), ALTO[f"{form}.scales"].reshape(q.scales.shape))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize("form", ["1d", "2d"])
+def test_elements_under_a_guard_have_the_scales_and_codes_of_alto(form: str, kernel: str) -> None:
+    spec = replace(MACRO if form == "1d" else SQUARE_MACRO, global_scale=None, guard=0.75)
+    q = quantize(ALTO["x"], spec, kernel=kernel)
+    assert torch.equal(q.codes, ALTO[f"{form}.guarded_codes"])
+    assert torch.equal(
+        q.scales.clamp(min=1), ALTO[f"{form}.guarded_scales"].reshape(q.scales.shape)
+    )
 
 
 def test_a_mantissa_lowers_the_error_of_powers_of_two() -> None:

@@ -1,5 +1,6 @@
 """Operands of two terms: means over tokens that are taken out, residuals that are multiplied too.
-Each product is that of its formula, written here from codes.
+Each product is that of its formula, written here from codes: no public program of Averis (2603.10444),
+CHON (2602.02047) or AMD's residual of x was found.
 """
 
 from collections.abc import Callable
