@@ -80,36 +80,6 @@ class Decoder(Fusible, nn.Module):
     stage = WHOLE
     """The part of the model that this module is; set when it is cut."""
 
-    last_norm: type[nn.RMSNorm] = RMSNorm
-    """The class of the norm before the head."""
-
-    def __init__(self, shape: DecoderShape, vocab_size: int, seq_len: int) -> None:
-        """Make the parts, in the order in which torch's generator draws their weights.
-
-        Args:
-            vocab_size: number of ids of the tokenizer.
-
-        Raises:
-            ValueError: the model does not suit it, or sequences of `seq_len` tokens.
-        """
-        super().__init__()
-        shape.check(vocab_size, seq_len)
-        self.shape = shape
-        self.vocab_size = shape.rows(vocab_size)
-        self.seq_len = seq_len
-        self.recomputes = shape.recompute
-        self.embed = nn.Embedding(self.vocab_size, shape.width)
-        self.blocks = nn.ModuleList(self.new_blocks())
-        self.norm = self.last_norm(shape.width, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.width, self.vocab_size, bias=False)
-        if shape.tied:
-            self.head.weight = self.embed.weight
-        initialise(self, shape.draw)
-
-    @abstractmethod
-    def new_blocks(self) -> Iterable[nn.Module]:
-        """The blocks of a new model, each made when it is taken."""
-
     def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Any, ...]:
         """Arguments of the blocks that depend on positions (rotations), for the tokens `first` to
         `end`, in `dtype`.
@@ -209,6 +179,40 @@ class Decoder(Fusible, nn.Module):
     def computed(self) -> Iterable[ParameterSpec]:
         """The buffers that follow from the shape, which no checkpoint holds."""
         return ()
+
+
+class FamilyDecoder(Decoder):
+    """A decoder whose parts follow from its shape: a family gives its blocks."""
+
+    last_norm: type[nn.RMSNorm] = RMSNorm
+    """The class of the norm before the head."""
+
+    def __init__(self, shape: DecoderShape, vocab_size: int, seq_len: int) -> None:
+        """Make the parts, in the order in which torch's generator draws their weights.
+
+        Args:
+            vocab_size: number of ids of the tokenizer.
+
+        Raises:
+            ValueError: the model does not suit it, or sequences of `seq_len` tokens.
+        """
+        super().__init__()
+        shape.check(vocab_size, seq_len)
+        self.shape = shape
+        self.vocab_size = shape.rows(vocab_size)
+        self.seq_len = seq_len
+        self.recomputes = shape.recompute
+        self.embed = nn.Embedding(self.vocab_size, shape.width)
+        self.blocks = nn.ModuleList(self.new_blocks())
+        self.norm = self.last_norm(shape.width, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.width, self.vocab_size, bias=False)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+        initialise(self, shape.draw)
+
+    @abstractmethod
+    def new_blocks(self) -> Iterable[nn.Module]:
+        """The blocks of a new model, each made when it is taken."""
 
 
 def document_mask(ends_BT: Tensor | None, begins_BT: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
-from fp4train.models.common.decoder import Decoder
+from fp4train.models.common.decoder import FamilyDecoder
 from fp4train.models.common.layers import (
     Attention,
     RMSNorm,
@@ -219,7 +219,7 @@ class RotaryBlock(Fusible, nn.Module):
         return out
 
 
-class RotatedDecoder(Decoder):
+class RotatedDecoder(FamilyDecoder):
     """A decoder whose blocks get cosines and sines of the rotary embedding, buffers that no
     checkpoint holds.
     """

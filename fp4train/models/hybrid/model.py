@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fp4train.keys import CHANGES_DIGITS
 from fp4train.models.common.cache import DecodeCache, KeyValues
-from fp4train.models.common.decoder import Decoder
+from fp4train.models.common.decoder import FamilyDecoder
 from fp4train.models.common.layers import Attention, RMSNorm, attention_parameters
 from fp4train.models.common.scan import STEP, Mamba2, ScanState, step_before_softplus
 from fp4train.models.common.scan_kernels import CHOICES
@@ -244,7 +244,7 @@ class HybridBlock(nn.Module):
         return KeyValues(length) if self.kind == "*" else None
 
 
-class HybridModel(Decoder):
+class HybridModel(FamilyDecoder):
     """A hybrid of one shape."""
 
     shape: Hybrid
