@@ -13,6 +13,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Case:
         by: the audit that is to find it.
         words: words that a fault that names it has; empty: any that names its tensor.
         options: options of the run besides.
+        patch: the program that plants it in each of two ranks; empty: the run has one rank.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Case:
     by: Sequence[str]
     words: str = ""
     options: tuple[str, ...] = ("policy=all",)
+    patch: str = ""
 
 
 def operand(change: planting.Change) -> Plant:
@@ -110,6 +113,15 @@ def cases() -> Iterator[Case]:
     for kind in ("model", "optimizer"):
         plant = _copy_of(kind)
         yield Case(f"a bit of the copy that is saved: {kind}", "memory", plant, SUMS, "other bits")
+    yield Case(
+        "a replica that drifts",
+        "memory",
+        nullcontext,
+        SUMS,
+        "differ between the replicas",
+        ("policy=all", "parallel.dp_replicate=2"),
+        run_faults.DRIFTING_REPLICA,
+    )
 
 
 def _product(gemm: str, change: Any) -> Plant:
@@ -131,7 +143,8 @@ def _copy_of(kind: str) -> Plant:
 def tried(case: Case, model: Sequence[str]) -> tuple[bool, bool, str]:
     """(whether the fault was found, whether it was named, what was said of it)."""
     try:
-        finding = run((*SMALL, *model, "recipe=nvfp4", *case.options, *case.by), case.plant)
+        options = (*SMALL, *model, "recipe=nvfp4", *case.options, *case.by)
+        finding = run(options, case.plant, ranks=2 if case.patch else 1, patch=case.patch)
     except RuntimeError as error:
         return False, False, f"the run itself fails: {error}"
     sentences = finding.sentences

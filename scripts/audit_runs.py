@@ -37,6 +37,13 @@ SMALL = (
 )
 
 
+MAIN = """
+import sys
+from fp4train.cli import main
+main(sys.argv[1:])
+"""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What the audits of a run said: faults as a tracker has them, and failed checkpoints.
@@ -65,8 +72,14 @@ def run(
     options: Sequence[str],
     plant: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ranks: int = 1,
+    patch: str = "",
 ) -> Finding:
-    """One run in a folder of its own; of several ranks, in as many processes."""
+    """One run in a folder of its own; of several ranks, in as many processes.
+
+    Args:
+        plant: makes the context in which a run of one rank has a fault.
+        patch: program that plants one in each of several ranks, before the run begins.
+    """
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -75,7 +88,11 @@ def run(
             words = ["run.name=a", "data.path=text.txt", *options]
             if ranks > 1:
                 command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                command += [f"--nproc-per-node={ranks}", "-m", "fp4train", *words]
+                program = ["-m", "fp4train"]
+                if patch:
+                    Path("planted.py").write_text(f"{patch}\n{MAIN}")
+                    program = ["planted.py"]
+                command += [f"--nproc-per-node={ranks}", *program, *words]
                 environment = {**os.environ, "OMP_NUM_THREADS": "1"}
                 ended = subprocess.run(command, env=environment, capture_output=True, check=False)
                 return _finding(Path("runs/a/metrics.jsonl"), ended.returncode)

@@ -55,8 +55,8 @@ def where_differing(where: Tensor) -> Difference | None:
     count = int(where.sum())
     if not count:
         return None
-    first = where.nonzero()[0].tolist()
-    return Difference(count, where.numel(), tuple(first), where)
+    index = where.nonzero()[0].tolist()
+    return Difference(count, where.numel(), tuple(index), where)
 
 
 def equal(a: Decoded, b: Decoded) -> bool:
@@ -78,8 +78,8 @@ def bit_sum(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()  # a view as 64-bit integers begins at a multiple of their size
-    whole = flat.numel() // 8 * 8
-    total = flat[whole:].sum(dtype=torch.int64)
-    if whole:
-        total = total + flat[:whole].view(torch.int64).sum()
+    aligned = flat.numel() // 8 * 8
+    total = flat[aligned:].sum(dtype=torch.int64)
+    if aligned:
+        total = total + flat[:aligned].view(torch.int64).sum()
     return total

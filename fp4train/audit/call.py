@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,39 +14,49 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Position, Quantized
 
 
+def kept(tensor: Tensor) -> Tensor:
+    """A copy of a tensor in main memory, where the reference computes: nothing stays on a GPU."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def kept_or_none(tensor: Tensor | None) -> Tensor | None:
+    """`kept`; None of None."""
+    return None if tensor is None else kept(tensor)
+
+
 @dataclass
 class Product:
-    """One product that a backend computed: first [R, C] · second [S, C]ᵀ + bias [S].
+    """One product that a backend computed: left [R, C] · right [S, C]ᵀ + bias [S].
 
     further: operands of products that are added within it (`nn.executors.joined`).
-    before: the float32 sum to which it was added; None: it stands alone.
+    earlier_sum: the float32 sum to which it was added; None: it stands alone.
     elsewhere: whether another device than a CPU computed it, or kernels that are not fp4train's.
     capability: compute capability of the GPU that computed it; None: none did.
     backend: name of the layer backend that computed it; None: the plan names the backend.
     """
 
-    first: Prepared
-    second: Prepared
+    left: Prepared
+    right: Prepared
     result: Tensor
     bias: Tensor | None = None
-    before: Tensor | None = None
+    earlier_sum: Tensor | None = None
     elsewhere: bool = False
     capability: tuple[int, int] | None = None
     backend: str | None = None
     further: Sequence[tuple[Decoded, Decoded]] = ()
 
-    def on_host(self) -> Product:
-        """The product with all tensors in main memory."""
+    def kept(self) -> Product:
+        """A copy in main memory, which says where the product was computed."""
         return replace(
             self,
-            first=_on_host(self.first),
-            second=_on_host(self.second),
-            result=self.result.cpu(),
-            bias=None if self.bias is None else self.bias.cpu(),
-            before=None if self.before is None else self.before.cpu(),
+            left=_kept_operand(self.left),
+            right=_kept_operand(self.right),
+            result=kept(self.result),
+            bias=kept_or_none(self.bias),
+            earlier_sum=kept_or_none(self.earlier_sum),
             elsewhere=self.elsewhere or self.result.device.type != "cpu",
             capability=self.capability or _capability(self.result),
-            further=[(_decoded_on_host(a), _decoded_on_host(b)) for a, b in self.further],
+            further=[(_kept_decoded(a), _kept_decoded(b)) for a, b in self.further],
         )
 
 
@@ -55,36 +64,29 @@ def _capability(result: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(result.device) if result.is_cuda else None
 
 
-def _on_host(operand: Prepared) -> Prepared:
+def _kept_operand(operand: Prepared) -> Prepared:
     if isinstance(operand, Quantized):
-        tensors = (None if tensor is None else tensor.cpu() for tensor in operand[2:])
+        tensors = map(kept_or_none, operand[2:])
         return Quantized(operand.spec, operand.shape, *tensors)  # type: ignore[arg-type]
-    return _decoded_on_host(operand)
+    return _kept_decoded(operand)
 
 
-def _decoded_on_host(operand: Decoded) -> Decoded:
-    scale = None if operand.scale is None else operand.scale.cpu()
-    return Decoded(operand.values.cpu(), scale)
-
-
-def duplicate(operand: Prepared) -> Prepared:
-    if isinstance(operand, Quantized):
-        tensors = (None if tensor is None else tensor.clone() for tensor in operand[2:])
-        return Quantized(operand.spec, operand.shape, *tensors)  # type: ignore[arg-type]
-    scale = None if operand.scale is None else operand.scale.clone()
-    return Decoded(operand.values.clone(), scale)
+def _kept_decoded(operand: Decoded) -> Decoded:
+    return Decoded(kept(operand.values), kept_or_none(operand.scale))
 
 
 @dataclass
 class ObservedCall:
-    """One call of a layer with its backward pass.
+    """One call of a layer with its backward pass. All its tensors are copies in main memory.
 
     Args:
         name: name that keys the random bits; of an expert that of the group and its number.
         plan: the plan that the executor ran.
         position: position that keyed the random bits; None: nothing drew any.
         place: place of the weight in its group, on whatever ranks its members are.
-        x: [M, K], None where it is made within the call; w: [N, K], None where it is gathered; bias: [N] or None.
+        x: [M, K]; None where it is made within the call.
+        w: [N, K]; None where it is gathered.
+        bias: [N]; None where there is none.
         y: [M, N]; dy, dx, dw: its gradients, None until backward, or where they are not wanted.
         dw_before: float32 sum that dw was added to, which dw holds then; None: dw stands alone.
         products: GEMM → what the backend multiplied; none in high precision by torch.
@@ -126,31 +128,14 @@ class ObservedCall:
     unseen: dict[str, str] = field(default_factory=dict)
     cut: CutCall | None = None
 
-    def on_host(self) -> ObservedCall:
-        """The call with all tensors in main memory, where the reference computes."""
-        products = {gemm: product.on_host() for gemm, product in self.products.items()}
-        terms = {
-            gemm: [product.on_host() for product in further] for gemm, further in self.terms.items()
-        }
-        names = ("x", "w", "bias", "y", "dy", "dx", "dw", "dw_before")
-        tensors: dict[str, Any] = {
-            name: None if getattr(self, name) is None else getattr(self, name).cpu()
-            for name in names
-        }
-        return replace(
-            self,
-            products=products,
-            terms=terms,
-            means={name: mean.cpu() for name, mean in self.means.items()},
-            scaling={name: tensor.cpu() for name, tensor in self.scaling.items()},
-            fused=[weight.cpu() for weight in self.fused],
-            **tensors,
-        )
+    def result(self, gemm: str) -> Tensor | None:
+        """What the layer returned of a GEMM: y, dx or dw."""
+        results = {"fprop": self.y, "dgrad": self.dx, "wgrad": self.dw}
+        return results[gemm]
 
     def sources(self) -> ObservedCall:
-        """What operands are made of, in main memory: the call without products and results."""
-        call = replace(self, y=None, dx=None, dw=None, dw_before=None, products={}, terms={})
-        return call.on_host()
+        """What operands are made of: the call without products and results."""
+        return replace(self, y=None, dx=None, dw=None, dw_before=None, products={}, terms={})
 
     def forget(self, *gemms: str) -> None:
         """Forget the products of GEMMs that are computed anew."""

@@ -32,7 +32,9 @@ from fp4train.quantize.quantized import apply_block_scales, operand_width
 from fp4train.text import first_line
 
 _DECISIONS: Final = 16.0
-"""Elements that chance decides, above which all of them do not go to the nearest value by chance."""
+"""Elements that chance decides, above which all of them do not go to the nearest value by
+chance.
+"""
 
 
 @dataclass
@@ -58,11 +60,6 @@ class CallComparison:
     def run(self, step: int = 0) -> Audited:
         """Compare all GEMMs. One whose comparison fails leaves the faults of the others."""
         self.turn = step
-        self.call = self.call.on_host()
-        if self.previous is not None:
-            self.previous = self.previous.on_host()
-        if self.expected.weight is not None:
-            self.expected = replace(self.expected, weight=self.expected.weight.cpu())
         self._compare_plan()
         self._compare_weight()
         compared = []
@@ -94,19 +91,22 @@ class CallComparison:
 
     def _compare_weight(self) -> None:
         """The layer must multiply the weight that the optimizer holds."""
-        held, passed = self.expected.weight, self.call.w
-        if held is None or passed is None:
+        planned = self.expected.weight
+        multiplied = self.call.w
+        if planned is None or multiplied is None:
             return
-        apart = difference(passed, held)
+        apart = difference(multiplied, planned)
         if apart is None:
             return
-        candidates = {"rounded to BF16": held.bfloat16().to(held.dtype)}
+        candidates = {"rounded to BF16": planned.bfloat16().to(planned.dtype)}
         if self.previous is not None and self.previous.w is not None:
             candidates["weight of the step before"] = self.previous.w
 
         def explained() -> list[str]:
             return [
-                name for name, weight in candidates.items() if difference(passed, weight) is None
+                name
+                for name, weight in candidates.items()
+                if difference(multiplied, weight) is None
             ]
 
         what = "the layer is called with another weight than the optimizer holds"
@@ -116,14 +116,15 @@ class CallComparison:
 
     def _compare_gemm(self, gemm: Gemm) -> bool:
         """Compare a GEMM; whether anything of it could be compared."""
-        result = {"fprop": self.call.y, "dgrad": self.call.dx, "wgrad": self.call.dw}[gemm.name]
+        result = self.call.result(gemm.name)
         product = self.call.products.get(gemm.name)
         if result is None and gemm.name in self.call.unseen:
             self.uncovered.append(f"{gemm.name}: {self.call.unseen[gemm.name]}")
         if product is None:
             return result is not None and self._compare_in_high_precision(gemm, result)
         correct = True
-        for tensor, operand in zip(OPERANDS[gemm.name], _both(product), strict=True):
+        operands = (product.left, product.right)
+        for tensor, operand in zip(OPERANDS[gemm.name], operands, strict=True):
             correct &= self._compare_operand(gemm.name, tensor, operand)
         executed: Gemm = getattr(self.call.plan, gemm.name)
         apart = products.compare(product, executed, self.turn)
@@ -155,10 +156,10 @@ class CallComparison:
             reason = self.call.hidden.get(tensor, "its values are on other ranks")
             self.uncovered.append(f"{gemm}, operand {tensor}: {reason}")
             return True
-        found = _compare_codes(operand, source)
-        if found is None:
+        finding = _compare_codes(operand, source)
+        if finding is None:
             return True
-        what, apart = found
+        what, apart = finding
         suspect = Suspect(source, self.call, self.expected, gemm, tensor, self.previous)
 
         def explained() -> Iterable[str]:
@@ -207,35 +208,36 @@ class CallComparison:
         sources = [
             source_of(self.call, self.expected, gemm.name, tensor) for tensor in OPERANDS[gemm.name]
         ]
-        first, second = sources
-        if first is None or second is None:
+        left, right = sources
+        if left is None or right is None:
             self.uncovered.append(f"{gemm.name}: a tensor of it is on other ranks")
             return False
         bias = self.call.bias if gemm.name == "fprop" else None
-        operands = first.decoded(), second.decoded()
-        before = self.call.dw_before if gemm.name == "wgrad" else None
-        if before is not None:
-            result = (result.double() - before.double()).float()
-        narrow = result.to(products.coarser(result.dtype, self.expected.plan.table.torch_dtype))
-        rows, exact, bound = products.bounds(*operands, bias, narrow, turn=self.turn)
+        earlier_sum = self.call.dw_before if gemm.name == "wgrad" else None
+        if earlier_sum is not None:
+            result = (result.double() - earlier_sum.double()).float()
+        dtype = self.expected.plan.table.torch_dtype
+        narrow = result.to(products.coarser(result.dtype, dtype))
+        rows, exact, bound = products.bounds(
+            left.decoded(), right.decoded(), bias, narrow, turn=self.turn
+        )
         # in the dtype of the layer small numbers are rounded to multiples of its smallest one
-        layer_dtype = torch.finfo(self.expected.plan.table.torch_dtype)
-        bound = bound + layer_dtype.smallest_normal * layer_dtype.eps
-        if narrow.dtype is not self.expected.plan.table.torch_dtype:  # it is rounded twice
-            bound = bound + layer_dtype.eps * exact.abs()
-        if before is not None:
-            bound = bound + products.rounding_of_sum(before[rows], exact)
+        limits = torch.finfo(dtype)
+        bound = bound + limits.smallest_normal * limits.eps
+        if narrow.dtype is not dtype:  # it is rounded twice
+            bound = bound + limits.eps * exact.abs()
+        if earlier_sum is not None:
+            bound = bound + products.rounding_of_sum(earlier_sum[rows], exact)
         wrong = products.beyond_rounding(narrow, rows, exact, bound)
         if not bool(wrong.any()):
             return True
         where = torch.zeros(result.shape, dtype=torch.bool)
         where[rows] = wrong
-        apart = Difference(
-            int(wrong.sum()), wrong.numel(), tuple(where.nonzero()[0].tolist()), where
-        )
+        index = where.nonzero()[0].tolist()
+        apart = Difference(int(wrong.sum()), wrong.numel(), tuple(index), where)
 
         def explained() -> Iterable[str]:
-            names = list(self._explained_product(gemm, narrow, bias, (first, second)))
+            names = list(self._explained_product(narrow, bias, (left, right)))
             return names or products.explain(narrow[rows], exact.to(narrow.dtype), bias)
 
         self._add("the product is not that of the plan", apart, explained, gemm=gemm.name)
@@ -243,7 +245,6 @@ class CallComparison:
 
     def _explained_product(
         self,
-        gemm: Gemm,
         result: Tensor,
         bias: Tensor | None,
         sources: tuple[OperandSource, OperandSource],
@@ -253,8 +254,8 @@ class CallComparison:
             changed = [
                 replace(source, spec=spec) for source, spec in zip(sources, specs, strict=True)
             ]
-            operands = [source.decoded() for source in changed]
-            rows, exact, bound = products.bounds(operands[0], operands[1], bias, result)
+            left, right = [source.decoded() for source in changed]
+            rows, exact, bound = products.bounds(left, right, bias, result)
             if not bool(products.beyond_rounding(result, rows, exact, bound).any()):
                 yield f"quantised in {recipe} where the plan keeps high precision"
 
@@ -281,18 +282,14 @@ class CallComparison:
             self.faults[-1] = replace(fault, hypotheses=tuple(explained()))
 
 
-def _both(product: Product) -> tuple[Prepared, Prepared]:
-    return product.first, product.second
-
-
 def _float64_product(product: Product) -> Tensor:
-    total = products.exact(product.first) @ products.exact(product.second).T
+    total = products.exact(product.left) @ products.exact(product.right).T
     for left, right in product.further:
         total = total + products.exact(left) @ products.exact(right).T
     if product.bias is not None:
         total = total + product.bias.double()
-    if product.before is not None:
-        total = total + product.before.double()
+    if product.earlier_sum is not None:
+        total = total + product.earlier_sum.double()
     return total.to(product.result.dtype)
 
 
@@ -330,16 +327,18 @@ def _compare_quantized(
             return "the codes are not those of the reference", apart
     if apart_in_scales is not None:
         return "the block scales are not those of the reference", apart_in_scales
-    factor, expected_factor = operand.global_decode(), expected.global_decode()
+    factor = operand.global_decode()
+    expected_factor = expected.global_decode()
     if factor is not None and expected_factor is not None:
         apart = difference(factor.reshape(-1), expected_factor.reshape(-1))
         if apart is not None:
             return "the global scale is not that of the reference", apart
     if source.rounds_freely:
         columns = operand_width(expected.spec, expected.shape[1])
-    apart = where_differing(_values_beyond(operand, rows, columns))
-    if apart is not None:
-        return "its padding is not zero", apart
+    if operand.element_codes.shape != (rows, columns):
+        apart = where_differing(_values_beyond(operand, rows, columns))
+        if apart is not None:
+            return "its padding is not zero", apart
     return _compare_rounding(operand, expected, source) if source.rounds_freely else None
 
 
@@ -392,9 +391,12 @@ def _compare_rounding(
 def _compare_values(values: Decoded, expected: Decoded) -> tuple[str, Difference] | None:
     if (apart := difference(values.values, expected.values)) is not None:
         return "the values of the codes are not those of the reference", apart
-    one = torch.ones(1)
-    scale = one if values.scale is None else values.scale.reshape(-1)
-    expected_scale = one if expected.scale is None else expected.scale.reshape(-1)
-    if (apart := difference(scale, expected_scale.to(scale.device))) is not None:
+    apart = difference(_global_scale(values), _global_scale(expected))
+    if apart is not None:
         return "the global scale is not that of the reference", apart
     return None
+
+
+def _global_scale(values: Decoded) -> Tensor:
+    """The global scale, flat: 1 where there is none."""
+    return torch.ones(1) if values.scale is None else values.scale.reshape(-1)

@@ -107,11 +107,13 @@ class CutCall:
         """
         if self.terms is None:
             return None
-        rows, terms = self.rows, self.terms
+        rows = self.rows
+        terms = self.terms
         if self.sequence:
             start = self.rank * len(result)
-            mine = (rows >= start) & (rows < start + len(result))
-            rows, terms = rows[mine] - start, terms[:, mine]
+            of_rank = (rows >= start) & (rows < start + len(result))
+            rows = rows[of_rank] - start
+            terms = terms[:, of_rank]
         value = result[rows]
         wrong = _beyond(value, terms, bias, dtype)
         if not bool(wrong.any()):

@@ -23,7 +23,13 @@ from fp4train.nn.planned import PlannedLayer
 _UNSEEN = "another rank that has a part of it saw no call"
 
 
-def exchange(layer: PlannedLayer, observer: Observer | None, weight: Tensor | None = None) -> None:
+def exchange(
+    layer: PlannedLayer,
+    observer: Observer | None,
+    weight: Tensor | None = None,
+    *,
+    turn: int = 0,
+) -> None:
     """Give the records of a layer what the other ranks have of them; nothing where no rank has a
     part of its features. A collective.
 
@@ -31,6 +37,7 @@ def exchange(layer: PlannedLayer, observer: Observer | None, weight: Tensor | No
         observer: observer of the layer, whose passes have run; None: it has none here.
         weight: the weight that the layer multiplies, whole and in main memory; None: those of the
             calls are joined. All ranks that have an observer give it, or none.
+        turn: number of the audit, for `products.sampled`: the same on all ranks.
     """
     shard = layer.layer_shard
     if shard is None or shard.tensor is None or shard.cut not in ("in", "out"):
@@ -39,7 +46,7 @@ def exchange(layer: PlannedLayer, observer: Observer | None, weight: Tensor | No
     with suppress(Exception):  # the others wait
         if observer is not None and all(record.complete for record in observer.records):
             names = _needed(shard, weight)
-            sent = [_sent(record, shard, names) for record in observer.records]
+            sent = [_sent(record, shard, names, turn) for record in observer.records]
     received = shard.tensor.objects(sent)
     if observer is None or not observer.records:
         return
@@ -49,27 +56,32 @@ def exchange(layer: PlannedLayer, observer: Observer | None, weight: Tensor | No
         return
     with observer.guarding():
         for number, record in enumerate(observer.records):
-            _join(record, shard, [parts[number] for parts in received if parts], weight)
+            of_ranks = [parts[number] for parts in received if parts]
+            _join(record, shard, of_ranks, weight, turn)
 
 
 def _needed(shard: LayerShard, weight: Tensor | None) -> tuple[str, ...]:
     """The tensors of a call of which other ranks need this rank's part."""
-    cut, whole = ("dy", "x") if shard.cut == "out" else ("x", "dy")
+    cut_tensor = "dy" if shard.cut == "out" else "x"
+    uncut_tensor = "x" if shard.cut == "out" else "dy"
     joins_amaxes = shard.amax != "local"
-    needed = {cut: joins_amaxes, "w": joins_amaxes and weight is None, whole: shard.sequence}
-    return tuple(name for name in needed if needed[name])
+    needed = {
+        cut_tensor: joins_amaxes,
+        "w": joins_amaxes and weight is None,
+        uncut_tensor: shard.sequence,
+    }
+    return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
 def _sent(
-    record: ObservedCall, shard: LayerShard, names: Sequence[str]
+    record: ObservedCall, shard: LayerShard, names: Sequence[str], turn: int
 ) -> dict[str, Tensor | None]:
     """What other ranks need of a call: these tensors, and some rows of its term of the sum."""
     term = record.products.get("dgrad" if shard.cut == "out" else "fprop")
     rows = None
     if term is not None:
-        rows = term.result[sampled(len(term.result)).to(term.result.device)]
-    tensors = {**{name: getattr(record, name) for name in names}, "term": rows}
-    return {name: None if part is None else part.cpu() for name, part in tensors.items()}
+        rows = term.result[sampled(len(term.result), turn)]
+    return {**{name: getattr(record, name) for name in names}, "term": rows}
 
 
 def _join(
@@ -77,6 +89,7 @@ def _join(
     shard: LayerShard,
     parts: Sequence[dict[str, Any]],
     weight: Tensor | None,
+    turn: int,
 ) -> None:
     assert shard.tensor is not None and shard.cut in ("in", "out")
     out = shard.cut == "out"
@@ -112,6 +125,6 @@ def _join(
         runs=shard.runs if len(shard.runs) > 1 else (),
         joined=shard.amax != "local",
         tensors={name: tensor for name, tensor in layer_tensors.items() if tensor is not None},
-        rows=sampled(0 if product is None else len(product.result)),
+        rows=sampled(0 if product is None else len(product.result), turn),
         terms=torch.stack(terms) if seen else None,
     )

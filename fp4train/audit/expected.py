@@ -154,9 +154,8 @@ def key_of(call: ObservedCall, operand: Operand, position: Position | None) -> R
         else:
             column = UNALIGNED_TOKENS + token * 8
     if operand.tensor == "w":
-        row, column = call.first_out, call.first_feature
-        if operand.transposed:
-            row, column = column, row
+        row = call.first_feature if operand.transposed else call.first_out
+        column = call.first_out if operand.transposed else call.first_feature
     else:
         feature = call.first_feature if operand.tensor == "x" else call.first_out
         row += feature if operand.transposed else 0
@@ -198,7 +197,8 @@ def amaxes_of(
         if amax is not None:
             return Amaxes(amax)
     if operand.tensor == "w" and call.fused and has_tensor_amax(spec.requantises or spec):
-        amax = torch.stack([weight.abs().max().float() for weight in call.fused]).amax()
+        amaxes = [weight.abs().max().float() for weight in call.fused]
+        amax = torch.stack(amaxes).amax()
         return Amaxes(amax) if spec.requantises is None else Amaxes(inner=amax)
     if call.cut is not None:
         return Amaxes(*call.cut.amaxes(operand, plan.table.torch_dtype, key))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4train.audit.call import ObservedCall
+from fp4train.audit.call import ObservedCall, kept
 from fp4train.audit.whole_layers import ShownPasses, passed
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.protocol import ForeignLinear, LayerBackend, NotShownError
@@ -106,18 +106,20 @@ class ForeignObserver:
             weight = module.weight
             if type(weight) not in (Tensor, nn.Parameter):
                 raise NotShownError(f"its weight is of the kind {type(weight).__name__}")
-            w, bias = weight, module.bias
+            w = weight
+            bias = module.bias
             table = Table(dtype=_name_of(_computed_dtype(x)))
         else:
-            w, table = self._linear.weight(), self._linear.table(_computed_dtype(x))
+            w = self._linear.weight()
+            table = self._linear.table(_computed_dtype(x))
             bias = getattr(module, "bias", None)
         record = ObservedCall(
             name=self.name,
             plan=_plan(self.name, w, table, x.device),
             position=None,
-            x=x.detach().clone().reshape(-1, x.shape[-1]),
-            w=w.detach().clone(),
-            bias=None if bias is None or not bias.numel() else bias.detach().clone(),
+            x=kept(x).reshape(-1, x.shape[-1]),
+            w=kept(w),
+            bias=None if bias is None or not bias.numel() else kept(bias),
         )
         self.records = [record]
         if self._linear is None:
@@ -128,10 +130,10 @@ class ForeignObserver:
                 module._parameters["weight"] = passed(module.weight, record, "dw", self.guarding)
         else:
             assert self._backend is not None
-            wanted = {"wgrad"} if _learns_weight(module) else set()
+            backward_gemms = {"wgrad"} if _learns_weight(module) else set()
             if x.requires_grad or not self._linear.takes_x:
-                wanted.add("dgrad")
-            self._passes = ShownPasses(record, self.guarding, self._backend, wanted)
+                backward_gemms.add("dgrad")
+            self._passes = ShownPasses(record, self.guarding, self._backend, backward_gemms)
             self._forward = self._passes.forward()
             self._forward.__enter__()
         if self._linear is not None and not self._linear.takes_x:
@@ -158,7 +160,7 @@ class ForeignObserver:
         with self.guarding():
             if not isinstance(result, Tensor):
                 raise NotShownError("it returns more than a tensor")
-            record.y = result.detach().clone().reshape(-1, result.shape[-1])
+            record.y = kept(result).reshape(-1, result.shape[-1])
             then = None if self._passes is None else self._passes.backward
             changed = passed(result, record, "dy", self.guarding, then)
         return changed
@@ -197,10 +199,10 @@ def _computed_dtype(x: Tensor) -> torch.dtype:
 
 
 def _name_of(dtype: torch.dtype) -> str:
-    name = next((name for name, known in DTYPES.items() if known is dtype), None)
-    if name is None:
-        raise NotShownError(f"it computes in {dtype}")
-    return name
+    for name, named_dtype in DTYPES.items():
+        if named_dtype is dtype:
+            return name
+    raise NotShownError(f"it computes in {dtype}")
 
 
 def _plan(name: str, w: Tensor, table: Table, device: torch.device) -> LayerPlan:

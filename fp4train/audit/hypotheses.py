@@ -89,7 +89,8 @@ def explain(values: Decoded, suspect: Suspect) -> tuple[str, ...]:
 
 
 def _other_plans(suspect: Suspect) -> Iterator[Hypothesis]:
-    source, call = suspect.source, suspect.call
+    source = suspect.source
+    call = suspect.call
     if source.spec is not None:
         yield "not quantised", lambda: Decoded(source.tensor.to(source.dtype), None)
     operand = call.plan.sources[suspect.gemm, suspect.tensor]
@@ -116,7 +117,9 @@ def _other_plans(suspect: Suspect) -> Iterator[Hypothesis]:
 
 
 def _other_tensors(suspect: Suspect) -> Iterator[Hypothesis]:
-    source, call, previous = suspect.source, suspect.call, suspect.previous
+    source = suspect.source
+    call = suspect.call
+    previous = suspect.previous
     tensor = source.tensor
 
     def of(other: Tensor) -> Callable[[], Decoded]:
@@ -146,10 +149,11 @@ def _other_tensors(suspect: Suspect) -> Iterator[Hypothesis]:
             name = "weight" if suspect.tensor == "w" else suspect.tensor
             yield f"{name} of the step before", of(other.tensor)
     for parts in (2, 4, 8):
-        kept = len(tensor) - len(tensor) // parts
-        repeated = torch.cat([tensor[:kept], tensor[:1].expand(len(tensor) - kept, -1)])
+        padding = len(tensor) // parts
+        end = len(tensor) - padding
+        repeated = torch.cat([tensor[:end], tensor[:1].expand(padding, -1)])
         yield f"the last 1/{parts} of the rows repeat the first row", of(repeated)
-        yield f"the last 1/{parts} of the rows are zero", of(_zero_from(tensor, kept))
+        yield f"the last 1/{parts} of the rows are zero", of(_zero_from(tensor, end))
 
 
 def _zero_from(tensor: Tensor, row: int) -> Tensor:
@@ -170,7 +174,8 @@ def _source(suspect: Suspect) -> OperandSource | None:
 
 
 def _other_bits(suspect: Suspect) -> Iterator[Hypothesis]:
-    source, key = suspect.source, suspect.source.key
+    source = suspect.source
+    key = source.key
     spec = source.spec
     assert spec is not None
     operand = suspect.expected.plan.sources[suspect.gemm, suspect.tensor]
@@ -345,7 +350,8 @@ def _cut_off(source: OperandSource, codes: Quantized) -> Tensor:
         exact = amax_b * ((1 / decode_factor) * torch.tensor(spec.format.max).reciprocal())
     stored = codes.scales
     above = spec.scale_format.decode(stored) > exact.clamp(max=spec.scale_format.max)
-    return torch.where(above, (stored.int() - 1).clamp(min=0).to(torch.uint8), stored)
+    lower = (stored.int() - 1).clamp(min=0).to(torch.uint8)
+    return torch.where(above, lower, stored)
 
 
 def _transformed(source: OperandSource) -> Tensor:
@@ -362,12 +368,13 @@ def _rounded_under(source: OperandSource, codes: Quantized, scales: Tensor) -> D
     decode_factor = codes.global_decode()
     total = scale if decode_factor is None else scale * decode_factor
     t = (blocks * encode_factor(total)[:, None, :, None]).add_(0.0)
+    rows = t.shape[0] * t.shape[1]
+    columns = t.shape[2] * t.shape[3]
     bits = None
     if spec.rounding == "stochastic" and source.key is not None:
-        rows, columns = t.shape[0] * t.shape[1], t.shape[2] * t.shape[3]
         bits = random_bits(source.key, rows, columns, t.device).reshape(t.shape)
     values = round_to_values(t, spec.format, bits)
-    values = values.reshape(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])[: codes.shape[0]]
+    values = values.reshape(rows, columns)[: codes.shape[0]]
     return finish_operand(apply_block_scales(values, scale, spec), decode_factor, spec, codes.shape)
 
 

@@ -120,13 +120,15 @@ def audit(
         for foreign_observer in foreign.values():
             foreign_observer.remove()
     for name, observer in observers.items():
-        exchange(planned[name], observer)
-        _compare(name, observer, report)
+        exchange(planned[name], observer, turn=step or 0)
+        _compare(name, observer, report, step or 0)
     for name, foreign_observer in foreign.items():
-        _compare(name, foreign_observer, report)
+        _compare(name, foreign_observer, report, step or 0)
 
 
-def _compare(name: str, observer: Observer | ForeignObserver, report: AuditReport) -> None:
+def _compare(
+    name: str, observer: Observer | ForeignObserver, report: AuditReport, step: int
+) -> None:
     records = observer.records
     observer.close()
     if observer.failure is not None:
@@ -138,7 +140,7 @@ def _compare(name: str, observer: Observer | ForeignObserver, report: AuditRepor
     else:
         try:
             audited = joined(
-                [CallComparison(call, Expectation(call.plan)).run() for call in records]
+                [CallComparison(call, Expectation(call.plan)).run(step) for call in records]
             )
         except Exception as error:  # the loop goes on
             report.uncovered[name] = f"its audit failed: {first_line(error)}"

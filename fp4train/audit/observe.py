@@ -2,8 +2,8 @@
 
 `Observer` is set as `PlannedLayer.observer`. It gives the layer a copy of its executor whose
 backends keep what they multiply; the copy runs the same code on the same tensors, so no bit of the
-call changes. dx is the layer's own, not the sum over all readers of x. Tensors that later code may
-write are copied.
+call changes. dx is the layer's own, not the sum over all readers of x. All tensors are copied to
+main memory at once, so that an audit holds none on a GPU.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Final
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4train.audit.call import ObservedCall, Product, duplicate
+from fp4train.audit.call import ObservedCall, Product, kept, kept_or_none
 from fp4train.audit.observed import ObservedBackend, ObservedTerms
+from fp4train.audit.terms import RESIDUAL_CHANNELS
 from fp4train.audit.whole_layers import ObservedTorchLayer, observed_backend_layer
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.protocol import NotShownError
@@ -38,6 +38,7 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.text import first_line
 
 MADE_IN_CODES: Final = "a norm or a gate makes its codes"
+ADDED_TERMS: Final = "its sum is added to that of other calls"
 
 
 def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
@@ -56,6 +57,23 @@ def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
     if issubclass(executor, Gemms | TorchLayer | GroupGemms | ChannelParts):
         return None
     return f"{executor.__name__} is not known to the audit"
+
+
+def partly_uncovered(plan: LayerPlan, device: str, *, adds_up: bool) -> list[str]:
+    """What of the calls of a layer with `plan` is not compared on devices of this type.
+
+    Args:
+        adds_up: whether a step has several microbatches, whose dw are added up.
+    """
+    if device == "cpu":
+        return []
+    reasons = []
+    residual = plan.recipe.residual
+    if residual is not None and residual.share < 1:
+        reasons.append(RESIDUAL_CHANNELS)
+    if adds_up and (plan.recipe.centred or residual is not None):
+        reasons.append(ADDED_TERMS)
+    return reasons
 
 
 class Observer:
@@ -89,7 +107,7 @@ class Observer:
         self._scaling: dict[str, Tensor] = {}
         with self.guarding():
             for name, tensor in layer.scaling_state().items():
-                self._scaling[name] = tensor.detach().clone()
+                self._scaling[name] = kept(tensor)
 
     @property
     def call(self) -> ObservedCall | None:
@@ -147,12 +165,10 @@ class Observer:
         if isinstance(executor, BackendLayer):
             return observed_backend_layer(executor, self)
         if isinstance(executor, TorchLayer):
-            observed = ObservedTorchLayer(executor, self)
+            observed = self._watched(ObservedTorchLayer(executor, self), executor)
         else:
             observed = self.observed_gemms(executor)
-            return observed  # type: ignore[no-any-return]
-        watched: Executor = self._watched(observed, executor)
-        return watched
+        return observed  # type: ignore[no-any-return]
 
     def _joins_amaxes(self, executor: Executor) -> bool:
         """Whether amaxes that a call measures are those of other ranks too, whose x and dy are not
@@ -218,22 +234,28 @@ class Observer:
             name=name,
             plan=executor.plan,
             position=None if call is None else call.position,
-            x=x.detach().clone(),
-            w=None if isinstance(w, Gathered) else w.detach().clone(),
-            bias=None if bias is None else bias.detach().clone(),
+            x=kept(x),
+            w=None if isinstance(w, Gathered) else kept(w),
+            bias=kept_or_none(bias),
             place=place,
             scaling=self._scaling,
             fused=self._fused(executor.plan, member),
-            channels=next((part for made, part in self._channels if made is call), None),
-            first_feature=getattr(getattr(getattr(executor, "x", None), "row", None), "feature", 0),
+            channels=self._channels_of(call),
+            first_feature=_first_feature(executor),
         )
         self._kept.append((executor, call, record))
         self.records.append(record)
         return record
 
+    def _channels_of(self, call: LayerCall | None) -> Tensor | None:
+        for part_call, channels in self._channels:
+            if part_call is call:
+                return channels
+        return None
+
     def multiplies(self, parts: Sequence[tuple[Tensor, LayerCall]]) -> None:
         """Note the channels of the parts of a call."""
-        self._channels += [(call, channels) for channels, call in parts]
+        self._channels += [(call, kept(channels)) for channels, call in parts]
 
     @property
     def _is_group(self) -> bool:
@@ -256,7 +278,7 @@ class Observer:
         if not plan.fused:
             return ()
         weights = self.layer.fused_weights.of(plan.fused, member)
-        return [weight.detach().clone() for weight in weights]
+        return [kept(weight) for weight in weights]
 
     def product(self, gemm: str, product: Product, *, is_term: bool = False) -> None:
         """A product of the running pass; its operands and its bias are copied: a gathered weight's
@@ -268,14 +290,11 @@ class Observer:
         if self._now is None:
             return
         with self.guarding():
-            first = duplicate(product.first)
-            second = duplicate(product.second)
-            bias = None if product.bias is None else product.bias.detach().clone()
-            kept = replace(product, first=first, second=second, bias=bias)
+            copied = product.kept()
             if is_term or gemm in self._now.products:
-                self._now.terms.setdefault(gemm, []).append(kept)
+                self._now.terms.setdefault(gemm, []).append(copied)
             else:
-                self._now.products[gemm] = kept
+                self._now.products[gemm] = copied
 
     def mean(self, tensor: str, mean: Tensor | None) -> None:
         """The mean of the tokens of x or dy in the running pass; None: no product takes it."""
@@ -287,10 +306,10 @@ class Observer:
         """A copy of a tensor of the running pass; None: the pass is not kept."""
         if self._now is None:
             return None
-        duplicate = None
+        copied = None
         with self.guarding():
-            duplicate = tensor.detach().clone()
-        return duplicate
+            copied = kept(tensor)
+        return copied
 
     def forward(self, run: Callable[..., tuple[Tensor, Saved]], *arguments: Any) -> Any:
         """Run a forward pass, and keep its tensors."""
@@ -305,10 +324,11 @@ class Observer:
         try:
             y_MN, saved = run(*arguments)
         finally:
-            record, self._now = self._now, None
+            record = self._now
+            self._now = None
         if record is not None:
             with self.guarding():
-                record.y = y_MN.detach().clone()
+                record.y = kept(y_MN)
         return y_MN, saved
 
     def backward(self, run: Callable[..., Gradients], *arguments: Any, **options: Any) -> Gradients:
@@ -321,7 +341,7 @@ class Observer:
         total = more[0] if more else None
         if record is not None:
             with self.guarding():
-                record.dw_before = _copied(total)
+                record.dw_before = kept_or_none(total)
         try:
             gradients = run(*arguments, **options)
         finally:
@@ -331,18 +351,20 @@ class Observer:
                 if len(more) > 1 and more[1] is not None:
                     record.hidden["dy"] = MADE_IN_CODES  # in its place is another tensor
                 else:
-                    record.dy = dy_MN.detach().clone()
+                    record.dy = kept(dy_MN)
                 record.returned = True
-                record.dx = _copied(gradients[0])
-                record.dw = _copied(gradients[1] if total is None else total)
+                record.dx = kept_or_none(gradients[0])
+                record.dw = kept_or_none(gradients[1] if total is None else total)
                 if total is not None and isinstance(executor, TermGemms):
                     record.dw = None
-                    record.unseen["wgrad"] = "its sum is added to that of other calls"
+                    record.unseen["wgrad"] = ADDED_TERMS
         return gradients
 
 
-def _copied(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+def _first_feature(executor: Executor) -> int:
+    """Number of the first in feature of an executor's x, of a layer that is cut."""
+    forms = getattr(executor, "x", None)
+    return int(getattr(getattr(forms, "row", None), "feature", 0))
 
 
 class _Forward:

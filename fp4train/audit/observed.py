@@ -22,7 +22,9 @@ class PassRecorder(Protocol):
     """Keeps what the running pass of a layer computes (`audit.observe.Observer`)."""
 
     def product(self, gemm: str, product: Product, *, is_term: bool = False) -> None:
-        """A product of the running pass; is_term: one that is added to its first."""
+        """A product of the running pass, whose tensors are copied; is_term: one that is added to its
+        first.
+        """
 
     def mean(self, tensor: str, mean: Tensor | None) -> None:
         """The mean of the tokens of x or dy; None: no product takes it."""
@@ -50,17 +52,14 @@ class ObservedBackend:
         self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
         result = self._backend.product(a, b, out_dtype=out_dtype, bias=bias)
-        copied = self._recorder.copied(result)
-        if copied is not None:
-            self._recorder.product(self._gemm, Product(a, b, copied, bias))
+        self._recorder.product(self._gemm, Product(a, b, result, bias))
         return result
 
     def add(self, total_RS: Tensor, a: Prepared, b: Prepared) -> None:
-        before = self._recorder.copied(total_RS)
+        earlier_sum = self._recorder.copied(total_RS)
         self._backend.add(total_RS, a, b)
-        after = self._recorder.copied(total_RS)
-        if before is not None and after is not None:
-            self._recorder.product(self._gemm, Product(a, b, after, None, before))
+        if earlier_sum is not None:
+            self._recorder.product(self._gemm, Product(a, b, total_RS, None, earlier_sum))
 
     def summing(self, accumulator: str) -> Backend:
         return ObservedBackend(self._backend.summing(accumulator), self._gemm, self._recorder)
@@ -92,10 +91,8 @@ class ObservedTerms(TermGemms):
 
     def row_of_mean(self, gemm: str, mean: Decoded, w: Prepared) -> Tensor:
         row = self._executor.row_of_mean(gemm, mean, w)
-        copied = self._recorder.copied(row)
-        if copied is not None:
-            product = Product(mean, w, copied.unsqueeze(0))
-            self._recorder.product(gemm, product, is_term=True)
+        product = Product(mean, w, row.unsqueeze(0))
+        self._recorder.product(gemm, product, is_term=True)
         return row
 
     def joined_product(
@@ -106,8 +103,6 @@ class ObservedTerms(TermGemms):
         bias: Tensor | None,
     ) -> Tensor:
         result = self._executor.joined_product(gemm, terms, operands, bias)
-        copied = self._recorder.copied(result)
-        if copied is not None:
-            codes, further = terms
-            self._recorder.product(gemm, Product(*codes, copied, bias, further=further))
+        codes, further = terms
+        self._recorder.product(gemm, Product(*codes, result, bias, further=further))
         return result

@@ -78,13 +78,14 @@ def sampled(count: int, turn: int = 0) -> Tensor:
         return torch.arange(count)
     shift = turn * _GOLDEN % 1.0
     stride = (count - 2) / (ROWS - 2)
-    between = 1 + ((torch.arange(ROWS - 2, dtype=torch.float64) + shift) * stride).long()
+    places = torch.arange(ROWS - 2, dtype=torch.float64) + shift
+    between = 1 + (places * stride).long()
     return torch.cat([torch.tensor([0]), between, torch.tensor([count - 1])])
 
 
 def bounds(
-    first: Prepared,
-    second: Prepared,
+    left: Prepared,
+    right: Prepared,
     bias: Tensor | None,
     result: Tensor,
     *,
@@ -100,8 +101,10 @@ def bounds(
         turn: number of the audit, for `sampled`.
     """
     rows = sampled(len(result), turn).to(result.device)
-    a = torch.cat([exact(first, rows), *(exact(left, rows) for left, _ in further)], dim=1)
-    b = torch.cat([exact(second), *(exact(right) for _, right in further)], dim=1)
+    lefts = [exact(left, rows), *(exact(operand, rows) for operand, _ in further)]
+    rights = [exact(right), *(exact(operand) for _, operand in further)]
+    a = torch.cat(lefts, dim=1)
+    b = torch.cat(rights, dim=1)
     product = a @ b.T
     magnitude = a.abs() @ b.abs().T
     if bias is not None:
@@ -120,10 +123,12 @@ def bounds(
 def beyond_rounding(result: Tensor, rows: Tensor, product: Tensor, bound: Tensor) -> Tensor:
     """Where rows of a result lie beyond the bound of its rounding: bool [rows, S]."""
     value = result[rows].double()
-    largest = torch.finfo(result.dtype).max
-    overflows = (product.abs() + bound >= largest) & ~value.isnan()
+    close = (value - product).abs() <= bound
     same = (product == value) | (product.isnan() & value.isnan())
-    return ~(((value - product).abs() <= bound) | same | (overflows & (value.abs() >= largest / 2)))
+    largest = torch.finfo(result.dtype).max
+    may_overflow = (product.abs() + bound >= largest) & ~value.isnan()
+    overflows = may_overflow & (value.abs() >= largest / 2)
+    return ~(close | same | overflows)
 
 
 def compare(product: Product, gemm: Gemm, turn: int = 0) -> Difference | None:
@@ -134,8 +139,8 @@ def compare(product: Product, gemm: Gemm, turn: int = 0) -> Difference | None:
         turn: number of the audit, for `sampled`.
     """
     value = product.result
-    if product.before is not None:
-        value = (value.double() - product.before.double()).float()
+    if product.earlier_sum is not None:
+        value = (value.double() - product.earlier_sum.double()).float()
     rows, exact_product, bound = _bounds(product, error_share(product, gemm), turn)
     wrong = beyond_rounding(value, rows, exact_product, bound)
     if bool(wrong.any()):
@@ -154,22 +159,22 @@ def compare(product: Product, gemm: Gemm, turn: int = 0) -> Difference | None:
 def _bounds(product: Product, share: float | None, turn: int) -> tuple[Tensor, Tensor, Tensor]:
     """`bounds` of a product with its further terms, or of what was added to a float32 sum."""
     rows, exact_product, bound = bounds(
-        product.first,
-        product.second,
+        product.left,
+        product.right,
         product.bias,
         product.result,
         further=product.further,
         share=share,
         turn=turn,
     )
-    if product.before is not None:
-        bound = bound + rounding_of_sum(product.before[rows], exact_product)
+    if product.earlier_sum is not None:
+        bound = bound + rounding_of_sum(product.earlier_sum[rows], exact_product)
     return rows, exact_product, bound
 
 
-def rounding_of_sum(before: Tensor, term: Tensor) -> Tensor:
+def rounding_of_sum(earlier_sum: Tensor, term: Tensor) -> Tensor:
     """The largest error of `term`, seen as the difference of the float32 sums after and before."""
-    return 2.0**-22 * (before.double().abs() + term.abs())
+    return 2.0**-22 * (earlier_sum.double().abs() + term.abs())
 
 
 def error_share(product: Product, gemm: Gemm) -> float | None:
@@ -178,15 +183,16 @@ def error_share(product: Product, gemm: Gemm) -> float | None:
     """
     if not product.elsewhere or not gemm.operands.quantised:
         return None
-    first, second = product.first, product.second
-    if not isinstance(first, Quantized) or not isinstance(second, Quantized):
+    left = product.left
+    right = product.right
+    if not isinstance(left, Quantized) or not isinstance(right, Quantized):
         return None
-    unit = _unit(product, first)
+    unit = _unit(product, left)
     if unit is None:
         return _UNKNOWN_SUM
     fast = _sums_fast(product, gemm)
-    share = _MARGIN * tensor_cores.error_share(first, second, unit, fast=fast)
-    float32_share = (first.shape[1] + 8) * _SUM
+    share = _MARGIN * tensor_cores.error_share(left, right, unit, fast=fast)
+    float32_share = (left.shape[1] + 8) * _SUM
     return share if share > float32_share else float32_share
 
 
@@ -222,10 +228,10 @@ def _not_of_unit(product: Product, gemm: Gemm, turn: int, beyond: _Beyond) -> Te
     evenly among all. Where most of the latter are as in the model, elements that were not computed
     may err as much as on a unit whose sums are not known.
     """
-    first, second = product.first, product.second
-    if not isinstance(first, Quantized) or not isinstance(second, Quantized):
+    left = product.left
+    if not isinstance(left, Quantized) or not isinstance(product.right, Quantized):
         return beyond.wrong
-    unit = _unit(product, first)
+    unit = _unit(product, left)
     if unit is None:
         return beyond.wrong
     excess = (beyond.error - beyond.bound)[beyond.wrong]
@@ -260,24 +266,25 @@ def _as_modelled(
     product: Product, unit: TensorCore, fast: bool, rows: Tensor, columns: Tensor
 ) -> Tensor:
     """Whether each of these elements is what the model of the tensor cores gives, bool."""
-    first, second = product.first, product.second
-    assert isinstance(first, Quantized) and isinstance(second, Quantized)
+    left = product.left
+    right = product.right
+    assert isinstance(left, Quantized) and isinstance(right, Quantized)
     value = product.result[rows, columns].double()
     relative = _RELATIVE[product.result.dtype]
     modelled = torch.zeros(len(rows), dtype=torch.bool)
     for splits in _SPLITS:
         sums = tensor_cores.product(
-            first, second, unit, fast=fast, splits=splits, rows=rows, columns=columns
+            left, right, unit, fast=fast, splits=splits, rows=rows, columns=columns
         )
         term = sums.diagonal().double()
         total = term
         rounding = torch.zeros_like(term)
         if product.bias is not None:
             total = total + product.bias[columns].to(product.result.dtype).double()
-        if product.before is not None:
-            before = product.before[rows, columns]
-            total = total + before.double()
-            rounding = rounding_of_sum(before, term)
+        if product.earlier_sum is not None:
+            earlier_sum = product.earlier_sum[rows, columns]
+            total = total + earlier_sum.double()
+            rounding = rounding_of_sum(earlier_sum, term)
         # the sum is rounded before the bias is added, or only after it
         rounding = rounding + relative * (term.abs() + total.abs())
         modelled |= (value - total).abs() <= rounding
@@ -286,12 +293,12 @@ def _as_modelled(
 
 def repeated(product: Product, gemm: Gemm) -> Tensor | None:
     """The product, made again by its backend; None: it was added to a sum, or on another device."""
-    if product.before is not None or product.elsewhere:
+    if product.earlier_sum is not None or product.elsewhere:
         return None
     backend = BACKENDS[gemm.backend].summing(gemm.operands.accumulator)
-    operands: tuple[Prepared, Prepared] = (product.first, product.second)
+    operands: tuple[Prepared, Prepared] = (product.left, product.right)
     if product.further:
-        both = joined([(decoded(product.first), decoded(product.second)), *product.further])
+        both = joined([(decoded(product.left), decoded(product.right)), *product.further])
         if both is None:
             return None
         operands = both
@@ -333,7 +340,8 @@ def _structural(result: Tensor, expected: Tensor) -> list[str]:
             for at in map(tuple, apart.where.nonzero().tolist())
         )
         return [f"single elements changed ({changed})"]
-    value, reference = result.double(), expected.double()
+    value = result.double()
+    reference = expected.double()
     rows = apart.where.any(dim=1).nonzero().flatten()
     columns = apart.where.any(dim=0).nonzero().flatten()
     if len(rows) == 1 and len(result) > 1:
@@ -354,7 +362,8 @@ def _factor(value: Tensor, reference: Tensor) -> str:
     if not ratios.numel() or not bool(ratios.isfinite().all()):
         return ""
     middle = float(ratios.median())
-    if float((ratios - middle).abs().max()) > 2.0**-6 * max(abs(middle), 1e-3):
+    scatter = float((ratios - middle).abs().max())
+    if scatter > 2.0**-6 * max(abs(middle), 1e-3):
         return ""
     if f"{middle:.3g}" == "1":
         return ""

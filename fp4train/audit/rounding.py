@@ -74,7 +74,8 @@ def rounding_of(
         wide = blocks.reshape(shape[0] * shape[1], shape[2] * shape[3])
         return wide[:rows, :columns].float()
 
-    low, high = matrix(lower * factor), matrix(upper * factor)
+    low = matrix(lower * factor)
+    high = matrix(upper * factor)
     value = values.values.float()
     is_up = (value == high) & (high != low)
     strange = (value != low) & (value != high)

@@ -22,7 +22,8 @@ class AuditSettings:
             with that before the next step, and copies of it with each other; 0: never.
         repeat: steps from one step that is computed twice to the next; 0: never. A repeated step
             takes twice the time, and the memory of a second state.
-        action: the answer to a fault: "warn"; "stop", which ends the run without another checkpoint.
+        action: the answer to a fault: "warn"; "stop", which ends the run without another
+            checkpoint.
     """
 
     every: int | None = None

@@ -23,6 +23,7 @@ from fp4train.precision.layer_plan import Gemm
 from fp4train.precision.terms import Residual
 from fp4train.quantize import Decoded, QuantSpec, reference
 
+RESIDUAL_CHANNELS: Final = "the channels of residuals, which sums of another device choose"
 _ULP: Final = 2.0**-24
 
 
@@ -88,7 +89,7 @@ class TermComparison:
                 yield TermFault(what)
                 return
             for (name, operands), term in zip(planned, self._terms, strict=False):
-                yield from self._of_operands(name, operands, (term.first, term.second))
+                yield from self._of_operands(name, operands, (term.left, term.right))
                 yield from self._of_product(name, term)
             for (name, operands), seen in zip(planned[len(self._terms) :], joined, strict=True):
                 yield from self._of_operands(name, operands, seen)
@@ -128,12 +129,14 @@ class TermComparison:
     def _of_means(self) -> Iterator[TermFault]:
         """The means must be those of their tokens."""
         for name in {"fprop": ("x",), "dgrad": ("dy",), "wgrad": ()}[self._gemm.name]:
-            mean, tensor = self._call.means.get(name), self._tensors[name]
+            mean = self._call.means.get(name)
+            tensor = self._tensors[name]
             if mean is None or tensor is None or not len(tensor):
                 continue
             exact = tensor.double()
             bound = (len(exact) + 8) * _ULP * exact.abs().mean(0)
-            apart = where_differing(~((mean.double() - exact.mean(0)).abs() <= bound))
+            error = (mean.double() - exact.mean(0)).abs()
+            apart = where_differing(~(error <= bound))
             if apart is not None and bool(exact.isfinite().all()):
                 what = f"the mean of {name} is not that of its tokens"
                 yield TermFault(what, apart, name)
@@ -141,8 +144,8 @@ class TermComparison:
     def _planned(self) -> list[tuple[str, tuple[Decoded, Decoded]]]:
         """(name, operands) of the products that follow the first one."""
         recipe = self._plan.recipe
-        left = products.decoded(self._product.first)
-        right = products.decoded(self._product.second)
+        left = products.decoded(self._product.left)
+        right = products.decoded(self._product.right)
         planned = []
         row = {"fprop": "x", "dgrad": "dy"}.get(self._gemm.name)
         if row is not None and takes_mean(self._plan, self._gemm.name, row):
@@ -160,7 +163,7 @@ class TermComparison:
         self, residual: Residual, x: Decoded, w: Decoded
     ) -> list[tuple[str, tuple[Decoded, Decoded]]]:
         if residual.share < 1 and self._product.elsewhere:
-            self.uncovered = "the channels of residuals, which sums of another device choose"
+            self.uncovered = RESIDUAL_CHANNELS
             return []
         values = {"x": x.tensor(torch.float32), "w": w.tensor(torch.float32)}
         residues = {}
@@ -174,7 +177,8 @@ class TermComparison:
             residues[name] = tensor.float() - values[name]
         channels = torch.arange(values["x"].shape[1])
         if residual.share < 1:
-            score = torch.stack([residue.abs().mean(0) for residue in residues.values()]).sum(0)
+            scores = [residue.abs().mean(0) for residue in residues.values()]
+            score = torch.stack(scores).sum(0)
             largest = score.sort(descending=True, stable=True).indices
             channels = largest[: residual.count(len(score))].sort().values
         planned = []
@@ -211,12 +215,13 @@ class TermComparison:
             total += term.result
         dtype = self._plan.table.torch_dtype
         if self._gemm.name == "wgrad" and self._adds_means:
-            dy, x = self._call.means.get("dy"), self._call.means.get("x")
+            mean_of_dy = self._call.means.get("dy")
+            mean_of_x = self._call.means.get("x")
             tokens = self._tensors["dy"]
-            if dy is None or x is None or tokens is None:
+            if mean_of_dy is None or mean_of_x is None or tokens is None:
                 self.uncovered = "the sum, whose means are not seen"
                 return
-            total.addr_(dy * len(tokens), x)
+            total.addr_(mean_of_dy * len(tokens), mean_of_x)
         if self._gemm.name == "fprop" and self._call.bias is not None:
             total += self._call.bias.to(dtype)
         candidates = [total.to(dtype).to(result.dtype)]

@@ -1,5 +1,5 @@
-"""Which layer is audited in which step: the layers in turn, the last one twice as often, since a fault in
-all layers can hide from an inner one, whose dy the layers above it make.
+"""Which layer is audited in which step: the layers in turn, the last one twice as often, since a
+fault in all layers can hide from an inner one, whose dy the layers above it make.
 """
 
 from __future__ import annotations

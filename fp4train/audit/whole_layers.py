@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.audit.call import ObservedCall, Product
+from fp4train.audit.call import ObservedCall, Product, kept
 from fp4train.backends.protocol import (
     LayerBackend,
     Multiplied,
@@ -71,7 +71,7 @@ class ObservedTorchLayer(TorchLayer):
         w = passed(w, record, "dw", guarding)
         y_MN = super().__call__(x_MK, w, bias, None)
         with self._observer.guarding():
-            record.y = y_MN.detach().clone()
+            record.y = kept(y_MN)
         return passed(y_MN, record, "dy", guarding)
 
 
@@ -104,8 +104,8 @@ class ObservedProducts:
         with guarding():
             record = self._observer.begin(self._executor, x_MK, w, bias, None)
             if record is not None:
-                wanted = [("dgrad", x_MK), ("wgrad", w)]
-                gemms = {gemm for gemm, tensor in wanted if tensor.requires_grad}
+                gradients = {"dgrad": x_MK, "wgrad": w}
+                gemms = {gemm for gemm, tensor in gradients.items() if tensor.requires_grad}
                 passes = ShownPasses(record, guarding, self._executor.backend, gemms)
         if record is None or passes is None:
             return run(x_MK, w, bias, call, readers)
@@ -113,7 +113,7 @@ class ObservedProducts:
         with passes.forward():
             y_MN = run(x_MK, w, bias, call, readers)
         with guarding():
-            record.y = y_MN.detach().clone()
+            record.y = kept(y_MN)
         return passed(y_MN, record, "dy", guarding, passes.backward)
 
 
@@ -155,7 +155,7 @@ class ShownPasses:
 
     def _seen(self, product: Multiplied) -> None:
         record = self._record
-        record.products[product.gemm] = Product(
+        shown = Product(
             product.first,
             product.second,
             product.result,
@@ -164,6 +164,7 @@ class ShownPasses:
             elsewhere=True,
             backend=self._backend,
         )
+        copied = record.products[product.gemm] = shown.kept()
         if product.gemm == "fprop":
             if record.x is not None:
                 record.x = _filled(record.x, len(product.result))
@@ -171,7 +172,7 @@ class ShownPasses:
         if product.gemm == "dgrad" and record.dy is not None:
             record.dy = _filled(record.dy, len(product.result))
         elif product.gemm == "wgrad":
-            record.dw = product.result
+            record.dw = copied.result
             forward = record.products.get("fprop")
             if record.dy is not None and forward is not None:
                 record.dy = _filled(record.dy, len(forward.result))
@@ -238,7 +239,7 @@ class _Passed(torch.autograd.Function):
             if type(gradient) is not Tensor:
                 kind = type(gradient).__name__
                 raise NotShownError(f"its {ctx.name} is no tensor of values, but a {kind}")
-            matrix = gradient.detach().clone().reshape(-1, gradient.shape[-1])
+            matrix = kept(gradient).reshape(-1, gradient.shape[-1])
             setattr(ctx.record, ctx.name, matrix)
             if ctx.then is not None:
                 ctx.then()

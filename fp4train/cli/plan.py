@@ -49,7 +49,7 @@ from fp4train.run.find import find_source, start_step
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
 from fp4train.run.initial import open_init
-from fp4train.run.produced import produced_by, produced_in
+from fp4train.run.produced import produced_by, produced_in, producers_of
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
@@ -269,8 +269,7 @@ def _plan(
         for stretch in plan.stretches
     ]
     sentences += produced_by(model, plan.stretches, norms, produced_on)
-    if gpu is None:
-        sentences.append(described(plan, config, Mesh()))
+    sentences.append(described(plan, config, Mesh(), model, producers_of(norms)))
     _show(
         config,
         plan,
@@ -366,7 +365,10 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         mesh_plan.model,
         full=full,
         on_mesh=render_mesh(costs, terminal_width()),
-        sentences=[f"note: {note}" for note in sentences],
+        sentences=[
+            *(f"note: {note}" for note in sentences),
+            described(plan, mesh_plan.config, mesh_plan.mesh, mesh_plan.model),
+        ],
     )
     return 0
 

@@ -22,11 +22,12 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.run.determinism import seed_model
 from fp4train.run.run import Run
 from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses
+from fp4train.run.supervise.audit_room import free_memory, needed
 from fp4train.run.supervise.planned_calls import PlannedCalls, weight_of
 from fp4train.text import first_line
 
 LAYERS: Final = 16
-"""Layers whose tensors are kept at the same time."""
+"""Most layers whose tensors are kept at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +61,11 @@ def check(subject: Subject) -> Checked:
     """Audit all layers of a subject in the step that it would do next."""
     run = subject.run
     run.apply(run.plan.at(run.step))
+    count = _layers_at_once(run)
     results = [
         result
-        for start in range(0, len(run.planned_layers), LAYERS)
-        for result in _audited(run, run.planned_layers[start : start + LAYERS])
+        for start in range(0, len(run.planned_layers), count)
+        for result in _audited(run, run.planned_layers[start : start + count])
     ]
     uncovered = {
         result.layer: reason for result in results if (reason := _left_out(result)) is not None
@@ -76,6 +78,16 @@ def check(subject: Subject) -> Checked:
         plan=faults,
         failed=[*(result.layer for result in results if result.failures), *untried],
     )
+
+
+def _layers_at_once(run: Run) -> int:
+    """Layers whose tensors main memory has room for, up to `LAYERS`; at least 1."""
+    free = free_memory()
+    if free is None:
+        return LAYERS
+    tokens = run.microbatch_rows * run.config.train.seq_len
+    largest = max((needed(layer, tokens) for layer in run.planned_layers), default=1)
+    return max(1, min(LAYERS, free // largest))
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -136,6 +136,11 @@ def produced_in(
         else:
             norms.writing[names[fused.owner]] = _LAYER.sub("a layer", reason)
     return norms
+
+
+def producers_of(stretches: Iterable[ProducedNorms]) -> list[FusedLayers]:
+    """The norms and gates that quantise their results in any of these stretches."""
+    return [fused for norms in stretches for fused in norms.producers.values()]
 
 
 def produced_by(

@@ -11,11 +11,12 @@ import audit_planting as planting
 import pytest
 import torch
 from recorded_products import GroupRecorder, Recorder
-from torch import nn
+from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.audit import compare, observe
 from fp4train.audit.bits import difference
+from fp4train.audit.call import kept_or_none
 from fp4train.backends import grouped, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Experts, Linear
@@ -28,6 +29,7 @@ from fp4train.precision import (
     recipes,
     resolve,
 )
+from fp4train.precision.context import backward_pass
 from fp4train.precision.recompute import recompute
 
 RECIPES = (
@@ -231,7 +233,8 @@ def test_a_gemm_whose_comparison_fails_leaves_the_faults_of_the_others(
     [
         (observe.Observer, "begin", NVFP4()),
         (observe.Observer, "begin", recipes.BF16()),
-        (observe, "_copied", NVFP4()),  # autograd copies the gradients of a layer in BF16
+        # autograd copies the gradients of a layer in BF16
+        (observe, "kept_or_none", NVFP4()),
         (compare.CallComparison, "run", NVFP4()),
         (compare.CallComparison, "run", recipes.BF16()),
     ],
@@ -241,7 +244,7 @@ def test_an_audit_that_fails_ends_no_pass_and_is_not_covered(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, recipe: Recipe
 ) -> None:
     expected = passes(model(), batch(), recipe)
-    monkeypatch.setattr(owner, name, broken)
+    monkeypatch.setattr(owner, name, broken_in_backward if name == "kept_or_none" else broken)
     layers = model()
     with f4.audit(layers, layers=["0", "2"]) as report:
         loss = passes(layers, batch(), recipe)
@@ -253,6 +256,12 @@ def test_an_audit_that_fails_ends_no_pass_and_is_not_covered(
 
 def broken(*_: object, **__: object) -> Any:
     raise RuntimeError("no memory")
+
+
+def broken_in_backward(tensor: Tensor | None) -> Tensor | None:
+    if backward_pass() != -1:
+        raise RuntimeError("no memory")
+    return kept_or_none(tensor)
 
 
 def test_experts_that_are_multiplied_in_one_call_are_not_covered(

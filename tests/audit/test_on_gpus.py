@@ -48,7 +48,7 @@ def observed(recipe: Recipe, tokens: int = 1024) -> ObservedCall:
 def on_hopper(call: ObservedCall, gemm: str) -> Product:
     """The product of a GEMM as the model of Hopper's tensor cores sums it, in float32."""
     product = call.products[gemm]
-    first, second = product.first, product.second
+    first, second = product.left, product.right
     assert isinstance(first, Quantized) and isinstance(second, Quantized)
     fast = getattr(call.plan, gemm).operands.accumulator == "fast"
     result = tensor_cores.product(first, second, tensor_cores.HOPPER_FP8, fast=fast)
@@ -111,7 +111,7 @@ def test_an_element_beyond_the_share_that_the_model_gives_is_no_fault() -> None:
     """One product of a row is so large that all others are cut off."""
     call = observed(FP8Current(), tokens=4096)
     product = call.products["wgrad"]
-    first, second = product.first, product.second
+    first, second = product.left, product.right
     assert isinstance(first, Quantized) and isinstance(second, Quantized)
     first.codes[7] = torch.where(torch.arange(4096) == 0, 0x7B, 0x4F).to(torch.uint8)
     second.codes[9] = torch.where(torch.arange(4096) == 0, 0x7E, 0x5F).to(torch.uint8)
@@ -176,7 +176,7 @@ def test_a_shown_product_names_the_backend_that_multiplied() -> None:
 
     ShownPasses(call, nullcontext, Backend(), set())  # type: ignore[arg-type]
     product = cut_off()
-    reports[0](Multiplied("fprop", product.first, product.second, product.result, None, None))
+    reports[0](Multiplied("fprop", product.left, product.right, product.result, None, None))
     assert call.products["fprop"].backend == "te"
 
 
@@ -184,7 +184,7 @@ def test_an_element_cut_off_in_a_product_that_is_added_to_a_sum_is_no_fault() ->
     gemm = replace(observed(FP8Current(), tokens=64).plan.fprop, backend="te")
     product = cut_off()
     before = torch.randn(product.result.shape, generator=torch.Generator().manual_seed(6))
-    product = replace(product, before=before, result=before + product.result)
+    product = replace(product, earlier_sum=before, result=before + product.result)
     assert products.compare(product, gemm) is None
     product.result[7, 9] *= 1.01
     apart = products.compare(product, gemm)
@@ -236,7 +236,7 @@ def test_codes_beyond_the_tensor_must_be_zero(code: int) -> None:
         return operand._replace(codes=codes)  # type: ignore[no-any-return]
 
     product = call.products["fprop"]
-    call.products["fprop"] = replace(product, second=wider(product.second))
+    call.products["fprop"] = replace(product, right=wider(product.right))
     faults = CallComparison(call, Expectation(call.plan)).run().faults
     if code in (0x00, 0x80):  # zero, and -0
         assert not faults

@@ -53,6 +53,8 @@ class Decoder(Fusible, nn.Module):
     head: nn.Linear
     seq_len: int
     """The longest sequence."""
+    by_weight: tuple[str, ...] = ("head",)
+    """Names of the layers that are not called: other code multiplies their weights."""
     recomputes = False
     """Whether only the inputs of blocks are kept for the backward pass."""
     tensor: TokenRanks | None = None

@@ -12,27 +12,39 @@ of a layer all agree that each takes part in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4train.audit.call import ObservedCall
 from fp4train.audit.exchange import exchange
 from fp4train.audit.fault import AUDIT, Audited
-from fp4train.audit.observe import Observer, why_not_observed
+from fp4train.audit.observe import (
+    MADE_IN_CODES,
+    Observer,
+    partly_uncovered,
+    why_not_observed,
+)
 from fp4train.audit.turn import due, in_turn
 from fp4train.config import Config
 from fp4train.nn.executors import executor_class
+from fp4train.nn.fused_layers import FusedLayers
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Mesh
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.plan import Plan
 from fp4train.run.queued import Step
 from fp4train.run.supervise.audit_failures import AuditFailures
+from fp4train.run.supervise.audit_room import check_main_memory
 from fp4train.run.supervise.fault_report import report
-from fp4train.run.supervise.planned_calls import PlannedCalls, check_room, weight_of
+from fp4train.run.supervise.planned_calls import (
+    BY_WEIGHT,
+    PlannedCalls,
+    check_room,
+    weight_of,
+)
 from fp4train.text import counted, first_few
 
 if TYPE_CHECKING:
@@ -93,11 +105,13 @@ class LayerAudits:
     def _turn(self, step: int) -> list[PlannedLayer]:
         """The layers in the order in which they are audited, under the plan of a step."""
         plans = self.run.plan.at(step).layers
+        config = self.run.config
+        mesh = self.run.world.mesh
+        by_weight = called_by_weight(self.run.model)
         layers = [
             layer
             for layer in self.run.planned_layers
-            if why_not_audited(plans[layer.layer.name], self.run.config, self.run.world.mesh)
-            is None
+            if why_not_audited(plans[layer.layer.name], config, mesh, by_weight) is None
         ]
         if not layers:
             return []
@@ -122,6 +136,7 @@ class LayerAudits:
             if layer is None or layer in observed:
                 continue
             with self.failures.guarding(layer.layer.name):
+                self._check_main_memory(layer)
                 observer = Observer(layer, self.microbatch_at(at))
                 observed[layer] = self._observers[layer.layer.name] = layer.observer = observer
         try:
@@ -130,6 +145,11 @@ class LayerAudits:
             for layer, observer in observed.items():
                 layer.observer = None
                 observer.close()
+
+    def _check_main_memory(self, layer: PlannedLayer) -> None:
+        run = self.run
+        tokens = run.microbatch_rows * run.config.train.seq_len
+        check_main_memory(layer, tokens, run.world.place.local_size)
 
     def _take_weight(self, layer: PlannedLayer | None) -> None:
         """Take the weight of the layer that is audited. Every rank calls this, also one that has no
@@ -141,6 +161,7 @@ class LayerAudits:
         ready = layer is None
         if layer is not None:
             with self.failures.guarding(name):
+                self._check_main_memory(layer)
                 check_room(layer, divided=divided)
                 ready = True
         agreed = world.everywhere(ready)
@@ -172,7 +193,7 @@ class LayerAudits:
                 weight = self._planned.multiplied(self._weight, observer)
             if weight is None:
                 observer = None  # it failed, and the other ranks of the layer hear so
-            exchange(layer, observer, weight)
+            exchange(layer, observer, weight, turn=step.index)
             if observer is not None:
                 with self.failures.guarding(name):
                     result = self._compared(layer, step.index, observer, weight)
@@ -262,9 +283,23 @@ class LayerAudits:
         self.audited.update(audits)
 
 
-def why_not_audited(plan: LayerPlan, config: Config, mesh: Mesh) -> str | None:
-    """Why a layer of `plan` is not audited in a run; None: it is."""
+def called_by_weight(model: nn.Module) -> Collection[str]:
+    """Names of the layers of a model whose weights other code multiplies, as it says itself."""
+    names: Collection[str] = getattr(model, "by_weight", ())
+    return names
+
+
+def why_not_audited(
+    plan: LayerPlan, config: Config, mesh: Mesh, by_weight: Collection[str] = ()
+) -> str | None:
+    """Why a layer of `plan` is not audited in a run; None: it is.
+
+    Args:
+        by_weight: the result of `called_by_weight` of the run's model.
+    """
     layer = plan.layer
+    if layer.name in by_weight and not plan.quantised:
+        return BY_WEIGHT
     if layer.unconverted is not None:
         return f"not a layer of fp4train: {layer.unconverted}"
     if config.train.compile and not plan.quantised:
@@ -276,30 +311,75 @@ def why_not_audited(plan: LayerPlan, config: Config, mesh: Mesh) -> str | None:
     return why_not_observed(executor_class(plan), plan)
 
 
-def uncovered(plan: Plan, config: Config, mesh: Mesh) -> dict[str, list[str]]:
+def uncovered(
+    plan: Plan, config: Config, mesh: Mesh, by_weight: Collection[str] = ()
+) -> dict[str, list[str]]:
     """Reason → names of the layers that are not audited in any stretch for it."""
     reasons: dict[str, list[str]] = {}
     for stretch in plan.stretches:
         for name, layer_plan in stretch.layers.items():
-            reason = why_not_audited(layer_plan, config, mesh)
+            reason = why_not_audited(layer_plan, config, mesh, by_weight)
             if reason is not None and name not in reasons.setdefault(reason, []):
                 reasons[reason].append(name)
     return reasons
 
 
-def described(plan: Plan, config: Config, mesh: Mesh) -> str:
-    """A sentence about the audits of a run, for its plan."""
+def partly_covered(
+    plan: Plan,
+    config: Config,
+    mesh: Mesh,
+    producers: Iterable[FusedLayers],
+    by_weight: Collection[str] = (),
+) -> dict[str, list[str]]:
+    """What is not compared in the audits of layers → their names.
+
+    Args:
+        producers: norms and gates that make codes in any stretch.
+    """
+    parts: dict[str, list[str]] = {}
+    made = {layer.layer.name for fused in producers for layer in (*fused.readers, *fused.writers)}
+    device = plan.device.type
+    adds_up = config.train.batch_size > config.train.rows(mesh.data) * mesh.data
+    for stretch in plan.stretches:
+        for name, layer_plan in stretch.layers.items():
+            if why_not_audited(layer_plan, config, mesh, by_weight) is not None:
+                continue
+            reasons = partly_uncovered(layer_plan, device, adds_up=adds_up)
+            if name in made:
+                reasons.append(MADE_IN_CODES)
+            for reason in reasons:
+                names = parts.setdefault(reason, [])
+                if name not in names:
+                    names.append(name)
+    return parts
+
+
+def described(
+    plan: Plan,
+    config: Config,
+    mesh: Mesh,
+    model: nn.Module,
+    producers: Iterable[FusedLayers] = (),
+) -> str:
+    """A sentence about the audits of a run of `model`, for its plan.
+
+    Args:
+        producers: norms and gates that make codes in any stretch.
+    """
     settings = config.audit
     layers = {name for stretch in plan.stretches for name in stretch.layers}
-    reasons = uncovered(plan, config, mesh)
+    by_weight = called_by_weight(model)
+    reasons = uncovered(plan, config, mesh, by_weight)
     covered = len(layers - {name for names in reasons.values() for name in names})
     every = settings.steps(plan.device.type)
     if not every:
         return f"audits: none of layers on {plan.device.type} (audit.every=…)"
     text = f"audits: one of {counted(covered, 'layer')} every {counted(every, 'step')}"
-    return text + "".join(
-        f"; not covered: {first_few(names, 3)} ({reason})" for reason, names in reasons.items()
-    )
+    for reason, names in reasons.items():
+        text += f"; not covered: {first_few(names, 3)} ({reason})"
+    for reason, names in partly_covered(plan, config, mesh, producers, by_weight).items():
+        text += f"; partly covered: {first_few(names, 3)} ({reason})"
+    return text
 
 
 def summary(audits: LayerAudits) -> str | None:
@@ -321,7 +401,8 @@ def summary(audits: LayerAudits) -> str | None:
             f"{counted(audits.count, 'audit')} of {counted(len(audits.audited), 'layer')} of "
             f"{sum(layers_of_stage.values())}: {counted(audits.faults, 'fault')}"
         )
-        reasons = uncovered(run.plan, run.config, run.world.mesh)
+        by_weight = called_by_weight(run.model)
+        reasons = uncovered(run.plan, run.config, run.world.mesh, by_weight)
     elif audits.faults or left_out:
         text = f"no layer was audited: {counted(audits.faults, 'fault')}"
     else:

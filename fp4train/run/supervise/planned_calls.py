@@ -5,7 +5,7 @@ of its microbatches, of the weights that its optimizers hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from fp4train.shards import is_sharded
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
+
+
+BY_WEIGHT: Final = "other code multiplies its weight"
 
 
 class PlannedCalls:
@@ -65,8 +68,7 @@ class PlannedCalls:
             if layer.layer.experts:
                 return None
             if not plan.quantised:
-                why = "other code multiplies its weight"
-                return Audited(layer=name, step=step, uncovered=(why,))
+                return Audited(layer=name, step=step, uncovered=(BY_WEIGHT,))
             what = "the plan has this layer, and the step did not call it"
             fault = Fault(layer=name, what=what, rank=self.run.world.place.rank)
             return Audited(layer=name, step=step, faults=(fault,))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from fp4train.audit.fault import Fault
 from fp4train.audit.start import check_plan
 from fp4train.precision import Recipe
+from fp4train.run.produced import produced_in, producers_of
 from fp4train.run.queued import Step
 from fp4train.run.supervise.fault_report import report
 from fp4train.run.supervise.layer_audits import LayerAudits, described, summary
@@ -45,7 +46,12 @@ class RunAudits:
     @property
     def described(self) -> str:
         """What is audited, and what is not, in a sentence."""
-        return described(self.run.plan, self.run.config, self.run.world.mesh)
+        run = self.run
+        producers = producers_of(
+            produced_in(run.model, stretch, run.config.train, run.device.type, run.plan.tokens)
+            for stretch in run.plan.stretches
+        )
+        return described(run.plan, run.config, run.world.mesh, run.model, producers)
 
     def begin(self) -> None:
         """Try each distinct quantiser and layer of the plan, before the first step.

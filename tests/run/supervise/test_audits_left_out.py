@@ -10,8 +10,13 @@ from command_line import STEADY, Cli, events, losses
 
 from fp4train import checkpoint
 from fp4train.audit.fault import Audited
-from fp4train.audit.observe import Observer
+from fp4train.audit.observe import ADDED_TERMS, Observer, partly_uncovered
+from fp4train.audit.terms import RESIDUAL_CHANNELS
 from fp4train.backends.protocol import NotShownError
+from fp4train.hardware import Device
+from fp4train.precision import NVFP4 as NVFP4Recipe, Recipe, Residual
+from fp4train.precision.layer_plan import resolve
+from fp4train.precision.layers import Layer
 from fp4train.run.supervise import planned_calls, run_audits, sums as run_sums
 
 SILENT = ("audit.every=0", "audit.sums=0", "audit.repeat=0")
@@ -142,3 +147,38 @@ def test_an_audit_that_fails_where_it_begins_ends_no_run(
     ended = cli("run.name=a", *NVFP4, "audit.every=1", "audit.sums=1")
     assert ended.code == 0
     assert events("runs/a", "audit failed")[0]["reason"] == "no memory"
+
+
+def test_a_plan_says_what_audits_will_leave_out(cli: Cli) -> None:
+    plan = ("plan", "recipe=nvfp4", "policy=all", "audit.every=100")
+    here = " ".join(cli.raw(*plan).out.split())
+    head = "not covered: head (other code multiplies its weight)"
+    assert f"audits: one of 42 layers every 100 steps; {head}" in here
+    assert "partly covered" not in here
+    there = " ".join(cli.raw(*plan, "gpu=B200").out.split())
+    made = "blocks.0.attention.wq, blocks.0.attention.wk, blocks.0.attention.wv and"
+    assert f"{head}; partly covered: {made}" in there
+    assert "(a norm or a gate makes its codes)" in there
+    mesh = ("gpu=H200", "gpus=2", "parallel.dp_shard=2", "recipe.fused_scales=true")
+    divided = " ".join(cli.raw(*plan, *mesh).out.split())
+    assert "(fused scales of weights that other ranks share)" in divided
+
+
+@pytest.mark.parametrize(
+    ("recipe", "adds_up", "reasons"),
+    [
+        (NVFP4Recipe(), True, []),
+        (NVFP4Recipe(centred=["x"], hadamard=False), False, []),
+        (NVFP4Recipe(centred=["x"], hadamard=False), True, [ADDED_TERMS]),
+        (NVFP4Recipe(residual=Residual(share=0.1)), False, [RESIDUAL_CHANNELS]),
+        (NVFP4Recipe(residual=Residual(share=0.1)), True, [RESIDUAL_CHANNELS, ADDED_TERMS]),
+    ],
+    ids=["one term", "a mean", "a mean that is added up", "channels", "channels, added up"],
+)
+def test_what_a_gpu_leaves_out_of_a_layer_of_two_terms_is_known_before(
+    recipe: Recipe, adds_up: bool, reasons: list[str]
+) -> None:
+    layer = Layer(name="up", in_features=64, out_features=64, block=0, blocks=1)
+    plan = resolve(layer, recipe, None, "emulate", Device(type="cpu"))
+    assert partly_uncovered(plan, "cuda", adds_up=adds_up) == reasons
+    assert partly_uncovered(plan, "cpu", adds_up=adds_up) == []
