@@ -6,9 +6,9 @@ send, or whose audit failed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,26 @@ from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
 
 _UNSEEN = "another rank that has a part of it saw no call"
+
+
+class _CutTensors(NamedTuple):
+    """Names of what is cut where features are.
+
+    features: the tensor whose features are cut; tokens: the one whose tokens may be.
+    summed: the GEMM that contracts the cut features.
+    weight_axis: the axis along which w is cut.
+    """
+
+    features: str
+    tokens: str
+    summed: str
+    weight_axis: int
+
+
+_CUT: Final[Mapping[str | None, _CutTensors]] = {
+    "out": _CutTensors("dy", "x", "dgrad", 0),
+    "in": _CutTensors("x", "dy", "fprop", 1),
+}
 
 
 def exchange(
@@ -62,13 +82,12 @@ def exchange(
 
 def _needed(shard: LayerShard, weight: Tensor | None) -> tuple[str, ...]:
     """The tensors of a call of which other ranks need this rank's part."""
-    cut_tensor = "dy" if shard.cut == "out" else "x"
-    uncut_tensor = "x" if shard.cut == "out" else "dy"
+    names = _CUT[shard.cut]
     joins_amaxes = shard.amax != "local"
     needed = {
-        cut_tensor: joins_amaxes,
+        names.features: joins_amaxes,
         "w": joins_amaxes and weight is None,
-        uncut_tensor: shard.sequence,
+        names.tokens: shard.sequence,
     }
     return tuple(name for name, is_needed in needed.items() if is_needed)
 
@@ -77,7 +96,7 @@ def _sent(
     record: ObservedCall, shard: LayerShard, names: Sequence[str], turn: int
 ) -> dict[str, Tensor | None]:
     """What other ranks need of a call: these tensors, and some rows of its term of the sum."""
-    term = record.products.get("dgrad" if shard.cut == "out" else "fprop")
+    term = record.products.get(_CUT[shard.cut].summed)
     rows = None
     if term is not None:
         rows = term.result[sampled(len(term.result), turn)]
@@ -92,7 +111,7 @@ def _join(
     turn: int,
 ) -> None:
     assert shard.tensor is not None and shard.cut in ("in", "out")
-    out = shard.cut == "out"
+    cut = _CUT[shard.cut]
 
     def joined(name: str, axis: int) -> Tensor | None:
         tensors: list[Any] = [part.get(name) for part in parts]
@@ -100,23 +119,19 @@ def _join(
             return None
         return torch.cat(tensors, dim=axis)
 
-    tokens = "x" if out else "dy"
-    features = "dy" if out else "x"
-    if shard.sequence and (all_tokens := joined(tokens, 0)) is not None:
-        setattr(record, tokens, all_tokens)
-    layer_tensors = {features: joined(features, 1)}
+    if shard.sequence and (all_tokens := joined(cut.tokens, 0)) is not None:
+        setattr(record, cut.tokens, all_tokens)
+    layer_tensors = {cut.features: joined(cut.features, 1), "w": weight}
     if weight is None:
-        layer_tensors["w"] = joined("w", 0 if out else 1)
-    else:
-        layer_tensors["w"] = weight
+        layer_tensors["w"] = joined("w", cut.weight_axis)
     terms = [part["term"] for part in parts]
     seen = all(term is not None for term in terms)
     rank = shard.tensor.rank
-    if out:
+    if shard.cut == "out":
         record.first_out = rank * record.plan.layer.out_features
     else:
         record.first_feature = rank * record.plan.layer.in_features
-    product = record.products.get("dgrad" if out else "fprop")
+    product = record.products.get(cut.summed)
     record.cut = CutCall(
         along=shard.cut,
         rank=rank,

@@ -144,22 +144,18 @@ def key_of(call: ObservedCall, operand: Operand, position: Position | None) -> R
     """The key of the random bits of an operand; None: there is no position."""
     if position is None:
         return None
-    row = column = 0
-    token = position.token
-    if operand.tensor != "w":
-        if not operand.transposed:
-            row = token
-        elif token % 8 == 0:
-            column = token
-        else:
-            column = UNALIGNED_TOKENS + token * 8
+    feature = call.first_out if operand.tensor == "dy" else call.first_feature
     if operand.tensor == "w":
-        row = call.first_feature if operand.transposed else call.first_out
-        column = call.first_out if operand.transposed else call.first_feature
+        along = call.first_out
+    elif operand.transposed:
+        along = _token_column(position.token)
     else:
-        feature = call.first_feature if operand.tensor == "x" else call.first_out
-        row += feature if operand.transposed else 0
-        column += 0 if operand.transposed else feature
+        along = position.token
+    row = along
+    column = feature
+    if operand.transposed:
+        row = feature
+        column = along
     return RandomKey(
         seed=position.step.seed,
         step=position.step.number,
@@ -168,6 +164,13 @@ def key_of(call: ObservedCall, operand: Operand, position: Position | None) -> R
         row_offset=row,
         col_offset=column,
     )
+
+
+def _token_column(token: int) -> int:
+    """The column of random bits of a token, of operands along tokens."""
+    if token % 8 == 0:
+        return token
+    return UNALIGNED_TOKENS + token * 8
 
 
 class Amaxes(NamedTuple):
@@ -254,7 +257,9 @@ def source_of(
     if isinstance(operand.source, ValuesOf):
         codes = source_of_operand(call, expected, Operand(tensor, operand.source.codes), values)
         values = codes.decoded().tensor(dtype)
-        return OperandSource(values.T if operand.transposed else values, None, None, None, dtype)
+        if operand.transposed:
+            values = values.T
+        return OperandSource(values, None, None, None, dtype)
     return source_of_operand(call, expected, operand, values)
 
 
