@@ -225,3 +225,44 @@ def cpu_name() -> str:
     if match:
         return match[1].strip()
     return platform.processor() or platform.machine()
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of main memory that this process may still take; None: the system does not say.
+
+    Args:
+        root: folder that has proc and sys.
+    """
+    limits = []
+    meminfo = _numbers(root / "proc/meminfo", ":")
+    if "MemAvailable" in meminfo:
+        limits.append(meminfo["MemAvailable"] * 1024)
+    group = root / "sys/fs/cgroup"
+    most = _number(group / "memory.max")
+    used = _number(group / "memory.current")
+    if most is not None and used is not None:
+        cached = _numbers(group / "memory.stat").get("inactive_file", 0)
+        limits.append(max(0, most - used + cached))
+    return min(limits, default=None)
+
+
+def _numbers(path: Path, end: str = "") -> dict[str, int]:
+    """The numbers of a file of lines "name 123", or "name: 123 kB"; empty: there is none."""
+    numbers = {}
+    for line in _text(path).splitlines():
+        words = line.split()
+        if len(words) > 1 and words[1].isdecimal():
+            numbers[words[0].removesuffix(end)] = int(words[1])
+    return numbers
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -17,6 +17,7 @@ from fp4train.audit import Observer
 from fp4train.audit.call import ObservedCall, Product
 from fp4train.nn import Linear
 from fp4train.precision import NVFP4
+from fp4train.run import host
 from fp4train.run.supervise import audit_room
 
 GIB = 2**30
@@ -34,18 +35,18 @@ MEMINFO = "MemTotal:  4194304 kB\nMemAvailable:  2097152 kB\nHugePages_Total:  0
 
 
 def test_free_memory_is_the_least_of_the_machines_and_of_the_containers(tmp_path: Path) -> None:
-    assert audit_room.free_memory(tmp_path / "nothing") is None
+    assert host.free_memory(tmp_path / "nothing") is None
     machine = write(tmp_path / "a", proc__meminfo=MEMINFO)
-    assert audit_room.free_memory(machine) == 2 * GIB
+    assert host.free_memory(machine) == 2 * GIB
     groups = {
         "sys__fs__cgroup__memory_dot_max": f"{GIB}\n",
         "sys__fs__cgroup__memory_dot_current": f"{GIB // 2}\n",
         "sys__fs__cgroup__memory_dot_stat": f"anon 5\ninactive_file {GIB // 4}\n",
     }
     container = write(tmp_path / "b", proc__meminfo=MEMINFO, **groups)
-    assert audit_room.free_memory(container) == GIB * 3 // 4
+    assert host.free_memory(container) == GIB * 3 // 4
     unlimited = write(container, sys__fs__cgroup__memory_dot_max="max\n")
-    assert audit_room.free_memory(unlimited) == 2 * GIB
+    assert host.free_memory(unlimited) == 2 * GIB
 
 
 def tensors(values: Any) -> Iterator[Tensor]:
