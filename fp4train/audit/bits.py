@@ -79,6 +79,8 @@ def bit_sum(tensor: Tensor) -> Tensor:
     if flat.storage_offset() % 8:
         flat = flat.clone()  # a view as 64-bit integers begins at a multiple of their size
     aligned = flat.numel() // 8 * 8
+    if aligned and aligned == flat.numel():
+        return flat.view(torch.int64).sum()
     total = flat[aligned:].sum(dtype=torch.int64)
     if aligned:
         total = total + flat[:aligned].view(torch.int64).sum()

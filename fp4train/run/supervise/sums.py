@@ -47,9 +47,20 @@ def sums_of(tensors: Mapping[str, Tensor]) -> BitSums:
 
 def state_sums(run: Run) -> BitSums:
     """The sums of all tensors of a run's state; of tied weights under one of their names."""
+    return sums_of(_stored(run))
+
+
+def weight_sums(run: Run) -> BitSums:
+    """The sums of the weights and buffers alone."""
+    stored = _stored(run)
+    return sums_of({name: stored[name] for name in stored if name.startswith(f"{MODEL}/")})
+
+
+def _stored(run: Run) -> dict[str, Tensor]:
+    """This rank's parts of the tensors of a run's state, of tied ones one."""
     tensors, _ = checkpoint.flatten(run.state())
     stored, _ = separate({name: local(tensor) for name, tensor in tensors.items()})
-    return sums_of(stored)
+    return stored
 
 
 _RATES: Final = 1e-6
@@ -83,14 +94,17 @@ class StateSums:
         return self._after
 
     def before_step(self) -> list[Fault]:
-        """The tensors that changed since the last update; takes the sums of the coming one."""
-        step = self.run.step
-        if self._after is None and not self.due(step):
+        """The tensors that changed since the last update; sums the weights before one that is
+        summed after it.
+        """
+        due_now = self.due(self.run.step)
+        if self._after is None:
+            self._before = self._sums(weights_alone=True) if due_now else None
             return []
         sums = self._sums()
         faults = self._changed(sums)
         self._after = None
-        self._before = sums if self.due(step) else None
+        self._before = sums if due_now else None
         return faults
 
     def at_end(self) -> list[Fault]:
@@ -116,10 +130,11 @@ class StateSums:
             faults = [*self._other_rate(step), *self._unchanged(before, sums, step)]
         return [*faults, *self._copies_that_differ(sums)] if on_all_ranks else faults
 
-    def _sums(self) -> BitSums | None:
+    def _sums(self, *, weights_alone: bool = False) -> BitSums | None:
+        take = weight_sums if weights_alone else state_sums
         sums = None
         with self.failures.guarding(STATE):
-            sums = state_sums(self.run)
+            sums = take(self.run)
         return sums
 
     def _changed(self, sums: BitSums | None) -> list[Fault]:
