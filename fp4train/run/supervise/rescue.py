@@ -31,6 +31,7 @@ from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.saving import PAUSES
 from fp4train.run.supervise.watch import Watch
+from fp4train.text import screen
 
 
 def rescue(run: Run, error: NonFiniteError) -> str:
@@ -50,35 +51,18 @@ def rescue(run: Run, error: NonFiniteError) -> str:
     if run.mid_update or not finite or error.of_state:
         run.saver.wait()
         report(run)
-        there = steps_saved(run)
-        if not finite:
-            last = "The weights are not finite themselves"
-        else:
-            last = "This state is not saved"
-        last += (
-            f"; the last checkpoint is from before, step {there[-1]}"
-            if there
-            else "; there is no checkpoint"
-        )
-    elif save_and_wait(run):
-        earlier_steps = [step for step in steps_saved(run) if step < run.step]
-        last = "A checkpoint from before this step is saved"
-        last += (
-            f", the one of step {earlier_steps[-1]} is kept (resume_step={earlier_steps[-1]})"
-            if earlier_steps
-            else ""
-        )
+        outcome = "not saved" if finite else "ruined"
     else:
-        last = "No checkpoint could be written"
-    how, where = (
-        ("Go on", f"resume={run.directory}")
-        if steps_saved(run)
-        else ("Begin again", "run.overwrite=true")
-    )
-    return (
-        f"{error}. {last}. {how} with another recipe, more layers in high precision "
-        "(policy.last) or a lower rate: "
-        f"{where} recipe=… optim.lr=…"
+        outcome = "saved" if save_and_wait(run) else "failed"
+    steps = steps_saved(run)
+    return screen(
+        __package__,
+        "rescue.txt",
+        error=str(error),
+        outcome=outcome,
+        steps=steps,
+        earlier=[step for step in steps if step < run.step],
+        directory=str(run.directory),
     )
 
 
