@@ -16,6 +16,7 @@ from fp4train.errors import UserError
 from fp4train.models import Architecture
 from fp4train.models.weightless import build_weightless
 from fp4train.run.record import directory as run_directory, journal
+from fp4train.text import screen
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name in a model's state dict → shape."""
@@ -100,26 +101,18 @@ def check_model(config: Config, cfg: DictConfig, saved: Mapping[str, Any], optio
         for key, values in differences.items()
         if shapes(_with_key(brought, key, values[1])["model"]) != theirs
     } or differences
-    if option:
-        (key, values), *others = culprits.items()
-        there, here = map(_typed, values)
-        more = f", and {len(others)} more differ" if others else ""
-        raise UserError(
-            f"model={option} contradicts init={config.init}: {key} is {there} in its "
-            f"{run_directory.CONFIG} and {here} here{more}. The run brings its model: leave out "
-            "model=…"
-        )
-    here = ", ".join(f"{key}={_typed(value)}" for key, (_, value) in culprits.items())
-    if len(culprits) == 1:
-        ((there, _),) = culprits.values()
-        raise UserError(
-            f"{here} contradicts init={config.init}, whose {run_directory.CONFIG} makes it "
-            f"{_typed(there)}: leave it out"
-        )
-    there = ", ".join(f"{key}={_typed(value)}" for key, (value, _) in culprits.items())
     raise UserError(
-        f"{here} contradict init={config.init}, whose {run_directory.CONFIG} has {there}: leave "
-        "them out"
+        screen(
+            __package__,
+            "contradiction.txt",
+            option=option,
+            init=config.init,
+            file=run_directory.CONFIG,
+            culprits=[
+                (key, *("null" if value is None else str(value) for value in values))
+                for key, values in culprits.items()
+            ],
+        )
     )
 
 
@@ -138,13 +131,6 @@ def _with_key(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]
     changed = OmegaConf.create(dict(values))
     OmegaConf.update(changed, key, value, merge=False, force_add=True)
     return plain(changed)
-
-
-def _typed(value: object) -> str:
-    """A value as it is typed."""
-    if value is None:
-        return "null"
-    return str(value)
 
 
 def _names_paths(section: Mapping[str, Any]) -> bool:
