@@ -26,7 +26,6 @@ from fp4train.quantize import (
     Quantized,
     QuantSpec,
     RandomKey,
-    ValuesOf,
     has_tensor_amax,
     reference,
 )
@@ -254,9 +253,9 @@ def source_of(
         return None
     values = centred(call, plan, gemm, tensor, values)
     dtype = plan.table.torch_dtype
-    if isinstance(operand.source, ValuesOf):
-        codes = source_of_operand(call, expected, Operand(tensor, operand.source.codes), values)
-        values = codes.decoded().tensor(dtype)
+    if operand.values is not None:
+        codes = source_of_operand(call, expected, operand.prepared, values)
+        values = operand.values(codes.decoded(), dtype)
         if operand.transposed:
             values = values.T
         return OperandSource(values, None, None, None, dtype)

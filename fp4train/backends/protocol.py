@@ -20,13 +20,11 @@ from torch import Tensor, nn
 
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import Decoded, Quantized, QuantSpec, RunStep
+from fp4train.quantize import Quantized, QuantSpec, RunStep
+from fp4train.quantize.quantized import Prepared as Prepared
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Prepared: TypeAlias = Decoded | Quantized
-"""An operand ready for a product: decoded values, or codes and scales."""
 
 
 class Backend(Protocol):

@@ -10,7 +10,7 @@ along the contraction axis:
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -95,6 +95,18 @@ class Operands:
     def quantised(self) -> bool:
         return self.first is not None or self.second is not None
 
+    @property
+    def derived(self) -> str | None:
+        """What the second operand is, where it is made of the codes that fprop multiplies; None: it
+        is made of its tensor.
+        """
+        return "values of the codes that fprop multiplies" if self.dequantised else None
+
+    @property
+    def without_codes_of_fprop(self) -> "Operands":
+        """The same where fprop has no codes: the second operand is the tensor."""
+        return replace(self, dequantised=False)
+
     def formats(self, dtype: str) -> tuple[ElementFormat, ElementFormat]:
         """The formats of both; `dtype` in high precision."""
         high = HIGH_FORMATS[dtype]
@@ -167,7 +179,7 @@ def sourced(table: Mapping[str, Operands]) -> dict[tuple[str, str], Operand]:
     """(GEMM, tensor) → the operand, with where it comes from, of the GEMMs of a layer."""
     operands = {(gemm, tensor): operand(tensor, gemm, spec) for gemm, tensor, spec in named(table)}
     for gemm, pair in table.items():
-        if pair.dequantised:
+        if pair.derived is not None:
             tensor = OPERANDS[gemm][1]
             codes = operands["fprop", tensor].codes
             assert codes is not None  # a recipe checks it
@@ -180,7 +192,7 @@ def check_dequantised(recipe: str, operands: dict[str, Operands]) -> None:
     of a transformed tensor.
     """
     for gemm, pair in operands.items():
-        if not pair.dequantised:
+        if pair.derived is None:
             continue
         instead = "use dequantised=False there"
         if gemm == "fprop":

@@ -26,7 +26,6 @@ from fp4train.quantize import (
     Quantizer,
     QuantSpec,
     RandomKey,
-    Requantised,
     amax_extent,
     quantised_in_runs,
 )
@@ -152,7 +151,7 @@ class LayerShard:
         if codes is None:
             return (), ()
         ranks = self.amax_ranks(operand.tensor, codes.spec, transposed=transposed, tokens=tokens)
-        if not isinstance(codes, Requantised):
+        if codes.of is None:
             return ranks, ()
         return ranks, self.amax_ranks(
             operand.tensor, codes.of.spec, transposed=not transposed, tokens=tokens

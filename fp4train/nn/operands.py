@@ -25,7 +25,6 @@ from fp4train.quantize import (
     Operand,
     PairQuantizer,
     RandomKey,
-    ValuesOf,
     has_tensor_amax,
     measure_amax,
     quantizer,
@@ -191,7 +190,7 @@ class TensorForms:
         "pure",
         "requantise",
         "row",
-        "row_serves_both",
+        "values",
         "wants",
     )
 
@@ -205,9 +204,11 @@ class TensorForms:
         tiles: tuple[bool, ...] = (False, False),
         tokens: bool = False,
     ) -> None:
-        self.row_serves_both = isinstance(operands[1].source, ValuesOf)
-        """Whether the column-wise form is the values of the row-wise one's codes."""
-        if self.row_serves_both:
+        self.values = operands[1].values
+        """Function that gives what a GEMM multiplies in the place of the column-wise form, of the
+        codes of the row-wise one; None: the column-wise form is prepared.
+        """
+        if self.values is not None:
             codes = (True, True)
         self.row, self.column = row, column = tuple(
             Form(*form, device, shard=shard, tokens=tokens)
@@ -245,7 +246,7 @@ class TensorForms:
         """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for. Where the
         row-wise form serves both, it is both: codes [M, K].
         """
-        if self.row_serves_both:
+        if self.values is not None:
             codes = self.row.prepare(x_MK, call)
             return codes, codes if column else None
         if row and column and self.pair is not None:

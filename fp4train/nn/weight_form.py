@@ -19,13 +19,12 @@ from fp4train.quantize import (
     Operand,
     PairQuantizer,
     Quantized,
-    Requantised,
     has_tensor_amax,
     quantizer,
 )
-from fp4train.quantize.source import Source
+from fp4train.quantize.source import AnySource
 
-FormKey: TypeAlias = tuple[Source, str, torch.dtype, tuple[str, ...]]
+FormKey: TypeAlias = tuple[AnySource, str, torch.dtype, tuple[str, ...]]
 """The key of a prepared form: the source of the operand, the name of the backend, the dtype in high
 precision, and the layers whose weights share its global scale.
 """
@@ -113,10 +112,9 @@ class WeightForm:
         elif backend.takes_codes:
             self.make = self.quantizer.codes
             self.make_of_rounded = plain.codes
-        source = self.operand.source
         alone = device == "cpu" and not self.amax_ranks
-        if self.of_transpose and isinstance(source, Requantised) and alone:
-            self.rounded_from = (source.of, *self.key[1:])
+        if self.of_transpose and self.operand.of is not None and alone:
+            self.rounded_from = (self.operand.of, *self.key[1:])
         self.rounds_first = spec.requantises is not None and bool(runs or self.rounding_ranks)
 
     def pair_with(self, column: WeightForm) -> None:

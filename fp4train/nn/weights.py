@@ -26,11 +26,9 @@ from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.nn.weight_form import FormKey, PairedForm, WeightForm
 from fp4train.quantize import (
     Decoded,
-    Own,
     Quantized,
     Quantizer,
     RandomKey,
-    Requantised,
     RunStep,
     has_tensor_amax,
     measure_amax,
@@ -38,6 +36,7 @@ from fp4train.quantize import (
     to_torch,
 )
 from fp4train.quantize.quantized import turned
+from fp4train.quantize.source import Codes
 
 
 class PreparedWeights:
@@ -141,11 +140,11 @@ class PreparedWeights:
         source = w_NK.source
         if (sent := source.prepared(form, call)) is not None:
             return sent
-        codes = form.operand.source
         group_amax = source.fused_amax(call) if form.fused else None
         values = None
-        if isinstance(codes, Requantised) and form.of_transpose:
-            values = source.rounded(codes.of, call)
+        rounded_codes = form.operand.of
+        if rounded_codes is not None and form.of_transpose:
+            values = source.rounded(rounded_codes, call)
         if values is not None:
             return self.prepared(values, form, call, group_amax, is_rounded=True)
         return self.prepared(source.values(w_NK.dtype), form, call, group_amax)
@@ -195,22 +194,23 @@ class PreparedWeights:
         key = None
         if spec.random:
             key = call.position.key(call.layer_key, form.number, *form.start)
-        source = form.operand.source
         rounds_first = form.rounds_first
         if group_amax is not None and spec.requantises is not None:
             rounds_first = True
         if rounds_first and not is_rounded:
             if group_amax is None:
-                assert isinstance(source, Requantised)
-                group_amax = self._amax_over_ranks(w.T, source.of, form.rounding_ranks)
+                rounded_codes = form.operand.of
+                assert rounded_codes is not None
+                group_amax = self._amax_over_ranks(w.T, rounded_codes, form.rounding_ranks)
             w = requantised(w, spec, group_amax)
             is_rounded = True
             group_amax = None
         if group_amax is not None and not is_rounded:
             amax = group_amax
         elif form.amax_ranks and amax is None:
-            assert isinstance(source, Own | Requantised)
-            amax = self._amax_over_ranks(w, source, form.amax_ranks, key)
+            codes = form.operand.codes
+            assert codes is not None
+            amax = self._amax_over_ranks(w, codes, form.amax_ranks, key)
         if pair is not None:
             prepared, other = pair.quantizer(w, None, amax, None, amax, history_entry)
             self._forms.append((pair.key, other))
@@ -220,7 +220,7 @@ class PreparedWeights:
     def _amax_over_ranks(
         self,
         w: Tensor,
-        codes: Own | Requantised,
+        codes: Codes,
         amax_ranks: tuple[Ranks, ...],
         key: RandomKey | None = None,
     ) -> Tensor:

@@ -103,9 +103,9 @@ def form_of(source: ReceivedWeight, form: WeightForm, call: LayerCall) -> Prepar
     if form.spec is None:
         return form.view_for_gemm(Decoded(source.values(form.dtype), None))
     codes = form.operand.shared
-    if not isinstance(codes, Own):
+    if codes is None or codes.of is not None:
         return None
-    part = GatherItem(codes)
+    part = GatherItem(codes.sent)
     arrived = source.codes(part, call)
     if arrived is not None and form.of_transpose and not part.column:
         arrived = turned(arrived)

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import torch
 
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Own, Requantised, why_not_cut
+from fp4train.quantize import Own, why_not_cut
 from fp4train.quantize.source import source_bytes
 
 GATHERS: Final = ("recipe", "bf16", "fp32")
@@ -132,7 +132,7 @@ def _why_rounded(plan: LayerPlan) -> str | None:
     # No backend runs a part of a layer as a whole: parts are quantised by fp4train.
     if plan.layer_backend is not None and plan.layer.cut is None and plan.why_values is not None:
         return plan.why_values
-    if isinstance(plan.sources["fprop", "w"].source, Requantised):
+    if plan.sources["fprop", "w"].of is not None:
         return "the weight is transformed"
     for gemm in ("fprop", "dgrad"):
         codes = plan.sources[gemm, "w"].sent

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from fp4train.backends import (
     GEMMS,
@@ -41,9 +41,6 @@ from fp4train.precision.phases import Stretch
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import Operand, QuantSpec, has_tensor_amax
-
-DEQUANTISED: Final = "values of the codes that fprop multiplies"
-"""The reason of GEMMs in high precision whose second operand is such values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,13 +346,13 @@ def resolve(
             why = (
                 divided.get(name)
                 or kept
-                or (DEQUANTISED if operands.dequantised else None)
+                or operands.derived
                 or (reason if reason and name in recipe.high_precision else layer_recipe.name)
             )
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
-        if operands.dequantised and operands.quantised:
-            why += f"; {OPERANDS[name][1]}: {DEQUANTISED}"
+        if operands.derived is not None and operands.quantised:
+            why += f"; {OPERANDS[name][1]}: {operands.derived}"
         why += fused_note(layer, layer_recipe, name) + input_note(
             alike, layer_recipe, name, chosen, device
         )
@@ -419,16 +416,13 @@ def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = (
     if not divided:
         return replace(plan, layer=layer)
     recipe = plan.recipe.with_high_precision(*divided)
-    # Without codes of fprop there are no values of them.
-    why_values = divided.get("fprop", DEQUANTISED)
-    gemms: dict[str, Any] = {
-        gemm.name: replace(
-            gemm,
-            operands=recipe.table()[gemm.name],
-            why=gemm.why.replace(DEQUANTISED, why_values),
-        )
-        for gemm in plan.gemms
-    }
+    gemms: dict[str, Any] = {}
+    for gemm in plan.gemms:
+        why = gemm.why
+        if "fprop" in divided and gemm.operands.derived is not None:
+            # Without codes of fprop there are no values of them.
+            why = why.replace(gemm.operands.derived, divided["fprop"])
+        gemms[gemm.name] = replace(gemm, operands=recipe.table()[gemm.name], why=why)
     for name, why in divided.items():
         gemms[name] = replace(gemms[name], backend="torch", why=why, divided=True)
     return replace(plan, layer=layer, recipe=recipe, **gemms)

@@ -151,9 +151,9 @@ class Recipe:
         if "fprop" in self.high_precision:
             # the values that fprop multiplied are those of the tensors
             kept |= {
-                gemm: dataclasses.replace(operands, dequantised=False)
+                gemm: operands.without_codes_of_fprop
                 for gemm, operands in kept.items()
-                if operands.dequantised
+                if operands.derived is not None
             }
         object.__setattr__(self, "_table", Table(**kept, dtype=self.dtype, name=self.name))
 

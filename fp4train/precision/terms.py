@@ -133,10 +133,10 @@ def check_residual(
                 f"residual: fprop, {tensor}: hadamard={spec.hadamard}: its codes are those of a "
                 f"transformed {tensor}: use hadamard=None in fprop, or {instead}"
             )
-    dequantised = [gemm for gemm, pair in operands.items() if pair.dequantised]
-    if backward == "dequantised" or dequantised:
+    dequantised = [gemm for gemm, pair in operands.items() if pair.derived is not None]
+    if backward != "quantised" or dequantised:
         quantised = "backward='quantised'"
-        if backward != "dequantised":
+        if backward == "quantised":
             quantised = f"dequantised=false in {' and '.join(dequantised)}"
         raise ValueError(
             f"residual: {recipe} has a dequantised backward, which takes the values of one set of "

@@ -17,6 +17,7 @@ from fp4train.quantize.quantizer import (
     quantize as quantize,
     quantize_dequantize as quantize_dequantize,
     quantizer as quantizer,
+    tensor_of as tensor_of,
 )
 from fp4train.quantize.random import (
     FPROP_W as FPROP_W,

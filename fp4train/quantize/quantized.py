@@ -2,7 +2,7 @@
 the values that emulation multiplies.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -178,6 +178,10 @@ class Quantized(NamedTuple):
         if self.spec.hadamard is not None:
             values = undo_transform(values, self.spec.hadamard, key)[:, : self.shape[1]]
         return values.to(dtype)
+
+
+Prepared: TypeAlias = Decoded | Quantized
+"""An operand ready for a product: decoded values, or codes and scales."""
 
 
 def turned(q: Quantized) -> Quantized:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp4train.formats import LevelledScale
 from fp4train.quantize import reference
-from fp4train.quantize.quantized import Decoded, Quantized
+from fp4train.quantize.quantized import Decoded, Prepared, Quantized
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, transform
@@ -175,6 +175,13 @@ def quantize_dequantize(
     multiplies.
     """
     return quantizer(spec, x_RC.device.type, kernel).values(x_RC, key, amax)
+
+
+def tensor_of(prepared: Prepared, dtype: torch.dtype) -> Tensor:
+    """The tensor that an operand's codes or values stand for, in `dtype`."""
+    if isinstance(prepared, Quantized):
+        prepared = quantizer(prepared.spec, prepared.codes.device.type).decode(prepared)
+    return prepared.tensor(dtype)
 
 
 def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:

@@ -14,10 +14,16 @@ source: two operands with one source have the same codes, and nothing else does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 
+import torch
+from torch import Tensor
+
+from fp4train.quantize.quantized import Prepared
+from fp4train.quantize.quantizer import tensor_of
 from fp4train.quantize.random import DGRAD_DY, DGRAD_W, FPROP_W, FPROP_X, WGRAD_DY, WGRAD_X
 from fp4train.quantize.sharded import packed_bytes, why_not_cut
 from fp4train.quantize.spec import QuantSpec
@@ -50,6 +56,17 @@ class Own:
 
     spec: QuantSpec
     axis: Axis
+    of: ClassVar[None] = None
+    values: ClassVar[None] = None
+
+    @property
+    def codes(self) -> Own:
+        return self
+
+    @property
+    def sent(self) -> Own:
+        """The codes that other ranks send for it."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -63,16 +80,34 @@ class Requantised:
     spec: QuantSpec
     axis: Axis
     of: Own
+    values: ClassVar[None] = None
+
+    @property
+    def codes(self) -> Requantised:
+        return self
+
+    @property
+    def sent(self) -> Own:
+        """The codes that other ranks send for it: those before."""
+        return self.of
+
+
+Codes: TypeAlias = Own | Requantised
 
 
 @dataclass(frozen=True)
 class ValuesOf:
-    """The values of codes that another GEMM multiplies, in high precision, for a GEMM that
-    contracts `axis`.
+    """The values of codes that fprop multiplies, in high precision, for a GEMM that contracts
+    `axis`.
     """
 
-    codes: Own | Requantised
+    codes: Codes
     axis: Axis
+    spec: ClassVar[None] = None
+
+    def values(self, prepared: Prepared, dtype: torch.dtype) -> Tensor:
+        """See `AnySource.values`."""
+        return tensor_of(prepared, dtype)
 
 
 @dataclass(frozen=True)
@@ -80,9 +115,33 @@ class High:
     """The tensor in high precision, for a GEMM that contracts `axis`."""
 
     axis: Axis
+    spec: ClassVar[None] = None
+    codes: ClassVar[None] = None
+    values: ClassVar[None] = None
 
 
-Source: TypeAlias = Own | Requantised | ValuesOf | High
+class AnySource(Protocol):
+    """What each kind of source answers. Who prepares, multiplies, sends, counts or audits operands
+    asks this, and no class: another kind is another class here.
+    """
+
+    @property
+    def axis(self) -> Axis:
+        """The axis that the GEMM contracts."""
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """How what the GEMM multiplies is quantised; None: it is in high precision."""
+
+    @property
+    def codes(self) -> Codes | None:
+        """The codes that must be made; None: none."""
+
+    @property
+    def values(self) -> Callable[[Prepared, torch.dtype], Tensor] | None:
+        """Function of the codes' form that gives what the GEMM multiplies, as the tensor lies;
+        None: the GEMM multiplies the codes, or the tensor.
+        """
 
 
 @dataclass(frozen=True)
@@ -90,7 +149,7 @@ class Operand:
     """An operand of a GEMM: the tensor, and where what is multiplied comes from."""
 
     tensor: str
-    source: Source
+    source: AnySource
 
     @property
     def axis(self) -> Axis:
@@ -99,22 +158,36 @@ class Operand:
 
     @property
     def spec(self) -> QuantSpec | None:
-        """How the GEMM's operand is quantised; None: it multiplies values in high precision."""
-        if isinstance(self.source, Own | Requantised):
-            return self.source.spec
-        return None
+        """See `AnySource.spec`."""
+        return self.source.spec
 
     @property
-    def codes(self) -> Own | Requantised | None:
-        """The codes that must be made for it; None: none."""
-        if isinstance(self.source, ValuesOf):
-            return self.source.codes
-        if isinstance(self.source, High):
-            return None
-        return self.source
+    def codes(self) -> Codes | None:
+        """See `AnySource.codes`."""
+        return self.source.codes
 
     @property
-    def shared(self) -> Own | Requantised | None:
+    def of(self) -> Own | None:
+        """The codes whose values its codes are made of; None: of the tensor."""
+        codes = self.codes
+        return None if codes is None else codes.of
+
+    @property
+    def values(self) -> Callable[[Prepared, torch.dtype], Tensor] | None:
+        """See `AnySource.values`."""
+        return self.source.values
+
+    @property
+    def prepared(self) -> Operand:
+        """The operand whose form is prepared for it: that of the codes whose values it is, or
+        itself.
+        """
+        if self.codes is None or self.values is None:
+            return self
+        return Operand(self.tensor, self.codes)
+
+    @property
+    def shared(self) -> Codes | None:
         """The codes that serve it and others: of square blocks those of the tensor as it lies, for
         both its axes; else `codes`.
         """
@@ -125,13 +198,9 @@ class Operand:
 
     @property
     def sent(self) -> Own | None:
-        """The codes that other ranks send for it: of what is requantised those before; None: they
-        send values.
-        """
+        """The codes that other ranks send for it; None: they send values."""
         codes = self.shared
-        if isinstance(codes, Requantised):
-            return codes.of
-        return codes
+        return None if codes is None else codes.sent
 
     @property
     def row_wise_axis(self) -> Axis:
@@ -180,7 +249,7 @@ class Operand:
         return source_bytes(codes, self.tensor, rows, columns)
 
 
-def source_bytes(codes: Own | Requantised, tensor: str, rows: int, columns: int) -> float:
+def source_bytes(codes: Codes, tensor: str, rows: int, columns: int) -> float:
     """Bytes of the codes and scales of a tensor [rows, columns]."""
     if codes.axis != AXES[tensor][1]:
         return packed_bytes(codes.spec, columns, rows)

@@ -38,9 +38,10 @@ def _check_backward(recipe: Recipe) -> None:
     """Refuse a dequantised backward whose fprop the configuration itself leaves in high precision:
     nothing would be quantised. (A phase may do so: backward is plain then.)
     """
-    if recipe.backward == "dequantised" and "fprop" in recipe.high_precision:
+    if recipe.backward != "quantised" and "fprop" in recipe.high_precision:
         raise UserError(
-            "recipe.backward=dequantised takes the values of the codes that fprop multiplies, and "
+            f"recipe.backward={recipe.backward} takes the values of the codes that fprop "
+            "multiplies, and "
             "recipe.high_precision leaves fprop without: take fprop out of recipe.high_precision, "
             "or recipe.backward=quantised"
         )

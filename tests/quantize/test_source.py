@@ -1,11 +1,21 @@
 """Where operands come from: their axis, the codes that serve them, what ranks send for them."""
 
 import pytest
+import torch
 
 from fp4train.backends import sourced
 from fp4train.precision import FP8Row, QuartetII, Recipe
 from fp4train.precision.recipes import MXFP8, NVFP4
-from fp4train.quantize import High, Operand, Own, QuantSpec, Requantised, ValuesOf, packed_bytes
+from fp4train.quantize import (
+    High,
+    Operand,
+    Own,
+    QuantSpec,
+    Requantised,
+    ValuesOf,
+    packed_bytes,
+    quantize,
+)
 
 NVFP4_X = QuantSpec()
 SQUARE = QuantSpec(block=(16, 16))
@@ -49,6 +59,22 @@ def test_values_of_codes_need_these_codes_and_are_not_quantised_again() -> None:
     assert operand.spec is None and operand.codes == operand.sent == codes
     assert operand.transposed and operand.why_not_cut("tokens", 3) is None
     assert "whole blocks of 16" in str(operand.why_not_cut("in", 24))
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), QuartetII()], ids=lambda r: r.name)
+def test_values_of_codes_are_taken_of_the_form_of_fprop(recipe: Recipe) -> None:
+    quantised = sourced(recipe.table())
+    operands = sourced(NVFP4(backward="dequantised").table())
+    assert all(operand.prepared is operand for operand in quantised.values())
+    assert all(operand.values is None for operand in quantised.values())
+    for gemm, tensor in (("dgrad", "w"), ("wgrad", "x")):
+        operand = operands[gemm, tensor]
+        assert operand.prepared == operands["fprop", tensor]
+        assert operand.codes is not None and operand.values is not None
+        codes = quantize(torch.randn(32, 32), operand.codes.spec)
+        values = codes.dequantize(torch.bfloat16)
+        assert torch.equal(operand.values(codes, torch.bfloat16), values)
+        assert torch.equal(operand.values(codes.decoded(), torch.bfloat16), values)
 
 
 def test_bytes_are_those_of_the_codes_as_they_are_blocked() -> None:

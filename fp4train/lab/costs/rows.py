@@ -27,7 +27,7 @@ from fp4train.backends.table import OPERANDS
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.roofline import gemm_seconds, move_seconds
 from fp4train.precision.layer_plan import Gemm, LayerPlan
-from fp4train.quantize import QuantSpec, ValuesOf
+from fp4train.quantize import QuantSpec
 
 EMULATING: Final = ("emulate", "reference")
 """Backends that use no low-precision tensor cores."""
@@ -131,8 +131,8 @@ def quantising_seconds(
         shared = quantise_seconds(gpu, count, specs, backend, read=read) / len(coded)
         for gemm, form in coded.items():
             seconds[gemm] += times * calls * shared
-            if isinstance(form.source, ValuesOf):
-                seconds[gemm] += times * calls * decode_seconds(gpu, count, form.source.codes.spec)
+            if form.values is not None and form.codes is not None:
+                seconds[gemm] += times * calls * decode_seconds(gpu, count, form.codes.spec)
     return seconds
 
 

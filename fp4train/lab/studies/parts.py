@@ -217,9 +217,9 @@ def _operands_alone(recipe: Recipe) -> dict[str, Recipe]:
                 pairs: dict[str, Any] = dict.fromkeys(GEMMS, HIGH_PRECISION)
                 if gemm == "fprop":
                     pairs |= {
-                        backward: Operands(dequantised=True)
+                        backward: replace(operands, first=None, accumulator="auto")
                         for backward, operands in recipe.table().items()
-                        if operands.dequantised and OPERANDS[backward][1] == name
+                        if operands.derived is not None and OPERANDS[backward][1] == name
                     }
                 pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
                 alone[f"{gemm}.{name}"] = Custom(

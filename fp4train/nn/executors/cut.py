@@ -146,7 +146,7 @@ class CutGemms(Gemms):
         """
         if self.sent is None:
             return False
-        if self.sent.row_serves_both:
+        if self.sent.values is not None:
             return whole_blocks(self.sent.row.spec, tokens, columns=False)
         return whole_blocks(self.sent.column.spec, tokens)
 
@@ -210,7 +210,7 @@ class CutGemms(Gemms):
         elif self.sequence and isinstance(x, Tensor):
             x = self.ranks.gather_rows(x)
         elif isinstance(x, Quantized) and self._keeps_own(len(dy)):
-            x = gathered(x, self.ranks, along_tokens=not self.x.row_serves_both)
+            x = gathered(x, self.ranks, along_tokens=self.x.values is None)
         dx_MK, dw_NK, dbias_N = super().backward(dy, (w_NK, x), call, total, codes_of)
         # of this rank's tokens; added in float32 and rounded once
         if codes_of is not None and dbias_N is not None:

@@ -39,14 +39,7 @@ from fp4train.nn.operands import TensorForms
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Decoded, Hadamard, High, Quantized, ValuesOf, quantizer
-
-
-def tensor_of(prepared: Prepared, dtype: torch.dtype) -> Tensor:
-    """The tensor that an operand stands for, in `dtype`."""
-    if isinstance(prepared, Quantized):
-        prepared = quantizer(prepared.spec, prepared.codes.device.type).decode(prepared)
-    return prepared.tensor(dtype)
+from fp4train.quantize import Decoded, Hadamard, Quantized
 
 
 class Gemms(ProductExecutor):
@@ -72,7 +65,7 @@ class Gemms(ProductExecutor):
             self.dw_dtype = torch.float32
         else:
             self.dw_dtype = dtype
-        self.keeps_x = isinstance(plan.sources["wgrad", "x"].source, High)
+        self.keeps_x = plan.sources["wgrad", "x"].codes is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
         self.adds = self.wgrad.adds and adds(dtype, device, self.sums)
         codes = (self.fprop.takes_codes, True)
@@ -89,9 +82,8 @@ class Gemms(ProductExecutor):
         self.w_row = WeightForm(
             operands["fprop", "w"], self.fprop, dtype, device, shard=shard, fused=plan.fused
         )
-        self.dequantises_w = isinstance(operands["dgrad", "w"].source, ValuesOf)
-        """Whether dgrad takes the values of the codes that fprop multiplies."""
-        if self.dequantises_w:
+        self.values_of_w = operands["dgrad", "w"].values
+        if operands["dgrad", "w"].prepared == operands["fprop", "w"]:
             self.w_column = self.w_row
         else:
             self.w_column = WeightForm(
@@ -187,13 +179,13 @@ class Gemms(ProductExecutor):
         if row is not None:
             assert isinstance(w_NK, Tensor) and gradients.x is not None
             w = call.weights.prepared(w_NK, self.w_column, call)
-            if self.dequantises_w:
-                w = Decoded(tensor_of(w, self.dtype).T, None)
+            if self.values_of_w is not None:
+                w = Decoded(self.values_of_w(w, self.dtype).T, None)
             dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype).to(gradients.x)
         if column is not None:
             assert x is not None and gradients.w is not None
-            if self.x.row_serves_both and isinstance(x, Quantized):
-                x = tensor_of(x, self.dtype)
+            if self.x.values is not None and isinstance(x, Quantized):
+                x = self.x.values(x, self.dtype)
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
             if total is not None:
                 self.wgrad.add(total, column, b)

@@ -32,12 +32,12 @@ from torch import Tensor
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import EAGER, CodesOf, Gradients, Saved
-from fp4train.nn.executors.gemms import Gemms, tensor_of
+from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.joined import Term, joined
 from fp4train.nn.gathered import values_of
 from fp4train.nn.operands import TensorForms
 from fp4train.precision.terms import Residual
-from fp4train.quantize import Decoded, Quantized, quantizer
+from fp4train.quantize import Decoded, Quantized, quantizer, tensor_of
 
 
 class CentredForms(NamedTuple):
@@ -93,7 +93,7 @@ class TermGemms(Gemms):
         x = "x" in recipe.centred
         dy = "dy" in recipe.centred
         x_row = x and fprop.first is not None
-        if self.x.row_serves_both:
+        if self.x.values is not None:
             x_column = x_row
         else:
             x_column = x and wgrad.second is not None
@@ -168,8 +168,8 @@ class TermGemms(Gemms):
         if forms.row is not None:
             assert isinstance(w_NK, Tensor) and gradients.x is not None
             w = call.weights.prepared(w_NK, self.w_column, call)
-            if self.dequantises_w:
-                w = Decoded(tensor_of(w, self.dtype).T, None)
+            if self.values_of_w is not None:
+                w = Decoded(self.values_of_w(w, self.dtype).T, None)
             outer = None
             if self.centres_dy[0]:
                 assert forms.mean is not None
@@ -198,8 +198,8 @@ class TermGemms(Gemms):
 
     def _x_of_wgrad(self, x: Quantized | Tensor) -> Prepared:
         """The operand x of wgrad from what forward saved."""
-        if self.x.row_serves_both and isinstance(x, Quantized):
-            x = tensor_of(x, self.dtype)
+        if self.x.values is not None and isinstance(x, Quantized):
+            x = self.x.values(x, self.dtype)
         return Decoded(x.T, None) if isinstance(x, Tensor) else x
 
     def _forms_of_x(self, x_MK: Tensor, call: LayerCall, keeps_codes: bool) -> CentredForms:

@@ -44,7 +44,7 @@ from fp4train.nn.gathered import Gathered, values_of
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Decoded, High, Operand, ValuesOf
+from fp4train.quantize import Decoded, High, Operand
 
 
 def torch_linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -220,14 +220,12 @@ class BackendLayer(Executor):
         is the same where dgrad takes the values of fprop's codes.
         """
 
-        def form(gemm: str) -> WeightForm:
-            operand = self.plan.sources[gemm, "w"]
+        def form(operand: Operand) -> WeightForm:
             return WeightForm(operand, BACKENDS["native"], self.dtype, self.device, strided=True)
 
-        row = form("fprop")
-        if isinstance(self.plan.sources["dgrad", "w"].source, ValuesOf):
-            return row, row
-        return row, form("dgrad")
+        row, column = (self.plan.sources[gemm, "w"].prepared for gemm in ("fprop", "dgrad"))
+        form_of_row = form(row)
+        return form_of_row, form_of_row if column == row else form(column)
 
     def _codes(self, w_NK: Tensor, call: LayerCall) -> Callable[[bool], Prepared] | None:
         """A function that gives the codes of a gathered weight in each pass, as they came for it;
