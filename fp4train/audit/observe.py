@@ -400,10 +400,10 @@ class ObservedParts(ChannelParts):
             observed = observer.observed_gemms(dense), observer.observed_gemms(outliers)
             self.split.of_parts = observed
 
-    def set_executor(self, calls: Sequence[LayerCall], x_MK: Tensor) -> None:
+    def begin(self, calls: Sequence[LayerCall], x_MK: Tensor) -> None:
         """As of the executor, which remembers the channels of the last call."""
-        super().set_executor(calls, x_MK)
-        self._executor.rest = self.rest
+        super().begin(calls, x_MK)
+        self._executor.dense_channels = self.dense_channels
         with self._observer.guarding():
             for call in calls:
-                self._observer.multiplies(call.parts)
+                self._observer.multiplies(call.parts or ())

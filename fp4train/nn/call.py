@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fp4train.backends import LayerState, Prepared
-from fp4train.nn.engine import sum_so_far
+from fp4train.nn.engine import Nodes, sum_so_far
 from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.held_amaxes import HeldAmaxes
 from fp4train.nn.ranks import Ranks
@@ -22,6 +22,10 @@ from fp4train.shards import is_sharded
 
 Counts = Sequence[int]
 """The rows of x that each weight of a group multiplies, in turn."""
+
+
+ChannelCalls: TypeAlias = "tuple[tuple[Tensor, LayerCall], ...]"
+"""Channels and call of each part of the in features."""
 
 
 class PreparedForms(Protocol):
@@ -120,7 +124,8 @@ class LayerCall:
         gradients: gradients that backward computes; set by each forward pass.
         amaxes: the amaxes of this call that `scaling` gave, by tensor.
         member: the place of the weight in the layer's group.
-        parts: channels and call of each part of the in features that is multiplied apart.
+        parts: the parts of the in features that are multiplied apart; none: all are multiplied
+            together; None: it is not decided yet.
     """
 
     executor: Any
@@ -137,7 +142,7 @@ class LayerCall:
     gradients: GradientDtypes = _NO_GRADIENTS
     amaxes: dict[str, Tensor] | None = None
     member: int = 0
-    parts: tuple[tuple[Tensor, LayerCall], ...] = ()
+    parts: ChannelCalls | None = None
 
     def wants(
         self, needs_grad: Sequence[bool], x: Tensor, w: Tensor, bias: Tensor | None = None
@@ -155,7 +160,7 @@ class LayerCall:
             return self.parameter
         return w
 
-    def sums(self, summed: Tensor, nodes: Sequence[Any]) -> Tensor | None:
+    def sums(self, summed: Tensor, nodes: Nodes) -> Tensor | None:
         """The sum to which the product adds dw; None: autograd has dw. See `engine.Call`."""
         return None if self.gradients.w is None else sum_so_far(summed, nodes[1][0])
 
@@ -226,6 +231,6 @@ class GroupCall:
         """The calls that are made, each with its rows of x."""
         start = 0
         for call, count in zip(self.calls, self.counts, strict=True):
-            if count or call.executor.states:
+            if count or call.executor.runs_idle:
                 yield call, slice(start, start + count)
             start += count

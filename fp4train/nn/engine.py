@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 
 from fp4train.backends import LayerState, Prepared, named
 from fp4train.nn.layer_shard import LayerShard
@@ -35,6 +36,10 @@ CodesOf = Callable[[Tensor, Any, bool, bool], PreparedPair]
 SavedKinds = list[tuple[Any, ...] | None]
 """The rest of each quantised operand, without its tensors; None: it is a tensor, or is not
 saved.
+"""
+Nodes = Sequence[tuple[Node | None, int]]
+"""Nodes of autograd's graph to which the gradients of some tensors go, None for those that need
+none, each with the number of the gradient among the node's.
 """
 _TENSORS = len(Quantized._fields) - 2
 """Tensors of a `Quantized`."""
@@ -57,10 +62,10 @@ class Call(Protocol):
     def summed(self, *tensors: Any) -> Any:
         """The weights among the tensors, as `sums` takes them, if products add to their sums."""
 
-    def sums(self, summed: Any, nodes: Sequence[Any]) -> Any:
+    def sums(self, summed: Any, nodes: Nodes) -> Any:
         """The sums to which products of this backward pass add dw (`sum_so_far`).
 
-        nodes: autograd's, with a number each, to which the gradients of the tensors go.
+        nodes: those of the tensors.
         """
 
 
@@ -177,8 +182,13 @@ class Executor(ABC):
                 count for nothing: those of y are zero. None: the executor takes none.
         """
 
-    def set_executor(self, calls: Sequence[Any], x_MK: Tensor) -> None:
-        """Set the executor of calls of one layer, where it depends on what they multiply.
+    @property
+    def runs_idle(self) -> bool:
+        """Whether its states must see the calls of a group's weight that has no rows."""
+        return bool(self.states)
+
+    def begin(self, calls: Sequence[Any], x_MK: Tensor) -> None:
+        """Note in calls of one layer, before their products, what depends on what they multiply.
 
         Args:
             x_MK: the rows of all calls, and no others.
@@ -312,7 +322,7 @@ def unflatten(tensors: Sequence[Any], kinds: SavedKinds) -> list[Any]:
 # -- the sum of a weight's gradients ---------------------------------------------------------------
 
 
-def accumulates(node: Any) -> bool | None:
+def accumulates(node: Node) -> bool | None:
     """Whether this backward pass adds to the gradients of all leaves below a node of the graph, of
     which `inputs` may leave some out; None: `torch.autograd.grad` returns one instead.
     """
@@ -327,7 +337,7 @@ def accumulates(node: Any) -> bool | None:
         return None
 
 
-def sum_so_far(w_NK: Tensor, node: Any) -> Tensor | None:
+def sum_so_far(w_NK: Tensor, node: Node | None) -> Tensor | None:
     """The sum of a weight's gradients, float32, to which a product of this pass can be added; None:
     autograd has dw.
 
@@ -337,7 +347,7 @@ def sum_so_far(w_NK: Tensor, node: Any) -> Tensor | None:
     Args:
         w_NK: the weight that the layer was called with; of tensor-parallel ranks the parameter:
             what autograd saved is another tensor where it is recomputed.
-        node: node of the graph, to which autograd would give dw.
+        node: node of the graph, to which autograd would give dw; None: to none.
     """
     if (
         not w_NK.is_leaf
@@ -346,7 +356,7 @@ def sum_so_far(w_NK: Tensor, node: Any) -> Tensor | None:
         or w_NK._post_accumulate_grad_hooks
     ):
         return None
-    if w_NK.grad is not None and accumulates(node):
+    if w_NK.grad is not None and node is not None and accumulates(node):
         return local(w_NK.grad)
     return None
 

@@ -159,13 +159,17 @@ def forms_from(
 
 
 class LayerOutputs(NamedTuple):
-    """What stands for the input of a module: the outputs of the layers that read it."""
+    """What stands for the input of a module: the outputs of the layers that read it.
+
+    The norm and the layers that read it lie in different modules, whose forward passes are the
+    model's: the result is handed from one to the other in the place of the tensor that is not made.
+    """
 
     tensors: tuple[Tensor, ...]
 
 
 class ModuleOutput(NamedTuple):
-    """What stands for the input of a module: its output."""
+    """What stands for the input of a module: its output, as `LayerOutputs`."""
 
     tensor: Tensor
 
@@ -188,6 +192,9 @@ def outputs_of(x: Tensor | LayerOutputs, *layers: nn.Module) -> Sequence[Tensor]
 def overrides(module: nn.Module, declaration: str, *methods: str) -> bool:
     """Whether a module has other `methods` than the class that sets the attribute `declaration`:
     what this tells of them is not known to be true then. Without the attribute it has not.
+
+    Classes and instances are read, since neither a subclass of a user's own nor a library that
+    replaces `forward` of one module (accelerate) declares that it does.
     """
     if not hasattr(module, declaration):
         return False

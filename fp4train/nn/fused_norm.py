@@ -14,7 +14,7 @@ from torch import Tensor
 from fp4train.backends.protocol import CodePair
 from fp4train.nn.backend_sources import matrix
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import CodesOf, Saved, sum_so_far
+from fp4train.nn.engine import CodesOf, Nodes, Saved, sum_so_far
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.fused_layers import CodeReader, forms_from
 from fp4train.precision.context import State
@@ -174,7 +174,7 @@ class NormedCall(FusedCall):
             weights.append((w_NK, node))
         return weights
 
-    def sums(self, summed: Sequence[tuple[Any, int]], nodes: Sequence[Any]) -> list[Any]:
+    def sums(self, summed: Sequence[tuple[Any, int]], nodes: Nodes) -> list[Any]:
         """See `engine.Call`."""
         return [
             None if w_NK is None else sum_so_far(w_NK, nodes[number][0]) for w_NK, number in summed

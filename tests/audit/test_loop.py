@@ -300,7 +300,7 @@ def test_both_parts_of_a_layer_with_outlier_channels_are_audited() -> None:
         assert not report.faults and not report.uncovered, str(report)
         gemms = [list(audit.gemms) for audit in report.audits]
         assert gemms == [["fprop", "wgrad"], *[["fprop", "dgrad", "wgrad"]] * 2]
-    assert layers[2]._held[3].rest is not None
+    assert layers[2]._held[3].dense_channels is not None
     for a, b in zip(plain.parameters(), layers.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ import torch
 from three_readers import SIZES, TOKENS, K, made, normal, within
 from torch import Tensor, nn
 
-from fp4train.precision import BF16, NVFP4, Recipe, recompute, use
+from fp4train.precision import BF16, NVFP4, OutlierChannels, Recipe, recompute, use
 
 ADDING_RECIPES = pytest.mark.parametrize(
     "recipe", [BF16(), NVFP4(fused_scales=True).with_high_precision("wgrad")], ids=["all", "wgrad"]
@@ -74,6 +74,25 @@ def test_recomputed_layers_add_dw_within_their_gemms_too_and_all_ways_have_the_s
         )
         added.clear()
     assert not differing(found[0], found[1]) and not differing(found[0], found[2])
+
+
+def test_gradients_of_outlier_channels_are_added_with_the_bits_of_autograds_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the channels are chosen within the product, then after the products of both parts."""
+    outliers = OutlierChannels(recipe=NVFP4(), share=0.25, multiple=8, start=0, steps=1)
+    recipe = NVFP4(outliers=outliers).with_high_precision("wgrad")
+    added = adding.begin(monkeypatch.setattr)
+    sums = []
+    for in_product in (False, True):
+        model = made(recipe, sums=True, in_product=in_product)
+        together = results(model, recipe, microbatches=3, step=0)
+        assert sorted(added) == sorted([(size, K) for size in SIZES] * 2 * in_product)
+        added.clear()
+        sums.append((together, results(model, recipe, microbatches=3, step=1)))
+        assert not added and differing(*sums[-1])
+    for first, second in zip(*sums, strict=True):
+        assert not differing(first, second)
 
 
 @ADDING_RECIPES

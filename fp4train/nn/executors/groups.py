@@ -66,7 +66,7 @@ class GroupGemms(ProductExecutor):
         return self.member.quantised_columns(x_MK, w_NK)
 
     def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: GroupCall) -> Tensor:
-        self.member.set_executor(call.calls, x_MK[: sum(call.counts)])
+        self.member.begin(call.calls, x_MK[: sum(call.counts)])
         return super().__call__(x_MK.to(self.dtype), w, bias, call)
 
     def forward(

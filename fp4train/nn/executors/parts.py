@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
-from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import CodesOf, Executor, Gradients, ProductExecutor, Saved
+from fp4train.nn.call import ChannelCalls, LayerCall
+from fp4train.nn.engine import CodesOf, Gradients, ProductExecutor, Saved
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.gathered import values_of
 from fp4train.nn.layer_shard import WHOLE
@@ -149,15 +149,14 @@ class SplitGemms(ProductExecutor):
         for gemms in self.of_parts:
             gemms.y_dtype = torch.float32  # a term of a sum is not rounded
 
-    def divide(self, call: LayerCall, channels: Sequence[Tensor]) -> None:
-        """Let two parts of `call` multiply these channels."""
+    def parts_of(self, call: LayerCall, channels: Sequence[Tensor]) -> ChannelCalls:
+        """The two parts of `call` that multiply these channels."""
         parts = []
         for number, gemms in enumerate(self.of_parts):
             weights = call.weights.part((self.count, number))
             part = replace(call, executor=gemms, weights=weights, shared=None)
             parts.append((channels[number], part))
-        call.executor = self
-        call.parts = tuple(parts)
+        return tuple(parts)
 
     def forward(
         self,
@@ -170,7 +169,7 @@ class SplitGemms(ProductExecutor):
         terms = []
         values = values_of(w, w.dtype)
         saved: list[Any] = [None if call.gradients.x is None else w]
-        for number, (channels, part) in enumerate(call.parts):
+        for number, (channels, part) in enumerate(call.parts or ()):
             part.parameter = w if call.parameter is None else call.parameter
             part.gradients = call.gradients._replace(bias=None) if number else call.gradients
             x_part = x_MK.index_select(1, channels)
@@ -194,10 +193,11 @@ class SplitGemms(ProductExecutor):
         w, *forms = saved
         values = values_of(w, w.dtype) if isinstance(w, Tensor) else None
         gradients = []
-        for (channels, part), form in zip(call.parts, forms, strict=True):
+        parts = call.parts or ()
+        for (channels, part), form in zip(parts, forms, strict=True):
             w_part = None if values is None else values.index_select(1, channels)
             gradients.append(part.executor.backward(dy_MN, (w_part, form), part))
-        (dense, _), (top, _) = call.parts
+        (dense, _), (top, _) = parts
         order = torch.cat((dense, top))
 
         def joined(dense: Tensor | None, top: Tensor | None) -> Tensor | None:
@@ -207,22 +207,24 @@ class SplitGemms(ProductExecutor):
             both = torch.cat((dense, top), dim=1)
             return torch.empty_like(both).index_copy_(1, order, both)
 
-        (dx_rest, dw_rest, dbias_N), (dx_top, dw_top, _) = gradients
-        return joined(dx_rest, dx_top), joined(dw_rest, dw_top), dbias_N
+        (dx_dense, dw_dense, dbias_N), (dx_top, dw_top, _) = gradients
+        return joined(dx_dense, dx_top), joined(dw_dense, dw_top), dbias_N
 
 
-class ChannelParts(Executor):
+class ChannelParts(ProductExecutor):
     """A layer with outlier channels: all channels together, recorded where that is due, until the
-    choice; then in parts, unless the layer is too narrow for any.
+    choice; then in parts, unless the layer is too narrow for any. A call keeps what `begin` chose
+    for it.
 
     Attributes:
-        rest: the channels that the layer's own recipe multiplied in the last call, int64; None:
-            all.
+        dense_channels: the channels that the layer's own recipe multiplied in the last call, int64;
+            None: all.
     """
 
     kinds = (ChannelNorms,)
     states = (ChannelNorms.kind,)
-    rest: Tensor | None = None
+    runs_idle = False
+    dense_channels: Tensor | None = None
 
     def build(self) -> None:
         self.whole = Gemms(self.plan, self.device, self.shard, sums=self.sums)
@@ -231,6 +233,7 @@ class ChannelParts(Executor):
             self.split = None
         else:
             self.split = SplitGemms(split, self.device, self.shard, sums=self.sums)
+        self.adds = self.whole.adds
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan) -> str | None:
@@ -238,39 +241,70 @@ class ChannelParts(Executor):
         return f"{name}: the host counts the steps by which outlier channels are chosen"
 
     def quantised_columns(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
-        if self.rest is None:
+        if self.dense_channels is None:
             return (x_MK, w_NK)
-        return (x_MK.index_select(1, self.rest), w_NK.index_select(1, self.rest))
+        return (
+            x_MK.index_select(1, self.dense_channels),
+            w_NK.index_select(1, self.dense_channels),
+        )
 
     def values(self, w_NK: Tensor, quantised: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.rest is None:
+        if self.dense_channels is None:
             return quantised(w_NK)
-        return w_NK.float().index_copy(1, self.rest, quantised(w_NK.index_select(1, self.rest)))
+        return w_NK.float().index_copy(
+            1, self.dense_channels, quantised(w_NK.index_select(1, self.dense_channels))
+        )
 
-    def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall) -> Tensor:
-        self.set_executor([call], x_MK)
-        y_MN: Tensor = call.executor(x_MK, w, bias, call)
-        return y_MN
-
-    def set_executor(self, calls: Sequence[LayerCall], x_MK: Tensor) -> None:
-        """Let calls multiply in parts if the outlier channels are chosen; until then x enters the
-        norms where that is due. Inside a recomputed region the first pass has chosen.
+    def begin(self, calls: Sequence[LayerCall], x_MK: Tensor) -> None:
+        """Choose the parts of calls of one layer, once the outlier channels are chosen; until then
+        x enters the norms where that is due. Inside a recomputed region the first pass has chosen.
         """
         call = calls[0]
-        if call.executor is not self:
+        if call.parts is not None:
             return
         norms = call.states[ChannelNorms.kind]
         outliers = self.plan.recipe.outliers
         assert isinstance(norms, ChannelNorms) and outliers is not None
         step = call.position.step
-        self.rest = None
+        self.dense_channels = None
         channels: Sequence[Tensor] = ()
         if not norms.chosen(outliers, step):
-            if torch.is_grad_enabled() and step.number >= outliers.start:
+            if call.training and step.number >= outliers.start:
                 norms.record(x_MK, step)
         elif self.split is not None:
-            self.rest, _ = channels = norms.channels(self.split.count, self.device)
+            self.dense_channels, _ = channels = norms.channels(self.split.count, self.device)
         for call in calls:
-            call.executor = self.whole
+            call.parts = ()
             if self.split is not None and channels:
-                self.split.divide(call, channels)
+                call.parts = self.split.parts_of(call, channels)
+
+    def forward(
+        self,
+        x_MK: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        call: LayerCall,
+        codes_of: CodesOf | None = None,
+    ) -> tuple[Tensor, Saved]:
+        if call.parts is None:
+            self.begin([call], x_MK)
+        if self.split is not None and call.parts:
+            return self.split.forward(x_MK, w, bias, call)
+        return self.whole.forward(x_MK, w, bias, call)
+
+    def backward(
+        self,
+        dy_MN: Tensor,
+        saved: Saved,
+        call: LayerCall,
+        total: Tensor | None = None,
+        codes_of: CodesOf | None = None,
+    ) -> Gradients:
+        """See `ProductExecutor.backward`; dw of both parts is added after their products."""
+        if self.split is None or not call.parts:
+            return self.whole.backward(dy_MN, saved, call, total)
+        dx_MK, dw_NK, dbias_N = self.split.backward(dy_MN, saved, call)
+        if total is not None and dw_NK is not None:
+            total += dw_NK
+            dw_NK = None
+        return dx_MK, dw_NK, dbias_N

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 
 from fp4train.backends import (
     BACKENDS,
@@ -284,7 +285,7 @@ class ValuesFunction(torch.autograd.Function):
         return None if dw_NK is None else dw_NK.to(ctx.dtype), None, None
 
 
-def _sum_of(w_NK: Tensor, node: Any) -> Tensor:
+def _sum_of(w_NK: Tensor, node: Node) -> Tensor:
     """The gradient of a parameter, zeros at first; zeros for nobody in a pass that leaves gradients
     as they are.
 
@@ -305,7 +306,7 @@ def _sum_of(w_NK: Tensor, node: Any) -> Tensor:
     return w_NK.grad
 
 
-def zeros_held(w_NK: Tensor, held: list[Tensor], node: Any) -> Tensor:
+def zeros_held(w_NK: Tensor, held: list[Tensor], node: Node) -> Tensor:
     """float32 zeros of the shape of a weight, appended to `held`."""
     held.append(torch.zeros(w_NK.shape, dtype=torch.float32, device=w_NK.device))
     return held[-1]
