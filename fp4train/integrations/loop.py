@@ -35,6 +35,7 @@ from fp4train.precision.context import Context, pop, push, state
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan, PlannedStretch, make_plan
 from fp4train.precision.recomputation import is_stray_recomputation
+from fp4train.quantize import Position, RunStep
 
 _log = logging.getLogger(__name__)
 
@@ -295,9 +296,8 @@ class Precision:
         return Context(
             recipe=stretch.recipe,
             policy=self.policy,
-            seed=self.seed,
-            step=self.step,
-            token_start=self._start,
+            position=Position(RunStep(self.seed, self.step), self._start),
+            counts="tokens",
             called_layers=self._called,
         )
 

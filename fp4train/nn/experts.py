@@ -241,9 +241,9 @@ class Experts(PlannedLayer):
             zip(members, self._keys, counts, self._member_tokens, strict=True)
         ):
             position = group_call.position
-            if context.step is not None and context.token_offset is None and training and count:
+            if context.counts == "tokens" and training and count:
                 offset = tokens.offset(position.step, count, f"{self.layer.name}.{place}")
-                position = position._replace(token=context.token_start + offset)
+                position = position._replace(token=context.position.token + offset)
             call = replace(
                 group_call,
                 position=position,

@@ -339,30 +339,34 @@ class PlannedLayer(nn.Module):
         self, context: Context, executor: Executor, tokens: int, *, training: bool
     ) -> LayerCall:
         """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
-        token = context.token_offset
-        step = context.run_step
-        if step is None:
+        position = context.position
+        run_step: RunStep | None = position.step
+        weights = self.forms
+        if context.counts == "calls":
             # Without a step the layer cannot know when its weights change, so it caches nothing
             # between calls.
             self._calls += training
-            step = RunStep(context.seed, self._calls)
-            weights = self.forms.emptied()
-        else:
-            weights = self.forms
-            if token is None and training and tokens:
-                token = context.token_start + self._tokens.offset(step, tokens, self.layer.name)
+            step = RunStep(position.step.seed, self._calls)
+            position = Position(step, position.token, position.counters)
+            run_step = None
+            weights = weights.emptied()
+        elif context.counts == "tokens":
+            token = 0
+            if training and tokens:
+                token = position.token + self._tokens.offset(position.step, tokens, self.layer.name)
+            position = Position(position.step, token, position.counters)
         scaling: Any = None
         for kind in executor.states:
             if kind in EARLIER_AMAXES:
                 scaling = self.states.get(kind)
         return LayerCall(
             executor,
-            Position(step, token or 0, context.counters),
+            position,
             self._layer_key,
             weights,
             self.states,
             scaling,
-            context.run_step,
+            run_step,
             training,
             context.shared,
             self.fused_weights,

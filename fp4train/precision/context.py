@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +29,8 @@ from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.replay import NO_REPLAY, Replay
 from fp4train.precision.settings import Context as Context
+from fp4train.precision.settings import Counts
+from fp4train.quantize import Position, RunStep
 
 _log = logging.getLogger(__name__)
 
@@ -220,23 +222,35 @@ def autocast(
         raise TypeError(f"autocast needs {hint}, not {recipe!r}")
     if policy is not None and not isinstance(policy, LayerPolicy):
         raise TypeError(f"autocast's policy is a LayerPolicy object or None, not {policy!r}")
-    settings = {"seed": seed, "step": step, "token_offset": token_offset, "counters": counters}
+    place = (seed, step, token_offset, counters)
     if torch.compiler.is_dynamo_compiling():
         from fp4train.precision import compile_context
 
         region: AbstractContextManager[None]
-        region = compile_context.call(_region, recipe, policy, enabled, settings)
+        region = compile_context.call(_region, recipe, policy, enabled, *place)
         return region
-    return _region(recipe, policy, enabled, settings)
+    return _region(recipe, policy, enabled, *place)
 
 
 def _region(
-    recipe: Recipe, policy: LayerPolicy | None, enabled: bool, settings: dict[str, Any]
+    recipe: Recipe,
+    policy: LayerPolicy | None,
+    enabled: bool,
+    seed: int,
+    step: int | None,
+    token_offset: int | None,
+    counters: torch.Tensor | None,
 ) -> AbstractContextManager[None]:
-    """The region of `autocast`, whose other arguments are `settings`."""
+    """The region of `autocast`, whose arguments it takes."""
     if not enabled:
         return use(None)
-    context = Context(recipe=recipe, policy=policy, **settings)
+    counts: Counts = "nothing"
+    if step is None:
+        counts = "calls"
+    elif token_offset is None:
+        counts = "tokens"
+    position = Position(RunStep(seed, step or 0), token_offset or 0, counters)
+    context = Context(recipe=recipe, policy=policy, position=position, counts=counts)
     return Region(partial(_watched, context), watched=True)
 
 

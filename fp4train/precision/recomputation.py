@@ -58,7 +58,7 @@ def recompute_eagerly(function: Callable[..., T], *args: object) -> T:
     from torch.utils.checkpoint import checkpoint
 
     context = current()
-    kept = context is None or context.counters is None
+    kept = context is None or context.position.counters is None
     options: dict[str, Any] = {
         "use_reentrant": False,
         "context_fn": recompute_contexts,

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
-from fp4train.quantize import RunStep
+from fp4train.quantize import Position, RunStep
+
+Counts: TypeAlias = Literal["calls", "tokens", "nothing"]
+"""What layers count in a context: their calls, each a step of its own, where the step is not known;
+the tokens of their calls within a step, where the first one's index is not; or nothing.
+"""
+START: Final = Position(RunStep(0, 0))
+"""The place of the first token of a run without a seed."""
 
 
 class GraphInput(type):
@@ -27,12 +34,10 @@ class Context(metaclass=GraphInput):
 
     recipe: Recipe
     policy: LayerPolicy | None = None
-    seed: int = 0
-    step: int | None = None
-    token_offset: int | None = None
-    token_start: int = 0
-    """Index of this rank's first token in a step, where layers count their tokens."""
-    counters: torch.Tensor | None = field(default=None, repr=False)
+    position: Position = START
+    """The place of the calls' tokens in the run; of what layers count it says where that begins."""
+    counts: Counts = "calls"
+    """What layers count by themselves."""
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
     """Cache for layers that read the same input in one forward pass, and in it one for each expert;
     `forget` clears them.
@@ -51,15 +56,10 @@ class Context(metaclass=GraphInput):
     they have none.
     """
 
-    run_step: RunStep | None = field(init=False, repr=False)
-    """The step of the run; None: there is none."""
-
-    def __post_init__(self) -> None:
-        if self.step is None:
-            step = None
-        else:
-            step = RunStep(self.seed, self.step)
-        object.__setattr__(self, "run_step", step)
+    @property
+    def run_step(self) -> RunStep | None:
+        """The step of the run; None: it is not known, and layers count their calls."""
+        return None if self.counts == "calls" else self.position.step
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype in which a model carries its activations."""

@@ -31,6 +31,7 @@ from fp4train.parallel.tensor import replicas
 from fp4train.parallel.world import World
 from fp4train.precision import Recipe
 from fp4train.precision.context import Context, use
+from fp4train.quantize import Position, RunStep
 from fp4train.run.queued import Queued
 from fp4train.shards import local
 
@@ -190,10 +191,8 @@ def microbatch(
         now = Context(
             recipe=recipe,
             policy=run.config.policy,
-            seed=run.config.run.seed,
-            step=run.step,
-            token_offset=token_offset,
-            counters=run.counters,
+            position=Position(RunStep(run.config.run.seed, run.step), token_offset, run.counters),
+            counts="nothing",
             called_layers=called_layers,
             applied=True,
             auxiliary=auxiliary,

@@ -24,6 +24,7 @@ from fp4train.nn.ranks import local
 from fp4train.parallel.tensor import cut_tensors
 from fp4train.precision import Context, use
 from fp4train.shards import shard_of
+from fp4train.quantize import Position, RunStep
 
 WIDTH, TIME, BATCH = 32, 24, 2
 
@@ -60,7 +61,7 @@ def step(model, recipe, number, sequence):
     if sequence:
         x, dy = (ranks.part(each.flatten(0, 1)).clone() for each in (x, dy))
     x.requires_grad_()
-    with use(Context(recipe=recipe, seed=0, step=number, auxiliary=1.0)):
+    with use(Context(recipe=recipe, position=Position(RunStep(0, number)), counts="tokens", auxiliary=1.0)):
         for half in (1.0, 0.5):  # microbatches
             y = model(x * half)
             y.backward(dy)

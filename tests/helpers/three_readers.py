@@ -13,6 +13,7 @@ from fp4train.hardware import Device
 from fp4train.nn import PlannedLayer
 from fp4train.parameters import ParameterSpec
 from fp4train.precision import Context, Recipe, Timeline, find_layers, make_plan
+from fp4train.quantize import Position, RunStep
 
 CPU = torch.device("cpu")
 K = 256
@@ -67,4 +68,10 @@ def made(
 
 
 def within(recipe: Recipe, step: int | None = 0, **options: Any) -> Context:
-    return Context(recipe=recipe, seed=1, step=step, token_offset=0, applied=True, **options)
+    return Context(
+        recipe=recipe,
+        position=Position(RunStep(1, step or 0)),
+        counts="calls" if step is None else "nothing",
+        applied=True,
+        **options,
+    )

@@ -33,7 +33,7 @@ def checked(model: nn.Module, policy: LayerPolicy | None = None) -> None:
     """One pass of `model`, and the guard."""
     f4.convert(model)
     called_layers: dict[object, bool] = {}
-    with use(Context(recipe=NVFP4(), policy=policy, step=0, called_layers=called_layers)):
+    with use(Context(recipe=NVFP4(), policy=policy, counts="tokens", called_layers=called_layers)):
         for block in model.children():
             block(torch.randn(16, 32)).sum().backward()
     layers = [module for module in model.modules() if isinstance(module, Linear)]

@@ -30,7 +30,7 @@ from fp4train.precision import (
     TetraJetV2,
     autocast,
 )
-from fp4train.quantize import QuantSpec, RandomKey, quantize, random_bits
+from fp4train.quantize import Position, QuantSpec, RandomKey, RunStep, quantize, random_bits
 
 rows_on_cpu = pytest.mark.skipif(
     not cpu_multiplies_rows(), reason="this torch multiplies no rows on CPUs"
@@ -315,7 +315,9 @@ def test_random_bits_do_not_depend_on_how_the_batch_is_cut() -> None:
     layer, *_ = make(NVFP4(), "emulate", SHAPES["fills blocks"])
 
     def bits(offset: int, tokens: int) -> tuple[Tensor, Tensor]:
-        context = Context(recipe=NVFP4(), seed=3, step=9, token_offset=offset)
+        context = Context(
+            recipe=NVFP4(), position=Position(RunStep(3, 9), offset), counts="nothing"
+        )
         dy, call = gradient_operand(layer, context)
         return random_bits(dy.row.key(call, tokens), tokens, 64), random_bits(
             dy.column.key(call, tokens), 64, tokens
@@ -335,7 +337,9 @@ def test_microbatches_of_odd_sizes_never_share_random_bits() -> None:
     layer, *_ = make(NVFP4(), "emulate", SHAPES["fills blocks"])
     groups: list[int] = []
     for index in range(64):
-        context = Context(recipe=NVFP4(), step=0, token_offset=7 * index)
+        context = Context(
+            recipe=NVFP4(), position=Position(RunStep(0, 0), 7 * index), counts="nothing"
+        )
         dy, call = gradient_operand(layer, context)
         groups.append(dy.column.key(call, 7).col_offset // 8)
     assert len(set(groups)) == 64

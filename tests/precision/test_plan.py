@@ -293,7 +293,7 @@ def test_in_a_context_of_an_applied_plan_another_recipe_is_an_error_and_autocast
     layer = Linear(32, 32)
     x = torch.randn(8, 32)
     device = torch.device("cpu")
-    context = Context(recipe=NVFP4(), step=0, applied=True)
+    context = Context(recipe=NVFP4(), counts="tokens", applied=True)
     with (
         use(context),
         pytest.raises(RuntimeError, match=r"called in NVFP4 on cpu, .* is none: apply the plan"),

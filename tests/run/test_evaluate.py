@@ -8,6 +8,7 @@ import pytest
 from command_line import Before, Cli
 
 from fp4train.precision import Context
+from fp4train.quantize import Position, RunStep
 from fp4train.run import run as runs
 
 
@@ -49,7 +50,13 @@ def test_after_an_evaluation_the_layers_have_the_plan_of_their_stretch(
     def look(run: Any) -> None:
         high = run.in_high_precision(run.plan.at(run.step)).recipe
         assert not high.quantised
-        context = Context(recipe=high, policy=run.config.policy, step=run.step, applied=True)
+        context = Context(
+            recipe=high,
+            policy=run.config.policy,
+            position=Position(RunStep(0, run.step)),
+            counts="tokens",
+            applied=True,
+        )
         with pytest.raises(RuntimeError, match="apply the plan of the coming stretch"):
             run.planned_layers[0].executor_in(context, run.device)
 

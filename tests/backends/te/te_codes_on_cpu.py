@@ -276,7 +276,7 @@ def passes(
         layer._parameters["weight"] = nn.Parameter(Gathered(source, layer.weight.shape, CPU))  # type: ignore[arg-type]
     inputs = [torch.randn(64, features).bfloat16().requires_grad_() for _ in range(2)]
     products.quantised_from.clear()
-    with use(Context(recipe=recipe, policy=None, seed=0, step=0, token_offset=0, applied=True)):
+    with use(Context(recipe=recipe, counts="nothing", applied=True)):
         outputs = [layer(each) for each in inputs]
         gc.collect()
         kept = len(made_of_weights) + sum(
@@ -288,7 +288,7 @@ def passes(
             )
     with (
         torch.no_grad(),
-        use(Context(recipe=recipe, policy=None, seed=0, step=0, token_offset=0, applied=True)),
+        use(Context(recipe=recipe, counts="nothing", applied=True)),
     ):
         evaluated = layer(inputs[0])
     by_te = sum(shape == (256, features) for shape, _ in products.quantised_from)

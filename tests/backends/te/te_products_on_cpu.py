@@ -34,6 +34,7 @@ from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.precision import Context, Recipe, resolve, use
 from fp4train.precision.recompute import recompute
+from fp4train.quantize import Position, RunStep
 from fp4train.run.run import Run
 from fp4train.run.step import train_losses
 
@@ -247,5 +248,10 @@ def step(run: Any) -> None:
 
 def step_context(run: Any) -> Any:
     return use(
-        Context(recipe=run.recipe, policy=None, seed=0, step=run.step, token_offset=0, applied=True)
+        Context(
+            recipe=run.recipe,
+            position=Position(RunStep(0, run.step)),
+            counts="nothing",
+            applied=True,
+        )
     )

@@ -23,6 +23,7 @@ from fp4train.parameters import ParameterSpec
 from fp4train.precision import Context, Recipe, resolve, use
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
 from fp4train.precision.recompute import recompute
+from fp4train.quantize import Position, RunStep
 
 
 class Projections(nn.Module):
@@ -87,7 +88,10 @@ def readers() -> dict[str, Any]:
                     a = x.clone().requires_grad_()
                     model.zero_grad()
                     context = Context(
-                        recipe=recipe, seed=0, step=step, token_offset=0, applied=True
+                        recipe=recipe,
+                        position=Position(RunStep(0, step)),
+                        counts="nothing",
+                        applied=True,
                     )
                     region = LAYER_BACKENDS["te"].region([recipe.table()], None)
                     with region, use(context), torch.set_grad_enabled(passes != "evaluated"):
