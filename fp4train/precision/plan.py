@@ -16,7 +16,8 @@ from torch import nn
 
 from fp4train.backends import Table
 from fp4train.hardware import Device
-from fp4train.precision.layer_plan import LayerPlan, check_fused, check_stages, resolve
+from fp4train.precision.fused_scales import check_fused
+from fp4train.precision.layer_plan import LayerPlan, check_stages, resolve
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.phases import Phase, Stretch, Timeline
 from fp4train.precision.policy import LayerPolicy
