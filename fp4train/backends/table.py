@@ -248,7 +248,9 @@ def describe(
     if spec is None:
         return (SHORT[dtype], "-", "-", "-", "no")
     rows, columns = spec.block
-    block = "tensor" if rows is None else "row" if columns is None else f"{rows}×{columns}"
+    block = f"{rows}×{columns}"
+    if columns is None:
+        block = "tensor" if rows is None else "row"
     if along_tokens and columns is not None:
         block += " along tokens"
     powers_of_two = spec.scale_format.mantissa_bits == 0

@@ -114,11 +114,10 @@ class Conversion:
             f"{count} linear layer{'s' * (count != 1)} converted: {_percent(self.share)} of the "
             "matrix weights"
         )
-        return "\n".join(
-            [head, *tabulate([("left alone", "tensors", "shape", "share", "why"), *rows])]
-            if rows
-            else [head]
-        )
+        lines = [head]
+        if rows:
+            lines += tabulate([("left alone", "tensors", "shape", "share", "why"), *rows])
+        return "\n".join(lines)
 
 
 def report(model: nn.Module, layers: dict[str, Layer] | None = None) -> Conversion:
@@ -214,13 +213,12 @@ def weight_groups(model: nn.Module) -> list[WeightGroup]:
                 why = on_purpose.get(name) or _why_other(path, module, parameter)
         else:
             kind = "experts" if layer.experts else "linear layers"
-            if path == layer.name:
-                outside = layer.name
+            if layer.block is not None:
+                kind += " of the blocks"
+            elif path == layer.name:
+                kind += f" outside the blocks: {layer.name}"
             else:
-                outside = f"{layer.name}, tied to {path}"
-            kind += (
-                " of the blocks" if layer.block is not None else f" outside the blocks: {outside}"
-            )
+                kind += f" outside the blocks: {layer.name}, tied to {path}"
             if size != layer.weights:
                 kind = f"biases, {kind}"
                 why = _ADDED

@@ -276,9 +276,8 @@ class TensorForms:
             rounded = self.row.make(x_MK, row_key, row_amax)
             assert isinstance(rounded, Decoded)
             return rounded, self.requantise(rounded.rounded().T, column_key, column_amax)
-        return self.row.prepare(x_MK, call) if row else None, self.column.prepare(
-            x_MK, call
-        ) if column else None
+        row_form = self.row.prepare(x_MK, call) if row else None
+        return row_form, self.column.prepare(x_MK, call) if column else None
 
     def _amaxes(
         self, x_MK: Tensor, call: LayerCall, *keys: RandomKey | None

@@ -154,10 +154,9 @@ class DelayedScaling(LayerState):
         if history is None or history.kind != kind:
             history = self._fitting(history, spec, kind)
         if not enter:
-            again = history.step == step
-            return history.used if again else delayed_amax(
-                history.history, history.used, spec.delayed
-            ), None
+            if history.step == step:
+                return history.used, None
+            return delayed_amax(history.history, history.used, spec.delayed), None
         self._histories[name] = history
         history.enter(step)
         alone = self.joined or not (dist.is_available() and dist.is_initialized())

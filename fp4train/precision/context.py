@@ -28,8 +28,7 @@ import torch
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.replay import NO_REPLAY, Replay
-from fp4train.precision.settings import Context as Context
-from fp4train.precision.settings import Counts
+from fp4train.precision.settings import Context as Context, Counts
 from fp4train.quantize import Position, RunStep
 
 _log = logging.getLogger(__name__)

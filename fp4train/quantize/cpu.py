@@ -138,9 +138,9 @@ class CpuQuantizer(Quantizer):
         self._run_decode = extension.decode
         self.isa = cpu.INSTRUCTION_SETS.index(machine.instruction_set or cpu.instruction_sets()[-1])
         self.threads = torch.get_num_threads if threads is None else lambda: threads
-        whole_extent = (
-            None if None not in spec.block else "tensor" if spec.block[0] is None else "row"
-        )
+        whole_extent = None
+        if None in spec.block:
+            whole_extent = "tensor" if spec.block[0] is None else "row"
         extent = kernel_extent(spec) or whole_extent
         float32 = not (to_bf16 or spec.exact_in_bf16)
         block: tuple[int, int] = (1, 16) if whole_extent else spec.block  # type: ignore[assignment]

@@ -96,7 +96,8 @@ def tiled_scales(q: Quantized) -> Tensor:
     """
     if q.tiled:
         return q.scales
+    scales = q.scales
     height = q.spec.block[0] or 1
-    return swizzle_scales(
-        q.scales if height == 1 else q.scales.repeat_interleave(height, dim=0)[: q.shape[0]]
-    )
+    if height > 1:
+        scales = scales.repeat_interleave(height, dim=0)[: q.shape[0]]
+    return swizzle_scales(scales)

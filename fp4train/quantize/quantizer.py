@@ -119,7 +119,9 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
     check_choice("kernel", kernel, KERNELS)
     if kernel == "reference":
         return Quantizer(spec)
-    chosen = kernel if kernel != "auto" else "triton" if device_type == "cuda" else "cpu"
+    chosen = kernel
+    if kernel == "auto":
+        chosen = "triton" if device_type == "cuda" else "cpu"
     # Imported on first use: the reference needs neither, and Triton may not be installed.
     module = importlib.import_module(f"fp4train.quantize.{chosen}")
     reason: str | None = module.why_not(spec, device_type)

@@ -96,7 +96,11 @@ def plan_quantize(
     if by_columns:
         blocks, (tile_rows, tile_blocks) = "columns", column_tile(n, spec)
     elif height in (1, None):
-        blocks = "whole" if block is None else "rows16" if packed and n == 16 else "rows"
+        blocks = "rows"
+        if block is None:
+            blocks = "whole"
+        elif packed and n == 16:
+            blocks = "rows16"
         tile_rows, tile_blocks = tile(groups, TILE // n)
     else:
         blocks = "squares"
@@ -113,18 +117,26 @@ def plan_quantize(
         # a transposed view keeps its layout: the GEMM takes either
         transposed = by_columns and strides[0] == 1
         width = operand_width(spec, n_cols)
-        shape, stored = (
-            ((width, n_rows), (1, n_rows)) if transposed else ((n_rows, width), (width, 1))
-        )
+        shape = (n_rows, width)
+        stored = (width, 1)
+        if transposed:
+            shape = (width, n_rows)
+            stored = (1, n_rows)
         if (height, block) == (None, None):
             scales = ()
     else:
-        shape = (n_rows, n_cols if block is None else groups * n // 2 if packed else groups * n)
+        width = n_cols
+        if block is not None:
+            width = groups * n // 2 if packed else groups * n
+        shape = (n_rows, width)
         # kernels that store 64 bits at a time
         wide = by_columns or (packed and spec.block == (1, 16))
-        words, per_word = (
-            (torch.int64, 8) if wide else (torch.int32, 4) if packed else (torch.uint8, 1)
-        )
+        if wide:
+            words = torch.int64
+            per_word = 8
+        elif packed:
+            words = torch.int32
+            per_word = 4
         stored = (shape[1] // per_word, 1)
     output = "values" if values else "packed" if packed else "codes"
     its = {"blocks": blocks, "output": output, "given": given, "tiled": tiled}
@@ -157,12 +169,10 @@ def _rooms(
     dtype = TILED_DTYPES[spec.scale]
     size = _cdiv(scales[0], 128) * _cdiv(scales[1], 4) * 512
     fills_tiles = scales[0] % 128 == scales[1] % 4 == 0
-    of_scales = (
-        partial(empty, size, dtype=dtype)
-        if fills_tiles
-        else lambda: empty(size).zero_().view(dtype)
-    )
-    return [partial(empty, *codes, dtype=spec.format.dtype), of_scales]
+    room_for_codes = partial(empty, *codes, dtype=spec.format.dtype)
+    if fills_tiles:
+        return [room_for_codes, partial(empty, size, dtype=dtype)]
+    return [room_for_codes, lambda: empty(size).zero_().view(dtype)]
 
 
 def plan_both(
@@ -202,7 +212,11 @@ def plan_both(
     )
     by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", turned=turned, **its[1])
     warps = tile_rows * tile_blocks * m // 1024
-    words = torch.int64 if blocks == "rows16" else torch.int32 if packed[0] else torch.uint8
+    words = torch.uint8
+    if blocks == "rows16":
+        words = torch.int64
+    elif packed[0]:
+        words = torch.int32
     dtypes = {2: words} if codes[0] else {}
     if codes[1]:
         dtypes[4] = torch.uint8 if turned else torch.int64

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -358,11 +358,10 @@ class TEExecutor(LayerState):
         ):
             if self._to_load and delayed:
                 self._load(te_recipe, module)
-            with (
-                _history_kept(module, te_recipe)
-                if delayed and not torch.is_grad_enabled()
-                else nullcontext()
-            ):
+            keeping: AbstractContextManager[object] = nullcontext()
+            if delayed and not torch.is_grad_enabled():
+                keeping = _history_kept(module, te_recipe)
+            with keeping:
                 if built.shares and not x.is_inference():
                     shared = readers
                 else:

@@ -147,11 +147,9 @@ def why_values(table: Table, layer: Shape, device: Device) -> str | None:
             f"{version_text()} takes no codes of a weight: {'.'.join(map(str, CODES))} is the "
             "oldest that does"
         )
-    for spec in (
-        (table["fprop"].second, table["dgrad"].second)
-        if device.here and device.type == "cuda"
-        else ()
-    ):
+    if not (device.here and device.type == "cuda"):
+        return None
+    for spec in (table["fprop"].second, table["dgrad"].second):
         if spec is not None and (our_quantizer := quantizer(spec, device.type)).why is not None:
             return (
                 "Transformer Engine quantises the weight, since no kernel of fp4train does "
