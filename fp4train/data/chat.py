@@ -27,7 +27,14 @@ from fp4train.data.files import shown, stamp
 from fp4train.data.frames import ANSWERS
 from fp4train.data.huggingface import record_files
 from fp4train.data.packing import Learned, pack
-from fp4train.data.records import holds_text, name_of, parsed, read_objects
+from fp4train.data.records import (
+    column_place,
+    holds_text,
+    name_of,
+    parsed,
+    read_objects,
+    repeated_keys,
+)
 from fp4train.data.source import TextSource
 from fp4train.data.stored import TokenIds
 from fp4train.data.template import MARKERS, ChatTemplate, find_template
@@ -216,7 +223,7 @@ def _talk_columns(path: Path, schema: Any, column: str, rendered: Container[str]
         raise DataError(
             f"data.column={column} is not in {path}. Its columns: {listing or 'none'} ({likely})"
         )
-    number = int(schema.names.index(column))
+    number = column_place(path, schema, column)
     kind = schema.field(number).type
     if not holds_messages(kind) and not holds_text(kind):
         raise DataError(
@@ -251,6 +258,7 @@ def _messages(
         raise ValueError(
             f'it has no "{column}"; its keys: {", ".join(record) or "none"} ({likely})'
         )
+    _refuse_repeated("it", record, [column])
     if unread := [key for key, value in record.items() if key in rendered and value not in _EMPTY]:
         raise ValueError(
             f'it has "{unread[0]}" beside "{column}", which is not supported: only messages '
@@ -271,6 +279,7 @@ def _messages(
                 f"message {number} is no object with a role and a content, both of them text; "
                 f"{_parts_of(message)}"
             )
+        _refuse_repeated(f"message {number}", message, ["role", "content"])
         if more := [
             key for key, value in message.items() if key not in ("role", "content") and value
         ]:
@@ -291,6 +300,14 @@ def _messages(
                 f"message {number} holds half of a UTF-16 pair, {lone[0]!a}, which is no character"
             )
     return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _refuse_repeated(place: str, value: dict[str, Any], keys: Sequence[str]) -> None:
+    """Refuse an object that has one of `keys` twice in JSON: its last value would be taken."""
+    if twice := [key for key in keys if key in repeated_keys(value)]:
+        raise ValueError(
+            f'{place} has "{twice[0]}" twice: nobody says which is meant. Write it with one'
+        )
 
 
 def _parts_of(message: Any) -> str:

@@ -11,6 +11,7 @@ Other columns may hold anything, and differ from file to file.
 
 import codecs
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -26,9 +27,9 @@ from fp4train.text import first_line
 LONGEST = 1 << 26
 """Bytes of the longest value in JSON."""
 LARGE = 1 << 24
-MOST_PARTS = 1 << 22
+MOST_PARTS = 1 << 21
 """Parts of a value in JSON of more than `LARGE` bytes: one takes three bytes of a file, and up to
-88 of memory.
+160 of memory.
 """
 BATCH_BYTES = 1 << 26
 BATCH_ROWS = 256
@@ -132,19 +133,21 @@ def _table(path: Path, source: str) -> RowReader | None:
 
 def _json(path: Path, column: str) -> Iterator[PlacedValue]:
     with unpacked(path) as stream:
-        for line, value in _values(path, stream, column):
+        for line, value in _values(path, stream):
             if not isinstance(value, dict):
                 raise DataError(f"{path}, line {line}: it is no JSON object but {name_of(value)}")
+            if column in repeated_keys(value):
+                raise DataError(
+                    f"{path}, line {line}: it has data.column={column} twice: nobody says which is "
+                    "meant. Write it with one"
+                )
             lacks = () if column in value else tuple(value) or ("none",)
             yield PlacedValue(f"line {line}", value.get(column), lacks)
 
 
-def _values(path: Path, stream: BinaryIO, column: str | None = None) -> Iterator[tuple[int, Any]]:
+def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
     """The line and the value of each record. A file that begins with a list, or with a brace alone,
     may spread values over lines.
-
-    Args:
-        column: key that no object may have twice.
     """
     line = 0
     begun = False
@@ -152,7 +155,7 @@ def _values(path: Path, stream: BinaryIO, column: str | None = None) -> Iterator
         line += 1
         text = _decoded(path, line, data, codecs.BOM_UTF8 if line == 1 else b"")
         if not begun and (text.lstrip().startswith("[") or text.strip() == "{"):
-            yield from _spread(path, stream, line, text, column)
+            yield from _spread(path, stream, line, text)
             return
         text = text.rstrip()
         begun = begun or bool(text)
@@ -160,39 +163,11 @@ def _values(path: Path, stream: BinaryIO, column: str | None = None) -> Iterator
         while at < len(text):
             with _json_errors(path, line, text):
                 value, end = _DECODER.raw_decode(text, at)
-            _refuse_two_keys(path, line, text, at, end, column)
             yield line, value
             at = _after_space(text, end)
 
 
-def _refuse_two_keys(
-    path: Path, line: int, text: str, start: int, end: int, column: str | None
-) -> None:
-    """Refuse an object in [start, end) of a text that has the key `column` twice: its last value
-    would be taken.
-
-    Only a text that has the key twice in quotes, in whatever place, is read again.
-    """
-    if column is None:
-        return
-    forms = {json.dumps(column), json.dumps(column, ensure_ascii=False)}
-    if sum(text.count(form, start, end) for form in forms) < 2:
-        return
-    pairs = json.loads(text[start:end], object_pairs_hook=_Pairs)
-    if isinstance(pairs, _Pairs) and sum(key == column for key, _ in pairs) > 1:
-        raise DataError(
-            f"{path}, line {line}: it has data.column={column} twice: nobody says which is "
-            "meant. Write it with one"
-        )
-
-
-class _Pairs(list[tuple[str, Any]]):
-    """The keys and values of an object in JSON, as they stand there."""
-
-
-def _spread(
-    path: Path, stream: BinaryIO, line: int, text: str, column: str | None
-) -> Iterator[tuple[int, Any]]:
+def _spread(path: Path, stream: BinaryIO, line: int, text: str) -> Iterator[tuple[int, Any]]:
     """Values that lines do not divide, in a list or not.
 
     Args:
@@ -225,13 +200,33 @@ def _spread(
             if len(text) > LONGEST:
                 raise _too_long(path, line) from None
         else:
-            _refuse_two_keys(path, line, text, at, end, column)
             yield line, value
             line += text.count("\n", at, end)
             at = end
 
 
-_DECODER = json.JSONDecoder()
+class _RepeatingObject(dict[str, Any]):
+    """An object in JSON that has keys twice; of each the last value."""
+
+    def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(key for key, _ in pairs)
+        self.repeated = frozenset(key for key, count in counts.items() if count > 1)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        return _RepeatingObject(pairs)
+    return table
+
+
+def repeated_keys(value: dict[str, Any]) -> frozenset[str]:
+    """Keys that an object has twice where it stands in JSON."""
+    return getattr(value, "repeated", frozenset())
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 _SPACE = " \t\r\n"
 
 
@@ -298,7 +293,7 @@ def parsed(text: str) -> Any:
     if len(text) > LARGE and text.count(",") > MOST_PARTS:
         raise ValueError(f"it holds more than {MOST_PARTS:,} values")
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg}, character {error.pos + 1}") from error
     except RecursionError as error:

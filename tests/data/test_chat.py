@@ -293,6 +293,16 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
             '{"messages": [{"from": "human", "value": "x"}]}',
             "Write from as role, human and gpt as user and assistant",
         ),
+        ('{"messages": [], "messages": []}', 'it has "messages" twice'),
+        ('{"messages": [], "\\u006dessages": []}', 'it has "messages" twice'),
+        (
+            '{"messages": [{"role": "user", "content": "x", "content": "y"}]}',
+            'message 1 has "content" twice',
+        ),
+        (
+            '{"messages": "[{\\"role\\": \\"user\\", \\"role\\": \\"assistant\\", \\"content\\": \\"\\"}]"}',
+            'message 1 has "role" twice',
+        ),
         ('{"messages": [{"role": "user", "content": null}]}', r"it has: role, content \(null\)"),
         (
             '{"id": 1, "talks": [{"role": "user", "content": "x"}]}',
@@ -404,6 +414,14 @@ def test_a_table_without_conversations_is_refused(
 ) -> None:
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=said):
+        source(tmp_path / "a.parquet").build(tmp_path / "run", 128, 0)
+
+
+def test_a_table_with_two_columns_of_messages_is_refused(tmp_path: Path) -> None:
+    messages = [record["messages"] for record in TALKS]
+    table = pyarrow.table([messages, messages[::-1]], names=["messages"] * 2)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"has 2 columns of the name data\.column=messages"):
         source(tmp_path / "a.parquet").build(tmp_path / "run", 128, 0)
 
 

@@ -345,6 +345,8 @@ def test_two_columns_of_one_name_are_refused(
         ('{"text": "a"}\n{"text": "b", "id": 1, "text": "c"}\n', 2),
         ('[{"text": "a"},\n {"text": "a"},\n {"text": "b",\n  "text": "c"}]', 3),
         ('{"text": "a"} {"text": null, "text": "c"}\n', 1),
+        ('{"text": "a"}\n{"text": "b", "\\u0074e\\u0078t": "c"}\n', 2),
+        ('{"\\u0074ext": "b", "\\u0074ext": "c"}\n', 1),
     ],
 )
 def test_a_column_that_a_record_in_json_has_twice_is_refused(
@@ -462,6 +464,11 @@ def many_values(path: Path) -> None:
     path.write_text('{"text": "a", "x": [' + "{}," * 20_000_000 + "0]}\n")
 
 
+def many_keys(path: Path) -> None:
+    keys = ",".join(f'"{number:06x}": 0' for number in range(2_000_000))
+    path.write_text(f'{{"text": "a", {keys}}}\n')
+
+
 def a_large_document(path: Path) -> None:
     path.write_text(
         json.dumps({"text": "ä€ " * (5 << 20), "x": [[]] * 1000}, ensure_ascii=False) + "\n"
@@ -481,8 +488,9 @@ BOMBS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a line of 20 million values": (
         "a.jsonl",
         many_values,
-        "refused: .*line 1: it holds more than 4,194,304 values",
+        "refused: .*line 1: it holds more than 2,097,152 values",
     ),
+    "an object of 2 million keys": ("a.jsonl", many_keys, "^1 "),
     "a document of 30 MB": ("a.jsonl", a_large_document, str(3 * (5 << 20))),
 }
 

@@ -119,6 +119,9 @@ def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
     said = cli.raw("compare", "runs/a", "runs/aa").message
     assert said == "runs/aa is not a run directory: there is no such folder; did you mean 'a'?"
     assert "it is a file" in cli.raw("compare", "runs/a", "runs/a/metrics.jsonl").message
+    Path("t.txt").write_text("text")
+    for verb in (["swap", "t.txt"], ["plan", "t.txt"], ["resume=t.txt"]):
+        assert "t.txt is not a run directory (it is a file)" in cli.raw(*verb).message
 
 
 def test_weights_of_a_run_are_no_run_and_the_command_that_is_meant_is_told(cli: Cli) -> None:

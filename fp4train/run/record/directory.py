@@ -202,7 +202,11 @@ def require_run(run: Path) -> Path:
         neighbours = f"; {run.parent} holds {first_few(runs, _NEIGHBOURS)}"
     else:
         neighbours = ""
-    raise UserError(f"{run} is not a run directory (it has no {CONFIG}){neighbours}")
+    if run.exists() and not run.is_dir():
+        why = "it is a file"
+    else:
+        why = f"it has no {CONFIG}"
+    raise UserError(f"{run} is not a run directory ({why}){neighbours}")
 
 
 def read_config(run: Path) -> DictConfig:
