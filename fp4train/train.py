@@ -111,6 +111,8 @@ def train(run: Run) -> Result:
                 saved = run.step == started or save_at_end(run, watch)
                 run.audits.finish()
             except NonFiniteError as error:
+                if error.of_state:  # an overwritten value is no matter of rates
+                    run.audits.compare_state()
                 raise AgreedError(rescue(run, error)) from error
             except (AuditError, DivergedError):
                 raise

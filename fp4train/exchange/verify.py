@@ -132,10 +132,16 @@ def verify(folder: Path, source: WeightSource | Path, *, stretch: int | None = N
         UserError: the folder is no model, or damaged so that its tensors cannot be read; or the run
             cannot be exported.
     """
-    if folder.is_dir() and not is_model_folder(folder):
+    if not is_model_folder(folder):
         run = WeightSource.of(source).path
+        if folder.is_dir():
+            why = f"it has no {CONFIG}"
+        elif folder.exists():
+            why = "it is a file"
+        else:
+            why = "there is no such folder"
         raise UserError(
-            f"{folder} is no exported folder: it has no {CONFIG}. Name the folder that fp4train "
+            f"{folder} is no exported folder: {why}. Name the folder that fp4train "
             f"export {run} wrote: fp4train verify FOLDER against={run}"
         )
     config = read_config(folder)

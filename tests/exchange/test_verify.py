@@ -242,6 +242,11 @@ def test_a_run_directory_is_no_exported_folder(
     _, run = exported("modelopt")
     said = command("verify", run, f"against={run}", code=1)
     assert f"{run} is no exported folder: it has no config.json" in said
+    metrics = run / "metrics.jsonl"
+    said = command("verify", metrics, f"against={run}", code=1)
+    assert f"{metrics} is no exported folder: it is a file. Name the folder" in said
+    said = command("verify", run / "none", f"against={run}", code=1)
+    assert f"{run / 'none'} is no exported folder: there is no such folder. Name the" in said
 
 
 def set_in(name: str, **values: Any) -> Callable[[Path], object]:

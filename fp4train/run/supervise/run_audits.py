@@ -107,14 +107,22 @@ class RunAudits:
             self._report(step.index, self.sums.after_step(step), STATE)
         self.layers.after_step(run, step)
 
+    def compare_state(self) -> None:
+        """Compare the state with that right after the last update, where no step follows.
+
+        Raises:
+            AuditError: it changed, and audit.action is "stop".
+        """
+        if self.active and self.sums.every:
+            self._report(self.run.step - 1, self.sums.at_end(), STATE)
+
     def finish(self) -> None:
         """Say what was audited, at the end of a run.
 
         Raises:
-            AuditError: the state changed since the last update, and audit.action is "stop".
+            AuditError: see `compare_state`.
         """
-        if self.active and self.sums.every:
-            self._report(self.run.step - 1, self.sums.at_end(), STATE)
+        self.compare_state()
         text = summary(self.layers) if self.active else None
         if text is not None and self.run.world.lead:
             _log.info("audit: %s", text)

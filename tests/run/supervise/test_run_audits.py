@@ -12,7 +12,7 @@ from typing import Any
 import audit_planting as planting
 import pytest
 import torch
-from audit_run_faults import higher_rate, without_policy
+from audit_run_faults import higher_rate, norm_weight, without_policy
 from command_line import STEADY, Cli, after_update, events, losses, steps
 from families import tiny_run
 
@@ -184,6 +184,20 @@ def test_a_bit_of_a_weight_that_flips_between_two_steps_is_found(
     (entry,) = events("runs/a", "audit fault")
     assert entry["layer"] == "model/embed.weight"
     assert "between the update and the next step" in entry["what"]
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+def test_a_weight_that_is_overwritten_is_named_where_the_evaluation_after_it_is_not_finite(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    after_update(6, monkeypatch, lambda run: norm_weight(run).detach().fill_(torch.inf))
+    ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=1", f"audit.action={action}")
+    assert ended.code == 1
+    (entry,) = events("runs/a", "audit fault")
+    assert "norm" in entry["layer"] and "between the update and" in entry["what"]
+    said = "Nothing more is saved (audit.action=stop)"
+    assert (said in ended.message) == (action == "stop")
+    assert ("validation loss is nan" in ended.message) == (action == "warn")
 
 
 def test_a_step_that_gives_other_bits_when_it_is_repeated_is_found(
