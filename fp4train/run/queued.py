@@ -61,6 +61,9 @@ class StepAudits(Protocol):
         they were not taken.
         """
 
+    def compare_state(self) -> None:
+        """Called where a loop ends because its state is not finite."""
+
     def finish(self) -> None:
         """Called once, after the last step of a loop."""
 
