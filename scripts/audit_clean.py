@@ -4,8 +4,11 @@
 
 Each recipe of recipes/ in turn, in six ways: by emulation, by the reference and, where torch
 multiplies its codes on a CPU, by its native products; dense and of experts; on one rank and on two,
-which divide the weights or have copies of them. After each run its result is a line of the record,
-and a later call makes the runs that the record lacks. At the end the page is written.
+which divide the weights or have copies of them. A run has so many steps that each layer of its model
+is audited. The models have two blocks under the default policy, which keeps the last one in BF16, or
+one block whose layers are all quantised. After each run its result is a line of the record, and a
+later call makes the runs that the record lacks, or has with other options. At the end the page is
+written.
 """
 
 from __future__ import annotations
@@ -29,9 +32,18 @@ ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path.stem for path in ROOT.glob("recipes/*.yaml"))
 NATIVE = ("fp8_current", "fp8_delayed", "fp8_row")
 """Recipes whose codes torch multiplies on a CPU, slowly: dense models take them alone."""
-MODELS = {"dense": DENSE, "experts": EXPERTS}
 MESHES = ("parallel.dp_shard=2", "parallel.dp_replicate=2")
-AUDITS = ("audit.every=1", "audit.sums=1", "audit.repeat=3", "train.steps=6")
+AUDITS = ("audit.every=1", "audit.sums=1", "audit.repeat=3")
+DEFAULT = "two blocks, default policy"
+ALL = "one block, policy=all"
+ONE_BLOCK = ("model.layers=1", "policy=all")
+MODELS = {
+    ("dense", DEFAULT): (*DENSE, "train.steps=15"),
+    ("dense", ALL): (*ONE_BLOCK, "train.steps=8"),
+    ("experts", DEFAULT): (*EXPERTS, "train.steps=17"),
+    ("experts", ALL): ("model=moe_tiny", "model.dense=0", *ONE_BLOCK, "train.steps=10"),
+}
+"""Options by model and blocks: a step more than the model has layers, since one layer comes twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +52,7 @@ class CleanRun:
 
     Args:
         number: its place among all runs, which is its seed.
-        model: a key of `MODELS`.
+        model, blocks: a key of `MODELS`.
         mesh: how two ranks share the weights; empty: the run has one rank.
     """
 
@@ -48,6 +60,7 @@ class CleanRun:
     recipe: str
     backend: str
     model: str
+    blocks: str
     mesh: str = ""
 
     @property
@@ -59,7 +72,9 @@ class CleanRun:
         words = [f"recipe={self.recipe}", f"backend={self.backend}", f"run.seed={self.number}"]
         if self.mesh:
             words.append(self.mesh)
-        return (*SMALL, *MODELS[self.model], *AUDITS, *words)
+        if self.backend == "native":
+            words.append("train.seq_len=32")
+        return (*SMALL, *MODELS[self.model, self.blocks], *AUDITS, *words)
 
 
 def planned_runs(count: int) -> Iterator[CleanRun]:
@@ -69,20 +84,28 @@ def planned_runs(count: int) -> Iterator[CleanRun]:
         recipe = RECIPES[place]
         is_native = recipe in NATIVE
         mesh = MESHES[(place + turn // 6) % 2]
-        ways: tuple[tuple[str, str, str], ...] = (
-            ("emulate", "dense", ""),
-            ("reference", "experts", ""),
-            (("emulate", "reference")[place // 2 % 2], "experts", mesh),
-            ("native" if is_native else "reference", "dense", ""),
-            ("emulate", "experts", ""),
-            ("native" if is_native else "emulate", "dense", mesh),
+        blocks_of_two_ranks = (ALL, DEFAULT)[place // 2 % 2]
+        backend_of_experts = ("emulate", "reference")[place // 2 % 2]
+        ways = (
+            ("emulate", "dense", DEFAULT, ""),
+            ("reference", "experts", ALL, ""),
+            (backend_of_experts, "experts", ALL, mesh),
+            ("native" if is_native else "reference", "dense", ALL, ""),
+            ("emulate", "experts", DEFAULT, ""),
+            ("native", "dense", ALL, mesh)
+            if is_native
+            else ("emulate", "dense", blocks_of_two_ranks, mesh),
         )
-        backend, model, mesh = ways[turn % 6]
-        yield CleanRun(number=number, recipe=recipe, backend=backend, model=model, mesh=mesh)
+        backend, model, blocks, mesh = ways[turn % 6]
+        yield CleanRun(
+            number=number, recipe=recipe, backend=backend, model=model, blocks=blocks, mesh=mesh
+        )
 
 
-def made_runs(record: Path) -> dict[CleanRun, dict[str, Any]]:
-    """The results of a record by their run. A line that was cut off is no result."""
+def made_runs(record: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The results of a record by the options of their runs. A line that was cut off, or that has
+    no options, is no result.
+    """
     results = {}
     lines = record.read_text().splitlines() if record.exists() else []
     for line in lines:
@@ -90,7 +113,8 @@ def made_runs(record: Path) -> dict[CleanRun, dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        results[CleanRun(**row.pop("run"))] = row
+        if "options" in row:
+            results[tuple(row["options"])] = row
     return results
 
 
@@ -98,14 +122,19 @@ def make_run(clean: CleanRun) -> dict[str, Any]:
     """Make a run; its result."""
     began = time.perf_counter()
     finding = run(clean.options, ranks=clean.ranks)
-    return {
+    result = {
         "audits": finding.audits,
+        "layers": finding.layers,
+        "uncovered": finding.uncovered,
         "faults": finding.sentences,
         "failed": finding.failed,
         "code": finding.code,
         "seconds": round(time.perf_counter() - began, 1),
         "commit": _commit(),
     }
+    if is_wrong(result):
+        result["printed"] = finding.printed
+    return result
 
 
 def _commit() -> str:
@@ -117,15 +146,17 @@ def _commit() -> str:
 def make_runs(count: int, record: Path) -> dict[CleanRun, dict[str, Any]]:
     """The results of the first `count` runs, of which those are made that the record lacks."""
     made = made_runs(record)
-    results = {clean: made[clean] for clean in planned_runs(count) if clean in made}
-    missing = [clean for clean in planned_runs(count) if clean not in results]
+    planned = list(planned_runs(count))
+    results = {clean: made[clean.options] for clean in planned if clean.options in made}
+    missing = [clean for clean in planned if clean not in results]
     record.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with record.open("a") as lines:
         lines.write("\n" if missing and record.stat().st_size else "")  # after one that was cut off
         for index, clean in enumerate(missing, start=1):
             result = results[clean] = make_run(clean)
-            lines.write(json.dumps({"run": asdict(clean), **result}) + "\n")
+            row = {"run": asdict(clean), "options": clean.options, **result}
+            lines.write(json.dumps(row) + "\n")
             lines.flush()
             minutes = (time.perf_counter() - began) / 60
             _tell(clean, result)
@@ -143,7 +174,7 @@ def _tell(clean: CleanRun, result: dict[str, Any]) -> None:
     print(*words, f"{result['seconds']} s, {result['audits']} audits", file=sys.stderr)
     if is_wrong(result):
         print(f"  exit code {result['code']}", file=sys.stderr)
-        for sentence in (*result["faults"], *result["failed"]):
+        for sentence in (*result["faults"], *result["failed"], result["printed"]):
             print(f"  {sentence}", file=sys.stderr)
 
 
@@ -155,11 +186,13 @@ def is_wrong(result: dict[str, Any]) -> bool:
 
 def page(results: dict[CleanRun, dict[str, Any]]) -> str:
     """The page of all results."""
-    rows: dict[tuple[str, str, int], Counter[str]] = {}
+    rows: dict[tuple[str, str, str, int], Counter[str]] = {}
     for clean, result in results.items():
-        row = rows.setdefault((clean.backend, clean.model, clean.ranks), Counter())
+        key = (clean.backend, clean.model, clean.blocks, clean.ranks)
+        row = rows.setdefault(key, Counter())
         row["runs"] += 1
         row["audits"] += result["audits"]
+        row["partial"] += bool(result["uncovered"])
         row["faulty"] += bool(result["faults"])
         row["failed"] += is_wrong(result) and not result["faults"]
     total: Counter[str] = sum(rows.values(), Counter())
@@ -168,16 +201,19 @@ def page(results: dict[CleanRun, dict[str, Any]]) -> str:
     lines = [
         "# Audited runs without a fault",
         "",
-        f"{total['runs']} runs of 6 steps, of {recipes} recipes: every step is audited and summed, "
-        f"each third one repeated. In {total['faulty']} of them an audit found a fault; in "
-        f"{total['failed']} an audit failed, or the run ended otherwise.",
+        f"{total['runs']} runs of 8 to 17 steps, of {recipes} recipes: in every step a layer is "
+        "audited and the state is summed, and the steps 4, 7, 10, … are computed twice. In "
+        f"{total['faulty']} of them an audit found a fault; in {total['failed']} an audit failed, "
+        f"or the run ended otherwise; in {total['partial']} an audit could not compare all.",
         "",
-        "| backend | model | ranks | runs | audits of a layer | with a fault | failed |",
-        "|---|---|---|---|---|---|---|",
+        "| backend | model | ranks | runs | audits of a layer | partly | with a fault | failed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for (backend, model, ranks), row in sorted(rows.items()):
-        numbers = f"{row['runs']} | {row['audits']} | {row['faulty']} | {row['failed']}"
-        lines.append(f"| {backend} | {model} | {ranks} | {numbers} |")
+    for (backend, model, blocks, ranks), row in sorted(rows.items()):
+        counts = (row[key] for key in ("runs", "audits", "partial", "faulty", "failed"))
+        numbers = " | ".join(map(str, counts))
+        lines.append(f"| {backend} | {model}: {blocks} | {ranks} | {numbers} |")
+    lines += ["", *layers_left_out(results), *parts_left_out(results)]
     for clean, result in results.items():
         if is_wrong(result):
             sentences = [*result["faults"], *result["failed"], f"exit code {result['code']}"]
@@ -189,6 +225,38 @@ def page(results: dict[CleanRun, dict[str, Any]]) -> str:
         f"minutes, code of {', '.join(commits)}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def layers_left_out(results: dict[CleanRun, dict[str, Any]]) -> Iterator[str]:
+    """Lines about the layers of each model that no run of a recipe audited."""
+    seen: dict[tuple[str, str], dict[str, set[str]]] = {}
+    for clean, result in results.items():
+        recipes = seen.setdefault((clean.model, clean.blocks), {})
+        recipes.setdefault(clean.recipe, set()).update(result["layers"])
+    for (model, blocks), recipes in seen.items():
+        layers = set().union(*recipes.values())
+        left_out = [
+            f"{recipe}: {', '.join(sorted(layers - audited))}"
+            for recipe, audited in recipes.items()
+            if layers - audited
+        ]
+        told = f"all of {len(layers)} layers were audited with each of {len(recipes)} recipes"
+        if left_out:
+            told = f"of {len(layers)} layers these were not audited: {'; '.join(left_out)}"
+        yield f"- {model}, {blocks}: {told}"
+
+
+def parts_left_out(results: dict[CleanRun, dict[str, Any]]) -> Iterator[str]:
+    """Lines about the parts of audits that could not be compared, by backend and reason."""
+    parts: dict[tuple[str, str], Counter[str]] = {}
+    for clean, result in results.items():
+        for reason in result["uncovered"]:
+            parts.setdefault((clean.backend, reason), Counter())[clean.recipe] += 1
+    if not parts:
+        yield "- no audit left anything out"
+    for (backend, reason), recipes in sorted(parts.items()):
+        runs = f"{recipes.total()} run{'' if recipes.total() == 1 else 's'}"
+        yield f"- not compared, {backend}: {reason} ({runs}; {', '.join(sorted(recipes))})"
 
 
 def script(arguments: Sequence[str]) -> int:

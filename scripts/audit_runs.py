@@ -20,6 +20,8 @@ from fp4train.cli import main
 
 DENSE = ("model.layers=2",)
 EXPERTS = ("model=moe_tiny", "model.layers=2")
+TAIL = 2000
+"""Characters of what a run printed last that are kept."""
 SMALL = (
     "train.steps=18",
     "train.batch_size=4",
@@ -48,7 +50,11 @@ main(sys.argv[1:])
 class Finding:
     """What the audits of a run said: faults as a tracker has them, and failed checkpoints.
 
-    audits: number of audits of a layer.
+    Args:
+        audits: number of audits of a layer.
+        layers: names of the layers that were audited.
+        uncovered: part of an audit that could not be compared, with the reason → the layers.
+        printed: the last `TAIL` characters that the run printed.
     """
 
     faults: list[dict[str, Any]]
@@ -56,6 +62,9 @@ class Finding:
     failed: list[str]
     code: int
     audits: int
+    layers: list[str]
+    uncovered: dict[str, list[str]]
+    printed: str
 
     @property
     def sentences(self) -> list[str]:
@@ -94,8 +103,16 @@ def run(
                     program = ["planted.py"]
                 command += [f"--nproc-per-node={ranks}", *program, *words]
                 environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                ended = subprocess.run(command, env=environment, capture_output=True, check=False)
-                return _finding(Path("runs/a/metrics.jsonl"), ended.returncode)
+                ended = subprocess.run(
+                    command,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    check=False,
+                )
+                return finding_of(Path("runs/a/metrics.jsonl"), ended.returncode, ended.stdout)
             shown = io.StringIO()
             code = 0
             with plant(), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
@@ -103,18 +120,29 @@ def run(
                     main(words)
                 except SystemExit as ended:
                     code = int(ended.code or 0)
-            return _finding(Path("runs/a/metrics.jsonl"), code)
+            return finding_of(Path("runs/a/metrics.jsonl"), code, shown.getvalue())
         finally:
             os.chdir(here)
             logging.disable(logging.NOTSET)
 
 
-def _finding(metrics: Path, code: int) -> Finding:
+def finding_of(metrics: Path, code: int, printed: str = "") -> Finding:
+    """What the audits of a run said, from its metrics and what it printed."""
     lines = []
     if metrics.exists():
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    faults = [line for line in lines if line.get("event") == "audit fault"]
-    refused = [line["reason"] for line in lines if line.get("event") == "checkpoint failed"]
-    failed = [line["reason"] for line in lines if line.get("event") == "audit failed"]
-    audits = sum(line.get("event") == "audit" for line in lines)
-    return Finding(faults, refused, failed, code, audits)
+    audits = [line for line in lines if line.get("event") == "audit"]
+    uncovered: dict[str, dict[str, None]] = {}
+    for audit in audits:
+        for reason in audit["uncovered"]:
+            uncovered.setdefault(reason, {})[audit["layer"]] = None
+    return Finding(
+        faults=[line for line in lines if line.get("event") == "audit fault"],
+        refused=[line["reason"] for line in lines if line.get("event") == "checkpoint failed"],
+        failed=[line["reason"] for line in lines if line.get("event") == "audit failed"],
+        code=code,
+        audits=len(audits),
+        layers=sorted({audit["layer"] for audit in audits}),
+        uncovered={reason: list(layers) for reason, layers in uncovered.items()},
+        printed=printed[-TAIL:],
+    )

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from fp4train.audit.turn import in_turn
+from fp4train.cli.main import main
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
@@ -20,8 +23,24 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def line_of(clean: Any, **changes: Any) -> str:
-    result = {"audits": 6, "faults": [], "failed": [], "code": 0, "seconds": 3.0, "commit": "abc"}
-    return json.dumps({"run": asdict(clean), **result, **changes}) + "\n"
+    result = {
+        "audits": 6,
+        "layers": ["blocks.0.mlp.up"],
+        "uncovered": {},
+        "faults": [],
+        "failed": [],
+        "code": 0,
+        "seconds": 3.0,
+        "commit": "abc",
+        "printed": "",
+    }
+    row = {"run": asdict(clean), "options": clean.options, **result, **changes}
+    return json.dumps(row) + "\n"
+
+
+def result_of(clean: Any) -> dict[str, Any]:
+    row = json.loads(line_of(clean))
+    return {key: value for key, value in row.items() if key not in ("run", "options")}
 
 
 def test_300_runs_have_all_recipes_backends_and_models_on_one_rank_and_on_two(
@@ -45,6 +64,29 @@ def test_300_runs_have_all_recipes_backends_and_models_on_one_rank_and_on_two(
         }
 
 
+def test_the_runs_of_each_recipe_audit_every_layer_of_each_model(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    models: dict[str, set[tuple[str, str]]] = {}
+    for clean in script.planned_runs(300):
+        models.setdefault(clean.recipe, set()).add((clean.model, clean.blocks))
+    assert all(of_recipe == set(script.MODELS) for of_recipe in models.values())
+
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    for options in script.MODELS.values():
+        with pytest.raises(SystemExit):
+            main(["plan", *script.SMALL, *options, "data.path=text.txt", "--json"])
+        told = json.loads(capsys.readouterr().out)
+        layers = list(dict.fromkeys(gemm["layer"] for gemm in told["gemms"]))
+        turn = in_turn(layers, layers[-1])
+        steps = max(gemm["steps"][1] for gemm in told["gemms"])
+        assert len(turn) <= steps, options
+
+
 def test_runs_that_a_record_has_are_not_made_again(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,17 +97,66 @@ def test_runs_that_a_record_has_are_not_made_again(
 
     def made_run(clean: Any) -> dict[str, Any]:
         made.append(clean.number)
-        result: dict[str, Any] = json.loads(line_of(clean))
-        result.pop("run")
-        return result
+        return result_of(clean)
 
     monkeypatch.setattr(script, "make_run", made_run)
     words = ["3", "--record", str(record), "--page", str(tmp_path / "page.md")]
     assert script.script(words) == 0 and made == [1]
     assert script.script(words) == 0 and made == [1]
     page = (tmp_path / "page.md").read_text()
-    assert "3 runs of 6 steps, of 3 recipes" in page
-    assert "| emulate | dense | 1 | 3 | 18 | 0 | 0 |" in page
+    assert "3 runs of 8 to 17 steps, of 3 recipes" in page
+    assert "| emulate | dense: two blocks, default policy | 1 | 3 | 18 | 0 | 0 | 0 |" in page
+
+
+def test_a_line_of_a_run_with_other_options_is_not_taken_for_a_run_of_today(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "record.jsonl"
+    clean = next(script.planned_runs(1))
+    changed = line_of(clean, options=[*clean.options[:-1], "run.seed=77"])
+    without = {"run": asdict(clean), **result_of(clean)}
+    record.write_text(changed + json.dumps(without) + "\n")
+    made = []
+
+    def made_run(clean: Any) -> dict[str, Any]:
+        made.append(clean.number)
+        return result_of(clean)
+
+    monkeypatch.setattr(script, "make_run", made_run)
+    words = ["1", "--record", str(record), "--page", str(tmp_path / "page.md")]
+    assert script.script(words) == 0 and made == [0]
+    assert script.script(words) == 0 and made == [0]
+
+
+def test_the_page_says_which_layers_and_which_parts_no_audit_compared(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    record, page = tmp_path / "record.jsonl", tmp_path / "page.md"
+    full, partial = list(script.planned_runs(2))
+    why = "wgrad: its codes are not shown"
+    record.write_text(
+        line_of(full, layers=["blocks.0.mlp.up", "blocks.0.mlp.down"])
+        + line_of(partial, uncovered={why: ["blocks.0.mlp.up"]})
+    )
+    assert script.script(["2", "--record", str(record), "--page", str(page)]) == 0
+    told = page.read_text()
+    assert f"of 2 layers these were not audited: {partial.recipe}: blocks.0.mlp.down" in told
+    assert f"- not compared, emulate: {why} (1 run; {partial.recipe})" in told
+    assert "in 1 an audit could not compare all" in told
+
+
+def test_a_finding_has_what_the_audits_left_out_and_what_the_run_printed_last(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    partly = {"event": "audit", "layer": "a", "gemms": ["fprop"], "uncovered": ["dgrad: hidden"]}
+    fully = {"event": "audit", "layer": "b", "gemms": ["fprop"], "uncovered": []}
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in (partly, fully, partly)))
+    finding_of = importlib.import_module("audit_runs").finding_of
+    finding = finding_of(metrics, 1, "x" * 5000 + "the last words")
+    assert finding.audits == 3 and finding.layers == ["a", "b"]
+    assert finding.uncovered == {"dgrad: hidden": ["a"]}
+    assert finding.printed.endswith("the last words") and len(finding.printed) == 2000
 
 
 @pytest.mark.parametrize(
