@@ -11,8 +11,8 @@ before it is rounded to the output dtype: rounding the product to BF16 first wou
 
 Two scales of whole tensors are one factor on every device, float32(a.scale · b.scale); where that
 is no normal float32 number they are applied one after the other. Scales of rows are always applied
-so, the scale of a first; on a CPU those that many neighbouring rows have in common (of row tiles)
-are scales of a tensor, these rows.
+so, the scale of a first, also where rows have equal scales: no row's bits depend on other rows'
+scales.
 
 Implementation: on a CPU with BF16 instructions, `addmm` with `alpha`, which oneDNN applies to the
 float32 accumulator; on other CPUs, and for operands in float32, a float32 product; on GPUs BF16
@@ -28,7 +28,7 @@ instructions. Its one rounding, to the operands' dtype, overflows to infinity as
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -59,9 +59,6 @@ WITHOUT_INSTRUCTIONS = frozenset(
 
 _SMALLEST_OF_ONEDNN: Final = 16**3
 """Multiplications of a product that torch still does itself (`use_mkldnn_bf16_matmul`)."""
-
-_TILE_ROWS: Final = 64
-"""Rows of a part, on average, from which on parts with a scale each are products of their own."""
 
 _UNREAD = {
     dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in (*_INSTRUCTIONS, torch.float64)
@@ -181,10 +178,6 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
                 if bias is None:
                     return torch.addmm(_UNREAD[dtype], x_RC, w_SC.t(), beta=0, alpha=alpha)
                 return torch.addmm(bias, x_RC, w_SC.t(), alpha=alpha)
-    if not of_tensors and x_RC.is_cpu and dtype is out_dtype and dtype in _INSTRUCTIONS:
-        tiles = _tiles(a), _tiles(b)
-        if tiles[0] and tiles[1] and dtype not in WITHOUT_INSTRUCTIONS:
-            return _by_tiles(*tiles, out_dtype, bias)
     if x_RC.is_cuda and x_RC.dtype == w_SC.dtype != torch.float32:
         product = torch.mm(x_RC, w_SC.T, out_dtype=torch.float32)
     elif _ONEDNN is not None and x_RC.is_cpu and x_RC.numel() and w_SC.numel():
@@ -207,35 +200,6 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
         return product.to(out_dtype)
     # The last factor and the rounding take one pass over the product.
     return torch.mul(product, factors[-1], out=torch.empty_like(product, dtype=out_dtype))
-
-
-def _tiles(operand: Decoded) -> list[Decoded]:
-    """The operand in parts of neighbouring rows with one scale, 0-d; none where many have few rows."""
-    values, scale = operand
-    if scale is None or not scale.dim():
-        return [operand]
-    flat = scale.flatten()
-    bounds = ((flat[1:] != flat[:-1]).nonzero().flatten() + 1).tolist()
-    starts = [0, *bounds]
-    if len(values) < _TILE_ROWS * len(starts):
-        return []
-    parts = values.tensor_split(bounds)
-    return [Decoded(part, flat[start]) for part, start in zip(parts, starts, strict=True)]
-
-
-def _by_tiles(
-    a: Sequence[Decoded], b: Sequence[Decoded], out_dtype: torch.dtype, bias: Tensor | None
-) -> Tensor:
-    """The product of all rows of a and b, a product for each pair of their parts."""
-    columns = []
-    start = 0
-    for right in b:
-        stop = start + len(right.values)
-        added = None if bias is None else bias[start:stop]
-        rows = [matmul(left, right, out_dtype=out_dtype, bias=added) for left in a]
-        columns.append(torch.cat(rows) if len(rows) > 1 else rows[0])
-        start = stop
-    return torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
 
 
 def _of_tensors(x_scale: Tensor, w_scale: Tensor) -> list[Tensor]:

@@ -79,30 +79,6 @@ def test_scales_and_bias_meet_the_product_before_its_only_rounding(
         assert torch.equal(found, once.bfloat16()), "no intermediate rounding"
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    "kind", ["tiles of a", "tiles of b", "tiles of both", "tiles and a tensor"]
-)
-def test_rows_with_one_scale_are_a_product_of_their_own_rounded_once(kind: str, bias: bool) -> None:
-    a, b = integers(300, 33, 0), integers(200, 33, 1)
-    of_a = torch.tensor([3.1e-3, 7.7, 0.123]).repeat_interleave(128)[:300, None]
-    of_b = torch.tensor([1.9, 5.3e-2]).repeat_interleave(128)[:200, None]
-    first, second = {
-        "tiles of a": (of_a, None),
-        "tiles of b": (None, of_b),
-        "tiles of both": (of_a, of_b),
-        "tiles and a tensor": (of_a, torch.tensor(0.77)),
-    }[kind]
-    added = torch.randn(200, generator=torch.Generator().manual_seed(2)) if bias else None
-    result = matmul(Decoded(a, first), Decoded(b, second), out_dtype=torch.bfloat16, bias=added)
-    rows = torch.ones(300, 1) if first is None else first
-    columns = torch.ones(()) if second is None else second.T if second.dim() else second
-    expected = (a.double() @ b.double().T).float() * (rows * columns)
-    if added is not None:
-        expected = expected + added.bfloat16().float()
-    assert torch.equal(result, expected.bfloat16())
-
-
 def test_scales_whose_product_leaves_float32_are_applied_in_turn() -> None:
     a = integers(4, 16, 0)
     b = integers(4, 16, 1)
