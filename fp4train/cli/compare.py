@@ -47,7 +47,8 @@ def main(arguments: list[str]) -> int:
     baseline, out, width, margin = (line.options[key] for key in OPTIONS)
     if unknown := [word for word in line.words if not names_folder(word)]:
         key = unknown[0].partition("=")[0]
-        raise UserError(f"compare has no option {key!r}{near_miss(key, OPTIONS)}: {USAGE}")
+        hint = near_miss(key, OPTIONS) or ":"
+        raise UserError(f"compare has no option {key!r}{hint} {USAGE}")
     runs = baseline_first([Path(word) for word in line.words], baseline)
     line.check_flags(USAGE, folders=False)
     if len(runs) < 2 and (not runs or out is None):

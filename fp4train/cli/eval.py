@@ -27,7 +27,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fp4train.cli.output import print_screen, usage
-from fp4train.cli.trained import STEP, with_model
+from fp4train.cli.trained import CHOSEN, STEP, with_model
 from fp4train.config.overrides import Option, count, read_options, truth
 from fp4train.errors import UserError, user_errors
 from fp4train.text import whole_number
@@ -59,7 +59,7 @@ _OF = {
 
 def main(arguments: list[str]) -> int:
     """Print the scores and record them; returns the exit code."""
-    line = read_options(arguments, OPTIONS, data=True)
+    line = read_options(arguments, OPTIONS, keys=(*CHOSEN, "plugins"), data=True)
     options = line.options
     if options["task"] is not None and options["text"] is not None:
         raise UserError("task=… and text=… are two evaluations: give one of them")

@@ -65,7 +65,7 @@ OPTIONS = {
 
 def main(arguments: list[str]) -> int:
     """Write the folder and print what it holds; returns the exit code."""
-    line = read_options(arguments, OPTIONS)
+    line = read_options(arguments, OPTIONS, keys=("plugins",))
     to, out, step, dtype, shard, *of_codes = (line.options[key] for key in OPTIONS)
     folders = overrides.own_folders(line.flags)
     line.check_flags(USAGE)

@@ -208,7 +208,11 @@ def of_verb(verb: str, verb_help: str, words: Sequence[str], *, keys: bool) -> s
     """
     flags, plain_words = overrides.flags_and_words(list(words))
     asked = [word for word in plain_words if "=" not in word and not _names_run(word)]
-    settings = [*flags, *(word for word in plain_words if "=" in word)]
+    own = getattr(import_module(f"fp4train.cli.{verb}"), "OPTIONS", {})
+    settings = [
+        *flags,
+        *(word for word in plain_words if "=" in word and word.partition("=")[0] not in own),
+    ]
     if not asked:
         command, _, body = _joined(verb_help).partition("\n")
         lines = [*hanging(command), body]
@@ -243,17 +247,36 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
     flags, asked = overrides.flags_and_words(list(words))
     texts = []
     for word in asked:
-        if "=" in word and word.partition("=")[0] in overrides.groups():
-            chosen = [word]
+        name, _, value = word.partition("=")
+        name = name.rstrip(".")
+        group = name.replace(".", "/")
+        if value and group in overrides.groups():
+            choice = f"{group}={value}"
+            described = topics([*flags, choice])
+            text = described.topic(choice)
         else:
-            chosen = []
-        described = topics([*flags, *chosen])
-        name = word.partition("=")[0].rstrip(".")
-        text = described.topic(word if chosen else name)
+            described = topics(flags)
+            text = described.topic(name)
+            if value:
+                raise _no_value(name, value, described, list(verbs), known=text is not None)
         if text is None:
             raise _unknown(name, described, list(verbs))
         texts.append(text)
     return fitted("\n\n".join(texts))
+
+
+def _no_value(
+    name: str, value: str, described: Topics, verbs: list[str], *, known: bool
+) -> UserError:
+    """Error about a value behind a word that names no group; `known`: it names a key."""
+    group = nearest(name, described.groups)
+    if group is not None and value in described.groups[group]:
+        return UserError(f"there is no group {name!r}; did you mean fp4train help {group}={value}?")
+    if name in verbs:
+        return UserError(f"help of a verb takes no value: fp4train help {name}")
+    if known:
+        return UserError(f"help shows keys, not their values: fp4train help {name}")
+    return _unknown(name, described, verbs)
 
 
 def _unknown(word: str, described: Topics, verbs: list[str]) -> UserError:

@@ -26,7 +26,7 @@ from fp4train.checkpoint import ALONE
 from fp4train.cli.launch import Command, launch
 from fp4train.cli.output import fitted, print_screen, terminal_width
 from fp4train.config.folders import option_of
-from fp4train.config.overrides import Option, read_options, truth
+from fp4train.config.overrides import Option, read_options, settable_keys, truth
 from fp4train.config.schema import Config
 from fp4train.data.source import planned_tokenizer, planned_vocab_size
 from fp4train.errors import UserError
@@ -120,7 +120,8 @@ def main(arguments: list[str]) -> int:
     """Print the plan, folded to a screen or, with full=true, with a row per GEMM; returns the exit
     code.
     """
-    line = read_options([a for a in arguments if a != "--json"], OPTIONS)
+    words = [a for a in arguments if a != "--json"]
+    line = read_options(words, OPTIONS, keys=settable_keys())
     full, gpus, auto = (line.options[key] for key in OPTIONS)
     as_data = "--json" in arguments
     remaining = [*line.flags, *line.words]

@@ -42,7 +42,8 @@ def main(arguments: list[str]) -> int:
     line.check_flags(USAGE, folders=False)
     if line.overrides:
         key = line.overrides[0].partition("=")[0]
-        raise UserError(f"report has no option {key!r}{near_miss(key, OPTIONS)}: {USAGE}")
+        hint = near_miss(key, OPTIONS) or ":"
+        raise UserError(f"report has no option {key!r}{hint} {USAGE}")
     runs = baseline_first([Path(run) for run in line.runs], baseline)
     if not runs:
         raise UserError(f"report needs run directories: {USAGE}")

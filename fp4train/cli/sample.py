@@ -24,7 +24,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fp4train.cli.output import usage
-from fp4train.cli.trained import STEP, with_model
+from fp4train.cli.trained import CHOSEN, STEP, with_model
 from fp4train.config.overrides import Option, count, number, read_options
 from fp4train.errors import UserError, user_errors
 from fp4train.text import counted, whole_number
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     """Print the text as it is sampled; returns the exit code."""
     from fp4train.exchange.generation import Sampling
 
-    line = read_options(arguments, OPTIONS, data=True)
+    line = read_options(arguments, OPTIONS, keys=(*CHOSEN, "plugins"), data=True)
     prompt, step, *_ = line.options.values()
     if prompt is None:
         raise UserError(f'sample needs prompt="…": {USAGE}')

@@ -38,7 +38,7 @@ OPTIONS = {
 
 def main(arguments: list[str]) -> int:
     """Ask for a swap and report the answer; or list, or cancel. Returns the exit code."""
-    line = read_options(arguments, OPTIONS)
+    line = read_options(arguments, OPTIONS, keys=("recipe", "plugins"))
     folders = overrides.own_folders(line.flags)
     strange = overrides.other_flags(line.flags)
     if strange:

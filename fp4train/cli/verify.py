@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     """Compare, and print a line for each layer; returns the exit code."""
     from fp4train.exchange.verify import verify
 
-    line = read_options(arguments, OPTIONS, data=True)
+    line = read_options(arguments, OPTIONS, keys=("plugins",), data=True)
     run, step, stretch, batches = (line.options[key] for key in OPTIONS)
     line.check_flags(USAGE, folders=False)
     if len(line.runs) != 1 or run is None:

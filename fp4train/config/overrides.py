@@ -7,9 +7,9 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -22,8 +22,9 @@ from fp4train.config.folders import (
     register_file,
     registered_files,
 )
+from fp4train.config.schema import Config
 from fp4train.errors import UserError
-from fp4train.text import shortened, whole_number
+from fp4train.text import nearest, shortened, whole_number
 
 _FOLDER_FLAGS = ("--config-dir", "-cd")
 KNOWN_FLAGS = (
@@ -45,6 +46,10 @@ _OTHER_FLAGS = (
     "--cfg",
     "-c",
 )
+_ALIKE = 0.75
+"""Smallest similarity of a key to the option that it is taken for."""
+_ALIKE_LETTER = 0.65
+"""The same for a key of one letter."""
 SWEEP = frozenset({"-m", "--multirun"})
 
 
@@ -123,17 +128,22 @@ class CommandLine:
 
 
 def read_options(
-    arguments: list[str], declared: Mapping[str, Option], *, data: bool = False
+    arguments: list[str],
+    declared: Mapping[str, Option],
+    *,
+    keys: Iterable[str] = (),
+    data: bool = False,
 ) -> CommandLine:
     """Take a command line apart.
 
     Args:
         arguments: words and flags, as the shell gives them.
         declared: the options of the verb, by key.
+        keys: keys of a run that the verb takes, too, for suggestions.
         data: whether the verb takes the flag --json.
 
     Raises:
-        UserError: an option is given twice, or its value is refused.
+        UserError: an option is given twice or misspelt, or its value is refused.
     """
     as_data = data and "--json" in arguments
     flags, words = flags_and_words([a for a in arguments if not (data and a == "--json")])
@@ -151,7 +161,34 @@ def read_options(
         options[key] = declared[key].read(text)
         if options[key] is None:
             raise UserError(declared[key].refusal.format(text))
+    _refuse_misspelt(other_words, [*declared, *keys], flags)
     return CommandLine(flags=flags, options=options, words=other_words, as_data=as_data)
+
+
+def _refuse_misspelt(words: Iterable[str], names: Sequence[str], flags: list[str]) -> None:
+    """Refuse key=value where the key is nearly one of `names`, and is no key of a run itself."""
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if not equals or "." in key or names_folder(word):
+            continue
+        # Of two letters one is left: two thirds of a name.
+        name = nearest(key, names, _ALIKE if len(key) > 1 else _ALIKE_LETTER)
+        if name is not None and key not in _run_keys(flags):
+            raise UserError(f"unknown key {key!r}; did you mean {name!r}?")
+
+
+def _run_keys(flags: list[str]) -> set[str]:
+    """The keys of a run's configuration that have no dot."""
+    return {field.name for field in fields(Config)} | set(groups(own_folders(flags)))
+
+
+def settable_keys() -> list[str]:
+    """The keys without a dot that take a value or an option of their group."""
+    return [
+        key
+        for key, kind in get_type_hints(Config).items()
+        if key in own_options() or not is_dataclass(kind)
+    ]
 
 
 def baseline_first(runs: Sequence[Path], baseline: Path | None) -> list[Path]:

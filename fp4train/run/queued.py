@@ -62,7 +62,7 @@ class StepAudits(Protocol):
         """
 
     def compare_state(self) -> None:
-        """Called where a loop ends because its state is not finite."""
+        """Compares the state with that after the last update, where no step follows."""
 
     def finish(self) -> None:
         """Called once, after the last step of a loop."""

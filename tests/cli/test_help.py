@@ -12,6 +12,7 @@ import yaml
 from command_line import Outcome
 
 from fp4train.cli import help as screens, main
+from fp4train.cli.main import VERBS
 from fp4train.config import default_of, own_class, own_options
 from fp4train.config.binding import as_node
 from fp4train.config.composition import composed
@@ -91,6 +92,8 @@ def test_comments_are_read_where_they_stand(tmp_path: Path) -> None:
         (["help", "lr"], ["optim.lr"]),
         (["help", "recipe"], ["* nvfp4", "MXFP8: E4M3 with a power of two", "recipe.guard=1.0"]),
         (["help", "recipe=mxfp8"], ["recipe.scale_rounding=rceil"]),
+        (["help", "data.tokenizer=gpt2"], ["data/tokenizer=gpt2", "50,257 ids"]),
+        (["plan", "full=true", "--help"], ["full=true", "every layer and GEMM"]),
         (
             ["help", "experiment=llama_1b_fineweb"],
             [
@@ -126,6 +129,10 @@ def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str
         (["plan", "--help", "ful"], "plan has no option 'ful'; did you mean 'full'?"),
         (["help", "train.stepz"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
         (["help", "data.pth"], "did you mean 'data.path'?"),
+        (["help", "optim.lr=3"], "help shows keys, not their values: fp4train help optim.lr"),
+        (["help", "recipes=nvfp4"], "did you mean fp4train help recipe=nvfp4?"),
+        (["help", "optim.lrr=3"], "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+        (["help", "plan=3"], "help of a verb takes no value: fp4train help plan"),
         (["help", "curves"], "unknown verb 'curves'; fp4train help lists verbs and keys"),
         (["help", "help"], "unknown verb 'help'; fp4train help lists verbs and keys"),
         (["help", "nvfp4"], "'nvfp4' is an option of a group: fp4train help recipe=nvfp4"),
@@ -164,6 +171,35 @@ def test_what_help_does_not_know_is_one_line(cli: Cli, words: list[str], message
         "Traceback|Hydra|hydra.cc", found.err
     )
     assert max(map(len, found.err.splitlines())) <= 80
+
+
+VERBS_WITH_OPTIONS = [verb for verb in VERBS if verb not in ("train", "doctor", "recipes")]
+
+
+@pytest.mark.parametrize("verb", VERBS_WITH_OPTIONS)
+def test_an_option_of_a_verb_without_one_of_its_letters_is_suggested(
+    cli: Cli, verb: str, small_run: Path
+) -> None:
+    options = re.findall(r"^  (\w+)=", cli("help", verb).out, re.MULTILINE)
+    assert options
+    for option in options:
+        middle = len(option) // 2
+        word = f"{option[:middle]}{option[middle + 1 :]}=1"
+        refused = cli(verb, str(small_run), word)
+        message = " ".join(refused.err.split())
+        assert refused.code in (1, 3) and refused.err.count("fp4train: ") == 1
+        if verb == "formats":
+            assert "takes plugins=" in message
+        else:
+            assert f"did you mean {option!r}?" in message, message
+
+
+@pytest.mark.parametrize("verb", ["compare", "report"])
+def test_the_usage_follows_what_was_meant_after_a_space(cli: Cli, verb: str) -> None:
+    for word, hint in (("bsln=a", "; did you mean 'baseline'?"), ("zzz=a", ":")):
+        key = word.partition("=")[0]
+        message = f"{verb} has no option {key!r}{hint} fp4train {verb} RUN RUN…"
+        assert message in " ".join(cli(verb, "a", "b", word).err.split())
 
 
 def test_the_configuration_is_shown_with_keys_that_only_classes_have(cli: Cli) -> None:

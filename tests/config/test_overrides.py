@@ -30,11 +30,23 @@ def test_a_command_line_is_taken_apart(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (["forks=0"], "forks='0' must be a whole number from 1"),
         (["out=a", "out=b"], "out=… is given twice"),
+        (["frks=3"], "unknown key 'frks'; did you mean 'forks'?"),
+        (["ot=a"], "unknown key 'ot'; did you mean 'out'?"),
     ],
 )
 def test_a_wrong_option_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_options(words, KNOWN)
+
+
+def test_keys_of_a_run_and_folders_are_no_misspelt_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fork=2").mkdir()
+    words = ["gpu=B200", "recipe=nvfp4", "model=moe_tiny", "forks.a=1", "fork=2", "nothing=3"]
+    named = {"gpus": Option(), "recipes": Option(), "models": Option(), **KNOWN}
+    assert read_options(words, named).words == words
 
 
 def test_the_kinds_of_values() -> None:
