@@ -1,12 +1,19 @@
 """scripts/published_figures.py: figures that it calls reproduced come out, and the page says so."""
 
+import math
 import re
 from pathlib import Path
 
 import published_figures as script
 import pytest
 import torch
-from figure_measures import error_split, share_of_the_mean, shares_of_the_mean
+from figure_measures import (
+    decibels,
+    error_split,
+    share_of_the_mean,
+    shares_of_the_mean,
+    with_outliers,
+)
 
 from fp4train.lab.ledger import ledger
 
@@ -68,6 +75,20 @@ def test_a_verdict_tells_rounding_from_scatter_from_a_miss() -> None:
 def test_the_page_is_what_the_script_prints() -> None:
     results = [script.result(figure) for figure in script.figures()]
     assert "\n".join(script.table(results)) in PAGE
+
+
+def test_the_signal_of_altos_snr_is_the_quantised_tensor() -> None:
+    """`calc_snr` of its alto/kernels/fp4/testing_utils.py at 74e251d, called with it first."""
+    quantised, high = torch.tensor([3.0, 0.0]), torch.tensor([4.0, 1.0])
+    assert decibels(quantised, high) == pytest.approx(10 * math.log10(9 / 2))
+
+
+def test_tensors_of_one_seed_are_alike_but_for_their_outliers() -> None:
+    """As those of ALTO's `prepare_data`, which seeds a generator before each tensor."""
+    few, many = with_outliers((32, 64), 1).flatten(), with_outliers((64, 64), 1).flatten()
+    differ = few != many[: len(few)]
+    assert 0.002 < differ.float().mean() < 0.02
+    assert not torch.equal(few.abs() > 8, many[: len(few)].abs() > 8)
 
 
 def test_parts_of_the_error_are_those_of_the_page_and_add_up() -> None:
