@@ -42,7 +42,8 @@ class PublishedRecipe:
         mirrored, differs: parts of the paper that the file has; parts that it has not, with
             the reason.
         kept: layers that the source keeps in other precision.
-        words: words of the command line beside `recipe=`: the policy, and what else belongs to it.
+        words: words of the command line beside `recipe=`: the policy, the phases, and what else
+            belongs to it. Without phases the default would change the forward pass of any recipe.
     """
 
     recipe: str
@@ -73,7 +74,12 @@ class PublishedRecipe:
 
     @property
     def command(self) -> str:
-        return " ".join(["fp4train", f"recipe={self.recipe}", *self.words])
+        return f"fp4train {self.settings}"
+
+    @property
+    def settings(self) -> str:
+        """The words of the command that trains it."""
+        return " ".join([f"recipe={self.recipe}", *self.words])
 
 
 def ledger(path: Path = LEDGER) -> list[PublishedRecipe]:
@@ -89,16 +95,13 @@ def ledger(path: Path = LEDGER) -> list[PublishedRecipe]:
 def markdown(entries: Sequence[PublishedRecipe]) -> list[str]:
     """The entries as the tables of docs/recipes.md: what is mirrored, and the figures."""
     lines = [
-        "| recipe | source | mirrored | not mirrored | layers kept |",
+        "| words of `fp4train` | source | mirrored | not mirrored | layers kept |",
         "|---|---|---|---|---|",
     ]
     for entry in entries:
         source = f"[{entry.title}]({entry.link}), {entry.year}"
-        options = "".join(f", `{word}`" for word in entry.words if not word.startswith("policy"))
-        policy = " ".join(word for word in entry.words if word.startswith("policy"))
         lines.append(
-            f"| `{entry.recipe}`{options} | {source} | {entry.mirrored} | {entry.differs} | "
-            f"{entry.kept}; `{policy}` here |"
+            f"| `{entry.settings}` | {source} | {entry.mirrored} | {entry.differs} | {entry.kept} |"
         )
     lines += ["", "| recipe | figure | published | here |", "|---|---|---|---|"]
     for entry in entries:

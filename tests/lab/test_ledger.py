@@ -42,6 +42,20 @@ def test_the_words_of_an_entry_are_a_command(entry: PublishedRecipe) -> None:
     assert plain(compose([f"recipe={entry.recipe}", *entry.words, "run.name=x"]))
 
 
+SWITCH = {"flux_residual": "cooldown_fprop"}
+"""Recipes whose source changes them within a run; the default would change any."""
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.recipe} {entry.source}")
+def test_an_entry_says_its_phases_and_trains_without_any_that_its_source_has_not(
+    entry: PublishedRecipe,
+) -> None:
+    (phases,) = (word for word in entry.words if word.partition("=")[0] == "phases")
+    assert phases == f"phases={SWITCH.get(entry.recipe, 'none')}"
+    config = plain(compose([f"recipe={entry.recipe}", *entry.words, "run.name=x"]))
+    assert bool(config["phases"]) == (entry.recipe in SWITCH)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_of_the_ledger_trains_and_shows_its_plan(name: str) -> None:
     """Three steps with the public API: the loss falls, and is not that of BF16 in every bit."""
@@ -177,6 +191,6 @@ def test_an_entry_that_says_too_little_or_too_much_is_refused(
 def test_the_page_has_every_entry() -> None:
     page = "\n".join(markdown(ENTRIES))
     for entry in ENTRIES:
-        assert f"| `{entry.recipe}`" in page
+        assert f"| `recipe={entry.recipe} {' '.join(entry.words)}` | [{entry.title}]" in page
         assert entry.link in page
-        assert f"{entry.kept}; `{' '.join(w for w in entry.words if 'policy' in w)}` here" in page
+        assert f"| {entry.kept} |" in page
