@@ -124,8 +124,8 @@ class LayerCall:
         gradients: gradients that backward computes; set by each forward pass.
         amaxes: the amaxes of this call that `scaling` gave, by tensor.
         member: the place of the weight in the layer's group.
-        parts: the parts of the in features that are multiplied apart; none: all are multiplied
-            together; None: it is not decided yet.
+        parts: the parts of the in features that are multiplied apart; empty: all are
+            multiplied together; None: nobody has decided yet.
     """
 
     executor: Any

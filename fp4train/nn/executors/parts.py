@@ -166,10 +166,12 @@ class SplitGemms(ProductExecutor):
         call: LayerCall,
         codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
+        assert codes_of is None, "each part makes codes of its own channels"
         terms = []
         values = values_of(w, w.dtype)
         saved: list[Any] = [None if call.gradients.x is None else w]
-        for number, (channels, part) in enumerate(call.parts or ()):
+        assert call.parts, "nobody has chosen the parts of this call"
+        for number, (channels, part) in enumerate(call.parts):
             part.parameter = w if call.parameter is None else call.parameter
             part.gradients = call.gradients._replace(bias=None) if number else call.gradients
             x_part = x_MK.index_select(1, channels)
@@ -190,10 +192,13 @@ class SplitGemms(ProductExecutor):
         total: Tensor | None = None,
         codes_of: CodesOf | None = None,
     ) -> Gradients:
+        assert total is None, "each part gives dw of its own channels"
+        assert codes_of is None, "each part makes codes of its own channels"
         w, *forms = saved
         values = values_of(w, w.dtype) if isinstance(w, Tensor) else None
         gradients = []
-        parts = call.parts or ()
+        parts = call.parts
+        assert parts, "nobody has chosen the parts of this call"
         for (channels, part), form in zip(parts, forms, strict=True):
             w_part = None if values is None else values.index_select(1, channels)
             gradients.append(part.executor.backward(dy_MN, (w_part, form), part))
@@ -224,6 +229,7 @@ class ChannelParts(ProductExecutor):
     kinds = (ChannelNorms,)
     states = (ChannelNorms.kind,)
     runs_idle = False
+    """A group's norms are those of all its rows: a weight without rows adds nothing."""
     dense_channels: Tensor | None = None
 
     def build(self) -> None:
