@@ -254,7 +254,7 @@ def source_of(
     values = centred(call, plan, gemm, tensor, values)
     dtype = plan.table.torch_dtype
     if operand.values is not None:
-        codes = source_of_operand(call, expected, operand.prepared, values)
+        codes = source_of_operand(call, expected, operand.prepared_operand, values)
         values = operand.values(codes.decoded(), dtype)
         if operand.transposed:
             values = values.T

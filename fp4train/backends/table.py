@@ -96,7 +96,7 @@ class Operands:
         return self.first is not None or self.second is not None
 
     @property
-    def derived(self) -> str | None:
+    def why_derived(self) -> str | None:
         """What the second operand is, where it is made of the codes that fprop multiplies; None: it
         is made of its tensor.
         """
@@ -179,7 +179,7 @@ def sourced(table: Mapping[str, Operands]) -> dict[tuple[str, str], Operand]:
     """(GEMM, tensor) → the operand, with where it comes from, of the GEMMs of a layer."""
     operands = {(gemm, tensor): operand(tensor, gemm, spec) for gemm, tensor, spec in named(table)}
     for gemm, pair in table.items():
-        if pair.derived is not None:
+        if pair.why_derived is not None:
             tensor = OPERANDS[gemm][1]
             codes = operands["fprop", tensor].codes
             assert codes is not None  # a recipe checks it
@@ -192,7 +192,7 @@ def check_dequantised(recipe: str, operands: dict[str, Operands]) -> None:
     of a transformed tensor.
     """
     for gemm, pair in operands.items():
-        if pair.derived is None:
+        if pair.why_derived is None:
             continue
         instead = "use dequantised=False there"
         if gemm == "fprop":

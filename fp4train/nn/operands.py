@@ -179,6 +179,9 @@ class TensorForms:
     Args:
         operands, codes, tiles: one for the row-wise and one for the column-wise form, as for
             `Form`; so the rest.
+
+    Raises:
+        ValueError: the column-wise form is values of other codes than the row-wise one.
     """
 
     __slots__ = (
@@ -204,6 +207,7 @@ class TensorForms:
         tiles: tuple[bool, ...] = (False, False),
         tokens: bool = False,
     ) -> None:
+        operands[1].check_values(operands[0])
         self.values = operands[1].values
         """Function that gives what a GEMM multiplies in the place of the column-wise form, of the
         codes of the row-wise one; None: the column-wise form is prepared.

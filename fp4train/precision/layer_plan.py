@@ -335,13 +335,13 @@ def resolve(
             why = (
                 divided.get(name)
                 or kept
-                or operands.derived
+                or operands.why_derived
                 or (reason if reason and name in recipe.high_precision else layer_recipe.name)
             )
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
-        if operands.derived is not None and operands.quantised:
-            why += f"; {OPERANDS[name][1]}: {operands.derived}"
+        if operands.why_derived is not None and operands.quantised:
+            why += f"; {OPERANDS[name][1]}: {operands.why_derived}"
         why += fused_note(layer, layer_recipe, name) + input_note(
             alike, layer_recipe, name, chosen, device
         )
@@ -408,9 +408,9 @@ def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = (
     gemms: dict[str, Any] = {}
     for gemm in plan.gemms:
         why = gemm.why
-        if "fprop" in divided and gemm.operands.derived is not None:
+        if "fprop" in divided and gemm.operands.why_derived is not None:
             # Without codes of fprop there are no values of them.
-            why = why.replace(gemm.operands.derived, divided["fprop"])
+            why = why.replace(gemm.operands.why_derived, divided["fprop"])
         gemms[gemm.name] = replace(gemm, operands=recipe.table()[gemm.name], why=why)
     for name, why in divided.items():
         gemms[name] = replace(gemms[name], backend="torch", why=why, divided=True)

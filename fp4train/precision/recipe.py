@@ -153,7 +153,7 @@ class Recipe:
             kept |= {
                 gemm: operands.without_codes_of_fprop
                 for gemm, operands in kept.items()
-                if operands.derived is not None
+                if operands.why_derived is not None
             }
         object.__setattr__(self, "_table", Table(**kept, dtype=self.dtype, name=self.name))
 

@@ -15,7 +15,7 @@ Counts: TypeAlias = Literal["calls", "tokens", "nothing"]
 """What layers count in a context: their calls, each a step of its own, where the step is not known;
 the tokens of their calls within a step, where the first one's index is not; or nothing.
 """
-START: Final = Position(RunStep(0, 0))
+START_WITHOUT_SEED: Final = Position(RunStep(0, 0))
 """The place of the first token of a run without a seed."""
 
 
@@ -34,7 +34,7 @@ class Context(metaclass=GraphInput):
 
     recipe: Recipe
     policy: LayerPolicy | None = None
-    position: Position = START
+    position: Position = START_WITHOUT_SEED
     """The place of the calls' tokens in the run; of what layers count it says where that begins."""
     counts: Counts = "calls"
     """What layers count by themselves."""

@@ -133,7 +133,7 @@ def check_residual(
                 f"residual: fprop, {tensor}: hadamard={spec.hadamard}: its codes are those of a "
                 f"transformed {tensor}: use hadamard=None in fprop, or {instead}"
             )
-    dequantised = [gemm for gemm, pair in operands.items() if pair.derived is not None]
+    dequantised = [gemm for gemm, pair in operands.items() if pair.why_derived is not None]
     if backward != "quantised" or dequantised:
         quantised = "backward='quantised'"
         if backward == "quantised":

@@ -122,7 +122,7 @@ class High:
 
 class AnySource(Protocol):
     """What each kind of source answers. Who prepares, multiplies, sends, counts or audits operands
-    asks this, and no class: another kind is another class here.
+    asks this, and no class. Another kind is a class here, with a hash (plans compare sources).
     """
 
     @property
@@ -135,12 +135,13 @@ class AnySource(Protocol):
 
     @property
     def codes(self) -> Codes | None:
-        """The codes that must be made; None: none."""
+        """The codes that must be made, which themselves say `of` and `sent`; None: none."""
 
     @property
     def values(self) -> Callable[[Prepared, torch.dtype], Tensor] | None:
         """Function of the codes' form that gives what the GEMM multiplies, as the tensor lies;
-        None: the GEMM multiplies the codes, or the tensor.
+        None: the GEMM multiplies the codes, or the tensor. The codes must be those that fprop
+        multiplies (`Operand.check_values`).
         """
 
 
@@ -178,13 +179,26 @@ class Operand:
         return self.source.values
 
     @property
-    def prepared(self) -> Operand:
+    def prepared_operand(self) -> Operand:
         """The operand whose form is prepared for it: that of the codes whose values it is, or
         itself.
         """
         if self.codes is None or self.values is None:
             return self
         return Operand(self.tensor, self.codes)
+
+    def check_values(self, row_wise: Operand) -> None:
+        """Refuse values of other codes than those of the form that is prepared for fprop.
+
+        Raises:
+            ValueError: names both.
+        """
+        if self.values is not None and self.prepared_operand != row_wise:
+            raise ValueError(
+                f"{self.tensor}: the GEMM that contracts {self.axis!r} takes the values of "
+                f"{self.codes}, but what is multiplied before is {row_wise.source}: values are "
+                "taken of these codes alone"
+            )
 
     @property
     def shared(self) -> Codes | None:

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from fp4train.backends import sourced
-from fp4train.precision import FP8Row, QuartetII, Recipe
+from fp4train.hardware import Device
+from fp4train.nn.executors.gemms import Gemms
+from fp4train.nn.operands import TensorForms
+from fp4train.precision import FP8Row, Layer, QuartetII, Recipe, resolve
 from fp4train.precision.recipes import MXFP8, NVFP4
 from fp4train.quantize import (
     High,
@@ -65,16 +68,44 @@ def test_values_of_codes_need_these_codes_and_are_not_quantised_again() -> None:
 def test_values_of_codes_are_taken_of_the_form_of_fprop(recipe: Recipe) -> None:
     quantised = sourced(recipe.table())
     operands = sourced(NVFP4(backward="dequantised").table())
-    assert all(operand.prepared is operand for operand in quantised.values())
+    assert all(operand.prepared_operand is operand for operand in quantised.values())
     assert all(operand.values is None for operand in quantised.values())
     for gemm, tensor in (("dgrad", "w"), ("wgrad", "x")):
         operand = operands[gemm, tensor]
-        assert operand.prepared == operands["fprop", tensor]
+        assert operand.prepared_operand == operands["fprop", tensor]
         assert operand.codes is not None and operand.values is not None
         codes = quantize(torch.randn(32, 32), operand.codes.spec)
         values = codes.dequantize(torch.bfloat16)
         assert torch.equal(operand.values(codes, torch.bfloat16), values)
         assert torch.equal(operand.values(codes.decoded(), torch.bfloat16), values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [ValuesOf(Own(NVFP4_X, "tokens"), "tokens"), ValuesOf(Own(SQUARE, "in"), "tokens")],
+    ids=["along another axis", "of another spec"],
+)
+def test_values_of_other_codes_than_those_of_fprop_are_refused(values: ValuesOf) -> None:
+    of_fprop = Operand("x", Own(NVFP4_X, "in"))
+    with pytest.raises(ValueError, match="x: the GEMM that contracts 'tokens' takes the values"):
+        TensorForms((of_fprop, Operand("x", values)), (False, True), "cpu")
+
+
+def test_values_of_a_weight_are_those_that_fprop_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = resolve(
+        Layer(name="up", in_features=32, out_features=32, block=None, blocks=0),
+        NVFP4(backward="dequantised"),
+        None,
+        "emulate",
+        Device(type="cpu"),
+    )
+    Gemms(plan, "cpu")
+    other = Operand("w", ValuesOf(Own(NVFP4_X, "out"), "out"))
+    monkeypatch.setitem(plan.sources, ("dgrad", "w"), other)
+    with pytest.raises(ValueError, match="w: the GEMM that contracts 'out' takes the values"):
+        Gemms(plan, "cpu")
 
 
 def test_bytes_are_those_of_the_codes_as_they_are_blocked() -> None:

@@ -219,7 +219,7 @@ def _operands_alone(recipe: Recipe) -> dict[str, Recipe]:
                     pairs |= {
                         backward: replace(operands, first=None, accumulator="auto")
                         for backward, operands in recipe.table().items()
-                        if operands.derived is not None and OPERANDS[backward][1] == name
+                        if operands.why_derived is not None and OPERANDS[backward][1] == name
                     }
                 pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
                 alone[f"{gemm}.{name}"] = Custom(

@@ -82,8 +82,9 @@ class Gemms(ProductExecutor):
         self.w_row = WeightForm(
             operands["fprop", "w"], self.fprop, dtype, device, shard=shard, fused=plan.fused
         )
+        operands["dgrad", "w"].check_values(operands["fprop", "w"])
         self.values_of_w = operands["dgrad", "w"].values
-        if operands["dgrad", "w"].prepared == operands["fprop", "w"]:
+        if operands["dgrad", "w"].prepared_operand == operands["fprop", "w"]:
             self.w_column = self.w_row
         else:
             self.w_column = WeightForm(

@@ -224,7 +224,7 @@ class BackendLayer(Executor):
         def form(operand: Operand) -> WeightForm:
             return WeightForm(operand, BACKENDS["native"], self.dtype, self.device, strided=True)
 
-        row, column = (self.plan.sources[gemm, "w"].prepared for gemm in ("fprop", "dgrad"))
+        row, column = (self.plan.sources[gemm, "w"].prepared_operand for gemm in ("fprop", "dgrad"))
         form_of_row = form(row)
         return form_of_row, form_of_row if column == row else form(column)
 
