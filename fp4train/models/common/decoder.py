@@ -210,7 +210,7 @@ class FamilyDecoder(Decoder):
         self.head = nn.Linear(shape.width, self.vocab_size, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
-        initialise(self, shape.draw)
+        initialise(self, getattr(shape, "draw", "torch"))
 
     @abstractmethod
     def new_blocks(self) -> Iterable[nn.Module]:

@@ -70,11 +70,6 @@ class DecoderShape:
         return self.vocab_size or -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
-    def draw(self) -> str:
-        """The source of initial weights (`models/common/initialise.py`)."""
-        return "counter"
-
-    @property
     def residual_terms(self) -> int:
         """Terms that the blocks add to the residual stream, all together."""
         return 1

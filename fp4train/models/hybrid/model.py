@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -146,6 +146,7 @@ class Hybrid(DecoderShape):
     pattern: str = "M-M-M*-"
     scan: ScanShape = field(default_factory=ScanShape)
     hidden: int = 512
+    draw: ClassVar[str] = "counter"
 
     def __post_init__(self) -> None:
         super().__post_init__()

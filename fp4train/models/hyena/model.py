@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,7 @@ class Hyena(DecoderShape):
     hidden: int = 256
     gelu: str = "first"
     rope_base: float = 10000.0
+    draw: ClassVar[str] = "counter"
 
     def __post_init__(self) -> None:
         super().__post_init__()

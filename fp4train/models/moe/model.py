@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -47,6 +48,7 @@ class MixtureOfExperts(RotaryShape):
     hidden: int = 384
     experts: ExpertShape = field(default_factory=ExpertShape)
     balance: Balance = field(default_factory=Balance)
+    draw: ClassVar[str] = "counter"
 
     def __post_init__(self) -> None:
         super().__post_init__()

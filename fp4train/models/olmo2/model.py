@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from torch import Tensor, nn
 
@@ -53,6 +53,7 @@ class Olmo2(RotatedShape):
     """
 
     hidden: int = 384
+    draw: ClassVar[str] = "counter"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,6 +3,8 @@ model is cut.
 """
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -15,12 +17,14 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.config import bind
 from fp4train.config.composition import compose
+from fp4train.models.common.decoder import FamilyDecoder
 from fp4train.models.common.initialise import (
     fill_normal,
     key_of,
     materialise,
     why_not_deferred,
 )
+from fp4train.models.common.shape import DecoderShape
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.parameters import ONES, ZEROS, Normal, ParameterSpec
 from fp4train.quantize import philox4x32
@@ -203,3 +207,29 @@ def test_a_model_that_cannot_be_born_is_told_what_it_lacks() -> None:
     model = Odd().to("meta")
     materialise(model, CPU, seed=0, draw="counter")
     assert bool((model.mix.bias == 0).all()) and bool((model.mask == 1).all())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(DecoderShape):
+    """A shape of somebody else's, which does not say what draws its weights."""
+
+    def parameters(self) -> Iterable[ParameterSpec]:
+        yield from self.ends(embed="embed.weight", norm="norm.weight", head="head.weight")
+        yield ParameterSpec(name="blocks.0.weight", stored="up.weight", initial=Normal(0.5))
+
+
+class PlainModel(FamilyDecoder):
+    def new_blocks(self) -> Iterable[nn.Module]:
+        yield nn.Linear(self.shape.width, self.shape.width, bias=False)
+
+
+def test_torch_draws_the_weights_of_a_shape_that_names_no_source() -> None:
+    """In the order of the parts, after what their constructors drew."""
+    torch.manual_seed(SEED)
+    model = PlainModel(Plain(width=16), 64, 8)
+    torch.manual_seed(SEED)
+    nn.Embedding(64, 16)
+    nn.Linear(16, 16, bias=False)
+    nn.Linear(16, 64, bias=False)
+    assert torch.equal(model.embed.weight, nn.init.normal_(torch.empty(64, 16), std=0.02))
+    assert torch.equal(model.blocks[0].weight, nn.init.normal_(torch.empty(16, 16), std=0.5))
