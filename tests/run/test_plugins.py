@@ -16,6 +16,9 @@ from fp4train.sealed import Chain, sealed
 LAB = '''
 from dataclasses import dataclass
 
+import torch.nn.functional as F
+from torch import nn
+
 from fp4train.models.llama import Llama
 from fp4train.precision import MXFP8
 from fp4train.track import NullTracker
@@ -27,6 +30,24 @@ class Model(Llama):
 @dataclass(frozen=True, kw_only=True)
 class Recipe(MXFP8):
     """A recipe of another package."""
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    """A model without blocks."""
+    width: int = 32
+    def build(self, *, vocab_size, seq_len):
+        return FlatModel(self.width, vocab_size)
+
+class FlatModel(nn.Module):
+    def __init__(self, width, vocab_size):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, width)
+        self.up = nn.Linear(width, width, bias=False)
+    def forward(self, tokens_BT, targets_BT=None):
+        logits_BTV = F.linear(self.up(self.embed(tokens_BT)), self.embed.weight)
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 @dataclass(frozen=True, kw_only=True)
 class Nowhere:
@@ -44,6 +65,7 @@ def mine(cli: Cli) -> Iterator[None]:
         "ownlab.py": LAB,
         "model/own.yaml": "_target_: ownlab.Model\nwidth: 32\nlayers: 2\nheads: 2\nkv_heads: "
         "1\nhidden: 64\n",
+        "model/flat.yaml": "_target_: ownlab.Flat\n",
         "recipe/own.yaml": "_target_: ownlab.Recipe\n",
         "track/own.yaml": "_target_: ownlab.Nowhere\n",
         "experiment/own.yaml": "# @package _global_\nplugins: [ownlab]\n",
@@ -67,6 +89,17 @@ def test_a_run_with_a_plugin_is_saved_resumed_and_planned(cli: Cli) -> None:
     assert sorted(losses("runs/a")) == [1, 2, 3]
     planned = cli.raw("plan", *OWN, "resume=runs/a", "recipe=own", "train.steps=6", "phases=none")
     assert planned.code == 0 and "Recipe" in planned.out
+
+
+@pytest.mark.parametrize("mesh", [[], ["gpus=2", "parallel=auto"]], ids=["one", "search"])
+def test_a_model_without_blocks_has_a_plan_and_no_estimate(cli: Cli, mesh: list[str]) -> None:
+    """A search for a mesh says why every plan fails."""
+    words = ("plan", *OWN, "model=flat", "policy=all")
+    assert cli(*words).code == 0
+    ended = cli(*words, "gpu=H100", *mesh)
+    assert ended.code == 1
+    assert "FlatModel cannot be estimated: it takes torch.int64" in ended.message
+    assert "fp4train_blocks" in ended.message
 
 
 @pytest.mark.parametrize(

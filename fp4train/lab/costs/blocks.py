@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fp4train.errors import UserError
 from fp4train.lab.costs.weights import ModelWeight
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible
@@ -146,7 +147,18 @@ def measure_blocks(
 
 
 def _measure(block: nn.Module, x: Tensor, inputs: Sequence[Any], kernels: _Kernels) -> BlockCost:
-    """The cost of one block, called with `x` and `inputs`."""
+    """The cost of one block, called with `x` and `inputs`.
+
+    Raises:
+        UserError: x is no stream of activations.
+    """
+    if not x.is_floating_point():
+        raise UserError(
+            f"the time of {type(block).__name__} cannot be estimated: it takes {x.dtype}, no "
+            "activations. A step is estimated by the blocks of its model, a list of modules that "
+            "hold linear layers or what fp4train_blocks names (docs/plugins.md); leave gpu out to "
+            "see the plan alone"
+        )
     x = x.detach().clone().requires_grad_()
     kept: dict[object, Tensor] = {}
 

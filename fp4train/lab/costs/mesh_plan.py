@@ -137,19 +137,25 @@ class MeshPlan:
         choices = (0.0, 1.0) if hasattr(self.config.model, "recompute") else (0.0,)
         loads: dict[tuple[int, int], Workload | None] = {}
         costs: list[ClusterCost] = []
+        refused: UserError | None = None
         for sequences, parallel in self._meshes():
             candidate = self._sized(sequences, self.gpus, parallel)
             size = (sequences, parallel.tp)
             try:
                 candidate.check()
-                if size not in loads:
-                    loads[size] = None  # unless a plan follows: the backend runs parts of layers
-                    loads[size] = candidate.workloads(candidate.plan())[0]
             except UserError:
                 continue
+            if size not in loads:
+                loads[size] = None  # unless a plan follows: the backend runs parts of layers
+                try:
+                    loads[size] = candidate.workloads(candidate.plan())[0]
+                except UserError as error:
+                    refused = refused or error
             if (load := loads[size]) is not None:
                 again = [replace(load, recomputed=share) for share in choices]
                 costs += [ClusterCost(load, self.gpu, candidate.mesh) for load in again]
+        if not costs and refused is not None:
+            raise refused
         if not costs:
             raise UserError(
                 f"no mesh of gpus={self.mesh.gpus} divides the model's heads and blocks and "
