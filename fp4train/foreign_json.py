@@ -7,6 +7,7 @@ the marks of a text are counted before it is read, and its nesting before the va
 """
 
 import json
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,8 +22,8 @@ def parse(text: bytes) -> Any:
     """The value that a JSON text stands for.
 
     Raises:
-        ValueError: it is no JSON, has more than about `VALUES` values, or nests them deeper than
-            `DEPTH`.
+        ValueError: it is no JSON, has more than about `VALUES` values, nests them deeper than
+            `DEPTH`, or has an integer of thousands of digits.
     """
     marks = sum(map(text.count, _MARKS))
     if marks > VALUES:
@@ -31,6 +32,11 @@ def parse(text: bytes) -> Any:
         parsed = json.loads(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # the other error of a decoder
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"it has an integer of more than {most:,} digits") from None
     _check_depth(parsed)
     return parsed
 

@@ -5,6 +5,7 @@ values.
 import difflib
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import cache
@@ -37,8 +38,14 @@ def printable(text: str, *, kept: str = "\n\t") -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; the name of its type if it says nothing."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    """The first line of what an error says; the name of its type if it says nothing.
+
+    Python's limit on digits is told without its advice to programmers.
+    """
+    line = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, ValueError) and "set_int_max_str_digits" in line:
+        return f"an integer has more than {sys.get_int_max_str_digits():,} digits"
+    return line or type(error).__name__
 
 
 def columns(

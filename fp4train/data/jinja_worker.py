@@ -7,8 +7,7 @@ or on memory. So it is rendered here, in a process that may use `MEMORY` bytes o
 standard library and Jinja alone, and starts in 0.1 s.
 
 It reads requests from its standard input and writes replies to its standard output, each a length
-of eight bytes and JSON. The first request names the template; the others hold conversations to
-render:
+of eight bytes and JSON. A request names the template; those after it hold conversations to render:
 
     {"source": "{% for …", "now": "2026-01-31T12:00:00"}
         → {"generation": false, "names": […]}
@@ -198,7 +197,8 @@ def serve() -> None:
         request = json.loads(sys.stdin.buffer.read(int.from_bytes(header, "little")))
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
-            if state is None:
+            if "source" in request:
+                state = None
                 sandbox = environment(datetime.fromisoformat(request["now"]))
                 generation = sandbox.extensions[Generation.identifier]
                 assert isinstance(generation, Generation)
@@ -208,6 +208,7 @@ def serve() -> None:
                 )
                 reply: dict[str, Any] = {"generation": generation.used, "names": sorted(names)}
             else:
+                assert state is not None
                 rendered = [
                     render(*state, item["messages"], item["prompt"], request["variables"])
                     for item in request["renders"]

@@ -279,8 +279,8 @@ def _json_errors(path: Path, line: int, text: str) -> Iterator[None]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, RecursionError):
             why = "too deeply nested"
-        else:
-            why = first_line(error)
+        else:  # an integer of thousands of digits: the one other error of a decoder
+            why = f"{first_line(error)}. Write it as text, in quotes, or leave that value out"
         raise DataError(f"{path}, line {line}: it cannot be read as JSON: {why}") from error
 
 
@@ -298,6 +298,8 @@ def parsed(text: str) -> Any:
         raise ValueError(f"{error.msg}, character {error.pos + 1}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(first_line(error)) from error
 
 
 def name_of(value: Any) -> str:

@@ -38,7 +38,12 @@ class IdFile:
         dtype: type of the ids.
         count: number of ids.
         offset: bytes before the first id.
+
+    Attributes:
+        untyped: whether the user says the type of the ids, which the file itself does not.
     """
+
+    untyped = False
 
     def __init__(
         self, descriptor: int, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0
@@ -255,6 +260,7 @@ class _Stretch(IdFile):
         self.path = Path(getattr(ids, "filename", "memory"))
         self.dtype = ids.dtype
         self.count = len(ids)
+        self.untyped = untyped(ids)
 
     def read(self, first: int, count: int) -> Ids:
         return np.asarray(self.ids[first : first + count])
@@ -263,6 +269,11 @@ class _Stretch(IdFile):
 def joined(arrays: Sequence["TokenIds"]) -> StoredIds[IdFile]:
     """The ids of several arrays, one after another; none is copied."""
     return StoredIds([_Stretch(ids) for ids in arrays])
+
+
+def untyped(ids: "TokenIds") -> bool:
+    """Whether a file of the ids does not say their type itself."""
+    return isinstance(ids, StoredIds) and any(file.untyped for file in ids.files)
 
 
 TokenIds = Ids | StoredIds[IdFile]

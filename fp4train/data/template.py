@@ -20,6 +20,7 @@ from fp4train.data.answers import AnswerFinder
 from fp4train.data.files import existing_path
 from fp4train.data.rendering import Message, Renderer
 from fp4train.errors import DataError, data_errors, reason
+from fp4train.text import first_line
 
 CHATML = (
     "{%- for message in messages -%}"
@@ -186,7 +187,7 @@ def _of_tokenizer(place: Path) -> ChatTemplate | None:
     settings: dict[str, Any] = {}
     if (folder / "tokenizer_config.json").is_file():
         refused = f"{folder / 'tokenizer_config.json'} is no JSON table: "
-        with data_errors(ValueError, TypeError, RecursionError, before=refused):
+        with data_errors(ValueError, TypeError, RecursionError, before=refused, message=first_line):
             settings = dict(json.loads(_text(folder / "tokenizer_config.json", _SETTINGS)))
     beside = folder / "chat_template.jinja"
     source: Any = settings.get("chat_template")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fp4train.data.stored import Ids, TokenIds
+from fp4train.data.stored import Ids, TokenIds, untyped
 from fp4train.errors import DataError
 
 
@@ -47,10 +47,13 @@ class TokenArray:
         low = int(ids.min())
         high = int(ids.max())
         if low < 0 or high >= self.vocab_size:
+            if low < 0:
+                cure = "No tokenizer writes a negative id: write the file anew without it"
+            else:
+                cure = "Set data.vocab_size to that of the tokenizer that wrote the tokens"
+            if untyped(self.ids):
+                cure += ", or set data.dtype to the type they were written in"
             raise DataError(
                 f"{what} hold token id {low if low < 0 else high}, but the vocabulary has "
-                f"{self.vocab_size} ids "
-                f"(0 … {self.vocab_size - 1}). Set data.vocab_size to that of the tokenizer "
-                "that wrote the tokens, or "
-                "data.dtype to the type they were written in."
+                f"{self.vocab_size} ids (0 … {self.vocab_size - 1}). {cure}."
             )

@@ -27,6 +27,7 @@ import numpy as np
 from fp4train.data.containers import HEAD, TAIL, container, is_json, is_numbers, is_text
 from fp4train.data.stored import WatchedFile
 from fp4train.errors import DataError, data_errors, reason
+from fp4train.text import first_line
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 NUMPY_MAGIC = b"\x93NUMPY"
@@ -84,6 +85,7 @@ def open_tokens(path: Path, dtype: str | None, key: str) -> WatchedFile:
             f"data.dtype={dtype}, but {path} says that it holds {layout.dtype.name}. Leave "
             "data.dtype out."
         )
+    file.untyped = layout.dtype is None
     file.dtype = layout.dtype or np.dtype(dtype or "uint16").newbyteorder("<")
     file.offset = layout.offset
     ids, remainder = divmod(size - layout.offset, file.dtype.itemsize)
@@ -130,7 +132,7 @@ def _numpy_layout(path: Path, size: int) -> IdLayout:
     lies there.
     """
     refused = f"{path} is a NumPy array that cannot be read: "
-    with warnings.catch_warnings(), data_errors(Exception, before=refused, message=_first_line):
+    with warnings.catch_warnings(), data_errors(Exception, before=refused, message=_why_no_array):
         warnings.simplefilter("ignore")  # about headers of Python 2, which are read
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(mapped, np.memmap):
@@ -159,8 +161,15 @@ def _numpy_layout(path: Path, size: int) -> IdLayout:
     return IdLayout(dtype, offset, int(mapped.size))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _why_no_array(error: Exception) -> str:
+    """Why numpy does not map an array."""
+    why = first_line(error)
+    if "Python objects" in why:
+        return (
+            "it holds Python objects, such as lists of different lengths. Write its ids one after "
+            "another: numpy.save('train.npy', numpy.concatenate(arrays).astype('<u4'))"
+        )
+    return why
 
 
 def _megatron_dtype(index: Path, size: int) -> str:

@@ -2,6 +2,8 @@
 it the answers; what is refused is refused with its reason.
 """
 
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,7 +16,8 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fp4train.data import ChatTemplate
-from fp4train.data.answers import Conversation
+from fp4train.data.answers import AnswerFinder, Conversation
+from fp4train.data.rendering import WORKER
 
 FOLDER = Path(__file__).with_name("public_templates")
 """The templates; SOURCES.md says whose they are."""
@@ -87,9 +90,7 @@ class Pair:
     learned: Conversation | str
 
 
-def pairs_of(source: str) -> dict[str, Pair]:
-    template = ChatTemplate(source=source, variables=VARIABLES, now=DAY.isoformat())
-    finder = template.finder(tuple(VARIABLES.values()))
+def pairs_of(source: str, finder: AnswerFinder) -> dict[str, Pair]:
     pairs = {}
     for name, messages in CONVERSATIONS.items():
         text = None
@@ -120,7 +121,12 @@ def characters(spans: Iterable[tuple[int, int]]) -> set[int]:
 
 @pytest.fixture(scope="module")
 def table() -> Mapping[tuple[str, str], Pair]:
-    """Each template with each conversation, on the same day."""
+    """Each template with each conversation, on the same day, by one process that renders: most of
+    the time is that of its start.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
 
     class Day(datetime):
         @classmethod
@@ -129,10 +135,18 @@ def table() -> Mapping[tuple[str, str], Pair]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.utils.chat_template_utils.datetime", Day)
+        patch.setattr("fp4train.data.rendering.subprocess.Popen", lambda *_, **__: process)
+        # The process ends with the first of them that is gone.
+        finders = {
+            name: ChatTemplate(source=source, variables=VARIABLES, now=DAY.isoformat()).finder(
+                tuple(VARIABLES.values())
+            )
+            for name, source in TEMPLATES.items()
+        }
         return {
             (template, conversation): pair
-            for template, source in TEMPLATES.items()
-            for conversation, pair in pairs_of(source).items()
+            for template, finder in finders.items()
+            for conversation, pair in pairs_of(TEMPLATES[template], finder).items()
         }
 
 

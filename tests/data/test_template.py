@@ -172,3 +172,6 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(DataError, match=r"tokenizer_config\.json is no JSON table"):
         find_template(None, str(tmp_path), tmp_path / "run")
+    (tmp_path / "tokenizer_config.json").write_text("[" + "9" * 5000 + "]")
+    with pytest.raises(DataError, match=r"no JSON table: an integer has more than 4,300 digits$"):
+        find_template(None, str(tmp_path), tmp_path / "run")

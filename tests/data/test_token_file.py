@@ -107,8 +107,21 @@ def test_ids_beyond_the_vocabulary_are_refused_before_training(tmp_path: Path) -
     ):
         build(tmp_path / "train.bin", vocab_size=400)
     (IDS - 1).astype("<i4").tofile(tmp_path / "train.bin")
-    with pytest.raises(DataError, match="token id -1"):
+    with pytest.raises(DataError, match=r"token id -1, .* or set data\.dtype to the type"):
         build(tmp_path / "train.bin", dtype="int32")
+
+
+@pytest.mark.parametrize(("kind", "least"), [("<i4", -5), ("<i8", -5), ("<u4", 2**20)])
+def test_the_type_that_a_header_gives_is_no_cure_for_its_ids(
+    tmp_path: Path, kind: str, least: int
+) -> None:
+    ids = IDS.astype(kind)
+    ids[3] = least
+    np.save(tmp_path / "train.npy", ids)
+    with pytest.raises(DataError, match=f"token id {least}, but") as refused:
+        build(tmp_path / "train.npy", vocab_size=65536)
+    assert "data.dtype" not in str(refused.value)
+    assert ("negative" in str(refused.value)) == (least < 0)
 
 
 def test_files_shorter_than_a_sequence_are_refused(tmp_path: Path) -> None:

@@ -76,6 +76,10 @@ CHARSMAP = base64.b64encode(b"\x04\0\0\0" + b"\0\0\0\0" + b"x" * 500 + b"\0").de
         (edited(pre_tokenizer={"type": "ByteLevel", "trim_offsets": "x" * 10**6}), r"x….{12}$"),
         ("[" * 100_000, "is no JSON file"),
         ('{"model":' * 100_000, "is no JSON file"),
+        (
+            '{"version": ' + "9" * 5000 + "}",
+            r"no JSON file: an integer has more than 4,300 digits$",
+        ),
         ("[" * (BRACKETS + 1), "lists and tables; up to"),
         (
             edited(model={"type": "WordLevel", "vocab": {"</s>": 1 << 31}, "unk_token": "</s>"}),

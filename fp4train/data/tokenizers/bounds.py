@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp4train.errors import DataError, data_errors
+from fp4train.text import first_line
 
 LIMIT = 1 << 26
 """Bytes of a tokenizer file that are read; the largest that are published have 35 MB."""
@@ -35,7 +36,8 @@ def check_file(text: str, what: str) -> dict[str, Any]:
     strange = f"{what} is no tokenizer file of the `tokenizers` library"
     if (brackets := text.count("[") + text.count("{")) > BRACKETS:
         raise DataError(f"{what} holds {brackets:,} lists and tables; up to {BRACKETS:,} are read")
-    with data_errors(ValueError, RecursionError, before=f"{strange}; it is no JSON file: "):
+    refused = f"{strange}; it is no JSON file: "
+    with data_errors(ValueError, RecursionError, before=refused, message=first_line):
         table = json.loads(text)
     if not isinstance(table, dict):
         raise DataError(f"{strange}: it holds a {type(table).__name__}")
