@@ -1,0 +1,63 @@
+"""scripts/audit_cost.py: runs with and without audits take turns, and their medians become a table."""
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from command_line import TINY
+
+from fp4train.cli.main import main
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield importlib.import_module("audit_cost")
+
+
+def test_pairs_swap_their_order_and_medians_become_the_share(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = []
+
+    def measured(run: Sequence[str]) -> object:
+        without = "audit.every=0" in run
+        ways.append(without)
+        outlier = 50.0 if len(ways) == 2 else 0.0
+        return script.Times((10.0 if without else 10.1) + outlier, 20.0)
+
+    monkeypatch.setattr(script, "measured", measured)
+    out = tmp_path / "lines.md"
+    assert script.script(["pairs=3", f"out={out}", "train.steps=200"]) == 0
+    assert ways[1:] == [False, True, True, False, False, True], "after one that fills caches"
+    text = out.read_text()
+    assert "| with audits | 10.10 s | 20.00 s |" in text
+    assert "| audits add | +1.00% | +0.00% |" in text
+    assert "Medians of 3 runs each of `fp4train train.steps=200`" in text
+
+
+def test_the_commands_are_runs_with_the_default_audits_and_with_none(
+    script: ModuleType, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.script(["dry=true", "recipe=mxfp8"]) == 0
+    audited, plain = capsys.readouterr().out.splitlines()
+    assert "audit." not in audited and "recipe=mxfp8" in audited
+    assert plain.endswith("audit.every=0 audit.sums=0")
+    data = (f"data.path={text}", f"data.cache_dir={tmp_path}")
+    words = script.command(script.WITHOUT, tmp_path / "a", [*TINY, *data])
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words[3:]])
+    assert not ended.value.code, "it is a run that fp4train takes"
+
+
+def test_a_process_is_timed_and_one_that_fails_is_said(script: ModuleType) -> None:
+    loop = "s = 0\nfor i in range(10**6): s += i"
+    times = script.measured([sys.executable, "-c", loop])
+    assert times.user > 0 and times.wall > 0
+    with pytest.raises(SystemExit, match=r"(?s)ended with 1:.*no memory"):
+        script.measured([sys.executable, "-c", "raise RuntimeError('no memory')"])
