@@ -1,7 +1,7 @@
 """What a gate is asked, and what the records of its checkpoints hold of earlier questions.
 
-A record is one checkpoint's. Beside its forks it holds the bound of each pair of recipes, which the
-first question sets for good, and every answer:
+A record is one checkpoint's. Beside its forks it holds the bound of each pair of recipes, in whatever
+order, which the first question sets for good, and every answer:
 
     "bound/PAIR": {"bound": 0.1}
     "answer/3":   {"pair": PAIR, "of": [checkpoints], "margin": 0.01, "verdict": "within", …}
@@ -104,11 +104,11 @@ class Questions:
             UserError: the records, or the request, have different ones, or one not above the
                 margin.
         """
-        recorded = {
-            base_forks.base.title: float(place.known[_key(base_forks)]["bound"])
-            for base_forks, place in self._places
-            if _key(base_forks) in place.known
-        }
+        recorded: dict[str, float] = {}
+        for base_forks, place in self._places:
+            title = base_forks.base.title
+            for bound in _bounds(base_forks, place):
+                recorded[title] = max(bound, recorded.get(title, 0.0))
         if len(set(recorded.values())) > 1:
             listed = ", ".join(f"{title}: {bound:g}" for title, bound in recorded.items())
             raise UserError(
@@ -132,8 +132,9 @@ class Questions:
     def begin(self, bound: float) -> None:
         """Write the bound into every record that lacks it, before there are forks."""
         for base_forks, place in self._places:
-            if _key(base_forks) not in place.known:
-                place.add(_key(base_forks), {"bound": bound})
+            key = f"{_BOUND}{_pair(base_forks)}"
+            if key not in place.known:
+                place.add(key, {"bound": bound})
 
     @property
     def answers(self) -> list[Answer]:
@@ -141,7 +142,7 @@ class Questions:
         answers: dict[Answer, None] = {}
         for base_forks, place in self._places:
             for key, values in place.known.items():
-                if key.startswith(_ANSWER) and values["pair"] == _pair(base_forks):
+                if key.startswith(_ANSWER) and values["pair"] in _pairs(base_forks):
                     answers[_answer(values)] = None
         return list(answers)
 
@@ -149,14 +150,14 @@ class Questions:
         """Write an answer into every record that lacks it."""
         for base_forks, place in self._places:
             earlier = [key for key in place.known if key.startswith(_ANSWER)]
-            pair = _pair(base_forks)
+            pairs = _pairs(base_forks)
             if any(
-                place.known[key]["pair"] == pair and _answer(place.known[key]) == answer
+                place.known[key]["pair"] in pairs and _answer(place.known[key]) == answer
                 for key in earlier
             ):
                 continue
             values = {
-                "pair": pair,
+                "pair": _pair(base_forks),
                 "of": list(answer.of),
                 "margin": answer.margin,
                 "pairs": answer.pairs,
@@ -166,13 +167,28 @@ class Questions:
 
 
 def _pair(forks: Forks) -> str:
-    """The two recipes at a checkpoint, by the keys of their forks."""
-    reference, tested = forks.base.branches
-    return f"{reference.key} {tested.key}"
+    """The two recipes at a checkpoint, by the keys of their forks, whichever of them is the
+    reference: both questions are about the same forks.
+    """
+    return _pairs(forks)[0]
 
 
-def _key(forks: Forks) -> str:
-    return f"{_BOUND}{_pair(forks)}"
+def _pairs(forks: Forks) -> tuple[str, str]:
+    """`_pair`, and the form with the keys in the other order, which earlier versions wrote."""
+    low, high = sorted(branch.key for branch in forks.base.branches)
+    return f"{low} {high}", f"{high} {low}"
+
+
+def _bounds(forks: Forks, place: StudyRecord | KeptQuestions) -> list[float]:
+    """The bounds of the pair in a record. Those of earlier versions may have several: the largest
+    promises most.
+    """
+    keys = [f"{_BOUND}{pair}" for pair in _pairs(forks)]
+    return [
+        float(values["bound"])
+        for key, values in place.known.items()
+        if any(key == pair_key or key.startswith(f"{pair_key}/") for pair_key in keys)
+    ]
 
 
 def _answer(values: Mapping[str, Any]) -> Answer:

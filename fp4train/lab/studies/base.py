@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -183,8 +183,23 @@ class Base:
         """The mark in the name of its folder: forks of another checkpoint, or with other settings,
         have another one.
         """
+        return self._mark_with(self.settings)
+
+    @property
+    def training_mark(self) -> str:
+        """The mark of all forks here that train alike, however many batches evaluate them."""
+        settings = asdict(self.settings)
+        del settings["batches"]
+        return self._mark_with(settings)
+
+    @property
+    def training_identity(self) -> dict[str, Any]:
+        """`identity` without what only evaluates the forks."""
+        return {key: value for key, value in self.identity.items() if key != "batches"}
+
+    def _mark_with(self, settings: object) -> str:
         subject = {key: self.identity[key] for key in ("run", "step", "weights", "data", "device")}
-        return digest([{**subject, "settings": None}, self.settings])[:8]
+        return digest([{**subject, "settings": None}, settings])[:8]
 
     @property
     def folder(self) -> Path:
