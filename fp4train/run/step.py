@@ -240,7 +240,7 @@ def losses(run: Run, batches: Iterable[Microbatch]) -> Iterator[Tensor]:
     them.
 
     Between two of them gradients are as the caller has them: who stops early leaves nothing
-        switched off.
+    switched off.
     """
     if run.pipeline is not None:
         yield from run.pipeline.evaluate(batches)

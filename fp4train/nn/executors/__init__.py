@@ -5,7 +5,8 @@ in an `autocast`.
     gemms         three GEMMs, each on its own backend
     cut           the same of a layer's shard, with tensor parallelism's collectives
     parts         the same of parts of the in features, each in a recipe of its own
-    terms         the same of operands that are sums: a mean and the rest, codes and their residual
+    terms         the same of operands that are sums: a mean and the rest, codes and their residual;
+                  joined: these terms as one product
     groups        the same of a group of weights, each for its own rows (experts)
 
 `EXECUTORS` alone decides between them. What an executor carries from step to step are states of its
