@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> int:
         UserError: there is no run directory or checkpoint, or an option is refused.
     """
     line = read_options(arguments, OPTIONS, data=True)
+    line.check_keys()
     if len(line.runs) != 1:
         raise UserError(f"check needs one run directory: {USAGE}")
     run = run_directory.require_run(Path(line.runs[0]))

@@ -129,6 +129,7 @@ def main(arguments: list[str]) -> int:
         if gpus is not None or auto or as_data:
             raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         if remaining[1:]:
+            line.check_keys()
             raise UserError(
                 f"plan RUN shows the run as it is; with {remaining[1]} write plan "
                 f"resume={remaining[0]} {remaining[1]}"

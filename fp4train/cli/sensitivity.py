@@ -88,6 +88,7 @@ def main(arguments: list[str]) -> int:
     if flags := {"-m", "--multirun"} & set(arguments):
         raise UserError(f"sensitivity studies one recipe at a time, without {flags.pop()}")
     line = read_options(arguments, OPTIONS, keys=("model", "recipe", "gpu"))
+    line.check_keys()
     if len(line.runs) > 1 or not (line.runs or any(a.startswith("model=") for a in line.overrides)):
         raise UserError(f"sensitivity needs one run directory, or model=…: {USAGE}")
     if line.runs:

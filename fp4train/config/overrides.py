@@ -22,9 +22,10 @@ from fp4train.config.folders import (
     register_file,
     registered_files,
 )
+from fp4train.config.foreign import suggestion
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
-from fp4train.text import nearest, shortened, whole_number
+from fp4train.text import near_miss, nearest, shortened, whole_number
 
 _FOLDER_FLAGS = ("--config-dir", "-cd")
 KNOWN_FLAGS = (
@@ -115,6 +116,15 @@ class CommandLine:
     def overrides(self) -> list[str]:
         """The words that name none."""
         return [word for word in self.words if word not in self.runs]
+
+    def check_keys(self) -> None:
+        """Refuse key=value where the key is neither an option nor begins the key of a run."""
+        for word in self.overrides:
+            key, equals, _ = word.partition("=")
+            if equals and "." not in key and key.lstrip("+~") not in _run_keys(self.flags):
+                hint = suggestion(key) or near_miss(key, [*self.options, *settable_keys()])
+                listing = f" (known: {', '.join(self.options)} and the keys of a run)"
+                raise UserError(f"unknown key {key!r}{hint}{listing}")
 
     def check_flags(self, usage: str, *, folders: bool = True) -> None:
         """Refuse flags, but for --config-dir where the verb takes `folders`.

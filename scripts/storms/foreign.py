@@ -19,6 +19,8 @@ SECONDS = 10.0
 """Processor time that a command may take with such a folder; with a sound one it takes one or
 two.
 """
+MEMORY = 10**9
+"""Bytes of memory that it may hold, those that torch takes among them."""
 Change = Callable[[Path, random.Random], str]
 """Changes a folder; returns in a few words how."""
 VALUES: tuple[Any, ...] = (
@@ -156,11 +158,12 @@ def foreign_trial(ground: Ground, place: Path, draw: random.Random, number: int)
     kind = tuple(CHANGES)[number % len(CHANGES)]
     how = draw.choice(CHANGES[kind])(folder, draw)
     command = COMMANDS[number // len(CHANGES) % len(COMMANDS)]
-    code, out, seconds = end_measured(begin(place, *command, around=small_memory), place, 120.0)
-    told = explained(code, out) or (code == 1 and "differs from" in out and "Traceback" not in out)
-    passed = told and seconds < SECONDS and len(out) < 20_000 and "\x1b[2J" not in out
-    return Result(
-        kind,
-        passed,
-        "" if passed else f"{how}, {command[0]}: exit {code}, {seconds:.0f} s: {out[-400:]}",
-    )
+    ended = end_measured(begin(place, *command, around=small_memory), place, 120.0)
+    out = ended.out
+    differs = ended.code == 1 and "differs from" in out and "Traceback" not in out
+    told = explained(ended.code, out) or differs
+    cheap = ended.seconds < SECONDS and ended.peak <= MEMORY
+    passed = told and cheap and len(out) < 20_000 and "\x1b[2J" not in out
+    cost = f"{ended.seconds:.0f} s, {ended.peak / 1e6:,.0f} MB"
+    seen = f"{how}, {command[0]}: exit {ended.code}, {cost}: {out[-400:]}"
+    return Result(kind, passed, "" if passed else seen)

@@ -279,23 +279,42 @@ def run_main(arguments: tuple[str, ...]) -> int:
 
 def end(pid: int, place: Path, seconds: float = PATIENCE) -> tuple[int, str]:
     """Exit code and all output of a command; -1 for what hangs."""
-    code, out, _ = end_measured(pid, place, seconds)
-    return code, out
+    ended = end_measured(pid, place, seconds)
+    return ended.code, ended.out
 
 
-def end_measured(pid: int, place: Path, seconds: float = PATIENCE) -> tuple[int, str, float]:
-    """The same, and the processor time that it took, s."""
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended.
+
+    Attributes:
+        code: its exit code, or minus the signal that ended it.
+        out: all that it printed.
+        seconds: processor time that it took.
+        peak: bytes of memory that it held at most, with those that it shares with the process that
+            it is a fork of.
+    """
+
+    code: int
+    out: str
+    seconds: float
+    peak: int
+
+
+def end_measured(pid: int, place: Path, seconds: float = PATIENCE) -> Ended:
+    """The same, with what it cost."""
     deadline = time.monotonic() + seconds
     pause = 0.001
     while True:
         done, status, usage = os.wait4(pid, os.WNOHANG)
         if done:
             text = _output(place).read_text(errors="replace") if _output(place).exists() else ""
-            return os.waitstatus_to_exitcode(status), text, usage.ru_utime + usage.ru_stime
+            code = os.waitstatus_to_exitcode(status)
+            return Ended(code, text, usage.ru_utime + usage.ru_stime, usage.ru_maxrss << 10)
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
             os.wait4(pid, 0)
-            return -1, "hangs", seconds
+            return Ended(-1, "hangs", seconds, 0)
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
 

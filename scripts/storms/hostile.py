@@ -294,11 +294,10 @@ def _bounded(
     kind: str, place: Path, act: tuple[str, ...], untouched: Callable[[], bool] = lambda: True
 ) -> Result:
     """A command within bounds of memory and processor time."""
-    code, out, seconds = end_measured(begin(place, *act, around=small_memory), place)
-    passed = explained(code, out) and untouched() and seconds < SECONDS
-    return Result(
-        kind, passed, "" if passed else f"{act[0]}: exit {code}, {seconds:.0f} s: {out[-400:]}"
-    )
+    ended = end_measured(begin(place, *act, around=small_memory), place)
+    passed = explained(ended.code, ended.out) and untouched() and ended.seconds < SECONDS
+    seen = f"{act[0]}: exit {ended.code}, {ended.seconds:.0f} s: {ended.out[-400:]}"
+    return Result(kind, passed, "" if passed else seen)
 
 
 SECONDS = 60.0

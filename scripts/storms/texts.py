@@ -215,11 +215,11 @@ def text_trial(ground: Ground, place: Path, draw: random.Random, number: int) ->
     ground.copy(place)
     kind = tuple(CLASSES)[number % len(CLASSES)]
     how, command = CLASSES[kind](place, draw)
-    code, out, seconds = end_measured(
-        begin(place, *command, around=partial(small_memory, MEMORY)), place, 120.0
-    )
+    ended = end_measured(begin(place, *command, around=partial(small_memory, MEMORY)), place, 120.0)
+    code = ended.code
+    out = ended.out
     seen = "" if explained(code, out) else "unexplained"
-    if seconds >= SECONDS or len(out) > 20_000 or "\x1b[2J" in out:
+    if ended.seconds >= SECONDS or len(out) > 20_000 or "\x1b[2J" in out:
         seen = "too long, or an escape"
     if (
         kind == "caches"
@@ -228,5 +228,5 @@ def text_trial(ground: Ground, place: Path, draw: random.Random, number: int) ->
     ):
         seen = seen or "other losses"
     return Result(
-        kind, not seen, seen and f"{how}: {seen}: exit {code}, {seconds:.0f} s: {out[-400:]}"
+        kind, not seen, seen and f"{how}: {seen}: exit {code}, {ended.seconds:.0f} s: {out[-400:]}"
     )
