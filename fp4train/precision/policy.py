@@ -65,8 +65,8 @@ class LayerPolicy:
         keep: patterns of layer names, matched on whole name components: "mlp.down" matches
             "blocks.3.mlp.down", not "blocks.3.mlp.down_norm"; "*" matches within one component.
             "class:Experts" matches layers by class: their own, or that of a module of the block
-            which holds them ("class:*Attention"). "mlp.down:fprop" or "mlp.down:fprop+dgrad" keeps
-            these GEMMs of a layer only.
+            which holds them ("class:*Attention"); "class:*Attention|Mamba2" names two classes.
+            "mlp.down:fprop" or "mlp.down:fprop+dgrad" keeps these GEMMs of a layer only.
         recipe_for_kept: recipe of kept layers inside the blocks, BF16 or another such as MXFP8.
         recipes: recipes of layers that are not kept, where it is not the run's; the first that
             matches counts.
@@ -198,7 +198,8 @@ class LayerPolicy:
                     entry for entry in names if entry.startswith(CLASS) == name.startswith(CLASS)
                 )
             )
-            if name not in alike and not any(matches(name, entry) for entry in alike):
+            matched = _matches_class if name.startswith(CLASS) else matches
+            if name not in alike and not any(matched(name, entry) for entry in alike):
                 some = ", ".join(alike[:8]) + (", …" if len(alike) > 8 else "")
                 raise ValueError(
                     f"policy.{key}={pattern!r} matches no linear layer; the model has: {some}"
@@ -226,8 +227,16 @@ def _parts(pattern: str) -> tuple[str, tuple[str, ...]]:
 def _matches_layer(pattern: str, layer: Layer) -> bool:
     """Whether a pattern without GEMMs is about this layer."""
     if pattern.startswith(CLASS):
-        return any(fnmatchcase(class_name, pattern) for class_name in layer.classes)
+        return any(_matches_class(pattern, name) for name in layer.classes)
     return matches(pattern, layer.name)
+
+
+def _matches_class(pattern: str, name: str) -> bool:
+    """Whether a "class:" pattern, or one of the alternatives that "|" divides it into, matches the
+    "class:" name.
+    """
+    alternatives = pattern.removeprefix(CLASS).split("|")
+    return any(fnmatchcase(name, CLASS + alternative) for alternative in alternatives)
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from families import TINY_RUNS, tiny_shape
 from torch import nn
 
 import fp4train as f4
@@ -17,6 +18,7 @@ from fp4train.errors import UserError
 from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
 from fp4train.lab.studies.candidates import candidates, sweep_axes
 from fp4train.precision import BF16, Layer, LayerPolicy, Recipe
+from fp4train.precision.layers import find_layers
 
 ENTRIES = ledger()
 RECIPE_FILES = Path(__file__).parents[2] / "recipes"
@@ -149,6 +151,31 @@ def test_words_of_weights_in_four_bits_leave_attention_in_the_precision_of_the_p
     assert (own is not None and type(own[0]).__name__ == "FP8Block") == (of_attention != "BF16")
     for mlp in (layer("blocks.5.mlp.down", "Linear"), layer("blocks.5.mlp.down", "Experts")):
         assert policy.why_kept(mlp) is None and policy.recipe_by_pattern(mlp) is None
+
+
+MLPS = {"SwiGLU", "SquaredReluMLP", "HyenaMLP", "Experts"}
+"""Classes of MLPs and experts; what else a block multiplies mixes tokens."""
+
+
+@pytest.mark.parametrize("family", TINY_RUNS)
+@pytest.mark.parametrize("name", ["deepseek_v4_qat", "w4a16_qat"])
+def test_weights_in_four_bits_are_those_of_mlps_and_experts_in_every_family(
+    name: str, family: str
+) -> None:
+    (entry,) = (entry for entry in ENTRIES if entry.recipe == name)
+    policy, form = policy_of(entry), recipe(name)
+    with torch.device("meta"):
+        model = tiny_shape(family).build(vocab_size=64, seq_len=32)
+    layers = [found for found in find_layers(model).values() if found.block is not None]
+    policy.check(layers[0].names)
+    of_mlps = {
+        found.name
+        for found in layers
+        if MLPS & {class_name.removeprefix("class:") for class_name in found.classes}
+    }
+    quantised = {found.name for found in layers if policy.recipe_for(found, form) == form}
+    assert 0 < len(of_mlps) < len(layers)
+    assert quantised == of_mlps
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -124,6 +124,18 @@ def test_a_pattern_that_matches_nothing_is_an_error_where_the_model_runs() -> No
         model.blocks[0]["mlp"].down(torch.zeros(1, 16))
 
 
+def test_a_pattern_of_classes_may_have_alternatives_of_which_one_is_in_the_model() -> None:
+    layers = find_layers(Model(2))
+    names = layers["head"].names
+    for keep in ("class:Mamba2|Mlp", "class:Mlp|Mamba2:fprop+wgrad"):
+        policy = LayerPolicy(last=0, keep=[keep])
+        policy.check(names)
+        assert policy.why_kept(layers["blocks.1.mlp.up"], "fprop") == f"policy.keep={keep}"
+    assert policy.why_kept(layers["blocks.1.mlp.up"], "dgrad") is None
+    with pytest.raises(ValueError, match=r"keep='class:Mamba2\|\*Attention' matches no linear"):
+        LayerPolicy(keep=["class:Mamba2|*Attention"]).check(names)
+
+
 @pytest.mark.parametrize("value", [-1, -0.1, 1.5, True, "2", None])
 def test_an_impossible_share_or_count_names_the_field(value: object) -> None:
     with pytest.raises(ValueError, match="first="):
