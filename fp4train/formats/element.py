@@ -19,6 +19,7 @@ OCP 8-bit floating point v1.0 for infinities and NaN: E4M3 has no infinity and o
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -68,11 +69,11 @@ class ElementFormat:
                 them.
 
         Raises:
-            ValueError: they have no zero, are not exact in BF16, or lie on no floating-point grid,
-                such as a table of quantiles.
+            ValueError: they are no numbers, have no zero, are not exact in BF16, or lie on no
+                floating-point grid, such as a table of quantiles.
         """
-        values = [float(value) for value in magnitudes]
         place = f"element format {name!r}"
+        values = _numbers(magnitudes, place)
         if not values or values[0] != 0.0:
             raise ValueError(
                 f"{place}: the grid has no zero as its first value: padding and blocks of zeros "
@@ -196,6 +197,9 @@ def check_element(fmt: ElementFormat) -> None:
         raise ValueError(
             f"{place}: exponent_bits, mantissa_bits and bias are integers, not {fields}"
         )
+    for name in ("has_inf", "has_nan"):
+        if type(getattr(fmt, name)) is not bool:
+            raise ValueError(f"{place}: {name}={getattr(fmt, name)!r} must be true or false")
     if fmt.dtype is not None or fmt.rate is not None:
         raise ValueError(
             f"{place}: dtype and rate are those of formats that torch and tensor cores know; leave "
@@ -218,6 +222,21 @@ def check_element(fmt: ElementFormat) -> None:
             f"arithmetic of scales and of the grid takes those from 2^-64 to 2^64: choose another "
             f"bias than {fmt.bias}"
         )
+
+
+def _numbers(magnitudes: Sequence[float], place: str) -> list[float]:
+    """The magnitudes as finite numbers.
+
+    Raises:
+        ValueError: they are no list of such numbers.
+    """
+    values = [math.nan]
+    if not isinstance(magnitudes, str):
+        with suppress(TypeError, ValueError, OverflowError):
+            values = [float(value) for value in magnitudes]
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"{place}: magnitudes={magnitudes!r} must be a list of finite numbers")
+    return values
 
 
 def _exact_in_bf16(value: float) -> bool:

@@ -93,8 +93,19 @@ class ScaleFormat:
             ieee: whether all codes whose exponent is all ones are reserved; each decodes to NaN.
 
         Raises:
-            ValueError: the fields have not 8 bits, or values are not exact in BF16.
+            ValueError: a field has another type, they have not 8 bits, or values are not exact in
+                BF16.
         """
+        for field, value in (
+            ("exponent_bits", exponent_bits),
+            ("mantissa_bits", mantissa_bits),
+            ("bias", bias),
+        ):
+            if type(value) is not int:
+                raise ValueError(f"scale format {name!r}: {field}={value!r} must be an integer")
+        for field, value in (("needs_global", needs_global), ("ieee", ieee)):
+            if type(value) is not bool:
+                raise ValueError(f"scale format {name!r}: {field}={value!r} must be true or false")
         element = ElementFormat(
             name=name,
             exponent_bits=exponent_bits,
@@ -176,12 +187,21 @@ def check_scale(fmt: ScaleFormat) -> None:
     """Refuse a format in which scales cannot be stored.
 
     Raises:
-        ValueError: it stores neither bytes nor float32 numbers, or its largest and smallest values
-            are not stored exactly.
+        ValueError: a field has another type, it stores neither bytes nor float32 numbers, or its
+            largest and smallest values are not stored exactly.
     """
     place = f"scale format {fmt.name!r}"
     if fmt.dtype not in (torch.uint8, torch.float32):
         raise ValueError(f"{place}: dtype={fmt.dtype}: scales are torch.uint8 or torch.float32")
+    if type(fmt.mantissa_bits) is not int or fmt.mantissa_bits < 0:
+        raise ValueError(f"{place}: mantissa_bits={fmt.mantissa_bits!r} must be an integer ≥ 0")
+    for field in ("smallest", "smallest_normal", "max"):
+        value = getattr(fmt, field)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{place}: {field}={value!r} must be a finite number above zero")
+    for field in ("encode", "decode"):
+        if not callable(getattr(fmt, field)):
+            raise ValueError(f"{place}: {field}={getattr(fmt, field)!r} must be a function")
     ends = torch.tensor([fmt.smallest, fmt.max], dtype=torch.float32)
     stored = fmt.encode(ends)
     if stored.dtype != fmt.dtype or not torch.equal(fmt.decode(stored), ends):

@@ -71,7 +71,8 @@ class Rounding(ABC):
 
     @abstractmethod
     def integers(self, position: Tensor, bits: Tensor | None) -> Tensor:
-        """Whole numbers, float32, one of the two neighbours of each position; may overwrite it.
+        """Whole numbers, float32, one of the two neighbours of each position; NaN of NaN. It may
+        overwrite the positions. `register` asks for this on a few of them.
 
         Args:
             position: u = |t| / quantum >= 0, float32, of any shape; it may hold NaN.

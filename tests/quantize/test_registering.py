@@ -56,6 +56,12 @@ def own(**fields: Any) -> ElementFormat:
         (own(mantissa_bits=6), "allowed are codes of 2 to 8 bits, one of them the sign"),
         (own(bias=300), "takes those from 2^-64 to 2^64: choose another bias than 300"),
         (own(bias=1.5), "exponent_bits, mantissa_bits and bias are integers"),
+        (own(has_nan="no"), "has_nan='no' must be true or false"),
+        (own(has_inf=None), "has_inf=None must be true or false"),
+        (own(name="bf16"), "name='bf16' is taken by a format of high precision"),
+        (own(name="BF16"), "name='BF16' is taken by a format of high precision"),
+        (own(name="fp32"), "name='fp32' is taken by a format of high precision"),
+        (own(name="e8m0"), "name='e8m0' is taken by the scale format of that name"),
         (own(dtype=torch.float8_e4m3fnuz), "leave them out"),
         (own(rate="FP8"), "leave them out"),
         (own(exponent_bits=6, bias=-100), "choose another bias than -100"),
@@ -68,6 +74,23 @@ def test_a_format_that_cannot_be_multiplied_is_refused(entry: ElementFormat, mes
         register(entry)
     assert message in str(error.value)
     assert "own" not in ELEMENT_FORMATS.names
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fp16", "scale format name='fp16' is taken by a format of high precision"),
+        ("e2m1", "scale format name='e2m1' is taken by the element format of that name"),
+        ("own", "scale format name='own' is taken by the element format of that name"),
+    ],
+)
+def test_a_scale_format_takes_no_name_of_another_kind(name: str, message: str) -> None:
+    register(own(), ScaleFormat.unsigned(**{**WIDE, "name": "mine"}))
+    with pytest.raises(ValueError) as error:
+        register(ScaleFormat.unsigned(**{**WIDE, "name": name}))
+    assert message in str(error.value)
+    with pytest.raises(ValueError, match="name='mine' is taken by the scale format of that name"):
+        register(own(name="mine"))
 
 
 def test_a_name_stands_for_one_definition() -> None:
@@ -110,6 +133,10 @@ def test_codes_of_nan_and_infinity_decode_as_the_table_says(has_inf: bool) -> No
         ([0.0, 0.3, 0.6, 0.9], "0.3 is not exact in BF16"),
         ([0.0, 2.0, 1.0, 3.0], "must ascend; the sign has a bit of its own"),
         ([0.0, 1.0, 2.0], "are no floating-point grid"),
+        (None, "magnitudes=None must be a list of finite numbers"),
+        ("0124", "magnitudes='0124' must be a list"),
+        ([0.0, None], "magnitudes=[0.0, None] must be a list"),
+        ([0.0, float("inf")], "magnitudes=[0.0, inf] must be a list"),
         ([0.0, 0.0796, 0.1609, 0.2461], "not exact in BF16"),
         ([0.0, 0.078125, 0.1640625, 0.24609375], "look-up tables (NF4) and zero points"),
     ],
@@ -143,12 +170,16 @@ def test_a_scale_format_rounds_to_the_nearest_of_its_values(exponent_bits: int) 
     ("fields", "message"),
     [
         ({"exponent_bits": 4, "mantissa_bits": 3}, "must be 8 bits together"),
+        ({"exponent_bits": 4.0, "mantissa_bits": 4}, "exponent_bits=4.0 must be an integer"),
+        ({"exponent_bits": 4, "mantissa_bits": "4"}, "mantissa_bits='4' must be an integer"),
+        ({"exponent_bits": 4, "mantissa_bits": 4, "bias": None}, "bias=None must be an integer"),
+        ({"exponent_bits": 4, "mantissa_bits": 4, "ieee": 1}, "ieee=1 must be true or false"),
         ({"exponent_bits": 8, "mantissa_bits": 0}, "e8m0 has powers of two"),
         ({"exponent_bits": 7, "mantissa_bits": 1, "bias": 200}, "choose another bias than 200"),
     ],
 )
 def test_a_scale_format_that_is_no_byte_or_not_exact_is_refused(
-    fields: dict[str, int], message: str
+    fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError) as error:
         ScaleFormat.unsigned(**{"name": "own", "bias": 7, "needs_global": False} | fields)  # type: ignore[arg-type]
@@ -225,6 +256,9 @@ def test_a_changed_rounding_or_scale_format_does_not_take_a_name_in_silence() ->
         register(scale)
     with pytest.raises(ValueError, match=r"scales are torch\.uint8"):
         register(replace(scale, dtype=torch.int16))
+    for field, value in {"mantissa_bits": 3.5, "max": "480", "smallest": 0, "decode": None}.items():
+        with pytest.raises(ValueError, match=f"scale format 'wide': {field}="):
+            register(replace(scale, **{field: value}))  # type: ignore[arg-type]
 
 
 def test_transforms_are_checked_on_the_cpu_whatever_the_default_device_is() -> None:

@@ -43,7 +43,9 @@ def test_a_rounding_of_a_plugin_that_changed_does_not_go_on(cli: Cli, tmp_path: 
         "@dataclass(frozen=True, kw_only=True)\n"
         "class Down(Rounding):\n"
         "    share: float = SHARE\n"
-        "    def integers(self, position, bits): return position.mul_(self.share).floor_()\n"
+        "    def integers(self, position, bits):\n"
+        "        floor = position.floor()\n"
+        "        return floor.add_(position.sub_(floor) >= self.share)\n"
         "register(Down(name='down'), ScaleFormat.unsigned(name='ue4m4', exponent_bits=4, "
         "mantissa_bits=4, bias=7, needs_global=False))\n"
     )
