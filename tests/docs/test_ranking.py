@@ -10,7 +10,7 @@ from fp4train.cli import main
 from fp4train.cli.rank import OPTIONS
 from fp4train.lab.studies.base import RankRequest
 from fp4train.lab.studies.intervals import quantile
-from fp4train.lab.studies.sequential import ALPHA, share
+from fp4train.lab.studies.sequential import ALPHA, needed, share
 
 PAGE = "ranking.md"
 FEW = {"steps": "steps=2", "forks": "forks=1", "batches": "batches=1"}
@@ -51,3 +51,12 @@ def test_the_table_of_base_runs_is_that_of_the_code() -> None:
         t = int(told_apart.partition("t of ")[2].rstrip(")"))
         assert errors == round(quantile(0.95, int(runs) - 1), 1)
         assert t == pytest.approx(quantile(1 - ALPHA * share(1) / 10, int(runs) - 1), rel=0.08)
+
+
+def test_the_table_of_looks_is_that_of_the_code() -> None:
+    rows = table(PAGE, "look")
+    assert [row[0] for row in rows] == ["1", "2", "3", "4"]
+    for look, shown, forks in rows:
+        digits = len(shown.partition(".")[2])
+        assert float(shown) == round(share(int(look)), digits)
+        assert int(forks) == needed(int(look))

@@ -3,16 +3,29 @@
 from pathlib import Path
 
 import pytest
-from shown import DOCS, SMALL, commands
+from shown import DOCS, SMALL, commands, table
 
 from fp4train.cli import main
+from fp4train.config.binding import bind
+from fp4train.config.composition import named
 from fp4train.lab.ledger import ledger, markdown
+from fp4train.precision import Recipe
+from fp4train.quantize.triton import why_not_spec
 
 TEXT = (DOCS / "recipes.md").read_text(encoding="utf-8")
 
 
 def test_the_page_shows_the_ledger() -> None:
     assert "\n".join(markdown(ledger())) in TEXT
+
+
+def test_the_page_names_the_recipes_that_the_reference_quantises_on_gpus() -> None:
+    without = set()
+    for name in {entry.recipe for entry in ledger()}:
+        recipe = bind(named("recipe", name), Recipe, "recipe")
+        if any(why_not_spec(spec) is not None for spec in recipe.table().specs()):
+            without.add(name)
+    assert without == {name.strip("`") for name, _ in table("recipes.md", "without a kernel")}
 
 
 def ended(*words: str) -> object:
