@@ -19,6 +19,7 @@ from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
 from fp4train.lab.studies.candidates import candidates, sweep_axes
 from fp4train.precision import BF16, Layer, LayerPolicy, Recipe
 from fp4train.precision.layers import find_layers
+from fp4train.quantize import RandomKey, quantize
 
 ENTRIES = ledger()
 RECIPE_FILES = Path(__file__).parents[2] / "recipes"
@@ -190,6 +191,20 @@ def test_the_ledger_alone_says_what_is_mirrored(name: str) -> None:
     numbers = set(re.findall(r"\b\d{4}\.\d{5}\b", words))
     published = {entry.arxiv for entry in ENTRIES if entry.recipe == name}
     assert numbers <= published | {"2602.11287"}, "the last is the paper of HiFloat4's format"
+
+
+def test_both_forms_of_ufp4_have_the_same_codes_and_values() -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    key = RandomKey(seed=0, step=1, layer=2, operand=3)
+    for gemm, operands in recipe("ufp4_e1m2").table().items():
+        for fine, wide in zip(operands.both, recipe("ufp4_int4").table()[gemm].both, strict=True):
+            assert fine is not None and wide is not None
+            assert 4 * fine.format.max == wide.format.max
+            quarters, integers = (quantize(x, spec, key=key) for spec in (fine, wide))
+            assert torch.equal(quarters.codes, integers.codes)
+            assert torch.equal(
+                quarters.dequantize(torch.float32), integers.dequantize(torch.float32)
+            )
 
 
 def test_each_paper_is_found_by_its_number() -> None:
