@@ -12,7 +12,7 @@ import argparse
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,17 @@ from audit_runs import DENSE, EXPERTS, SMALL, run
 
 LAYERS = ("audit.every=1", "audit.sums=0", "audit.repeat=0")
 SUMS = ("audit.every=0", "audit.sums=1", "audit.repeat=0")
+MODELS = {"dense": DENSE, "experts": EXPERTS}
+WEIGHT = {
+    "dense": "model/blocks.0.attention.wk.weight",
+    "experts": "model/blocks.1.mlp.down.weight",
+}
+"""The weight that `audit_run_faults.weight` chooses, by model."""
+MOMENT = {
+    "dense": "optimizer/blocks.0.attention.wk.weight/exp_avg",
+    "experts": "optimizer/blocks.1.mlp.down.weight/exp_avg",
+}
+NORM = "model/blocks.0.attention_norm.weight"
 REPEAT = ("audit.every=0", "audit.sums=0", "audit.repeat=1")
 
 
@@ -37,7 +48,7 @@ class Case:
         name: its name; source: "field" or "memory", the list that has it.
         plant: makes the context in which a run has it.
         by: the audit that is to find it.
-        words: words that a fault that names it has; empty: any that names its tensor.
+        words: words that a fault that names it has, or those for each model; empty: none names it.
         options: options of the run besides.
         patch: the program that plants it in each of two ranks; empty: the run has one rank.
     """
@@ -46,7 +57,7 @@ class Case:
     source: str
     plant: Plant
     by: Sequence[str]
-    words: str = ""
+    words: str | Mapping[str, str] = ""
     options: tuple[str, ...] = ("policy=all",)
     patch: str = ""
 
@@ -80,19 +91,20 @@ def cases() -> Iterator[Case]:
     words = "another plan"
     name = "a layer quantised that the policy keeps"
     yield Case(name, "field", run_faults.without_policy, LAYERS, words, kept)
-    yield Case("a weight bit flipped", "field", flipped(15), SUMS)
+    yield Case("a weight bit flipped", "field", flipped(15), SUMS, WEIGHT)
     for bit in (29, 27, 25, 23, 22, 12):
-        yield Case(f"weight bit {bit}", "memory", flipped(bit), SUMS)
-    yield Case("weight sign", "memory", flipped(31), SUMS)
-    yield Case("weight bit 30, which overflows", "memory", flipped(30), SUMS)
-    yield Case("a norm's weight, bit 23", "memory", flipped(23, run_faults.norm_weight), SUMS)
-    yield Case("a norm's weight, bit 30", "memory", flipped(30, run_faults.norm_weight), SUMS)
-    yield Case("a moment, bit 28", "memory", flipped(28, run_faults.moment), SUMS)
-    yield Case("moments zeroed", "memory", run_faults.zeroed_moment, SUMS)
-    yield Case("a weight that is not a number", "memory", run_faults.filled(float("nan")), SUMS)
-    yield Case(
-        "an infinite moment", "memory", run_faults.filled(float("inf"), run_faults.moment), SUMS
-    )
+        yield Case(f"weight bit {bit}", "memory", flipped(bit), SUMS, WEIGHT)
+    yield Case("weight sign", "memory", flipped(31), SUMS, WEIGHT)
+    yield Case("weight bit 30, which overflows", "memory", flipped(30), SUMS, WEIGHT)
+    for bit in (23, 30):
+        plant = flipped(bit, run_faults.norm_weight)
+        yield Case(f"a norm's weight, bit {bit}", "memory", plant, SUMS, NORM)
+    yield Case("a moment, bit 28", "memory", flipped(28, run_faults.moment), SUMS, MOMENT)
+    yield Case("moments zeroed", "memory", run_faults.zeroed_moment, SUMS, MOMENT)
+    plant = run_faults.filled(float("nan"))
+    yield Case("a weight that is not a number", "memory", plant, SUMS, WEIGHT)
+    plant = run_faults.filled(float("inf"), run_faults.moment)
+    yield Case("an infinite moment", "memory", plant, SUMS, MOMENT)
     for name, (gemm, spoil, _) in planting.PRODUCT_FAULTS.items():
         plant = _product(gemm, spoil)
         yield Case(f"{name}, in one step", "memory", _once(plant), REPEAT)
@@ -140,15 +152,18 @@ def _copy_of(kind: str) -> Plant:
     return lambda: run_faults.copied_wrongly(kind)
 
 
-def tried(case: Case, model: Sequence[str]) -> tuple[bool, bool, str]:
-    """(whether the fault was found, whether it was named, what was said of it)."""
+def tried(case: Case, model: str) -> tuple[bool, bool, str]:
+    """(whether the fault was found, whether it was named, what was said of it) in a run of a key of
+    `MODELS`.
+    """
     try:
-        options = (*SMALL, *model, "recipe=nvfp4", *case.options, *case.by)
+        options = (*SMALL, *MODELS[model], "recipe=nvfp4", *case.options, *case.by)
         finding = run(options, case.plant, ranks=2 if case.patch else 1, patch=case.patch)
     except RuntimeError as error:
         return False, False, f"the run itself fails: {error}"
     sentences = finding.sentences
-    named = [text for text in sentences if case.words in text] if case.words else sentences
+    words = case.words if isinstance(case.words, str) else case.words[model]
+    named = [text for text in sentences if words and words in text]
     if case.by == REPEAT:
         named = []  # that bits differ, and not why
     told = next(iter(named or sentences), "; ".join(finding.failed))
@@ -161,9 +176,9 @@ def table(words: Sequence[str]) -> str:
     for case in cases():
         if words and not any(word in case.name for word in words):
             continue
-        for name, model in {"dense": DENSE, "experts": EXPERTS}.items():
+        for name in MODELS:
             began = time.perf_counter()
-            found, named, told = tried(case, model)
+            found, named, told = tried(case, name)
             by = case.by[("every", "sums", "repeat").index(_audit_of(case))]
             row = (case.name, case.source, name, by, _word(found), _word(named), told[:150])
             rows.append(row)

@@ -161,6 +161,7 @@ class ForeignObserver:
             if not isinstance(result, Tensor):
                 raise NotShownError("it returns more than a tensor")
             record.y = kept(result).reshape(-1, result.shape[-1])
+            record.returned = not result.requires_grad  # nothing learns: no backward pass comes
             then = None if self._passes is None else self._passes.backward
             changed = passed(result, record, "dy", self.guarding, then)
         return changed

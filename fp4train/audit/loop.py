@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 from torch import nn
 
@@ -27,14 +28,17 @@ from fp4train.audit.turn import due, in_turn
 from fp4train.nn.planned import PlannedLayer
 from fp4train.text import first_line
 
+_COUNT: Final = "_fp4train_audits"
+"""The attribute of a model that counts its audits."""
+
 
 @dataclass
 class AuditReport:
     """The audits of the layers of a model, complete where the context of `audit` ends.
 
     Attributes:
-        audits: result of each layer that was called.
-        uncovered: layer → why it was not audited.
+        audits: result of each layer that was called; its `uncovered` says what was left out.
+        uncovered: layer → why it was not audited, or not its backward pass.
     """
 
     audits: list[Audited] = field(default_factory=list)
@@ -50,6 +54,11 @@ class AuditReport:
         lines = [f"{count} layers audited, {len(self.faults)} faults"]
         lines += [f"  {fault}" for fault in self.faults]
         lines += [f"  not covered: {name}: {reason}" for name, reason in self.uncovered.items()]
+        lines += [
+            f"  partly covered: {audited.layer}: {'; '.join(audited.uncovered)}"
+            for audited in self.audits
+            if audited.uncovered
+        ]
         return "\n".join(lines)
 
 
@@ -70,12 +79,14 @@ def audit(
         layers: names of the layers; None: all. Each keeps its tensors, and costs as much time as
             several steps of it: audit some in a step.
 
-        every, step: audit one of them in turn in one of so many steps, of which this is `step`, and
-            nothing in the others, as runs do; None: all of them now.
+        every: audit one of them in turn in one of so many steps, and nothing in the others, as runs
+            do; None: all of them now.
+        step: number of this step, which chooses the layer, and the rows of large products; None:
+            the number of audits of this model so far chooses the rows.
 
     Raises:
-        ValueError: the model has no linear layer, or none of these names; `every` is no number of
-            steps, or comes without `step`.
+        ValueError: the model has no linear layer, or none of these names; `layers` is empty or no
+            list; `every` is no number of steps, or comes without `step`.
     """
     planned = {
         module.layer.name: module for module in model.modules() if isinstance(module, PlannedLayer)
@@ -83,6 +94,8 @@ def audit(
     names = dict.fromkeys((*planned, *linears(model)))
     if not names:
         raise ValueError("audit: the model has no linear layer")
+    if isinstance(layers, str) or (layers is not None and not layers):
+        raise ValueError(f"audit: layers={layers!r} must be a list of names, or None for all")
     if unknown := sorted(set(layers or ()) - set(names)):
         raise ValueError(f"audit: the model has no layer {', '.join(unknown)}")
 
@@ -102,6 +115,7 @@ def audit(
     def chosen(name: str) -> bool:
         return layers is None or name in layers
 
+    turn_of_rows = _audits_so_far(model) if step is None else step
     observers = {name: Observer(layer) for name, layer in planned.items() if chosen(name)}
     for name, observer in observers.items():
         planned[name].observer = observer
@@ -120,10 +134,17 @@ def audit(
         for foreign_observer in foreign.values():
             foreign_observer.remove()
     for name, observer in observers.items():
-        exchange(planned[name], observer, turn=step or 0)
-        _compare(name, observer, report, step or 0)
+        exchange(planned[name], observer, turn=turn_of_rows)
+        _compare(name, observer, report, turn_of_rows)
     for name, foreign_observer in foreign.items():
-        _compare(name, foreign_observer, report, step or 0)
+        _compare(name, foreign_observer, report, turn_of_rows)
+
+
+def _audits_so_far(model: nn.Module) -> int:
+    """The number of audits of a model before this one, without a step; the model keeps it."""
+    count: int = vars(model).get(_COUNT, 0)
+    vars(model)[_COUNT] = count + 1
+    return count
 
 
 def _compare(
@@ -137,6 +158,8 @@ def _compare(
         report.uncovered[name] = observer.uncovered
     elif not records:
         report.uncovered[name] = "it was not called in training"
+        if isinstance(observer, Observer):
+            report.uncovered[name] += ", or outside of f4.autocast"
     else:
         try:
             audited = joined(
@@ -146,5 +169,8 @@ def _compare(
             report.uncovered[name] = f"its audit failed: {first_line(error)}"
             return
         report.audits.append(audited)
-        if audited.failures:
-            report.uncovered[name] = "; ".join(audited.failures)
+        reasons = list(audited.failures)
+        if not all(record.complete for record in records):
+            reasons.append("its backward pass was not seen")
+        if reasons:
+            report.uncovered[name] = "; ".join(reasons)

@@ -140,8 +140,8 @@ class LayerTrial:
 
 
 def equal_codes(spec: QuantSpec, device_type: str) -> bool:
-    """Whether the device's quantiser gives the codes and scales of the readable reference, for one
-    tensor.
+    """Whether the device's quantiser gives the codes, the block scales and the global scale of the
+    readable reference, for one tensor.
     """
     x = drawn(64, 256, seed=1).to(torch.bfloat16)
     key = amax = None
@@ -152,8 +152,15 @@ def equal_codes(spec: QuantSpec, device_type: str) -> bool:
     reference = quantizer(spec, "cpu", "reference").codes(x, key, amax)
     amax_there = None if amax is None else amax.to(device_type)
     quantised = quantizer(spec, device_type).codes(x.to(device_type), key, amax_there)
-    codes_equal = torch.equal(quantised.codes.cpu(), reference.codes)
-    return codes_equal and torch.equal(quantised.scales.cpu(), reference.scales)
+    if not torch.equal(quantised.codes.cpu(), reference.codes):
+        return False
+    if not torch.equal(quantised.scales.cpu(), reference.scales):
+        return False
+    scale = reference.global_decode()
+    scale_there = quantised.global_decode()
+    if scale is None or scale_there is None:
+        return scale is scale_there
+    return torch.equal(scale_there.cpu().reshape(-1), scale.reshape(-1))
 
 
 def drawn(rows: int, columns: int, *, seed: int) -> Tensor:

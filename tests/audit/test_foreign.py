@@ -64,6 +64,8 @@ def test_layers_of_torch_are_audited_and_keep_their_bits(
     if autocast:  # x is a leaf, and the weights are
         assert seen == {"first": ["fprop"], "second": ["fprop"], "third": ["fprop", "dgrad"]}
         assert len(partly) == 5 and all("of all readers of a" in reason for reason in partly)
+        assert str(report).count("partly covered: ") == 3
+        assert "  partly covered: third: wgrad: torch.autocast adds up dw" in str(report)
     else:
         assert seen == dict.fromkeys(names, GEMMS) and not partly
     assert all(torch.equal(a, b) for a, b in zip(plain, audited, strict=True))
@@ -120,6 +122,13 @@ def test_some_layers_are_named(monkeypatch: Any) -> None:
     with f4.audit(model, layers=["second"]) as report:
         gradients(model, torch.float32, False)
     assert [result.layer for result in report.audits] == ["second"]
+
+
+def test_a_layer_that_learns_nothing_has_no_backward_pass_to_be_seen() -> None:
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    with f4.audit(layer) as report:
+        layer(torch.randn(4, 8))
+    assert not report.uncovered and [list(audit.gemms) for audit in report.audits] == [["fprop"]]
 
 
 def test_one_layer_in_turn_is_audited_every_so_many_steps() -> None:

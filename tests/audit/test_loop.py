@@ -180,11 +180,48 @@ def test_what_cannot_be_audited_is_said_with_its_reason() -> None:
     layers = model()
     with f4.audit(layers) as report, torch.no_grad():
         layers(batch())
-    assert set(report.uncovered.values()) == {"it was not called in training"}
+    why = "it was not called in training, or outside of f4.autocast"
+    assert set(report.uncovered.values()) == {why}
     with pytest.raises(ValueError, match="no linear layer"), f4.audit(nn.GELU()):
         pass
     with pytest.raises(ValueError, match="no layer 7"), f4.audit(layers, layers=["7"]):
         pass
+    for names in ([], "foo", ""):
+        refused = pytest.raises(ValueError, match=r"layers=.* must be a list of names")
+        with refused, f4.audit(layers, layers=names, every=1, step=0):
+            pass
+
+
+def test_a_backward_pass_behind_the_context_is_said_beside_the_forward_pass() -> None:
+    layers = nn.Sequential(model(), nn.Linear(64, 64))
+    policy = LayerPolicy(last=1)
+    with f4.audit(layers) as report, f4.autocast(NVFP4(), policy=policy, seed=1, step=5):
+        y = layers(batch())
+    y.float().square().mean().backward()
+    names = ["0", "2", "4", "1"]
+    assert [audit.layer for audit in report.audits] == names
+    assert all(list(audit.gemms) == ["fprop"] for audit in report.audits)
+    assert report.uncovered == dict.fromkeys(names, "its backward pass was not seen")
+    assert "not covered: 1: its backward pass was not seen" in str(report)
+
+
+def test_audits_without_a_number_take_other_rows_of_large_products_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns: list[int] = []
+    run = compare.CallComparison.run
+
+    def noting(self: Any, step: int = 0) -> Any:
+        turns.append(step)
+        return run(self, step)
+
+    monkeypatch.setattr(compare.CallComparison, "run", noting)
+    layers = model()
+    for step in (None, None, 7, None):
+        with f4.audit(layers, layers=["0"], step=step) as report:
+            passes(layers, batch(), NVFP4())
+        assert not report.faults, str(report)
+    assert turns == [0, 1, 7, 2]
 
 
 @pytest.mark.parametrize("recipe", [recipes.MXFP8(), recipes.FP8Block()], ids=["mxfp8", "blocks"])

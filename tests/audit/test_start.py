@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import audit_planting as planting
 import pytest
@@ -16,7 +17,7 @@ from fp4train.audit.start import check_plan
 from fp4train.nn import Experts
 from fp4train.precision import MXFP8, NVFP4, FP8Delayed, LayerPolicy, Recipe
 from fp4train.precision.recipes import FP16, FP32
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import Quantized, QuantSpec
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,30 @@ def test_a_kernel_that_quantises_otherwise_is_a_fault(monkeypatch: pytest.Monkey
     monkeypatch.setattr(start, "equal_codes", lambda spec, device: spec.random)
     faults = list(check_plan(plan))
     assert faults and all("otherwise than the reference" in fault.what for fault in faults)
+
+
+def test_a_kernel_with_another_global_scale_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its codes and block scales are those of the reference."""
+    plan = f4.plan(nn.Sequential(nn.Linear(32, 32)), NVFP4(), LayerPolicy(last=0))
+    (spec, *_) = plan.at(0).layers["0"].specs
+    assert start.equal_codes(spec, "cpu")
+    quantizer = start.quantizer
+
+    class Doubled:
+        def __init__(self, of: Any) -> None:
+            self._of = of
+
+        def codes(self, *arguments: Any) -> Quantized:
+            quantised: Quantized = self._of.codes(*arguments)
+            assert quantised.amax is not None
+            return quantised._replace(amax=2 * quantised.amax, factor=None)
+
+    def planted(spec: QuantSpec, device: str, *which: Any) -> Any:
+        right = quantizer(spec, device, *which)
+        return right if which else Doubled(right)
+
+    monkeypatch.setattr(start, "quantizer", planted)
+    assert not start.equal_codes(spec, "cpu")
 
 
 @pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Delayed()], ids=["nvfp4", "mxfp8", "fp8"])

@@ -149,7 +149,8 @@ class LayerAudits:
     def _check_main_memory(self, layer: PlannedLayer) -> None:
         run = self.run
         tokens = run.microbatch_rows * run.config.train.seq_len
-        check_main_memory(layer, tokens, run.world.place.local_size)
+        observed = 2 if self.every == 1 else 1
+        check_main_memory(layer, tokens, run.world.place.local_size, observed)
 
     def _take_weight(self, layer: PlannedLayer | None) -> None:
         """Take the weight of the layer that is audited. Every rank calls this, also one that has no
