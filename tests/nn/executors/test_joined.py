@@ -63,6 +63,37 @@ def test_joined_operands_hold_the_sum_of_all_terms(
     assert bool(((exact(both) - total).abs() <= 2.0**-22 * magnitude).all())
 
 
+@needs_bf16
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, ROWS),
+    st.integers(0, ROWS),
+    st.sampled_from([None, 3e-5]),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_joined_rows_do_not_depend_on_which_rows_are_beside_them(
+    bound: int, other_bound: int, scale: float | None, dtype: torch.dtype
+) -> None:
+    """A mean and a residual are those of all rows; the rows of x are cut anywhere."""
+    start, stop = sorted((bound, other_bound))
+    row = normal(COLUMNS_OF_B, 1, 4).flatten()
+    main, (residual, factor) = operands(33, (scale, None)), operands(5, (scale, 0.3))
+    residual = Decoded(residual.values.to(dtype) * 1.001, residual.scale)
+
+    def of_rows(start: int, stop: int) -> Term | None:
+        first, second = (
+            Decoded(operand.values[start:stop], operand.scale) for operand in (main[0], residual)
+        )
+        outer = Outer(None, row).operands(stop - start)
+        return joined([(first, main[1]), outer, (second, factor)])
+
+    whole = of_rows(0, ROWS)
+    part = of_rows(start, stop)
+    assert whole is not None and part is not None
+    assert torch.equal(part[0].values, whole[0].values[start:stop])
+    assert torch.equal(part[1].values, whole[1].values)
+
+
 def as_magnitudes(term: Term) -> Term:
     first, second = (Decoded(operand.values.abs(), operand.scale) for operand in term)
     return first, second
