@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,9 @@ def test_a_report_of_some_storms_keeps_the_rows_of_the_others(
 def test_the_memory_that_a_command_holds_at_most_is_measured(tmp_path: Path) -> None:
     peaks = []
     for size in (0, 64 << 20):
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            pid = os.fork()
         if not pid:
             len(b"x" * size)
             os._exit(0)
