@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -232,7 +233,8 @@ def layers_left_out(results: dict[CleanRun, dict[str, Any]]) -> Iterator[str]:
     seen: dict[tuple[str, str], dict[str, set[str]]] = {}
     for clean, result in results.items():
         recipes = seen.setdefault((clean.model, clean.blocks), {})
-        recipes.setdefault(clean.recipe, set()).update(result["layers"])
+        names = (re.sub(r"\.\d+$", "", layer) for layer in result["layers"])  # not the expert's
+        recipes.setdefault(clean.recipe, set()).update(names)
     for (model, blocks), recipes in seen.items():
         layers = set().union(*recipes.values())
         left_out = [

@@ -136,7 +136,7 @@ def test_the_page_says_which_layers_and_which_parts_no_audit_compared(
     full, partial = list(script.planned_runs(2))
     why = "wgrad: its codes are not shown"
     record.write_text(
-        line_of(full, layers=["blocks.0.mlp.up", "blocks.0.mlp.down"])
+        line_of(full, layers=["blocks.0.mlp.up.3", "blocks.0.mlp.down"])  # of expert 3
         + line_of(partial, uncovered={why: ["blocks.0.mlp.up"]})
     )
     assert script.script(["2", "--record", str(record), "--page", str(page)]) == 0
