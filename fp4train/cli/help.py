@@ -208,10 +208,10 @@ def of_verb(verb: str, verb_help: str, words: Sequence[str], *, keys: bool) -> s
     """
     flags, plain_words = overrides.flags_and_words(list(words))
     asked = [word for word in plain_words if "=" not in word and not _names_run(word)]
-    own = getattr(import_module(f"fp4train.cli.{verb}"), "OPTIONS", {})
+    declared = getattr(import_module(f"fp4train.cli.{verb}"), "OPTIONS", {})
     settings = [
         *flags,
-        *(word for word in plain_words if "=" in word and word.partition("=")[0] not in own),
+        *(word for word in plain_words if "=" in word and word.partition("=")[0] not in declared),
     ]
     if not asked:
         command, _, body = _joined(verb_help).partition("\n")
@@ -258,7 +258,7 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
             described = topics(flags)
             text = described.topic(name)
             if value:
-                raise _no_value(name, value, described, list(verbs), known=text is not None)
+                raise _no_value(name, value, described, list(verbs), is_key=text is not None)
         if text is None:
             raise _unknown(name, described, list(verbs))
         texts.append(text)
@@ -266,15 +266,15 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
 
 
 def _no_value(
-    name: str, value: str, described: Topics, verbs: list[str], *, known: bool
+    name: str, value: str, described: Topics, verbs: list[str], *, is_key: bool
 ) -> UserError:
-    """Error about a value behind a word that names no group; `known`: it names a key."""
+    """Error about a value behind a word that names no group; `is_key`: it names a key."""
     group = nearest(name, described.groups)
     if group is not None and value in described.groups[group]:
         return UserError(f"there is no group {name!r}; did you mean fp4train help {group}={value}?")
     if name in verbs:
         return UserError(f"help of a verb takes no value: fp4train help {name}")
-    if known:
+    if is_key:
         return UserError(f"help shows keys, not their values: fp4train help {name}")
     return _unknown(name, described, verbs)
 
