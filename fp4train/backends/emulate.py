@@ -6,8 +6,10 @@ A decoded element without its global scale is exact in BF16, so
     y [R, S] = (a.values · b.valuesᵀ) · a.scale · b.scale
 
 with BF16 operands and float32 accumulation has exact products, like the tensor cores that it
-emulates. Only the order of the additions differs. The global scales multiply the float32 product
-before it is rounded to the output dtype: rounding the product to BF16 first would round twice.
+emulates. Only the order of the additions differs; a CPU's library chooses it by the number of rows
+too, so that a last bit of a row in BF16 may differ in a call of more or fewer rows. The global
+scales multiply the float32 product before it is rounded to the output dtype: rounding the product
+to BF16 first would round twice.
 
 Two scales of whole tensors are one factor on every device, float32(a.scale · b.scale); where that
 is no normal float32 number they are applied one after the other. Scales of rows are always applied
