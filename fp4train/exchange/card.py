@@ -19,16 +19,18 @@ from fp4train.sealed import changed_since
 from fp4train.text import counted, printable, screen
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT, parse_line
+from fp4train.track.series import Series
 
 _log = logging.getLogger(__name__)
 
+_TRAINING = "train/loss"
 LOSSES = {
     "val/loss": "validation, high precision",
     "val/loss_recipe": "validation, in the recipe",
-    "train/loss": "training",
+    _TRAINING: "training",
 }
 """Losses of a card, in nats per token: key of the metrics → name."""
-_WORDS = (b'"val/loss"', EVALUATION.encode(), f'"{AUDIT}'.encode())
+_WORDS = (b'"val/loss"', b'"train/loss"', EVALUATION.encode(), f'"{AUDIT}'.encode())
 """Words of the lines that a card reads."""
 
 
@@ -37,7 +39,9 @@ class RecordedResults:
     """What a run's metrics say up to a checkpoint.
 
     Args:
-        evaluated: last line of each recipe that has a validation loss.
+        evaluated: last line of each recipe that has a validation loss; its training loss is the
+            mean that a run is compared by (`fp4train.track.series`).
+        window: number of steps that the newest training loss is the mean of.
         tasks: last results of each task and recipe at the checkpoint's step (`fp4train eval`).
         damaged: number of lines that cannot be read.
         audits: number of audits of layers.
@@ -48,6 +52,7 @@ class RecordedResults:
     evaluated: list[dict[str, Any]]
     tasks: list[dict[str, Any]]
     damaged: int
+    window: int = 1
     audits: int = 0
     layers: int = 0
     faults: int = 0
@@ -110,6 +115,7 @@ def model_card(
         loaded=loaded,
         losses=LOSSES,
         evaluated=results.evaluated,
+        window=results.window,
         damaged=results.damaged,
         audited=results.audited,
         tasks=[(line.get("task"), line.get("recipe"), _results(line)) for line in results.tasks],
@@ -137,6 +143,7 @@ def measured(model: StoredModel) -> RecordedResults:
     """The measured losses and results, from the metrics up to the checkpoint's step."""
     evaluated: dict[Any, dict[str, Any]] = {}
     tasks: dict[tuple[Any, Any], dict[str, Any]] = {}
+    training: dict[int, float] = {}
     damaged = 0
     counts = dict.fromkeys((AUDIT, AUDIT_FAULT), 0)
     layers: set[str] = set()
@@ -155,19 +162,29 @@ def measured(model: StoredModel) -> RecordedResults:
                 continue
             try:
                 line = parse_line(raw)
+                if line["step"] > model.saved.step:
+                    continue
+                if isinstance(loss := line.get(_TRAINING), int | float):
+                    training[line["step"]] = float(loss)
                 if line.get("event") == EVALUATION and line["step"] == model.saved.step:
                     tasks[line.get("task"), line.get("recipe")] = line
-                elif line.get("event") in counts and line["step"] <= model.saved.step:
+                elif line.get("event") in counts:
                     counts[line["event"]] += 1 + int(line.get("more", 0))
                     if line["event"] == AUDIT:
                         layers.add(str(line.get("layer")))
-                elif "val/loss" in line and line["step"] <= model.saved.step:
+                elif "val/loss" in line:
                     evaluated.pop(recipe := line.get("precision/recipe"), None)
                     evaluated[recipe] = line
             except (ValueError, RecursionError, LookupError, TypeError):
                 damaged += 1
+    losses = Series.by_step(training)
+    means = dict(zip(sorted(training), losses.smoothed().values.tolist(), strict=True))
+    for line in evaluated.values():
+        if line["step"] in means:
+            line[_TRAINING] = means[line["step"]]
     return RecordedResults(
         evaluated=list(evaluated.values()),
+        window=losses.last_window,
         tasks=list(tasks.values()),
         damaged=damaged,
         audits=counts[AUDIT],

@@ -11,6 +11,7 @@ import pytest
 from hf_exports import Command, Train, last_evaluation
 
 from fp4train.exchange.huggingface import export_huggingface
+from fp4train.lab.analysis import training_loss
 
 
 def test_the_model_card_says_how_the_model_was_trained(
@@ -42,6 +43,20 @@ def test_the_model_card_says_how_the_model_was_trained(
 
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["library_name"] == "transformers" and "nvfp4" in head["tags"]
+
+
+def test_the_training_loss_of_the_card_is_the_mean_that_the_run_ended_with(
+    train: Train, tmp_path: Path
+) -> None:
+    run = train("train.steps=12")
+    mean = training_loss(run)
+    assert mean is not None and mean.steps == 2
+    export_huggingface(run, tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    row = next(line for line in card.splitlines() if line.startswith("| 12 |"))
+    assert row.endswith(f"| {mean.loss:.4f} |")
+    assert f"{last_evaluation(run)['train/loss']:.4f}" not in row, "that is of the last batch"
+    assert "mean of the last tenth of the steps so far, at most 2." in card
 
 
 def test_a_run_that_ends_in_high_precision_has_the_losses_of_its_last_quantised_forward_pass(

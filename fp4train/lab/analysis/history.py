@@ -2,10 +2,7 @@
 only.
 
 A band is a range of steps in one recipe, read from ``precision/recipe``: phases and swaps both
-start one, also in a resumed run. Smoothing is the trailing mean over 2 % of the logged losses of a
-run, and over at least 10. At the start, where the loss falls fast, the window is a tenth of the
-points so far. Runs of equal length have equal windows. The "training loss" of a run is the last
-value of that mean, wherever it is named.
+start one, also in a resumed run. Losses of training are smoothed (`fp4train.track.series`).
 """
 
 import json
@@ -14,10 +11,9 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fp4train.audit.fault import AUDIT
 from fp4train.errors import UserError
@@ -26,10 +22,10 @@ from fp4train.sealed import CONFIG, saved_config
 from fp4train.text import near_miss
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import read_metrics
+from fp4train.track.series import Floats as Floats, Series as Series, TrainingLoss
 
 _log = logging.getLogger(__name__)
 
-Floats = NDArray[np.float64]
 Band = tuple[int, int, str]
 """First step, step after the last, recipe."""
 
@@ -46,50 +42,6 @@ NOT_THE_SAME_RUN = (
     *INIT_KEYS,
 )
 """Sections of a configuration in which runs of another seed may differ."""
-
-MIN_WINDOW = 10
-WINDOW_SHARE = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """Values of one key by ascending step; if a step was logged twice, the later line counts.
-
-    Args:
-        bounds: the lower and the upper end of an interval at each step, NaN where there is none;
-            None: no step has one.
-    """
-
-    steps: Floats
-    values: Floats
-    bounds: tuple[Floats, Floats] | None = None
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @property
-    def window(self) -> int:
-        """Number of points that `smoothed` averages."""
-        return max(1, min(len(self), max(MIN_WINDOW, round(WINDOW_SHARE * len(self)))))
-
-    @property
-    def last_window(self) -> int:
-        """Number of points that the last value of `smoothed` averages."""
-        return min(max(len(self) - 1, 0) // 10 + 1, self.window)
-
-    def smoothed(self) -> "Series":
-        """Trailing mean; NaN if its window has a value that is not finite."""
-        index = np.arange(len(self))
-        start = index + 1 - np.minimum(index // 10 + 1, self.window)
-        finite = np.isfinite(self.values)
-        total = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
-        bad = np.concatenate([[0], np.cumsum(~finite)])
-        mean = (total[index + 1] - total[start]) / (index + 1 - start)
-        return Series(steps=self.steps, values=np.where(bad[index + 1] == bad[start], mean, np.nan))
-
-    def at(self, steps: Floats) -> Floats:
-        """Values at steps that are all in the series."""
-        return self.values[np.searchsorted(self.steps, steps)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +74,7 @@ class History:
             value = line.get(key)
             if isinstance(value, int | float):
                 by_step[line["step"]] = float(value)
-        steps = sorted(by_step)
-        return Series(
-            steps=np.array(steps, dtype=np.float64), values=np.array([by_step[s] for s in steps])
-        )
+        return Series.by_step(by_step)
 
     def loss(self, key: str) -> Series:
         """A series of losses; those of training are smoothed."""
@@ -212,22 +161,13 @@ def common_step(histories: list[History]) -> tuple[str, int]:
     raise UserError(f"these runs have no step in common: {ranges}")
 
 
-class TrainingLoss(NamedTuple):
-    """The training loss of a run: the last smoothed value, and how many steps it is the mean of."""
-
-    loss: float
-    steps: int
-
-
 def training_loss(run: Path) -> TrainingLoss | None:
     """The training loss of a run; None where nothing is logged."""
     try:
         history = read_history(run)
     except UserError:
         return None
-    return TrainingLoss(
-        float(history.loss("train/loss").values[-1]), history.series("train/loss").last_window
-    )
+    return TrainingLoss.of(history.series("train/loss"))
 
 
 def seed_groups(histories: list[History]) -> list[dict[int, int]]:

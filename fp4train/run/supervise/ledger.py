@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
+from tqdm.utils import disp_len
 
 from fp4train.run.queued import Step, StepListener, Values
 from fp4train.run.supervise.guard import NonFiniteError, blame
@@ -29,6 +30,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 BAR: Any = {"dynamic_ncols": True, "smoothing": 0.1}
 """The look of a progress bar."""
+_SPARE = 4
+"""Characters that times and rates may grow by until they are displayed."""
+_COUNT = "{l_bar}{bar}| {n_fmt}/{total_fmt}"
+_FORMS = {
+    "rate": _COUNT + " [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
+    "time": _COUNT + " [{elapsed}<{remaining}{postfix}]",
+    "count": _COUNT + "{postfix}",
+}
+"""Lines of tqdm around a bar, from the longest."""
 _LINES = 20
 """Lines in the log of a whole run that has no terminal."""
 
@@ -168,7 +178,7 @@ class Progress:
         else:
             self.smooth = 0.9 * self.smooth + 0.1 * speed
         with suppress(OSError):  # a terminal that was closed is no reason to end a run
-            self.bar.set_postfix_str(f"loss {loss:.3f}, {self.speed}, {recipe}", refresh=False)
+            self._describe(f"loss {loss:.3f}", recipe)
             self.bar.update()
         if not self.terminal and (self.step % self.every == 0 or self.step in (1, self.steps)):
             left = tqdm.format_interval((self.steps - self.step) * self.tokens / self.smooth)
@@ -181,14 +191,46 @@ class Progress:
             return values
         return values | {"perf/mfu": speed / self.ranks / self.peak}
 
+    def _describe(self, loss: str, recipe: str) -> None:
+        """Choose the fields beside the bar: as many as leave it ten characters.
+
+        Steps per second go first, for the tokens per second say the same; then the speed, the
+        recipe and the times.
+        """
+        if not self.terminal:
+            return
+        values = self.bar.format_dict
+        width = values["ncols"]
+        choices = (
+            ("rate", f"{loss}, {self.speed}, {recipe}"),
+            ("time", f"{loss}, {self.speed}, {recipe}"),
+            ("time", f"{loss}, {self.total_speed}, {recipe}"),
+            ("time", f"{loss}, {recipe}"),
+            ("time", f"{loss}, {self.total_speed}"),
+            ("time", loss),
+            ("count", loss),
+        )
+        for form, fields in choices:
+            shape = {"bar_format": _FORMS[form], "postfix": fields, "ncols": None}
+            line = tqdm.format_meter(**{**values, **shape})  # its bar has ten characters
+            if width is None or disp_len(line) + _SPARE <= width:
+                break
+        self.bar.bar_format = _FORMS[form]
+        self.bar.set_postfix_str(fields, refresh=False)
+
+    @property
+    def total_speed(self) -> str:
+        """Tokens per second, a mean over some steps."""
+        assert self.smooth is not None
+        return f"{self.smooth / 1e3:.1f}k tokens/s"
+
     @property
     def speed(self) -> str:
         """Tokens per second, a mean over some steps; of several ranks for each as well."""
         assert self.smooth is not None
-        total = f"{self.smooth / 1e3:.1f}k tokens/s"
         if self.ranks == 1:
-            return total
-        return f"{total} ({self.smooth / self.ranks / 1e3:.2f}k per rank)"
+            return self.total_speed
+        return f"{self.total_speed} ({self.smooth / self.ranks / 1e3:.2f}k per rank)"
 
     def resume_timing(self) -> None:
         """Time from here: what came since the last step (an evaluation, a checkpoint) was not

@@ -2,6 +2,13 @@
 known figures.
 """
 
+import fcntl
+import os
+import pty
+import struct
+import sys
+import termios
+from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -9,7 +16,7 @@ import pytest
 import torch
 
 from fp4train.parallel.world import World
-from fp4train.precision import NVFP4
+from fp4train.precision import NVFP4, Recipe
 from fp4train.run.queued import Numbers, Step
 from fp4train.run.run import Equipment, Run
 from fp4train.run.supervise.ledger import Progress
@@ -41,9 +48,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def step_at(clock: SimpleNamespace) -> Step:
-    """A step of NVFP4 whose numbers are known now."""
-    return Step(index=0, recipe=NVFP4(), numbers=Numbers(torch.zeros(2)), names=[], values={})
+def step_at(clock: SimpleNamespace, recipe: Recipe | None = None) -> Step:
+    """A step of a recipe (NVFP4 without one) whose numbers are known now."""
+    numbers = Numbers(torch.zeros(2))
+    return Step(index=0, recipe=recipe or NVFP4(), numbers=numbers, names=[], values={})
 
 
 @pytest.mark.parametrize(
@@ -85,3 +93,50 @@ def test_what_happens_between_steps_is_not_counted(clock: SimpleNamespace) -> No
         progress.resume_timing()
         clock.now += 0.5
         assert progress.advance(step_at(clock), 2.0)["perf/mfu"] == 0.25
+
+
+def bar_of(width: int, show: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The last state of a progress bar on a terminal of `width` columns."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    with os.fdopen(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        show()
+        terminal.flush()
+        shown = b""
+        while not shown.endswith(b"\n"):
+            shown += os.read(leader, 1 << 16)
+    os.close(leader)
+    return shown.decode().rstrip().rpartition("\r")[2]
+
+
+@pytest.mark.parametrize(
+    ("width", "steps", "ranks", "fields"),
+    [
+        (200, 30, 1, ["step/s", "tokens/s", "NVFP4 with fprop in BF16]"]),
+        (200, 30, 8, ["per rank)", "NVFP4 with fprop in BF16]"]),
+        (80, 30, 1, ["29/30", "loss 2.000", "NVFP4 with fprop in BF16]"]),
+        (70, 200_000, 8, ["29/200000", "loss 2.000", "tokens/s]"]),
+        (60, 30, 1, ["29/30", "loss 2.000]"]),
+        (40, 30, 1, ["29/30", "loss 2.000"]),
+    ],
+)
+def test_a_narrow_terminal_has_a_bar_and_fewer_fields_beside_it(
+    width: int,
+    steps: int,
+    ranks: int,
+    fields: list[str],
+    clock: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = NVFP4().with_high_precision("fprop")
+
+    def train() -> None:
+        with Progress(28, steps, tokens=10_000, ranks=ranks) as progress:
+            clock.now += 0.5
+            progress.advance(step_at(clock, recipe), 2.0)
+
+    line = bar_of(width, train, monkeypatch)
+    assert len(line) <= width and len(line.split("|")[1]) >= 10, line
+    assert all(field in line for field in fields), line
+    assert line.endswith(("BF16]", "tokens/s]", "2.000]", "2.000")), line
