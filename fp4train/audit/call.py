@@ -61,7 +61,9 @@ class Product:
 
 
 def _capability(result: Tensor) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(result.device) if result.is_cuda else None
+    if result.device.type != "cuda":
+        return None
+    return torch.cuda.get_device_capability(result.device)
 
 
 def _kept_operand(operand: Prepared) -> Prepared:
