@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     paper = line.options["picture"]
     width = line.options["width"]
     if paper is not None:
-        check_out(paper, FIGURES)
+        check_out(paper, FIGURES, "picture")
     request = _request([*line.flags, *line.words])
     with making_forks(request):
         ranking, folders = rank(request)

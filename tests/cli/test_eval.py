@@ -1,6 +1,7 @@
 """`fp4train eval` as people run it: tables and JSON, recipes, what it records, what it refuses."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -59,6 +60,17 @@ def test_recipes_are_named_and_compared(evaluate: Eval) -> None:
 def test_record_false_writes_nothing(evaluate: Eval, run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     assert evaluate("record=false").code == 0 and (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_cannot_be_written_is_measured_and_not_recorded(
+    evaluate: Eval, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run or mode != os.W_OK)
+    found = evaluate("recipe=bf16")
+    assert found.code == 0 and "held-out text" in found.out
+    assert f"{run} cannot be written: not recorded" in found.out
+    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_text_is_read_from_a_file(evaluate: Eval, tmp_path: Path) -> None:

@@ -142,6 +142,10 @@ COSTLY = {
         "{{ ('a' * 99999) | batch(1) | list | tojson }}",
         r"writes more than [67]\d,\d\d\d characters for one conversation",
     ),
+    "lipsum": (
+        "{{ lipsum(n=1000) }}",
+        r"writes more than [67]\d,\d\d\d characters for one conversation",
+    ),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
     "import": ("{{ cycler.__init__.__globals__.os.system('id') }}", "unsafe"),
     "loops": (

@@ -3,12 +3,14 @@ by length.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_line import lines
+from tokenizer_kinds import TEXT, tokenizer
 
 from fp4train.data import Piece, token_bytes
 from fp4train.data.tokenizers import BytePairs, Bytes
@@ -136,6 +138,28 @@ def test_files_without_text_are_refused(
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=said):
         next(texts(trained, [HIGH], str(tmp_path / "a.txt"), 4))
+
+
+@pytest.mark.parametrize("kind", ["prepend", "first", "byte level"])
+def test_a_long_text_is_scored_in_the_ids_of_the_whole(
+    trained: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The pieces of a file have no space before their first words."""
+    text = TEXT * 8
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    scored: list[int] = []
+
+    def forward(model: Any, recipe: Any, requests: list[Any], rows: int) -> list[Any]:
+        for ids, count in requests:
+            scored.extend(ids[-count:])
+        return [(-1.0, True)] * len(requests)
+
+    monkeypatch.setattr(TrainedModel, "text_tokenizer", lambda model: tokenizer(kind))
+    monkeypatch.setattr("fp4train.exchange.evaluation.log_likelihoods", forward)
+    larger = replace(trained, vocab_size=2000)
+    score = next(texts(larger, [HIGH], str(tmp_path / "a.txt"), 4))
+    assert scored == tokenizer(kind).encode(text)
+    assert score.values["tokens"] == len(scored)
 
 
 WORDS = "the café, naïve 日本 → 🎉 and\n\tthe other\n" * 3

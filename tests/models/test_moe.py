@@ -162,6 +162,13 @@ def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module]) -> No
         assert getattr(read, key, None) == getattr(theirs.config, key, None)
 
 
+def test_the_small_mixture_is_written_as_a_model_that_transformers_has() -> None:
+    shape = to_config(composition.compose(["model=moe_tiny"])).model
+    written = family_of(shape).config_of(shape, vocab_size=128, seq_len=64)
+    assert written["model_type"] == "glm4_moe"
+    assert written["architectures"] == ["Glm4MoeForCausalLM"]
+
+
 def tokens(batch: int, time: int) -> Tensor:
     return torch.randint(0, 128, (batch, time), generator=torch.Generator().manual_seed(0))
 

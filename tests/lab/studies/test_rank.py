@@ -74,7 +74,11 @@ def said(outcome: Outcome) -> str:
 
 
 def test_a_ranking_is_a_table_a_file_and_a_picture(cli: Cli, trained: Path) -> None:
-    shown = said(cli.raw("rank", str(trained), *FAST, "out=first"))
+    refused = cli.raw("rank", str(trained), *FAST, "out=first", "picture=paper.eps")
+    assert refused.code == 1 and "picture=paper.eps: the name must end in" in refused.err
+    assert not Path("first").exists(), "nothing is measured before"
+    shown = said(cli.raw("rank", str(trained), *FAST, "out=first", "picture=paper.pdf"))
+    assert Path("paper.pdf").read_bytes()[:4] == b"%PDF"
     assert f"{trained}, step 3: 2 forks of 2 steps each, learning rate" in shown
     assert "gap to bf16, nats per token" in shown and "floor of the noise: FP32 − BF16 = " in shown
     assert max(map(len, shown.splitlines())) < 130 and len(shown.splitlines()) < 40, "one screen"
