@@ -199,7 +199,8 @@ class Progress:
         """
         if not self.terminal:
             return
-        values = self.bar.format_dict
+        assert self.smooth is not None
+        values = {**self.bar.format_dict, "rate": self.smooth / self.tokens}
         width = values["ncols"]
         choices = (
             ("rate", f"{loss}, {self.speed}, {recipe}"),

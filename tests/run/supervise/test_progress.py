@@ -115,8 +115,9 @@ def bar_of(width: int, show: Callable[[], None], monkeypatch: pytest.MonkeyPatch
     [
         (200, 30, 1, ["step/s", "tokens/s", "NVFP4 with fprop in BF16]"]),
         (200, 30, 8, ["per rank)", "NVFP4 with fprop in BF16]"]),
+        (104, 30, 1, ["tokens/s", "NVFP4 with fprop in BF16]"]),
         (80, 30, 1, ["29/30", "loss 2.000", "NVFP4 with fprop in BF16]"]),
-        (70, 200_000, 8, ["29/200000", "loss 2.000", "tokens/s]"]),
+        (78, 200_000, 8, ["29/200000", "loss 2.000", "tokens/s]"]),
         (60, 30, 1, ["29/30", "loss 2.000]"]),
         (40, 30, 1, ["29/30", "loss 2.000"]),
     ],
