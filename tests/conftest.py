@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 from compositions import parsing_once, remembering
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import settings
 
 from fp4train.config import composition
+from fp4train.config.folders import registered_files
 from fp4train.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from fp4train.lab.analysis import curves, draw_curves, draw_statistics, heatmap
 from fp4train.quantize import ROUNDINGS
@@ -50,6 +52,16 @@ def formats_of_plugins_forgotten() -> Iterator[None]:
     for registry, names in zip(registries, present, strict=True):
         for name in set(registry.names) - set(names):
             registry.remove(name)
+
+
+@pytest.fixture(autouse=True)
+def files_that_are_options_forgotten() -> Iterator[None]:
+    """A file that one test names as an option is none in the next."""
+    yield
+    repository = ConfigStore.instance().repo
+    for group, names in registered_files().items():
+        for name in names:
+            del repository[group][f"{name}.yaml"]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+from fp4train.config.folders import registered_files
+
 
 def remembering(compose: Callable[..., Any]) -> Callable[..., Any]:
     """Hydra's `compose`, which composes the same words once; with other folders in its search path,
-    each time.
+    or files that are options, each time.
     """
     kept: dict[tuple[str, ...], bytes] = {}
 
     def remembered(name: str, overrides: list[str], **options: Any) -> Any:
-        if any(word.startswith("hydra.searchpath") for word in overrides):
+        searches = any(word.startswith("hydra.searchpath") for word in overrides)
+        if searches or any(registered_files().values()):
             return compose(name, overrides=overrides, **options)
         words = (name, *overrides)
         if words not in kept:
