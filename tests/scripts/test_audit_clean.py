@@ -88,19 +88,25 @@ def test_the_runs_of_each_recipe_audit_every_layer_of_each_model(
         assert len(turn) <= steps, options
 
 
+def count_runs(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the runs that the script makes from now on; each ends clean at once."""
+    numbers = []
+
+    def make_run(clean: Any) -> dict[str, Any]:
+        numbers.append(clean.number)
+        return result_of(clean)
+
+    monkeypatch.setattr(script, "make_run", make_run)
+    return numbers
+
+
 def test_runs_that_a_record_has_are_not_made_again(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = tmp_path / "record.jsonl"
     lines = [line_of(clean) for clean in script.planned_runs(3)]
     record.write_text(lines[0] + lines[2] + lines[1][:40])  # killed while it wrote the last line
-    made = []
-
-    def made_run(clean: Any) -> dict[str, Any]:
-        made.append(clean.number)
-        return result_of(clean)
-
-    monkeypatch.setattr(script, "make_run", made_run)
+    made = count_runs(script, monkeypatch)
     words = ["3", "--record", str(record), "--page", str(tmp_path / "page.md")]
     assert script.script(words) == 0 and made == [1]
     assert script.script(words) == 0 and made == [1]
@@ -117,13 +123,7 @@ def test_a_line_of_a_run_with_other_options_is_not_taken_for_a_run_of_today(
     changed = line_of(clean, options=[*clean.options[:-1], "run.seed=77"])
     without = {"run": asdict(clean), **result_of(clean)}
     record.write_text(changed + json.dumps(without) + "\n")
-    made = []
-
-    def made_run(clean: Any) -> dict[str, Any]:
-        made.append(clean.number)
-        return result_of(clean)
-
-    monkeypatch.setattr(script, "make_run", made_run)
+    made = count_runs(script, monkeypatch)
     words = ["1", "--record", str(record), "--page", str(tmp_path / "page.md")]
     assert script.script(words) == 0 and made == [0]
     assert script.script(words) == 0 and made == [0]

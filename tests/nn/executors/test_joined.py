@@ -1,19 +1,25 @@
 """Sums of products as one product: its operands in BF16 hold every term, to float32's rounding."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from fp4train.backends.emulate import WITHOUT_INSTRUCTIONS
 from fp4train.nn.executors.joined import COLUMNS, Term, joined, parts_of
 from fp4train.nn.executors.terms import Outer, without_mean
 from fp4train.quantize import Decoded
 
-needs_bf16 = pytest.mark.skipif(
-    torch.bfloat16 in WITHOUT_INSTRUCTIONS, reason="this CPU multiplies BF16 in float32"
-)
 ROWS, COLUMNS_OF_B = 48, 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def instructions_for_bf16() -> Iterator[None]:
+    """Operands are joined as on a CPU with instructions for BF16, whatever this one has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fp4train.nn.executors.joined.WITHOUT_INSTRUCTIONS", frozenset())
+        yield
 
 
 def normal(rows: int, columns: int, seed: int) -> Tensor:
@@ -37,7 +43,6 @@ def exact(term: Term) -> Tensor:
     return total
 
 
-@needs_bf16
 @settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, 70),
@@ -63,7 +68,6 @@ def test_joined_operands_hold_the_sum_of_all_terms(
     assert bool(((exact(both) - total).abs() <= 2.0**-22 * magnitude).all())
 
 
-@needs_bf16
 @settings(deadline=None, max_examples=40)
 @given(
     st.integers(0, ROWS),
@@ -126,7 +130,6 @@ def test_what_has_no_joined_operands_has_none(term: Term) -> None:
     assert joined([term, Outer(None, torch.ones(4)).operands(4)]) is None
 
 
-@needs_bf16
 @pytest.mark.parametrize("rows", [(0, 4), (4, 0), (0, 0)])
 def test_operands_without_rows_are_joined(rows: tuple[int, int]) -> None:
     a, b = (Decoded(torch.ones(count, 8, dtype=torch.bfloat16), None) for count in rows)
