@@ -1,8 +1,10 @@
 """scripts/audit_cost.py: runs with and without audits take turns, and their medians become a table."""
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -25,11 +27,14 @@ def test_pairs_swap_their_order_and_medians_become_the_share(
 ) -> None:
     ways = []
 
-    def measured(run: Sequence[str]) -> object:
-        without = "audit.every=0" in run
-        ways.append(without)
-        outlier = 50.0 if len(ways) == 2 else 0.0
-        return script.Times((10.0 if without else 10.1) + outlier, 20.0)
+    def measured(*runs: Sequence[str]) -> list[object]:
+        times = []
+        for run in runs:
+            without = "audit.every=0" in run
+            ways.append(without)
+            outlier = 50.0 if len(ways) == 2 else 0.0
+            times.append(script.Times((10.0 if without else 10.1) + outlier, 20.0))
+        return times
 
     monkeypatch.setattr(script, "measured", measured)
     out = tmp_path / "lines.md"
@@ -55,9 +60,21 @@ def test_the_commands_are_runs_with_the_default_audits_and_with_none(
     assert not ended.value.code, "it is a run that fp4train takes"
 
 
-def test_a_process_is_timed_and_one_that_fails_is_said(script: ModuleType) -> None:
-    loop = "s = 0\nfor i in range(10**6): s += i"
-    times = script.measured([sys.executable, "-c", loop])
-    assert times.user > 0 and times.wall > 0
+def test_processes_are_timed_in_turn_and_one_that_fails_is_said(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "SLICE", 0.1)
+    loop = (
+        "import sys, time\nend = time.process_time() + 0.5\n"
+        "while time.process_time() < end: print(sys.argv[1], time.monotonic(), flush=True)"
+    )
+    lines = tmp_path / "lines"
+    shell = f"{sys.executable} -c '{loop}' $0 >> {lines}"
+    first, second = script.measured(["sh", "-c", shell, "a"], ["sh", "-c", shell, "b"])
+    assert min(first.user, second.user) > 0.1
+    assert 0.4 < first.wall < 5, "its own slices alone"
+    words = re.findall(r"^[ab]", lines.read_text(), re.M)
+    turns = sum(word != after for word, after in pairwise(words))
+    assert turns >= 4, "neither ran while the other did"
     with pytest.raises(SystemExit, match=r"(?s)ended with 1:.*no memory"):
         script.measured([sys.executable, "-c", "raise RuntimeError('no memory')"])
