@@ -8,7 +8,7 @@
 
 A YAML file names it: `element: e3m0`. The readable reference runs it, and kernels where they are
 general. A transform needs no name: it is a frozen dataclass on `Transform`, which YAML names by
-`_target_`.
+`_target_`; a spec asks it for its matrix, which must be orthogonal.
 """
 
 from typing import Any, TypeAlias

@@ -183,3 +183,20 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
     plan = (mine / "runs/shift-four_bit_gradients/plan.txt").read_text()
     assert "blocks.0" in plan and "E2M1·E4M3" in plan
     assert "E3M0·E3M0" in (mine / "runs/shift-powers/plan.txt").read_text()
+
+
+def test_own_formats_roundings_and_transforms_are_listed(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["formats", "plugins=[mylab]", "--config-dir", "mine"])
+    sys.modules.pop("mylab")
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0
+    assert {"e3m0", "ue4m4"} <= {line.split()[0] for line in lines if line}
+    shown = " ".join(lines)
+    assert "stochastic_15, towards_zero" in shown
+    assert "fp4train.quantize.Rotation, mylab.Pairs" in shown
+    with pytest.raises(SystemExit):
+        main(["formats"])
+    assert "mylab" not in capsys.readouterr().out

@@ -21,8 +21,9 @@ class TetraJetV2(Recipe):
     OsciReset, which works on the weights between steps, is `optim.oscillation`. OutControl is the
     random transform and `outliers=OutlierChannels(recipe=TetraJetV2Outliers())`.
 
-    A gradient block below 2⁻¹⁰ of the smallest scale becomes zero; the authors' kernels
-    (github.com/thu-ml/ TetraJet-v2-NVFP4Training) give it the smallest scale.
+    A block whose scale over that per 1×128 is 2⁻¹⁰ or less becomes zero, as in the authors' CUDA
+    kernels (github.com/thu-ml/TetraJet-v2-NVFP4Training); their simulation of stochastic rounding
+    gives it the smallest scale.
 
     Args:
         aligned: backward takes x and w as the forward pass rounded them; False: as they were
