@@ -12,14 +12,15 @@ in an order that the library chooses: y lies between Σ ∓ e, both rounded, wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from fp4train.audit.amaxes import Amaxes, measured_inner, measured_outer
 from fp4train.audit.bits import Difference, where_differing
-from fp4train.quantize import Operand, QuantSpec, RandomKey, amax_extent, reference
+from fp4train.quantize import Operand, RandomKey
 from fp4train.quantize.source import AXES
 from fp4train.shards import Runs
 
@@ -65,34 +66,37 @@ class CutCall:
             return self.runs
         return ()
 
-    def amaxes(
-        self, operand: Operand, dtype: torch.dtype, key: RandomKey | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(amax of an operand over all ranks, that of what it requantises); None: its own."""
-        spec = operand.spec
+    def whole(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
+        """The whole layer's tensor in the orientation that is multiplied; None: the scale of the
+        operand covers this rank's part alone.
+        """
         tensor = self.tensors.get(operand.tensor)
-        if spec is None or tensor is None or not (self.joined and operand.has(self.along)):
-            return None, None
+        if tensor is None or not (self.joined and operand.has(self.along)):
+            return None
         if operand.tensor != "w":
             tensor = tensor.to(dtype)
-        if operand.transposed:
-            tensor = tensor.T
-        cut_rows = self._has_rows(operand)
-        inner_amax = None
-        if spec.requantises is not None:
-            inner = spec.requantises
-            inner_amax = self._own(_measured(tensor.T, inner, None), not cut_rows)
-            tensor = reference.quantize(tensor.T, inner).restore(torch.bfloat16).T
-            spec = replace(spec, requantises=None)
-        return self._own(_measured(tensor, spec, key), cut_rows), inner_amax
+        return tensor.T if operand.transposed else tensor
 
-    def _has_rows(self, operand: Operand) -> bool:
-        """Whether the rows of the operand are cut, and not its columns."""
-        return AXES[operand.tensor][int(operand.transposed)] == self.along
+    def amaxes(self, operand: Operand, dtype: torch.dtype, key: RandomKey | None) -> Amaxes:
+        """The amaxes of an operand over all ranks."""
+        spec = operand.spec
+        tensor = self.whole(operand, dtype)
+        if spec is None or tensor is None:
+            return Amaxes()
+        inner = measured_inner(tensor, spec)
+        return self.of_rank(operand, Amaxes(measured_outer(tensor, spec, key, inner), inner))
 
-    def _own(self, amax: Tensor | None, cut_rows: bool) -> Tensor | None:
+    def of_rank(self, operand: Operand, amaxes: Amaxes) -> Amaxes:
+        """The amaxes of this rank's part, of those of the whole operand."""
+        cut_rows = AXES[operand.tensor][int(operand.transposed)] == self.along
+        return Amaxes(
+            self._of_rows(amaxes.operand) if cut_rows else amaxes.operand,
+            amaxes.inner if cut_rows else self._of_rows(amaxes.inner),
+        )
+
+    def _of_rows(self, amax: Tensor | None) -> Tensor | None:
         """The amaxes of this rank's rows, of one per row."""
-        if amax is None or amax.numel() == 1 or not cut_rows:
+        if amax is None or amax.numel() == 1:
             return amax
         return amax.tensor_split(self.ranks)[self.rank]
 
@@ -123,13 +127,6 @@ class CutCall:
         apart = where_differing(where)
         assert apart is not None
         return apart, tuple(_explanations(value, terms, bias, dtype))
-
-
-def _measured(tensor: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor | None:
-    """The amax that scales a whole operand; None: its scales are those of blocks."""
-    if amax_extent(spec) is None:
-        return None
-    return reference.scale_tensor(tensor, spec, None, key).amax
 
 
 def _beyond(value: Tensor, terms: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

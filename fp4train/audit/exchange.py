@@ -1,4 +1,5 @@
-"""Exchange of one call of a layer between the ranks that tensor parallelism cuts it over.
+"""Exchange of one call of a layer between the ranks that tensor parallelism cuts it over, and of
+amaxes between those whose tokens share a scale (parallel.amax=data).
 
 Every rank of the layer calls `exchange`, in the same order of layers: also one that has nothing to
 send, or whose audit failed.
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from fp4train.audit.call import ObservedCall
 from fp4train.audit.cut import CutCall
+from fp4train.audit.joined_amaxes import join_amaxes
 from fp4train.audit.observe import Observer
 from fp4train.audit.products import sampled
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
+from fp4train.nn.ranks import Ranks
 
 _UNSEEN = "another rank that has a part of it saw no call"
 
@@ -51,7 +54,7 @@ def exchange(
     turn: int = 0,
 ) -> None:
     """Give the records of a layer what the other ranks have of them; nothing where no rank has a
-    part of its features. A collective.
+    part of its features, or of the tokens of its amaxes. A collective.
 
     Args:
         observer: observer of the layer, whose passes have run; None: it has none here.
@@ -60,14 +63,28 @@ def exchange(
         turn: number of the audit, for `products.sampled`: the same on all ranks.
     """
     shard = layer.layer_shard
-    if shard is None or shard.tensor is None or shard.cut not in ("in", "out"):
+    if shard is None:
         return
+    if shard.tensor is not None and shard.cut in ("in", "out"):
+        _exchange_parts(shard, shard.tensor, observer, weight, turn)
+    if shard.data is not None and shard.amax == "data":
+        join_amaxes(shard.data, observer)
+
+
+def _exchange_parts(
+    shard: LayerShard,
+    ranks: Ranks,
+    observer: Observer | None,
+    weight: Tensor | None,
+    turn: int,
+) -> None:
+    """Give the records the parts that other ranks of tensor parallelism have."""
     sent = None
     with suppress(Exception):  # the others wait
         if observer is not None and all(record.complete for record in observer.records):
             names = _needed(shard, weight)
             sent = [_sent(record, shard, names, turn) for record in observer.records]
-    received = shard.tensor.objects(sent)
+    received = ranks.objects(sent)
     if observer is None or not observer.records:
         return
     counts = {0 if parts is None else len(parts) for parts in received}
@@ -100,7 +117,10 @@ def _sent(
     rows = None
     if term is not None:
         rows = term.result[sampled(len(term.result), turn)]
-    return {**{name: getattr(record, name) for name in names}, "term": rows}
+    sent = {name: getattr(record, name) for name in names}
+    if record.fused:
+        sent["fused"] = torch.stack([weight.abs().max() for weight in record.fused])
+    return {**sent, "term": rows}
 
 
 def _join(
@@ -124,6 +144,8 @@ def _join(
     layer_tensors = {cut.features: joined(cut.features, 1), "w": weight}
     if weight is None:
         layer_tensors["w"] = joined("w", cut.weight_axis)
+    if record.fused and shard.amax != "local":
+        record.fused = [part["fused"] for part in parts]
     terms = [part["term"] for part in parts]
     seen = all(term is not None for term in terms)
     rank = shard.tensor.rank

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp4train.audit.amaxes import Amaxes
 from fp4train.audit.call import ObservedCall
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import (
@@ -172,13 +172,6 @@ def _token_column(token: int) -> int:
     return UNALIGNED_TOKENS + token * 8
 
 
-class Amaxes(NamedTuple):
-    """The amaxes that scale an operand, and what it requantises; None: their own."""
-
-    operand: Tensor | None = None
-    inner: Tensor | None = None
-
-
 def amaxes_of(
     call: ObservedCall,
     operand: Operand,
@@ -202,8 +195,10 @@ def amaxes_of(
         amaxes = [weight.abs().max().float() for weight in call.fused]
         amax = torch.stack(amaxes).amax()
         return Amaxes(amax) if spec.requantises is None else Amaxes(inner=amax)
+    if operand in call.joined:
+        return call.joined[operand]
     if call.cut is not None:
-        return Amaxes(*call.cut.amaxes(operand, plan.table.torch_dtype, key))
+        return call.cut.amaxes(operand, plan.table.torch_dtype, key)
     return Amaxes()
 
 

@@ -25,30 +25,29 @@ from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.protocol import NotShownError
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor, Gradients, Saved
-from fp4train.nn.executors.cut import CutGemms, SummedProduct
+from fp4train.nn.executors.cut import SummedProduct
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.terms import TermGemms
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
+from fp4train.nn.fused_norm import MadeForms
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import backward_pass
 from fp4train.precision.layer_plan import LayerPlan
+from fp4train.shards import is_sharded
 from fp4train.text import first_line
 
 MADE_IN_CODES: Final = "a norm or a gate makes its codes"
 ADDED_TERMS: Final = "its sum is added to that of other calls"
+FUSED_ELSEWHERE: Final = "fused scales of weights that other ranks share"
 
 
 def why_not_observed(executor: type[Executor], plan: LayerPlan) -> str | None:
     """Why calls of an executor of this class with `plan` cannot be observed; None: they can be."""
     if any(gemm.grouped for gemm in plan.gemms):
         return "experts that are multiplied in one call: none has a product of its own"
-    if issubclass(executor, CutGemms) and plan.fused:
-        return "fused scales of weights that other ranks share"
-    if plan.recipe.outliers is not None and (plan.layer.experts or plan.fused):
-        return "outlier channels of experts, or of weights with one global scale"
     if issubclass(executor, BackendExperts):
         return "experts that a backend multiplies in one call: none has a product of its own"
     if issubclass(executor, BackendLayer):
@@ -82,6 +81,8 @@ class Observer:
     Args:
         layer: the layer; its `observer` must be this object while the step runs.
         number: number of the microbatch, from 0, whose first call of the layer is kept.
+        keeps_fused: whether the weights are kept that share a global scale with the layer's; else
+            the records are given their amax (`ObservedCall.fused`).
 
     Attributes:
         records: the call, or the parts of its in features that were multiplied apart; none: no call
@@ -92,9 +93,10 @@ class Observer:
             pass goes on.
     """
 
-    def __init__(self, layer: PlannedLayer, number: int = 0) -> None:
+    def __init__(self, layer: PlannedLayer, number: int = 0, *, keeps_fused: bool = True) -> None:
         self.layer = layer
         self.number = number
+        self.keeps_fused = keeps_fused
         self.records: list[ObservedCall] = []
         self.calls = 0
         self.uncovered: str | None = None
@@ -195,6 +197,7 @@ class Observer:
 
     def _watched(self, observed: Any, executor: Executor) -> Any:
         runs: Any = type(executor)
+        observed.watched = True
         observed.forward = _Forward(self, observed, runs.forward)
         observed.backward = _Backward(self, observed, runs.backward)
         return observed
@@ -275,9 +278,11 @@ class Observer:
         return list(tokens).index(call.position.token)
 
     def _fused(self, plan: LayerPlan, member: int) -> Sequence[Tensor]:
-        if not plan.fused:
+        if not plan.fused or not self.keeps_fused:
             return ()
         weights = self.layer.fused_weights.of(plan.fused, member)
+        if any(isinstance(weight, Gathered) or is_sharded(weight) for weight in weights):
+            raise NotShownError(FUSED_ELSEWHERE)
         return [kept(weight) for weight in weights]
 
     def product(self, gemm: str, product: Product, *, is_term: bool = False) -> None:
@@ -319,8 +324,9 @@ class Observer:
             if self._now is not None:
                 self._now.forget("fprop")  # of a pass that is recomputed
             if self._now is not None and more and more[0] is not None:
-                self._now.x = None  # in its place is another tensor
-                self._now.hidden["x"] = MADE_IN_CODES
+                self._now.x = _values_of(more[0])  # in its place is another tensor
+                if self._now.x is None:
+                    self._now.hidden["x"] = MADE_IN_CODES
         try:
             y_MN, saved = run(*arguments)
         finally:
@@ -349,7 +355,9 @@ class Observer:
         if record is not None:
             with self.guarding():
                 if len(more) > 1 and more[1] is not None:
-                    record.hidden["dy"] = MADE_IN_CODES  # in its place is another tensor
+                    record.dy = _values_of(more[1])  # in its place is another tensor
+                    if record.dy is None:
+                        record.hidden["dy"] = MADE_IN_CODES
                 else:
                     record.dy = kept(dy_MN)
                 record.returned = True
@@ -359,6 +367,11 @@ class Observer:
                     record.dw = None
                     record.unseen["wgrad"] = ADDED_TERMS
         return gradients
+
+
+def _values_of(codes_of: Any) -> Tensor | None:
+    """The values of a tensor that a norm or a gate makes in codes; None: nobody has them."""
+    return codes_of.values() if isinstance(codes_of, MadeForms) else None
 
 
 def _first_feature(executor: Executor) -> int:

@@ -123,6 +123,7 @@ class Executor(ABC):
         states: names of the layer's states that it needs.
         counted: whether its calls have a place among the tokens of a step.
         tokens: number of ranks that the tokens of x are cut over.
+        watched: whether an audit keeps the tensors of its passes.
     """
 
     kinds: ClassVar[tuple[type[LayerState], ...]] = ()
@@ -131,6 +132,7 @@ class Executor(ABC):
     adds = False
     counted = True
     tokens = 1
+    watched = False
 
     def __init__(
         self,

@@ -50,6 +50,10 @@ class KernelNorm:
             return self.reader.given(cast(CodePair, forms), h_MK.shape), h, rstd_M
         return forms, h, rstd_M
 
+    def source(self, h: Tensor, weight_K: Tensor, rstd_M: Tensor) -> SourceTensors:
+        """What n is made of, after `codes`."""
+        return SourceTensors(self.kind, (matrix(h), weight_K.detach(), rstd_M), self.eps)
+
     def backward(
         self, dn: Tensor, h: Tensor, weight_K: Tensor, rstd_M: Tensor, added: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -103,9 +107,30 @@ def total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return result
 
 
-def constant_codes(forms: Any) -> CodesOf | None:
-    """The `codes_of` of a tensor whose forms are there; None: they are not."""
-    return None if forms is None else lambda *_: forms
+@dataclass(frozen=True)
+class MadeForms:
+    """Both forms of a tensor that is nowhere in memory: the `codes_of` of the layers that take it.
+
+    Args:
+        source: what the tensor is made of; None: nobody asks for its values.
+        number: its place among the results of the source.
+    """
+
+    forms: Any
+    source: SourceTensors | None = None
+    number: int = 0
+
+    def __call__(self, *_: Any) -> Any:
+        return self.forms
+
+    def values(self) -> Tensor | None:
+        """The tensor in BF16, computed by the readable reference in main memory; None: its source
+        is not there.
+        """
+        if self.source is None:
+            return None
+        tensors = [tensor.detach().to("cpu", copy=True) for tensor in self.source.tensors]
+        return self.source._replace(tensors=tuple(tensors)).values()[self.number]
 
 
 class FusedCall:
@@ -191,10 +216,10 @@ class NormedCall(FusedCall):
         then weight and codes of each layer).
         """
         saved: list[Any] = [None, None, None]
-        codes_of = None
+        codes_of: CodesOf | None = None
         if self.norm is not None:
             forms, x, rstd_M = self.norm.codes(x, change, weight_K)
-            codes_of = constant_codes(forms)
+            codes_of = MadeForms(forms, self.norm.source(x, weight_K, rstd_M))
             saved = [x, weight_K, rstd_M]
         x_MK = matrix(x)
         outputs = []
@@ -210,19 +235,23 @@ class NormedCall(FusedCall):
         return *self.norm_backward(dn, added, *saved[:3]), *gradients
 
     def multiply_backward(
-        self, dys: Sequence[Tensor | None], saved: Sequence[Any], sums: Any, forms: Any = None
+        self,
+        dys: Sequence[Tensor | None],
+        saved: Sequence[Any],
+        sums: Any,
+        codes: list[MadeForms] | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """(the gradient of what the layers read, those of weight and bias of each).
 
         Args:
             saved: weight and codes of each layer.
-            forms: the forms of each dy, which are dropped as they are used; None: dy is quantised.
+            codes: the forms of each dy, which are dropped as they are used; None: dy is quantised.
         """
         dn: Tensor | None = None
         gradients: list[Tensor | None] = [None] * (2 * len(dys))
         for number in reversed(range(len(dys))):
             dy_MN = dys[number]
-            codes_of = constant_codes(forms.pop()) if forms else None
+            codes_of = codes.pop() if codes else None
             if dy_MN is None:
                 continue
             call = self.calls[number]

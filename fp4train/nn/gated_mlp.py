@@ -27,8 +27,8 @@ from fp4train.nn.fused_layers import FusedLayers, LayerOutputs, forms_from, outp
 from fp4train.nn.fused_norm import (
     FusedCall,
     KernelNorm,
+    MadeForms,
     NormedCall,
-    constant_codes,
     multiplied_codes,
     parameters_of,
 )
@@ -174,8 +174,10 @@ class GatedCall(NormedCall):
         *tensors, w_down, bias, _ = arguments
         down = self.down
         outputs, saved = self.multiply(*tensors)
-        (forms,) = forms_from(SourceTensors("gate", tuple(outputs)), down.executor, "x", (None,))
-        y_MN, of_down = down.executor.forward(outputs[0], w_down, bias, down, constant_codes(forms))
+        source = SourceTensors("gate", tuple(outputs))
+        (forms,) = forms_from(source, down.executor, "x", (None,))
+        codes = MadeForms(forms, source)
+        y_MN, of_down = down.executor.forward(outputs[0], w_down, bias, down, codes)
         return (y_MN, saved[0]), (*saved, *outputs, *of_down)
 
     def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -187,9 +189,12 @@ class GatedCall(NormedCall):
         dh_MH, *of_down = down.executor.backward(dy_MN, (w_down, product), down)
         source = SourceTensors("gradients", (matrix(dh_MH), gate_MH, up_MH))
         forms = forms_from(source, self.calls[0].executor, "dy", self.calls)
-        del dh_MH, source
+        watched = any(call.executor.watched for call in self.calls)
+        kept = source if watched else None  # else dh is freed before the products
+        codes = [MadeForms(pair, kept, number) for number, pair in enumerate(forms)]
+        del dh_MH, source, forms, kept
         # In the place of dy stands a tensor of its shape and dtype: its codes are there.
-        dx, gradients = self.multiply_backward([gate_MH, up_MH], of_layers[3:], None, forms)
+        dx, gradients = self.multiply_backward([gate_MH, up_MH], of_layers[3:], None, codes)
         return *self.norm_backward(dx, added, *saved[:3]), *gradients, *of_down
 
 

@@ -1,59 +1,59 @@
-"""Audits of layers whose operands a norm or gate makes: the stream in their place is not what they
-multiply.
+"""Audits of layers whose operands a norm or gate makes in codes: what they are made of is kept, and
+not the tensor in their place.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.audit import Observer
 from fp4train.audit.whole_layers import observed_backend_layer
-from fp4train.nn import LayerFunction, Linear, gated_mlp
-from fp4train.nn.fused_norm import NormedCall, parameters_of
+from fp4train.nn import LayerFunction, Linear, fused_norm, gated_mlp
+from fp4train.nn.fused_norm import KernelNorm, MadeForms, parameters_of
 from fp4train.nn.gated_mlp import GatedCall
 from fp4train.precision import NVFP4
+from fp4train.quantize import produced
+from fp4train.quantize.produced import SourceTensors
 
-CODES = "a norm or a gate makes its codes"
-
-
-class ShiftedNorm:
-    """n = h + 1, given as both forms of a layer's x."""
-
-    def __init__(self, executor: Any, call: Any) -> None:
-        self.executor = executor
-        self.call = call
-
-    def codes(self, x: Tensor, change: None, weight_K: Tensor) -> tuple[Any, Tensor, Tensor]:
-        forms = self.executor.x.prepare(x.detach() + 1, self.call, True, True)
-        return forms, x.detach(), x.new_ones(len(x))
-
-    def backward(
-        self, dn: Tensor, h: Tensor, weight_K: Tensor, rstd_M: Tensor, added: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return dn, torch.zeros_like(weight_K)
+SHAPES = ((64, 96), (64, 96), (96, 64))
+"""In and out features of gate, up and down."""
 
 
-def forms_of_gate(source: Any, reader: Any, tensor: str, calls: Any) -> list[Any]:
-    """As `forms_from`, by torch."""
-    *gradient, gate, up = [part.detach().float().requires_grad_() for part in source.tensors]
-    with torch.enable_grad():
-        h = F.silu(gate) * up
-    results = [h]
-    if gradient:
-        results = list(torch.autograd.grad(h, (gate, up), gradient[0].detach()))
+def forms_of(
+    values: tuple[Tensor, ...], reader: Any, tensor: str, calls: Sequence[Any]
+) -> list[Any]:
     operand = getattr(reader, tensor)
     return [
-        operand.prepare(result.detach().bfloat16(), call, True, True)
-        for result, call in zip(results, calls, strict=True)
+        operand.prepare(value, call, True, True) for value, call in zip(values, calls, strict=True)
     ]
+
+
+def fill(source: SourceTensors) -> None:
+    """Fill 1/√(mean + ε), which the kernel of a norm does."""
+    if source.kind == "norm":
+        h, _, rstd_M = source.tensors
+        rstd_M.copy_((h.float().square().mean(1) + source.eps).rsqrt())
+
+
+def forms_by_torch(source: SourceTensors, *arguments: Any) -> list[Any]:
+    """As `forms_from`, from values that torch computes."""
+    fill(source)
+    return forms_of(source.values(), *arguments)
+
+
+def forms_of_half(source: SourceTensors, *arguments: Any) -> list[Any]:
+    """As those of kernels that take half of their first tensor."""
+    fill(source)
+    halved = (source.tensors[0] / 2, *source.tensors[1:])
+    return forms_of(source._replace(tensors=halved).values(), *arguments)
 
 
 def calls_of(layers: nn.Sequential, x: Tensor) -> list[Any]:
@@ -77,40 +77,67 @@ def inputs() -> tuple[Tensor, Tensor]:
     return x, torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
 
 
-def test_the_stream_that_a_norm_reads_is_not_taken_for_the_x_of_its_layers() -> None:
-    layers = converted((64, 96), (64, 96))
+def trained(layers: nn.Sequential) -> None:
+    """A pass of a norm, gate, up and down, whose codes are made where norm and gate are."""
     x, weight_K = inputs()
-    with f4.audit(layers) as report, f4.autocast(NVFP4(), seed=1, step=2):
+    with f4.autocast(NVFP4(), seed=1, step=2):
         calls = calls_of(layers, x)
-        norm: Any = ShiftedNorm(calls[0].executor, calls[0])
-        call = NormedCall(norm, calls)
-        *ys, _ = LayerFunction.apply(call, x, None, weight_K, *parameters_of(layers))  # type: ignore[no-untyped-call,arg-type]
-        sum(y.float().square().mean() for y in ys).backward()
-    assert not report.faults, str(report)
-    assert [list(audit.gemms) for audit in report.audits] == [["fprop", "dgrad", "wgrad"]] * 2
-    assert {reason for audit in report.audits for reason in audit.uncovered} == {
-        f"fprop, operand x: {CODES}",
-        f"wgrad, operand x: {CODES}",
-    }
-
-
-def test_tensors_in_the_place_of_what_a_gate_quantises_are_not_compared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gated_mlp, "forms_from", forms_of_gate)
-    layers = converted((64, 96), (64, 96), (96, 64))
-    x, weight_K = inputs()
-    with f4.audit(layers) as report, f4.autocast(NVFP4(), seed=1, step=2):
-        calls = calls_of(layers, x)
-        norm: Any = ShiftedNorm(calls[0].executor, calls[0])
+        norm = KernelNorm("norm", 1e-5, calls[0].executor)
         call = GatedCall(norm, calls[:2], calls[2])
         y, _ = LayerFunction.apply(call, x, None, weight_K, *parameters_of(layers))  # type: ignore[no-untyped-call,arg-type]
-        y.float().square().mean().backward()
+    y.float().square().mean().backward()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
+    """Let torch compute what the kernels of norms and gates do."""
+    for module in (fused_norm, gated_mlp):
+        monkeypatch.setattr(module, "forms_from", kernels)
+
+    def norm_backward(dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, *_: Any, **__: Any) -> Any:
+        return dy_MK, torch.zeros_like(weight_K)
+
+    monkeypatch.setattr(produced, "norm_backward", norm_backward)
+
+
+def test_tensors_whose_codes_a_norm_or_a_gate_makes_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(monkeypatch, forms_by_torch)
+    layers = converted(*SHAPES)
+    with f4.audit(layers) as report:
+        trained(layers)
     assert not report.faults, str(report)
-    uncovered = {audit.layer: set(audit.uncovered) for audit in report.audits}
-    of_x = {f"fprop, operand x: {CODES}", f"wgrad, operand x: {CODES}"}
-    of_dy = {f"dgrad, operand dy: {CODES}", f"wgrad, operand dy: {CODES}"}
-    assert uncovered == {"0": of_x | of_dy, "1": of_x | of_dy, "2": of_x}
+    assert [list(audit.gemms) for audit in report.audits] == [["fprop", "dgrad", "wgrad"]] * 3
+    assert not any(audit.uncovered for audit in report.audits)
+
+
+def test_wrong_codes_of_a_norm_or_a_gate_are_found_at_their_operands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(monkeypatch, forms_of_half)
+    layers = converted(*SHAPES)
+    with f4.audit(layers) as report:
+        trained(layers)
+    operands = {(fault.layer, fault.gemm, fault.operand) for fault in report.faults}
+    of_x = {(name, gemm, "x") for name in "012" for gemm in ("fprop", "wgrad")}
+    of_dy = {(name, gemm, "dy") for name in "01" for gemm in ("dgrad", "wgrad")}
+    assert operands == of_x | of_dy
+
+
+def test_a_pass_that_nobody_audits_keeps_no_gradient_beside_its_codes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(monkeypatch, forms_by_torch)
+    kept: list[str] = []
+
+    class Noted(MadeForms):
+        def __init__(self, forms: Any, source: SourceTensors | None = None, *more: Any) -> None:
+            kept.extend([] if source is None else [source.kind])
+            super().__init__(forms, source, *more)
+
+    monkeypatch.setattr(gated_mlp, "MadeForms", Noted)
+    trained(converted(*SHAPES))
+    assert kept == ["gate"]  # its tensors are saved for backward anyway
 
 
 class Codes(Tensor):

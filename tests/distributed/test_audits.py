@@ -14,6 +14,13 @@ from families import tiny_run
 Ranks = Any
 CUT = ("parallel.tp=2", "model.kv_heads=2")
 AUDITED = ("recipe=nvfp4", "policy=all", "phases=none", "audit.every=1", "audit.sums=1")
+FUSED = "recipe.fused_scales=true"
+OUTLIERS = (
+    "recipe=tetrajet_v2_outliers",
+    "recipe.outliers.multiple=8",
+    "recipe.outliers.start=1",
+    "recipe.outliers.steps=2",
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +36,27 @@ AUDITED = ("recipe=nvfp4", "policy=all", "phases=none", "audit.every=1", "audit.
         pytest.param((*CUT, "recipe=fp8_delayed"), marks=pytest.mark.long),
         pytest.param(tiny_run("moe", *CUT), marks=pytest.mark.long),
         ("parallel.pp=2", "train.microbatch=2"),
+        ("parallel.dp_shard=2", FUSED),
+        ("parallel.dp_shard=2", FUSED, "parallel.gather=bf16"),
+        (*CUT, FUSED),
+        pytest.param((*CUT, FUSED, "parallel.amax=local"), marks=pytest.mark.long),
+        pytest.param(tiny_run("moe", "parallel.dp_shard=2", FUSED), marks=pytest.mark.long),
+        pytest.param(
+            tiny_run("moe", "parallel.dp_shard=2", FUSED, "parallel.gather=bf16"),
+            marks=pytest.mark.long,
+        ),
+        ("parallel.dp_replicate=2", "parallel.amax=data"),
+        pytest.param(
+            ("parallel.dp_shard=2", "parallel.amax=data", "recipe=quartet_ii"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ("parallel.dp_replicate=2", "parallel.amax=data", "recipe=nvfp4_per_token"),
+            marks=pytest.mark.long,
+        ),
+        ("parallel.dp_shard=2", "recipe=chon"),
+        pytest.param(("parallel.dp_shard=2", *OUTLIERS), marks=pytest.mark.long),
+        pytest.param(tiny_run("moe", "parallel.dp_replicate=2", *OUTLIERS), marks=pytest.mark.long),
     ],
     ids=[
         "shards",
@@ -41,6 +69,18 @@ AUDITED = ("recipe=nvfp4", "policy=all", "phases=none", "audit.every=1", "audit.
         "tensor, amaxes of earlier steps",
         "tensor, experts",
         "stages",
+        "shards, fused scales",
+        "bf16, fused scales",
+        "tensor, fused scales",
+        "tensor, fused scales of ranks",
+        "shards of experts, fused scales",
+        "bf16 of experts, fused scales",
+        "amaxes of all tokens",
+        "amaxes of all tokens, requantised",
+        "amaxes of all tokens, of columns",
+        "shards, residuals of weights",
+        "shards, outlier channels",
+        "replicas, outlier channels of experts",
     ],
 )
 def test_a_clean_run_has_no_fault_and_the_same_bits(ranks: Ranks, mesh: tuple[str, ...]) -> None:
@@ -265,3 +305,33 @@ def test_what_tensor_parallel_ranks_do_wrongly_is_found_and_named(
     ranks(2, "run.name=a", *AUDITED, *CUT, "model.layers=1", patch=patch)
     faults = events(ranks.folder / "runs/a", "audit fault")
     assert any(words in name for fault in faults for name in fault["hypotheses"]), faults
+
+
+NOT_FUSED = """
+from fp4train.parallel.gather_amaxes import AMAX, FUSED, GatherAmaxes
+def join_fused(self):
+    if self.shared is not None:
+        self.known[FUSED] = self.known[AMAX]
+GatherAmaxes.join_fused = join_fused
+"""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "patch", "operand"),
+    [
+        (("parallel.dp_replicate=2", "parallel.amax=data"), NOT_JOINED, "x"),
+        (("parallel.dp_shard=2", FUSED), NOT_FUSED, "w"),
+    ],
+    ids=["of all tokens", "of fused weights"],
+)
+def test_amaxes_that_ranks_do_not_join_are_found_and_named(
+    ranks: Ranks, mesh: tuple[str, ...], patch: str, operand: str
+) -> None:
+    ranks(2, "run.name=a", *AUDITED, *mesh, "model.layers=1", patch=patch)
+    faults = events(ranks.folder / "runs/a", "audit fault")
+    named = {
+        fault["operand"]
+        for fault in faults
+        if "its own amax alone" in " ".join(fault["hypotheses"])
+    }
+    assert operand in named, faults

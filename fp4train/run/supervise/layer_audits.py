@@ -43,6 +43,8 @@ from fp4train.run.supervise.planned_calls import (
     BY_WEIGHT,
     PlannedCalls,
     check_room,
+    fused_amaxes,
+    fused_layers,
     weight_of,
 )
 from fp4train.text import counted, first_few
@@ -78,6 +80,7 @@ class LayerAudits:
         self._observers: dict[str, Observer] = {}
         self._earlier: dict[str, list[ObservedCall]] = {}
         self._weight: Tensor | None = None
+        self._fused: Tensor | None = None
         self._planned = PlannedCalls(run)
         self.failures = AuditFailures(run)
         self.clean: dict[str, int] = {}
@@ -106,12 +109,11 @@ class LayerAudits:
         """The layers in the order in which they are audited, under the plan of a step."""
         plans = self.run.plan.at(step).layers
         config = self.run.config
-        mesh = self.run.world.mesh
         by_weight = called_by_weight(self.run.model)
         layers = [
             layer
             for layer in self.run.planned_layers
-            if why_not_audited(plans[layer.layer.name], config, mesh, by_weight) is None
+            if why_not_audited(plans[layer.layer.name], config, by_weight) is None
         ]
         if not layers:
             return []
@@ -137,7 +139,8 @@ class LayerAudits:
                 continue
             with self.failures.guarding(layer.layer.name):
                 self._check_main_memory(layer)
-                observer = Observer(layer, self.microbatch_at(at))
+                number = self.microbatch_at(at)
+                observer = Observer(layer, number, keeps_fused=not self._shares_weights)
                 observed[layer] = self._observers[layer.layer.name] = layer.observer = observer
         try:
             yield
@@ -145,6 +148,21 @@ class LayerAudits:
             for layer, observer in observed.items():
                 layer.observer = None
                 observer.close()
+
+    @property
+    def _shares_weights(self) -> bool:
+        """Whether other ranks have parts of the weights."""
+        mesh = self.run.world.mesh
+        return mesh.shard > 1 or mesh.tensor > 1
+
+    def _fused_with(self, layer: PlannedLayer) -> list[PlannedLayer]:
+        """The layers whose weights share a global scale with that of `layer` in the coming step,
+        where no rank has them whole.
+        """
+        if not self._shares_weights:
+            return []
+        plan = self.run.plan.at(self.run.step).layers[layer.layer.name]
+        return fused_layers(layer, plan.fused)
 
     def _check_main_memory(self, layer: PlannedLayer) -> None:
         run = self.run
@@ -159,17 +177,21 @@ class LayerAudits:
         world = self.run.world
         divided = world.size > 1
         name = "" if layer is None else layer.layer.name
+        fused: list[PlannedLayer] = []
         ready = layer is None
         if layer is not None:
             with self.failures.guarding(name):
                 self._check_main_memory(layer)
-                check_room(layer, divided=divided)
+                fused = self._fused_with(layer)
+                for held in (layer, *fused):
+                    check_room(held, divided=divided)
                 ready = True
         agreed = world.everywhere(ready)
         if layer is None:
             return
         if agreed:
             with self.failures.guarding(name):
+                self._fused = fused_amaxes(fused, divided=divided)
                 self._weight = weight_of(layer, divided=divided)
         elif ready:
             self.failures.add(name, "another rank could not take the weight of its layer")
@@ -189,15 +211,18 @@ class LayerAudits:
         if layer is not None:
             name = layer.layer.name
             observer = self._observers.get(name)
-            weight = None
+            weight = fused = None
             with self.failures.guarding(name):
-                weight = self._planned.multiplied(self._weight, observer)
+                if self._fused is not None:
+                    fused = self._planned.multiplied(layer, self._fused, step.index)
+                if self._weight is not None:
+                    weight = self._planned.multiplied(layer, self._weight, step.index)
             if weight is None:
                 observer = None  # it failed, and the other ranks of the layer hear so
             exchange(layer, observer, weight, turn=step.index)
             if observer is not None:
                 with self.failures.guarding(name):
-                    result = self._compared(layer, step.index, observer, weight)
+                    result = self._compared(layer, step.index, observer, weight, fused)
         self._keep_for_next(step.index)
         self.seconds += time.perf_counter() - began
         self.report(step.index, layer, result)
@@ -207,6 +232,7 @@ class LayerAudits:
         observers = self._observers
         self._observers = {}
         self._weight = None
+        self._fused = None
         self._earlier = {}
         layer = self.layer_at(step + 1) if self.due(step + 1) else None
         if layer is None:
@@ -217,12 +243,17 @@ class LayerAudits:
                 self._earlier[name] = [record.sources() for record in observers[name].records]
 
     def _compared(
-        self, layer: PlannedLayer, step: int, observer: Observer, weight: Tensor | None
+        self,
+        layer: PlannedLayer,
+        step: int,
+        observer: Observer,
+        weight: Tensor | None,
+        fused: Tensor | None,
     ) -> Audited | None:
         """The result of the audit; None: it could not be made."""
         name = layer.layer.name
         earlier = self._earlier.get(name, ())
-        result = self._planned.compare(layer, observer, step, weight, earlier)
+        result = self._planned.compare(layer, observer, step, weight, earlier, fused)
         if result is None:
             return None
         if result.failures:
@@ -290,9 +321,7 @@ def called_by_weight(model: nn.Module) -> Collection[str]:
     return names
 
 
-def why_not_audited(
-    plan: LayerPlan, config: Config, mesh: Mesh, by_weight: Collection[str] = ()
-) -> str | None:
+def why_not_audited(plan: LayerPlan, config: Config, by_weight: Collection[str] = ()) -> str | None:
     """Why a layer of `plan` is not audited in a run; None: it is.
 
     Args:
@@ -305,21 +334,15 @@ def why_not_audited(
         return f"not a layer of fp4train: {layer.unconverted}"
     if config.train.compile and not plan.quantised:
         return "train.compile: the compiler has the products in high precision"
-    if plan.fused and (mesh.shard > 1 or mesh.tensor > 1):
-        return "fused scales of weights that other ranks share"
-    if config.parallel.amax == "data" and mesh.data > 1:
-        return "parallel.amax=data: its amaxes cover tokens of other ranks"
     return why_not_observed(executor_class(plan), plan)
 
 
-def uncovered(
-    plan: Plan, config: Config, mesh: Mesh, by_weight: Collection[str] = ()
-) -> dict[str, list[str]]:
+def uncovered(plan: Plan, config: Config, by_weight: Collection[str] = ()) -> dict[str, list[str]]:
     """Reason → names of the layers that are not audited in any stretch for it."""
     reasons: dict[str, list[str]] = {}
     for stretch in plan.stretches:
         for name, layer_plan in stretch.layers.items():
-            reason = why_not_audited(layer_plan, config, mesh, by_weight)
+            reason = why_not_audited(layer_plan, config, by_weight)
             if reason is not None and name not in reasons.setdefault(reason, []):
                 reasons[reason].append(name)
     return reasons
@@ -343,10 +366,10 @@ def partly_covered(
     adds_up = config.train.batch_size > config.train.rows(mesh.data) * mesh.data
     for stretch in plan.stretches:
         for name, layer_plan in stretch.layers.items():
-            if why_not_audited(layer_plan, config, mesh, by_weight) is not None:
+            if why_not_audited(layer_plan, config, by_weight) is not None:
                 continue
             reasons = partly_uncovered(layer_plan, device, adds_up=adds_up)
-            if name in made:
+            if name in made and layer_plan.layer_backend is not None:
                 reasons.append(MADE_IN_CODES)
             for reason in reasons:
                 names = parts.setdefault(reason, [])
@@ -370,7 +393,7 @@ def described(
     settings = config.audit
     layers = {name for stretch in plan.stretches for name in stretch.layers}
     by_weight = called_by_weight(model)
-    reasons = uncovered(plan, config, mesh, by_weight)
+    reasons = uncovered(plan, config, by_weight)
     covered = len(layers - {name for names in reasons.values() for name in names})
     every = settings.steps(plan.device.type)
     if not every:
@@ -403,7 +426,7 @@ def summary(audits: LayerAudits) -> str | None:
             f"{sum(layers_of_stage.values())}: {counted(audits.faults, 'fault')}"
         )
         by_weight = called_by_weight(run.model)
-        reasons = uncovered(run.plan, run.config, run.world.mesh, by_weight)
+        reasons = uncovered(run.plan, run.config, by_weight)
     elif audits.faults or left_out:
         text = f"no layer was audited: {counted(audits.faults, 'fault')}"
     else:

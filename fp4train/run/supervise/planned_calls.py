@@ -16,6 +16,7 @@ from fp4train.audit.expected import Expectation
 from fp4train.audit.fault import Audited, Fault, joined
 from fp4train.audit.observe import Observer
 from fp4train.nn.planned import PlannedLayer
+from fp4train.precision.gather import gather_mode, wire_form
 from fp4train.quantize import Position, RunStep
 from fp4train.shards import is_sharded
 
@@ -51,12 +52,14 @@ class PlannedCalls:
         step: int,
         weight: Tensor | None = None,
         earlier: Sequence[ObservedCall] = (),
+        fused: Tensor | None = None,
     ) -> Audited | None:
         """Compare the observed call of a layer in a step; None: none of its experts had a token.
 
         Args:
             weight: the result of `multiplied`; None: the weight of the call itself.
             earlier: records of the step before; empty: none were kept.
+            fused: the result of `fused_amaxes`; None: the records have the weights themselves.
         """
         name = layer.layer.name
         plan = self.run.plan.at(step).layers[name]
@@ -80,17 +83,27 @@ class PlannedCalls:
             part = plan
             if record.channels is not None:
                 part = plan.split_channels().channel_parts[number]
+            if fused is not None:
+                record.fused = [fused[record.place] if layer.layer.group else fused[0]]
             position = self._position(record, observer.number, step)
             expected = Expectation(part, position, self._weight_for(record, weight))
             audits.append(CallComparison(record, expected, previous).run(step))
         return joined(audits)
 
-    def multiplied(self, weight: Tensor | None, observer: Observer | None) -> Tensor | None:
-        """The weight that the optimizers hold (`weight_of`), as ranks send it to the layer."""
-        records = [] if observer is None else observer.records
-        if weight is None or self.run.config.parallel.gather != "bf16":
+    def multiplied(self, layer: PlannedLayer, weight: Tensor, step: int) -> Tensor:
+        """The weight of a layer, or an amax of it, that the optimizers hold, as ranks send it to
+        the layer in a step: in BF16 where the plan says that values are rounded before they are
+        quantised.
+        """
+        run = self.run
+        shards = run.world.mesh.shard
+        if shards == 1 or layer.transposed:
             return weight
-        if all(record.w is not None for record in records):
+        mode = gather_mode(
+            run.config.parallel.gather, fully_gathered=run.config.train.whole_weights is not None
+        )
+        form = wire_form(run.plan.at(step).layers[layer.layer.name], shards, mode)
+        if form.coded or form.dtype is not torch.bfloat16:
             return weight
         return weight.bfloat16().float()
 
@@ -146,3 +159,31 @@ def weight_of(layer: PlannedLayer, *, divided: bool) -> Tensor:
     if layer.transposed:
         weight = weight.mT
     return weight.detach().to("cpu", copy=True)
+
+
+def fused_layers(layer: PlannedLayer, names: Sequence[str]) -> list[PlannedLayer]:
+    """The layers of these names, whose weights share a global scale with that of `layer`."""
+    layers = layer.fused_weights.layers(names)
+    return [fused for fused in layers if isinstance(fused, PlannedLayer)]
+
+
+def fused_amaxes(layers: Sequence[PlannedLayer], *, divided: bool) -> Tensor | None:
+    """The largest amax of the weights that share a global scale, as the optimizers hold them:
+    float32 [1], or of each expert [E]; None: there are none. Of sharded ones a collective.
+
+    Args:
+        layers: the result of `fused_layers`.
+    """
+    amaxes = []
+    for layer in layers:
+        weight = layer.weight.detach()
+        if divided and is_sharded(weight):
+            weight = weight.full_tensor()  # type: ignore[attr-defined]
+        shard = layer.layer_shard
+        if shard is not None and shard.amax == "local" and shard.cut in ("out", "in"):
+            assert shard.tensor is not None
+            axis = 0 if shard.cut == "out" else 1
+            weight = weight.tensor_split(shard.tensor.size, dim=axis)[shard.tensor.rank]
+        low, high = weight.reshape(layer.layer.group or 1, -1).aminmax(dim=1)
+        amaxes.append(torch.maximum(-low, high).float().cpu())
+    return torch.stack(amaxes).amax(0) if amaxes else None

@@ -28,6 +28,14 @@ def recipe(name: str, *options: str) -> Arguments:
     return lambda folder: (f"recipe={name}", "policy=all", *STEADY, *options)
 
 
+OUTLIERS = (
+    "recipe.outliers.multiple=8",
+    "recipe.outliers.start=1",
+    "recipe.outliers.steps=2",
+)
+"""Channels of small layers that are chosen early."""
+
+
 def held(*options: str) -> Arguments:
     return lambda folder: (*write_held(folder), *options)
 
@@ -38,6 +46,7 @@ def held(*options: str) -> Arguments:
         held("train.microbatch=2"),
         recipe("averis", "model.recompute=true", "train.microbatch=2"),
         recipe("chon"),
+        recipe("tetrajet_v2_outliers", *tiny_run("moe"), "train.microbatch=2", *OUTLIERS),
         pytest.param(held(*tiny_run("moe"), "train.microbatch=2"), marks=pytest.mark.long),
         pytest.param(recipe("averis", *tiny_run("moe")), marks=pytest.mark.long),
         pytest.param(recipe("flux_residual", *tiny_run("moe")), marks=pytest.mark.long),
@@ -46,6 +55,7 @@ def held(*options: str) -> Arguments:
         "held scales",
         "means",
         "residuals",
+        "outlier channels of experts",
         "held scales of experts",
         "means of experts",
         "residuals of experts",

@@ -139,7 +139,7 @@ def test_a_repetition_without_memory_is_taken_back_and_not_tried_again(
 def test_an_audit_that_fails_where_it_begins_ends_no_run(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **options: Any) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(run_audits, "check_plan", lambda *_: [])
@@ -159,9 +159,11 @@ def test_a_plan_says_what_audits_will_leave_out(cli: Cli) -> None:
     made = "blocks.0.attention.wq, blocks.0.attention.wk, blocks.0.attention.wv and"
     assert f"{head}; partly covered: {made}" in there
     assert "(a norm or a gate makes its codes)" in there
+    native = " ".join(cli.raw(*plan, "gpu=B200", "backend=native").out.split())
+    assert "partly covered" not in native
     mesh = ("gpu=H200", "gpus=2", "parallel.dp_shard=2", "recipe.fused_scales=true")
     divided = " ".join(cli.raw(*plan, *mesh).out.split())
-    assert "(fused scales of weights that other ranks share)" in divided
+    assert f"audits: one of 42 layers every 100 steps; {head}" in divided
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Amaxes that scale operands, measured by the readable reference (`quantize.reference`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4train.quantize import Operand, QuantSpec, RandomKey, amax_extent, reference
+from fp4train.quantize.source import AXES
+
+
+class Amaxes(NamedTuple):
+    """The amaxes that scale an operand, and what it requantises; None: their own."""
+
+    operand: Tensor | None = None
+    inner: Tensor | None = None
+
+
+def measured(tensor: Tensor, spec: QuantSpec, key: RandomKey | None = None) -> Tensor | None:
+    """The amax that scales a tensor, 0-d or one per row; None: its scales are those of blocks."""
+    if amax_extent(spec) is None:
+        return None
+    return reference.scale_tensor(tensor, spec, None, key).amax
+
+
+def measured_inner(tensor: Tensor, spec: QuantSpec) -> Tensor | None:
+    """The amax that scales what `spec` requantises; None: there is none."""
+    return None if spec.requantises is None else measured(tensor.T, spec.requantises)
+
+
+def measured_outer(
+    tensor: Tensor, spec: QuantSpec, key: RandomKey | None, inner: Tensor | None
+) -> Tensor | None:
+    """`measured` of what `spec` makes of a tensor before it quantises.
+
+    Args:
+        inner: amax of what it requantises; None: that of the tensor.
+    """
+    if inner is not None and spec.requantises is not None:
+        rounded = reference.quantize(tensor.T, spec.requantises, amax=inner)
+        tensor = rounded.restore(torch.bfloat16).T
+        spec = replace(spec, requantises=None)
+    return measured(tensor, spec, key)
+
+
+def covers_tokens(operand: Operand, *, inner: bool = False) -> bool:
+    """Whether the amax of x or dy is one of several tokens, which other ranks may have.
+
+    Args:
+        inner: whether it is the amax of what the operand requantises, along the other axis.
+    """
+    spec = operand.spec
+    transposed = operand.transposed
+    if spec is not None and inner:
+        spec = spec.requantises
+        transposed = not transposed
+    extent = None if spec is None else amax_extent(spec)
+    axes = AXES[operand.tensor]
+    if extent == "row":
+        return "tokens" in axes and axes[int(transposed)] != "tokens"
+    return extent == "tensor" and "tokens" in axes
