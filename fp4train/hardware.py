@@ -1,8 +1,9 @@
 """GPUs: published peak rates, memory and links, for the cost model and for MFU; the device of a
 layer; errors of memory.
 
-Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. The share
-that kernels reach is in `costs/roofline.py`. Sources:
+Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. The shares
+of them that kernels reach are not published: hardware.yaml says what each is calibrated to. Sources
+of the other figures:
 
 A100       NVIDIA A100 data sheet (SXM, 80 and 40 GB); L2: Ampere architecture white paper.
 H100       NVIDIA H100 data sheet (SXM, 80 GB); L2: Hopper architecture white paper.
@@ -57,6 +58,11 @@ class Gpu:
         machine: machine that it is sold in.
         domain: number of GPUs that NVLink joins.
         nvlink, network: bandwidth per GPU and direction, bytes/s.
+        gemm_share: share of the peak that a large GEMM reaches, by rate; "others": that of the
+            rates without an entry.
+        sustained: rate of products in training over that of a short benchmark.
+        quantise_share: share of the bandwidth that Transformer Engine's quantising kernels reach in
+            a step.
     """
 
     name: str
@@ -70,6 +76,9 @@ class Gpu:
     domain: int
     nvlink: float
     network: float
+    gemm_share: Mapping[str, float]
+    sustained: float
+    quantise_share: float
 
     def __str__(self) -> str:
         return self.name
@@ -207,7 +216,7 @@ def why_no_gpu() -> str:
     return "a driver is here, and no GPU is given to this process (CUDA_VISIBLE_DEVICES?)"
 
 
-def stored_bytes(bits: int, block: int = 32) -> float:
+def stored_bytes(bits: int, block: float = 32) -> float:
     """Bytes of an element of so many bits with its share of a one-byte block scale: of 4 bits in
     blocks of 16 it is 0.5625; of more than 8 bits it has no scale.
     """

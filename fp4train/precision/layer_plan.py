@@ -391,32 +391,6 @@ def input_note(
     return f"; {', '.join(name.rpartition('.')[2] for name in readers)} share one quantised x"
 
 
-def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = ()) -> LayerPlan:
-    """Plan of one of `parts` tensor-parallel ranks for its part of a layer: GEMMs whose blocks the
-    cut divides stay in high precision. Backends are those of the whole layer.
-
-    Args:
-        cut, parts, segments: see `Layer.part`.
-    """
-    if parts == 1:
-        return plan
-    layer = plan.layer.part(cut, parts, segments)
-    divided = misaligned(layer, plan.operands)
-    if not divided:
-        return replace(plan, layer=layer)
-    recipe = plan.recipe.with_high_precision(*divided)
-    gemms: dict[str, Any] = {}
-    for gemm in plan.gemms:
-        why = gemm.why
-        if "fprop" in divided and gemm.operands.why_derived is not None:
-            # Without codes of fprop there are no values of them.
-            why = why.replace(gemm.operands.why_derived, divided["fprop"])
-        gemms[gemm.name] = replace(gemm, operands=recipe.table()[gemm.name], why=why)
-    for name, why in divided.items():
-        gemms[name] = replace(gemms[name], backend="torch", why=why, divided=True)
-    return replace(plan, layer=layer, recipe=recipe, **gemms)
-
-
 def check_stages(layers: Iterable[LayerPlan], *, stages: int) -> None:
     """Raises ValueError where a recipe has outlier channels that layers cannot multiply apart, over
     so many stages of a pipeline; where tensor parallelism cuts a layer `resolve` does.

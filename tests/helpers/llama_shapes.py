@@ -10,11 +10,14 @@ import torch
 import fp4train as f4
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.workload import Workload, workload
+from fp4train.models.common.cut import tensor_cut
 from fp4train.models.llama import Llama
 from fp4train.models.llama.model import LlamaModel
 from fp4train.precision import Recipe, Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import make_plan
+from fp4train.run.state.moments import Moments
+from fp4train.run.state.weights import ModelWeights
 
 SHAPES = {
     "8B": Llama(width=4096, layers=32, heads=32, kv_heads=8, hidden=14336, tied=False),
@@ -39,6 +42,8 @@ table 1).
 """
 
 SEQ_LEN = 8192
+STATES = {ModelWeights.title: 4.0, Moments.title: 8.0}
+"""Bytes per parameter that a run with AdamW keeps."""
 
 
 @cache
@@ -60,21 +65,34 @@ def measured(
     recomputed: float = 0.0,
     backend: str = "auto",
     liger: bool = False,
+    tensor: int = 1,
 ) -> Workload:
     """The workload of a model whose blocks all follow `recipe`, and whose layers each quantise x
     for themselves, as in software without groups of layers.
+
+    Args:
+        tensor: tensor-parallel ranks, each of which runs its parts on the backend of whole layers.
     """
     layers = find_layers(model(name)).values()
+    cut = tensor_cut(model(name))
     timeline = Timeline(recipe=recipe, steps=1)
     tokens = sequences * SEQ_LEN
     device = Device.elsewhere(gpu)
     plan = make_plan(layers, timeline, None, tokens=tokens, device=device, backend=backend)
     load = workload(
         model(name),
-        {name: replace(layer, readers=()) for name, layer in plan.stretches[0].layers.items()},
+        {
+            name: replace(
+                planned,
+                layer=planned.layer.part("in" if name in cut.in_ else "out", tensor),
+                readers=(),
+            )
+            for name, planned in plan.stretches[0].layers.items()
+        },
         recipe,
         sequences=sequences,
         seq_len=SEQ_LEN,
+        states=STATES,
         compiled=compiled,
         liger=liger,
     )

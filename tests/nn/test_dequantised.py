@@ -43,7 +43,6 @@ from fp4train.precision import (
     autocast,
     resolve,
 )
-from fp4train.precision.layer_plan import part_of
 from fp4train.quantize import (
     FPROP_W,
     FPROP_X,
@@ -251,14 +250,6 @@ def test_a_shard_that_cuts_blocks_of_fprop_has_a_plain_backward() -> None:
     for gemm in cut.gemms:
         assert gemm.operands == Operands() and gemm.backend == "torch"
     assert "8 is not whole blocks of 16" in cut.fprop.why
-    part = part_of(resolve(layer_of_model, recipe, None, "emulate", CPU), "out", 4)
-    assert part.operands == cut.operands
-    assert part.wgrad.why == part.fprop.why == cut.fprop.why
-    quantised_dy = Operands(first=QuantSpec(), dequantised=True)
-    fprop = Operands(first=QuantSpec(), second=QuantSpec(block=(16, 16)))
-    table = Custom(fprop=fprop, wgrad=quantised_dy)
-    part = part_of(resolve(layer_of_model, table, None, "emulate", CPU), "out", 4)
-    assert part.wgrad.why == f"backend=emulate; x: {part.fprop.why}"
 
 
 def test_where_fprop_is_in_high_precision_backward_is_plain() -> None:

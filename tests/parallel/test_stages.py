@@ -54,13 +54,13 @@ def test_a_run_and_its_plan_divide_blocks_equally(family: str, time: int) -> Non
     layers = find_layers(model).values()
     device = Device.elsewhere(find_gpu("H100"))
     plan = make_plan(layers, Timeline(recipe=BF16(), steps=1), None, tokens=time, device=device)
-    load = workload(model, plan.at(0).layers, BF16(), sequences=1, seq_len=time)
+    load = workload(model, plan.at(0).layers, BF16(), sequences=1, seq_len=time, states={})
     shapes = [Parallel(pp=pp) for pp in (2, 3, 4)]
     for parallel in (*shapes, *(Parallel(pp=pp, pp_schedule="interleaved") for pp in (2, 3, 4))):
         divided = run_of(model, parallel, time)
         assert sorted(index for held in divided for index in held) == [*range(9)]
         planned = load.stages(parallel.mesh(parallel.pp))
-        assert [Counter(load.order[index] for index in held) for held in divided] == planned
+        assert [Counter(load.blocks[index] for index in held) for held in divided] == planned
 
 
 def test_attention_weighs_more_in_longer_sequences() -> None:

@@ -23,16 +23,18 @@ from fp4train.precision import (
     wire_form,
 )
 from fp4train.precision.gather import WireForm, gather_mode
-from fp4train.precision.layer_plan import part_of
 from fp4train.precision.report import gathers
 from fp4train.quantize import Quantizer
 
 CPU = Device.of(torch.device("cpu"))
 
 
-def plan(recipe: Recipe, rows: int = 64, columns: int = 64, block: int | None = 0) -> LayerPlan:
+def plan(
+    recipe: Recipe, rows: int = 64, columns: int = 64, block: int | None = 0, parts: int = 1
+) -> LayerPlan:
+    """The plan of a layer, or of one of `parts` ranks' share of its out features."""
     layer = Layer(name="x", in_features=columns, out_features=rows, block=block, blocks=1)
-    return resolve(layer, recipe, None, "emulate", CPU)
+    return resolve(layer.part("out", parts), recipe, None, "emulate", CPU)
 
 
 def test_a_quantised_weight_travels_as_codes_of_both_forms() -> None:
@@ -188,7 +190,7 @@ def test_one_sentence_says_what_is_sent_how_many_bytes_and_why() -> None:
     [
         (plan(NVFP4()), 8, "a shard of 8 is not whole blocks of 16"),
         (plan(MXFP8()), 4, "a shard of 16 is not whole blocks of 32"),
-        (part_of(plan(NVFP4()), "out", 2), 4, "a shard of 8 is not whole blocks of 16"),
+        (plan(NVFP4(), parts=2), 4, "a shard of 8 is not whole blocks of 16"),
         (plan(NVFP4(), rows=65), 2, "65 rows do not divide over 2 shards"),
         (plan(BF16(), rows=65), 2, "65 rows do not divide over 2 shards"),
         (plan(NVFP4(), block=None), 2, None),
@@ -204,13 +206,10 @@ def test_the_configuration_can_ask_for_values() -> None:
     assert wire_form(plan(BF16()), 2, "recipe") == WireForm(dtype=torch.bfloat16)
 
 
-def test_a_part_whose_cut_divides_blocks_is_what_a_run_resolves() -> None:
-    """Of 8 input features per rank fprop cannot be quantised, and its weight travels in BF16 for
-    it.
-    """
-    whole = plan(NVFP4(), columns=64)
-    part = part_of(whole, "in", 8)
-    assert part == resolve(part.layer, NVFP4(), None, "emulate", CPU)
+def test_the_weight_of_a_part_whose_cut_divides_blocks_travels_in_bf16() -> None:
+    """Of 8 input features per rank fprop cannot be quantised."""
+    layer = plan(NVFP4(), columns=64).layer.part("in", 8)
+    part = resolve(layer, NVFP4(), None, "emulate", CPU)
     assert part.layer.in_features == 8 and not part.fprop.operands.quantised
     assert wire_form(part, 2, "recipe").forward is None
 

@@ -234,7 +234,7 @@ def test_backends_that_multiply_whole_layers_are_refused_with_the_reason(backend
 def test_the_cost_is_that_of_both_parts() -> None:
     gpu = find_gpu("B200")
     rows = layer_costs(
-        resolve(LAYER, RECIPE, None, "auto", Device.elsewhere(gpu)).split_channels(), gpu, 4096, 1
+        resolve(LAYER, RECIPE, None, "auto", Device.elsewhere(gpu)).split_channels(), gpu, 4096
     )
     assert [row.size[2] for row in rows if row.gemm_name == "fprop"] == [288, 32]
     assert all(row.emulated for row in rows)

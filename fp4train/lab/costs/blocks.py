@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -34,8 +34,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fp4train.errors import UserError
 from fp4train.lab.costs.weights import ModelWeight
+from fp4train.models.common import operators
 from fp4train.models.common.liger import Liger
-from fp4train.models.common.operators import Fusible
 from fp4train.precision.context import Context, use
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
@@ -63,7 +63,7 @@ class PassWork:
     attention: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BlockCost:
     """A block, and all that are like it, for one microbatch before any splitting.
 
@@ -81,12 +81,7 @@ class BlockCost:
     saved: float
     unsplit: float
     input: float
-    weights: Sequence[ModelWeight] = ()
-
-    @property
-    def layers(self) -> list[ModelWeight]:
-        """The weights that planned layers multiply."""
-        return [weight for weight in self.weights if weight.plan is not None]
+    weights: Sequence[ModelWeight]
 
 
 def saved_bytes(plan: LayerPlan, tokens: int) -> float:
@@ -101,53 +96,47 @@ def saved_bytes(plan: LayerPlan, tokens: int) -> float:
 
 
 def measure_blocks(
-    model: nn.Module,
-    plans: Mapping[str, LayerPlan],
-    recipe: Recipe,
-    tokens: Tensor,
-    weights: Mapping[int | None, Sequence[ModelWeight]],
-    *,
-    liger: bool,
-) -> tuple[list[BlockCost], list[int]]:
-    """The costs of the distinct blocks of `model` (on the meta device), for a microbatch, and the
-    index of that of each block. Blocks with equal plans and parameters cost the same.
+    model: nn.Module, weights: Sequence[ModelWeight], recipe: Recipe, tokens: Tensor, *, liger: bool
+) -> list[BlockCost]:
+    """The costs of the blocks of `model` (on the meta device), for a microbatch. Blocks with equal
+    plans and parameters have one.
 
     Args:
-        plans: plan of each linear layer, by name.
+        weights: weights of the model, with the plans of its layers.
         tokens: token ids of the microbatch, [sequences, seq_len], on the meta device.
-        weights: weights of each block, by its index.
         liger: whether Liger's kernels run what they can.
     """
     model = copy.deepcopy(model)
     blocks = find_blocks(model)
     kernels = _Kernels()
-    for name, module in model.named_modules():
-        if name in plans:
-            module.forward = partial(kernels.layer, plans[name])
-        if liger and isinstance(module, Fusible):
-            module.operators = kernels
+    if liger:
+        operators.use(model, kernels)
+    for weight in weights:
+        if weight.plan is not None:
+            layer = model.get_submodule(weight.plan.layer.name)
+            layer.forward = partial(kernels.layer, weight.plan, weight.shape[-2])
     distinct: dict[object, BlockCost] = {}
-    order: list[int] = []
+    costs: list[BlockCost] = []
 
     def measure(index: int, x: Tensor, *inputs: Any) -> Tensor:
-        parts = [(w.shape, w.plan and w.plan.products) for w in weights[index]]
-        key = (type(blocks[index]), *parts)
+        held = [weight for weight in weights if weight.block == index]
+        key = type(blocks[index]), *((w.shape, w.plan and w.plan.products) for w in held)
         if key not in distinct:
-            with torch.enable_grad():
-                cost = _measure(blocks[index], x, inputs, kernels)
-            distinct[key] = replace(cost, weights=weights[index])
-        order.append([*distinct].index(key))
+            distinct[key] = _measure(blocks[index], held, x, inputs, kernels)
+        costs.append(distinct[key])
         return x
 
     for index, block in enumerate(blocks):
         block.forward = partial(measure, index)
     with use(Context(recipe=recipe)), torch.no_grad():
         model(tokens)
-    return list(distinct.values()), order
+    return costs
 
 
-def _measure(block: nn.Module, x: Tensor, inputs: Sequence[Any], kernels: _Kernels) -> BlockCost:
-    """The cost of one block, called with `x` and `inputs`.
+def _measure(
+    block: nn.Module, weights: Sequence[ModelWeight], x: Tensor, inputs: Any, kernels: _Kernels
+) -> BlockCost:
+    """The cost of one block with its weights, called with `x` and `inputs`.
 
     Raises:
         UserError: x is no stream of activations.
@@ -166,8 +155,9 @@ def _measure(block: nn.Module, x: Tensor, inputs: Sequence[Any], kernels: _Kerne
         kept[_storage(tensor)] = tensor
         return tensor
 
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     counter = kernels.counter = _WorkCounter()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), kernels, counter:
+    with torch.enable_grad(), hooks, kernels, counter:
         result = type(block).forward(block, x, *inputs)
     # A block may return the terms of the stream. The next norm adds them up, and in OLMo 2 an
     # operator, which is counted alike.
@@ -187,6 +177,7 @@ def _measure(block: nn.Module, x: Tensor, inputs: Sequence[Any], kernels: _Kerne
         saved=sum(size for size, _ in sizes),
         unsplit=sum(size for size, shape in sizes if shape == x.shape),
         input=_bytes([x]),
+        weights=weights,
     )
 
 
@@ -259,18 +250,19 @@ class _Kernels(Liger, TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         self.counter = _WorkCounter()
 
-    def layer(self, plan: LayerPlan, x: Tensor, *counts: object) -> Any:
-        """A linear layer, or experts with the `counts` of their rows; layers of one x share what
-        they keep of it.
+    def layer(self, plan: LayerPlan, out_features: int, x: Tensor, *counts: object) -> Any:
+        """A linear layer, of a part of which this is the plan, or experts with the `counts` of
+        their rows; layers of one x share what they keep of it.
         """
         source = plan.sources["wgrad", "x"]
         if source.codes is None:
             kept = x.to(plan.table.torch_dtype)
         else:
-            size = math.ceil(saved_bytes(plan, x.shape[:-1].numel()))
+            parts = x.shape[-1] / plan.layer.in_features
+            size = math.ceil(parts * saved_bytes(plan, x.shape[:-1].numel()))
             codes = torch.empty(size, dtype=torch.uint8, device="meta")
             kept = self.counter.codes.setdefault((_storage(x), source.codes), codes)
-        y = x.new_empty((*x.shape[:-1], plan.layer.out_features))
+        y = x.new_empty((*x.shape[:-1], out_features))
         return _RUN(None, [y], [kept], x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,13 +19,13 @@ than the GPU runs them.
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.links import Collectives
 from fp4train.lab.costs.memory import USABLE, of_stream, rank_memory
-from fp4train.lab.costs.roofline import COPY, sustained
+from fp4train.lab.costs.roofline import COPY
 from fp4train.lab.costs.rows import layer_costs
 from fp4train.lab.costs.weights import ModelWeight, on_rank, tensor_traffic
 from fp4train.lab.costs.workload import Workload
@@ -73,28 +73,8 @@ FLOWS: Final = {
 }
 """Collectives of a step, by name, and the kind of ranks that send them."""
 
-GEMM = "GEMMs"
-QUANTISING = "quantising"
-"""What the seconds of a block are spent on, beside others."""
-
 Seconds = dict[str, float]
 """Seconds by what they are spent on."""
-
-
-class PassCost(NamedTuple):
-    """The forward or the backward pass of a block and microbatch.
-
-    Args:
-        seconds: seconds by what they are spent on.
-        tensor_sizes: bytes of each tensor that tensor-parallel ranks gather or scatter.
-    """
-
-    seconds: Seconds
-    tensor_sizes: Sequence[float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
 
 
 class ClusterCost:
@@ -111,7 +91,7 @@ class ClusterCost:
         self.mesh = mesh
         self.memory = rank_memory(workload, mesh)
         self._copy = gpu.bandwidth * COPY
-        self._passes = [self._block(block) for block in workload.blocks]
+        self._passes = {block: self._block(block) for block in set(workload.blocks)}
         stages = [self._stage(*stage) for stage in enumerate(workload.stages(mesh))]
         parts, collectives = max(stages, key=lambda stage: sum(stage[0].values()))
         waits = (mesh.pipeline - 1) / (mesh.virtual * mesh.microbatches)
@@ -141,30 +121,33 @@ class ClusterCost:
         """
         mesh = self.mesh
         tokens = self.workload.tokens // mesh.context
-        forward: Seconds = {GEMM: 0.0, QUANTISING: 0.0}
-        backward = dict(forward)
+        forward: Seconds = defaultdict(float)
+        backward: Seconds = defaultdict(float)
         for weight in weights:
+            if weight.plan is None:
+                continue
             passes = 1.0
             if mesh.shard == 1 or weight.wire(mesh).coded:
                 passes = 1 / (mesh.shard * mesh.microbatches)
-            for row in layer_costs(weight.part(mesh), self.gpu, tokens, weight_passes=passes):
+            for row in layer_costs(weight.plan, self.gpu, tokens, passes):
                 seconds = forward if row.gemm_name == "fprop" else backward
-                seconds[GEMM] += row.gemm / sustained(self.gpu)
-                seconds[QUANTISING] += row.quantise
+                seconds["GEMMs"] += row.gemm / self.gpu.sustained
+                seconds["quantising"] += row.quantise
         return forward, backward
 
-    def _block(self, block: BlockCost) -> tuple[PassCost, PassCost]:
-        """(Forward, backward) of a block and microbatch: its layers; attention; the operations
-        between the products, by their bytes or their arithmetic; what tensor-parallel ranks send.
+    def _block(self, block: BlockCost) -> list[tuple[Seconds, list[float]]]:
+        """Forward and backward of a block and microbatch: the seconds of its layers, of attention,
+        of the operations between the products, by their bytes or their arithmetic, and of
+        collectives; bytes of each tensor that tensor-parallel ranks gather or scatter.
         """
         mesh = self.mesh
         ranks = mesh.tensor * mesh.context
-        rate = sustained(self.gpu) * ranks
+        rate = self.gpu.sustained * ranks
         flows = Collectives.along("tensor", mesh, self.gpu)
         traffic = tensor_traffic(block.weights, block.input / mesh.context, mesh)
         passes = []
         for seconds, work, sizes in zip(
-            self._layers(block.layers), (block.forward, block.backward), traffic, strict=True
+            self._layers(block.weights), (block.forward, block.backward), traffic, strict=True
         ):
             moved = work.operators / EAGER + work.kernels
             if self.workload.compiled:
@@ -173,10 +156,10 @@ class ClusterCost:
             seconds["attention"] = work.attention / (self.gpu.peaks["BF16"] * ATTENTION * rate)
             seconds["elementwise"] = max(moved / ranks / self._copy, flops)
             seconds["tensor collectives"] = sum(map(flows.alone, sizes))
-            passes.append(PassCost(seconds, sizes))
-        return passes[0], passes[1]
+            passes.append((seconds, sizes))
+        return passes
 
-    def _stage(self, number: int, counts: Counter[int]) -> tuple[Seconds, list[Collectives]]:
+    def _stage(self, number: int, counts: Counter[BlockCost]) -> tuple[Seconds, list[Collectives]]:
         """Seconds of all microbatches on one stage, and its collectives.
 
         Weights outside the blocks are gathered before a forward pass and kept for its backward
@@ -191,16 +174,17 @@ class ClusterCost:
         ]
         outer = self.workload.outer(number, mesh)
         units: list[tuple[Sequence[ModelWeight], int, float, float]] = [(outer, 1, 0.0, 0.0)]
-        for index, times in counts.items():
-            forward, backward = self._passes[index]
-            again = recomputed * forward.total
+        for block, times in counts.items():
+            forward, backward = (sum(seconds.values()) for seconds, _ in self._passes[block])
+            again = recomputed * forward
             parts["recomputation"] += times * m * again
-            for one_pass, repeats in ((forward, 1 + recomputed), (backward, 1.0)):
-                tensor.add(times * m * repeats, one_pass.tensor_sizes)
-                for name, value in one_pass.seconds.items():
+            for repeated, (seconds, sizes) in zip(
+                (recomputed, 0), self._passes[block], strict=True
+            ):
+                tensor.add(times * m * (1 + repeated), sizes)
+                for name, value in seconds.items():
                     parts[name] += times * m * value
-            weights = self.workload.blocks[index].weights
-            units.append((weights, times, forward.total, backward.total + again))
+            units.append((block.weights, times, forward, backward + again))
         for weights, times, forward_seconds, backward_seconds in units:
             part = on_rank(weights, mesh, repeats=recomputed > 0)
             scattered = mesh.reduce_bytes * part.elements
@@ -222,9 +206,8 @@ class ClusterCost:
     def _ends(self) -> Seconds:
         """Seconds of what lies outside the blocks, for a microbatch."""
         mesh = self.mesh
-        logit_bytes = self.workload.logit_bytes
-        if self.workload.liger and mesh.tensor == 1:
-            logit_bytes = MOVED["cross_entropy"][0]
+        ligers = self.workload.liger and mesh.tensor == 1
+        logit_bytes = MOVED["cross_entropy"][0] if ligers else self.workload.logit_bytes
         logits = self.workload.tokens / mesh.context * self.workload.vocabulary / mesh.tensor
         stream = of_stream(self.workload.blocks[0].input, mesh)
         head = self._layers(self.workload.head)

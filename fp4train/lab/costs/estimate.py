@@ -89,10 +89,11 @@ def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
     for stretch in plan.stretches:
         rows: list[GemmCost] = []
         for layer in stretch.layers.values():
-            rows += layer_costs(layer, gpu, plan.tokens, microbatches)
+            costs = layer_costs(layer, gpu, plan.tokens, 1 / microbatches)
+            rows += [cost.times(microbatches) for cost in costs]
             for gemm, _ in layer.products:
-                on_tensor_cores = gemm.operands.quantised and gemm.backend not in EMULATING
-                if on_tensor_cores and gemm.elements not in points:
+                emulated = gemm.backend in EMULATING
+                if gemm.operands.quantised and not emulated and gemm.elements not in points:
                     points[gemm.elements] = break_even(gemm.operands, gpu, backend=gemm.backend)
         steps = stretch.stop - stretch.start
         stretches.append(StretchCost(title=stretch.title, steps=steps, rows=rows))
@@ -119,6 +120,4 @@ def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | No
 
     sizes = range(16, LARGEST + 16, 16)
     smallest = bisect_left(sizes, True, key=pays)
-    if smallest == len(sizes):
-        return None
-    return sizes[smallest]
+    return sizes[smallest] if smallest < len(sizes) else None

@@ -20,9 +20,9 @@ The host holds a copy of the states while a checkpoint is written.
 
 from collections import Counter
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Final
 
+from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.weights import on_rank
 from fp4train.lab.costs.workload import Workload
 from fp4train.models.common.loss import chunk_rows
@@ -58,13 +58,12 @@ class RankMemory:
 def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
     """The memory of the rank that holds most, over the stages of a pipeline."""
     stages = enumerate(load.stages(mesh))
-    ranks = [_stage_memory(load, mesh, stage, counts) for stage, counts in stages]
-    return max(ranks, key=attrgetter("total"))
+    return max((_stage_memory(load, mesh, *stage) for stage in stages), key=lambda m: m.total)
 
 
-def _stage_memory(load: Workload, mesh: Mesh, stage: int, counts: Counter[int]) -> RankMemory:
+def _stage_memory(load: Workload, mesh: Mesh, stage: int, counts: Counter[BlockCost]) -> RankMemory:
     outer = on_rank(load.outer(stage, mesh), mesh)
-    blocks = [(on_rank(load.blocks[index].weights, mesh), times) for index, times in counts.items()]
+    blocks = [(on_rank(block.weights, mesh), times) for block, times in counts.items()]
     unsharded = outer.elements + sum(times * block.elements for block, times in blocks)
     parameters = unsharded / mesh.shard
     parts = {title: size * parameters for title, size in load.states.items()}
@@ -93,13 +92,12 @@ def of_stream(size: float, mesh: Mesh) -> float:
     return size / ranks / mesh.context
 
 
-def _activations(load: Workload, mesh: Mesh, stage: int, counts: Counter[int]) -> float:
+def _activations(load: Workload, mesh: Mesh, stage: int, counts: Counter[BlockCost]) -> float:
     """Bytes for the microbatches in flight; of recomputed blocks the inputs, and one that runs."""
     again = load.recomputed
     kept = 0.0
     running = 0.0
-    for index, times in counts.items():
-        block = load.blocks[index]
+    for block, times in counts.items():
         divided = (block.saved - block.unsplit) / mesh.tensor / mesh.context
         size = divided + of_stream(block.unsplit, mesh)
         kept += times * ((1 - again) * size + again * of_stream(block.input, mesh))

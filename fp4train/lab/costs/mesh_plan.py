@@ -106,11 +106,10 @@ class MeshPlan:
     def workloads(self, plan: Plan) -> list[Workload]:
         """The workload of every stretch of a plan."""
         train = self.config.train
-        uncut = find_layers(self.model)
         return [
             workload(
                 self.model,
-                {name: replace(layer, layer=uncut[name]) for name, layer in stretch.layers.items()},
+                stretch.layers,
                 stretch.recipe,
                 sequences=train.rows(self.mesh.data),
                 seq_len=train.seq_len,

@@ -11,9 +11,9 @@ the matrices in every format, so a faster format needs a larger product to reach
 a pass that fit into the L2 cache move L2_SPEEDUP times faster, since the previous kernel has just
 written them there.
 
-Peaks and bandwidths are published (`hardware.py`); the parameters below are calibrated, each
-against the measurement named with it. `benchmarks/cost_model.md` compares the result with
-measurements.
+Peaks and bandwidths are published, and the shares of them that products reach calibrated
+(`hardware.yaml`), as are the parameters below, each against the measurement named with it.
+`benchmarks/cost_model.md` compares the result with measurements.
 """
 
 import math
@@ -38,37 +38,15 @@ at 8192³ and 4096×4096×7168: 5239 and 3939 TFLOP/s (DeepGEMM, pull request 34
 L2_SPEEDUP: Final = 2.5
 """Bandwidth of the L2 cache divided by that of the memory."""
 
-SUSTAINED: Final = 0.82
-"""Rate of products in training over that of a short benchmark: clocks fall under a long load."""
 
-_BLACKWELL_ULTRA: Final = (10, 3)
-
-
-def gemm_share(gpu: Gpu, rate: str) -> float:
-    """Share of the peak that a large GEMM reaches.
-
-    0.88 (BF16 on H200 at 8192³: 790 of 989 TFLOP/s with the effect of the size; on B200 at 16384³
-    near 2000, 4000 and 6000 of 2250, 4500 and 9000 in BF16, MXFP8 and NVFP4), except on Blackwell
-    Ultra. There TE's published benchmark reached 0.72 of the peak in BF16 and 0.71 in MXFP8, and
-    0.43 of the 15 PFLOP/s of NVFP4, which is 0.72 of B200's 9: that benchmark does not show the
-    increase of the FP4 peak by two thirds.
-    """
-    if gpu.capability != _BLACKWELL_ULTRA:
-        return 0.88
-    return 0.43 if rate == "FP4" else 0.72
-
-
-def sustained(gpu: Gpu) -> float:
-    """`SUSTAINED`: Transformer Engine's benchmark on B300 reaches 0.72 of the BF16 peak where short
-    ones on H200 and B200 reach 0.88 (`gemm_share`). Rates of B300 and GB300 come from that
-    benchmark and are not lowered again.
-    """
-    return 1.0 if gpu.capability == _BLACKWELL_ULTRA else SUSTAINED
+def large_rate(gpu: Gpu, rate: str) -> float:
+    """FLOP/s that a large GEMM reaches."""
+    return gpu.peaks[rate] * gpu.gemm_share.get(rate, gpu.gemm_share["others"])
 
 
 def half_size(gpu: Gpu, rate: str) -> float:
     """The size s of a product s³ at which `gpu` reaches half of its large-GEMM rate."""
-    return EXPOSED * gpu.peaks[rate] * gemm_share(gpu, rate) / (gpu.bandwidth * COPY)
+    return EXPOSED * large_rate(gpu, rate) / (gpu.bandwidth * COPY)
 
 
 def gemm_seconds(
@@ -88,7 +66,7 @@ def gemm_seconds(
         raise ValueError(f"{gpu} does not multiply {elements}: it has {', '.join(gpu.peaks)}")
     volume = products * m * n * k
     slower = 1 + half_size(gpu, rate) / math.cbrt(volume)
-    compute = 2 * volume / (gpu.peaks[rate] * gemm_share(gpu, rate)) * slower
+    compute = 2 * volume / large_rate(gpu, rate) * slower
     operands = m * k * stored_bytes(formats[0].bits) + n * k * stored_bytes(formats[-1].bits)
     moved = products * (operands + 2 * m * n)
     return max(compute, moved / (gpu.bandwidth * COPY)) + LAUNCH

@@ -17,14 +17,16 @@ of codes decodes them. Operands of two terms (`precision/terms.py`) take passes 
 by one, and multiplied one by one where no call multiplies all.
 """
 
+from __future__ import annotations
+
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from fp4train.backends import GEMMS, LAYER_BACKENDS
-from fp4train.backends.table import OPERANDS
-from fp4train.hardware import Gpu
+from fp4train.hardware import Gpu, stored_bytes
 from fp4train.lab.costs.roofline import gemm_seconds, move_seconds
 from fp4train.precision.layer_plan import Gemm, LayerPlan
 from fp4train.quantize import QuantSpec
@@ -44,17 +46,10 @@ the product of two means is added."""
 
 
 def quantise_share(gpu: Gpu, backend: str) -> float:
-    """Share of the bandwidth that quantising kernels reach in a step.
-
-    Transformer Engine's: 0.50 on Blackwell, 0.84 on others: the difference of its GEMM benchmark
-    with and without quantising on B300 (MXFP8 and NVFP4) and on H200 NVL (FP8 current). fp4train's
-    own: 0.33, from steps of llama_1b on an H200 in emulated NVFP4 and MXFP8.
+    """Share of the bandwidth that quantising kernels reach in a step: Transformer Engine's on that
+    GPU; fp4train's own 0.33, from steps of llama_1b on an H200 in emulated NVFP4 and MXFP8.
     """
-    if backend not in LAYER_BACKENDS:
-        return 0.33
-    if gpu.capability >= (10, 0):
-        return 0.50
-    return 0.84
+    return gpu.quantise_share if backend in LAYER_BACKENDS else 0.33
 
 
 def decoded_bytes(spec: QuantSpec) -> int:
@@ -64,10 +59,7 @@ def decoded_bytes(spec: QuantSpec) -> int:
 
 def code_bytes(spec: QuantSpec) -> float:
     """Bytes of an element's code with its part of the block scale."""
-    code = spec.format.bits / 8
-    if spec.block[1] is None:
-        return code
-    return code + 1 / spec.block[1]
+    return stored_bytes(spec.format.bits, spec.block[1] or math.inf)
 
 
 def quantise_seconds(
@@ -101,46 +93,41 @@ def active_experts(plan: LayerPlan, tokens: int) -> int:
     return min(max(1, plan.layer.experts), plan.layer.rows(tokens))
 
 
-def quantising_seconds(
-    plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: float, weight_passes: float
-) -> dict[str, float]:
-    """GEMM → its part of the seconds per step of quantising the operands of a layer: the time of a
-    tensor is divided equally among its GEMMs, that of an x among the layers that read it.
+def quantising_seconds(plan: LayerPlan, gpu: Gpu, tokens: int, w_passes: float) -> dict[str, float]:
+    """GEMM → its part of the seconds of quantising the operands of a layer in a microbatch: the
+    time of a tensor is divided equally among its GEMMs, that of an x among the layers that read it.
 
     Args:
-        tokens: tokens of a microbatch.
-        weight_passes: number of times that a step quantises the whole weight.
+        tokens, w_passes: see `layer_costs`.
     """
-    passes = {"x": microbatches / max(1, len(plan.readers)), "w": weight_passes, "dy": microbatches}
-    elements = tensor_elements(plan, tokens)
+    passes = {"x": 1 / max(1, len(plan.readers)), "w": w_passes, "dy": 1.0}
+    layer = plan.layer
+    rows = layer.rows(tokens)
+    elements = {"x": rows * layer.in_features, "w": layer.weights, "dy": rows * layer.out_features}
     seconds = dict.fromkeys(GEMMS, 0.0)
     for gemm, moved in term_bytes(plan, elements).items():
-        seconds[gemm] = microbatches * move_seconds(gpu, moved)
+        seconds[gemm] = move_seconds(gpu, moved)
     for tensor, times in passes.items():
-        operands = {gemm: plan.sources[gemm, tensor] for gemm in GEMMS if tensor in OPERANDS[gemm]}
-        coded = {gemm: form for gemm, form in operands.items() if form.codes is not None}
+        coded = {
+            gemm: operand
+            for (gemm, name), operand in plan.sources.items()
+            if name == tensor and operand.codes is not None
+        }
         if not coded:
             continue
         backend = next(gemm.backend for gemm in plan.gemms if gemm.name in coded)
         emulated = backend in EMULATING  # decoded square blocks serve both axes
-        forms = {form.shared if emulated else form.codes for form in coded.values()}
+        forms = {op.shared if emulated else op.codes for op in coded.values()}
         specs = [form.spec for form in forms if form is not None]
         calls = 1 if backend in LAYER_BACKENDS else active_experts(plan, tokens)
         count = elements[tensor] // calls
         read = 4 if tensor == "w" else 2
         shared = quantise_seconds(gpu, count, specs, backend, read=read) / len(coded)
-        for gemm, form in coded.items():
+        for gemm, operand in coded.items():
             seconds[gemm] += times * calls * shared
-            if form.values is not None and form.codes is not None:
-                seconds[gemm] += times * calls * decode_seconds(gpu, count, form.codes.spec)
+            if operand.values is not None and operand.codes is not None:
+                seconds[gemm] += times * calls * decode_seconds(gpu, count, operand.codes.spec)
     return seconds
-
-
-def tensor_elements(plan: LayerPlan, tokens: int) -> dict[str, int]:
-    """Elements of x, w and dy of a layer."""
-    layer = plan.layer
-    rows = layer.rows(tokens)
-    return {"x": rows * layer.in_features, "w": layer.weights, "dy": rows * layer.out_features}
 
 
 def term_bytes(plan: LayerPlan, elements: Mapping[str, int]) -> Mapping[str, int]:
@@ -164,7 +151,7 @@ def term_bytes(plan: LayerPlan, elements: Mapping[str, int]) -> Mapping[str, int
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCost:
-    """One GEMM of one layer, in seconds per step.
+    """One GEMM of one layer, in seconds of a microbatch or, in an estimate of a plan, of a step.
 
     Args:
         size: (rows, columns, contraction) of the product.
@@ -184,6 +171,11 @@ class GemmCost:
     quantise: float = 0.0
     emulated: str | None = None
 
+    def times(self, number: int) -> GemmCost:
+        """The same GEMM so many times."""
+        seconds = {key: number * getattr(self, key) for key in ("bf16", "gemm", "quantise")}
+        return replace(self, **seconds)
+
     @property
     def total(self) -> float:
         return self.gemm + self.quantise
@@ -197,55 +189,45 @@ class GemmCost:
         return self.quantise > 0 and saves and self.total > self.bf16
 
 
-def layer_costs(
-    plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: float = 1, *, weight_passes: float = 1
-) -> list[GemmCost]:
-    """The GEMMs of one layer; of channels that are multiplied apart as rows of their own.
+def layer_costs(plan: LayerPlan, gpu: Gpu, tokens: int, w_passes: float = 1) -> list[GemmCost]:
+    """The GEMMs of one layer and microbatch; of channels that are multiplied apart as rows of their
+    own.
 
     Args:
         tokens: tokens of a microbatch.
-        microbatches: forward passes per step.
-        weight_passes: number of times that a step quantises the whole weight; below 1 if ranks each
-            quantise a shard of it.
+        w_passes: share of the weight that a microbatch quantises: ranks may each quantise a
+            shard of it, and microbatches share the codes of a step.
     """
     rows: list[GemmCost] = []
     for part in plan.channel_parts:
-        quantising = quantising_seconds(part, gpu, tokens, microbatches, weight_passes)
-        rows += [
-            product_cost(part, gemm, gpu, tokens, microbatches, quantising[gemm.name])
-            for gemm in part.gemms
-        ]
+        quantising = quantising_seconds(part, gpu, tokens, w_passes)
+        products = [product_cost(part, gemm, gpu, tokens) for gemm in part.gemms]
+        rows += [replace(row, quantise=quantising[row.gemm_name]) for row in products]
     residuals = 0.0
     for gemm, features in plan.products[len(rows) :]:
         multiplied = replace(plan, layer=replace(plan.layer, in_features=features))
-        residuals += product_cost(multiplied, gemm, gpu, tokens, microbatches).gemm
+        residuals += product_cost(multiplied, gemm, gpu, tokens).gemm
     return [replace(rows[0], gemm=rows[0].gemm + residuals), *rows[1:]]
 
 
-def product_cost(
-    plan: LayerPlan, gemm: Gemm, gpu: Gpu, tokens: int, microbatches: float, quantise: float = 0.0
-) -> GemmCost:
-    """The cost of a product, whose operands are quantised in `quantise` seconds."""
+def product_cost(plan: LayerPlan, gemm: Gemm, gpu: Gpu, tokens: int) -> GemmCost:
+    """The cost of a product whose operands are quantised."""
     experts = active_experts(plan, tokens)
     size = plan.size(gemm.name, tokens)
-    routed = 2 if gemm.name == "wgrad" else 0  # the axis of tokens, which experts share
     shape: list[float] = list(size)
-    shape[routed] /= experts
+    shape[2 if gemm.name == "wgrad" else 0] /= experts  # the axis of tokens, which they share
     emulated = gemm.why if gemm.backend in EMULATING else None
     elements = gemm.elements
     if emulated is not None:
-        specs = [spec for spec in gemm.operands.both if spec is not None]
-        elements = "FP32" if any(decoded_bytes(spec) == 4 for spec in specs) else "BF16"
-    together = gemm.grouped or gemm.backend in LAYER_BACKENDS
-    products = experts if together else 1
-    calls = microbatches * experts / products
+        exact = all(spec.exact_in_bf16 for spec in gemm.operands.both if spec is not None)
+        elements = "BF16" if exact else "FP32"
+    products = experts if gemm.grouped or gemm.backend in LAYER_BACKENDS else 1
     return GemmCost(
         layer=plan.layer.name,
         gemm_name=gemm.name,
         size=size,
         elements=gemm.elements,
-        bf16=microbatches * experts * gemm_seconds(gpu, "BF16", *shape),
-        gemm=calls * gemm_seconds(gpu, elements, *shape, products=products),
-        quantise=quantise,
+        bf16=experts * gemm_seconds(gpu, "BF16", *shape),
+        gemm=experts / products * gemm_seconds(gpu, elements, *shape, products=products),
         emulated=emulated,
     )

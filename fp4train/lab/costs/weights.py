@@ -17,7 +17,7 @@ from fp4train.parallel.config import Mesh
 from fp4train.parameters import ParameterSpec, Split, declared
 from fp4train.precision.blocks import block_paths
 from fp4train.precision.gather import WireForm, wire_form
-from fp4train.precision.layer_plan import LayerPlan, part_of
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize.source import source_bytes
 
 _SIDE: Final = 1 << 12
@@ -50,15 +50,13 @@ class ModelWeight:
     """One parameter.
 
     Args:
-        name: name of the parameter.
         shape: shape of the whole parameter.
         spec: its entry in the table of parameters.
         block: index of its block; None outside the blocks.
-        plan: plan of the linear layer whose weight it is.
+        plan: plan of a rank's part of the linear layer whose weight it is.
         tied: whether it is the tensor of another parameter.
     """
 
-    name: str
     shape: tuple[int, ...]
     spec: ParameterSpec
     block: int | None = None
@@ -69,52 +67,39 @@ class ModelWeight:
     def count(self) -> int:
         return math.prod(self.shape)
 
-    def part(self, mesh: Mesh) -> LayerPlan:
-        """The plan of a rank's part of the layer whose weight it is."""
-        assert self.plan is not None
-        cut = "in" if self.spec.cut is Split.IN else "out"
-        return part_of(self.plan, cut, mesh.tensor, self.spec.segments)
-
     def wire(self, mesh: Mesh) -> WireForm:
         """The form in which shards gather it; what lies outside the blocks, and norms, in
         float32.
         """
-        if self.plan is None or self.block is None:
+        if self.plan is None:
             return WireForm()
-        return wire_form(self.part(mesh), mesh.shard, mesh.gather)
+        return wire_form(self.plan, mesh.shard, mesh.gather)
 
     def on_rank(self, mesh: Mesh, *, repeats: bool = False) -> WeightPart:
         """What a rank holds of it; `repeats`: backward runs fprop again."""
         columns = self.shape[-1]
         rows = self.count // columns
         share = 1 / mesh.tensor if self.spec.cut.divides else 1.0
+        elements = share * self.count
         form = self.wire(mesh)
         forward = share * form.bytes(rows, columns, backward=False)
         backward = share * form.bytes(rows, columns, backward=True, repeats=repeats)
         if self.block is None:
             backward = 0.0
-        part = WeightPart(elements=share * self.count, forward=forward, backward=backward)
+        part = WeightPart(elements=elements, forward=forward, backward=backward)
         if self.plan is None:
-            return part._replace(resident=4 * part.elements)
-        dtype = self.plan.table.torch_dtype
-        operands = [self.plan.sources[gemm, "w"].shared for gemm in ("fprop", "dgrad")]
-        sizes = {
-            codes: share * source_bytes(codes, "w", rows, columns)
-            for codes in operands
-            if codes is not None
-        }
-        codes = sum(sizes.values())
+            return part._replace(resident=4 * elements)
+        operands = {self.plan.sources[gemm, "w"].shared for gemm in ("fprop", "dgrad")}
+        sizes = [source_bytes(codes, "w", rows, columns) for codes in operands if codes is not None]
+        codes = share * sum(sizes)
         if sizes:
             read = 2 * codes / len(sizes)  # square blocks are read in both directions, as copies
-        else:
-            read = part.elements * dtype.itemsize
-        if mesh.shard > 1:
-            as_read = form.coded if sizes else form.dtype == dtype
-            gathered = 0.0 if as_read else forward
-            return part._replace(codes=form.coded * codes / mesh.shard, resident=read + gathered)
-        if sizes:
-            return part._replace(codes=read, resident=read)
-        return part._replace(rounded=(dtype.itemsize < 4) * read, resident=read)
+            kept = read if mesh.shard == 1 else form.coded * codes / mesh.shard
+            return part._replace(codes=kept, resident=read + (not form.coded) * forward)
+        dtype = self.plan.table.torch_dtype
+        read = elements * dtype.itemsize
+        rounded = (mesh.shard == 1 and dtype.itemsize < 4) * read
+        return part._replace(rounded=rounded, resident=read + (form.dtype != dtype) * forward)
 
 
 def on_rank(weights: Iterable[ModelWeight], mesh: Mesh, *, repeats: bool = False) -> WeightPart:
@@ -136,7 +121,6 @@ def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[Model
         plan = plans.get(layer) if kind == "weight" else None
         if plan is not None or parameter not in met:
             weight = ModelWeight(
-                name=name,
                 shape=tuple(parameter.shape),
                 spec=specs.get(name, ParameterSpec(name=name, stage="last")),
                 block=next((i for i, at in enumerate(paths) if name.startswith(f"{at}.")), None),
@@ -170,31 +154,28 @@ def tensor_traffic(
         weights: weights of the block.
         stream: bytes of the residual stream in BF16.
     """
-    plans = [(weight.spec.cut, weight.part(mesh)) for weight in weights if weight.plan is not None]
-    into = [plan for cut, plan in plans if cut is Split.OUT]
-    out = [plan for cut, plan in plans if cut is Split.IN]
+    plans = [(weight.spec.cut, weight.plan) for weight in weights if weight.plan is not None]
+    readers = [plan for cut, plan in plans if cut is Split.OUT]
+    writers = [plan for cut, plan in plans if cut is Split.IN]
     routed = any(cut is Split.EXPERTS for cut, _ in plans)
     # Layers of one input gather it once.
-    inputs = list({plan.layer.fused or (plan.layer.name,): plan for plan in into}.values())
-    backward_inputs = inputs if mesh.joined else into
-    sums = stream if mesh.joined else 2 * stream  # float32
-    forward = [sums] * (len(out) + routed)
-    backward = [sums] * (len(backward_inputs) + routed)
-    if mesh.sequence:
-        forward += [stream] * routed
-        forward += [_sent(stream, plan, "x", "fprop") for plan in inputs]
-        backward += [stream] * routed
-        backward += [_sent(stream, plan, "dy", "dgrad", "wgrad") for plan in out]
-        backward += [_sent(stream, plan, "x", "wgrad") for plan in backward_inputs]
-    else:
-        forward *= 2
-        backward *= 2
+    inputs = list({plan.layer.fused or (plan.layer.name,): plan for plan in readers}.values())
+    sums = 2 * stream  # float32
+    if mesh.joined:
+        readers = inputs
+        sums = stream
+    forward = [sums] * (len(writers) + routed)
+    backward = [sums] * (len(readers) + routed)
     norms = sum(weight.spec.cut is Split.FEATURES for weight in weights)
-    if norms and into:
-        tokens = stream / 2 / into[0].layer.in_features
-        statistics = [4 * tokens] * 2 * norms
-        return forward + statistics, backward + statistics
-    return forward, backward
+    statistics = 2 * norms * [2 * stream / plan.layer.in_features for plan in readers[:1]]
+    if not mesh.sequence:
+        return 2 * forward + statistics, 2 * backward + statistics
+    forward += [stream] * routed
+    forward += [_sent(stream, plan, "x", "fprop") for plan in inputs]
+    backward += [stream] * routed
+    backward += [_sent(stream, plan, "dy", "dgrad", "wgrad") for plan in writers]
+    backward += [_sent(stream, plan, "x", "wgrad") for plan in readers]
+    return forward + statistics, backward + statistics
 
 
 def _sent(stream: float, plan: LayerPlan, tensor: str, *gemms: str) -> float:

@@ -1,9 +1,8 @@
 """A model with its plan, measured for one microbatch."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,8 +16,6 @@ from fp4train.parallel.config import Mesh
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.recipe import Recipe
-from fp4train.run.state.moments import Moments
-from fp4train.run.state.weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +23,12 @@ class Workload:
     """A model, its plan in one stretch of a run, and one microbatch.
 
     Args:
-        blocks: the distinct blocks.
-        order: index into `blocks` of every block.
+        blocks: every block; those that are alike are one object.
         multiplied: multiplications of every block per token (`models.common.cut.multiplied`).
         last_multiplied: multiplications besides, as of the head, on a pipeline's last stage.
         outside: weights outside the blocks.
         parameters, active_parameters: parameters of the model, and those that one token meets.
-        sequences, seq_len: sizes of a microbatch, over all ranks that share it.
+        sequences, tokens: sizes of a microbatch, over all ranks that share it.
         compiled: whether torch.compile fuses what is between the GEMMs.
         liger: whether Liger's kernels run the loss and, where they are not compiled, what they can
             of the blocks.
@@ -43,26 +39,18 @@ class Workload:
     """
 
     blocks: list[BlockCost]
-    order: list[int]
     multiplied: tuple[int, ...]
     last_multiplied: int
     outside: list[ModelWeight]
     parameters: int
     active_parameters: int
     sequences: int
-    seq_len: int
+    tokens: int
+    states: Mapping[str, float]
     compiled: bool = False
     liger: bool = False
     recomputed: float = 0.0
-    states: Mapping[str, float] = field(
-        default_factory=lambda: {ModelWeights.title: 4.0, Moments.title: 8.0}
-    )
     logit_bytes: float = LOGIT_BYTES
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a microbatch."""
-        return self.sequences * self.seq_len
 
     @property
     def vocabulary(self) -> int:
@@ -81,10 +69,10 @@ class Workload:
         parts = share_blocks(self.multiplied, self.last_multiplied, mesh.pipeline * mesh.virtual)
         return [parts[rank :: mesh.pipeline] for rank in range(mesh.pipeline)]
 
-    def stages(self, mesh: Mesh) -> list[Counter[int]]:
+    def stages(self, mesh: Mesh) -> list[Counter[BlockCost]]:
         """Number of blocks of each kind on every rank of a pipeline."""
         return [
-            Counter(self.order[block] for part in parts for block in part)
+            Counter(self.blocks[index] for part in parts for index in part)
             for parts in self.shares(mesh)
         ]
 
@@ -112,36 +100,34 @@ def workload(
     *,
     sequences: int,
     seq_len: int,
+    states: Mapping[str, float],
     compiled: bool = False,
     liger: bool = False,
-    **settings: Any,
+    recomputed: float = 0.0,
 ) -> Workload:
     """Measure a model on the meta device.
 
     Args:
-        plans: plan of each linear layer in one stretch of a run.
+        plans: plan of a rank's part of each linear layer in one stretch of a run.
         sequences, seq_len: sizes of a microbatch.
-        compiled, liger, settings: see `Workload`.
+        states, compiled, liger, recomputed: see `Workload`.
     """
-    weights: defaultdict[int | None, list[ModelWeight]] = defaultdict(list)
-    for weight in find_weights(model, plans):
-        weights[weight.block].append(weight)
+    weights = find_weights(model, plans)
     tokens = torch.empty(sequences, seq_len, dtype=torch.int64, device="meta")
     own_kernels = liger and not compiled
-    blocks, order = measure_blocks(model, plans, recipe, tokens, weights, liger=own_kernels)
     multiplied_by_block, besides = multiplied(model, find_blocks(model), seq_len)
     groups = weight_groups(model)
     return Workload(
-        blocks=blocks,
-        order=order,
+        blocks=measure_blocks(model, weights, recipe, tokens, liger=own_kernels),
         multiplied=multiplied_by_block,
         last_multiplied=besides,
-        outside=weights[None],
+        outside=[weight for weight in weights if weight.block is None],
         parameters=sum(group.parameters for group in groups),
         active_parameters=sum(group.active for group in groups),
         sequences=sequences,
-        seq_len=seq_len,
+        tokens=tokens.numel(),
+        states=states,
         compiled=compiled,
         liger=liger,
-        **settings,
+        recomputed=recomputed,
     )

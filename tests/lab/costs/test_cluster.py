@@ -9,16 +9,24 @@ from family_models import parameters
 from llama_shapes import SEQ_LEN, SHAPES, measured, model
 
 from fp4train.hardware import Gpu, find_gpu, gpus
+from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import Collectives
 from fp4train.lab.costs.memory import rank_memory
-from fp4train.lab.costs.weights import on_rank, tensor_traffic
+from fp4train.lab.costs.weights import ModelWeight, on_rank, tensor_traffic
 from fp4train.lab.costs.workload import Workload
 from fp4train.parallel.config import Mesh
 from fp4train.parameters import Split
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Recipe
 
 MIB = 2**20
+
+
+def layers_of(block: BlockCost) -> list[ModelWeight]:
+    """The weights of its linear layers."""
+    return [weight for weight in block.weights if weight.plan is not None]
+
+
 GB200 = find_gpu("GB200")
 H100 = find_gpu("H100")
 
@@ -38,7 +46,7 @@ def test_a_block_of_8b_keeps_what_hooks_on_the_whole_block_counted(
     cost = load.blocks[0]
     weights = 0
     if not recipe.quantised:  # the layers keep copies in BF16
-        weights = 2 * sum(weight.count for weight in load.blocks[0].layers)
+        weights = 2 * sum(weight.count for weight in layers_of(load.blocks[0]))
     norms = 2 * 6 * SEQ_LEN * SHAPES["8B"].width
     assert (cost.saved + weights + norms) / MIB == pytest.approx(published, rel=0.005)
 
@@ -59,7 +67,7 @@ def test_biases_norms_of_heads_and_wide_heads_are_counted(name: str, attention: 
 
 
 def test_405b_on_1024_ranks_holds_396_million_parameters_each() -> None:
-    memory = rank_memory(measured("405B", NVFP4(), GB200), Mesh(shard=128, tensor=8))
+    memory = rank_memory(measured("405B", NVFP4(), GB200, tensor=8), Mesh(shard=128, tensor=8))
     assert memory.parameters == pytest.approx(396e6, rel=0.002)
     state = sum(memory.parts[name] for name in ("weights, float32", "moments", "gradients"))
     assert state / 2**30 == pytest.approx(5.9, abs=0.05)
@@ -78,8 +86,8 @@ def test_parameters_of_the_published_shapes() -> None:
 
 def test_a_weight_is_gathered_as_half_a_byte() -> None:
     """Codes and one scale byte per 16×16 block; 2 bytes in BF16."""
-    load = measured("405B", NVFP4(), GB200, backend="emulate")
-    weight = next(w for w in load.blocks[0].weights if w.name.endswith("mlp.down.weight"))
+    load = measured("405B", NVFP4(), GB200, backend="emulate", tensor=8)
+    weight = next(w for w in load.blocks[0].weights if w.spec.name.endswith("mlp.down.weight"))
     mesh = Mesh(shard=128, tensor=8)
     part = weight.on_rank(mesh)
     assert part.forward / part.elements == pytest.approx(0.504, abs=1e-3)
@@ -90,10 +98,11 @@ def test_a_gather_of_405b_under_tensor_parallelism_sends_a_quarter_of_bf16() -> 
     """25.6 and 101 GB per gather of the whole model, where all shards are aligned and the head's
     share is left out.
     """
-    load = measured("405B", NVFP4(), GB200, backend="emulate")
+    load = measured("405B", NVFP4(), GB200, backend="emulate", tensor=8)
     mesh = Mesh(shard=8, replicate=16, tensor=8)
+    layers = layers_of(load.blocks[0])
     sent = {
-        name: on_rank(load.blocks[0].layers, replace(mesh, gather=name)).forward * len(load.order)
+        name: on_rank(layers, replace(mesh, gather=name)).forward * len(load.blocks)
         for name in ("recipe", "bf16")
     }
     assert sent["recipe"] / 1e9 == pytest.approx(25.4, abs=0.3)
@@ -103,8 +112,8 @@ def test_a_gather_of_405b_under_tensor_parallelism_sends_a_quarter_of_bf16() -> 
 def not_coded(load: Workload, mesh: Mesh) -> dict[str, list[str]]:
     """Quantised weights that are not gathered as codes: why → their layers, a name per block."""
     reasons: dict[str, list[str]] = {}
-    for index in load.order:
-        for weight in load.blocks[index].layers:
+    for block in load.blocks:
+        for weight in layers_of(block):
             why = weight.wire(mesh).why
             if mesh.shard > 1 and why is not None:
                 layer = weight.spec.layer.partition(f".{weight.block}.")[2]
@@ -123,10 +132,10 @@ def not_coded(load: Workload, mesh: Mesh) -> dict[str, list[str]]:
 def test_shards_that_cut_blocks_of_scales_are_named(
     name: str, shard: int, tensor: int, expected: dict[int, list[str]]
 ) -> None:
-    load = measured(name, NVFP4(), GB200, backend="emulate")
+    load = measured(name, NVFP4(), GB200, backend="emulate", tensor=tensor)
     mesh = Mesh(shard=shard, tensor=tensor)
     assert not_coded(load, mesh) == {
-        f"a shard of {rows} is not whole blocks of 16": names * len(load.order)
+        f"a shard of {rows} is not whole blocks of 16": names * len(load.blocks)
         for rows, names in expected.items()
     }
 
@@ -151,7 +160,7 @@ def test_a_form_is_gathered_when_its_gemm_runs() -> None:
     mesh = Mesh(shard=8)
     for recipe, bytes_, again in ((MXFP8(), 1 + 1 / 32, 2), (NVFP4(), 0.5 + 1 / 256, 1)):
         load = measured("8B", recipe, GB200, backend="emulate")
-        weight = next(w for w in load.blocks[0].weights if w.name.endswith("mlp.down.weight"))
+        weight = next(w for w in load.blocks[0].weights if w.spec.name.endswith("mlp.down.weight"))
         part = weight.on_rank(mesh)
         repeated = weight.on_rank(mesh, repeats=True)
         sent = [part.forward, part.backward, repeated.backward]
@@ -173,7 +182,7 @@ def test_what_is_sent_is_what_a_run_sends() -> None:
     weight = next(
         w
         for w in measured("8B", BF16(), H100).blocks[0].weights
-        if w.name.endswith(f"{down}.weight")
+        if w.spec.name.endswith(f"{down}.weight")
     )
     assert weight.on_rank(Mesh(shard=8)).forward == 2 * weight.count
 
@@ -193,7 +202,7 @@ def test_packed_bytes_are_those_of_a_quantised_tensor() -> None:
 
 
 def test_the_parts_of_a_step_add_up_and_the_bubble_is_its_share() -> None:
-    load = measured("405B", NVFP4(), GB200)
+    load = measured("405B", NVFP4(), GB200, tensor=8)
     cost = ClusterCost(load, GB200, Mesh(shard=8, tensor=8, pipeline=2, microbatches=8))
     staged = {k: v for k, v in cost.parts.items() if k != "optimizer"}
     assert cost.parts["pipeline bubble"] / sum(staged.values()) == pytest.approx(cost.mesh.bubble)
@@ -227,7 +236,7 @@ def test_recomputation_keeps_inputs_only_and_costs_a_forward_pass() -> None:
 
 
 def test_a_recomputed_forward_pass_sends_again_what_tensor_parallel_ranks_exchange_in_it() -> None:
-    load = measured("8B", BF16(), H100)
+    load = measured("8B", BF16(), H100, tensor=8)
     mesh = Mesh(tensor=8, microbatches=2)
     block = load.blocks[0]
     forward, _ = tensor_traffic(block.weights, block.input, mesh)
@@ -256,29 +265,30 @@ def test_activations_sent_as_codes_are_a_quarter_of_bf16_and_a_little() -> None:
     """Per block of 8 B: two gathers of x (0.5625 B), two of dy (both forms), five of x again; seven
     float32 sums.
     """
-    load = measured("8B", NVFP4(), H100, backend="emulate")
+    load = measured("8B", NVFP4(), H100, backend="emulate", tensor=8)
     mesh = Mesh(tensor=8)
     elements = SEQ_LEN * 4096
     blocks = 32
     sent = {each.name: each.sent for each in ClusterCost(load, H100, mesh).collectives}
     expected = 7 / 8 * elements * blocks * ((2 + 2 * 2 + 5) * 0.5625 + 7 * 4)
     assert sent["tensor gathers and scatters"] == pytest.approx(expected, rel=1e-3)
-    in_bf16 = ClusterCost(measured("8B", BF16(), H100), H100, Mesh(tensor=8, joined=True))
+    load = measured("8B", BF16(), H100, tensor=8)
+    in_bf16 = ClusterCost(load, H100, Mesh(tensor=8, joined=True))
     plain = {each.name: each.sent for each in in_bf16.collectives}
     assert plain["tensor gathers and scatters"] == pytest.approx(7 / 8 * elements * blocks * 10 * 2)
 
 
 def test_what_tensor_parallel_ranks_send_follows_from_the_table_of_parameters() -> None:
     """Attention and MLP send as much as each other; what the table does not cut sends nothing."""
-    kind = measured("8B", BF16(), H100).blocks[0]
+    kind = measured("8B", BF16(), H100, tensor=8).blocks[0]
     mesh = Mesh(tensor=8, joined=True)
 
     def sent(uncut: str) -> list[float]:
         weights = [
             replace(weight, spec=replace(weight.spec, cut=Split.WHOLE))
-            if uncut in weight.name
+            if uncut in weight.spec.name
             else weight
-            for weight in kind.layers
+            for weight in layers_of(kind)
         ]
         return [sum(sizes) for sizes in tensor_traffic(weights, kind.input, mesh)]
 
@@ -306,7 +316,7 @@ def test_the_first_stage_of_1f1b_holds_a_microbatch_per_stage() -> None:
 def test_a_stage_rounds_its_weights_to_bf16_once_whatever_is_in_flight() -> None:
     """And shards round what they send, which is freed after each use."""
     load = measured("8B", BF16(), H100, compiled=False)
-    inner = sum(w.count for kind in load.order for w in load.blocks[kind].weights if w.plan)
+    inner = sum(w.count for block in load.blocks for w in layers_of(block))
     for microbatches in (1, 16):
         memory = rank_memory(load, Mesh(pipeline=4, microbatches=microbatches))
         assert memory.parts["weights in BF16"] == 2 * inner / 4
@@ -317,7 +327,7 @@ def test_embedding_and_head_count_in_what_is_sent() -> None:
     """In float32, once per microbatch, and their gradients once per step."""
     load = measured("8B", NVFP4(), GB200, backend="emulate")
     outside = 4 * sum(weight.count for weight in load.outside)
-    blocks = sum(on_rank(load.blocks[kind].weights, Mesh(shard=8)).forward for kind in load.order)
+    blocks = sum(on_rank(block.weights, Mesh(shard=8)).forward for block in load.blocks)
     cost = ClusterCost(load, GB200, Mesh(shard=8, microbatches=2))
     sent = {each.name: each.sent for each in cost.collectives}
     assert sent["weight gathers"] == pytest.approx(7 / 8 * 2 * (2 * blocks + outside))
@@ -380,6 +390,6 @@ def test_what_a_computation_hides_is_not_counted_and_what_is_left_of_it_hides_mo
 def test_405b_on_1024_gpus_is_planned_in_seconds() -> None:
     model.cache_clear()
     started = time.process_time()
-    load = measured("405B", NVFP4(), GB200)
+    load = measured("405B", NVFP4(), GB200, tensor=8)
     ClusterCost(load, GB200, Mesh(shard=128, tensor=8))
     assert time.process_time() - started < 8

@@ -35,7 +35,7 @@ def estimated(recipe: Recipe, backend: str) -> Workload:
     every_layer = LayerPolicy(first=0, last=0)
     plan = make_plan(find_layers(model).values(), timeline, every_layer, **options)
     layers = plan.stretches[0].layers
-    return workload(model, layers, recipe, sequences=SEQUENCES, seq_len=TOKENS)
+    return workload(model, layers, recipe, sequences=SEQUENCES, seq_len=TOKENS, states={})
 
 
 @pytest.mark.parametrize("backend", ["emulate", "te"])
@@ -54,7 +54,7 @@ def test_dgrad_and_wgrad_cost_a_product_in_bf16_and_the_decoding(backend: str) -
     recipe = NVFP4(backward="dequantised")
     layer = find_layers(torch.nn.Sequential(torch.nn.Linear(1024, 2048)))["0"]
     plan = resolve(layer, recipe, None, backend, Device.elsewhere(B200))
-    rows = {row.gemm_name: row for row in layer_costs(plan, B200, 4096, 1)}
+    rows = {row.gemm_name: row for row in layer_costs(plan, B200, 4096)}
     for gemm in ("dgrad", "wgrad"):
         assert rows[gemm].gemm == rows[gemm].bf16
         assert rows[gemm].quantise > 0

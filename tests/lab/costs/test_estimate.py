@@ -251,7 +251,7 @@ def planned(backend: str) -> LayerPlan:
 
 def quantised(plan: LayerPlan, weight_passes: float) -> float:
     """Seconds of quantising in a step of 8192 tokens."""
-    return sum(r.quantise for r in layer_costs(plan, B200, 8192, 1, weight_passes=weight_passes))
+    return sum(row.quantise for row in layer_costs(plan, B200, 8192, weight_passes))
 
 
 def test_decoded_square_blocks_are_made_once_and_codes_for_each_axis() -> None:

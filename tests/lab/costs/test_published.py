@@ -57,6 +57,7 @@ class Point:
             sequences=self.sequences,
             compiled=self.compiled,
             recomputed=self.recomputed,
+            tensor=self.mesh.tensor,
         )
         load = replace(load, logit_bytes=CROSS_ENTROPY)
         return ClusterCost(load, self.gpu, self.mesh)

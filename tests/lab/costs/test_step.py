@@ -8,7 +8,7 @@ from llama_shapes import measured
 from fp4train.cli import main
 from fp4train.hardware import find_gpu
 from fp4train.lab.costs import cluster
-from fp4train.lab.costs.roofline import gemm_seconds, sustained
+from fp4train.lab.costs.roofline import gemm_seconds
 from fp4train.precision import NVFP4
 
 ROOT = Path(__file__).parents[3]
@@ -113,7 +113,7 @@ def test_the_table_prices_the_kernels_that_run_and_names_them(
     assert others["loss"] == pytest.approx(52 * logits / speed * 1e3, rel=0.005)
     sizes = [(TOKENS, VOCABULARY, 2048), (TOKENS, 2048, VOCABULARY), (VOCABULARY, 2048, TOKENS)]
     head = sum(gemm_seconds(find_gpu("B200"), "BF16", *size) for size in sizes)
-    head /= sustained(find_gpu("B200"))
+    head /= find_gpu("B200").sustained
     assert parts["GEMMs of the head"] == pytest.approx(1e3 * head, rel=0.005)
     assert parts["elementwise"] < others["elementwise"] / 2
     said = (
