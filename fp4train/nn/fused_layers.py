@@ -10,17 +10,17 @@ the codes (`normed_linears.py`, `gated_mlp.py`). Layers whose GEMMs a backend ru
 (Transformer Engine) get the codes as the backend's own tensor (`backend_sources.py`).
 
 Whether it can be done is asked in each call, of the executors that the layers hold then
-(`why_not`), and of the call itself: no gradients, torch.compile, torch.autocast, hooks, and anomaly
-detection leave norms and gates to the model, with the same numbers but for the last digits of
-1/√(mean + ε).
+(`why_not`), of the modules that would not be called (`watched`), and of the call itself: no
+gradients, torch.compile, torch.autocast and anomaly detection leave norms and gates to the model,
+with the same numbers but for the last digits of 1/√(mean + ε).
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ from fp4train.precision.context import State
 from fp4train.quantize import produced
 from fp4train.quantize.produced import SourceTensors
 
-_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 FormPair = tuple[Prepared, Prepared]
 CodeReader = Gemms | BackendLayer
 """Executors that take codes; those of subclasses do not."""
@@ -158,69 +157,40 @@ def forms_from(
     )
 
 
-class LayerOutputs(NamedTuple):
-    """What stands for the input of a module: the outputs of the layers that read it.
-
-    The norm and the layers that read it lie in different modules, whose forward passes are the
-    model's: the result is handed from one to the other in the place of the tensor that is not made.
+class NamesKernel:
+    """A module whose class names the kernels that compute the same: `class RMSNorm(StreamNorm,
+    kernel="norm")`. A subclass may compute otherwise, and inherits no name.
     """
 
-    tensors: tuple[Tensor, ...]
+    kernel: ClassVar[str] = ""
+    """The kind of `SourceTensors` that those kernels read; "": there are none."""
+
+    def __init_subclass__(cls, *, kernel: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.kernel = kernel
 
 
-class ModuleOutput(NamedTuple):
-    """What stands for the input of a module: its output, as `LayerOutputs`."""
-
-    tensor: Tensor
-
-
-def takes_outputs(forward: _Forward) -> _Forward:
-    """Mark the forward pass of a module that takes `LayerOutputs` in the place of its input, and
-    `ModuleOutput` if it is a gated MLP.
-    """
-    forward.takes_outputs = True  # type: ignore[attr-defined]
-    return forward
+def kernel_of(module: nn.Module) -> str:
+    """The name of the kernels that compute what a module does; "": its class names none."""
+    return module.kernel if isinstance(module, NamesKernel) else ""
 
 
-def outputs_of(x: Tensor | LayerOutputs, *layers: nn.Module) -> Sequence[Tensor]:
-    """The outputs of the layers that read x."""
-    if isinstance(x, LayerOutputs):
-        return x.tensors
-    return [layer(x) for layer in layers]
-
-
-def overrides(module: nn.Module, declaration: str, *methods: str) -> bool:
-    """Whether a module has other `methods` than the class that sets the attribute `declaration`:
-    what this tells of them is not known to be true then. Without the attribute it has not.
-
-    Classes and instances are read, since neither a subclass of a user's own nor a library that
-    replaces `forward` of one module (accelerate) declares that it does.
-    """
-    if not hasattr(module, declaration):
-        return False
-    for owner in (module, *type(module).__mro__):
-        names = vars(owner)
-        if declaration in names:
-            return False
-        if any(method in names for method in methods):
-            return True
-    return False
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether anybody registered a hook on a module, or on all modules: its input, output and
-    gradients must be true tensors then.
+def watched(*modules: nn.Module) -> bool:
+    """Whether other code sees or replaces the calls of any of the modules: by a hook on it, by one
+    on all modules, or by a forward pass of its own (as accelerate gives it). It must be called
+    then, so that its input, output and gradients are true tensors: no function computes it.
 
     torch has no public way to ask. A hook that is registered to see those of others makes backward
     hooks full ones from then on, also when it is removed: torch's own dictionaries are read.
     """
     everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
-    return bool(
-        everywhere
-        or module._forward_hooks
+    return everywhere or any(
+        module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+        or "forward" in vars(module)
+        for module in modules
     )
 
 
@@ -273,6 +243,11 @@ class FusedLayers(nn.Module, ABC):
         """Layers whose outputs it is made of, if their gradients are quantised here, too."""
         return ()
 
+    @property
+    def replaced(self) -> tuple[nn.Module, ...]:
+        """The modules that are not called where its function runs: `watched` ones let none run."""
+        return (*self.readers, *self.writers)
+
     def why_never(self) -> str | None:
         """Why the modules that it is made of take no codes, whatever their plan; None: they do."""
         for layer in (*self.readers, *self.writers):
@@ -305,10 +280,11 @@ class FusedLayers(nn.Module, ABC):
             or x.numel() == 0
             or torch_autocasts(x.device.type)
             or torch.is_anomaly_enabled()
+            or watched(*self.replaced)
         ):
             return None
         layers: tuple[PlannedLayer, ...] = self.readers + self.writers
-        if not all(layer.weight.requires_grad for layer in layers) or any(map(has_hooks, layers)):
+        if not all(layer.weight.requires_grad for layer in layers):
             return None
         candidates = [layer.executor_now(x.device, x.dtype) for layer in layers]
         executors = tuple(executor for executor, _ in candidates)

@@ -23,7 +23,7 @@ from fp4train.nn.backend_sources import matrix
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor, LayerFunction, Saved
 from fp4train.nn.executors.whole_layer import BackendLayer
-from fp4train.nn.fused_layers import FusedLayers, LayerOutputs, forms_from, outputs_of, overrides
+from fp4train.nn.fused_layers import FusedLayers, forms_from, kernel_of
 from fp4train.nn.fused_norm import (
     FusedCall,
     KernelNorm,
@@ -43,8 +43,7 @@ class GatedMLP(FusedLayers):
     """down(silu(gate(x)) ⊙ up(x)) of three layers of a module.
 
     Args:
-        mlp: the module, which computes it otherwise. Where its class says so (`source`), it is not
-            done for a subclass with a forward pass of its own.
+        mlp: the module, which computes it otherwise; its class names the kernels ("gate").
         gate, up, down: names of the layers in it.
     """
 
@@ -74,33 +73,45 @@ class GatedMLP(FusedLayers):
         return (*self.writers, *self.readers)
 
     def why_never(self) -> str | None:
-        source = getattr(self.owner, "source", self.kind)
-        if source != self.kind or overrides(self.owner, "source", "forward"):
+        if kernel_of(self.owner) != self.kind:
             return f"no kernel computes {type(self.owner).__name__}"
         return super().why_never()
 
-    def forward(self, x: Tensor | LayerOutputs) -> Tensor | None:
-        """y [..., N] of x [..., K], or of the outputs of gate and up; None: the codes cannot be
-        made here.
+    def forward(self, x: Tensor) -> Tensor | None:
+        """y [..., N] of x [..., K]; None: the codes cannot be made here.
 
         Raises:
             RuntimeError: gate and up have been called for different tokens of the step.
         """
-        like = x.tensors[0] if isinstance(x, LayerOutputs) else x
-        ready = self.ready_for(like)
+        ready = self.ready_for(x)
         if ready is None:
             return None
-        (down, *of_sources), now = ready
-        if isinstance(down, BackendLayer):
-            gate, up = outputs_of(x, *self.writers)
-            calls = self._calls(now, of_sources, like.numel() // like.shape[-1])
-            codes = LayerFunction.apply(GateCodesCall(calls, down), gate, up)  # type: ignore[no-untyped-call]
-            (y_MN,) = multiplied_codes(self.readers, [down], [codes], now)
-        elif isinstance(x, LayerOutputs):
+        if isinstance(ready[0][0], BackendLayer):
+            gate, up = [layer(x) for layer in self.writers]
+            return self._by_backend_layers(ready, gate, up)
+        y_MN, _ = self.multiplied(ready, x.reshape(-1, x.shape[-1]))
+        return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
+
+    def of_outputs(self, gate: Tensor, up: Tensor) -> Tensor | None:
+        """y [..., N] of the outputs of gate and up, layers of a backend; None: the codes cannot be
+        made from them.
+
+        Raises:
+            RuntimeError: see `forward`.
+        """
+        ready = self.ready_for(gate)
+        if ready is None or not isinstance(ready[0][0], BackendLayer):
             return None
-        else:
-            y_MN, _ = self.multiplied(ready, x.reshape(-1, x.shape[-1]))
-        return y_MN.view(*like.shape[:-1], y_MN.shape[-1])
+        return self._by_backend_layers(ready, gate, up)
+
+    def _by_backend_layers(self, ready: Ready, gate: Tensor, up: Tensor) -> Tensor:
+        """y [..., N] of the outputs of gate and up."""
+        (down, *of_sources), now = ready
+        assert isinstance(down, BackendLayer)
+        calls = self._calls(now, of_sources, gate.numel() // gate.shape[-1])
+        codes = LayerFunction.apply(GateCodesCall(calls, down), gate, up)  # type: ignore[no-untyped-call]
+        (y_MN,) = multiplied_codes(self.readers, [down], [codes], now)
+        return y_MN.view(*gate.shape[:-1], y_MN.shape[-1])
 
     def ready_for(self, x: Tensor, *, normed: bool = False) -> Ready | None:
         """What the call takes, where codes can be made from tensors like x; `normed`: after a

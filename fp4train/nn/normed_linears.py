@@ -3,31 +3,24 @@ computed, and stay in the context of one autograd function.
 
     h = x + change    n = RMSNorm(h)    y_i = n·w_iᵀ
 
-A block says which: `NormedLinears(self, "attention_norm", "attention")`, and that module names them
-as its `input_layers`. The result, in the place of n, is `LayerOutputs` for the forward pass of that
-module, which asks for them by `outputs_of`.
-Where the codes cannot be made, or hooks watch one of the modules, the norm is called by itself, and
-the module gets n.
+A `Mixer` says which layers read its input, and what it makes of their outputs. Its block calls it
+through a `NormedLinears(self, "attention_norm", "attention")`, which gives the mixer's result for
+the norm of the stream, and the stream. Where the codes cannot be made, or one of the modules is
+`watched`, it calls the norm and the mixer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fp4train.nn.engine import LayerFunction
+from fp4train.nn.engine import Executor, LayerFunction
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
-from fp4train.nn.fused_layers import (
-    FusedLayers,
-    LayerOutputs,
-    ModuleOutput,
-    has_hooks,
-    overrides,
-)
+from fp4train.nn.fused_layers import FusedLayers, NamesKernel, kernel_of
 from fp4train.nn.fused_norm import (
     BackendNorm,
     KernelNorm,
@@ -37,19 +30,48 @@ from fp4train.nn.fused_norm import (
     parameters_of,
 )
 from fp4train.nn.gated_mlp import GatedMLP
+from fp4train.precision.context import State
 from fp4train.quantize.quantizer import PLAIN
 
 StreamOrTerms = Tensor | tuple[Tensor, Tensor]
 """The residual stream [..., K], or its two terms: x and change."""
 
 
+class Mixer(NamesKernel, nn.Module):
+    """A module whose input its `input_layers` read, and nothing else does:
+    y = mixed(their outputs, further arguments).
+
+    A subclass gives `mixed`. With a forward pass of its own it gives both, or is called with its
+    input, as any module.
+    """
+
+    input_layers: tuple[str, ...] = ()
+    """Names of the layers that read the input."""
+
+    mixed: Callable[..., Tensor]
+    """y [..., width] of the outputs of the input layers, and of what `forward` takes beside x."""
+
+    takes_outputs: ClassVar[bool] = True
+    """Whether `mixed` computes what `forward` does after the input layers."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls):
+            cls.takes_outputs = "mixed" in vars(cls)
+
+    def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """y of x [..., width]."""
+        outputs = [getattr(self, name)(x) for name in self.input_layers]
+        return self.mixed(*outputs, *arguments, **options)
+
+
 class NormedLinears(FusedLayers):
-    """(n or `LayerOutputs`, h) of a residual stream.
+    """(y of a reader that is called with the norm of h, h) of a residual stream h.
 
     Args:
         block: the module that has norm and reader.
-        norm: name in it of the norm, with `of_stream(stream)` → (n, h), and `source`, its kind of
-            `SourceTensors`, or "". A subclass that overrides what the norm computes sets its own.
+        norm: name in it of the norm, with `of_stream(stream)` → (n, h), whose class names its
+            kernels ("norm", "root").
         reader: name in it of the module that is called with n. The layers that read n are its
             `input_layers`, names in it; without these it is not said.
     """
@@ -60,9 +82,7 @@ class NormedLinears(FusedLayers):
 
     @property
     def kind(self) -> str:
-        if overrides(self.owner, "source", "normalised", "of_stream", "forward"):
-            return ""
-        return str(getattr(self.owner, "source", ""))
+        return kernel_of(self.owner)
 
     @property
     def owner(self) -> nn.Module:
@@ -80,6 +100,10 @@ class NormedLinears(FusedLayers):
         reader = self.reader
         return tuple([attrgetter(name)(reader) for name in getattr(reader, "input_layers", ())])
 
+    @property
+    def replaced(self) -> tuple[nn.Module, ...]:
+        return (self.owner, self.reader, *self.readers)
+
     def why_never(self) -> str | None:
         if self.kind not in ("norm", "root"):
             return f"no kernel computes {type(self.owner).__name__}"
@@ -90,60 +114,60 @@ class NormedLinears(FusedLayers):
             )
         return reason
 
-    def forward(self, stream: StreamOrTerms) -> tuple[Any, Tensor]:
+    def forward(
+        self, stream: StreamOrTerms, *arguments: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(y, h); the reader takes the further arguments."""
         norm: Any = self.owner
-        if self.enabled and (fused := self._fused(norm, stream)) is not None:
-            return fused
-        unfused: tuple[Tensor, Tensor] = norm.of_stream(stream)
-        return unfused
-
-    def _fused(self, norm: Any, stream: StreamOrTerms) -> tuple[Any, Tensor] | None:
-        """The result where the norm is quantised; None: it is not."""
-        if not self.asked:
-            self.asked = True
+        reader: Any = self.reader
         x, change = stream if isinstance(stream, tuple) else (stream, None)
-        reader = self.reader
-        if (
-            norm.eps is None
-            or type(norm.weight) not in PLAIN
-            or not (change is None or _adds(x, change))
-            or has_hooks(norm)
-            or has_hooks(reader)
-            or self.kind not in ("norm", "root")
-            or not _takes_outputs(reader)
-        ):
-            return None
-        ready = self.ready(x)
+        ready = self._ready_for(norm, reader, x, change) if self.enabled else None
         if ready is None:
-            return None
+            n, h = norm.of_stream(stream)
+            return reader(n, *arguments, **options), h
         executors, now = ready
-        layers = self.readers
-        weight_K = norm.weight
-        first_reader = executors[0]
-        if isinstance(first_reader, BackendLayer):
-            return self._by_backend_layers(norm, x, change, executors, now)
-        assert isinstance(first_reader, Gemms)
-        kernels = KernelNorm(self.kind, norm.eps, first_reader)
         mlp = getattr(reader, "fused", None)
-        if isinstance(mlp, GatedMLP) and (ready_mlp := mlp.ready_for(x, normed=True)) is not None:
-            y, h = mlp.multiplied(ready_mlp, x, change, weight_K, kernels)
+        gated = mlp if isinstance(mlp, GatedMLP) else None
+        if isinstance(executors[0], BackendLayer):
+            outputs, h = self._by_backend_layers(norm, x, change, executors, now)
+            y = None if gated is None else gated.of_outputs(*outputs)
+            return reader.mixed(*outputs, *arguments, **options) if y is None else y, h
+        assert isinstance(executors[0], Gemms)
+        kernels = KernelNorm(self.kind, norm.eps, executors[0])
+        if gated is not None and (ready_mlp := gated.ready_for(x, normed=True)) is not None:
+            y, h = gated.multiplied(ready_mlp, x, change, norm.weight, kernels)
             assert h is not None
-            return ModuleOutput(y), h
-        tokens = x.numel() // x.shape[-1]
+            return y, h
+        layers = self.readers
         calls = [
-            layer.call_in(now, executor, tokens)
+            layer.call_in(now, executor, x.numel() // x.shape[-1])
             for layer, executor in zip(layers, executors, strict=True)
         ]
         *outputs, h = LayerFunction.apply(  # type: ignore[no-untyped-call]
-            NormedCall(kernels, calls), x, change, weight_K, *parameters_of(layers)
+            NormedCall(kernels, calls), x, change, norm.weight, *parameters_of(layers)
         )
-        return LayerOutputs(tuple([y.view(*x.shape[:-1], y.shape[-1]) for y in outputs])), h
+        return reader.mixed(*_shaped(outputs, x), *arguments, **options), h
+
+    def _ready_for(
+        self, norm: Any, reader: nn.Module, x: Tensor, change: Tensor | None
+    ) -> tuple[list[Executor], State] | None:
+        """See `ready`; None also where no kernel computes this norm of these tensors."""
+        if not self.asked:
+            self.asked = True
+        if (
+            self.kind not in ("norm", "root")
+            or norm.eps is None
+            or type(norm.weight) not in PLAIN
+            or not (change is None or _adds(x, change))
+            or not _takes_outputs(reader)
+        ):
+            return None
+        return self.ready(x)
 
     def _by_backend_layers(
-        self, norm: Any, x: Tensor, change: Tensor | None, executors: Sequence[Any], now: Any
-    ) -> tuple[LayerOutputs, Tensor]:
-        """The outputs of layers whose GEMMs a backend runs together."""
-        shape = x.shape[:-1]
+        self, norm: Any, x: Tensor, change: Tensor | None, executors: Sequence[Any], now: State
+    ) -> tuple[list[Tensor], Tensor]:
+        """(The outputs of layers whose GEMMs a backend runs together, h)."""
         count = len(executors)
         if self.by_backend:
             # its kernel takes no gradient of h: autograd adds that of the stream
@@ -153,8 +177,7 @@ class NormedLinears(FusedLayers):
         else:
             call = NormCodesCall(KernelNorm(self.kind, norm.eps, executors[0]), count)
             *codes, h = LayerFunction.apply(call, x, change, norm.weight)  # type: ignore[no-untyped-call]
-        outputs = multiplied_codes(self.readers, executors, codes, now)
-        return LayerOutputs(tuple([y.view(*shape, y.shape[-1]) for y in outputs])), h
+        return _shaped(multiplied_codes(self.readers, executors, codes, now), x), h
 
 
 def _adds(x: Tensor, change: Tensor) -> bool:
@@ -162,5 +185,10 @@ def _adds(x: Tensor, change: Tensor) -> bool:
     return (type(change), change.dtype, change.shape) == (type(x), x.dtype, x.shape)
 
 
+def _shaped(outputs: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """Outputs [M, N] of layers that read x [..., K], as [..., N]."""
+    return [y_MN.view(*x.shape[:-1], y_MN.shape[-1]) for y_MN in outputs]
+
+
 def _takes_outputs(reader: nn.Module) -> bool:
-    return getattr(reader.forward, "takes_outputs", False)
+    return isinstance(reader, Mixer) and reader.takes_outputs

@@ -3,6 +3,7 @@ without, in Triton's interpreter, with recorded products in the place of scaled_
 are left to the model.
 """
 
+import functools
 import json
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +24,7 @@ from fp4train.models.llama import Llama
 from fp4train.models.moe import MixtureOfExperts
 from fp4train.nn import Linear
 from fp4train.nn.executors import make_executor
-from fp4train.nn.fused_layers import outputs_of, takes_outputs, why_not
+from fp4train.nn.fused_layers import why_not
 from fp4train.nn.gated_mlp import GatedMLP
 from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, FP8Row, Layer, Recipe, resolve
 from fp4train.precision.context import state
@@ -72,9 +73,9 @@ def called(self, x, cos, sin, *_):  # a block that calls its norms as modules
     return x + self.mlp(self.mlp_norm(x))
 
 class Apart(NormedLinears):  # torch adds beside its kernels
-    def forward(self, stream):
+    def forward(self, stream, *arguments, **options):
         h = summed(stream)
-        return super().forward(h)[0], h
+        return super().forward(h, *arguments, **options)[0], h
 
 def trained(recipe, kernels, hooked=False, keep=None, shape=Llama, **options):
     native_on_cpu.quantise_by("auto" if kernels == "torch" else "triton")
@@ -301,17 +302,45 @@ def test_a_norm_that_hooks_watch_runs_as_a_module(change: torch.Tensor | None) -
     assert not norm.operators.add_rms_norm.called
 
 
+def hook(module: torch.nn.Module, seen: list[Any]) -> None:
+    module.register_forward_hook(lambda module, given, y: seen.append((given[0], y)))
+
+
+def replace_forward(module: torch.nn.Module, seen: list[Any]) -> None:
+    """As accelerate does."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def noted(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        y = forward(x, *arguments)
+        seen.append((x, y))
+        return y
+
+    module.forward = noted
+
+
+@pytest.mark.parametrize("watch", [hook, replace_forward])
 @pytest.mark.parametrize("watched", ["attention_norm", "attention", "attention.wk"])
-def test_modules_that_hooks_watch_are_called_with_true_tensors(watched: str) -> None:
-    """The norm, the module that reads it, and each of its layers: no executor is asked for codes."""
-    block = f4.convert(Llama(width=64, layers=1, heads=2).build(vocab_size=60, seq_len=8)).blocks[0]
-    for name in block.attention.input_layers:
-        block.attention.get_submodule(name).executor_now = Mock(side_effect=AssertionError)
-    block.get_submodule(watched).register_forward_hook(lambda *_: None)
+def test_modules_that_other_code_watches_are_called_with_true_tensors(
+    watched: str, watch: Any
+) -> None:
+    """The norm, the module that reads it, and each of its layers: executors are not asked for codes,
+    as they are where nobody watches.
+    """
+    model = f4.convert(Llama(width=64, layers=1, heads=2).build(vocab_size=60, seq_len=8))
+    block = model.blocks[0]
     block.attention_in.enabled = True
+    block.attention_in.resolve = Mock(side_effect=LookupError)
     x = torch.randn(1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
-    y, h = block.attention_in(x)
-    assert torch.equal(y, block.attention_norm(x)) and h is x
+    angles = model.positions(0, 8, torch.bfloat16)
+    with f4.autocast(NVFP4(), step=0):
+        with pytest.raises(LookupError):
+            block.attention_in(x, *angles)
+        seen = list[Any]()
+        watch(block.get_submodule(watched), seen)
+        y, h = block.attention_in(x, *angles)
+    assert len(seen) == 1 and {type(tensor) for tensor in seen[0]} == {torch.Tensor}
+    assert h is x and y.shape == x.shape
 
 
 def test_a_module_whose_forward_pass_is_not_ours_gets_true_tensors_and_the_plan_says_so() -> None:
@@ -325,7 +354,7 @@ def test_a_module_whose_forward_pass_is_not_ours_gets_true_tensors_and_the_plan_
     block.mlp_in.enabled = True
     x = torch.randn(1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
     y, _ = block.mlp_in(x)
-    assert torch.equal(block.mlp(y), 2 * block.mlp_norm(x))
+    assert torch.equal(y, 2 * block.mlp_norm(x))
 
 
 class ShiftedNorm(RMSNorm):
@@ -335,36 +364,44 @@ class ShiftedNorm(RMSNorm):
         return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + self._weight(x.dtype), self.eps)
 
 
-class NamedShiftedNorm(ShiftedNorm):
-    source = "norm"
+class NamedShiftedNorm(ShiftedNorm, kernel="norm"):
+    pass
 
 
 class GatedByGelu(SwiGLU):
-    @takes_outputs
-    def forward(self, x: Any) -> torch.Tensor:
-        gate, up = outputs_of(x, self.gate, self.up)
+    def mixed(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = self.down(torch.nn.functional.gelu(gate) * up)
         return product
 
 
+class NamedGelu(GatedByGelu, kernel="gelu"):
+    pass
+
+
+class NamedGate(GatedByGelu, kernel="gate"):
+    pass
+
+
 def test_a_subclass_that_computes_otherwise_inherits_no_kernels() -> None:
     """Unless it says which compute it."""
-    block = Llama(width=64, layers=1, heads=2).build(vocab_size=60, seq_len=8).blocks[0]
+    model = Llama(width=64, layers=1, heads=2).build(vocab_size=60, seq_len=8)
+    block = model.blocks[0]
     block.attention_norm = ShiftedNorm(64, eps=1e-5)
     block.mlp = GatedByGelu(64, 96)
     f4.convert(block)
     assert block.attention_in.why_never() == "no kernel computes ShiftedNorm"
     assert block.mlp_in.why_never() is None
     assert block.mlp.fused.why_never() == "no kernel computes GatedByGelu"
-    block.mlp.source = "gelu"
-    assert block.mlp.fused.why_never() == "no kernel computes GatedByGelu"
-    block.mlp.source = "gate"
-    assert block.mlp.fused.why_never() is None
+    named = f4.convert(NamedGelu(64, 96)).fused
+    assert named.why_never() == "no kernel computes NamedGelu"
+    assert f4.convert(NamedGate(64, 96)).fused.why_never() is None
     block.attention_in.enabled = True
-    x = torch.randn(1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(1, 8, 64, requires_grad=True)
     block.attention_in.ready = Mock(side_effect=AssertionError)
-    y, _ = block.attention_in(x)
-    assert torch.equal(y, block.attention_norm.normalised(x))
+    block.attention.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    seen = list[torch.Tensor]()
+    block.attention_in(x, *model.positions(0, 8, torch.float32))
+    assert torch.equal(seen[0], block.attention_norm.normalised(x))
     block.attention_norm.operators = Mock(spec=Liger)
     y, _ = block.attention_norm.of_stream(StreamTerms(x, x))
     assert torch.equal(y, block.attention_norm.normalised(x + x))

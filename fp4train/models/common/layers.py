@@ -23,33 +23,26 @@ from fp4train.models.common.cut import shared_by, summed_statistic
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible, Operation
 from fp4train.models.common.stream import StreamNorm, StreamTerms
-from fp4train.nn.fused_layers import (
-    LayerOutputs,
-    has_hooks,
-    outputs_of,
-    overrides,
-    takes_outputs,
-)
+from fp4train.nn.fused_layers import watched
+from fp4train.nn.normed_linears import Mixer
 from fp4train.parameters import ParameterSpec, Split, inside, linear, norm
 
 
-class RMSNorm(Fusible, StreamNorm):
+class RMSNorm(Fusible, StreamNorm, kernel="norm"):
     """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16
     activations stay BF16.
     """
-
-    source = "norm"
 
     def normalised(self, x: Tensor) -> Tensor:
         return self.operators.rms_norm(x, self._weight(x.dtype), self.eps)
 
     def of_stream(self, stream: Tensor | StreamTerms) -> tuple[Tensor, Tensor]:
-        if not isinstance(stream, StreamTerms) or not isinstance(self.operators, Liger):
-            return super().of_stream(stream)
         if (
-            self.eps is None
-            or has_hooks(self)
-            or overrides(self, "source", "normalised", "forward")
+            not isinstance(stream, StreamTerms)
+            or not isinstance(self.operators, Liger)
+            or self.kernel != "norm"
+            or self.eps is None
+            or watched(self)
         ):
             return super().of_stream(stream)
         return self.operators.add_rms_norm(*stream, self._weight(stream.x.dtype), self.eps)
@@ -171,7 +164,7 @@ def attention_parameters(name: str, stored: str, *, qk_norm: bool = False) -> li
     return [*inside(name, stored, weights + norms if qk_norm else weights)]
 
 
-class Attention(Fusible, nn.Module):
+class Attention(Fusible, Mixer):
     """softmax(q·kᵀ/√E + causal mask)·v, with the heads combined by `wo`: x [B, T, D] → [B, T, D].
 
     The four projections are linear layers, which `fp4train.convert` replaces; the products of
@@ -188,7 +181,6 @@ class Attention(Fusible, nn.Module):
     """
 
     input_layers = ("wq", "wk", "wv")
-    """The layers that read x, and nothing else does."""
 
     def __init__(
         self,
@@ -227,10 +219,11 @@ class Attention(Fusible, nn.Module):
             return q_BTHE, k_BTHE
         return self.q_norm(q_BTHE), self.k_norm(k_BTHE)
 
-    @takes_outputs
-    def forward(
+    def mixed(
         self,
-        x_BTD: Tensor | LayerOutputs,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         cos_TE: Tensor | None,
         sin_TE: Tensor | None,
         cache: KeyValues | None = None,
@@ -238,14 +231,14 @@ class Attention(Fusible, nn.Module):
         *,
         time: int | None = None,
     ) -> Tensor:
-        """Attention within each sequence; `cos_TE` and `sin_TE` are those of `rope_angles` for its
-        T positions; None: heads are not rotated, and there are `time` positions.
+        """Attention of queries, keys and values within each sequence; `cos_TE` and `sin_TE` are
+        those of `rope_angles` for its T positions; None: heads are not rotated, and there are `time`
+        positions.
 
         With a cache the tokens follow those in it, attend to them too, and are added to it. With a
         mask, bool [B, 1, T, T], a token attends to those that the mask says. If tensor-parallel
         ranks share the tokens, x and the result are this rank's rows [B·T / p, D].
         """
-        q, k, v = outputs_of(x_BTD, self.wq, self.wk, self.wv)
         if time is None:
             if cos_TE is None:
                 time = q.shape[1]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,8 @@ from fp4train.models.common.layers import (
 from fp4train.models.common.operators import Fusible, Operation
 from fp4train.models.common.shape import DecoderShape
 from fp4train.models.common.stream import StreamTerms, handed_on
-from fp4train.nn.fused_layers import LayerOutputs, ModuleOutput, outputs_of, takes_outputs
 from fp4train.nn.gated_mlp import GatedMLP
-from fp4train.nn.normed_linears import NormedLinears
+from fp4train.nn.normed_linears import Mixer, NormedLinears
 from fp4train.parameters import Computed, ParameterSpec, Split, inside, linear, norm
 
 MOST_LAYERS = 4096
@@ -118,16 +117,10 @@ def rotary_ends(shape: RotatedShape, *, copied: bool = False) -> list[ParameterS
     )
 
 
-class SwiGLU(Fusible, nn.Module):
+class SwiGLU(Fusible, Mixer, kernel="gate"):
     """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
 
     input_layers = ("gate", "up")
-    """The layers that read x, and nothing else does."""
-
-    source = "gate"
-    """Its kind of `SourceTensors`, whose kernels compute what `forward` does. A subclass that
-    overrides `forward` inherits no kernels.
-    """
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -136,16 +129,13 @@ class SwiGLU(Fusible, nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
         self.fused = GatedMLP(self)
 
-    @takes_outputs
-    def forward(self, x_BTD: Tensor | LayerOutputs | ModuleOutput) -> Tensor:
-        if isinstance(x_BTD, ModuleOutput):
-            return x_BTD.tensor
-        fused = self.fused
-        if fused.enabled and (out := fused(x_BTD)) is not None:
-            return cast(Tensor, out)
-        gate, up = outputs_of(x_BTD, self.gate, self.up)
-        product: Tensor = self.down(self.operators.silu_product(gate, up))
-        return product
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y: Tensor | None = self.fused(x_BTD) if self.fused.enabled else None
+        return super().forward(x_BTD) if y is None else y
+
+    def mixed(self, gate: Tensor, up: Tensor) -> Tensor:
+        y: Tensor = self.down(self.operators.silu_product(gate, up))
+        return y
 
     def fp4train_operations(self) -> Sequence[Operation]:
         """The product."""
@@ -206,17 +196,16 @@ class RotaryBlock(Fusible, nn.Module):
         cache: KeyValues | None = None,
         mask: Tensor | None = None,
     ) -> Tensor | StreamTerms:
-        y_BTD, x_BTD = self.attention_in(stream)
-        mixed_BTD = self.attention(y_BTD, cos_TE, sin_TE, cache, mask)
-        y_BTD, x_BTD = self.mlp_in(StreamTerms(x_BTD, mixed_BTD))
-        return handed_on(x_BTD, self.transformed(y_BTD, cos_TE.shape[0]))
+        y_BTD, x_BTD = self.attention_in(stream, cos_TE, sin_TE, cache, mask)
+        y_BTD, x_BTD = self.transformed(StreamTerms(x_BTD, y_BTD), cos_TE.shape[0])
+        return handed_on(x_BTD, y_BTD)
 
-    def transformed(self, x_BTD: Any, time: int) -> Tensor:
-        """The MLP's output; `time` is T, which a tensor-parallel rank's share of the tokens does
-        not tell.
+    def transformed(self, stream: StreamTerms, time: int) -> tuple[Tensor, Tensor]:
+        """(The MLP's output, the stream); `time` is T, which a tensor-parallel rank's share of the
+        tokens does not tell.
         """
-        out: Tensor = self.mlp(x_BTD)
-        return out
+        y_and_x: tuple[Tensor, Tensor] = self.mlp_in(stream)
+        return y_and_x
 
 
 class RotatedDecoder(FamilyDecoder):

@@ -24,7 +24,7 @@ from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import first_of_document, short_convolution
 from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.operators import Operation
-from fp4train.nn.fused_layers import LayerOutputs, outputs_of, takes_outputs
+from fp4train.nn.normed_linears import Mixer
 
 STEP = (1e-3, 0.1)
 """The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section
@@ -154,7 +154,7 @@ class ScanState:
         self.window_BKC: Tensor | None = None
 
 
-class Mamba2(HoldsParts, nn.Module):
+class Mamba2(HoldsParts, Mixer):
     """out_proj(norm(scan(silu(conv(x, B, C))) ⊙ silu(z))), with z, x, B, C and dt from in_proj: [B,
     T, D] → [B, T, D].
 
@@ -175,7 +175,6 @@ class Mamba2(HoldsParts, nn.Module):
     """
 
     input_layers = ("in_proj",)
-    """The layers that read x, and nothing else does."""
 
     def __init__(
         self,
@@ -238,10 +237,9 @@ class Mamba2(HoldsParts, nn.Module):
         per_token = self.chunk * (self.conv1d.weight.shape[0] + inner) // 2 + 2 * inner * self.state
         return -(-time // self.chunk) * self.chunk * per_token // time
 
-    @takes_outputs
-    def forward(
+    def mixed(
         self,
-        u_BTD: Tensor | LayerOutputs,
+        projected_BTN: Tensor,
         time: int,
         kept: ScanState | None = None,
         mask_BTT: Tensor | None = None,
@@ -250,15 +248,14 @@ class Mamba2(HoldsParts, nn.Module):
         begins where it does.
 
         Args:
-            u_BTD: or this rank's rows [B·T / p, D], if tensor-parallel ranks share the tokens; so
-                is the result.
+            projected_BTN: output of in_proj, of all tokens also where tensor-parallel ranks share
+                those of x and of the result [B·T / p, D].
             time: T.
         """
         document_BT = first_of_document(mask_BTT)
         inner = self.heads * self.head_dim
         mixed_size = sum(self.mixed_sizes)
-        (projected_BTN,) = outputs_of(u_BTD, self.in_proj)
-        dtype = u_BTD.dtype if isinstance(u_BTD, Tensor) else projected_BTN.dtype
+        dtype = projected_BTN.dtype
         projected_BTN = projected_BTN.view(-1, time, projected_BTN.shape[-1])
         z, mixed, dt = torch.split(projected_BTN, [inner, mixed_size, self.heads], -1)
         deterministic = torch.are_deterministic_algorithms_enabled()

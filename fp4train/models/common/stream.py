@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.models.common.cut import TokenRanks
+from fp4train.nn.fused_layers import NamesKernel
 
 
 class StreamTerms(NamedTuple):
@@ -37,17 +38,12 @@ def handed_on(x: Tensor, change: Tensor) -> Tensor | StreamTerms:
     return StreamTerms(x, change)
 
 
-class StreamNorm(nn.RMSNorm):
+class StreamNorm(NamesKernel, nn.RMSNorm):
     """A norm of a residual stream, which a subclass computes (`normalised`)."""
 
     tensor: TokenRanks | None = None
     """The tensor-parallel ranks, each with the whole weight; with `sequence` they normalise the
     other tokens.
-    """
-
-    source = ""
-    """Its kind of `SourceTensors`, whose kernels compute what `normalised` does; "": none do. A
-    subclass that overrides `normalised` inherits no kernels: it sets its own.
     """
 
     def of_stream(self, stream: Tensor | StreamTerms) -> tuple[Tensor, Tensor]:

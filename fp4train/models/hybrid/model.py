@@ -36,8 +36,7 @@ from fp4train.models.common.scan import STEP, Mamba2, ScanState, step_before_sof
 from fp4train.models.common.scan_kernels import CHOICES
 from fp4train.models.common.shape import DecoderShape, check_pattern
 from fp4train.models.common.stream import StreamTerms, handed_on
-from fp4train.nn.fused_layers import LayerOutputs, outputs_of, takes_outputs
-from fp4train.nn.normed_linears import NormedLinears
+from fp4train.nn.normed_linears import Mixer, NormedLinears
 from fp4train.parameters import (
     ONES,
     Initial,
@@ -183,20 +182,17 @@ class Hybrid(DecoderShape):
         return HybridModel(self, vocab_size, seq_len)
 
 
-class SquaredReluMLP(nn.Module):
+class SquaredReluMLP(Mixer):
     """w_down·relu(w_up·x)²."""
+
+    input_layers = ("up",)
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    input_layers = ("up",)
-    """The layers that read x, and nothing else does."""
-
-    @takes_outputs
-    def forward(self, x_BTD: Tensor | LayerOutputs) -> Tensor:
-        (up,) = outputs_of(x_BTD, self.up)
+    def mixed(self, up: Tensor) -> Tensor:
         out: Tensor = self.down(F.relu(up).square())
         return out
 
@@ -229,13 +225,12 @@ class HybridBlock(nn.Module):
         kept: Any = None,
         mask_BTT: Tensor | None = None,
     ) -> Tensor | StreamTerms:
-        y, x_BTD = self.mixer_in(stream)
         if self.kind == "-":
-            y = self.mixer(y)
+            y, x_BTD = self.mixer_in(stream)
         elif self.kind == "M":
-            y = self.mixer(y, time, kept, mask_BTT)
+            y, x_BTD = self.mixer_in(stream, time, kept, mask_BTT)
         else:
-            y = self.mixer(y, None, None, kept, mask_BTT, time=time)
+            y, x_BTD = self.mixer_in(stream, None, None, kept, mask_BTT, time=time)
         return handed_on(x_BTD, y)
 
     def cache(self, length: int) -> KeyValues | ScanState | None:

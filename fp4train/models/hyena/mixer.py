@@ -35,7 +35,7 @@ from fp4train.models.common.convolution import (
 )
 from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.operators import rotate
-from fp4train.nn.fused_layers import LayerOutputs, outputs_of, takes_outputs
+from fp4train.nn.normed_linears import Mixer
 from fp4train.parameters import (
     ZEROS,
     Normal,
@@ -140,13 +140,12 @@ class ConvolutionState:
         self.state_BCN: Tensor | None = None
 
 
-class GatedConvolution(HoldsParts, nn.Module):
+class GatedConvolution(HoldsParts, Mixer):
     """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]. Tensor-parallel ranks have channels of
     their own.
     """
 
     input_layers = ("in_proj",)
-    """The layers that read x, and nothing else does."""
 
     def __init__(self, width: int, kind: str, filters: FilterShape) -> None:
         super().__init__()
@@ -173,10 +172,9 @@ class GatedConvolution(HoldsParts, nn.Module):
             return 0
         return self.out_proj.weight.shape[1] * transformed(time, taps)
 
-    @takes_outputs
-    def forward(
+    def mixed(
         self,
-        x_BTD: Tensor | LayerOutputs,
+        projected: Tensor,
         time: int,
         kept: ConvolutionState | None = None,
         mask_BTT: Tensor | None = None,
@@ -185,13 +183,11 @@ class GatedConvolution(HoldsParts, nn.Module):
         where it does.
 
         Args:
-            x_BTD: or this rank's rows [B·T / p, D], if tensor-parallel ranks share the tokens; so
-                is the result.
+            projected: output of in_proj, of all tokens also where tensor-parallel ranks share
+                those of x and of the result [B·T / p, D].
             time: T.
         """
         document_BT = first_of_document(mask_BTT)
-        (projected,) = outputs_of(x_BTD, self.in_proj)
-        dtype = x_BTD.dtype if isinstance(x_BTD, Tensor) else projected.dtype
         features, window = short_convolution(
             projected.float().view(-1, time, projected.shape[-1]),
             self.held(self.featuriser)[:, 0],
@@ -205,7 +201,7 @@ class GatedConvolution(HoldsParts, nn.Module):
         y = (self._long if self.kind == "H" else self._explicit)(u, kept, document_BT)
         if self.direct is not None:
             y = y + self.held(self.direct) * u
-        out: Tensor = self.out_proj((q * y).to(dtype))
+        out: Tensor = self.out_proj((q * y).to(projected.dtype))
         return out
 
     def _explicit(
@@ -246,7 +242,7 @@ class GatedConvolution(HoldsParts, nn.Module):
         return y
 
 
-class FusedAttention(nn.Module):
+class FusedAttention(Mixer):
     """Causal attention with rotary positions: [B, T, D] → [B, T, D]. The rows of one weight make q,
     k and v: those of the first head, then those of the second.
 
@@ -257,7 +253,6 @@ class FusedAttention(nn.Module):
     """
 
     input_layers = ("qkv",)
-    """The layers that read x, and nothing else does."""
 
     def __init__(self, *, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -270,10 +265,9 @@ class FusedAttention(nn.Module):
         """Multiplications per token of q·kᵀ and p·v, half of each square."""
         return self.out_proj.weight.shape[1] * time
 
-    @takes_outputs
-    def forward(
+    def mixed(
         self,
-        x_BTD: Tensor | LayerOutputs,
+        heads: Tensor,
         cos_TE: Tensor,
         sin_TE: Tensor,
         kept: KeyValues | None,
@@ -284,7 +278,6 @@ class FusedAttention(nn.Module):
         are this rank's rows [B·T / p, D].
         """
         time = cos_TE.shape[0]
-        (heads,) = outputs_of(x_BTD, self.qkv)
         heads = heads.view(-1, time, self.heads, 3, self.head_dim)
         q, k, v = heads.transpose(1, 2).unbind(-2)
         q = rotate(q, cos_TE, sin_TE)

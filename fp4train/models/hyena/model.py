@@ -38,8 +38,7 @@ from fp4train.models.hyena.mixer import (
     FusedAttention,
     GatedConvolution,
 )
-from fp4train.nn.fused_layers import LayerOutputs, outputs_of, takes_outputs
-from fp4train.nn.normed_linears import NormedLinears
+from fp4train.nn.normed_linears import Mixer, NormedLinears
 from fp4train.parameters import ParameterSpec, inside, norm
 from fp4train.text import check_choice, check_least
 
@@ -119,11 +118,8 @@ class Hyena(DecoderShape):
         return HyenaModel(self, vocab_size, seq_len)
 
 
-class RootNorm(StreamNorm):
-    """w ⊙ x / (√(mean(x²)) + ε), computed in float32."""
-
-    source = "root"
-    """ε is outside of the root."""
+class RootNorm(StreamNorm, kernel="root"):
+    """w ⊙ x / (√(mean(x²)) + ε), computed in float32: ε is outside of the root."""
 
     def normalised(self, x: Tensor) -> Tensor:
         assert self.eps is not None
@@ -134,11 +130,10 @@ class RootNorm(StreamNorm):
         return y
 
 
-class HyenaMLP(nn.Module):
+class HyenaMLP(Mixer):
     """w_down·(a(w_gate·x) ⊙ w_up·x); a is GELU, or nothing."""
 
     input_layers = ("gate", "up")
-    """The layers that read x, and nothing else does."""
 
     def __init__(self, width: int, hidden: int, *, gelu: bool) -> None:
         super().__init__()
@@ -147,9 +142,7 @@ class HyenaMLP(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    @takes_outputs
-    def forward(self, x_BTD: Tensor | LayerOutputs) -> Tensor:
-        gate, up = outputs_of(x_BTD, self.gate, self.up)
+    def mixed(self, gate: Tensor, up: Tensor) -> Tensor:
         out: Tensor = self.down((F.gelu(gate) if self.gelu else gate) * up)
         return out
 
@@ -181,13 +174,12 @@ class HyenaBlock(nn.Module):
         kept: Any = None,
         mask_BTT: Tensor | None = None,
     ) -> Tensor | StreamTerms:
-        y, x_BTD = self.mixer_in(stream)
-        if isinstance(self.mixer, FusedAttention):
-            y = self.mixer(y, cos_TE, sin_TE, kept, mask_BTT)
+        if self.kind == "*":
+            y, x_BTD = self.mixer_in(stream, cos_TE, sin_TE, kept, mask_BTT)
         else:
-            y = self.mixer(y, cos_TE.shape[0], kept, mask_BTT)
+            y, x_BTD = self.mixer_in(stream, cos_TE.shape[0], kept, mask_BTT)
         y, x_BTD = self.mlp_in(StreamTerms(x_BTD, y))
-        return handed_on(x_BTD, self.mlp(y))
+        return handed_on(x_BTD, y)
 
     def cache(self, length: int) -> KeyValues | ConvolutionState:
         """An empty cache for up to `length` tokens."""

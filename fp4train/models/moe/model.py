@@ -30,6 +30,7 @@ from fp4train.models.common.rotary import (
     rotary_ends,
 )
 from fp4train.models.common.router import Balance, ExpertShape, Routers
+from fp4train.models.common.stream import StreamTerms
 from fp4train.parameters import ParameterSpec, inside
 
 
@@ -96,9 +97,9 @@ class MixtureOfExperts(RotaryShape):
 class ExpertBlock(RotaryBlock):
     """A block whose MLP is a layer of experts."""
 
-    def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
-        out: Tensor = self.mlp(x_BTD, time)
-        return out
+    def transformed(self, stream: StreamTerms, time: int) -> tuple[Tensor, Tensor]:
+        y_and_x: tuple[Tensor, Tensor] = self.mlp_in(stream, time)
+        return y_and_x
 
 
 class MixtureModel(RotaryDecoder):

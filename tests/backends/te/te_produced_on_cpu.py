@@ -38,7 +38,7 @@ from fp4train.config import TrainSettings
 from fp4train.hardware import Device
 from fp4train.models.llama import Llama
 from fp4train.nn import PlannedLayer, operands, scaling, weight_form, weights
-from fp4train.nn.normed_linears import NormedLinears
+from fp4train.nn.fused_norm import KernelNorm
 from fp4train.precision import MXFP8, NVFP4, Timeline, autocast, find_layers, make_plan
 from fp4train.quantize import quantizer, sharded, to_torch, triton_launch
 from fp4train.run.fuse import fuse
@@ -143,17 +143,15 @@ def noted(self: Any, *pointers: Any, **words: Any) -> Any:
 
 
 triton_launch.Launch.__call__ = noted  # type: ignore[method-assign]
-forward = NormedLinears.forward
+codes_of_norm = KernelNorm.codes
 
 
-def counted(self: NormedLinears, stream: Any) -> Any:
-    outputs, h = forward(self, stream)
-    fused = isinstance(stream, tuple) and isinstance(outputs, tuple)
-    launched.extend(["sums"] * (fused and not self.by_backend))
-    return outputs, h
+def counted(self: KernelNorm, x: Tensor, change: Tensor | None, weight: Tensor) -> Any:
+    launched.extend(["sums"] * (change is not None))
+    return codes_of_norm(self, x, change, weight)
 
 
-NormedLinears.forward = counted  # type: ignore[method-assign]
+KernelNorm.codes = counted  # type: ignore[method-assign]
 for module in (operands, scaling, sharded, weight_form, weights):
     module.quantizer = lambda spec, device: quantizer(spec, device, "triton")  # type: ignore[attr-defined]
 TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
