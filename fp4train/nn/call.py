@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import LayerState, Prepared
-from fp4train.nn.engine import Nodes, sum_so_far
+from fp4train.nn.engine import Executor, Nodes, sum_so_far
 from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.held_amaxes import HeldAmaxes
 from fp4train.nn.ranks import Ranks
@@ -128,7 +128,7 @@ class LayerCall:
             multiplied together; None: nobody has decided yet.
     """
 
-    executor: Any
+    executor: Executor
     position: Position
     layer_key: int
     weights: PreparedForms
@@ -205,7 +205,7 @@ class GroupCall:
         shape: that of all weights, [E, N, K].
     """
 
-    executor: Any
+    executor: Executor
     calls: Sequence[LayerCall]
     counts: Counts
     states: Mapping[str, LayerState]

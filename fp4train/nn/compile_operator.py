@@ -20,13 +20,13 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import without_torchs_autocast
+from fp4train.nn.engine import ProductExecutor, without_torchs_autocast
 from fp4train.nn.planned import LayerHandle, PlannedLayer
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.compile_classes import Metaclass, register
@@ -81,7 +81,8 @@ def linear(
     calls: list[LayerCall] = context.compiled_calls.setdefault(layer.layer, [])
     call = _call(layer.layer, calls, w_NK, context, x_MK, training)
     call.wants(wanted, x_MK, w_NK, bias_N)
-    y_MN, (_, x) = call.executor.forward(x_MK, w_NK, bias_N, call)
+    products = cast(ProductExecutor, call.executor)
+    y_MN, (_, x) = products.forward(x_MK, w_NK, bias_N, call)
     saved = SavedCall(call, None, calls)
     stray = is_stray_recomputation(state())
     kept = saved if stray else once(layer, partial(weakref.ref, saved))()
@@ -141,7 +142,8 @@ def linear_backward(
     assert call is not None
     with without_torchs_autocast(dy_MN.device.type):
         x = saved.x if x_MK is None else x_MK
-        gradients = call.executor.backward(dy_MN, (w_NK, x), call)
+        products = cast(ProductExecutor, call.executor)
+        gradients = products.backward(dy_MN, (w_NK, x), call)
     # torch has no public function for whether the pass keeps its graph.
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         saved.release()

@@ -20,25 +20,25 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fp4train.backends import Prepared
+from fp4train.backends.protocol import CodePair
 from fp4train.nn import backend_sources
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor, torch_autocasts
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
+from fp4train.nn.linear import Linear
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import State
 from fp4train.quantize import produced
 from fp4train.quantize.produced import SourceTensors
 
-FormPair = tuple[Prepared, Prepared]
 CodeReader = Gemms | BackendLayer
 """Executors that take codes; those of subclasses do not."""
 
@@ -142,7 +142,7 @@ def _why_no_source(operand: TensorForms, here: bool) -> str | None:
 
 def forms_from(
     source: SourceTensors, reader: CodeReader, tensor: str, calls: Sequence[LayerCall | None]
-) -> list[FormPair]:
+) -> list[CodePair]:
     """Both forms of each result of the source, with the random bits of its call."""
     operand: TensorForms = getattr(reader, tensor)
     turned = isinstance(reader, BackendLayer) and reader.turned
@@ -152,9 +152,7 @@ def forms_from(
         tuple(form.key(call, tokens) if call and form.stochastic else None for form in forms)
         for call in calls
     ]
-    return list(
-        produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys, turned)
-    )
+    return produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys, turned)
 
 
 class NamesKernel:
@@ -235,11 +233,11 @@ class FusedLayers(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def readers(self) -> tuple[Any, ...]:
+    def readers(self) -> tuple[nn.Module, ...]:
         """The layers that read the result, and alone do."""
 
     @property
-    def writers(self) -> tuple[Any, ...]:
+    def writers(self) -> tuple[nn.Module, ...]:
         """Layers whose outputs it is made of, if their gradients are quantised here, too."""
         return ()
 
@@ -247,6 +245,11 @@ class FusedLayers(nn.Module, ABC):
     def replaced(self) -> tuple[nn.Module, ...]:
         """The modules that are not called where its function runs: `watched` ones let none run."""
         return (*self.readers, *self.writers)
+
+    @property
+    def layers(self) -> tuple[Linear, ...]:
+        """Readers, then writers, of a norm or gate that may be quantised (`why_never`)."""
+        return cast(tuple[Linear, ...], (*self.readers, *self.writers))
 
     def why_never(self) -> str | None:
         """Why the modules that it is made of take no codes, whatever their plan; None: they do."""
@@ -283,7 +286,7 @@ class FusedLayers(nn.Module, ABC):
             or watched(*self.replaced)
         ):
             return None
-        layers: tuple[PlannedLayer, ...] = self.readers + self.writers
+        layers = self.layers
         if not all(layer.weight.requires_grad for layer in layers):
             return None
         candidates = [layer.executor_now(x.device, x.dtype) for layer in layers]

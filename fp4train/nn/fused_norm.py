@@ -4,7 +4,7 @@ that make them, for layers that run three GEMMs and for those of a backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,10 +14,11 @@ from torch import Tensor
 from fp4train.backends.protocol import CodePair
 from fp4train.nn.backend_sources import matrix
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import CodesOf, Nodes, Saved, sum_so_far
+from fp4train.nn.engine import CodesOf, Nodes, ProductExecutor, Saved, sum_so_far
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.fused_layers import CodeReader, forms_from
-from fp4train.precision.context import State
+from fp4train.nn.linear import Linear
+from fp4train.precision.context import Context
 from fp4train.quantize import produced
 from fp4train.quantize.produced import SourceTensors
 
@@ -37,7 +38,7 @@ class KernelNorm:
 
     def codes(
         self, x: Tensor, change: Tensor | None, weight_K: Tensor
-    ) -> tuple[Any, Tensor, Tensor]:
+    ) -> tuple[CodePair | Tensor, Tensor, Tensor]:
         """(The codes of n, the sum h of x and change, 1/√(mean(h²) + ε) of each token)."""
         h = x if change is None else x.new_empty(x.shape)
         terms = () if change is None else (x, change)
@@ -47,7 +48,7 @@ class KernelNorm:
         source = SourceTensors(self.kind, tensors, self.eps)
         (forms,) = forms_from(source, self.reader, "x", (None,))
         if isinstance(self.reader, BackendLayer):
-            return self.reader.given(cast(CodePair, forms), h_MK.shape), h, rstd_M
+            return self.reader.given(forms, h_MK.shape), h, rstd_M
         return forms, h, rstd_M
 
     def source(self, h: Tensor, weight_K: Tensor, rstd_M: Tensor) -> SourceTensors:
@@ -79,7 +80,7 @@ class BackendNorm(KernelNorm):
 
     def codes(
         self, x: Tensor, change: Tensor | None, weight_K: Tensor
-    ) -> tuple[Any, Tensor, Tensor]:
+    ) -> tuple[CodePair | Tensor, Tensor, Tensor]:
         assert change is None
         sources = self.reader.backend.sources
         codes, rstd_M = sources.norm(matrix(x), weight_K.detach(), self.eps, self.reader.table)
@@ -116,11 +117,11 @@ class MadeForms:
         number: its place among the results of the source.
     """
 
-    forms: Any
+    forms: CodePair
     source: SourceTensors | None = None
     number: int = 0
 
-    def __call__(self, *_: Any) -> Any:
+    def __call__(self, *_: Any) -> CodePair:
         return self.forms
 
     def values(self) -> Tensor | None:
@@ -199,7 +200,7 @@ class NormedCall(FusedCall):
             weights.append((w_NK, node))
         return weights
 
-    def sums(self, summed: Sequence[tuple[Any, int]], nodes: Nodes) -> list[Any]:
+    def sums(self, summed: Sequence[tuple[Any, int]], nodes: Nodes) -> list[Tensor | None]:
         """See `engine.Call`."""
         return [
             None if w_NK is None else sum_so_far(w_NK, nodes[number][0]) for w_NK, number in summed
@@ -219,12 +220,13 @@ class NormedCall(FusedCall):
         codes_of: CodesOf | None = None
         if self.norm is not None:
             forms, x, rstd_M = self.norm.codes(x, change, weight_K)
-            codes_of = MadeForms(forms, self.norm.source(x, weight_K, rstd_M))
+            codes_of = MadeForms(cast(CodePair, forms), self.norm.source(x, weight_K, rstd_M))
             saved = [x, weight_K, rstd_M]
         x_MK = matrix(x)
         outputs = []
         for call, w_NK, bias_N in zip(self.calls, parameters[::2], parameters[1::2], strict=True):
-            y_MN, of_layer = call.executor.forward(x_MK, w_NK, bias_N, call, codes_of)
+            products = cast(ProductExecutor, call.executor)
+            y_MN, of_layer = products.forward(x_MK, w_NK, bias_N, call, codes_of)
             outputs.append(y_MN)
             saved += of_layer
         return outputs, saved
@@ -238,7 +240,7 @@ class NormedCall(FusedCall):
         self,
         dys: Sequence[Tensor | None],
         saved: Sequence[Any],
-        sums: Any,
+        sums: Sequence[Tensor | None] | None,
         codes: list[MadeForms] | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """(the gradient of what the layers read, those of weight and bias of each).
@@ -257,7 +259,9 @@ class NormedCall(FusedCall):
             call = self.calls[number]
             at = slice(2 * number, 2 * number + 2)
             total = None if sums is None else sums[number]
-            dx_MK, *gradients[at] = call.executor.backward(dy_MN, saved[at], call, total, codes_of)
+            products = cast(ProductExecutor, call.executor)
+            dx_MK, *gradients[at] = products.backward(dy_MN, saved[at], call, total, codes_of)
+            assert dx_MK is not None
             # The first product's memory has the sum, in the order of `total`.
             if dn is None:
                 dn = dx_MK
@@ -281,7 +285,8 @@ class NormCodesCall(FusedCall):
     def forward(
         self, x: Tensor, change: Tensor | None, weight_K: Tensor, call: FusedCall
     ) -> tuple[tuple[Tensor, ...], Saved]:
-        codes, h, rstd_M = self.norm.codes(x, change, weight_K)
+        codes_or_forms, h, rstd_M = self.norm.codes(x, change, weight_K)
+        codes = cast(Tensor, codes_or_forms)
         return (*[codes.detach() for _ in range(self.count)], h), (h, weight_K, rstd_M)
 
     def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -289,18 +294,21 @@ class NormCodesCall(FusedCall):
         return self.norm_backward(total(dns), added, *saved)
 
 
-def parameters_of(layers: Sequence[Any]) -> list[Tensor | None]:
+def parameters_of(layers: Iterable[Linear]) -> list[Tensor | None]:
     """Weight and bias of each layer."""
     return [tensor for layer in layers for tensor in (layer.w_NK, layer.bias)]
 
 
 def multiplied_codes(
-    layers: Sequence[Any], executors: Sequence[BackendLayer], codes: Sequence[Tensor], now: State
+    layers: Sequence[Linear],
+    executors: Sequence[BackendLayer],
+    codes: Sequence[Tensor],
+    context: Context,
 ) -> list[Tensor]:
     """y [M, N] of layers that take x as codes, each as a tensor of its own."""
     outputs = []
     for layer, executor, codes_MK in zip(layers, executors, codes, strict=True):
-        call = layer.new_call(now.context, executor, 0, training=False)
+        call = layer.new_call(context, executor, 0, training=False)
         outputs.append(executor.multiplied(codes_MK, layer.w_NK, layer.bias, call, 0))
     executors[0].backend.sources.close(codes)
     return outputs

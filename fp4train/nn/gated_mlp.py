@@ -18,10 +18,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from fp4train.backends.protocol import CodePair
 from fp4train.nn.backend_sources import matrix
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor, LayerFunction, Saved
+from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.fused_layers import FusedLayers, forms_from, kernel_of
 from fp4train.nn.fused_norm import (
@@ -59,18 +59,13 @@ class GatedMLP(FusedLayers):
         return "gate"
 
     @property
-    def readers(self) -> tuple[Any, ...]:
+    def readers(self) -> tuple[nn.Module, ...]:
         return (self._reader(self.owner),)
 
     @property
-    def writers(self) -> tuple[Any, ...]:
-        layers: tuple[Any, ...] = self._sources(self.owner)
+    def writers(self) -> tuple[nn.Module, ...]:
+        layers: tuple[nn.Module, ...] = self._sources(self.owner)
         return layers
-
-    @property
-    def layers(self) -> tuple[Any, ...]:
-        """Gate, up and down."""
-        return (*self.writers, *self.readers)
 
     def why_never(self) -> str | None:
         if kernel_of(self.owner) != self.kind:
@@ -87,10 +82,21 @@ class GatedMLP(FusedLayers):
         if ready is None:
             return None
         if isinstance(ready[0][0], BackendLayer):
-            gate, up = [layer(x) for layer in self.writers]
+            _, *sources = self.layers
+            gate, up = [layer(x) for layer in sources]
             return self._by_backend_layers(ready, gate, up)
-        y_MN, _ = self.multiplied(ready, x.reshape(-1, x.shape[-1]))
+        y_MN, _ = self._by_gemms(ready, None, x.reshape(-1, x.shape[-1]), None, None)
         return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
+
+    def normed(
+        self, ready: Ready, x: Tensor, change: Tensor | None, weight_K: Tensor, norm: KernelNorm
+    ) -> tuple[Tensor, Tensor]:
+        """(y [..., N] of the norm of x + change, that sum), where `ready_for` says what the call
+        takes.
+        """
+        y_MN, h = self._by_gemms(ready, norm, x, change, weight_K)
+        assert h is not None
+        return y_MN.view(*x.shape[:-1], y_MN.shape[-1]), h
 
     def of_outputs(self, gate: Tensor, up: Tensor) -> Tensor | None:
         """y [..., N] of the outputs of gate and up, layers of a backend; None: the codes cannot be
@@ -110,7 +116,8 @@ class GatedMLP(FusedLayers):
         assert isinstance(down, BackendLayer)
         calls = self._calls(now, of_sources, gate.numel() // gate.shape[-1])
         codes = LayerFunction.apply(GateCodesCall(calls, down), gate, up)  # type: ignore[no-untyped-call]
-        (y_MN,) = multiplied_codes(self.readers, [down], [codes], now)
+        assert now.context is not None
+        (y_MN,) = multiplied_codes(self.layers[:1], [down], [codes], now.context)
         return y_MN.view(*gate.shape[:-1], y_MN.shape[-1])
 
     def ready_for(self, x: Tensor, *, normed: bool = False) -> Ready | None:
@@ -121,35 +128,40 @@ class GatedMLP(FusedLayers):
             self.asked = True
         if not self.enabled or not (normed or x.requires_grad):
             return None
-        if any(layer.bias is not None and layer.bias.requires_grad for layer in self.writers):
+        _, *sources = self.layers
+        if any(layer.bias is not None and layer.bias.requires_grad for layer in sources):
             return None
         return self.ready(x)
 
-    def multiplied(
+    def _by_gemms(
         self,
         ready: Ready,
+        norm: KernelNorm | None,
         x: Tensor,
-        change: Tensor | None = None,
-        weight_K: Tensor | None = None,
-        norm: KernelNorm | None = None,
+        change: Tensor | None,
+        weight_K: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(y of the norm of x + change, that sum); without a norm (y of x [M, K], None)."""
+        """(y [M, N] of the norm of x + change, that sum); without a norm (y of x [M, K], None)."""
         (down, *of_sources), now = ready
         calls = self._calls(now, (*of_sources, down), x.numel() // x.shape[-1])
         call = GatedCall(norm, calls[:2], calls[2])
-        parameters = parameters_of(self.layers)
+        down_layer, *sources = self.layers
+        parameters = parameters_of([*sources, down_layer])
         y_MN, h = LayerFunction.apply(call, x, change, weight_K, *parameters)  # type: ignore[no-untyped-call]
-        return y_MN.view(*x.shape[:-1], y_MN.shape[-1]), h
+        return y_MN, h
 
     def _calls(self, now: State, executors: Sequence[Executor], tokens: int) -> list[LayerCall]:
-        """The coming calls of the layers, of which gate and up draw random bits for one place."""
+        """The coming calls of gate and up, which draw random bits for one place, and of down if
+        its executor follows theirs.
+        """
+        down, *sources = self.layers
         calls = [
             layer.call_in(now, executor, tokens, placed=True)
-            for layer, executor in zip(self.layers, executors, strict=False)
+            for layer, executor in zip((*sources, down), executors, strict=False)
         ]
         gate, up = calls[:2]
         if gate.position != up.position:
-            names = " and ".join(layer.layer.name for layer in self.writers)
+            names = " and ".join(layer.layer.name for layer in sources)
             raise RuntimeError(
                 f"{names} have been called for different tokens of this step, and their gradients "
                 "are rounded by the random bits of one place: give autocast a token_offset"
@@ -184,11 +196,12 @@ class GatedCall(NormedCall):
     def forward(self, *arguments: Any) -> tuple[tuple[Any, ...], Saved]:
         *tensors, w_down, bias, _ = arguments
         down = self.down
+        gemms = cast(Gemms, down.executor)
         outputs, saved = self.multiply(*tensors)
         source = SourceTensors("gate", tuple(outputs))
-        (forms,) = forms_from(source, down.executor, "x", (None,))
+        (forms,) = forms_from(source, gemms, "x", (None,))
         codes = MadeForms(forms, source)
-        y_MN, of_down = down.executor.forward(outputs[0], w_down, bias, down, codes)
+        y_MN, of_down = gemms.forward(outputs[0], w_down, bias, down, codes)
         return (y_MN, saved[0]), (*saved, *outputs, *of_down)
 
     def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -197,9 +210,10 @@ class GatedCall(NormedCall):
         if dy_MN is None:
             return *self.norm_backward(None, added, *saved[:3]), *(None,) * 6
         down = self.down
-        dh_MH, *of_down = down.executor.backward(dy_MN, (w_down, product), down)
+        dh_MH, *of_down = cast(Gemms, down.executor).backward(dy_MN, (w_down, product), down)
+        assert dh_MH is not None
         source = SourceTensors("gradients", (matrix(dh_MH), gate_MH, up_MH))
-        forms = forms_from(source, self.calls[0].executor, "dy", self.calls)
+        forms = forms_from(source, cast(Gemms, self.calls[0].executor), "dy", self.calls)
         watched = any(call.executor.watched for call in self.calls)
         kept = source if watched else None  # else dh is freed before the products
         codes = [MadeForms(pair, kept, number) for number, pair in enumerate(forms)]
@@ -222,13 +236,13 @@ class GateCodesCall(FusedCall):
         gate_MH = matrix(gate)
         source = SourceTensors("gate", (gate_MH, matrix(up)))
         (forms,) = forms_from(source, self.down, "x", (None,))
-        return self.down.given(cast(CodePair, forms), gate_MH.shape), (gate, up)
+        return self.down.given(forms, gate_MH.shape), (gate, up)
 
     def backward(
         self, dh_MH: Tensor, saved: Saved, call: FusedCall, sums: None
     ) -> tuple[Tensor, ...]:
         gate, up = cast(Sequence[Tensor], saved)
         source = SourceTensors("gradients", tuple(map(matrix, (dh_MH, gate, up))))
-        layer: BackendLayer = self.calls[0].executor
+        layer = cast(BackendLayer, self.calls[0].executor)
         codes = forms_from(source, layer, "dy", self.calls)
-        return tuple([layer.given(cast(CodePair, forms), gate.shape) for forms in codes])
+        return tuple([layer.given(forms, gate.shape) for forms in codes])

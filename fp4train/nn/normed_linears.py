@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ from fp4train.nn.fused_norm import (
     parameters_of,
 )
 from fp4train.nn.gated_mlp import GatedMLP
-from fp4train.precision.context import State
+from fp4train.precision.context import Context, State
 from fp4train.quantize.quantizer import PLAIN
 
 StreamOrTerms = Tensor | tuple[Tensor, Tensor]
@@ -65,13 +65,23 @@ class Mixer(NamesKernel, nn.Module):
         return self.mixed(*outputs, *arguments, **options)
 
 
+class ReadsStream(Protocol):
+    """A norm of a residual stream h (`models.common.stream.StreamNorm`)."""
+
+    weight: Tensor
+    eps: float | None
+
+    def of_stream(self, stream: StreamOrTerms) -> tuple[Tensor, Tensor]:
+        """(n, h)."""
+
+
 class NormedLinears(FusedLayers):
     """(y of a reader that is called with the norm of h, h) of a residual stream h.
 
     Args:
         block: the module that has norm and reader.
-        norm: name in it of the norm, with `of_stream(stream)` → (n, h), whose class names its
-            kernels ("norm", "root").
+        norm: name in it of the norm, a `ReadsStream` whose class names its kernels ("norm",
+            "root").
         reader: name in it of the module that is called with n. The layers that read n are its
             `input_layers`, names in it; without these it is not said.
     """
@@ -96,7 +106,7 @@ class NormedLinears(FusedLayers):
         return reader
 
     @property
-    def readers(self) -> tuple[Any, ...]:
+    def readers(self) -> tuple[nn.Module, ...]:
         reader = self.reader
         return tuple([attrgetter(name)(reader) for name in getattr(reader, "input_layers", ())])
 
@@ -118,38 +128,42 @@ class NormedLinears(FusedLayers):
         self, stream: StreamOrTerms, *arguments: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """(y, h); the reader takes the further arguments."""
-        norm: Any = self.owner
-        reader: Any = self.reader
+        norm = cast(ReadsStream, self.owner)
+        reader = self.reader
         x, change = stream if isinstance(stream, tuple) else (stream, None)
         ready = self._ready_for(norm, reader, x, change) if self.enabled else None
         if ready is None:
             n, h = norm.of_stream(stream)
             return reader(n, *arguments, **options), h
         executors, now = ready
-        mlp = getattr(reader, "fused", None)
-        gated = mlp if isinstance(mlp, GatedMLP) else None
+        assert isinstance(reader, Mixer) and norm.eps is not None and now.context is not None
+        fused = getattr(reader, "fused", None)
+        gated = fused if isinstance(fused, GatedMLP) else None
+        y = None
         if isinstance(executors[0], BackendLayer):
-            outputs, h = self._by_backend_layers(norm, x, change, executors, now)
-            y = None if gated is None else gated.of_outputs(*outputs)
-            return reader.mixed(*outputs, *arguments, **options) if y is None else y, h
-        assert isinstance(executors[0], Gemms)
-        kernels = KernelNorm(self.kind, norm.eps, executors[0])
-        if gated is not None and (ready_mlp := gated.ready_for(x, normed=True)) is not None:
-            y, h = gated.multiplied(ready_mlp, x, change, norm.weight, kernels)
-            assert h is not None
-            return y, h
-        layers = self.readers
-        calls = [
-            layer.call_in(now, executor, x.numel() // x.shape[-1])
-            for layer, executor in zip(layers, executors, strict=True)
-        ]
-        *outputs, h = LayerFunction.apply(  # type: ignore[no-untyped-call]
-            NormedCall(kernels, calls), x, change, norm.weight, *parameters_of(layers)
-        )
-        return reader.mixed(*_shaped(outputs, x), *arguments, **options), h
+            backend_layers = cast(list[BackendLayer], executors)
+            outputs, h = self._by_backend_layers(norm, x, change, backend_layers, now.context)
+            if gated is not None:
+                y = gated.of_outputs(*outputs)
+        else:
+            kernels = KernelNorm(self.kind, norm.eps, cast(Gemms, executors[0]))
+            ready_mlp = None if gated is None else gated.ready_for(x, normed=True)
+            if gated is not None and ready_mlp is not None:
+                return gated.normed(ready_mlp, x, change, norm.weight, kernels)
+            calls = [
+                layer.call_in(now, executor, x.numel() // x.shape[-1])
+                for layer, executor in zip(self.layers, executors, strict=True)
+            ]
+            *outputs, h = LayerFunction.apply(  # type: ignore[no-untyped-call]
+                NormedCall(kernels, calls), x, change, norm.weight, *parameters_of(self.layers)
+            )
+            outputs = _shaped(outputs, x)
+        if y is None:
+            y = reader.mixed(*outputs, *arguments, **options)
+        return y, h
 
     def _ready_for(
-        self, norm: Any, reader: nn.Module, x: Tensor, change: Tensor | None
+        self, norm: ReadsStream, reader: nn.Module, x: Tensor, change: Tensor | None
     ) -> tuple[list[Executor], State] | None:
         """See `ready`; None also where no kernel computes this norm of these tensors."""
         if not self.asked:
@@ -165,9 +179,15 @@ class NormedLinears(FusedLayers):
         return self.ready(x)
 
     def _by_backend_layers(
-        self, norm: Any, x: Tensor, change: Tensor | None, executors: Sequence[Any], now: State
+        self,
+        norm: ReadsStream,
+        x: Tensor,
+        change: Tensor | None,
+        executors: Sequence[BackendLayer],
+        context: Context,
     ) -> tuple[list[Tensor], Tensor]:
         """(The outputs of layers whose GEMMs a backend runs together, h)."""
+        assert norm.eps is not None
         count = len(executors)
         if self.by_backend:
             # its kernel takes no gradient of h: autograd adds that of the stream
@@ -177,7 +197,7 @@ class NormedLinears(FusedLayers):
         else:
             call = NormCodesCall(KernelNorm(self.kind, norm.eps, executors[0]), count)
             *codes, h = LayerFunction.apply(call, x, change, norm.weight)  # type: ignore[no-untyped-call]
-        return _shaped(multiplied_codes(self.readers, executors, codes, now), x), h
+        return _shaped(multiplied_codes(self.layers, executors, codes, context), x), h
 
 
 def _adds(x: Tensor, change: Tensor) -> bool:

@@ -124,7 +124,7 @@ def produced_in(
         fused.why_not_own = why_not_own_kernels(device, gpu)
         reason = why_not_any or fused.why_never()
         if reason is None:
-            plans = [stretch.layers[layer.layer.name] for layer in (*fused.readers, *fused.writers)]
+            plans = [stretch.layers[layer.layer.name] for layer in fused.layers]
             reason = next(
                 (f"{plan.layer.name} is cut over ranks" for plan in plans if plan.layer.cut), None
             )

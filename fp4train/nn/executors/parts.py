@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -176,7 +176,8 @@ class SplitGemms(ProductExecutor):
             part.gradients = call.gradients._replace(bias=None) if number else call.gradients
             x_part = x_MK.index_select(1, channels)
             w_part = values.index_select(1, channels)
-            y_MN, (_, form) = part.executor.forward(x_part, w_part, None, part)
+            products = cast(ProductExecutor, part.executor)
+            y_MN, (_, form) = products.forward(x_part, w_part, None, part)
             terms.append(y_MN)
             saved.append(form)
         y_MN = terms[0] + terms[1]
@@ -201,7 +202,8 @@ class SplitGemms(ProductExecutor):
         assert parts, "nobody has chosen the parts of this call"
         for (channels, part), form in zip(parts, forms, strict=True):
             w_part = None if values is None else values.index_select(1, channels)
-            gradients.append(part.executor.backward(dy_MN, (w_part, form), part))
+            products = cast(ProductExecutor, part.executor)
+            gradients.append(products.backward(dy_MN, (w_part, form), part))
         (dense, _), (top, _) = parts
         order = torch.cat((dense, top))
 

@@ -361,7 +361,7 @@ def partly_covered(
         producers: norms and gates that make codes in any stretch.
     """
     parts: dict[str, list[str]] = {}
-    made = {layer.layer.name for fused in producers for layer in (*fused.readers, *fused.writers)}
+    made = {layer.layer.name for fused in producers for layer in fused.layers}
     device = plan.device.type
     adds_up = config.train.batch_size > config.train.rows(mesh.data) * mesh.data
     for stretch in plan.stretches:
