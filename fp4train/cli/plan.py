@@ -49,7 +49,7 @@ from fp4train.run.find import find_source, start_step
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
 from fp4train.run.initial import open_init
-from fp4train.run.produced import produced_by, produced_in, producers_of
+from fp4train.run.produced import produced_by, with_sources
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
@@ -266,12 +266,9 @@ def _plan(
         ]
         sentences = [on_one_gpu.kernels[1]]
         produced_on = "cuda"
-    norms = [
-        produced_in(model, stretch, config.train, produced_on, plan.tokens, gpu=gpu)
-        for stretch in plan.stretches
-    ]
-    sentences += produced_by(model, plan.stretches, norms, produced_on)
-    sentences.append(described(plan, config, Mesh(), model, producers_of(norms)))
+    plan = with_sources(plan, model, config.train, produced_on, gpu=gpu)
+    sentences += produced_by(plan, produced_on)
+    sentences.append(described(plan, config, Mesh(), model))
     _show(
         config,
         plan,

@@ -260,16 +260,17 @@ class FusedLayers(nn.Module, ABC):
 
     def resolve(self, executors: Sequence[Executor], *, here: bool = True) -> str | None:
         """Why it does not quantise its result for layers with these executors, those of the readers
-        first (`why_not`); else decide whether a backend's own kernels do.
+        first (`why_not`); None: it does.
         """
         count = len(self.readers)
-        of_readers = executors[:count]
-        reason = why_not(
-            of_readers, executors[count:], self.kind, here=here, why_not_own=self.why_not_own
+        return why_not(
+            executors[:count], executors[count:], self.kind, here=here, why_not_own=self.why_not_own
         )
-        if reason is None:
-            self.by_backend = _why_not_by_backend(of_readers, self.kind, here=here) is None
-        return reason
+
+    def is_by_backend(self, executors: Sequence[Executor], *, here: bool = True) -> bool:
+        """Whether a backend's own kernels quantise it, where `resolve` says that it is quantised."""
+        readers = executors[: len(self.readers)]
+        return _why_not_by_backend(readers, self.kind, here=here) is None
 
     def ready(self, x: Tensor) -> tuple[list[Executor], State] | None:
         """(the executors of readers and writers, the state of this thread) where codes can be made
@@ -300,6 +301,7 @@ class FusedLayers(nn.Module, ABC):
                 len(ready_executors) == len(layers) and self.resolve(ready_executors) is None
             )
             self._seen = seen
+            self.by_backend = self._runs and self.is_by_backend(ready_executors)
         if not self._runs:
             return None
         if why_padded(ready_executors, x.numel() // x.shape[-1]) is None:

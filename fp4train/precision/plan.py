@@ -27,12 +27,35 @@ from fp4train.text import step_span
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedSource:
+    """A norm or gate whose result may be quantised where it is made (`nn/fused_layers.py`).
+
+    Args:
+        kind: "norm", "root" or "gate" (`quantize.produced.SourceTensors`).
+        why_written: reason why its result is written in BF16; None: layers get its codes.
+        layers: names of the layers that get codes from it.
+        by_backend: whether a backend's own kernel makes them.
+    """
+
+    kind: str
+    why_written: str | None = None
+    layers: Sequence[str] = ()
+    by_backend: bool = False
+
+    @property
+    def adds(self) -> bool:
+        """Whether its kernel also adds what a layer returns to the residual stream."""
+        return self.why_written is None and self.kind != "gate" and not self.by_backend
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedStretch(Stretch):
-    """Steps [start, stop) of a run in which `recipe` is in force, the reason, and the plan of each
-    layer by name.
+    """Steps [start, stop) of a run in which `recipe` is in force, the reason, the plan of each
+    layer by name, and that of each norm and gate, where a run plans these.
     """
 
     layers: Mapping[str, LayerPlan] = field(repr=False)
+    sources: Mapping[str, PlannedSource] = field(default_factory=dict, repr=False)
 
     @property
     def title(self) -> str:
@@ -81,6 +104,16 @@ class Plan:
             for stretch in self.stretches
             for layer_plan in stretch.layers.values()
         )
+
+    @property
+    def layers_of_sources(self) -> set[str]:
+        """The layers whose operands norms and gates quantise in any stretch."""
+        return {
+            layer
+            for stretch in self.stretches
+            for source in stretch.sources.values()
+            for layer in source.layers
+        }
 
     @property
     def rows(self) -> Iterator[Row]:

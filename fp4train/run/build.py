@@ -40,6 +40,7 @@ from fp4train.run.graphs import check_plan, never_replayed, recorded
 from fp4train.run.host import choose_device
 from fp4train.run.observe import hooks
 from fp4train.run.origin import Origin
+from fp4train.run.produced import with_sources
 from fp4train.run.record import directory as run_directory
 from fp4train.run.run import Equipment, Run
 from fp4train.run.states import states_of
@@ -237,6 +238,7 @@ def assemble(
         plan = build_plan(
             config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline
         )
+        plan = with_sources(plan, model, config.train, world.device.type)
         checks.check_oscillation(config, plan)
         if world.mesh.pipeline == 1:
             cut = None

@@ -4,8 +4,8 @@
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,8 +14,7 @@ from fp4train.config.schema import TrainSettings
 from fp4train.hardware import Gpu
 from fp4train.nn.executors import make_executor
 from fp4train.nn.fused_layers import FusedLayers, why_padded
-from fp4train.nn.normed_linears import NormedLinears
-from fp4train.precision.plan import PlannedStretch
+from fp4train.precision.plan import Plan, PlannedSource, PlannedStretch
 from fp4train.quantize import triton, triton_launch
 from fp4train.text import first_few, ranges
 
@@ -91,102 +90,95 @@ def check_asked(model: nn.Module) -> None:
         )
 
 
-class ProducedNorms(NamedTuple):
-    """Norms and gates of a model in one stretch of a run.
-
-    producers: by module, of those that quantise their results; writing: why others write BF16, by
-        name.
-    """
-
-    producers: dict[nn.Module, FusedLayers]
-    writing: dict[str, str]
-
-
-def produced_in(
+def with_sources(
+    plan: Plan,
     model: nn.Module,
-    stretch: PlannedStretch,
     train: TrainSettings,
     device: str,
-    tokens: int,
     *,
     gpu: Gpu | None = None,
-) -> ProducedNorms:
-    """Norms and gates that quantise their results in a stretch, in passes of so many tokens, and
-    why others do not.
+) -> Plan:
+    """The plan with what the norms and gates of `model` do in each stretch.
 
     Args:
+        device: device type of the model.
         gpu: a GPU of another machine, which is taken to have Triton and the newest backends.
     """
-    norms = ProducedNorms({}, {})
     names = {module: name for name, module in model.named_modules()}
     why_not_any = why_not_produced(train, device, elsewhere=gpu is not None)
-    for fused in fused_layers(model):
-        fused.why_not_own = why_not_own_kernels(device, gpu)
+    why_not_own = why_not_own_kernels(device, gpu)
+
+    def planned(fused: FusedLayers, stretch: PlannedStretch) -> PlannedSource:
+        fused.why_not_own = why_not_own
         reason = why_not_any or fused.why_never()
-        if reason is None:
-            plans = [stretch.layers[layer.layer.name] for layer in fused.layers]
-            reason = next(
-                (f"{plan.layer.name} is cut over ranks" for plan in plans if plan.layer.cut), None
-            )
-        if reason is None:
-            executors = [make_executor(plan, device) for plan in plans]
-            reason = fused.resolve(executors, here=gpu is None) or why_padded(executors, tokens)
-        if reason is None:
-            norms.producers[fused.owner] = fused
-        else:
-            norms.writing[names[fused.owner]] = _LAYER.sub("a layer", reason)
-    return norms
+        if reason is not None:
+            return PlannedSource(kind=fused.kind, why_written=reason)
+        plans = [stretch.layers[layer.layer.name] for layer in fused.layers]
+        for layer_plan in plans:
+            if layer_plan.layer.cut:
+                reason = f"{layer_plan.layer.name} is cut over ranks"
+                return PlannedSource(kind=fused.kind, why_written=reason)
+        executors = [make_executor(layer_plan, device) for layer_plan in plans]
+        here = gpu is None
+        reason = fused.resolve(executors, here=here) or why_padded(executors, plan.tokens)
+        if reason is not None:
+            return PlannedSource(kind=fused.kind, why_written=reason)
+        return PlannedSource(
+            kind=fused.kind,
+            layers=[layer_plan.layer.name for layer_plan in plans],
+            by_backend=fused.is_by_backend(executors, here=here),
+        )
+
+    stretches = [
+        replace(
+            stretch,
+            sources={names[fused.owner]: planned(fused, stretch) for fused in fused_layers(model)},
+        )
+        for stretch in plan.stretches
+    ]
+    return replace(plan, stretches=tuple(stretches))
 
 
-def producers_of(stretches: Iterable[ProducedNorms]) -> list[FusedLayers]:
-    """The norms and gates that quantise their results in any of these stretches."""
-    return [fused for norms in stretches for fused in norms.producers.values()]
-
-
-def produced_by(
-    model: nn.Module,
-    stretches: Sequence[PlannedStretch],
-    norms: Sequence[ProducedNorms],
-    device: str,
-) -> list[str]:
+def produced_by(plan: Plan, device: str) -> list[str]:
     """Sentences on the norms and gates that quantise their results, and why others do not; none of
-    a CPU, whose layers multiply values.
-
-    Args:
-        norms: how they run in each stretch; the steps of a stretch are said where stretches
-            differ.
+    a CPU, whose layers multiply values. The steps of a stretch are said where stretches differ.
     """
     if device == "cpu" and not triton_launch.interpreted():
         return []
-    names = {module: name for name, module in model.named_modules()}
     reasons: dict[str, list[str]] = {}
-    for stretch, norms_here in zip(stretches, norms, strict=True):
-        why: dict[str, list[str]] = {}
-        for name, reason in norms_here.writing.items():
-            why.setdefault(reason, []).append(name)
-        lines = [
-            f"{len(group)} norms and gates write BF16 ({_places(group)}): {r}."
-            for r, group in why.items()
-        ]
-        if here := [names[owner] for owner in norms_here.producers]:
-            done = (
-                f"{len(here)} norms and gates are quantised where they are made ({_places(here)})"
-            )
-            by_fp4train = [
-                not producer.by_backend
-                for producer in norms_here.producers.values()
-                if isinstance(producer, NormedLinears)
-            ]
-            which = "these" if all(by_fp4train) else sum(by_fp4train)
-            if any(by_fp4train):
-                adds = f"; {which} norms also add what a layer returns to the residual stream"
+    for stretch in plan.stretches:
+        written: dict[str, list[str]] = {}
+        quantised: dict[str, PlannedSource] = {}
+        for name, source in stretch.sources.items():
+            if source.why_written is None:
+                quantised[name] = source
             else:
-                adds = ""
-            lines.insert(0, f"{done}, and not written in BF16{adds}.")
+                why = _LAYER.sub("a layer", source.why_written)
+                written.setdefault(why, []).append(name)
+        lines = [
+            f"{len(group)} norms and gates write BF16 ({_places(group)}): {why}."
+            for why, group in written.items()
+        ]
+        if quantised:
+            done = (
+                f"{len(quantised)} norms and gates are quantised where they are made "
+                f"({_places([*quantised])})"
+            )
+            lines.insert(0, f"{done}, and not written in BF16{_sums(quantised)}.")
         reasons[stretch.title.partition(":")[0]] = lines
     if len({tuple(lines) for lines in reasons.values()}) == 1:
         return next(iter(reasons.values()))
     return [f"{steps}: {line}" for steps, lines in reasons.items() for line in lines]
+
+
+def _sums(quantised: Mapping[str, PlannedSource]) -> str:
+    """Which of the norms that are quantised also add to the residual stream, in words."""
+    norms = [source for source in quantised.values() if source.kind != "gate"]
+    adding = sum(source.adds for source in norms)
+    if not adding:
+        return ""
+    which = "these" if adding == len(norms) else adding
+    return f"; {which} norms also add what a layer returns to the residual stream"
 
 
 def _places(names: Sequence[str]) -> str:

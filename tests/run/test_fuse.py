@@ -31,7 +31,7 @@ from fp4train.precision import NVFP4, Timeline, find_layers, make_plan
 from fp4train.quantize import triton
 from fp4train.run.build import built_or_deferred
 from fp4train.run.fuse import fuse, kernels_of_layers
-from fp4train.run.produced import produced_by, produced_in
+from fp4train.run.produced import produced_by, with_sources
 
 
 @pytest.fixture(autouse=True)
@@ -165,8 +165,8 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
 
     def said(**changed: Any) -> list[str]:
-        norms = produced_in(built, plan.stretches[0], replace(settings, **changed), "cuda", 64)
-        return produced_by(built, plan.stretches, [norms], "cuda")
+        planned = with_sources(plan, built, replace(settings, **changed), "cuda")
+        return produced_by(planned, "cuda")
 
     made = "norms and gates are quantised where they are made"
     each = "attention_norm, mlp_norm, mlp of block"
@@ -237,8 +237,13 @@ def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(
     )
     settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
-    norms = produced_in(built, plan.stretches[0], settings, "cuda", 64)
-    assert produced_by(built, plan.stretches, [norms], "cuda") == [
+    planned = with_sources(plan, built, settings, "cuda")
+    assert planned.stretches[0].sources["blocks.1.mlp_norm"].why_written == (
+        "Router reads the same values, and takes no codes"
+    )
+    assert "blocks.1.mlp.gate_up" not in planned.layers_of_sources
+    assert "blocks.1.mlp.shared.down" in planned.layers_of_sources
+    assert produced_by(planned, "cuda") == [
         "5 norms and gates are quantised where they are made (attention_norm, mlp_norm, mlp "
         "of block 0; "
         "attention_norm, mlp.shared of block 1), and not written in BF16; these norms also "

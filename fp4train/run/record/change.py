@@ -14,6 +14,7 @@ from fp4train.precision import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan
 from fp4train.run.origin import write_plan
+from fp4train.run.produced import with_sources
 from fp4train.run.record.inbox import EVALUATION
 from fp4train.run.record.journal import RecipeChoice, SwapEntry
 from fp4train.run.run import Run
@@ -144,9 +145,8 @@ def cancel_swap(run: Run, step: int, request: str | None = None) -> None:
 def _plan(run: Run, timeline: Timeline) -> Plan:
     mesh = run.world.mesh
     device = Device.of(run.device)
-    return build_plan(
-        run.config, run.layers, timeline, device, mesh.data, stages=mesh.pipeline
-    ).since(run.step)
+    plan = build_plan(run.config, run.layers, timeline, device, mesh.data, stages=mesh.pipeline)
+    return with_sources(plan.since(run.step), run.model, run.config.train, run.device.type)
 
 
 def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:

@@ -12,7 +12,7 @@ of a layer all agree that each takes part in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ from fp4train.audit.observe import (
 from fp4train.audit.turn import due, in_turn
 from fp4train.config import Config
 from fp4train.nn.executors import executor_class
-from fp4train.nn.fused_layers import FusedLayers
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Mesh
 from fp4train.precision.layer_plan import LayerPlan
@@ -352,16 +351,11 @@ def partly_covered(
     plan: Plan,
     config: Config,
     mesh: Mesh,
-    producers: Iterable[FusedLayers],
     by_weight: Collection[str] = (),
 ) -> dict[str, list[str]]:
-    """What is not compared in the audits of layers → their names.
-
-    Args:
-        producers: norms and gates that make codes in any stretch.
-    """
+    """What is not compared in the audits of layers → their names."""
     parts: dict[str, list[str]] = {}
-    made = {layer.layer.name for fused in producers for layer in fused.layers}
+    of_sources = plan.layers_of_sources
     device = plan.device.type
     adds_up = config.train.batch_size > config.train.rows(mesh.data) * mesh.data
     for stretch in plan.stretches:
@@ -369,7 +363,7 @@ def partly_covered(
             if why_not_audited(layer_plan, config, by_weight) is not None:
                 continue
             reasons = partly_uncovered(layer_plan, device, adds_up=adds_up)
-            if name in made and layer_plan.layer_backend is not None:
+            if name in of_sources and layer_plan.layer_backend is not None:
                 reasons.append(MADE_IN_CODES)
             for reason in reasons:
                 names = parts.setdefault(reason, [])
@@ -383,13 +377,8 @@ def described(
     config: Config,
     mesh: Mesh,
     model: nn.Module,
-    producers: Iterable[FusedLayers] = (),
 ) -> str:
-    """A sentence about the audits of a run of `model`, for its plan.
-
-    Args:
-        producers: norms and gates that make codes in any stretch.
-    """
+    """A sentence about the audits of a run of `model`, for its plan."""
     settings = config.audit
     layers = {name for stretch in plan.stretches for name in stretch.layers}
     by_weight = called_by_weight(model)
@@ -401,7 +390,7 @@ def described(
     text = f"audits: one of {counted(covered, 'layer')} every {counted(every, 'step')}"
     for reason, names in reasons.items():
         text += f"; not covered: {first_few(names, 3)} ({reason})"
-    for reason, names in partly_covered(plan, config, mesh, producers, by_weight).items():
+    for reason, names in partly_covered(plan, config, mesh, by_weight).items():
         text += f"; partly covered: {first_few(names, 3)} ({reason})"
     return text
 

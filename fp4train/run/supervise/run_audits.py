@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from fp4train.audit.fault import Fault
 from fp4train.audit.start import check_plan
 from fp4train.precision import Recipe
-from fp4train.run.produced import produced_in, producers_of
 from fp4train.run.queued import Step
 from fp4train.run.supervise.fault_report import report
 from fp4train.run.supervise.layer_audits import LayerAudits, described, summary
@@ -47,11 +46,7 @@ class RunAudits:
     def described(self) -> str:
         """What is audited, and what is not, in a sentence."""
         run = self.run
-        producers = producers_of(
-            produced_in(run.model, stretch, run.config.train, run.device.type, run.plan.tokens)
-            for stretch in run.plan.stretches
-        )
-        return described(run.plan, run.config, run.world.mesh, run.model, producers)
+        return described(run.plan, run.config, run.world.mesh, run.model)
 
     def begin(self) -> None:
         """Try each distinct quantiser and layer of the plan, before the first step.

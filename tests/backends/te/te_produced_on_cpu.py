@@ -16,6 +16,7 @@ import os
 import pathlib
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import te_codes_on_cpu as codes
@@ -42,7 +43,7 @@ from fp4train.nn.fused_norm import KernelNorm
 from fp4train.precision import MXFP8, NVFP4, Timeline, autocast, find_layers, make_plan
 from fp4train.quantize import quantizer, sharded, to_torch, triton_launch
 from fp4train.run.fuse import fuse
-from fp4train.run.produced import produced_by, produced_in
+from fp4train.run.produced import produced_by, with_sources
 
 NEAREST = NVFP4(stochastic_rounding=False)
 HYBRID = MXFP8(element="hybrid")
@@ -170,18 +171,15 @@ def model(kernels: str, recipe: Any, sums: bool, tokens: int, **shape: Any) -> n
     made = f4.convert(Llama(**sizes).build(vocab_size=60, seq_len=32), backend="te").train()
     settings = TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=32, kernels=kernels)
     options: dict[str, Any] = {"tokens": 64, "device": Device(type="cpu"), "backend": "te"}
-    stretches = make_plan(
-        find_layers(made).values(), Timeline(recipe=recipe, steps=9), None, **options
-    ).stretches
-    plan = stretches[0]
+    plan = make_plan(find_layers(made).values(), Timeline(recipe=recipe, steps=9), None, **options)
+    layers = plan.stretches[0].layers
     for layer in made.modules():
         if isinstance(layer, PlannedLayer):
             layer.sum_gradients(sums)
-            layer.apply_plan(plan.layers[layer.layer.name], recipe, None, torch.device("cpu"))
+            layer.apply_plan(layers[layer.layer.name], recipe, None, torch.device("cpu"))
     fuse(made, settings, "cpu")
-    sentences[:] = produced_by(
-        made, stretches, [produced_in(made, plan, settings, "cpu", tokens)], "cpu"
-    )
+    plan = with_sources(replace(plan, tokens=tokens), made, settings, "cpu")
+    sentences[:] = produced_by(plan, "cpu")
     return made
 
 
