@@ -1,5 +1,6 @@
 """Starts ranks in processes that are forked from this one: it has imported all that a rank imports,
-and composed the job's configuration, so that a rank begins in a fraction of a second.
+taken a rank's first steps, and composed the job's configuration, so that a rank begins in a
+fraction of a second.
 
 A line on standard input asks for a job: {"ranks", "arguments", "folder", "environment", "patch",
 "program"}. A rank runs the command line with the arguments, after the code `patch`; or, if there is
@@ -17,6 +18,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+import first_steps
 import torch
 import torch.distributed as dist
 from compositions import parsing_once, remembering
@@ -42,6 +44,9 @@ FOR_THE_FORKS = (
     "fp4train.run.determinism",
     "fp4train.run.find",
     "fp4train.train",
+    "fp4train.cli.train",
+    "fp4train.run.from_run",
+    "torch.distributed.pipelining",
 )
 
 
@@ -118,6 +123,8 @@ def main() -> None:
     composition.hydra_compose = remembering(composition.hydra_compose)
     parse = parsing_once(OverridesParser.parse_override)
     OverridesParser.parse_override = parse  # type: ignore[method-assign]
+    first_steps.take()
+    gc.collect()
     gc.freeze()  # a rank's collector does not look at, and so does not copy, what all of them share
     # whether there are any is all that a run asks; a count takes long
     gc.get_freeze_count = lambda: 1
