@@ -87,7 +87,7 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         _refuse_idle(chosen)
         params: Mapping[str, Any] = {}
         if sweep:  # an experiment's file may ask for one, too
-            params = composition.hydra.sweeper.params or {}
+            params = HydraConfig.get().sweeper.params or {}
         if sweep and not swept and not params:
             raise UserError(
                 "-m trains a run for each value of a key, and no key has several values: -m "
@@ -101,14 +101,13 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
             elsewhere = ""
         elif _model_brought(point_words):
             elsewhere = "model."
-        _set_keys(composition, [word for word in point_words if word not in chosen], elsewhere)
-        choices = {
-            str(group): str(option) for group, option in composition.hydra.runtime.choices.items()
-        }
+        choices = _choices()
+        single = [word for word in point_words if word not in chosen]
+        _set_keys(composition, single, choices, elsewhere)
         _whole_numbers(composition, changed)
         _name_point(composition, choices, swept)
         yield Composed(
-            cfg=OmegaConf.create(plain(_without_hydra(composition))),
+            cfg=OmegaConf.create(plain(composition)),
             unresolved=composition,
             choices=choices,
             changed=changed,
@@ -138,7 +137,7 @@ def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
     Raises:
         UserError: they do not fit the configuration.
     """
-    return _without_hydra(_composition(arguments, folders))
+    return _composition(arguments, folders)
 
 
 def sections(
@@ -177,8 +176,8 @@ def named(group: str, option: str) -> Any:
 
 
 def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
-    """Configuration that Hydra composes, its own node included, whose interpolations resolve until
-    the next one.
+    """Configuration that Hydra composes, whose interpolations resolve until the next one; until then
+    `HydraConfig` has Hydra's own node.
     """
     GlobalHydra.instance().clear()
     register_recipes()
@@ -190,6 +189,8 @@ def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
                 all_words.insert(0, f"hydra.searchpath=[{search_path}]")
             composition = hydra_compose("train", overrides=all_words, return_hydra_config=True)
             HydraConfig.instance().set_config(composition)
+            with open_dict(composition):
+                del composition["hydra"]
             return composition
     except (HydraException, OmegaConfBaseException) as error:
         settings = [word for word in words if word.lstrip("+~").startswith("hydra")]
@@ -202,25 +203,29 @@ def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
         raise UserError(overrides.first_lines(error)) from error
 
 
-def _without_hydra(composition: DictConfig) -> DictConfig:
-    with open_dict(composition):
-        del composition["hydra"]
-    return composition
+def _choices() -> dict[str, str]:
+    """Group → its option in the last composition."""
+    chosen = HydraConfig.get().runtime.choices
+    return {str(group): str(option) for group, option in chosen.items()}
 
 
-def _set_keys(composition: DictConfig, words: list[Override], elsewhere: str | None) -> None:
+def _set_keys(
+    composition: DictConfig,
+    words: list[Override],
+    choices: Mapping[str, str],
+    elsewhere: str | None,
+) -> None:
     """Set single keys of a composition: those it has, and those that only its classes have.
 
     Args:
+        choices: group → its option in the composition.
         elsewhere: beginning of the keys that are checked elsewhere, against another configuration,
             so that any of them can be set here; None: there are none.
 
     Raises:
         UserError: a key is unknown, or a value cannot stand there.
     """
-    body = {
-        key: value for key, value in plain(composition, resolve=False).items() if key != "hydra"
-    }
+    body = plain(composition, resolve=False)
     have = list(keys(body))
     assignments = [word for word in words if word.type == OverrideType.CHANGE]
     strange = [
@@ -249,9 +254,7 @@ def _set_keys(composition: DictConfig, words: list[Override], elsewhere: str | N
             if word.key_or_group not in (*have, *added)
         ]
         for key in unknown:
-            foreign.check_keys(
-                [key], [*have, *added], _check_options(key, composition.hydra.runtime.choices)
-            )
+            foreign.check_keys([key], [*have, *added], _check_options(key, choices))
         raise UserError(overrides.first_lines(error)) from error
 
 
@@ -307,9 +310,7 @@ def _whole_numbers(composition: DictConfig, changed: Iterable[str]) -> None:
     float_keys = [key for key in changed if isinstance(_value_at(composition, key), float)]
     if not float_keys:
         return
-    body = {
-        key: value for key, value in plain(composition, resolve=False).items() if key != "hydra"
-    }
+    body = plain(composition, resolve=False)
     for key in key_fields(body, Config):
         if key.path in float_keys and key.takes_integers and float(key.value).is_integer():
             OmegaConf.update(composition, key.path, int(key.value))

@@ -73,6 +73,12 @@ def options(folder: Path) -> dict[str, list[str]]:
 
 def own_options() -> dict[str, list[str]]:
     """`options` of fp4train, the recipes among them."""
+    return {group: list(names) for group, names in _own_options().items()}
+
+
+@cache
+def _own_options() -> dict[str, list[str]]:
+    """`own_options`, read once: one command asks for them several times."""
     return options(CONFIGS) | {"recipe": sorted(path.stem for path in RECIPES.glob("*.yaml"))}
 
 
