@@ -54,11 +54,12 @@ def hasten(checks_overflow: bool = True) -> None:
     )
     keep_types()
     pass_what_is_of_the_type()
+    call_without_checks()
 
 
 def pass_what_is_of_the_type() -> None:
-    """Two tensors of one element type are operands as they are, and what is no constexpr is not
-    searched for some.
+    """Two tensors of one element type are operands as they are, what a number is beside a tensor is
+    found out once for its type, and what is no constexpr is not searched for some.
     """
     from triton.language import core, semantic
 
@@ -68,27 +69,75 @@ def pass_what_is_of_the_type() -> None:
     itself = {"fp32", *core.dtype.SINT_TYPES, *core.dtype.UINT_TYPES}
     unwrap = core._unwrap_if_constexpr
     plain = {core.tensor, core.dtype, core.block_type, int, float, bool, str}
+    constants: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
     def same_type(self: Any, other: Any) -> bool:
         return self is other or of_types(self, other)
 
     def operands(self: Any, lhs: Any, rhs: Any, *given: Any, **named: Any) -> Any:
-        if (
-            type(lhs) is type(rhs) is core.tensor
-            and lhs.dtype is rhs.dtype
-            and lhs.dtype.name in itself
-        ):
-            return self.broadcast_impl_value(lhs, rhs)
+        left = type(lhs)
+        right = type(rhs)
+        if left is right is core.tensor:
+            if lhs.dtype is rhs.dtype and lhs.dtype.name in itself:
+                return self.broadcast_impl_value(lhs, rhs)
+        elif left is core.tensor and (right is int or right is float):
+            constant = beside(self, lhs, rhs, False, given, named)
+            if constant is not None:
+                return lhs, constant
+        elif right is core.tensor and (left is int or left is float):
+            constant = beside(self, rhs, lhs, True, given, named)
+            if constant is not None:
+                return constant, rhs
         return of_operands(self, lhs, rhs, *given, **named)
+
+    def beside(
+        self: Any, tensor: Any, number: float, first: bool, given: Any, named: dict[str, Any]
+    ) -> Any:
+        """The tensor that `number` is as the first or the second operand beside `tensor`; None:
+        `tensor` is not taken as it is.
+        """
+        # the zeros of both signs are equal
+        exact = repr(number) if type(number) is float else number
+        key = (id(tensor.type), exact, first, given, *named.items())
+        if key not in constants:
+            pair = (number, tensor) if first else (tensor, number)
+            made = of_operands(self, *pair, *given, **named)
+            constant, other = made if first else made[::-1]
+            constant.handle.data.flags.writeable = False
+            # the type is kept, and so is its id
+            constants[key] = tensor.type, constant if other is tensor else None
+        return constants[key][1]
 
     core.dtype.__eq__ = same_type
     core._unwrap_if_constexpr = lambda each: each if type(each) in plain else unwrap(each)
     semantic.TritonSemantic.binary_op_type_checking_impl = operands
 
 
+def call_without_checks() -> None:
+    """A function of Triton's language is called without the check that it is within a kernel."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    checks = core.builtin(lambda: None).__code__
+    semantic = interpreter.interpreter_semantic
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        checked = getattr(member, "__code__", None) is checks
+        function = member.__wrapped__ if checked else member
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
+
+
 def keep_types() -> None:
-    """One type for all blocks of a shape and element, one shape for all types of it, and no
-    broadcast to the shape that both operands have.
+    """One type for all blocks of a shape and element, one shape for all types of it, what a type is
+    to the interpreter and with another element found once, and no broadcast to the shape that both
+    operands have.
     """
     from triton.language import core, semantic
 
@@ -97,6 +146,8 @@ def keep_types() -> None:
     describe = core.block_type.__init__
     fill = core.tensor.__init__
     broadcast = semantic.TritonSemantic.broadcast_impl_value
+    of_builder = core.block_type.to_ir
+    of_element = core.block_type.with_element_ty
 
     def kept(cls: Any, element_ty: Any, shape: Any) -> Any:
         sizes = [each.value if isinstance(each, core.constexpr) else each for each in shape]
@@ -122,6 +173,19 @@ def keep_types() -> None:
         alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
         return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
 
+    def to_ir(self: Any, builder: Any) -> Any:
+        if "of_builder" not in vars(self):
+            self.of_builder = of_builder(self, builder)
+        return self.of_builder
+
+    def with_element_ty(self: Any, scalar: Any) -> Any:
+        others = vars(self).setdefault("of_elements", {})
+        if id(scalar) not in others:
+            others[id(scalar)] = of_element(self, scalar)  # which keeps its element's
+        return others[id(scalar)]
+
+    core.block_type.to_ir = to_ir
+    core.block_type.with_element_ty = with_element_ty
     core.block_type.__new__ = kept
     core.block_type.__init__ = describe_once
     core.tensor.__init__ = fill_from
