@@ -25,6 +25,10 @@ def interpret() -> None:
             "Triton was imported before: its kernels are compiled, and a CPU cannot run them"
         )
     os.environ["TRITON_INTERPRET"] = "1"
+    helpers()
+    import interpreted
+
+    interpreted.hasten()
     announce("Triton's interpreter executes the kernels on the CPU")
 
 

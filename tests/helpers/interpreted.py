@@ -39,19 +39,22 @@ def interpreted(
 
 def hasten(checks_overflow: bool = True) -> None:
     """From here on, in this process. checks_overflow: sums and products of integers are compared
-    with those in 64 bits, for a quarter of the time.
+    with those in 64 bits, for a quarter of the time; the last call decides.
     """
     from triton.runtime import interpreter
 
+    object.__setattr__(
+        interpreter.interpreter_builder.options, "sanitize_overflow", checks_overflow
+    )
+    if hasattr(interpreter, "hastened"):
+        return
+    interpreter.hastened = True
     of_any = interpreter._get_np_dtype
     of_scalar = cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda dtype: (of_any if dtype.scalar.is_ptr() else of_scalar)(
         dtype.scalar
     )
     interpreter._patch_lang = patched_once(interpreter._patch_lang)
-    object.__setattr__(
-        interpreter.interpreter_builder.options, "sanitize_overflow", checks_overflow
-    )
     keep_types()
     pass_what_is_of_the_type()
     call_without_checks()
