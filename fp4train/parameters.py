@@ -10,7 +10,6 @@ defaults of a `ParameterSpec`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
@@ -251,9 +250,9 @@ def declared(model: nn.Module) -> dict[str, ParameterSpec]:
     """
     specs: dict[str, ParameterSpec] = {}
     for path, module in model.named_modules():
-        # Looked up statically: a wrapper such as torch.compile's forwards attribute access, but has
+        # Not asked by `getattr`: a wrapper such as torch.compile's forwards attribute access, but has
         # other paths.
-        if inspect.getattr_static(module, DECLARED_BY, None) is None:
+        if DECLARED_BY not in vars(module) and not hasattr(type(module), DECLARED_BY):
             continue
         where = f"{DECLARED_BY} of {path or type(module).__name__}"
         names = {

@@ -22,6 +22,7 @@ import re
 import resource
 import socket
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,7 @@ def libraries() -> dict[str, str]:
     return versions
 
 
+@cache
 def package_version(package: str) -> str | None:
     """The installed version of a package, by the name that pip knows; None: it is not installed."""
     try:
