@@ -322,6 +322,8 @@ def results() -> dict[str, Any]:
     """Of each recipe whether a gathered weight gives the bits of a whole one, and what is kept
     between the passes.
     """
+    # what was imported is no garbage, and each pass collects
+    gc.freeze()
     found: dict[str, Any] = {}
     cases: dict[str, Recipe] = {
         "nvfp4": NVFP4(),
