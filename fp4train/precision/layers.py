@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -92,6 +92,10 @@ class Layer:
     experts: int = 0
     per_token: int = 1
     fused: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself, which does not change: each layer of a model that is copied has the names of all."""
+        return self
 
     @property
     def weights(self) -> int:
