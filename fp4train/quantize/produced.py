@@ -145,6 +145,8 @@ def why_not(row: Quantizer, column: Quantizer, *, codes: bool, here: bool = True
     for form_quantizer in (row, column):
         if isinstance(form_quantizer, TritonQuantizer):
             reason = None
+        elif form_quantizer.kernel == "triton":
+            reason = why_not_spec(form_quantizer.spec)
         else:
             reason = form_quantizer.why or form_quantizer.kernel
         if reason is not None and (

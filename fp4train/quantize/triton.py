@@ -9,6 +9,7 @@
 | one scale per tensor or row | whole |
 | codes of x and of x.T by one scale, to nearest | turned: one read of x |
 | codes or values of x in (1, N) blocks, and of x.T in (1, 16) or (1, 32) | both: one read of x |
+| x that is quantised twice; transforms that no kernel makes | steps (`triton_steps`) |
 
 Other strides are copied once. `triton_launch` plans the launches: variants, tiles, sizes, results.
 Equal to `quantize.reference` to the bit. Triton is imported on first use.
@@ -34,6 +35,7 @@ from fp4train.quantize.random import RandomKey, random_words, words_of_both
 from fp4train.quantize.scaling import product_factor
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.triton_limits import why_not_spec as why_not_spec
+from fp4train.quantize.triton_steps import StepsQuantizer, last_step, why_not_steps
 from fp4train.quantize.triton_variant import draws_signs, parts
 
 LARGEST_EXTENT: Final = 2**31 - 2**12
@@ -48,7 +50,7 @@ _UNKNOWN: Final = object()
 
 def why_not(spec: QuantSpec, device_type: str) -> str | None:
     """Why these kernels cannot quantise by spec there, in words; None if they can."""
-    return why_not_here(device_type) or why_not_spec(spec)
+    return why_not_here(device_type) or why_not_steps(spec)
 
 
 def why_not_here(device_type: str) -> str | None:
@@ -138,9 +140,12 @@ def has_pair_kernel(
     return extents == (None, None) and all(width in triton_launch.COLUMN_BLOCKS for width in widths)
 
 
-def make(spec: QuantSpec) -> TritonQuantizer:
+def make(spec: QuantSpec) -> TritonQuantizer | StepsQuantizer:
     """The quantizer of a spec that `why_not` has nothing against."""
-    return TritonQuantizer(spec)
+    if why_not_spec(spec) is None:
+        return TritonQuantizer(spec)
+    first = None if spec.requantises is None else TritonQuantizer(spec.requantises)
+    return StepsQuantizer(spec, first, TritonQuantizer(last_step(spec)))
 
 
 class TritonQuantizer(Quantizer):

@@ -10,7 +10,7 @@ from fp4train.config.binding import bind
 from fp4train.config.composition import named
 from fp4train.lab.ledger import ledger, markdown
 from fp4train.precision import Recipe
-from fp4train.quantize.triton import why_not_spec
+from fp4train.quantize.triton_steps import why_not_steps
 
 TEXT = (DOCS / "recipes.md").read_text(encoding="utf-8")
 
@@ -23,7 +23,7 @@ def test_the_page_names_the_recipes_that_the_reference_quantises_on_gpus() -> No
     without = set()
     for name in {entry.recipe for entry in ledger()}:
         recipe = bind(named("recipe", name), Recipe, "recipe")
-        if any(why_not_spec(spec) is not None for spec in recipe.table().specs()):
+        if any(why_not_steps(spec) is not None for spec in recipe.table().specs()):
             without.add(name)
     assert without == {name.strip("`") for name, _ in table("recipes.md", "without a kernel")}
 
