@@ -33,8 +33,19 @@ INLINE Rounded round_to(const Job *job, F t, I random, Element e, int stochastic
 
 /* IF4: integers times 6/7 in the lanes that `marked` names, E2M1 in the others. */
 INLINE Rounded round_on_grid(const Job *job, F t, I random, K marked, int stochastic) {
-    const Rounded floats = round_to(job, t, random, element_of(E2M1), stochastic);
-    const Rounded integers = round_to(job, f_mul(t, f_set(if4_inverse)), random, element_of(IF4_INTEGERS), stochastic);
+    const F of_integers = f_mul(t, f_set(if4_inverse));
+    const int usual = !job->away && !job->few_bits;
+    Rounded floats, integers;
+    if (usual && stochastic) {
+        floats = round_stochastic_e2m1(t, random);
+        integers = round_stochastic_integer(of_integers, random);
+    } else if (usual) {
+        floats = round_nearest_e2m1(t, 1);
+        integers = round_nearest_integer(of_integers);
+    } else {
+        floats = round_to(job, t, random, element_of(E2M1), stochastic);
+        integers = round_to(job, of_integers, random, element_of(IF4_INTEGERS), stochastic);
+    }
     return (Rounded){i_pick(marked, integers.code, floats.code),
                      f_pick(marked, f_mul(integers.value, f_set(if4_step)), floats.value)};
 }

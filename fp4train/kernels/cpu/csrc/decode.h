@@ -85,46 +85,65 @@ INLINE float byte_value(int code, int mantissa, int bias, int gradual, int nan) 
     return code == nan ? __builtin_nanf("") : (float)significand * value;
 }
 
-/* HiF4 and IF4, sixteen columns after the other: a factor for each four of HiF4, a table of values for each block of IF4. */
-INLINE void decode_levels(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
+/* Tables of what the scales of HiF4 and IF4 stand for. */
+typedef struct {
+    float values[2][16];          /* of the codes; of IF4 also those of integers */
+    float scales[256];            /* of the byte of a scale, without the bit that says which of the two */
+    int32_t first[64], second[64]; /* HiF4: in the word of a block, the bits that double a column's factor */
+} LevelTables;
+
+INLINE void level_tables(const DecodeJob *job, LevelTables *t) {
     const int levels = job->scale == SCALE_HIF4;
+    packed_values(job->element, t->values[0]);
+    packed_values(IF4_INTEGERS, t->values[1]);
+    for (int i = 0; i < 16; i++) t->values[1][i] *= if4_step;
+    for (int i = 0; i < 256; i++) t->scales[i] = levels ? byte_value(i, 2, 48, 0, 255) : byte_value(i & 127, 3, 7, 1, 127);
+    for (int i = 0; i < 64; i++) {
+        t->first[i] = 1 << (8 + i / 8);
+        t->second[i] = (int32_t)(1u << (16 + i / 4));
+    }
+}
+
+INLINE F doubled_where(I word, const int32_t *bits, F x) {
+    return f_pick(i_eq(i_and(word, i_load(bits)), i_set(0)), x, f_add(x, x));
+}
+
+/* Sixteen columns of HiF4, a factor for each four, or of IF4, a table of values for each block. */
+INLINE F decoded_levels(const DecodeJob *job, const LevelTables *t, int64_t row, int64_t col, int64_t scales_row, int levels) {
+    const int64_t at = scales_row + whole_blocks(col, job->block_cols);
+    const I codes = i_load_nibbles(job->codes + row * job->codes_stride + col / 2);
+    if (!levels) {
+        const uint8_t byte = ((const uint8_t *)job->scales)[at];
+        return f_mul(f_lanes(f_load(t->values[byte >> 7]), codes), f_set(t->scales[byte]));
+    }
+    uint32_t word;
+    memcpy(&word, (const uint8_t *)job->scales + 4 * at, sizeof word);
+    const I bits = i_set((int32_t)word);
+    const F factors = doubled_where(bits, t->second + col % 64, doubled_where(bits, t->first + col % 64, f_set(t->scales[word & 255])));
+    return f_mul(f_lanes(f_load(t->values[0]), codes), factors);
+}
+
+INLINE void decode_levels(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int levels) {
     const int64_t end = col1 < job->cols ? col1 : job->cols, size = job->values_f32 ? 4 : 2;
-    float tables[2][16], factors[16];
-    packed_values(job->element, tables[0]);
-    packed_values(IF4_INTEGERS, tables[1]);
-    for (int i = 0; i < 16; i++) tables[1][i] *= if4_step;
+    const int exact = exact_in_bf16(job->element, job->scale, 0);
+    LevelTables tables;
+    level_tables(job, &tables);
     for (int64_t row = row0; row < row1; row++) {
         const int64_t scales_row = band_of(row, job->block_rows) * job->scales_stride;
-        for (int64_t col = col0; col < end; col += 16) {
-            const int64_t at = scales_row + whole_blocks(col, job->block_cols), count = end - col < 16 ? end - col : 16;
-            const float *table = tables[0];
-            if (levels) {
-                uint32_t word;
-                memcpy(&word, (const uint8_t *)job->scales + 4 * at, sizeof word);
-                const float scale = byte_value(word & 255, 2, 48, 0, 255);
-                for (int64_t i = 0, g = col % 64 / 4; i < 16; i++) {
-                    const int64_t four = g + i / 4;
-                    factors[i] = scale * (float)(1u << ((word >> (8 + four / 2) & 1) + (word >> (16 + four) & 1)));
-                }
-            } else {
-                const uint8_t byte = ((const uint8_t *)job->scales)[at];
-                table = tables[byte >> 7];
-                f_store(factors, f_set(byte_value(byte & 127, 3, 7, 1, 127)));
-            }
-            const F y = f_mul(f_lanes(f_load(table), i_load_nibbles(job->codes + row * job->codes_stride + col / 2)), f_load(factors));
-            int32_t bits[16];
-            i_store(bits, job->values_f32 ? i_bits(y) : i_shr(round_to_bf16(y), 16));
-            char *to = (char *)job->values + (row * job->values_stride + col) * size;
-            for (int64_t i = 0; i < count; i++) memcpy(to + size * i, bits + i, (size_t)size);
+        for (int64_t col = col0; col < end; col += 32) {
+            const int64_t count = end - col < 32 ? end - col : 32;
+            const F low = decoded_levels(job, &tables, row, col, scales_row, levels);
+            const F high = count > 16 ? decoded_levels(job, &tables, row, col + 16, scales_row, levels) : f_set(0.0f);
+            char *to = (char *)job->values + (row * job->values_stride + col) * size, whole[128] __attribute__((aligned(64)));
+            store_values(count < 32 ? whole : to, low, high, job->values_f32, exact, 0);
+            if (count < 32) memcpy(to, whole, (size_t)(count * size));
         }
     }
 }
 
 static void FN(decode)(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
-    if (job->scale == SCALE_HIF4 || job->scale == SCALE_IF4) {
-        decode_levels(job, row0, row1, col0, col1);
-        return;
-    }
+    if (job->scale == SCALE_HIF4) return decode_levels(job, row0, row1, col0, col1, 1);
+    if (job->scale == SCALE_IF4) return decode_levels(job, row0, row1, col0, col1, 0);
     const int nvfp4 = job->block_cols == 16 && !job->values_f32 && exact_in_bf16(job->element, job->scale, job->outer_amax != NULL);
     switch (job->element) {
     case E2M1:

@@ -87,6 +87,16 @@ INLINE Rounded round_nearest_e2m1(F t, int codes) {
     return (Rounded){i_blend_bits(i_set(7), i_bits(sum), i_shr(i_bits(t), 28)), with_sign(f_sub(sum, anchor), t)};
 }
 
+/* The values alone, of magnitudes: of E2M1, and of the integers up to 7. */
+INLINE F nearest_e2m1(F magnitude) {
+    static const float anchors[8] = {0x1p23f, 0x1p24f, 0x1p22f, 0x1p22f, 0x1p22f, 0x1p22f, 0x1p22f, 0x1p22f};
+    const F most = f_min(magnitude, f_set(6.0f)), anchor = f_table8(anchors, i_shr(i_bits(most), 23));
+    return f_sub(f_add(most, anchor), anchor);
+}
+INLINE F nearest_integer(F magnitude) {
+    return f_sub(f_add(f_min(magnitude, f_set(7.0f)), f_set(0x1p23f)), f_set(0x1p23f));
+}
+
 /* Random bits at 6..21 of a lane, from its low or its high half; other bits are undefined. */
 INLINE I random_low(I words) { return i_shl(words, 6); }
 INLINE I random_high(I words) { return i_shr(words, 10); }
@@ -149,6 +159,18 @@ INLINE Rounded round_stochastic_e2m1(F t, I random) {
     const I code = i_sub(i_sub_where(small, i_shr(chosen, 22), i_set(2)), i_set(252));
     return (Rounded){i_blend_bits(i_set(8), i_shr(i_bits(t), 28), code),
                      with_sign(f_sub_where(small, f_bits(chosen), one), t)};
+}
+
+/* The same for the integers from -7 to 7: their grid is uniform, and its quantum 1. */
+INLINE Rounded round_nearest_integer(F t) {
+    const F sum = f_add(f_min_magnitude(t, f_set(7.0f)), f_set(0x1p23f)), integer = f_sub(sum, f_set(0x1p23f));
+    return (Rounded){i_blend_bits(i_set(8), i_shr(i_bits(t), 28), i_and(i_bits(sum), i_set(7))), with_sign(integer, t)};
+}
+INLINE Rounded round_stochastic_integer(F t, I random) {
+    const F magnitude = f_min_magnitude(t, f_set(7.0f)), below = f_floor(magnitude);
+    const F threshold = f_sub(f_bits(i_blend_bits(i_set(0xffff << 7), i_shl(random, 1), i_set(0x3f800040))), f_set(1.0f));
+    const F chosen = f_add_where(f_gt(f_sub(magnitude, below), threshold), below, f_set(1.0f));
+    return (Rounded){i_blend_bits(i_set(8), i_shr(i_bits(t), 28), i_of_f(chosen)), with_sign(chosen, t)};
 }
 
 /* Value of a code: its sign, and its exponent and mantissa moved into a float's; subnormals are integers times a quantum

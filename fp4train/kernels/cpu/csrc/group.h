@@ -32,9 +32,16 @@ static const float if4_step = (float)(6.0 / 7.0), if4_inverse = (float)(1.0 / (6
 INLINE F scaled(F x, const Scale *scale) { return f_add(f_mul(x, scale->encode), f_set(0.0f)); }
 INLINE F encode_factor(F scale, F decode) { return f_min(f_div(f_set(1.0f), f_mul(scale, decode)), f_set(float_max)); }
 
+/* The sum over the rows of a block of what each lane has of it. */
+INLINE F sum_of_rows(const Job *job, F total) {
+    static const int32_t identity[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int32_t other = (int32_t)job->block_rows / 2; other; other /= 2)
+        total = f_add(total, f_lanes(total, i_xor(i_load(identity), i_set(other))));
+    return total;
+}
+
 /* The error of a block whose scale is `scale`, in each lane that of its block. */
 INLINE F block_error(const Job *job, const F *x, F scale, F amax, Global global) {
-    static const int32_t identity[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const F factor = encode_factor(scale, global.decode), range = f_set(job->bound);
     F total = f_set(0.0f);
     for (int64_t i = 0; i < job->block_cols; i++) {
@@ -43,9 +50,7 @@ INLINE F block_error(const Job *job, const F *x, F scale, F amax, Global global)
         const F error = job->formula == FOUR_OVER_SIX_MSE ? f_mul(difference, difference) : f_bits(magnitude_bits(difference));
         total = f_add(total, error); /* 0 + error: errors are not negative */
     }
-    for (int32_t other = (int32_t)job->block_rows / 2; other; other /= 2)
-        total = f_add(total, f_lanes(total, i_xor(i_load(identity), i_set(other))));
-    return total;
+    return sum_of_rows(job, total);
 }
 
 INLINE Scale four_over_six(const Job *job, const F *x, I largest, F amax, Global global) {
@@ -58,29 +63,26 @@ INLINE Scale four_over_six(const Job *job, const F *x, I largest, F amax, Global
     return (Scale){i_pick(better, four.code, six.code), encode_factor(value, global.decode), value};
 }
 
-/* The squared error of a block of IF4, as block_error has it, on its grid of integers or of E2M1. */
-INLINE F grid_error(const Job *job, const F *x, F scale, F amax, Global global, int integers) {
-    static const int32_t identity[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+/* Whether the squared error of a block of IF4, as block_error has it, is smaller on the grid of integers than on that of E2M1; of
+ * magnitudes, as signs change no error. */
+INLINE K integers_are_nearer(const Job *job, const F *x, F scale, F amax, Global global) {
     const F factor = encode_factor(scale, global.decode), range = f_set(job->bound);
-    F total = f_set(0.0f);
+    F of_floats = f_set(0.0f), of_integers = f_set(0.0f);
     for (int64_t i = 0; i < job->block_cols; i++) {
-        const F t = f_mul(x[i], factor);
-        const F value = integers ? round_nearest(f_mul(t, f_set(if4_inverse)), element_of(IF4_INTEGERS)).value
-                                 : round_nearest_e2m1(t, 0).value;
-        F product = f_mul(f_mul(value, scale), amax);
-        if (integers) product = f_mul(product, f_set(if4_step));
-        const F difference = f_sub(f_div(product, range), x[i]);
-        total = f_add(total, f_mul(difference, difference));
+        const F magnitude = f_bits(magnitude_bits(x[i])), t = f_mul(magnitude, factor);
+        const F integer = f_mul(f_mul(nearest_integer(f_mul(t, f_set(if4_inverse))), scale), amax);
+        const F left = f_sub(f_div(f_mul(f_mul(nearest_e2m1(t), scale), amax), range), magnitude);
+        const F right = f_sub(f_div(f_mul(integer, f_set(if4_step)), range), magnitude);
+        of_floats = f_add(of_floats, f_mul(left, left));
+        of_integers = f_add(of_integers, f_mul(right, right));
     }
-    for (int32_t other = (int32_t)job->block_rows / 2; other; other /= 2)
-        total = f_add(total, f_lanes(total, i_xor(i_load(identity), i_set(other))));
-    return total;
+    return f_gt(sum_of_rows(job, of_floats), sum_of_rows(job, of_integers));
 }
 
 INLINE Scale integers_or_floats(const Job *job, const F *x, I largest, F amax, Global global) {
     Scale scale = scale_under(job, f_bits(largest), global, 0, E4M3);
-    const K better = f_gt(grid_error(job, x, scale.decode, amax, global, 0), grid_error(job, x, scale.decode, amax, global, 1));
-    scale.stored = i_or(scale.stored, i_pick(better, i_set(0x80), i_set(0)));
+    const K nearer = integers_are_nearer(job, x, scale.decode, amax, global);
+    scale.stored = i_or(scale.stored, i_pick(nearer, i_set(0x80), i_set(0)));
     report(job, not_finite(largest));
     return scale;
 }
