@@ -25,6 +25,7 @@ import re
 import secrets
 import stat
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,7 +51,8 @@ class NotPlain(OSError):
 
 
 class Folder:
-    """An open directory. A context manager; `close` it otherwise.
+    """An open directory. A context manager; `close` it otherwise. One that nobody holds any more,
+    such as that of a run that is over, is closed too.
 
     Args:
         path: its path, for messages.
@@ -60,6 +62,8 @@ class Folder:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close.atexit = False  # threads may write to it until the process ends
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False) -> Folder:
@@ -79,9 +83,8 @@ class Folder:
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        self.descriptor = -1
+        self._close()
 
     # -- what is there -----------------------------------------------------------------------------
 

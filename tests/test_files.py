@@ -1,5 +1,6 @@
 """What a directory that somebody else prepared can do to fp4train: nothing but be refused."""
 
+import gc
 import os
 import socket
 import stat
@@ -194,3 +195,14 @@ def test_lines_are_read_in_pieces_and_one_that_is_too_long_is_the_last(
             list(folder.lines("thing", 29))
         (run / "thing").write_bytes(b"one\n" + b"x" * 50 + b"\ntwo\n")
         assert list(folder.lines("thing", 100)) == [b"one\n", b"x" * 24]
+
+
+def test_a_folder_that_nobody_holds_any_more_is_closed(tmp_path: Path) -> None:
+    """The folder of a run that is over: a sweep of many runs in one process opens no file more."""
+    folder = Folder.open(tmp_path)
+    descriptor = folder.descriptor
+    assert os.path.samestat(os.fstat(descriptor), tmp_path.stat())
+    del folder
+    gc.collect()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
