@@ -82,11 +82,7 @@ def measured(
     load = workload(
         model(name),
         {
-            name: replace(
-                planned,
-                layer=planned.layer.part("in" if name in cut.in_ else "out", tensor),
-                readers=(),
-            )
+            name: replace(planned, layer=cut.part(planned.layer, tensor), readers=())
             for name, planned in plan.stretches[0].layers.items()
         },
         recipe,

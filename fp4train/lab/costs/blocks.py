@@ -208,8 +208,7 @@ class _WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view or "empty" in str(func):
             return out
         self.work.operators += _bytes(tree_leaves((args, keywords, out)))
-        if func.overloadpacket in flop_registry:
-            arithmetic = flop_registry[func.overloadpacket]
+        if arithmetic := flop_registry.get(func.overloadpacket):
             self.work.flops += arithmetic(*args, **keywords, out_val=out)
         return out
 

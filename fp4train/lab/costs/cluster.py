@@ -17,8 +17,8 @@ What stages send each other is small, and not counted. The host is taken to queu
 than the GPU runs them.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Final
 
 from fp4train.hardware import Gpu
@@ -28,7 +28,7 @@ from fp4train.lab.costs.memory import USABLE, of_stream, rank_memory
 from fp4train.lab.costs.roofline import COPY
 from fp4train.lab.costs.rows import layer_costs
 from fp4train.lab.costs.weights import ModelWeight, on_rank, tensor_traffic
-from fp4train.lab.costs.workload import Workload
+from fp4train.lab.costs.workload import BlockCounts, Workload
 from fp4train.models.common.liger import MOVED
 from fp4train.parallel.config import Mesh
 from fp4train.run.state.moments import Moments
@@ -99,7 +99,7 @@ class ClusterCost:
         moved = OPTIMIZER + 2 * workload.states.get(Moments.title, 0)
         parts["optimizer"] = moved * self.memory.parameters / self._copy
         self.collectives = [flow for flow in collectives if flow.sent]
-        self.parts: Mapping[str, float] = {name: value for name, value in parts.items() if value}
+        self.parts = {name: value for name, value in parts.items() if value}
         """Seconds of a step by what they are spent on; they add up to the step."""
         self.seconds = sum(self.parts.values())
         """Seconds per optimizer step."""
@@ -159,7 +159,7 @@ class ClusterCost:
             passes.append((seconds, sizes))
         return passes
 
-    def _stage(self, number: int, counts: Counter[BlockCost]) -> tuple[Seconds, list[Collectives]]:
+    def _stage(self, number: int, counts: BlockCounts) -> tuple[Seconds, list[Collectives]]:
         """Seconds of all microbatches on one stage, and its collectives.
 
         Weights outside the blocks are gathered before a forward pass and kept for its backward

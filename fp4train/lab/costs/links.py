@@ -60,8 +60,7 @@ class Collectives:
     def along(cls, kind: str, mesh: Mesh, gpu: Gpu, name: str = "") -> Collectives:
         """Those of the ranks of a mesh of one of the kinds in `_ORDER`, in domains that hold equal
         parts of them; nothing is sent yet."""
-        nearer = _ORDER[: _ORDER.index(kind)]
-        stride = math.prod(getattr(mesh, axis) for axis in nearer)
+        stride = math.prod(getattr(mesh, nearer) for nearer in _ORDER[: _ORDER.index(kind)])
         size = getattr(mesh, kind)
         most = max(1, gpu.domain // stride)
         near = max(n for n in range(1, size + 1) if size % n == 0 and n <= most)

@@ -18,13 +18,11 @@
 The host holds a copy of the states while a checkpoint is written.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.weights import on_rank
-from fp4train.lab.costs.workload import Workload
+from fp4train.lab.costs.workload import BlockCounts, Workload
 from fp4train.models.common.loss import chunk_rows
 from fp4train.parallel.config import Mesh
 
@@ -61,7 +59,7 @@ def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
     return max((_stage_memory(load, mesh, *stage) for stage in stages), key=lambda m: m.total)
 
 
-def _stage_memory(load: Workload, mesh: Mesh, stage: int, counts: Counter[BlockCost]) -> RankMemory:
+def _stage_memory(load: Workload, mesh: Mesh, stage: int, counts: BlockCounts) -> RankMemory:
     outer = on_rank(load.outer(stage, mesh), mesh)
     blocks = [(on_rank(block.weights, mesh), times) for block, times in counts.items()]
     unsharded = outer.elements + sum(times * block.elements for block, times in blocks)
@@ -92,7 +90,7 @@ def of_stream(size: float, mesh: Mesh) -> float:
     return size / ranks / mesh.context
 
 
-def _activations(load: Workload, mesh: Mesh, stage: int, counts: Counter[BlockCost]) -> float:
+def _activations(load: Workload, mesh: Mesh, stage: int, counts: BlockCounts) -> float:
     """Bytes for the microbatches in flight; of recomputed blocks the inputs, and one that runs."""
     again = load.recomputed
     kept = 0.0

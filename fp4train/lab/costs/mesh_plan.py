@@ -92,12 +92,8 @@ class MeshPlan:
         """The plan of a rank, which has a part of each layer."""
         mesh = self.mesh
         cut = tensor_cut(self.model)
-        parts = {
-            name: layer.part(
-                "in" if name in cut.in_ else "out", mesh.tensor, cut.segments.get(name, ())
-            )
-            for name, layer in find_layers(self.model).items()
-        }
+        layers = find_layers(self.model).items()
+        parts = {name: cut.part(layer, mesh.tensor) for name, layer in layers}
         device = Device.elsewhere(self.gpu)
         return build_plan(
             self.config, parts, self.timeline, device, mesh.data, stages=mesh.pipeline
@@ -134,9 +130,9 @@ class MeshPlan:
         """
         self._sized(1, 2, Parallel(pp=2)).plan()  # refuses what no mesh can run
         choices = (0.0, 1.0) if hasattr(self.config.model, "recompute") else (0.0,)
-        loads: dict[tuple[int, int], Workload | None] = {}
+        loads: dict[tuple[int, int], list[Workload]] = {}
         costs: list[ClusterCost] = []
-        refused: UserError | None = None
+        refused: list[UserError] = []
         for sequences, parallel in self._meshes():
             candidate = self._sized(sequences, self.gpus, parallel)
             size = (sequences, parallel.tp)
@@ -145,16 +141,15 @@ class MeshPlan:
             except UserError:
                 continue
             if size not in loads:
-                loads[size] = None  # unless a plan follows: the backend runs parts of layers
+                loads[size] = []  # unless a plan follows: the backend runs parts of layers
                 try:
-                    loads[size] = candidate.workloads(candidate.plan())[0]
+                    load = candidate.workloads(candidate.plan())[0]
+                    loads[size] = [replace(load, recomputed=share) for share in choices]
                 except UserError as error:
-                    refused = refused or error
-            if (load := loads[size]) is not None:
-                again = [replace(load, recomputed=share) for share in choices]
-                costs += [ClusterCost(load, self.gpu, candidate.mesh) for load in again]
-        if not costs and refused is not None:
-            raise refused
+                    refused.append(error)
+            costs += [ClusterCost(load, self.gpu, candidate.mesh) for load in loads[size]]
+        if not costs and refused:
+            raise refused[0]
         if not costs:
             raise UserError(
                 f"no mesh of gpus={self.mesh.gpus} divides the model's heads and blocks and "

@@ -17,6 +17,9 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.recipe import Recipe
 
+BlockCounts = Counter[BlockCost]
+"""The number of blocks of each kind."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -69,12 +72,10 @@ class Workload:
         parts = share_blocks(self.multiplied, self.last_multiplied, mesh.pipeline * mesh.virtual)
         return [parts[rank :: mesh.pipeline] for rank in range(mesh.pipeline)]
 
-    def stages(self, mesh: Mesh) -> list[Counter[BlockCost]]:
-        """Number of blocks of each kind on every rank of a pipeline."""
-        return [
-            Counter(self.blocks[index] for part in parts for index in part)
-            for parts in self.shares(mesh)
-        ]
+    def stages(self, mesh: Mesh) -> list[BlockCounts]:
+        """The blocks on every rank of a pipeline."""
+        shares = self.shares(mesh)
+        return [Counter(self.blocks[i] for part in parts for i in part) for parts in shares]
 
     def outer(self, stage: int, mesh: Mesh) -> list[ModelWeight]:
         """The weights outside the blocks that a pipeline stage holds; of a tied head the last one

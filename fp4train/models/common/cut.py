@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks, local, summed_over, with_summed_gradient
 from fp4train.parameters import ParameterSpec, Split, declared
-from fp4train.precision.layers import find_layers
+from fp4train.precision.layers import Layer, find_layers
 from fp4train.shards import RowOrder
 
 
@@ -88,6 +88,11 @@ class TensorCut:
             segments=segments,
             counts=tuple(counts),
         )
+
+    def part(self, layer: Layer, ranks: int) -> Layer:
+        """What one of so many ranks has of a layer."""
+        features = "in" if layer.name in self.in_ else "out"
+        return layer.part(features, ranks, self.segments.get(layer.name, ()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
