@@ -168,11 +168,6 @@ class NamesKernel:
         cls.kernel = kernel
 
 
-def kernel_of(module: nn.Module) -> str:
-    """The name of the kernels that compute what a module does; "": its class names none."""
-    return module.kernel if isinstance(module, NamesKernel) else ""
-
-
 def watched(*modules: nn.Module) -> bool:
     """Whether other code sees or replaces the calls of any of the modules: by a hook on it, by one
     on all modules, or by a forward pass of its own (as accelerate gives it). It must be called

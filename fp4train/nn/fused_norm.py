@@ -18,7 +18,7 @@ from fp4train.nn.engine import CodesOf, Nodes, ProductExecutor, Saved, sum_so_fa
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.fused_layers import CodeReader, forms_from
 from fp4train.nn.linear import Linear
-from fp4train.precision.context import Context
+from fp4train.precision.context import State
 from fp4train.quantize import produced
 from fp4train.quantize.produced import SourceTensors
 
@@ -303,12 +303,13 @@ def multiplied_codes(
     layers: Sequence[Linear],
     executors: Sequence[BackendLayer],
     codes: Sequence[Tensor],
-    context: Context,
+    now: State,
 ) -> list[Tensor]:
     """y [M, N] of layers that take x as codes, each as a tensor of its own."""
+    assert now.context is not None
     outputs = []
     for layer, executor, codes_MK in zip(layers, executors, codes, strict=True):
-        call = layer.new_call(context, executor, 0, training=False)
+        call = layer.new_call(now.context, executor, 0, training=False)
         outputs.append(executor.multiplied(codes_MK, layer.w_NK, layer.bias, call, 0))
     executors[0].backend.sources.close(codes)
     return outputs

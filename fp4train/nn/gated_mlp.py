@@ -23,7 +23,7 @@ from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor, LayerFunction, Saved
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
-from fp4train.nn.fused_layers import FusedLayers, forms_from, kernel_of
+from fp4train.nn.fused_layers import FusedLayers, forms_from
 from fp4train.nn.fused_norm import (
     FusedCall,
     KernelNorm,
@@ -32,6 +32,7 @@ from fp4train.nn.fused_norm import (
     multiplied_codes,
     parameters_of,
 )
+from fp4train.nn.linear import Linear
 from fp4train.precision.context import State
 from fp4train.quantize.produced import SourceTensors
 
@@ -59,16 +60,16 @@ class GatedMLP(FusedLayers):
         return "gate"
 
     @property
-    def readers(self) -> tuple[nn.Module, ...]:
+    def readers(self) -> tuple[Linear, ...]:
         return (self._reader(self.owner),)
 
     @property
-    def writers(self) -> tuple[nn.Module, ...]:
-        layers: tuple[nn.Module, ...] = self._sources(self.owner)
+    def writers(self) -> tuple[Linear, ...]:
+        layers: tuple[Linear, ...] = self._sources(self.owner)
         return layers
 
     def why_never(self) -> str | None:
-        if kernel_of(self.owner) != self.kind:
+        if getattr(self.owner, "kernel", "") != self.kind:
             return f"no kernel computes {type(self.owner).__name__}"
         return super().why_never()
 
@@ -82,8 +83,7 @@ class GatedMLP(FusedLayers):
         if ready is None:
             return None
         if isinstance(ready[0][0], BackendLayer):
-            _, *sources = self.layers
-            gate, up = [layer(x) for layer in sources]
+            gate, up = [layer(x) for layer in self.writers]
             return self._by_backend_layers(ready, gate, up)
         y_MN, _ = self._by_gemms(ready, None, x.reshape(-1, x.shape[-1]), None, None)
         return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
@@ -116,8 +116,7 @@ class GatedMLP(FusedLayers):
         assert isinstance(down, BackendLayer)
         calls = self._calls(now, of_sources, gate.numel() // gate.shape[-1])
         codes = LayerFunction.apply(GateCodesCall(calls, down), gate, up)  # type: ignore[no-untyped-call]
-        assert now.context is not None
-        (y_MN,) = multiplied_codes(self.layers[:1], [down], [codes], now.context)
+        (y_MN,) = multiplied_codes(self.readers, [down], [codes], now)
         return y_MN.view(*gate.shape[:-1], y_MN.shape[-1])
 
     def ready_for(self, x: Tensor, *, normed: bool = False) -> Ready | None:
@@ -128,8 +127,7 @@ class GatedMLP(FusedLayers):
             self.asked = True
         if not self.enabled or not (normed or x.requires_grad):
             return None
-        _, *sources = self.layers
-        if any(layer.bias is not None and layer.bias.requires_grad for layer in sources):
+        if any(layer.bias is not None and layer.bias.requires_grad for layer in self.writers):
             return None
         return self.ready(x)
 
@@ -145,8 +143,7 @@ class GatedMLP(FusedLayers):
         (down, *of_sources), now = ready
         calls = self._calls(now, (*of_sources, down), x.numel() // x.shape[-1])
         call = GatedCall(norm, calls[:2], calls[2])
-        down_layer, *sources = self.layers
-        parameters = parameters_of([*sources, down_layer])
+        parameters = parameters_of((*self.writers, *self.readers))
         y_MN, h = LayerFunction.apply(call, x, change, weight_K, *parameters)  # type: ignore[no-untyped-call]
         return y_MN, h
 
@@ -154,14 +151,14 @@ class GatedMLP(FusedLayers):
         """The coming calls of gate and up, which draw random bits for one place, and of down if
         its executor follows theirs.
         """
-        down, *sources = self.layers
+        layers = (*self.writers, *self.readers)
         calls = [
             layer.call_in(now, executor, tokens, placed=True)
-            for layer, executor in zip((*sources, down), executors, strict=False)
+            for layer, executor in zip(layers, executors, strict=False)
         ]
         gate, up = calls[:2]
         if gate.position != up.position:
-            names = " and ".join(layer.layer.name for layer in sources)
+            names = " and ".join(layer.layer.name for layer in self.writers)
             raise RuntimeError(
                 f"{names} have been called for different tokens of this step, and their gradients "
                 "are rounded by the random bits of one place: give autocast a token_offset"

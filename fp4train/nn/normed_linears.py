@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp4train.nn.engine import Executor, LayerFunction
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
-from fp4train.nn.fused_layers import FusedLayers, NamesKernel, kernel_of
+from fp4train.nn.fused_layers import FusedLayers, NamesKernel
 from fp4train.nn.fused_norm import (
     BackendNorm,
     KernelNorm,
@@ -30,7 +30,7 @@ from fp4train.nn.fused_norm import (
     parameters_of,
 )
 from fp4train.nn.gated_mlp import GatedMLP
-from fp4train.precision.context import Context, State
+from fp4train.precision.context import State
 from fp4train.quantize.quantizer import PLAIN
 
 StreamOrTerms = Tensor | tuple[Tensor, Tensor]
@@ -92,7 +92,7 @@ class NormedLinears(FusedLayers):
 
     @property
     def kind(self) -> str:
-        return kernel_of(self.owner)
+        return str(getattr(self.owner, "kernel", ""))
 
     @property
     def owner(self) -> nn.Module:
@@ -136,13 +136,12 @@ class NormedLinears(FusedLayers):
             n, h = norm.of_stream(stream)
             return reader(n, *arguments, **options), h
         executors, now = ready
-        assert isinstance(reader, Mixer) and norm.eps is not None and now.context is not None
+        assert isinstance(reader, Mixer) and norm.eps is not None
         fused = getattr(reader, "fused", None)
         gated = fused if isinstance(fused, GatedMLP) else None
         y = None
         if isinstance(executors[0], BackendLayer):
-            backend_layers = cast(list[BackendLayer], executors)
-            outputs, h = self._by_backend_layers(norm, x, change, backend_layers, now.context)
+            outputs, h = self._by_backend_layers(norm, x, change, executors, now)
             if gated is not None:
                 y = gated.of_outputs(*outputs)
         else:
@@ -183,21 +182,22 @@ class NormedLinears(FusedLayers):
         norm: ReadsStream,
         x: Tensor,
         change: Tensor | None,
-        executors: Sequence[BackendLayer],
-        context: Context,
+        executors: Sequence[Executor],
+        now: State,
     ) -> tuple[list[Tensor], Tensor]:
         """(The outputs of layers whose GEMMs a backend runs together, h)."""
+        layers = cast(Sequence[BackendLayer], executors)
+        count = len(layers)
         assert norm.eps is not None
-        count = len(executors)
         if self.by_backend:
             # its kernel takes no gradient of h: autograd adds that of the stream
             h = x if change is None else x + change
-            call = NormCodesCall(BackendNorm(self.kind, norm.eps, executors[0]), count)
+            call = NormCodesCall(BackendNorm(self.kind, norm.eps, layers[0]), count)
             *codes, _ = LayerFunction.apply(call, h, None, norm.weight)  # type: ignore[no-untyped-call]
         else:
-            call = NormCodesCall(KernelNorm(self.kind, norm.eps, executors[0]), count)
+            call = NormCodesCall(KernelNorm(self.kind, norm.eps, layers[0]), count)
             *codes, h = LayerFunction.apply(call, x, change, norm.weight)  # type: ignore[no-untyped-call]
-        return _shaped(multiplied_codes(self.layers, executors, codes, context), x), h
+        return _shaped(multiplied_codes(self.layers, layers, codes, now), x), h
 
 
 def _adds(x: Tensor, change: Tensor) -> bool:

@@ -16,6 +16,7 @@ from fp4train.nn import LayerFunction, TensorForms
 from fp4train.nn.engine import Executor
 from fp4train.nn.fused_norm import NormedCall, parameters_of
 from fp4train.precision import NVFP4
+from fp4train.quantize.produced import SourceTensors
 
 
 class CountedLayer:
@@ -54,6 +55,9 @@ class IdentityNorm:
 
     def codes(self, x: Tensor, change: None, weight_K: Tensor) -> tuple[Any, Tensor, Tensor]:
         return (x.detach(), x.detach()), x, x.new_ones(x.shape[0])
+
+    def source(self, h: Tensor, weight_K: Tensor, rstd_M: Tensor) -> SourceTensors:
+        return SourceTensors("norm", (h, weight_K, rstd_M))
 
     def backward(
         self, dn: Tensor, h: Tensor, weight_K: Tensor, rstd_M: Tensor, added: Tensor | None
