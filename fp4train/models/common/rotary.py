@@ -197,15 +197,8 @@ class RotaryBlock(Fusible, nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor | StreamTerms:
         y_BTD, x_BTD = self.attention_in(stream, cos_TE, sin_TE, cache, mask)
-        y_BTD, x_BTD = self.transformed(StreamTerms(x_BTD, y_BTD), cos_TE.shape[0])
+        y_BTD, x_BTD = self.mlp_in(StreamTerms(x_BTD, y_BTD))
         return handed_on(x_BTD, y_BTD)
-
-    def transformed(self, stream: StreamTerms, time: int) -> tuple[Tensor, Tensor]:
-        """(The MLP's output, the stream); `time` is T, which a tensor-parallel rank's share of the
-        tokens does not tell.
-        """
-        y_and_x: tuple[Tensor, Tensor] = self.mlp_in(stream)
-        return y_and_x
 
 
 class RotatedDecoder(FamilyDecoder):

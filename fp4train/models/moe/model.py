@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fp4train.models.common.cache import KeyValues
 from fp4train.models.common.experts import ExpertLayer, expert_parameters
 from fp4train.models.common.rotary import (
     RotaryBlock,
@@ -30,7 +31,7 @@ from fp4train.models.common.rotary import (
     rotary_ends,
 )
 from fp4train.models.common.router import Balance, ExpertShape, Routers
-from fp4train.models.common.stream import StreamTerms
+from fp4train.models.common.stream import StreamTerms, handed_on
 from fp4train.parameters import ParameterSpec, inside
 
 
@@ -97,9 +98,19 @@ class MixtureOfExperts(RotaryShape):
 class ExpertBlock(RotaryBlock):
     """A block whose MLP is a layer of experts."""
 
-    def transformed(self, stream: StreamTerms, time: int) -> tuple[Tensor, Tensor]:
-        y_and_x: tuple[Tensor, Tensor] = self.mlp_in(stream, time)
-        return y_and_x
+    def forward(
+        self,
+        stream: Tensor | StreamTerms,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+        cache: KeyValues | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor | StreamTerms:
+        y_BTD, x_BTD = self.attention_in(stream, cos_TE, sin_TE, cache, mask)
+        # `mlp_in` would do the same, since the router takes no codes, in one compiled graph more
+        n_BTD, x_BTD = self.mlp_norm.of_stream(StreamTerms(x_BTD, y_BTD))
+        # tensor-parallel ranks may have a share of the tokens, which does not tell T
+        return handed_on(x_BTD, self.mlp(n_BTD, cos_TE.shape[0]))
 
 
 class MixtureModel(RotaryDecoder):
