@@ -20,6 +20,7 @@ from compositions import parsing_once, remembering
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import settings
+from unflushed import checked
 
 from fp4train.config import composition
 from fp4train.config.folders import registered_files
@@ -89,6 +90,14 @@ def no_pictures() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "draw_curves", lambda run: Path(run) / "curves.png")
         patch.setattr(heatmap, "draw_statistics", lambda run: Path(run) / "statistics.png")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unflushed_files() -> Iterator[None]:
+    """See `unflushed`. Tests of what a power cut leaves, or a full disk, have an fsync of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", checked)
         yield
 
 
