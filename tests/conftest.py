@@ -234,6 +234,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Those of the scripts take a minute each: the last of them would run beside an idle core.
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/scripts/"))
     if config.getoption("--long") or os.environ.get("CI"):
         return
     long = [item for item in items if item.get_closest_marker("long")]
