@@ -4,6 +4,7 @@ A raw file may begin with any ids. So a mark of four bytes is not enough: what h
 must be there, too. A sound file of ids is never refused.
 """
 
+import codecs
 import lzma
 import pickletools
 import re
@@ -31,22 +32,6 @@ _CONTROLS = frozenset(range(32)) - {8, 9, 10, 12, 13, 27} | {127}
 Test = Callable[[bytes, bytes, int], bool]
 """Whether the head, the tail and the size of a file are those of a kind."""
 
-_MARKS = (
-    (b"ARROW1\0\0", "an Arrow file"),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
-    (b"SQLite format 3\0", "an SQLite database"),
-    (b"\xfd7zXZ\0", "compressed by xz"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
-    (b"Rar!\x1a\x07", "a RAR archive"),
-    (b"%PDF-", "a PDF file"),
-    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "a file of torch.save"),
-    (b"MMIDIDX\0\0", "a Megatron index, whose ids are in the .bin file beside it"),
-    (b"LITPKDS", "a file of lit-gpt's PackedDataset"),
-    (b"MATLAB 5.0 MAT-file", "a file of MATLAB"),
-    (b"\xff\x06\0\0sNaPpY", "compressed by snappy"),
-    (b"LZIP\x01", "compressed by lzip"),
-    (b"\x89PNG\r\n\x1a\n", "a picture (PNG)"),
-)
 ZSTD = b"\x28\xb5\x2f\xfd"
 SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 """The beginning of a part of a zstd file that is passed over; pzstd writes one first."""
@@ -61,10 +46,7 @@ def container(head: bytes, tail: bytes, size: int) -> str | None:
         tail: its last `TAIL` bytes.
         size: bytes of all of it.
     """
-    for mark, kind in _MARKS:
-        if head.startswith(mark):
-            return kind
-    return next((kind for test, kind in _TESTS if test(head, tail, size)), None)
+    return next((kind for test, kind in _KINDS if test(head, tail, size)), None)
 
 
 def is_text(head: bytes, size: int) -> bool:
@@ -72,11 +54,9 @@ def is_text(head: bytes, size: int) -> bool:
     if size < LEAST_TEXT:
         return False
     wide = head.startswith((b"\xff\xfe", b"\xfe\xff"))
+    decoder = codecs.getincrementaldecoder("utf-16" if wide else "utf-8")()
     try:
-        if wide:
-            text = head[: len(head) // 2 * 2].decode("utf-16")
-        else:
-            text = _whole_characters(head, size).decode()
+        text = decoder.decode(head, final=len(head) == size)
     except UnicodeDecodeError:
         return False
     return not any(ord(character) in _CONTROLS for character in text)
@@ -104,24 +84,22 @@ def is_numbers(head: bytes, size: int) -> bool:
     )
 
 
-def _whole_characters(head: bytes, size: int) -> bytes:
-    """`head` without a character that is cut at its end."""
-    if len(head) == size:
-        return head
-    if head[-1] >= 0x80:
-        last = max(head.rfind(bytes([lead])) for lead in range(0xC0, 0xF8))
-    else:
-        last = -1
-    return head[:last] if last >= len(head) - 3 else head
+def _marked(begins: bytes, ends: bytes = b"") -> Test:
+    """A test by regular expressions of the first and of the last bytes."""
+    head_mark = re.compile(begins, re.DOTALL)
+    tail_mark = re.compile(ends + rb"\Z", re.DOTALL)
+
+    def test(head: bytes, tail: bytes, size: int) -> bool:
+        return head_mark.match(head) is not None and tail_mark.search(tail) is not None
+
+    return test
 
 
-def _is_zip(head: bytes, tail: bytes, size: int) -> bool:
-    if head.startswith(b"PK\x05\x06"):
-        return size >= 22
-    if not head.startswith(b"PK\x03\x04") or len(head) < 30:
-        return False
-    version, _, method = struct.unpack_from("<HHH", head, 4)
-    return version & 0xFF <= 63 and method in (0, 1, 6, 8, 9, 12, 14, 93, 95, 98, 99)
+_ZIP = (
+    # version ≤ 6.3, flags, and a method of compression; then sizes and names
+    rb"PK\x03\x04[\x00-\x3f].{3}[\x00\x01\x06\x08\x09\x0c\x0e\x5d\x5f\x62\x63]\x00.{20}"
+)
+_is_zip = _marked(_ZIP + rb"|PK\x05\x06.{18}")
 
 
 def _is_arrays(head: bytes, tail: bytes, size: int) -> bool:
@@ -130,30 +108,24 @@ def _is_arrays(head: bytes, tail: bytes, size: int) -> bool:
     ].endswith(b".npy")
 
 
-def _is_torch(head: bytes, tail: bytes, size: int) -> bool:
-    return _is_zip(head, tail, size) and b"data.pkl" in head[30:200]
+def _deflated(begins: bytes, wbits: int) -> Test:
+    """A test whether a file begins so, and as a stream of zlib that unpacks.
 
+    Args:
+        wbits: container of the stream, as `zlib` numbers them.
+    """
 
-def _is_gzip(head: bytes, tail: bytes, size: int) -> bool:
-    if not head.startswith(b"\x1f\x8b\x08"):
-        return False
-    stream = zlib.decompressobj(wbits=31)
-    try:
-        unpacked = stream.decompress(head, HEAD)
-    except zlib.error:
-        return False
-    return stream.eof or (bool(unpacked) and len(head) < size)
+    def test(head: bytes, tail: bytes, size: int) -> bool:
+        if not head.startswith(begins):
+            return False
+        stream = zlib.decompressobj(wbits)
+        try:
+            unpacked = stream.decompress(head, HEAD)
+        except zlib.error:
+            return False
+        return stream.eof or len(unpacked) == HEAD or (bool(unpacked) and len(head) < size)
 
-
-def _is_zlib(head: bytes, tail: bytes, size: int) -> bool:
-    if head[:1] != b"\x78" or len(head) < 2 or int.from_bytes(head[:2], "big") % 31:
-        return False
-    stream = zlib.decompressobj()
-    try:
-        unpacked = stream.decompress(head, HEAD)
-    except zlib.error:
-        return False
-    return stream.eof or (len(unpacked) == HEAD or (bool(unpacked) and len(head) < size))
+    return test
 
 
 def _is_lzma(head: bytes, tail: bytes, size: int) -> bool:
@@ -233,48 +205,8 @@ def _is_lz4(head: bytes, tail: bytes, size: int) -> bool:
     return block <= 1 << 8 + 2 * (largest >> 4) and at + 4 + block <= size
 
 
-def _is_parquet(head: bytes, tail: bytes, size: int) -> bool:
-    """A mark, and either the same at the end or the header of a page or of the file, whose fields
-    Thrift begins so.
-    """
-    return head.startswith(b"PAR1") and (
-        tail.endswith(b"PAR1")
-        or re.match(rb"\x15[\x00\x02\x04\x06][\x15\x19]", head[4:7]) is not None
-    )
-
-
-def _is_encrypted_parquet(head: bytes, tail: bytes, size: int) -> bool:
-    return head.startswith(b"PARE") and tail.endswith(b"PARE")
-
-
-def _is_feather(head: bytes, tail: bytes, size: int) -> bool:
-    return head.startswith(b"FEA1") and (tail.endswith(b"FEA1") or head[4:8] == bytes(4))
-
-
-def _is_avro(head: bytes, tail: bytes, size: int) -> bool:
-    return head.startswith(b"Obj\x01") and b"avro.schema" in head
-
-
-def _is_gguf(head: bytes, tail: bytes, size: int) -> bool:
-    """A mark and a version, of either order of bytes."""
-    return re.match(rb"GGUF(?:[\x01-\x0f]\0\0\0|\0\0\0[\x01-\x0f])", head) is not None
-
-
-def _is_program(head: bytes, tail: bytes, size: int) -> bool:
-    """A mark, 32 or 64 bits, an order of bytes, and version 1."""
-    return re.match(rb"\x7fELF[\x01\x02][\x01\x02]\x01", head) is not None
-
-
-def _is_orc(head: bytes, tail: bytes, size: int) -> bool:
-    return head.startswith(b"ORC") and tail[-4:-1] == b"ORC"
-
-
 def _is_riff(head: bytes, tail: bytes, size: int) -> bool:
     return head.startswith(b"RIFF") and int.from_bytes(head[4:8], "little") + 8 == size
-
-
-def _is_jpeg(head: bytes, tail: bytes, size: int) -> bool:
-    return head.startswith(b"\xff\xd8\xff") and tail.endswith(b"\xff\xd9")
 
 
 def _is_lmdb(head: bytes, tail: bytes, size: int) -> bool:
@@ -297,14 +229,6 @@ def _is_samples(head: bytes, tail: bytes, size: int) -> bool:
     return len(table) > 1024 or (len(table) == count + 1 and table[-1] == size)
 
 
-def _is_bzip2(head: bytes, tail: bytes, size: int) -> bool:
-    return (
-        head[:3] == b"BZh"
-        and head[3:4] in b"123456789"
-        and head[4:10] in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
-    )
-
-
 def _is_safetensors(head: bytes, tail: bytes, size: int) -> bool:
     if len(head) < 10 or head[8:9] != b"{":
         return False
@@ -312,18 +236,8 @@ def _is_safetensors(head: bytes, tail: bytes, size: int) -> bool:
     return 2 <= length <= min(size - 8, 100_000_000) and head[9:10] in b'"} \n\t\r'
 
 
-def _is_tar(head: bytes, tail: bytes, size: int) -> bool:
-    return head[257:262] == b"ustar"
-
-
 def _is_pickle(head: bytes, tail: bytes, size: int) -> bool:
-    """Protocol 2 and later: a mark, operations that are some, and a stop at the end of the file.
-    Protocol 0 and 1 begin with a list, a table or a class.
-    """
-    if head.startswith(
-        (b"(lp", b"(dp", b"]q\0", b"}q\0", b"cnumpy", b"ccopy_reg")
-    ) and tail.endswith(b"."):
-        return True
+    """Protocol 2 and later: a mark, operations that are some, and a stop at the end of the file."""
     if head[:1] != b"\x80" or not 2 <= head[1] <= 5 or not tail.endswith(b"."):
         return False
     try:
@@ -371,31 +285,53 @@ def _is_arrow_stream(head: bytes, tail: bytes, size: int) -> bool:
     return head[place : place + 1] == b"\x01"
 
 
-_TESTS: tuple[tuple[Test, str], ...] = (
+_KINDS: tuple[tuple[Test, str], ...] = (
+    (_marked(rb"ARROW1\0\0"), "an Arrow file"),
+    (_marked(rb"\x89HDF\r\n\x1a\n"), "an HDF5 file"),
+    (_marked(rb"SQLite format 3\0"), "an SQLite database"),
+    (_marked(rb"\xfd7zXZ\0"), "compressed by xz"),
+    (_marked(rb"7z\xbc\xaf\x27\x1c"), "a 7z archive"),
+    (_marked(rb"Rar!\x1a\x07"), "a RAR archive"),
+    (_marked(rb"%PDF-"), "a PDF file"),
+    (_marked(rb"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\."), "a file of torch.save"),
+    (_marked(rb"MMIDIDX\0\0"), "a Megatron index, whose ids are in the .bin file beside it"),
+    (_marked(rb"LITPKDS"), "a file of lit-gpt's PackedDataset"),
+    (_marked(rb"MATLAB 5\.0 MAT-file"), "a file of MATLAB"),
+    (_marked(rb"\xff\x06\0\0sNaPpY"), "compressed by snappy"),
+    (_marked(rb"LZIP\x01"), "compressed by lzip"),
+    (_marked(rb"\x89PNG\r\n\x1a\n"), "a picture (PNG)"),
     (_is_arrays, "an archive of NumPy arrays (.npz)"),
-    (_is_torch, "a file of torch.save"),
+    (_marked(_ZIP + rb".{0,162}data\.pkl"), "a file of torch.save"),
     (_is_zip, "a zip archive"),
-    (_is_gzip, "compressed by gzip"),
-    (_is_zlib, "compressed by zlib"),
+    (_deflated(b"\x1f\x8b\x08", 31), "compressed by gzip"),
+    (_deflated(b"\x78", 15), "compressed by zlib"),
     (_is_lzma, "compressed by lzma"),
     (_is_zstd, "compressed by zstd"),
     (_is_zstd_after_a_skippable_frame, "compressed by zstd"),
     (_is_lz4, "compressed by lz4"),
-    (_is_bzip2, "compressed by bzip2"),
-    (_is_parquet, "a Parquet file"),
-    (_is_encrypted_parquet, "an encrypted Parquet file"),
-    (_is_feather, "a Feather file"),
-    (_is_avro, "an Avro file"),
-    (_is_gguf, "a GGUF file"),
-    (_is_program, "a program"),
+    (_marked(rb"BZh[1-9](?:1AY&SY|\x17\x72\x45\x38\x50\x90)"), "compressed by bzip2"),
+    # the same mark at the end, or the header of a page or of the file, whose fields Thrift begins so
+    (_marked(rb"PAR1", rb"PAR1"), "a Parquet file"),
+    (_marked(rb"PAR1\x15[\x00\x02\x04\x06][\x15\x19]"), "a Parquet file"),
+    (_marked(rb"PARE", rb"PARE"), "an encrypted Parquet file"),
+    (_marked(rb"FEA1", rb"FEA1"), "a Feather file"),
+    (_marked(rb"FEA1\0{4}"), "a Feather file"),
+    (_marked(rb"Obj\x01.*avro\.schema"), "an Avro file"),
+    # a version, of either order of bytes
+    (_marked(rb"GGUF(?:[\x01-\x0f]\0\0\0|\0\0\0[\x01-\x0f])"), "a GGUF file"),
+    # 32 or 64 bits, an order of bytes, and version 1
+    (_marked(rb"\x7fELF[\x01\x02][\x01\x02]\x01"), "a program"),
     (_is_safetensors, "a safetensors file"),
-    (_is_tar, "a tar archive"),
+    (_marked(rb".{257}ustar"), "a tar archive"),
     (_is_records_of_tensorflow, "a TFRecord file"),
+    # protocols 0 and 1 begin with a list, a table or a class
+    (_marked(rb"\(lp|\(dp|\]q\0|\}q\0|cnumpy|ccopy_reg", rb"\."), "a pickle"),
     (_is_pickle, "a pickle"),
     (_is_arrow_stream, "an Arrow stream"),
-    (_is_orc, "an ORC file"),
+    (_marked(rb"ORC", rb"ORC."), "an ORC file"),
     (_is_riff, "a RIFF file (WAV, AVI)"),
-    (_is_jpeg, "a picture (JPEG)"),
+    (_marked(rb"\xff\xd8\xff", rb"\xff\xd9"), "a picture (JPEG)"),
     (_is_lmdb, "an LMDB database"),
     (_is_samples, "a shard of samples (MosaicML Streaming, LitData)"),
 )
+"""Tests and what they tell, in words that follow "is"; the first that holds counts."""
