@@ -198,9 +198,8 @@ def _talks(
 ) -> Iterator[tuple[str, Any]]:
     """The place and the value of each record of the files."""
     for path in paths:
-        for place, value in read_objects(
-            path, partial(_talk_columns, column=column, rendered=rendered)
-        ):
+        columns = partial(_talk_columns, column=column, rendered=rendered)
+        for place, value in read_objects(path, columns, "data=chat"):
             yield f"{path}, {place}", value
 
 

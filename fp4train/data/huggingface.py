@@ -19,7 +19,7 @@ from typing import Any
 from fp4train import files
 from fp4train.data.compressed import plain_name
 from fp4train.data.files import expanded, input_files, shown, stamp
-from fp4train.data.records import PlacedValue, read_records
+from fp4train.data.records import read_records
 from fp4train.data.source import Texts, TextSource
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, data_errors, reason
@@ -178,30 +178,24 @@ def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) ->
             continue
         if first_row is None:
             continue
-        if beside and first_row.value is not None and not isinstance(first_row.value, str):
+        if beside and not isinstance(first_row[1], str | None):
             _log.warning("%s: its column %s holds no text. The file is passed over", path, column)
             continue
-        for row in chain([first_row], rows):
-            for piece in _pieces(path, column, row):
+        for place, text in chain([first_row], rows):
+            if text is not None and not isinstance(text, str):
+                raise DataError(
+                    f"{path}, {place}: data.column={column} holds {type(text).__name__}, not text"
+                )
+            if text and (half := _HALF.search(text)):
+                raise DataError(
+                    f"{path}, {place}: it holds half of a UTF-16 pair, {half[0]!a}, which is no "
+                    "character"
+                )
+            if text:
                 empty = False
-                yield piece
+                yield Piece(text)
     if empty:
         raise DataError(f"data.path={shown(named)}: no record has text in data.column={column}")
-
-
-def _pieces(path: Path, column: str, row: PlacedValue) -> Iterator[Piece]:
-    text = row.value
-    if text is not None and not isinstance(text, str):
-        raise DataError(
-            f"{path}, {row.place}: data.column={column} holds {type(text).__name__}, not text"
-        )
-    if text and (half := _HALF.search(text)):
-        raise DataError(
-            f"{path}, {row.place}: it holds half of a UTF-16 pair, {half[0]!a}, which is no "
-            "character"
-        )
-    if text:
-        yield Piece(text)
 
 
 def read_hub(arguments: dict[str, Any], column: str, what: str) -> Iterator[Piece]:

@@ -12,9 +12,10 @@ Other columns may hold anything, and differ from file to file.
 import codecs
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -47,102 +48,90 @@ ReadColumns = Callable[[Path, Any], Sequence[int]]
 """The places of the columns to read in the schema of a table, or a DataError where the table has
 none that fit.
 """
-RowReader = Callable[[Path, ReadColumns], Iterator[tuple[str, dict[str, Any]]]]
-"""Gives the place of each row of a file, and what it has in the columns."""
 
 
-class PlacedValue(NamedTuple):
-    """The value of a record in the column, None where it has none.
+class Batch(NamedTuple):
+    """Some rows of a table.
 
     Args:
-        place: place of the record within its file.
-        value: its value in the column.
-        columns: columns that the record has instead; empty: it has this one.
+        place: row group or batch of the file.
+        first: number of the first row there.
+        rows: columns that are read, of pyarrow.
     """
 
     place: str
-    value: Any
-    columns: tuple[str, ...] = ()
+    first: int
+    rows: Any
 
 
-def read_records(path: Path, column: str) -> Iterator[PlacedValue]:
-    """The value in `column` of each record of a file, in order.
+def read_records(path: Path, column: str) -> Iterator[tuple[str, Any]]:
+    """The place of each record of a file, in order, and its value in `column`; None: it has none.
 
     Raises:
         DataError: the file holds no records, is damaged, or lacks the column; it says where.
     """
+    records = read_objects(path, partial(_text_column, column=column), "data=hf")
     other_columns: dict[str, None] = {}
-    rows = _json(path, column)
-    if (table := _table(path, "data=hf")) is not None:
-        records = table(path, lambda path, schema: [_check_column(path, schema, column)])
-        rows = (PlacedValue(place, record[column]) for place, record in records)
-    head: list[PlacedValue] = []
-    for row in rows:
-        head.append(row)
-        other_columns.update(dict.fromkeys(row.columns))
-        if not row.columns or len(head) == LOOKED_AT:
+    head: list[tuple[str, Any]] = []
+    has_column = False
+    for place, record in records:
+        head.append((place, _value(path, place, record, column)))
+        other_columns.update(dict.fromkeys(record))
+        has_column = column in record
+        if has_column or len(head) == LOOKED_AT:
             break
-    if head and head[-1].columns:
-        listing = ", ".join(list(other_columns)[:50])
-        raise DataError(f"data.column={column} is not in {path}. Its columns: {listing or 'none'}.")
-    yield from chain(head, rows)
+    if head and not has_column:
+        raise _no_column(path, column, list(other_columns))
+    yield from head
+    for place, record in records:
+        yield place, _value(path, place, record, column)
 
 
-def read_objects(path: Path, columns: ReadColumns) -> Iterator[tuple[str, Any]]:
+def _value(path: Path, place: str, record: Any, column: str) -> Any:
+    """The value of a record in a column; None: it has none."""
+    if not isinstance(record, dict):
+        raise DataError(f"{path}, {place}: it is no JSON object but {name_of(record)}")
+    if column in repeated_keys(record):
+        raise DataError(
+            f"{path}, {place}: it has data.column={column} twice: nobody says which is "
+            "meant. Write it with one"
+        )
+    return record.get(column)
+
+
+def _no_column(path: Path, column: str, columns: Sequence[str]) -> DataError:
+    listing = ", ".join(columns[:50]) or "none"
+    return DataError(f"data.column={column} is not in {path}. Its columns: {listing}.")
+
+
+def read_objects(path: Path, columns: ReadColumns, source: str) -> Iterator[tuple[str, Any]]:
     """The place and the value of each record of a file.
 
     Args:
         columns: columns of a table that an object has; in JSON it is whole.
+        source: option that asks, for the message of a refusal.
 
     Raises:
         DataError: the file holds no records, or is damaged; it says where.
     """
-    if (table := _table(path, "data=chat")) is not None:
-        yield from table(path, columns)
-        return
-    with unpacked(path) as stream:
-        for line, value in _values(path, stream):
-            yield f"line {line}", value
-
-
-def _table(path: Path, source: str) -> RowReader | None:
-    """What reads a file that is a table, by its first bytes; None: it is JSON.
-
-    Args:
-        source: option that asks, for the message of a refusal.
-    """
     kind = container_of(path)
-    if kind is None and (
-        table := {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix.lower())
-    ):
-        return table  # a damaged one, which says what is wrong with it
-    if kind is None or kind in ("compressed by gzip", "compressed by zstd"):
-        return None
-    if kind == "a Parquet file":
-        return _parquet
-    if kind in ("an Arrow stream", "an Arrow file"):
-        return _arrow
-    raise DataError(
-        f"{path} is {kind}: {source} reads Parquet, Arrow and JSON Lines, and JSON Lines also "
-        "packed by gzip or zstd"
-    )
+    if kind is None:
+        # a damaged one, whose reader says what is wrong with it
+        kind = {".parquet": PARQUET, ".arrow": _ARROW_STREAM}.get(path.suffix.lower())
+    if kind in TABLES:
+        yield from _rows(path, table_batches(path, kind, columns))
+    elif kind in (None, "compressed by gzip", "compressed by zstd"):
+        with unpacked(path) as stream:
+            for line, value in _values(path, stream):
+                yield f"line {line}", value
+    else:
+        raise DataError(
+            f"{path} is {kind}: {source} reads Parquet, Arrow and JSON Lines, and JSON Lines also "
+            "packed by gzip or zstd"
+        )
 
 
 # -- JSON ------------------------------------------------------------------------------------------
-
-
-def _json(path: Path, column: str) -> Iterator[PlacedValue]:
-    with unpacked(path) as stream:
-        for line, value in _values(path, stream):
-            if not isinstance(value, dict):
-                raise DataError(f"{path}, line {line}: it is no JSON object but {name_of(value)}")
-            if column in repeated_keys(value):
-                raise DataError(
-                    f"{path}, line {line}: it has data.column={column} twice: nobody says which is "
-                    "meant. Write it with one"
-                )
-            lacks = () if column in value else tuple(value) or ("none",)
-            yield PlacedValue(f"line {line}", value.get(column), lacks)
 
 
 def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
@@ -320,7 +309,24 @@ def name_of(value: Any) -> str:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path, columns: ReadColumns) -> Iterator[tuple[str, dict[str, Any]]]:
+PARQUET = "a Parquet file"
+_ARROW_STREAM = "an Arrow stream"
+TABLES = (PARQUET, _ARROW_STREAM, "an Arrow file")
+"""The kinds of files that are tables, as `container_of` names them."""
+
+
+def table_batches(path: Path, kind: str, columns: ReadColumns) -> Iterator[Batch]:
+    """The rows of a table of one of the kinds `TABLES`, some at a time.
+
+    Raises:
+        DataError: the file is damaged, or lacks the columns; it says where.
+    """
+    if kind == PARQUET:
+        return _parquet(path, columns)
+    return _arrow(path, columns)
+
+
+def _parquet(path: Path, columns: ReadColumns) -> Iterator[Batch]:
     with table_errors(path):
         import pyarrow.parquet
 
@@ -332,14 +338,24 @@ def _parquet(path: Path, columns: ReadColumns) -> Iterator[tuple[str, dict[str, 
         names = [schema.names[number] for number in columns(path, schema)]
         for group in range(file.metadata.num_row_groups):
             place = f"row group {group}"
-            count = min(
-                rows_at_once(path, file.metadata.row_group(group), name, place) for name in names
+            at_once = min(
+                _rows_at_once(path, file.metadata.row_group(group), name, place) for name in names
             )
-            batches = file.iter_batches(count, row_groups=[group], columns=names, use_threads=False)
-            yield from _rows(path, batches, place)
+            batches = file.iter_batches(
+                at_once, row_groups=[group], columns=names, use_threads=False
+            )
+            first = 0
+            after = ""
+            while True:
+                with table_errors(path, place + after):
+                    if (batch := next(batches, None)) is None:
+                        break
+                yield Batch(place, first, batch)
+                first += len(batch)
+                after = f", after row {first - 1}"
 
 
-def rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
+def _rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
     """How many rows of a row group are decoded at once. A dictionary may hold one value for all
     rows; lists and objects have a chunk for each of their parts.
     """
@@ -358,15 +374,7 @@ def rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
     return int(min(BATCH_ROWS, max(1, BATCH_BYTES // max(largest, 1))))
 
 
-def _arrow(path: Path, columns: ReadColumns) -> Iterator[tuple[str, dict[str, Any]]]:
-    for index, batch in enumerate(arrow_batches(path, lambda schema: columns(path, schema))):
-        yield from _rows(path, iter([batch]), f"batch {index}")
-
-
-def arrow_batches(path: Path, numbers_in: Callable[[Any], Sequence[int]]) -> Iterator[Any]:
-    """The batches of an Arrow stream or file, of the columns alone whose numbers `numbers_in` gives
-    of the schema.
-    """
+def _arrow(path: Path, columns: ReadColumns) -> Iterator[Batch]:
     with table_errors(path):
         import pyarrow
 
@@ -380,36 +388,29 @@ def arrow_batches(path: Path, numbers_in: Callable[[Any], Sequence[int]]) -> Ite
                 open_it = pyarrow.ipc.open_file
             return open_it(file, options=pyarrow.ipc.IpcReadOptions(use_threads=False, **options))
 
-        numbers = numbers_in(opened().schema)
+        numbers = columns(path, opened().schema)
         reader = opened(included_fields=list(numbers))
     if hasattr(reader, "num_record_batches"):
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
         batches = iter(reader)
-    for index in range(1 << 62):
-        with table_errors(path, f"batch {index}"):
+    for index in count():
+        place = f"batch {index}"
+        with table_errors(path, place):
             if (batch := next(batches, None)) is None:
                 return
             batch.validate(full=True)
-        yield batch
+        yield Batch(place, 0, batch)
 
 
-def _rows(path: Path, batches: Iterator[Any], place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: Path, batches: Iterable[Batch]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The place and the values of each row of batches."""
-    number = 0
-    while True:
-        if number:
-            where = f"{place}, after row {number - 1}"
-        else:
-            where = place
-        with table_errors(path, where):
-            if (batch := next(batches, None)) is None:
-                return
+    for place, first, batch in batches:
         for index in range(len(batch)):
-            with table_errors(path, f"{place}, row {number}"):
+            row = f"{place}, row {first + index}"
+            with table_errors(path, row):
                 values = [column[index].as_py() for column in batch.columns]
-            yield f"{place}, row {number}", dict(zip(batch.schema.names, values, strict=True))
-            number += 1
+            yield row, dict(zip(batch.schema.names, values, strict=True))
 
 
 def column_place(path: Path, schema: Any, column: str) -> int:
@@ -419,17 +420,16 @@ def column_place(path: Path, schema: Any, column: str) -> int:
         DataError: there is none of this name.
     """
     if column not in schema.names:
-        listing = ", ".join(schema.names[:50])
-        raise DataError(f"data.column={column} is not in {path}. Its columns: {listing or 'none'}.")
-    if (count := schema.names.count(column)) > 1:
+        raise _no_column(path, column, schema.names)
+    if (columns := schema.names.count(column)) > 1:
         raise DataError(
-            f"{path} has {count} columns of the name data.column={column}: nobody says which is "
+            f"{path} has {columns} columns of the name data.column={column}: nobody says which is "
             "meant. Write it anew with one"
         )
     return int(schema.names.index(column))
 
 
-def _check_column(path: Path, schema: Any, column: str) -> int:
+def _text_column(path: Path, schema: Any, column: str) -> list[int]:
     """The place of a column of text.
 
     Raises:
@@ -439,7 +439,7 @@ def _check_column(path: Path, schema: Any, column: str) -> int:
     kind = schema.field(number).type
     if not holds_text(kind):
         raise DataError(f"data.column={column} of {path} holds {kind}, not text")
-    return number
+    return [number]
 
 
 def holds_text(kind: Any) -> bool:

@@ -6,6 +6,7 @@ at a time.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,13 @@ import numpy as np
 
 from fp4train.data.cache import cached_tokens
 from fp4train.data.files import container_of, stamp
-from fp4train.data.records import arrow_batches, column_place, rows_at_once, table_errors
+from fp4train.data.records import TABLES, column_place, table_batches, table_errors
 from fp4train.data.stored import CheckedFile, Ids, StoredIds
 from fp4train.data.tokens import ids_dtype
 from fp4train.errors import DataError
 
 SUFFIXES = (".parquet", ".arrow")
 """Of the files of a folder that are read."""
-_PARQUET = "a Parquet file"
-_KINDS = (_PARQUET, "an Arrow file", "an Arrow stream")
 
 
 def hold_tables(paths: Sequence[Path], key: str) -> bool:
@@ -30,7 +29,7 @@ def hold_tables(paths: Sequence[Path], key: str) -> bool:
     Raises:
         DataError: some are, and others are not.
     """
-    tables = [path for path in paths if container_of(path) in _KINDS]
+    tables = [path for path in paths if container_of(path) in TABLES]
     raw = [path for path in paths if path not in tables]
     if tables and raw:
         raise DataError(
@@ -74,10 +73,11 @@ def table_ids(
 
 def _ids(path: Path, column: str) -> Iterator[tuple[str, Ids]]:
     """The ids of some rows at a time, and where in the file they are."""
-    for place, values in (
-        _parquet(path, column) if container_of(path) == _PARQUET else _arrow(path, column)
-    ):
+    kind = container_of(path)
+    assert kind is not None
+    for place, _, rows in table_batches(path, kind, partial(_id_column, column=column)):
         with table_errors(path, place):
+            values = rows.column(0)
             while hasattr(values.type, "value_type"):
                 values = values.flatten()
             missing = values.null_count
@@ -89,31 +89,7 @@ def _ids(path: Path, column: str) -> Iterator[tuple[str, Ids]]:
         yield place, np.asarray(ids)
 
 
-def _parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    with table_errors(path):
-        import pyarrow.parquet
-
-        file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-    with file:
-        _check_column(path, file.schema_arrow, column)
-        for group in range(file.metadata.num_row_groups):
-            place = f"row group {group}"
-            count = rows_at_once(path, file.metadata.row_group(group), column, place)
-            with table_errors(path, place):
-                for batch in file.iter_batches(
-                    count, row_groups=[group], columns=[column], use_threads=False
-                ):
-                    yield place, batch.column(0)
-
-
-def _arrow(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    for index, batch in enumerate(
-        arrow_batches(path, lambda schema: [_check_column(path, schema, column)])
-    ):
-        yield f"batch {index}", batch.column(0)
-
-
-def _check_column(path: Path, schema: Any, column: str) -> int:
+def _id_column(path: Path, schema: Any, column: str) -> list[int]:
     """The place of a column of ids.
 
     Raises:
@@ -133,4 +109,4 @@ def _check_column(path: Path, schema: Any, column: str) -> int:
         else:
             cure = ""
         raise DataError(f"data.column={column} of {path} holds {kind}, not token ids{cure}")
-    return number
+    return [number]
