@@ -143,15 +143,9 @@ def stored_tokens(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | N
             raise ValueError("it was replaced by another user's")
     except FileNotFoundError:
         return None
-    except _DAMAGE as error:
-        _log.warning(
-            "tokenised data in %s is damaged (%s): tokenising again",
-            path,
-            shortened(reason(error), QUOTED),
-        )
-        return None
-    except OSError as error:
-        if error.errno != errno.EFBIG:
+    except (OSError, *_DAMAGE) as error:
+        strange = isinstance(error, files.NotPlain)
+        if isinstance(error, OSError) and not strange and error.errno != errno.EFBIG:
             raise
         _log.warning(
             "tokenised data in %s is damaged (%s): tokenising again",
@@ -162,16 +156,7 @@ def stored_tokens(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | N
     return StoredIds([file])
 
 
-_DAMAGE = (
-    ValueError,
-    KeyError,
-    TypeError,
-    SyntaxError,
-    RecursionError,
-    OverflowError,
-    DataError,
-    files.NotPlain,
-)
+_DAMAGE = (ValueError, KeyError, TypeError, SyntaxError, RecursionError, OverflowError)
 """What a damaged entry raises; SyntaxError: the name of its type is."""
 
 
@@ -241,10 +226,9 @@ def digests(file: IdFile) -> list[str]:
 
 def _checked(file: IdFile) -> tuple[list[str], npt.NDArray[np.uint32]]:
     """The digests of an entry, and the checksums of its blocks, from the same bytes."""
-    both = list(_chunks(IdFile(os.dup(file.descriptor), file.path, file.dtype, file.count), _sums))
-    return [digest for digest, _ in both], np.concatenate(
-        [np.empty(0, np.uint32), *(sums for _, sums in both)]
-    )
+    both = list(_chunks(file, _sums))
+    sums = [np.empty(0, np.uint32), *(sums for _, sums in both)]
+    return [digest for digest, _ in both], np.concatenate(sums)
 
 
 def _sums(data: bytes) -> tuple[str, npt.NDArray[np.uint32]]:
@@ -280,7 +264,11 @@ def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]
     for file in token_files:
         name = str(file.path.resolve())
         stamp = dict(zip(("bytes", "changed", "inode"), file.stamp, strict=True))
-        file.digest = _kept_digest(kept.get(name), stamp) or _timed_digest(file)
+        entry = kept.get(name)
+        if isinstance(entry, dict) and stamp.items() <= entry.items() and "sha256" in entry:
+            file.digest = str(entry["sha256"])
+        else:
+            file.digest = _timed_digest(file)
         file.anew = _file_digest
         kept[name] = stamp | {"sha256": file.digest}
     try:
@@ -289,15 +277,6 @@ def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]
     except OSError as error:
         _log.debug("%s: %s", run_dir / KEPT, error)  # they are read again then
     return [str(file.digest) for file in token_files]
-
-
-def _kept_digest(entry: Any, stamp: Mapping[str, int]) -> str | None:
-    """The digest that the run keeps of a file; None: of none, or of one that has changed."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
-        return None
-    if {key: entry.get(key) for key in stamp} == stamp:
-        return str(entry["sha256"])
-    return None
 
 
 def _file_digest(file: IdFile) -> str:

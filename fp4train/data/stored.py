@@ -14,6 +14,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -29,6 +30,7 @@ BLOCK = 1 << 16
 """Bytes of each checksum: a row of a batch is read in whole blocks."""
 
 
+@dataclass(eq=False)
 class IdFile:
     """Ids of one type, one after another, in an open file.
 
@@ -38,22 +40,18 @@ class IdFile:
         dtype: type of the ids.
         count: number of ids.
         offset: bytes before the first id.
-
-    Attributes:
         untyped: whether the user says the type of the ids, which the file itself does not.
     """
 
-    untyped = False
+    descriptor: int
+    path: Path
+    dtype: np.dtype[Any]
+    count: int
+    offset: int = 0
+    untyped: bool = False
 
-    def __init__(
-        self, descriptor: int, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0
-    ) -> None:
-        self.descriptor = descriptor
-        self.path = path
-        self.dtype = dtype
-        self.offset = offset
-        self.count = count
-        weakref.finalize(self, os.close, descriptor)
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.descriptor)
 
     @property
     def size(self) -> int:
@@ -67,7 +65,15 @@ class IdFile:
             DataError: the file is not as it was.
         """
         width = self.dtype.itemsize
-        return np.frombuffer(self.raw(first * width, count * width), self.dtype)
+        return np.frombuffer(self.checked(first * width, count * width), self.dtype)
+
+    def checked(self, first: int, size: int) -> bytes:
+        """`raw`, compared with what the file was.
+
+        Raises:
+            DataError: the file is not as it was.
+        """
+        return self.raw(first, size)
 
     def raw(self, first: int, size: int) -> bytes:
         """`size` bytes of the ids from byte `first` on.
@@ -97,12 +103,12 @@ class CheckedFile(IdFile):
 
     checksums: npt.NDArray[np.uint32]
 
-    def raw(self, first: int, size: int) -> bytes:
+    def checked(self, first: int, size: int) -> bytes:
         if not size:
             return b""
         begin = first // BLOCK
         end = -(-(first + size) // BLOCK)
-        data = super().raw(begin * BLOCK, min(end * BLOCK, self.size) - begin * BLOCK)
+        data = self.raw(begin * BLOCK, min(end * BLOCK, self.size) - begin * BLOCK)
         if not np.array_equal(checksums(data), self.checksums[begin:end]):
             raise DataError(
                 f"{self.path} was changed after the run had opened it: bytes "
@@ -127,6 +133,7 @@ Stamp = tuple[int, int, int]
 """Size, time of change and inode."""
 
 
+@dataclass(eq=False)
 class WatchedFile(IdFile):
     """A token file of the user's.
 
@@ -137,36 +144,25 @@ class WatchedFile(IdFile):
     digest: str | None = None
     anew: Callable[[IdFile], str] | None = None
 
-    def __init__(
-        self, descriptor: int, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0
-    ) -> None:
-        super().__init__(descriptor, path, dtype, count, offset=offset)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.stamp = self._stamp()
 
     def _stamp(self) -> Stamp:
         status = os.fstat(self.descriptor)
         return status.st_size, status.st_mtime_ns, status.st_ino
 
-    def raw(self, first: int, size: int) -> bytes:
-        data = super().raw(first, size)
+    def checked(self, first: int, size: int) -> bytes:
+        data = self.raw(first, size)
         stamp = self._stamp()
         if stamp != self.stamp and self.anew is not None:
-            if stamp[0] != self.stamp[0] or self.anew(_View(self)) != self.digest:
+            if stamp[0] != self.stamp[0] or self.anew(self) != self.digest:
                 raise DataError(
                     f"{self.path} was changed after the run had opened it. Put it back as it "
                     "was and start the command again, or begin a new run with what it holds now"
                 )
             self.stamp = stamp
         return data
-
-
-class _View(IdFile):
-    """The same file without what is compared."""
-
-    def __init__(self, file: IdFile) -> None:
-        super().__init__(
-            os.dup(file.descriptor), file.path, file.dtype, file.count, offset=file.offset
-        )
 
 
 IdFileKind = TypeVar("IdFileKind", bound=IdFile, covariant=True)
