@@ -72,20 +72,11 @@ def input_files(paths: str | Sequence[str], suffixes: Sequence[str], key: str) -
     Raises:
         DataError: one means nothing, or nothing that is data; or two mean the same file.
     """
-    inputs: list[Path] = []
-    runs: set[Path] = set()
+    search = _Search(suffixes, key)
     if isinstance(paths, str):
         paths = (paths,)
-    for path in paths:
-        matches = _matches(path, key)
-        if matches is None:
-            place = existing_path(path, key)
-            files = _files_of(place, suffixes, key, runs)
-            _refuse_parts(place, files, key)
-            inputs.extend(files)
-        else:
-            inputs.extend(_of_pattern(path, matches, suffixes, key, runs))
-    _tell_of_runs(runs, key)
+    inputs = [file for path in paths for file in search.named(path)]
+    search.tell_of_runs()
     if not inputs:
         raise DataError(f"{key}=[] names no file")
     seen: dict[str, Path] = {}
@@ -104,51 +95,6 @@ def shown(paths: str | Sequence[str]) -> str:
     if isinstance(paths, str):
         return paths
     return f"[{','.join(paths)}]"
-
-
-def _matches(path: str, key: str) -> list[Path] | None:
-    """What a pattern matches, sorted; None: it is none, or there is a file of that very name."""
-    pattern = str(expanded(path, key))
-    if not glob.has_magic(pattern) or os.path.lexists(pattern):
-        return None
-    if matches := sorted(Path(match) for match in glob.glob(pattern, recursive=True)):
-        return matches
-    folder = Path(pattern).parent
-    if glob.has_magic(str(folder)) or not folder.is_dir():
-        raise DataError(f"{key}={path} matches nothing")
-    names = sorted(os.listdir(folder))
-    there = first_few(names, 5) or "nothing"
-    raise DataError(f"{key}={path} matches nothing; {folder} holds {there}")
-
-
-def _of_pattern(
-    path: str, matches: Sequence[Path], suffixes: Sequence[str], key: str, runs: set[Path]
-) -> list[Path]:
-    """The files of a pattern's matches. Those in a run directory that the pattern does not name
-    are left out, and the directory is added to `runs`.
-    """
-    pattern = expanded(path, key)
-    fixed = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
-    is_run = cache(_is_run)
-    of_data: list[Path] = []
-    for match in matches:
-        folders = [folder for folder in (match, *match.parents) if fixed in folder.parents]
-        if run := next((folder for folder in folders if is_run(folder)), None):
-            runs.add(run)
-        else:
-            of_data.append(match)
-    inputs: list[Path] = []
-    for match in of_data:
-        if match.is_dir() or _size(match, key):
-            inputs.extend(_files_below(match, suffixes, key, runs))
-    if runs and not inputs:
-        raise DataError(
-            f"{key}={path}: all that it matches lies in run directories, which are left out: "
-            "name the files"
-        )
-    if not inputs:
-        raise DataError(f"{key}={path}: every file that it matches is empty")
-    return inputs
 
 
 def _refuse_copies(inputs: Sequence[Path], key: str) -> None:
@@ -173,60 +119,131 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
     run directories: a run that reads the folder in which it is written would change its own data.
     Links to folders are not followed.
     """
-    runs: set[Path] = set()
-    files = _files_of(path, suffixes, key, runs)
-    _tell_of_runs(runs, key)
+    search = _Search(suffixes, key)
+    files = search.files_of(path)
+    search.tell_of_runs()
     return files
 
 
-def _files_of(path: Path, suffixes: Sequence[str], key: str, runs: set[Path]) -> list[Path]:
-    """`files_of`; run directories that it passes over are added to `runs`."""
-    if files := _files_below(path, suffixes, key, runs):
+class _Search:
+    """A search for the files that the paths of one key mean.
+
+    Args:
+        suffixes: suffixes of files in folders that are data.
+        key: key of the paths, for messages.
+    """
+
+    def __init__(self, suffixes: Sequence[str], key: str) -> None:
+        self.suffixes = suffixes
+        self.key = key
+        self.runs: set[Path] = set()
+        """Run directories that were passed over."""
+
+    def tell_of_runs(self) -> None:
+        if self.runs:
+            directories = "directory" if len(self.runs) == 1 else "directories"
+            text = "%s: %d run %s left out (%s)"
+            _log.info(text, self.key, len(self.runs), directories, min(self.runs))
+
+    def named(self, path: str) -> list[Path]:
+        """The files that a path means: a pattern, unless there is a file of that very name, or what
+        it names.
+        """
+        pattern = expanded(path, self.key)
+        if glob.has_magic(str(pattern)) and not os.path.lexists(pattern):
+            return self._matching(path, pattern)
+        place = existing_path(path, self.key)
+        files = self.files_of(place)
+        _refuse_parts(place, files, self.key)
         return files
-    raise DataError(
-        f"{key}={path} holds files in run directories alone, which are left out: name the files"
-    )
 
-
-def _files_below(path: Path, suffixes: Sequence[str], key: str, runs: set[Path]) -> list[Path]:
-    """`_files_of`, none where run directories hold all files."""
-    if not path.is_dir():
-        if not _size(path, key):
-            raise DataError(f"{key}={path} is empty")
-        return [path]
-    inputs: list[Path] = []
-    passed_over: Counter[str] = Counter()
-    runs_below: set[Path] = set()
-    for folder, names, files in os.walk(path, onerror=lambda error: _refuse_folder(error, key)):
-        names[:] = [name for name in names if not name.startswith(".")]
-        if Path(folder) != path and _HISTORY in files and _is_run(Path(folder)):
-            runs_below.add(Path(folder))
-            names.clear()
-            continue
-        for file in (Path(folder, file) for file in files if not file.startswith(".")):
-            if file.suffix.lower() in suffixes or Path(plain_name(file)).suffix in suffixes:
-                inputs.append(file)
+    def _matching(self, path: str, pattern: Path) -> list[Path]:
+        """The files of a pattern's matches, without those in a run directory that the pattern does
+        not name.
+        """
+        matches = sorted(Path(match) for match in glob.glob(str(pattern), recursive=True))
+        if not matches:
+            raise self._no_match(path, pattern.parent)
+        fixed = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+        is_run = cache(_is_run)
+        of_data: list[Path] = []
+        for match in matches:
+            folders = [folder for folder in (match, *match.parents) if fixed in folder.parents]
+            if run := next((folder for folder in folders if is_run(folder)), None):
+                self.runs.add(run)
             else:
-                passed_over[file.suffix.lower() or "no suffix"] += 1
-    runs |= runs_below
-    if runs_below and not inputs and not passed_over:
-        return []
-    if not inputs:
-        there = (
-            ", ".join(f"{count} with {suffix}" for suffix, count in passed_over.most_common(5))
-            or "no files at all"
-        )
+                of_data.append(match)
+        filled = [match for match in of_data if match.is_dir() or _size(match, self.key)]
+        inputs = [file for match in filled for file in self._below(match)]
+        if self.runs and not inputs:
+            raise DataError(
+                f"{self.key}={path}: all that it matches lies in run directories, which are left "
+                "out: name the files"
+            )
+        if not inputs:
+            raise DataError(f"{self.key}={path}: every file that it matches is empty")
+        return inputs
+
+    def _no_match(self, path: str, folder: Path) -> DataError:
+        text = f"{self.key}={path} matches nothing"
+        if not glob.has_magic(str(folder)) and folder.is_dir():
+            names = sorted(os.listdir(folder))
+            text += f"; {folder} holds {first_few(names, 5) or 'nothing'}"
+        return DataError(text)
+
+    def files_of(self, path: Path) -> list[Path]:
+        """`files_of` as a function has it."""
+        if files := self._below(path):
+            return files
         raise DataError(
-            f"{key}={path} holds no file with one of the suffixes {', '.join(suffixes)}; it "
-            f"holds {there}"
+            f"{self.key}={path} holds files in run directories alone, which are left out: name the "
+            "files"
         )
-    filled = sorted(file for file in inputs if _size(file, key))
-    if not filled:
-        raise DataError(
-            f"{key}={path}: every file in it with one of the suffixes {', '.join(suffixes)} "
-            "is empty"
-        )
-    return filled
+
+    def _below(self, path: Path) -> list[Path]:
+        """`files_of`, none where run directories hold all files."""
+        key = self.key
+        if not path.is_dir():
+            if not _size(path, key):
+                raise DataError(f"{key}={path} is empty")
+            return [path]
+        inputs: list[Path] = []
+        passed_over: Counter[str] = Counter()
+        runs: set[Path] = set()
+        for folder, names, files in os.walk(path, onerror=self._refuse_folder):
+            names[:] = [name for name in names if not name.startswith(".")]
+            if Path(folder) != path and _HISTORY in files and _is_run(Path(folder)):
+                runs.add(Path(folder))
+                names.clear()
+                continue
+            for file in (Path(folder, file) for file in files if not file.startswith(".")):
+                suffix = file.suffix.lower()
+                if suffix in self.suffixes or Path(plain_name(file)).suffix in self.suffixes:
+                    inputs.append(file)
+                else:
+                    passed_over[suffix or "no suffix"] += 1
+        self.runs |= runs
+        if runs and not inputs and not passed_over:
+            return []
+        suffixes = ", ".join(self.suffixes)
+        if not inputs:
+            there = [f"{count} with {suffix}" for suffix, count in passed_over.most_common(5)]
+            raise DataError(
+                f"{key}={path} holds no file with one of the suffixes {suffixes}; it "
+                f"holds {', '.join(there) or 'no files at all'}"
+            )
+        filled = sorted(file for file in inputs if _size(file, key))
+        if not filled:
+            raise DataError(
+                f"{key}={path}: every file in it with one of the suffixes {suffixes} is empty"
+            )
+        return filled
+
+    def _refuse_folder(self, error: OSError) -> None:
+        if Path(str(error.filename)).name != "lost+found":
+            raise DataError(
+                f"{self.key}: {error.filename} cannot be read: {error.strerror}"
+            ) from error
 
 
 _HISTORY = "history.jsonl"
@@ -248,49 +265,45 @@ def _is_run(folder: Path) -> bool:
         return False
 
 
-def _tell_of_runs(runs: set[Path], key: str) -> None:
-    if runs:
-        directories = "directory" if len(runs) == 1 else "directories"
-        _log.info("%s: %d run %s left out (%s)", key, len(runs), directories, min(runs))
-
-
 def _refuse_parts(folder: Path, files: Sequence[Path], key: str) -> None:
     """Refuse a folder with files for training and for something else by their names, as the hub,
     llm.c and nanoGPT have them.
     """
     if len(files) < 2:
         return
-    parts = [(file, _part(file.relative_to(folder))) for file in files]
-    train = next((file for file, part in parts if part in _TRAINING), None)
-    other, what = next(((file, part) for file, part in parts if part in _HELD_OUT), (None, None))
+    parts = {file: _part(file.relative_to(folder)) for file in files}
+    train = next((file for file, part in parts.items() if part in _TRAINING), None)
+    other = next((file for file, part in parts.items() if part in _HELD_OUT), None)
     if train is None or other is None:
         return
-    meant = {part: _pattern(folder, file, part) for file, part in parts if part is not None}
     raise DataError(
-        f"{key}={folder} holds files for training and for {_HELD_OUT.get(what or '', '')} "
+        f"{key}={folder} holds files for training and for {_HELD_OUT[parts[other]]} "
         f"({train.relative_to(folder)}, {other.relative_to(folder)}), which would be one "
         "text. Name those that are "
-        f"meant: {key}={shlex.quote(meant[_part(train.relative_to(folder)) or ''])}"
+        f"meant: {key}={shlex.quote(_pattern(folder, train, parts[train]))}"
     )
 
 
-def _part(name: Path) -> str | None:
-    """The part of a data set that a file's name, or a folder of it, says; None: it says none."""
+def _part(name: Path) -> str:
+    """The part of a data set that a file's name, or a folder of it, says; empty: it says none."""
     if Path(plain_name(name)).suffix in _PROGRAMS:
-        return None
-    words = [
-        word
-        for part in (*name.parts[:-1], plain_name(name))
-        for word in re.split(r"[^a-z]+", part.lower())
-    ]
-    return next((word for word in words if word in _TRAINING or word in _HELD_OUT), None)
+        return ""
+    for part in (*name.parts[:-1], plain_name(name)):
+        for word in _words(part):
+            if word in _TRAINING or word in _HELD_OUT:
+                return word
+    return ""
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[^a-z]+", name.lower())
 
 
 def _pattern(folder: Path, file: Path, part: str) -> str:
     """What names the files of a part: the folder of that name, or a pattern."""
     name = file.relative_to(folder)
     for number, parent in enumerate(name.parts[:-1], start=1):
-        if part in re.split(r"[^a-z]+", parent.lower()):
+        if part in _words(parent):
             return str(folder.joinpath(*name.parts[:number]))
     return str(file.parent / f"*{part}*")
 
@@ -318,11 +331,6 @@ _PROGRAMS = frozenset(
     }
 )
 """Suffixes of programs: a train.py trains, and a test.py tests."""
-
-
-def _refuse_folder(error: OSError, key: str) -> None:
-    if Path(str(error.filename)).name != "lost+found":
-        raise DataError(f"{key}: {error.filename} cannot be read: {error.strerror}") from error
 
 
 def _size(path: Path, key: str) -> int:
