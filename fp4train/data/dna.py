@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 
 from fp4train.data.compressed import unpacked
@@ -228,9 +229,11 @@ def read_records(path: Path, *, upper: bool) -> Iterator[tuple[str, Iterator[str
     Raises:
         DataError: the file is no FASTA of nucleic acids; with the line.
     """
-    reader = _Reader(path, upper=upper)
-    while (name := reader.next_name()) is not None:
-        yield name, reader.bases()
+    for (number, header), lines in groupby(_with_headers(path), key=itemgetter(0)):
+        words = header[1:].split(maxsplit=1)
+        if not words:
+            raise DataError(f"{path}, line {number}: the record has no name after >")
+        yield words[0], _bases(path, lines, upper=upper)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -243,66 +246,58 @@ def _lines(path: Path) -> Iterator[str]:
         ) from error
 
 
-class _Reader:
-    """One pass through the lines of a file."""
+RecordHeader = tuple[int, str]
+"""The line that begins a record, and its number."""
 
-    def __init__(self, path: Path, *, upper: bool) -> None:
-        self.path = path
-        self.lines = enumerate(_lines(path), 1)
-        self.upper = upper
-        self.header: tuple[int, str] | None = None
-        for number, line in self.lines:
-            if line.startswith(">"):
-                self.header = number, line
-                return
-            if line.strip() and not line.startswith(";"):
-                raise DataError(
-                    f"{path}, line {number}: a record of FASTA begins with > and its name, "
-                    f"not {line[:20]!r}"
-                )
+
+def _with_headers(path: Path) -> Iterator[tuple[RecordHeader, int, str]]:
+    """The lines of a file and their numbers, each with the header of its record; that is a line of
+    it, too.
+    """
+    header: RecordHeader | None = None
+    for number, line in enumerate(_lines(path), 1):
+        if line.startswith(">"):
+            header = number, line
+        elif line.startswith(";"):
+            continue
+        elif header is None and line.strip():
+            raise DataError(
+                f"{path}, line {number}: a record of FASTA begins with > and its name, "
+                f"not {line[:20]!r}"
+            )
+        if header is not None:
+            yield header, number, line
+    if header is None:
         raise DataError(f"{path} holds no record of FASTA, which begins with > and its name")
 
-    def next_name(self) -> str | None:
-        if self.header is None:
-            return None
-        number, line = self.header
-        words = line[1:].split(maxsplit=1)
-        if not words:
-            raise DataError(f"{self.path}, line {number}: the record has no name after >")
-        return words[0]
 
-    def bases(self) -> Iterator[str]:
-        """The bases up to the next record."""
-        assert self.header is not None
-        header_number, header = self.header
-        self.header = None
-        texts = []
-        length = 0
-        empty = True
-        for number, text in self.lines:
-            if text.startswith(">"):
-                self.header = number, text
-                break
-            if text.startswith(";"):
-                continue
-            if strange := _NEITHER_BASE_NOR_SPACE.search(text):
-                raise DataError(
-                    f"{self.path}, line {number}: {strange[0]!r} is no base of DNA or RNA "
-                    f"(IUPAC: {BASES}). A FASTA file of proteins, or of something else, is read "
-                    "by data=text"
-                )
-            if bases := "".join(text.split()):
-                texts.append(bases.upper() if self.upper else bases)
-                length = length + len(bases)
-                empty = False
-            if length >= PIECE_CHARACTERS:
-                yield "".join(texts)
-                texts = []
-                length = 0
-        if empty:
+def _bases(
+    path: Path, lines: Iterator[tuple[RecordHeader, int, str]], *, upper: bool
+) -> Iterator[str]:
+    """The bases of the lines of one record."""
+    _, header_number, header = next(lines)
+    texts = []
+    length = 0
+    empty = True
+    for _, number, text in lines:
+        if strange := _NEITHER_BASE_NOR_SPACE.search(text):
             raise DataError(
-                f"{self.path}, line {header_number}: the record "
-                f"{shortened(header[1:].strip(), 60)!r} has no bases"
+                f"{path}, line {number}: {strange[0]!r} is no base of DNA or RNA "
+                f"(IUPAC: {BASES}). A FASTA file of proteins, or of something else, is read "
+                "by data=text"
             )
-        if texts:
+        if bases := "".join(text.split()):
+            texts.append(bases.upper() if upper else bases)
+            length += len(bases)
+            empty = False
+        if length >= PIECE_CHARACTERS:
             yield "".join(texts)
+            texts = []
+            length = 0
+    if empty:
+        raise DataError(
+            f"{path}, line {header_number}: the record "
+            f"{shortened(header[1:].strip(), 60)!r} has no bases"
+        )
+    if texts:
+        yield "".join(texts)

@@ -28,7 +28,7 @@ else is equal.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -130,21 +130,20 @@ def encode_documents(
     Raises:
         DataError: a text cannot be encoded, or not in parts and is too long for one.
     """
-    windows = windows or Windows()
     if getattr(tokenizer, "concatenates", False):
-        for batch in _batches((piece.text, piece.ends_document) for piece in pieces):
-            encoded = tokenizer.encode_batch([text for text, _ in batch])
-            yield from zip(encoded, (ends for _, ends in batch), strict=True)
+        units = pieces
     elif isinstance(tokenizer, SpanTokenizer):
-        yield from _joined(tokenizer, windows, _windows(pieces, windows))
+        windows = windows or Windows()
+        join = _Join(tokenizer, windows)
+        for batch in _batches(_windows(pieces, windows)):
+            yield from join.add(batch)
+        return
     else:
-        texts = (("".join(document), True) for document in _documents(pieces))
-        for batch in _batches(texts):
-            yield from zip(
-                tokenizer.encode_batch([text for text, _ in batch]),
-                (True for _ in batch),
-                strict=True,
-            )
+        units = (Piece("".join(document)) for document in _documents(pieces))
+    for batch_of_units in _batches(units):
+        encoded = tokenizer.encode_batch([unit.text for unit in batch_of_units])
+        for unit, ids in zip(batch_of_units, encoded, strict=True):
+            yield ids, unit.ends_document
 
 
 def encoding_key(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -186,34 +185,21 @@ def _windows(pieces: Iterable[Piece], windows: Windows) -> Iterator[Window]:
     return chain.from_iterable(windows.of(document) for document in _documents(pieces))
 
 
-def _batches(texts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    batch: list[tuple[str, bool]] = []
+TextUnit = TypeVar("TextUnit", Piece, Window)
+
+
+def _batches(texts: Iterable[TextUnit]) -> Iterator[list[TextUnit]]:
+    batch: list[TextUnit] = []
     size = 0
-    for item in texts:
-        batch.append(item)
-        size += len(item[0])
+    for text in texts:
+        batch.append(text)
+        size += len(text.text)
         if len(batch) == TEXTS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
             yield batch
             batch = []
             size = 0
     if batch:
         yield batch
-
-
-def _joined(
-    tokenizer: SpanTokenizer, windows: Windows, stream: Iterator[Window]
-) -> Iterator[tuple[Ids, bool]]:
-    join = _Join(tokenizer, windows)
-    waiting: list[Window] = []
-    size = 0
-    for window in stream:
-        waiting.append(window)
-        size += len(window.text)
-        if len(waiting) == TEXTS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
-            yield from join.add(waiting)
-            waiting = []
-            size = 0
-    yield from join.add(waiting)
 
 
 class _Seam(NamedTuple):

@@ -6,8 +6,8 @@ or on memory. So it is rendered here, in a process that may use `MEMORY` bytes o
 `SECONDS` of a processor per request; the kernel ends it beyond that. The program imports the
 standard library and Jinja alone, and starts in 0.1 s.
 
-It reads requests from its standard input and writes replies to its standard output, each a length
-of eight bytes and JSON. A request names the template; those after it hold conversations to render:
+It reads requests from its standard input and writes replies to its standard output, each a line of
+JSON. A request names the template; those after it hold conversations to render:
 
     {"source": "{% for …", "now": "2026-01-31T12:00:00"}
         → {"generation": false, "names": […]}
@@ -48,8 +48,6 @@ AROUND = 1 << 16
 AROUND_EACH = 1 << 10
 """Characters that it may write more for each message."""
 TIMES = 8
-HEADER = 8
-"""Bytes of the length before each message."""
 
 
 class Generation(Extension):
@@ -193,8 +191,8 @@ def serve() -> None:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     state: tuple[Template, Generation] | None = None
-    while header := sys.stdin.buffer.read(HEADER):
-        request = json.loads(sys.stdin.buffer.read(int.from_bytes(header, "little")))
+    for line in sys.stdin:
+        request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             if "source" in request:
@@ -217,14 +215,13 @@ def serve() -> None:
                     "texts": [text for text, _ in rendered],
                     "marks": [marks for _, marks in rendered],
                 }
-            data = json.dumps(reply).encode()
+            answer = json.dumps(reply)
         except MemoryError:
-            data = json.dumps({"error": f"it needs more than {MEMORY >> 20} MB of memory"}).encode()
+            answer = json.dumps({"error": f"it needs more than {MEMORY >> 20} MB of memory"})
         except Exception as error:  # whatever a template makes of its values
-            data = json.dumps({"error": (str(error) or type(error).__name__)[:500]}).encode()
+            answer = json.dumps({"error": (str(error) or type(error).__name__)[:500]})
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(len(data).to_bytes(HEADER, "little") + data)
-        sys.stdout.buffer.flush()
+        print(answer, flush=True)
 
 
 if __name__ == "__main__":

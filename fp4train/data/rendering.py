@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4train.data.jinja_worker import HEADER, SECONDS
+from fp4train.data.jinja_worker import SECONDS
 from fp4train.errors import DataError, data_errors, reason
 
 WORKER = Path(__file__).with_name("jinja_worker.py")
@@ -109,13 +109,11 @@ class Renderer:
             and self._process.stdin is not None
             and self._process.stdout is not None
         )
-        data = json.dumps(request).encode()
         answer = b""
         with suppress(BrokenPipeError):
-            self._process.stdin.write(len(data).to_bytes(HEADER, "little") + data)
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-            if header := self._process.stdout.read(HEADER):
-                answer = self._process.stdout.read(int.from_bytes(header, "little"))
+            answer = self._process.stdout.readline()
         if answer:
             reply: dict[str, Any] = json.loads(answer)
             return reply

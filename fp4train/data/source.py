@@ -99,11 +99,11 @@ def planned_vocab_size(source: Source, rows: int | None = None, run: Path | None
         run: the run directory whose tokenizer is taken over, if it keeps one.
     """
     size = getattr(source, "vocab_size", None)
-    tokenizer = getattr(source, "tokenizer", None)
     if isinstance(size, int):
         return size
-    if (planned := planned_tokenizer(source, run)) is not None:
+    if (planned := planned_tokenizer(source, run, download=rows is None)) is not None:
         return planned.vocab_size
+    tokenizer = getattr(source, "tokenizer", None)
     if tokenizer is None:
         raise DataError(
             f"{type(source).__name__} has neither vocab_size nor tokenizer: the vocabulary is "
@@ -111,31 +111,30 @@ def planned_vocab_size(source: Source, rows: int | None = None, run: Path | None
         )
     if isinstance(tokenizer, BytePairs):
         return tokenizer.vocab_size
-    if rows is not None and isinstance(tokenizer, Pretrained) and is_hub_name(tokenizer.name):
-        return rows
-    with tempfile.TemporaryDirectory() as folder:
-        return int(tokenizer.build(lambda: iter(()), Path(folder)).vocab_size)
+    assert rows is not None  # a tokenizer of the hub is else downloaded
+    return rows
 
 
-def planned_tokenizer(source: Source, run: Path | None = None) -> Tokenizer | None:
+def planned_tokenizer(
+    source: Source, run: Path | None = None, *, download: bool = False
+) -> Tokenizer | None:
     """The tokenizer of `source`; None: it has none, or one that is still to be trained or
     downloaded.
 
     Args:
         run: the run directory whose tokenizer is taken over, if it keeps one.
+        download: whether a tokenizer of the hub is downloaded.
     """
-    tokenizer = getattr(source, "tokenizer", None)
+    tokenizer: TokenizerConfig | None = getattr(source, "tokenizer", None)
     if tokenizer is None:
         return None
     if run is not None and keeps_tokenizer(run):
-        loaded: Tokenizer = tokenizer.build(lambda: iter(()), run)
-        return loaded
-    to_train = isinstance(tokenizer, BytePairs)
-    if to_train or (isinstance(tokenizer, Pretrained) and is_hub_name(tokenizer.name)):
+        return tokenizer.build(lambda: iter(()), run)
+    on_hub = isinstance(tokenizer, Pretrained) and is_hub_name(tokenizer.name)
+    if isinstance(tokenizer, BytePairs) or (on_hub and not download):
         return None
     with tempfile.TemporaryDirectory() as folder:
-        loaded = tokenizer.build(lambda: iter(()), Path(folder))
-        return loaded
+        return tokenizer.build(lambda: iter(()), Path(folder))
 
 
 def ready_tokenizer(source: Source, run: Path | None = None) -> Tokenizer | None:
