@@ -81,7 +81,7 @@ def export_huggingface(
     with new_export(out) as folder:
         tell(0, None, "verifying the checkpoint")
         model = open_stored(source)
-        exact = all(model.dtype(name) == dtype for name in model.names)
+        exact = all(model.dtype(name) == dtype for name in model.parts)
         if exact:
             how = "every bit kept"
         else:
@@ -89,7 +89,7 @@ def export_huggingface(
         return write_model(
             folder,
             model,
-            (model.streamed(name, dtype) for name in model.names),
+            (model.streamed(name, dtype) for name in model.parts),
             config={"dtype": SPELLED[dtype]},
             origin="Written by `fp4train export RUN to=hf`; the weights are in "
             f"{SPELLED[dtype]}, {how}.",

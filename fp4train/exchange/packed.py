@@ -57,7 +57,7 @@ class PackedLayer:
         expert: index of its expert; None: the layer has one weight.
         spec: spec by which fprop quantises the weight.
         amax: amax that the scale of the whole weight is made of, float32 0-d; None: there is none.
-        own_amax: amax that the weight has in training without `recipe.fused_scales`.
+        shares: True: it is of a larger weight than its own.
     """
 
     layer: Layer
@@ -67,14 +67,7 @@ class PackedLayer:
     spec: QuantSpec
     format: Format
     amax: Tensor | None = None
-    own_amax: Tensor | None = None
-
-    @property
-    def shares(self) -> bool:
-        """Whether its scale is of a larger weight than its own."""
-        if self.amax is None or self.own_amax is None:
-            return False
-        return not torch.equal(self.amax, self.own_amax)
+    shares: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +132,7 @@ class PackedModel:
                 format stores it.
             dtype: dtype of the weights in high precision.
         """
-        for name in self.model.names:
+        for name in self.model.parts:
             packed = self.layers.get(name)
             if packed is None:
                 yield self.model.streamed(name, dtype)
@@ -148,45 +141,39 @@ class PackedModel:
 
     def tensors_of(self, packed: PackedLayer, x_amax: float | None) -> Iterator[StreamedTensor]:
         """Codes and scales of one layer; without `x_amax` not those of its activations."""
-        (n, k), spec = self.model.shape(packed.stored), packed.spec
+        n, k = self.model.shape(packed.stored)
+        spec = packed.spec
+        form = packed.format
         compressed = self.layout == COMPRESSED_TENSORS
-        kind = packed.format.weight
         four = spec.format.bits == 4
-        codes: tuple[str, tuple[int, ...], torch.dtype] = ("weight", (n, k), FP8)
-        if four:
-            codes = ("weight_packed" if compressed else "weight", (n, k // 2), torch.uint8)
-        yield self._tensor(packed, *codes, partial(self._pieces, packed, partial(_codes, k)))
-        scalar = (1,) if compressed else ()
-        if kind == "FP8":
-            yield self._tensor(
-                packed, "weight_scale", scalar, torch.float32, partial(self._scale, packed, scalar)
-            )
+        pieces = partial(self._pieces, packed, partial(_codes, k))
+        if not four:
+            yield self._tensor(packed, "weight", (n, k), FP8, pieces)
         else:
-            shape: tuple[int, ...] = (n, k // packed.format.group)
-            dtype = FP8 if kind == "NVFP4" else torch.uint8
-            if not packed.format.block_scaled:
-                shape = (n, 1) if compressed else (n,)
-                dtype = torch.float32
-                if spec.block[0] not in (1, None):
-                    shape = (-(-n // 128), -(-k // 128))
-            yield self._tensor(
-                packed, "weight_scale", shape, dtype, partial(self._pieces, packed, _scales)
-            )
-        if kind == "NVFP4":
-            if compressed:
-                name = "weight_global_scale"
-            else:
-                name = "weight_scale_2"
-            yield self._tensor(
-                packed, name, scalar, torch.float32, partial(self._global, packed, scalar)
-            )
-        if packed.format.static and x_amax is not None:
+            name = "weight_packed" if compressed else "weight"
+            yield self._tensor(packed, name, (n, k // 2), torch.uint8, pieces)
+        pieces = partial(self._pieces, packed, _scales)
+        if form.weight == "FP8":
+            scale = quantize(torch.zeros(1, 1), spec, amax=packed.amax).scales
+            yield self._value(packed, "weight_scale", scale)
+        elif form.block_scaled:
+            dtype = FP8 if form.weight == "NVFP4" else torch.uint8
+            yield self._tensor(packed, "weight_scale", (n, k // form.group), dtype, pieces)
+        else:
+            shape: tuple[int, ...] = (n, 1) if compressed else (n,)
+            if spec.block[0] not in (1, None):
+                shape = (-(-n // 128), -(-k // 128))
+            yield self._tensor(packed, "weight_scale", shape, torch.float32, pieces)
+        if form.weight == "NVFP4":
+            name = "weight_global_scale" if compressed else "weight_scale_2"
+            yield self._value(packed, name, self._global(packed))
+        if form.static and x_amax is not None:
             largest = element_range(spec) * (448.0 if four else 1.0)
-            inverted = compressed and four
-            value = torch.full(scalar, x_amax, dtype=torch.float32)
-            value = largest / value if inverted else value / largest
-            name = "input_global_scale" if inverted else "input_scale"
-            yield self._tensor(packed, name, scalar, torch.float32, lambda: iter([value]))
+            value = torch.tensor(x_amax, dtype=torch.float32)
+            if compressed and four:
+                yield self._value(packed, "input_global_scale", largest / value)
+            else:
+                yield self._value(packed, "input_scale", value / largest)
 
     @staticmethod
     def _tensor(
@@ -196,22 +183,26 @@ class PackedModel:
             name=f"{packed.module}.{name}", shape=shape, dtype=dtype, pieces=pieces
         )
 
+    def _value(self, packed: PackedLayer, name: str, value: Tensor) -> StreamedTensor:
+        """A tensor that holds one number in float32."""
+        shape = (1,) if self.layout == COMPRESSED_TENSORS else ()
+        return self._tensor(
+            packed, name, shape, torch.float32, lambda: iter([value.reshape(shape)])
+        )
+
     def _pieces(self, packed: PackedLayer, part: Callable[[Quantized], Tensor]) -> Iterator[Tensor]:
         for w_RK in rows_of(self.model, packed.stored):
             yield part(quantize(w_RK, packed.spec, amax=packed.amax))
 
-    def _scale(self, packed: PackedLayer, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """The factor that decodes a weight with one scale."""
-        quantised = quantize(torch.zeros(1, 1), packed.spec, amax=packed.amax)
-        yield quantised.scales.reshape(shape)
-
-    def _global(self, packed: PackedLayer, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    def _global(self, packed: PackedLayer) -> Tensor:
         """The scale over block scales: 2688/amax, which divides; or amax/2688, which multiplies."""
         assert packed.amax is not None
         encode, decode = global_scales(packed.amax, packed.spec)
-        if self.layout != COMPRESSED_TENSORS and float(packed.amax) > 0:
-            decode = packed.amax / (packed.spec.global_bound * element_range(packed.spec))
-        yield (encode if self.layout == COMPRESSED_TENSORS else decode).reshape(shape)
+        if self.layout == COMPRESSED_TENSORS:
+            return encode
+        if float(packed.amax) > 0:
+            return packed.amax / (packed.spec.global_bound * element_range(packed.spec))
+        return decode
 
 
 def _codes(columns: int, q: Quantized) -> Tensor:
@@ -297,7 +288,7 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
             )
     kept += [
         model.module_of(part)
-        for part in model.names
+        for part in model.parts
         if len(model.shape(part)) == 2 and part not in packed and part != model.path(EMBEDDING)
     ]
     kept += [*map(_renamed, kept), *(_kept_experts(kept, packed) if layout == MODELOPT else ())]
@@ -452,10 +443,8 @@ def _with_amaxes(model: StoredModel, packed: Mapping[str, PackedLayer]) -> dict[
             own_amaxes[name, matrix.expert] for name in names if (name, matrix.expert) in own_amaxes
         ]
         if group:
-            matrix = replace(
-                matrix,
-                own_amax=own_amaxes[matrix.layer.name, matrix.expert],
-                amax=torch.stack(group).amax(),
-            )
+            amax = torch.stack(group).amax()
+            own_amax = own_amaxes[matrix.layer.name, matrix.expert]
+            matrix = replace(matrix, amax=amax, shares=not torch.equal(amax, own_amax))
         complete[stored] = matrix
     return complete

@@ -37,11 +37,13 @@ class Part:
     """A tensor of a checkpoint, or a matrix of one [E, N, K].
 
     Args:
+        name: name in `transformers`.
         tensor: name of the tensor in the checkpoint.
         start: position at which the matrix begins, (e, row); None: all of the tensor.
         shape: shape of the part.
     """
 
+    name: str
     tensor: str
     start: tuple[int, int] | None
     shape: tuple[int, ...]
@@ -65,8 +67,7 @@ class StoredModel:
         source: run, step and kind of the weights.
         saved: checkpoint; weights are read when they are asked for.
         family: form of the model in `transformers`.
-        parts: parts that are stored, by name.
-        names: part → name in `transformers`, each once.
+        parts: parts that are stored, by their names here; each name in `transformers` once.
     """
 
     source: WeightSource
@@ -74,7 +75,6 @@ class StoredModel:
     saved: checkpoint.Checkpoint = field(repr=False)
     family: Family
     parts: dict[str, Part] = field(repr=False)
-    names: dict[str, str] = field(repr=False)
 
     @property
     def run(self) -> Path:
@@ -85,11 +85,7 @@ class StoredModel:
     def parameters(self) -> int:
         """Parameters of the model; tied ones once."""
         copies = self.family.copies_of(self.config.model)
-        return sum(
-            math.prod(self.shape(name))
-            for name, theirs in self.names.items()
-            if theirs not in copies
-        )
+        return sum(math.prod(part.shape) for part in self.parts.values() if part.name not in copies)
 
     @property
     def vocab_size(self) -> int:
@@ -120,11 +116,11 @@ class StoredModel:
         """The parts of a tensor of the checkpoint; none of a tied one, which is stored under
         another name.
         """
-        return [part for part in self.names if self.parts[part].tensor == tensor]
+        return [name for name, part in self.parts.items() if part.tensor == tensor]
 
     def module_of(self, name: str) -> str:
         """The name in `transformers` of the module whose weight a part is."""
-        return self.names[name].removesuffix(".weight")
+        return self.parts[name].name.removesuffix(".weight")
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a part."""
@@ -146,12 +142,11 @@ class StoredModel:
         """A part under its name in `transformers`, in another dtype, some rows at a time; in its
         own where other software keeps it so (`exact` of the family).
         """
-        if self.names[name].endswith(self.family.exact):
+        part = self.parts[name]
+        if part.name.endswith(self.family.exact):
             dtype = self.dtype(name)
         pieces = partial(self._pieces, name, dtype)
-        return StreamedTensor(
-            name=self.names[name], shape=self.shape(name), dtype=dtype, pieces=pieces
-        )
+        return StreamedTensor(name=part.name, shape=part.shape, dtype=dtype, pieces=pieces)
 
     def _pieces(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         if not self.shape(name):
@@ -203,21 +198,18 @@ def open_stored(named: WeightSource | Path) -> StoredModel:
             what = "holds, beside the weights of its model,"
         raise UserError(f"{saved.path} {what} {first_few(strange, 1).removeprefix(above)}")
     parts: dict[str, Part] = {}
-    names: dict[str, str] = {}
     seen: set[str] = set()
-    for name, theirs in expected.items():
-        for key, part, other in _parts(name, theirs, saved.tensors.shape(name)):
-            if other not in seen:
-                parts[key] = part
-                names[key] = other
-                seen.add(other)
+    for tensor, theirs in expected.items():
+        for name, part in _parts(tensor, theirs, saved.tensors.shape(tensor)):
+            if part.name not in seen:
+                parts[name] = part
+                seen.add(part.name)
     return StoredModel(
         source=source.at(saved.step),
         config=config,
         saved=saved,
         family=family,
         parts=parts,
-        names=names,
     )
 
 
@@ -236,13 +228,14 @@ def _older(folder: Path, steps: Sequence[int], kind: str) -> str:
     return ""
 
 
-def _parts(name: str, theirs: Stored, shape: tuple[int, ...]) -> Iterator[tuple[str, Part, str]]:
-    """(Name of a part, the part, its name in `transformers`) of one tensor of the checkpoint."""
+def _parts(tensor: str, theirs: Stored, shape: tuple[int, ...]) -> Iterator[tuple[str, Part]]:
+    """The parts of one tensor of the checkpoint by their names."""
     if isinstance(theirs, str):
-        yield name, Part(tensor=name, start=None, shape=shape), theirs
+        yield tensor, Part(name=theirs, tensor=tensor, start=None, shape=shape)
         return
     for expert, matrices in enumerate(theirs):
         rows = shape[1] // len(matrices)
-        for number, other in enumerate(matrices):
-            part = Part(tensor=name, start=(expert, number * rows), shape=(rows, *shape[2:]))
-            yield f"{name}[{expert}, {number * rows}:{(number + 1) * rows}]", part, other
+        for number, name in enumerate(matrices):
+            first = number * rows
+            part = Part(name=name, tensor=tensor, start=(expert, first), shape=(rows, *shape[2:]))
+            yield f"{tensor}[{expert}, {first}:{first + rows}]", part

@@ -183,8 +183,8 @@ def load_trained(
                 f"{source} is a Hugging Face folder and no run: leave out step= and keys of a run"
             )
         return _of_folder(source)
-    cfg = saved_with(run_directory.read_config(source), source, step, paths or {})
     paths = paths or {}
+    cfg = saved_with(run_directory.read_config(source), source, step, paths)
     config = to_config(cfg)
     kernels = config.train.kernels.replace("liger", "auto")  # where they do not run, too
     config = replace(
@@ -193,7 +193,7 @@ def load_trained(
     with user_errors(UserError, after=how_to_have(weights.kind, config)):
         stored = checkpoint.load(source / run_directory.CHECKPOINTS, step, kind=weights.kind)
     check_belongs(stored, source, mend=False)
-    tokenizer = own_tokenizer(config, source, lambda lost: check_paths(cfg, paths or {}))
+    tokenizer = own_tokenizer(config, source, lambda lost: check_paths(cfg, paths))
     device = choose_device(config.device)
     if tokenizer is None:
         vocab_size = planned_vocab_size(config.data)

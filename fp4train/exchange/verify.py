@@ -81,16 +81,6 @@ class Verified:
     others: list[str]
 
     @property
-    def run(self) -> Path:
-        """The run directory."""
-        return self.source.path
-
-    @property
-    def step(self) -> int | None:
-        """The step of the checkpoint."""
-        return self.source.step
-
-    @property
     def title(self) -> str:
         """The origin of the weights."""
         return self.source.title
@@ -103,8 +93,8 @@ class Verified:
         """The verification as plain values."""
         origin = {
             "folder": str(self.folder),
-            "run": str(self.run),
-            "step": self.step,
+            "run": str(self.source.path),
+            "step": self.source.step,
             "to": self.layout,
         }
         layers = [
@@ -164,18 +154,20 @@ def verify(folder: Path, source: WeightSource | Path, *, stretch: int | None = N
         raise UserError(
             f"{folder}: dtype={config.get('dtype')!r} in config.json is none of {', '.join(DTYPES)}"
         )
-    if layout == "hf":
-        packed = None
-    else:
-        packed = pack(model, layout, stretch)
-    tables = [*_tables(folder, tensors, model, packed, dtype)]
+    packed = None if layout == "hf" else pack(model, layout, stretch)
+    comparison = _Comparison(
+        folder=folder, tensors=tensors, model=model, packed=packed, dtype=dtype
+    )
+    tables = list(comparison.tables())
+    if not tables:  # else the tokenizer may be another one
+        tables += loaded_differently(folder, stored_tokenizer(model.config, model.run))
     return Verified(
         folder=folder,
         source=model.source,
         layout=layout,
         stretch=None if packed is None else packed.stretch.title,
-        layers=[*_layers(tensors, model, packed, dtype)],
-        others=[*_names(tensors, model, packed, dtype), *tables, *_loaded(folder, model, tables)],
+        layers=list(comparison.layers()),
+        others=[*comparison.names(), *tables],
     )
 
 
@@ -209,41 +201,101 @@ def _named_or(recorded: object, named: int | None) -> int | None:
     return None
 
 
-def _layers(
-    tensors: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
-) -> Iterator[VerifiedLayer]:
-    beside = {} if packed is None else _beside(packed)
-    for stored in model.names:
-        if packed is None:
-            layer = None
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """A folder beside what the export of `model` in `dtype` would hold, with the codes of `packed`;
+    None: it has none.
+    """
+
+    folder: Path
+    tensors: StoredTensors
+    model: StoredModel
+    packed: PackedModel | None
+    dtype: torch.dtype
+
+    def expected(self, stored: str, x_amax: float | None = None) -> Iterator[StreamedTensor]:
+        """Tensors that a stored weight has in the folder; without `x_amax` not the scale of its
+        activations.
+        """
+        if self.packed is not None and stored in self.packed.layers:
+            yield from self.packed.tensors_of(self.packed.layers[stored], x_amax)
         else:
-            layer = packed.layers.get(stored)
-        expected = [*_expected(stored, model, packed, dtype)]
-        differences = [
-            difference for tensor in expected for difference in _differences(tensors, tensor)
-        ]
-        parts = [tensor.name.rpartition(".")[2] for tensor in expected]
-        if packed is not None and layer is not None and layer.format.static:
-            part, problem = _of_activations(tensors, packed, layer, beside[stored])
-            parts.append(part)
-            differences += problem
-        yield VerifiedLayer(
-            name=stored.partition("/")[2].removesuffix(".weight"),
-            module=expected[0].name.rpartition(".")[0],
-            form=SPELLED[expected[0].dtype] if layer is None else layer.format.name,
-            parts=tuple(parts),
-            differences=tuple(differences),
-        )
+            yield self.model.streamed(stored, self.dtype)
 
+    def layers(self) -> Iterator[VerifiedLayer]:
+        packed = {} if self.packed is None else self.packed.layers
+        beside = _beside(packed)
+        for stored in self.model.parts:
+            layer = packed.get(stored)
+            expected = list(self.expected(stored))
+            differences = [
+                difference
+                for tensor in expected
+                for difference in _differences(self.tensors, tensor)
+            ]
+            parts = [tensor.name.rpartition(".")[2] for tensor in expected]
+            if layer is not None and layer.format.static:
+                *_, scale = self.expected(stored, 1.0)
+                part = scale.name.rpartition(".")[2]
+                parts.append(part)
+                differences += self._of_activations(layer.module, beside[stored], part)
+            yield VerifiedLayer(
+                name=stored.partition("/")[2].removesuffix(".weight"),
+                module=expected[0].name.rpartition(".")[0],
+                form=SPELLED[expected[0].dtype] if layer is None else layer.format.name,
+                parts=tuple(parts),
+                differences=tuple(differences),
+            )
 
-def _expected(
-    stored: str, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
-) -> Iterator[StreamedTensor]:
-    """Tensors that a stored weight has in the folder, without the scales of activations."""
-    if packed is not None and stored in packed.layers:
-        yield from packed.tensors_of(packed.layers[stored], None)
-    else:
-        yield model.streamed(stored, dtype)
+    def _of_activations(self, module: str, beside: str, part: str) -> Iterator[str]:
+        """What is wrong with the scale `part` of a module's activations, which is that of the
+        module `beside` it, too.
+        """
+        name = f"{module}.{part}"
+        other = f"{beside}.{part}"
+        if name not in self.tensors:
+            yield f"{part} is missing"
+            return
+        value = self.tensors[name]
+        if value.numel() != 1 or not bool(((value > 0) & value.isfinite()).all()):
+            yield f"{part} is {value.tolist()}: it must be a finite number above 0"
+        elif other in self.tensors and not torch.equal(self.tensors[other], value):
+            yield f"{part} differs from that of {beside}, which is multiplied with it"
+
+    def names(self) -> Iterator[str]:
+        """Tensors of the folder that the run has not."""
+        expected = {
+            tensor.name for stored in self.model.parts for tensor in self.expected(stored, 1.0)
+        }
+        strange = sorted(name for name in self.tensors if name not in expected)
+        if strange:
+            yield f"the run has no {first_few(strange, _NAMED)}"
+
+    def tables(self) -> Iterator[str]:
+        """Differences of configuration, tokenizer and files from those that an export writes."""
+        packed = self.packed
+        config: dict[str, Any] = {"dtype": SPELLED[self.dtype]}
+        if packed is not None:
+            config["quantization_config"] = configuration(packed.format, packed.layout, packed.kept)
+        with (
+            tempfile.TemporaryDirectory() as place,
+            Folder.open(Path(place)) as export,
+            Folder.open(self.folder) as theirs,
+        ):
+            write_tables(export, self.model, config)
+            if packed is not None and packed.layout == MODELOPT:
+                table = modelopt_configuration(packed.format, packed.kept)
+                write_json(export, "hf_quant_config.json", {_QUANTISED[1]: table[_QUANTISED[1]]})
+            written = export.names()
+            yield from foreign_files(self.folder, {*written, *self.tensors.files, CARD, RECORD})
+            for name in sorted(written):
+                if not has_file(self.folder, name):
+                    yield f"{name} is missing"
+                elif name.endswith(".json"):
+                    table = read_table(self.folder, name)
+                    yield from _of_table(name, table, read_table(Path(place), name))
+                elif theirs.read(name, STATE_LIMIT) != export.read(name, STATE_LIMIT):
+                    yield f"{name} is not that of the run"
 
 
 def _differences(tensors: StoredTensors, expected: StreamedTensor) -> Iterator[str]:
@@ -298,90 +350,18 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(kinds[tensor.dtype.itemsize])
 
 
-def _beside(packed: PackedModel) -> dict[str, str]:
+def _beside(layers: Mapping[str, PackedLayer]) -> dict[str, str]:
     """Packed matrix → the module of the next one of those that share a scale of activations: of
     fused layers, or of a layer's experts; its own where there is no other.
     """
     groups: dict[tuple[str, ...], list[PackedLayer]] = {}
-    for matrix in packed.layers.values():
+    for matrix in layers.values():
         groups.setdefault(matrix.layer.fused or (matrix.layer.name,), []).append(matrix)
     return {
         matrix.stored: group[n - 1].module
         for group in groups.values()
         for n, matrix in enumerate(group)
     }
-
-
-def _of_activations(
-    tensors: StoredTensors, packed: PackedModel, layer: PackedLayer, beside: str
-) -> tuple[str, list[str]]:
-    """(The name of the scale of a layer's activations, what is wrong with it)."""
-    part = next(
-        tensor.name for tensor in packed.tensors_of(layer, 1.0) if ".input_" in tensor.name
-    ).rpartition(".")[2]
-    name = f"{layer.module}.{part}"
-    other = f"{beside}.{part}"
-    if name not in tensors:
-        return part, [f"{part} is missing"]
-    value = tensors[name]
-    if value.numel() != 1 or not bool(((value > 0) & value.isfinite()).all()):
-        return part, [f"{part} is {value.tolist()}: it must be a finite number above 0"]
-    if other in tensors and not torch.equal(tensors[other], value):
-        return part, [f"{part} differs from that of {beside}, which is multiplied with it"]
-    return part, []
-
-
-def _names(
-    tensors: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
-) -> Iterator[str]:
-    """Tensors of the folder that the run has not."""
-    expected = {
-        tensor.name for stored in model.names for tensor in _expected(stored, model, packed, dtype)
-    }
-    if packed is not None:
-        expected |= {
-            tensor.name
-            for layer in packed.layers.values()
-            for tensor in packed.tensors_of(layer, 1.0)
-        }
-    strange = sorted(name for name in tensors if name not in expected)
-    if strange:
-        yield f"the run has no {first_few(strange, _NAMED)}"
-
-
-def _tables(
-    folder: Path,
-    tensors: StoredTensors,
-    model: StoredModel,
-    packed: PackedModel | None,
-    dtype: torch.dtype,
-) -> Iterator[str]:
-    """Differences of configuration, tokenizer and files from those that an export writes."""
-    config: dict[str, Any] = {"dtype": SPELLED[dtype]}
-    if packed is not None:
-        config["quantization_config"] = configuration(packed.format, packed.layout, packed.kept)
-    with tempfile.TemporaryDirectory() as place, Folder.open(Path(place)) as export:
-        write_tables(export, model, config)
-        if packed is not None and packed.layout == MODELOPT:
-            table = modelopt_configuration(packed.format, packed.kept)
-            write_json(export, "hf_quant_config.json", {_QUANTISED[1]: table[_QUANTISED[1]]})
-        written = export.names()
-        yield from foreign_files(folder, {*written, *tensors.files, CARD, RECORD})
-        for name in sorted(written):
-            if not has_file(folder, name):
-                yield f"{name} is missing"
-            elif name.endswith(".json"):
-                yield from _of_table(name, read_table(folder, name), read_table(Path(place), name))
-            else:
-                with Folder.open(folder) as theirs:
-                    if theirs.read(name, STATE_LIMIT) != export.read(name, STATE_LIMIT):
-                        yield f"{name} is not that of the run"
-
-
-def _loaded(folder: Path, model: StoredModel, tables: list[str]) -> Iterator[str]:
-    """What other software makes of the tokenizer, where the folder's tables are the run's."""
-    if not tables:
-        yield from loaded_differently(folder, stored_tokenizer(model.config, model.run))
 
 
 def _of_table(name: str, theirs: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:

@@ -76,7 +76,7 @@ def test_transformers_gives_the_loss_of_the_runs_evaluation(
     assert model.config.vocab_size == 320 and model.dtype == torch.float32
     assert (model.config.bos_token_id, model.config.eos_token_id) == (None, 256)
     stored = open_stored(run)
-    own = {theirs: stored.saved.tensors[name] for name, theirs in stored.names.items()}
+    own = {part.name: stored.saved.tensors[name] for name, part in stored.parts.items()}
     back = model.state_dict()
     assert all(torch.equal(back[name], tensor) for name, tensor in own.items()), "every bit"
     assert set(back) - set(own) <= {"lm_head.weight"}, "that is the embedding's where it is tied"
