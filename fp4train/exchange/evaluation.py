@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,7 +118,7 @@ def held_out(
         yield Score(
             task=HELD_OUT,
             recipe=named.name,
-            values=_values(loss, tokens_in_all, size if table is not None else 0),
+            values=_values(loss, tokens_in_all, size),
         )
 
 
@@ -133,30 +132,23 @@ def texts(
     """
     tokenizer = trained.text_tokenizer()
     table = token_bytes(tokenizer, trained.vocab_size)
-    documents = [
-        _document(tokenizer, file)
-        for file in files_of(existing_path(path, "text"), TEXT_SUFFIXES, "text")
-    ]
+    files = files_of(existing_path(path, "text"), TEXT_SUFFIXES, "text")
+    documents = [encode_document(read_pieces(file), tokenizer).tolist() for file in files]
     ids = [
         window for document in documents for window in windows(document, tokenizer, trained.context)
     ]
     tokens = sum(map(len, documents))
     if not tokens:
         raise UserError(f"text={path} holds no text")
-    size = sum(_bytes(table, np.asarray(document)) for document in documents)
+    size = sum(_bytes(table, document) for document in documents)
     for named in recipes:
         loss = -sum(total for total, _ in log_likelihoods(trained, named, ids, rows)) / tokens
         _check_finite(loss, trained, named)
         yield Score(
             task=path,
             recipe=named.name,
-            values=_values(loss, tokens, size if table is not None else 0),
+            values=_values(loss, tokens, size),
         )
-
-
-def _document(tokenizer: Tokenizer, file: Path) -> list[int]:
-    ids: list[int] = encode_document(read_pieces(file), tokenizer).tolist()
-    return ids
 
 
 def before_document(tokenizer: Tokenizer) -> int:

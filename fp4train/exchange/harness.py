@@ -5,7 +5,6 @@ context that is too long loses its beginning, a text that is too long is scored 
 generation stops at the task's words. Importing this module imports lm_eval.
 """
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from yaml import YAMLError
 
@@ -87,25 +86,21 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return [sum(next(totals)[0] for _ in part) for part in parts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        texts: dict[int, str] = {}
-        alike: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(
-                number
-            )
-        for numbers in alike.values():
-            ids = {
-                number: self.text.encode(requests[number].args[0]) or [self.prefix_token_id]
-                for number in numbers
-            }
-            numbers.sort(key=lambda number: len(ids[number]))
-            for start in range(0, len(numbers), self.rows):
-                batch = numbers[start : start + self.rows]
-                generated = self._generated(
-                    [ids[number] for number in batch], requests[batch[0]].args[1]
-                )
-                texts |= dict(zip(batch, generated, strict=True))
-        return [texts[number] for number in range(len(requests))]
+        prompts = Collator(
+            [
+                (self.text.encode(text) or [self.prefix_token_id], settings)
+                for text, settings in (request.args for request in requests)
+            ],
+            sort_fn=lambda prompt: len(prompt[0]),
+            group_by="gen_kwargs",
+            group_fn=lambda prompt: prompt[1],
+        )
+        texts: list[str] = []
+        for batch in prompts.get_batched(n=self.rows):
+            _, settings = batch[0]
+            texts += self._generated([ids for ids, _ in batch], settings)
+        ordered: list[str] = prompts.get_original(texts)
+        return ordered
 
     def _generated(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
         """The texts after `prompts`, without the word that stopped each."""
