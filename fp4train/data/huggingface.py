@@ -24,6 +24,7 @@ from fp4train.data.source import Texts, TextSource
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.paths import CacheFolder, DataPaths, PathOrHubName
+from fp4train.text import first_line
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
 STATE_LIMIT = 1 << 22
@@ -231,16 +232,12 @@ def read_hub(arguments: dict[str, Any], column: str, what: str) -> Iterator[Piec
         raise
     except ConnectionError as error:
         raise DataError(
-            f"{what} cannot be reached: {_first_line(error)}. Without a network use "
+            f"{what} cannot be reached: {first_line(error).rstrip('.')}. Without a network use "
             "data=stdlib, data=text, or local "
             "files with data=hf data.path=FILE.parquet."
         ) from error
     # whatever else the library, or one of its readers, makes of a data set or a file
     except Exception as error:
         raise DataError(
-            f"{what} cannot be read: {_first_line(error)} ({type(error).__name__})"
+            f"{what} cannot be read: {first_line(error).rstrip('.')} ({type(error).__name__})"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".")

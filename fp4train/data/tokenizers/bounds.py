@@ -50,43 +50,19 @@ def check_file(text: str, what: str) -> dict[str, Any]:
                 f"({longest[:60]}); up to {GROWTH:.0f} are "
                 "allowed. It is no tokenizer of a model that is in use: take another one"
             )
-    if (added := _added_ids(table.get("post_processor"))) > ADDED:
+    return table
+
+
+def check_added(tokenizer: Any, what: str) -> None:
+    """Raises DataError where a `tokenizers.Tokenizer` adds far more tokens to a text than those in
+    use.
+    """
+    added = max(tokenizer.num_special_tokens_to_add(is_pair) for is_pair in (False, True))
+    if added > ADDED:
         raise DataError(
             f"{what}: its post_processor adds {added:,} tokens to a text; up to {ADDED:,} are "
             "allowed"
         )
-    return table
-
-
-def _added_ids(part: Any) -> int:
-    """The ids that a post-processor adds to a text, at most."""
-    if not isinstance(part, Mapping):
-        return 0
-    steps = part.get("processors")
-    if isinstance(steps, list):
-        return sum(map(_added_ids, steps))
-    tokens = part.get("special_tokens")
-    lengths: dict[str, int] = {}
-    for name, token in tokens.items() if isinstance(tokens, Mapping) else ():
-        if isinstance(token, Mapping):
-            ids = token.get("ids")
-        else:
-            ids = None
-        lengths[str(name)] = len(ids) if isinstance(ids, list) else 1
-    pieces = [
-        piece
-        for key in ("single", "pair")
-        if isinstance(part.get(key), list)
-        for piece in part[key]
-    ]
-    special = [
-        piece["SpecialToken"]
-        for piece in pieces
-        if isinstance(piece, Mapping) and "SpecialToken" in piece
-    ]
-    return sum(
-        lengths.get(str(piece.get("id")), 1) for piece in special if isinstance(piece, Mapping)
-    )
 
 
 def check_ids(highest: int, what: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from fp4train import files
 from fp4train.data.encoding import Encoded
-from fp4train.data.tokenizers.bounds import LIMIT, check_file, check_ids
+from fp4train.data.tokenizers.bounds import LIMIT, check_added, check_file, check_ids
 from fp4train.data.tokenizers.panics import quiet_panics
 from fp4train.data.tokens import Ids
 from fp4train.errors import DataError, data_errors, reason
@@ -58,38 +58,34 @@ class JsonTokenizer:
 
         self._what = what
         self._text = text
-        model = check_file(text, what).get("model")
+        check_file(text, what)
         with library_errors(f"{what} is no tokenizer file of the `tokenizers` library"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        check_added(self._tokenizer, what)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.splits_words = isinstance(self._tokenizer.model, tokenizers.models.BPE)
-        if self.splits_words and isinstance(model, dict) and model.get("dropout"):
+        if self.splits_words:
             self._tokenizer.model.dropout = None  # equal text has equal ids
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         candidates = ENDS if end_of_document is None else (end_of_document,)
         end = next((token for token in candidates if token in vocabulary), None)
         if end is None:
-            special = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
             raise DataError(
                 f"{what} has no token {' or '.join(candidates)} to end a document with. Name "
-                "one with "
-                "data.tokenizer.end_of_document; its special tokens: "
-                f"{', '.join(special[:8]) or 'none'}"
+                f"one with data.tokenizer.end_of_document; {self._listed_special()}"
             )
         self.end = end
         self.end_of_document = vocabulary[end]
         self.begin = begin_of_document
-        if begin_of_document is None:
-            self.begin_of_document = None
-        else:
-            self.begin_of_document = self._begin_id(begin_of_document, vocabulary)
-        check_ids(max(vocabulary.values()), what)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.begin_of_document: int | None = None
         self.identity = f"{hashlib.sha256(text.encode()).hexdigest()[:20]} {end}"
         if begin_of_document is not None:
+            self.begin_of_document = self._begin_id(begin_of_document, vocabulary)
             self.identity += f" after {begin_of_document}"
+        check_ids(max(vocabulary.values()), what)
+        self.vocab_size = max(vocabulary.values()) + 1
 
     def _begin_id(self, begin: str, vocabulary: Mapping[str, int]) -> int:
         """The id that begins a document."""
@@ -100,13 +96,15 @@ class JsonTokenizer:
                 "is that token. Leave it out"
             )
         if begin not in vocabulary:
-            special = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
             raise DataError(
                 f"{self._what} has no token {begin} to begin a document with "
-                "(data.tokenizer.begin_of_document); its "
-                f"special tokens: {', '.join(special[:8]) or 'none'}"
+                f"(data.tokenizer.begin_of_document); {self._listed_special()}"
             )
         return vocabulary[begin]
+
+    def _listed_special(self) -> str:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return f"its special tokens: {', '.join(map(str, list(added)[:8])) or 'none'}"
 
     @property
     def token_before_texts(self) -> str | None:

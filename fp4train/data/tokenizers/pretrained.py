@@ -13,6 +13,7 @@ from fp4train.data.tokenizers.json_file import JsonTokenizer, run_tokenizer
 from fp4train.data.tokens import Documents
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.paths import PathOrHubName, is_hub_name
+from fp4train.text import first_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +95,6 @@ class Pretrained:
             ) from error
         # no such repository, gated, without a tokenizer.json, HTTP errors
         except Exception as error:
-            reason = next(
-                (line for line in str(error).splitlines() if line.strip()), type(error).__name__
-            )
             raise DataError(
-                f"data.tokenizer.name={self.name} cannot be had from the hub: {reason}"
+                f"data.tokenizer.name={self.name} cannot be had from the hub: {first_line(error)}"
             ) from error
