@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fp4train.data.frames import ANSWERS, Frames, Gap, Words, common, says_something
+from fp4train.data.frames import ANSWERS, Frames, Gap, Markers, Words, says_something
 from fp4train.data.rendering import Message, Renderer
 
 _MARKER = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]|\[\|[^\s|\[\]]{1,32}\|\]"
@@ -60,7 +60,7 @@ class AnswerFinder:
     def __init__(self, renderer: Renderer, special: Sequence[str] = ()) -> None:
         self.renderer = renderer
         words = sorted(map(re.escape, special), key=len, reverse=True)
-        self._markers = re.compile("|".join([*words, _MARKER]))
+        self._markers = Markers("|".join([*words, _MARKER]))
         self._frames: dict[Roles, Frames] = {}
         self._marks_answers: set[Roles] = set()
 
@@ -212,8 +212,8 @@ class AnswerFinder:
         """
         if (runs := _runs(plain, filled)) is not None and all(
             not run.silent
-            or self._common(run.written, run.literals[0])
-            + self._common(run.written, run.literals[-1], from_end=True)
+            or self._markers.common(run.written, run.literals[0])
+            + self._markers.common(run.written, run.literals[-1], from_end=True)
             >= len(run.written)
             for run in runs
         ):
@@ -225,9 +225,6 @@ class AnswerFinder:
             return self.renderer.render([(speaking, False)])[0].text == text
         except ValueError:
             return False
-
-    def _common(self, text: str, other: str, *, from_end: bool = False) -> int:
-        return common(self._markers, text, other, from_end=from_end)
 
     def _answers(
         self, gap: str, frame: Gap, frames: Frames, messages: Sequence[Message]

@@ -167,50 +167,46 @@ def _write(
     dtype: np.dtype[Any],
     max_tokens: int | None,
 ) -> None:
-    digester = Digester()
+    digests: list[str] = []
     tokens = 0
     bar = tqdm(
         desc="tokenising", unit="tok", unit_scale=True, total=max_tokens, disable=None, leave=False
     )
 
-    def data() -> Iterator[bytes]:
+    def parts() -> Iterator[bytes]:
         nonlocal tokens
         for chunk in chunks:
             if max_tokens is None:
                 kept = chunk
             else:
                 kept = chunk[: max_tokens - tokens]
-            part = kept.astype(dtype, copy=False).tobytes()
-            digester.update(part)
             tokens += len(kept)
             bar.update(len(kept))
-            yield part
+            yield kept.astype(dtype, copy=False).tobytes()
             if tokens == max_tokens:
                 break
 
+    def data() -> Iterator[bytes]:
+        for part in _divided(parts()):
+            digests.append(_digest(part))
+            yield part
+
     with bar:
         folder.write(f"{name}.bin", data())
-    info = {"dtype": dtype.str, "tokens": tokens, "digests": digester.digests()}
+    info = {"dtype": dtype.str, "tokens": tokens, "digests": digests}
     folder.write(f"{name}.json", json.dumps(info).encode())
 
 
-class Digester:
-    """`digests` of bytes that come in any portions."""
-
-    def __init__(self) -> None:
-        self._done: list[str] = []
-        self._rest = bytearray()
-
-    def update(self, data: bytes) -> None:
-        self._rest += data
-        while len(self._rest) >= CHUNK:
-            self._done.append(_digest(self._rest[:CHUNK]))
-            del self._rest[:CHUNK]
-
-    def digests(self) -> list[str]:
-        if self._rest:
-            return [*self._done, _digest(self._rest)]
-        return self._done
+def _divided(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """The same bytes in portions of `CHUNK`."""
+    rest = bytearray()
+    for part in parts:
+        rest += part
+        while len(rest) >= CHUNK:
+            yield bytes(rest[:CHUNK])
+            del rest[:CHUNK]
+    if rest:
+        yield bytes(rest)
 
 
 def _digest(chunk: Any) -> str:

@@ -135,7 +135,8 @@ def encode_documents(
     elif isinstance(tokenizer, SpanTokenizer):
         windows = windows or Windows()
         join = _Join(tokenizer, windows)
-        for batch in _batches(_windows(pieces, windows)):
+        parts = chain.from_iterable(map(windows.of, _documents(pieces)))
+        for batch in _batches(parts):
             yield from join.add(batch)
         return
     else:
@@ -179,10 +180,6 @@ def _documents(pieces: Iterable[Piece]) -> Iterator[Iterator[str]]:
 
     for piece in stream:
         yield texts(piece)
-
-
-def _windows(pieces: Iterable[Piece], windows: Windows) -> Iterator[Window]:
-    return chain.from_iterable(windows.of(document) for document in _documents(pieces))
 
 
 TextUnit = TypeVar("TextUnit", Piece, Window)

@@ -55,28 +55,42 @@ class Words:
         return parts[::2], [int(number) for number in parts[1::2]]
 
 
-def common(markers: re.Pattern[str], text: str, other: str, *, from_end: bool = False) -> int:
-    """Characters that both texts begin with, without a part of a marker.
+class Markers:
+    """What separates messages in a template.
 
     Args:
-        from_end: count those that both end with instead.
+        expression: regular expression of the markers.
     """
-    atoms = [atoms_of(markers, part) for part in (text, other)]
-    if from_end:
-        atoms = [part[::-1] for part in atoms]
-    pairs = zip(*atoms, strict=False)
-    return sum(len(ours) for ours, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
+    def __init__(self, expression: str) -> None:
+        self._expression = re.compile(expression)
 
-def atoms_of(markers: re.Pattern[str], text: str) -> list[str]:
-    """The markers of a text, and the characters between them."""
-    atoms: list[str] = []
-    at = 0
-    for marker in markers.finditer(text):
-        atoms += text[at : marker.start()]
-        atoms.append(marker[0])
-        at = marker.end()
-    return atoms + list(text[at:])
+    def at_start(self, text: str) -> str:
+        """The marker that a text begins with; empty: it begins with none."""
+        marker = self._expression.match(text)
+        return marker[0] if marker else ""
+
+    def atoms(self, text: str) -> list[str]:
+        """The markers of a text, and the characters between them."""
+        atoms: list[str] = []
+        at = 0
+        for marker in self._expression.finditer(text):
+            atoms += text[at : marker.start()]
+            atoms.append(marker[0])
+            at = marker.end()
+        return atoms + list(text[at:])
+
+    def common(self, text: str, other: str, *, from_end: bool = False) -> int:
+        """Characters that both texts begin with, without a part of a marker.
+
+        Args:
+            from_end: count those that both end with instead.
+        """
+        atoms = [self.atoms(part) for part in (text, other)]
+        if from_end:
+            atoms = [part[::-1] for part in atoms]
+        pairs = zip(*atoms, strict=False)
+        return sum(len(ours) for ours, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @dataclass
@@ -97,9 +111,7 @@ class Gap:
 class Frames:
     """What a template writes around messages of given roles, whatever they say."""
 
-    def __init__(
-        self, renderer: Renderer, messages: Sequence[Message], markers: re.Pattern[str]
-    ) -> None:
+    def __init__(self, renderer: Renderer, messages: Sequence[Message], markers: Markers) -> None:
         self._renderer = renderer
         self._markers = markers
         self._words = Words([], renderer.source)
@@ -149,7 +161,8 @@ class Frames:
             prompt: text that the template writes as a prompt where there are no messages.
             written: text that it writes before the answer.
         """
-        header = self._prompted[self.common(self._prompted, self._unprompted) :]
+        _, unprompted, prompted = self._opening
+        header = prompted[self._markers.common(prompted, unprompted) :]
         place = written.rfind(header) if header else -1
         if place < 0:
             return prompt
@@ -170,14 +183,6 @@ class Frames:
             return "", "", ""
         return plain[0], plain[1], with_prompt[1]
 
-    @property
-    def _unprompted(self) -> str:
-        return self._opening[1]
-
-    @property
-    def _prompted(self) -> str:
-        return self._opening[2]
-
     def ending(self, number: int, written: str) -> int:
         """How many characters of what is written after answer `number` end it."""
         alike = re.sub(r"\d+", "0", written)
@@ -188,11 +193,13 @@ class Frames:
             alone = written
             if number < len(self._messages) - 1:
                 alone = self._after(self._messages[: number + 1], number, prompt=False) or ""
-            length = self.common(written, alone)
-            if not written[:length].strip() and (marker := self._markers.match(written.lstrip())):
-                length = len(written) - len(written.lstrip()) + marker.end()
-            elif self._prompted == self._unprompted and (ending := self._before_user(number)):
-                length = min(length, self.common(written, ending))
+            length = self._markers.common(written, alone)
+            _, unprompted, prompted = self._opening
+            marker = self._markers.at_start(written.lstrip())
+            if not written[:length].strip() and marker:
+                length = len(written) - len(written.lstrip()) + len(marker)
+            elif prompted == unprompted and (ending := self._before_user(number)):
+                length = min(length, self._markers.common(written, ending))
             self._endings[written] = self._endings_alike[alike] = length
         return self._endings[written]
 
@@ -213,7 +220,7 @@ class Frames:
         if places[-2:] != [number, number + 1]:
             return ""
         between = literals[-2]
-        shared = common(self._markers, between, self._opening[0], from_end=True)
+        shared = self._markers.common(between, self._opening[0], from_end=True)
         return between[: len(between) - shared]
 
     def _after(self, messages: Sequence[Message], number: int, *, prompt: bool) -> str | None:
@@ -229,20 +236,16 @@ class Frames:
             return literals[0] if not places else None
         return literals[-1] if number in places else None
 
-    def common(self, text: str, other: str) -> int:
-        """Characters that both texts begin with, without a part of a marker."""
-        return common(self._markers, text, other)
-
     def after_prompt(self, text: str, prompt: str) -> int:
         """Characters of `text` that are the prompt for an answer: as far as both agree, or, where
         `text` holds all of the prompt but spaces, to the end of it.
         """
-        length = self.common(text, prompt)
+        length = self._markers.common(text, prompt)
         if length == len(prompt):
             return length
-        atoms = atoms_of(self._markers, text)
+        atoms = self._markers.atoms(text)
         place = 0
-        for atom in atoms_of(self._markers, prompt):
+        for atom in self._markers.atoms(prompt):
             if not atom.isspace():
                 while place < len(atoms) and atoms[place].isspace():
                     place += 1

@@ -68,8 +68,8 @@ class Tokens:
         ids = self._open(self.path, "data.path")
         borders = Borders(end=self.end_id, begin=self.begin_id)
         description = _described(self.path, ids)
+        parts = [ids]
         if self.val_path is None:
-            digest = _digest(ids, run_dir)
             data = hold_out(
                 ids,
                 val=self.val,
@@ -79,19 +79,21 @@ class Tokens:
                 description=description,
                 borders=borders,
             )
-            return replace(data, digest=digest)
-        val = self._open(self.val_path, "data.val_path")
-        data = token_data(
-            ids,
-            val,
-            vocab_size=self.vocab_size,
-            seq_len=seq_len,
-            tokenizer=None,
-            description=f"{description}, validation {_described(self.val_path, val)}",
-            whole="a file each",
-            borders=borders,
-        )
-        return replace(data, digest=_digest_of_both(ids, val, run_dir))
+        else:
+            val = self._open(self.val_path, "data.val_path")
+            parts.append(val)
+            data = token_data(
+                ids,
+                val,
+                vocab_size=self.vocab_size,
+                seq_len=seq_len,
+                tokenizer=None,
+                description=f"{description}, validation {_described(self.val_path, val)}",
+                whole="a file each",
+                borders=borders,
+            )
+        digests = filter(None, (_digest(part, run_dir) for part in parts))
+        return replace(data, digest="+".join(digests) or None)
 
     def _open(self, paths: str | Sequence[str], key: str) -> StoredIds[Any]:
         named = [
@@ -142,20 +144,7 @@ def _described(paths: str | Sequence[str], ids: StoredIds[Any]) -> str:
 def _digest(ids: StoredIds[Any], run_dir: Path) -> str | None:
     """One digest of the user's own files; None: they lie in the cache, which checks them."""
     watched = [file for file in ids.files if isinstance(file, WatchedFile)]
-    if watched:
-        return _joined(file_digests(watched, run_dir))
-    return None
-
-
-def _digest_of_both(ids: StoredIds[Any], val: StoredIds[Any], run_dir: Path) -> str | None:
-    digests = [
-        digest for digest in (_digest(ids, run_dir), _digest(val, run_dir)) if digest is not None
-    ]
-    return "+".join(digests) or None
-
-
-def _joined(digests: Sequence[str]) -> str:
-    """One digest of those of several files."""
-    if len(digests) == 1:
-        return digests[0]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+    digests = file_digests(watched, run_dir)
+    if len(digests) > 1:
+        return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+    return next(iter(digests), None)

@@ -228,23 +228,29 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
         if kind.startswith("compressed"):
             advice = "Unpack it first: its places are read in any order"
         raise DataError(f"{path} is {kind}, no array of token ids. {advice}")
-    if dtype != "uint8" and is_numbers(head, size):
+    if dtype == "uint8":
+        return
+    if is_numbers(head, size):
         raise DataError(
             f"{path} is text that holds numbers, no array of token ids. Read them "
             "(numpy.loadtxt, json.load). " + _WRITE_RAW
         )
-    if dtype != "uint8" and is_text(head, size) and is_json(head):
+    if is_text(head, size) and is_json(head):
         raise DataError(
             f"{path} is JSON, no array of token ids. data=hf data.path={path} reads texts in "
             "JSON. Ids in it: read them (json.loads). " + _WRITE_RAW
         )
-    if dtype != "uint8" and is_text(head, size):
+    if is_text(head, size):
         raise DataError(
             f"{path} is text, no array of token ids. data=text data.path={path} reads text, "
             "and data.dtype=uint8 takes each byte as an id"
         )
     halves = np.frombuffer(head[: len(head) // 8 * 8], "<u2").reshape(-1, 4)
-    if dtype is None and len(halves) >= 16 and not halves[:, 0::2].any() and halves[:, 1::2].any():
+    if dtype is not None or len(halves) < 16:
+        return
+    low = halves[:, 0::2].any()
+    high = halves[:, 1::2].any()
+    if high and not low:
         likely = ">u4" if halves[:, 1].any() else ">i8"
         raise DataError(
             f"{path}: every second uint16 is 0, the first among them, as in an array of "
@@ -252,7 +258,7 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
             f"bytes first: numpy.fromfile('{path.name}', '{likely}').astype('<u4')"
             ".tofile('train.bin'). data.dtype=uint16 takes it as it is"
         )
-    if dtype is None and len(halves) >= 16 and not halves[:, 1::2].any() and halves[:, 0::2].any():
+    if low and not high:
         likely = "uint32" if halves[:, 2].any() else "int64"
         raise DataError(
             f"{path}: every second uint16 is 0, as in an array of {likely}: give its type, "
