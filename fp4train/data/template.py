@@ -200,12 +200,12 @@ def _of_tokenizer(place: Path) -> ChatTemplate | None:
         source = named.get("default")
     if not isinstance(source, str):
         return None
-    tokens = {name: settings.get(name) for name in TOKENS}
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token
-        for name, token in tokens.items()
-    }
-    variables = {name: text for name, text in texts.items() if isinstance(text, str)}
+    variables: dict[str, str] = {}
+    for name in TOKENS:
+        token = settings.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            variables[name] = text
     return ChatTemplate(source=source, variables=variables, name=f"the chat template of {folder}")
 
 

@@ -114,12 +114,7 @@ def held_out(
                 size += _bytes(table, targets[targets >= 0].numpy())
         loss = sum(losses) / len(losses)
         tokens_in_all = round(count * settings.seq_len / factor)
-        _check_finite(loss, trained, named)
-        yield Score(
-            task=HELD_OUT,
-            recipe=named.name,
-            values=_values(loss, tokens_in_all, size),
-        )
+        yield _score(HELD_OUT, trained, named, loss, tokens_in_all, size)
 
 
 def texts(
@@ -143,12 +138,7 @@ def texts(
     size = sum(_bytes(table, document) for document in documents)
     for named in recipes:
         loss = -sum(total for total, _ in log_likelihoods(trained, named, ids, rows)) / tokens
-        _check_finite(loss, trained, named)
-        yield Score(
-            task=path,
-            recipe=named.name,
-            values=_values(loss, tokens, size),
-        )
+        yield _score(path, trained, named, loss, tokens, size)
 
 
 def before_document(tokenizer: Tokenizer) -> int:
@@ -208,20 +198,27 @@ def _scored(logits_TV: Tensor, targets_T: Tensor, scored: int) -> tuple[float, b
     return float(total), bool((logits_TV.argmax(-1) == targets_T).all())
 
 
-def _values(loss: float, tokens: int, size: int) -> dict[str, float]:
+def _score(
+    task: str, trained: TrainedModel, named: NamedRecipe, loss: float, tokens: int, size: int
+) -> Score:
+    """The scores of a loss per token.
+
+    Args:
+        size: bytes of the text; 0: they are not known.
+
+    Raises:
+        UserError: the loss is not finite.
+    """
+    if not math.isfinite(loss):
+        raise UserError(f"the loss of {trained.title} is {loss} in {named.name}")
     values: dict[str, float] = {"loss": loss, "tokens": tokens}
     if size:
         values |= {"bytes": size, "bits_per_byte": loss * tokens / size / math.log(2)}
-    return values
+    return Score(task=task, recipe=named.name, values=values)
 
 
 def _bytes(table: Ids | None, ids: Any) -> int:
     return 0 if table is None else int(table[ids].sum())
-
-
-def _check_finite(loss: float, trained: TrainedModel, named: NamedRecipe) -> None:
-    if not math.isfinite(loss):
-        raise UserError(f"the loss of {trained.title} is {loss} in {named.name}")
 
 
 def record(trained: TrainedModel, scores: Sequence[Score]) -> str:

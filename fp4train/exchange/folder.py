@@ -95,19 +95,16 @@ def write_weights(
 
         return replace(tensor, pieces=pieces)
 
-    if len(shards) == 1:
-        _write(folder, WEIGHTS, map(with_progress, shards[0]))
-        return total
     places: dict[str, str] = {}
     for number, group in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = WEIGHTS
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write(folder, name, map(with_progress, group))
         places |= {tensor.name: name for tensor in group}
-    write_json(
-        folder,
-        INDEX,
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))},
-    )
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_json(folder, INDEX, index)
     return total
 
 
