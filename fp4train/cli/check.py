@@ -3,7 +3,7 @@
 Whether this machine computes what the plan of a run says: one step at a checkpoint, on the batch that comes next, with
 every layer's three GEMMs made again by the readable reference and compared (docs/audit.md), and each distinct quantiser
 and layer of the plan on small random tensors. Nothing is trained or written. Exit code 0: all is equal; 1: not; 2: no
-GEMM could be compared, or an audit failed.
+GEMM could be compared, an audit failed, or there is no such run, checkpoint or option.
 
   step=200         the checkpoint; the default is the newest
   --json           as data
@@ -33,12 +33,27 @@ USAGE = usage(__doc__)
 OPTIONS = {"step": STEP}
 
 
+class NotCheckedError(UserError):
+    """A check that compares nothing; 1 is the exit code of a fault."""
+
+    exit_code = 2
+
+
 def main(arguments: list[str]) -> int:
     """Check, and print what was found; returns the exit code.
 
     Raises:
-        UserError: there is no run directory or checkpoint, or an option is refused.
+        NotCheckedError: there is no run directory or checkpoint, or an option is refused.
     """
+    try:
+        return _main(arguments)
+    except UserError as error:
+        if error.exit_code != UserError.exit_code:
+            raise
+        raise NotCheckedError(str(error)) from error
+
+
+def _main(arguments: list[str]) -> int:
     line = read_options(arguments, OPTIONS, data=True)
     line.check_keys()
     if len(line.runs) != 1:

@@ -96,9 +96,9 @@ def test_a_check_that_compares_nothing_does_not_pass(
     ("arguments", "words"),
     [((), "check needs one run directory"), (("runs/none",), "runs/none")],
 )
-def test_what_cannot_be_checked_is_refused(
+def test_what_cannot_be_checked_is_refused_and_is_no_fault(
     cli: Cli, arguments: tuple[str, ...], words: str
 ) -> None:
     ended = cli.raw("check", *arguments)
-    assert ended.code == 1
+    assert ended.code == 2
     assert words in ended.message

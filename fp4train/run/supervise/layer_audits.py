@@ -12,7 +12,7 @@ of a layer all agree that each takes part in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -385,19 +385,27 @@ def described(
     reasons = uncovered(plan, config, by_weight)
     covered = len(layers - {name for names in reasons.values() for name in names})
     every = settings.steps(plan.device.type)
+    others = ""
+    if settings.sums:
+        others += f"; the state is compared every {counted(settings.sums, 'step')}"
+    if settings.repeat:
+        others += f"; a step is computed twice every {counted(settings.repeat, 'step')}"
     if not every:
-        return f"audits: none of layers on {plan.device.type} (audit.every=…)"
+        return f"audits: none of layers on {plan.device.type} (audit.every=…){others}"
     text = f"audits: one of {counted(covered, 'layer')} every {counted(every, 'step')}"
     for reason, names in reasons.items():
         text += f"; not covered: {first_few(names, 3)} ({reason})"
     for reason, names in partly_covered(plan, config, mesh, by_weight).items():
         text += f"; partly covered: {first_few(names, 3)} ({reason})"
-    return text
+    return text + others
 
 
-def summary(audits: LayerAudits) -> str | None:
+def summary(audits: LayerAudits, others: Sequence[str] = ()) -> str | None:
     """A sentence about the audits of a run, for its end; None: nothing is to be said. Every rank
     calls this.
+
+    Args:
+        others: what was compared besides layers.
     """
     run = audits.run
     left_out: dict[str, list[str]] = {}
@@ -416,7 +424,7 @@ def summary(audits: LayerAudits) -> str | None:
         )
         by_weight = called_by_weight(run.model)
         reasons = uncovered(run.plan, run.config, by_weight)
-    elif audits.faults or left_out:
+    elif audits.faults or left_out or others:
         text = f"no layer was audited: {counted(audits.faults, 'fault')}"
     else:
         return None
@@ -425,4 +433,4 @@ def summary(audits: LayerAudits) -> str | None:
         reasons[reason] += missing
     for reason, names in reasons.items():
         text += f"; not covered: {first_few(names, 3)} ({reason})"
-    return text
+    return "; ".join([text, *others])

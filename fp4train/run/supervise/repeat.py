@@ -34,12 +34,16 @@ STEPS: Final = "repeated steps"
 class RepeatedSteps:
     """Repeats a step of `run` every `audit.repeat` steps; not the first one, in which moments
     begin.
+
+    Attributes:
+        count: steps that were compared with their repetition.
     """
 
     def __init__(self, run: Run, failures: AuditFailures) -> None:
         self.run = run
         self.failures = failures
         self.every = run.config.audit.repeat
+        self.count = 0
 
     def due(self, step: int) -> bool:
         """Whether the step of this index is repeated."""
@@ -103,6 +107,7 @@ class RepeatedSteps:
         again = sums
         with self.failures.guarding(STEPS):
             again = state_sums(self.run)
+            self.count += 1
         what = "the same step on the same state gave other bits"
         return [
             Fault(layer=name, what=what) for name, total in sums.items() if again.get(name) != total

@@ -15,6 +15,7 @@ from fp4train.run.supervise.fault_report import report
 from fp4train.run.supervise.layer_audits import LayerAudits, described, summary
 from fp4train.run.supervise.repeat import STEPS, RepeatedSteps
 from fp4train.run.supervise.sums import STATE, BitSums, StateSums
+from fp4train.text import counted
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -118,7 +119,12 @@ class RunAudits:
             AuditError: see `compare_state`.
         """
         self.compare_state()
-        text = summary(self.layers) if self.active else None
+        others = []
+        if self.sums.count:
+            others.append(f"the state was compared after {counted(self.sums.count, 'update')}")
+        if self.repeated.count:
+            others.append(f"{counted(self.repeated.count, 'step')} computed twice")
+        text = summary(self.layers, others) if self.active else None
         if text is not None and self.run.world.lead:
             _log.info("audit: %s", text)
 

@@ -69,7 +69,11 @@ STATE: Final = "the sums of the state"
 
 
 class StateSums:
-    """The sums of a run's state every `audit.sums` steps, of the part that this rank holds."""
+    """The sums of a run's state every `audit.sums` steps, of the part that this rank holds.
+
+    Attributes:
+        count: updates after which the state was compared with that before the next step.
+    """
 
     def __init__(self, run: Run, failures: AuditFailures) -> None:
         self.run = run
@@ -78,6 +82,7 @@ class StateSums:
         self._before: BitSums | None = None
         self._after: BitSums | None = None
         self._summed: int | None = None
+        self.count = 0
 
     def due(self, step: int) -> bool:
         """Whether the state after the step of this index is summed: that becomes a checkpoint, too."""
@@ -140,6 +145,7 @@ class StateSums:
     def _changed(self, sums: BitSums | None) -> list[Fault]:
         if self._after is None or sums is None:
             return []
+        self.count += 1
         what = "its bits changed between the update and the next step"
         return [
             Fault(layer=name, what=what)

@@ -57,6 +57,13 @@ def test_a_run_has_the_same_bits_with_and_without_audits_and_no_fault(
     assert not events("runs/plain", "audit")
 
 
+def test_the_end_of_a_run_says_what_was_compared_besides_layers(cli: Cli) -> None:
+    options = ("audit.every=0", "audit.sums=3", "audit.repeat=2", "checkpoint.every=0")
+    ended = cli("run.name=a", *NVFP4, *options)
+    compared = "the state was compared after 2 updates; 2 steps computed twice"
+    assert f"audit: no layer was audited: 0 faults; {compared}" in ended.err
+
+
 def test_layers_are_audited_in_turn_and_the_last_quantised_one_twice_as_often(cli: Cli) -> None:
     cli.trained("run.name=a", "recipe=nvfp4", "policy=all", "train.steps=18", "audit.every=1")
     names = [entry["layer"] for entry in events("runs/a", "audit")]
