@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ from fp4train.backends.protocol import (
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
+
+CODES_ALONE: Final = "its x exists in codes alone, which a norm or a gate makes"
+"""Why a layer of a backend is not observed."""
 
 
 class CallRecorder(Protocol):
@@ -97,7 +100,7 @@ class ObservedProducts:
         if not torch.is_grad_enabled():
             return run(x_MK, w, bias, call, readers)
         if type(x_MK) not in (Tensor, torch.nn.Parameter):
-            self._observer.hide("its x exists in codes alone, which a norm or a gate makes")
+            self._observer.hide(CODES_ALONE)
             return run(x_MK, w, bias, call, readers)
         guarding = self._observer.guarding
         record = passes = None

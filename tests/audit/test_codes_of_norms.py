@@ -5,12 +5,14 @@ not the tensor in their place.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from interpreted import interpreted
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -138,6 +140,46 @@ def test_a_pass_that_nobody_audits_keeps_no_gradient_beside_its_codes(
     monkeypatch.setattr(gated_mlp, "MadeForms", Noted)
     trained(converted(*SHAPES))
     assert kept == ["gate"]  # its tensors are saved for backward anyway
+
+
+PROGRAM = """
+import json
+import native_on_cpu
+import torch
+import fp4train as f4
+from fp4train.config import TrainSettings
+from fp4train.models.llama import Llama
+from fp4train.nn import weight_form, weights
+from fp4train.precision import NVFP4, LayerPolicy, autocast
+from fp4train.run.fuse import fuse
+
+native_on_cpu.install()
+native_on_cpu.quantise_by("triton")
+native_on_cpu.quantise_by("auto", weight_form, weights)  # the interpreter takes long
+torch.manual_seed(0)
+shape = Llama(width=64, heads=4, kv_heads=2, hidden=96, tied=False, layers=1)
+model = f4.convert(shape.build(vocab_size=60, seq_len=16), backend="native").train()
+settings = TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=16, kernels="auto")
+fuse(model, settings, "cpu")
+tokens = torch.randint(60, (2, 16))
+with f4.audit(model) as report:
+    with autocast(NVFP4(), policy=LayerPolicy(last=0), step=3):
+        loss = model(tokens, tokens.flip(1))
+    loss.backward()
+audits = [[list(audit.gemms), list(audit.uncovered)] for audit in report.audits]
+made = native_on_cpu.launched["quantize_produced"]
+print(json.dumps([made, [str(fault) for fault in report.faults], audits]))
+"""
+
+
+@pytest.mark.long
+def test_kernels_of_norms_and_gates_pass_an_audit() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    ended = interpreted("-c", PROGRAM)
+    assert ended.returncode == 0, ended.stderr
+    made, faults, audits = json.loads(ended.stdout.splitlines()[-1])
+    assert made and not faults
+    assert audits == [[["fprop", "dgrad", "wgrad"], []]] * 7
 
 
 class Codes(Tensor):

@@ -22,12 +22,12 @@ from fp4train.audit.call import ObservedCall
 from fp4train.audit.exchange import exchange
 from fp4train.audit.fault import AUDIT, Audited
 from fp4train.audit.observe import (
-    MADE_IN_CODES,
     Observer,
     partly_uncovered,
     why_not_observed,
 )
 from fp4train.audit.turn import due, in_turn
+from fp4train.audit.whole_layers import CODES_ALONE
 from fp4train.config import Config
 from fp4train.nn.executors import executor_class
 from fp4train.nn.planned import PlannedLayer
@@ -339,9 +339,12 @@ def why_not_audited(plan: LayerPlan, config: Config, by_weight: Collection[str] 
 def uncovered(plan: Plan, config: Config, by_weight: Collection[str] = ()) -> dict[str, list[str]]:
     """Reason → names of the layers that are not audited in any stretch for it."""
     reasons: dict[str, list[str]] = {}
+    of_sources = plan.layers_of_sources
     for stretch in plan.stretches:
         for name, layer_plan in stretch.layers.items():
             reason = why_not_audited(layer_plan, config, by_weight)
+            if reason is None and name in of_sources and layer_plan.layer_backend is not None:
+                reason = CODES_ALONE
             if reason is not None and name not in reasons.setdefault(reason, []):
                 reasons[reason].append(name)
     return reasons
@@ -355,17 +358,13 @@ def partly_covered(
 ) -> dict[str, list[str]]:
     """What is not compared in the audits of layers → their names."""
     parts: dict[str, list[str]] = {}
-    of_sources = plan.layers_of_sources
     device = plan.device.type
     adds_up = config.train.batch_size > config.train.rows(mesh.data) * mesh.data
     for stretch in plan.stretches:
         for name, layer_plan in stretch.layers.items():
             if why_not_audited(layer_plan, config, by_weight) is not None:
                 continue
-            reasons = partly_uncovered(layer_plan, device, adds_up=adds_up)
-            if name in of_sources and layer_plan.layer_backend is not None:
-                reasons.append(MADE_IN_CODES)
-            for reason in reasons:
+            for reason in partly_uncovered(layer_plan, device, adds_up=adds_up):
                 names = parts.setdefault(reason, [])
                 if name not in names:
                     names.append(name)
