@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from linear_layers import layer, rand
 from torch import Tensor
+from torch.testing import assert_close
 
 from fp4train.backends import widened
 from fp4train.config import bind
@@ -156,8 +157,14 @@ def test_gradients_are_those_of_a_straight_through_estimator_in_every_recipe(
     y, dx, dw = passes(linear, x, dy, dequantised)
     expected_dx, expected_dw = straight_through(x, linear.weight, dy, recipe)
     assert torch.equal(y, passes(linear, x, dy, recipe)[0]), "fprop is that of the recipe"
-    assert torch.equal(dx, expected_dx)
-    assert torch.equal(dw, expected_dw)
+    if recipe.torch_dtype is torch.float32:
+        # The product of a layer and that of autograd may add in another order (oneDNN and MKL).
+        rounding = {"rtol": 0.0, "atol": 2.0**-22}
+        assert_close(dx / dx.norm(), expected_dx / dx.norm(), **rounding)
+        assert_close(dw / dw.norm(), expected_dw / dw.norm(), **rounding)
+    else:
+        assert torch.equal(dx, expected_dx)
+        assert torch.equal(dw, expected_dw)
     assert linear.bias is not None
     assert torch.equal(linear.bias.grad, dy.sum(0, dtype=torch.float32))
 
