@@ -29,7 +29,6 @@ from fp4train.quantize.sharded import packed_bytes, why_not_cut
 from fp4train.quantize.spec import QuantSpec
 
 Axis: TypeAlias = Literal["in", "out", "tokens"]
-TensorName: TypeAlias = Literal["x", "w", "dy"]
 
 AXES: Final[dict[str, tuple[Axis, Axis]]] = {
     "x": ("tokens", "in"),
