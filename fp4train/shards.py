@@ -84,15 +84,7 @@ class TensorShard:
                 )
             list(self.boxes())  # a box checks itself
             return
-        sizes = tuple(self.tensor.shape)
-        if not len(self.shape) == len(self.offsets) == len(sizes) or not all(
-            offset >= 0 and offset + size <= full
-            for offset, size, full in zip(self.offsets, sizes, self.shape, strict=True)
-        ):
-            raise ValueError(
-                f"a part of shape {list(sizes)} at {list(self.offsets)} does not lie in a "
-                f"tensor of {list(self.shape)}"
-            )
+        check_lies_in("a part of shape", tuple(self.tensor.shape), self.offsets, self.shape)
 
     @property
     def whole(self) -> bool:
@@ -108,6 +100,21 @@ class TensorShard:
             at += count
         if not self.runs:
             yield self
+
+
+def check_lies_in(
+    what: str, sizes: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    """Raise ValueError where a box of `sizes` at `offsets` does not lie in a tensor of `shape`;
+    `what` begins the message.
+    """
+    if not len(shape) == len(offsets) == len(sizes) or not all(
+        offset >= 0 and offset + size <= full
+        for offset, size, full in zip(offsets, sizes, shape, strict=True)
+    ):
+        raise ValueError(
+            f"{what} {list(sizes)} at {list(offsets)} does not lie in a tensor of {list(shape)}"
+        )
 
 
 def shard_of(tensor: Tensor, order: RowOrder | None = None) -> TensorShard:

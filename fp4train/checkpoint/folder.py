@@ -139,7 +139,7 @@ def save(
     if isinstance(folder, Folder):
         place = folder.path
     else:
-        place = Path(folder)
+        place = folder
     try:
         Writing(folder, step, ranks, kinds).write(tensors, state)
         if ranks.first:
@@ -179,7 +179,6 @@ def load(
         UserError: nothing usable (every checkpoint is named with its reason), or written by a newer
             fp4train.
     """
-    folder = Path(folder)
     names = _found_by_the_first(folder, ranks)
     if step is not None and step not in names:
         raise UserError(f"{folder} has no checkpoint of step {step}; it has {_list(names)}")
@@ -226,7 +225,7 @@ def steps(folder: Path) -> list[int]:
     Raises:
         UserError: the folder cannot be read, or is a link.
     """
-    return sorted(_directories(Path(folder)))
+    return sorted(_directories(folder))
 
 
 def newest_state(folder: Path) -> dict[str, JSON]:

@@ -129,18 +129,16 @@ class CheckpointGroup:
         """
         if self.size == 1:
             return task()
-        results: list[T] = []
+        failure = None
         raised = None
         try:
-            results.append(task())
+            result = task()
         except Exception as error:
             raised = error
-        failure = None
-        if raised is not None:
-            failure = str(raised) or type(raised).__name__
+            failure = str(error) or type(error).__name__
         if problem := self.agree(failure):
             raise OSError(problem) from raised
-        return results[0]
+        return result
 
 
 ALONE = CheckpointGroup()

@@ -156,7 +156,7 @@ class StoredTensors(Mapping[str, Tensor]):
         count = math.prod(sizes)
         done = 0
         for file, box in self._boxes[name]:
-            if done < count and _overlap(box, offsets, sizes):
+            if done < count and box.overlap(offsets, sizes) is not None:
                 done += read_box(self._descriptor(file), box, into, offsets)
         if done != count:
             raise ValueError(f"{name}: {done} of {count} elements are in {self.path.name}")
@@ -289,13 +289,6 @@ def _check_whole(name: str, boxes: list[Box]) -> None:
             corners[corner] += sign * (-1) ** sum(ends)
     if any(corners.values()):
         raise ValueError(f"the parts of {name} overlap and leave gaps")
-
-
-def _overlap(box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    return all(
-        o < p + m and p < o + n
-        for o, n, p, m in zip(box.offsets, box.sizes, offsets, sizes, strict=True)
-    )
 
 
 def _close(descriptors: OrderedDict[str, int]) -> None:

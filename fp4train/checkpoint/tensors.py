@@ -14,15 +14,15 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fp4train import foreign_json
 from fp4train.files import write_all
-from fp4train.shards import TensorShard
+from fp4train.shards import Runs, TensorShard, check_lies_in
 
 DTYPES = {
     "F64": torch.float64,
@@ -49,6 +49,9 @@ HEADER_LIMIT = 1 << 25
 """Bytes of a header that are read at most: those of 200,000 tensors."""
 _PARTS = "parts"
 
+Spans: TypeAlias = tuple[range, ...]
+"""Indices in each dimension of a tensor."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
@@ -67,6 +70,14 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
+
+    def overlap(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Spans | None:
+        """The indices, in each dimension of the tensor, that it has of the box at `offsets`; None:
+        it has nothing of it.
+        """
+        bounds = zip(self.offsets, self.sizes, offsets, sizes, strict=True)
+        spans = tuple(range(max(a, b), min(a + m, b + n)) for a, m, b, n in bounds)
+        return spans if all(spans) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,32 +254,27 @@ def read_box(descriptor: int, box: Box, into: Tensor, offsets: tuple[int, ...]) 
     Raises:
         ValueError: the file is too short.
     """
-    low = tuple(max(a, b) for a, b in zip(box.offsets, offsets, strict=True))
-    high = tuple(
-        min(a + m, b + n)
-        for a, m, b, n in zip(box.offsets, box.sizes, offsets, into.shape, strict=True)
-    )  # exclusive
-    if any(a >= b for a, b in zip(low, high, strict=True)):
+    spans = box.overlap(offsets, tuple(into.shape))
+    if spans is None:
         return 0
-    if not low:
+    if not spans:
         into.copy_(_read(descriptor, box, box.start, ()))
         return 1
-    row = math.prod(box.sizes[1:])
-    inner_box = tuple(
-        slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], box.offsets[1:], strict=True)
-    )
-    inner_into = tuple(
-        slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], offsets[1:], strict=True)
-    )
-    step = max(1, _CHUNK // (row * box.dtype.itemsize))
-    for begin in range(low[0], high[0], step):
-        end = min(begin + step, high[0])
-        start = box.start + (begin - box.offsets[0]) * row * box.dtype.itemsize
-        rows = _read(descriptor, box, start, (end - begin, *box.sizes[1:]))
-        into[(slice(begin - offsets[0], end - offsets[0]), *inner_into)] = rows[
-            (slice(None), *inner_box)
-        ]
-    return math.prod(b - a for a, b in zip(low, high, strict=True))
+    row_bytes = math.prod(box.sizes[1:]) * box.dtype.itemsize
+    step = max(1, _CHUNK // row_bytes)
+    for begin in range(spans[0].start, spans[0].stop, step):
+        rows = range(begin, min(begin + step, spans[0].stop))
+        start = box.start + (begin - box.offsets[0]) * row_bytes
+        stored = _read(descriptor, box, start, (len(rows), *box.sizes[1:]))
+        wanted = (rows, *spans[1:])
+        into[_within(wanted, offsets)] = stored[_within(wanted, (begin, *box.offsets[1:]))]
+    return math.prod(map(len, spans))
+
+
+def _within(spans: Spans, offsets: tuple[int, ...]) -> tuple[slice, ...]:
+    """Indices of a tensor as those of a box of it at `offsets`."""
+    pairs = zip(spans, offsets, strict=True)
+    return tuple(slice(span.start - o, span.stop - o) for span, o in pairs)
 
 
 def _read(descriptor: int, box: Box, start: int, sizes: tuple[int, ...]) -> Tensor:
@@ -305,38 +311,50 @@ def _place(part: TensorShard) -> dict[str, object]:
 
 def _boxes(name: str, entry: object, place: object, begin: int, size: int) -> Iterator[Box]:
     """The boxes of a tensor in a file: one, or one for each run of rows."""
-    runs = None
-    if isinstance(place, dict):
-        runs = place.pop("runs", None)
-    if runs is None or not isinstance(place, dict):
-        yield _box(name, entry, place, begin, size)
-        return
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name} is not described by dtype, shape and data_offsets")
+    dtype = DTYPES.get(str(entry["dtype"]))
+    if dtype is None:
+        raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}")
+    sizes = _sizes(name, entry["shape"])
+    bounds = _sizes(name, entry["data_offsets"])
+    if len(bounds) != 2 or not bounds[0] <= bounds[1] <= size - begin:
+        raise ValueError(f"{name} lies outside of the file")
+    start, end = bounds
+    if end - start != math.prod(sizes) * dtype.itemsize:
+        raise ValueError(f"{name}: {end - start} bytes do not make {dtype} of {list(sizes)}")
+    if place is None:
+        place = {"shape": list(sizes), "offsets": [0] * len(sizes)}
+    if not isinstance(place, dict) or place.keys() - {"runs"} != {"shape", "offsets"}:
+        raise ValueError(f"{name}: its part is not described by shape and offsets")
+    shape = _sizes(name, place["shape"])
+    offsets = _sizes(name, place["offsets"])
+    rows = [(offsets[:1], sizes[:1])]
+    if "runs" in place:
+        rows = [((first_row,), (count,)) for first_row, count in _runs(name, place["runs"], sizes)]
+    for first_rows, counts in rows:
+        box = Box(
+            dtype=dtype,
+            shape=shape,
+            offsets=(*first_rows, *offsets[1:]),
+            sizes=(*counts, *sizes[1:]),
+            start=begin + start,
+        )
+        check_lies_in(f"{name}: a part of", box.sizes, box.offsets, box.shape)
+        yield box
+        start += math.prod(box.sizes) * dtype.itemsize
+
+
+def _runs(name: str, runs: object, sizes: tuple[int, ...]) -> Runs:
+    """The runs of rows of a part of `sizes`."""
     if not isinstance(runs, list) or not all(
         isinstance(run, list) and len(run) == 2 and all(type(n) is int and n >= 0 for n in run)
         for run in runs
     ):
         raise ValueError(f"{name}: {runs!r} are no runs of rows")
-    part = _box(name, entry, None, begin, size)
-    shape, offsets = (_sizes(name, place.get(key)) for key in ("shape", "offsets"))
-    if (
-        len(part.sizes) != len(shape)
-        or len(shape) != len(offsets)
-        or sum(n for _, n in runs) != part.sizes[0]
-    ):
-        raise ValueError(f"{name}: {runs!r} are not the rows of a part of {list(part.sizes)}")
-    start = part.start
-    row = math.prod(part.sizes[1:]) * part.dtype.itemsize
-    for first_row, count in runs:
-        box = replace(
-            part,
-            shape=shape,
-            offsets=(first_row, *offsets[1:]),
-            sizes=(count, *part.sizes[1:]),
-            start=start,
-        )
-        _lies_in(name, box)
-        yield box
-        start += count * row
+    if (sum(count for _, count in runs),) != sizes[:1]:
+        raise ValueError(f"{name}: {runs!r} are not the rows of a part of {list(sizes)}")
+    return tuple((first_row, count) for first_row, count in runs)
 
 
 def _check_contiguous(header: Mapping[str, dict[str, list[int]]], size: int) -> None:
@@ -361,39 +379,3 @@ def _sizes(name: str, numbers: object) -> tuple[int, ...]:
     if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"{name}: {numbers!r} are no sizes")
     return tuple(numbers)
-
-
-def _lies_in(name: str, box: Box) -> None:
-    if not len(box.shape) == len(box.offsets) == len(box.sizes) or any(
-        o + n > full for o, n, full in zip(box.offsets, box.sizes, box.shape, strict=True)
-    ):
-        raise ValueError(
-            f"{name}: a part of {list(box.sizes)} at {list(box.offsets)} does not lie in a "
-            f"tensor of {list(box.shape)}"
-        )
-
-
-def _box(name: str, entry: object, place: object, begin: int, size: int) -> Box:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name} is not described by dtype, shape and data_offsets")
-    dtype = DTYPES.get(str(entry["dtype"]))
-    sizes = entry["shape"]
-    bounds = entry["data_offsets"]
-    if dtype is None:
-        raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}")
-    if place is None:
-        place = {"shape": sizes, "offsets": [0] * len(sizes) if isinstance(sizes, list) else None}
-    if not isinstance(place, dict) or set(place) != {"shape", "offsets"}:
-        raise ValueError(f"{name}: its part is not described by shape and offsets")
-    sizes, bounds, shape, offsets = (
-        _sizes(name, numbers) for numbers in (sizes, bounds, place["shape"], place["offsets"])
-    )
-    if len(bounds) != 2 or not bounds[0] <= bounds[1] <= size - begin:
-        raise ValueError(f"{name} lies outside of the file")
-    if bounds[1] - bounds[0] != math.prod(sizes) * dtype.itemsize:
-        raise ValueError(
-            f"{name}: {bounds[1] - bounds[0]} bytes do not make {dtype} of {list(sizes)}"
-        )
-    box = Box(dtype=dtype, shape=shape, offsets=offsets, sizes=sizes, start=begin + bounds[0])
-    _lies_in(name, box)
-    return box
