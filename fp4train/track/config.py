@@ -66,7 +66,7 @@ class JsonlTracking:
 
         A service beside the metrics may fail to start: not installed, a broken setting, no answer.
         """
-        metrics = MetricsLog(Path(run_dir) / METRICS, resume_step=resume_step)
+        metrics = MetricsLog(run_dir / METRICS, resume_step=resume_step)
         try:
             service = self._service(run_dir, run_name, config, resume_step)
         except Exception as error:

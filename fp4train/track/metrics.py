@@ -33,7 +33,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        self.path = Path(path)
+        self.path = path
 
         def keep(line: dict[str, Any]) -> bool:
             return resume_step is None or line["step"] <= resume_step
@@ -199,7 +198,6 @@ def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
         UserError: the file is missing, or a line is damaged or does not follow the one before; of
             the last one only a warning is given.
     """
-    path = Path(path)
     refused = user_errors(OSError, before=f"{path} cannot be read: ", message=reason)
     with refused, files.parent(path) as (folder, name):
         return [line.value for line in _intact_lines(folder, name, remedy)]
@@ -213,13 +211,7 @@ def check_form(path: Path) -> None:
     """
     unreadable = user_errors(OSError, before=f"{path} cannot be read: ", message=reason)
     with unreadable, suppress(FileNotFoundError), files.parent(path) as (folder, name):
-        for raw in islice(folder.lines(name, LIMIT), 1):
-            try:
-                Chain().open(raw)
-            except NoChecksum as error:
-                raise OlderForm(path, "has lines without the checksums of today") from error
-            except (ValueError, RecursionError):  # damage, which is mended
-                pass
+        next(_scan(folder, name, Chain()), None)
 
 
 def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[str]:

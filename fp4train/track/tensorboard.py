@@ -34,10 +34,10 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
             raise RuntimeError(f"{error}: pip install 'fp4train[tensorboard]'") from error
-        with files.Folder.open(Path(run_dir), create=True) as run:
+        with files.Folder.open(run_dir, create=True) as run:
             run.folder(FOLDER, create=True).close()  # a folder of the run, and no link out of it
         purge = None if resume_step is None else resume_step + 1
-        self._writer: Any = SummaryWriter(str(Path(run_dir) / FOLDER), purge_step=purge)
+        self._writer: Any = SummaryWriter(str(run_dir / FOLDER), purge_step=purge)
         self._text(
             "config",
             "\n".join(f"    {key}: {value}" for key, value in config.items()),

@@ -73,9 +73,9 @@ class WandbTracker:
 
         self._timeout = timeout
         self._finished = False
-        self._run_dir = Path(run_dir)
+        self._run_dir = run_dir
         with (
-            files.Folder.open(Path(run_dir), create=True) as run,
+            files.Folder.open(run_dir, create=True) as run,
             run.folder(FOLDER, create=True) as folder,
         ):
             run_id = _run_id(folder, resumed)
@@ -115,7 +115,7 @@ class WandbTracker:
                     wandb.teardown()  # it keeps the id of the run that failed to start
                 with (
                     suppress(OSError),
-                    files.Folder.open(Path(run_dir)) as run,
+                    files.Folder.open(run_dir) as run,
                     run.folder(FOLDER) as folder,
                 ):
                     for failed in folder.names():
