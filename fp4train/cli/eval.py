@@ -18,23 +18,19 @@ FOLDER is a model of Hugging Face, for task= and text=.
   --json           as data
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp4train.cli.output import print_screen, usage
 from fp4train.cli.trained import CHOSEN, STEP, with_model
 from fp4train.config.overrides import Option, count, read_options, truth
 from fp4train.errors import UserError, user_errors
+from fp4train.exchange.evaluation import Score, held_out, record, texts
+from fp4train.exchange.trained import NamedRecipe, TrainedModel
 from fp4train.text import whole_number
-
-if TYPE_CHECKING:
-    from fp4train.exchange.evaluation import Score
-    from fp4train.exchange.trained import NamedRecipe, TrainedModel
 
 USAGE = usage(__doc__)
 OPTIONS = {
@@ -72,7 +68,6 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{key}=… is of {of}, not of {kind}")
 
     def task(trained: TrainedModel, named: Sequence[NamedRecipe]) -> int:
-        from fp4train.exchange.evaluation import record
 
         default_recipes = [trained.high_precision]
         if trained.trained_in is not None:
@@ -101,7 +96,6 @@ def main(arguments: list[str]) -> int:
 def _scores(
     trained: TrainedModel, recipes: Sequence[NamedRecipe], options: dict[str, Any]
 ) -> Iterator[Score]:
-    from fp4train.exchange.evaluation import held_out, texts
 
     if options["text"] is not None:
         return texts(trained, recipes, options["text"], options["rows"])

@@ -33,6 +33,7 @@ from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, count, read_options
 from fp4train.errors import UserError
 from fp4train.exchange.huggingface import DTYPES, export_huggingface
+from fp4train.exchange.quantised import Measures, export_quantised
 from fp4train.lab.studies.record import study_progress
 from fp4train.text import near_miss, whole_number
 
@@ -95,8 +96,6 @@ def main(arguments: list[str]) -> int:
         if to == "hf":
             exported = export_huggingface(source_named(line.runs[0], step), out, **how)
         else:
-            from fp4train.exchange.quantised import Measures, export_quantised
-
             stretch, calibrate, losses = of_codes
             measures = Measures(calibrate=calibrate, losses=losses is not False, paths=paths)
             exported = export_quantised(

@@ -14,24 +14,20 @@ Text that the model of a run, or of a Hugging Face folder, writes after a prompt
   --json           as data, with the token ids
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from fp4train.cli.output import usage
 from fp4train.cli.trained import CHOSEN, STEP, with_model
 from fp4train.config.overrides import Option, count, number, read_options
+from fp4train.data.tokens import begin_of_document
 from fp4train.errors import UserError, user_errors
+from fp4train.exchange.generation import Sampling, TextStream, generate
+from fp4train.exchange.trained import NamedRecipe, TrainedModel
 from fp4train.text import counted, whole_number
-
-if TYPE_CHECKING:
-    from fp4train.exchange.generation import Sampling
-    from fp4train.exchange.trained import NamedRecipe, TrainedModel
 
 USAGE = usage(__doc__)
 OPTIONS = {
@@ -47,8 +43,6 @@ OPTIONS = {
 
 def main(arguments: list[str]) -> int:
     """Print the text as it is sampled; returns the exit code."""
-    from fp4train.exchange.generation import Sampling
-
     line = read_options(arguments, OPTIONS, keys=(*CHOSEN, "plugins"), data=True)
     prompt, step, *_ = line.options.values()
     if prompt is None:
@@ -71,8 +65,6 @@ def main(arguments: list[str]) -> int:
 def _sample(
     trained: TrainedModel, named: NamedRecipe, prompt: str, sampling: Sampling, as_data: bool
 ) -> int:
-    from fp4train.data.tokens import begin_of_document
-    from fp4train.exchange.generation import TextStream, generate
 
     tokenizer = trained.text_tokenizer()
     ids = tokenizer.encode(prompt)

@@ -24,6 +24,7 @@ from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import ask, cancel_request, pending, wait_for_answer
 from fp4train.run.record.journal import RecipeChoice, read_journal, read_swaps
+from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.text import counted, counted_are, whole_number
 
 USAGE = usage(__doc__)
@@ -90,8 +91,6 @@ def _swap(run: Path, flags: list[str], words: list[str], at: int | None, wait: f
     if at is not None and at < done:
         raise UserError(f"at={at} is past: {run} has done {counted(done, 'step')}")
     if not run_directory.is_running(run):
-        from fp4train.run.timeline import build_timeline, with_swap
-
         # what the process that resumes the run would refuse
         timeline = build_timeline(to_config(saved), run)
         with_swap(timeline, RecipeChoice(names[0], recipe).at(done if at is None else at))

@@ -1,10 +1,7 @@
 """The words that verbs on a trained model share: recipes, policies, plugins, and paths of the run's configuration."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from hydra.core.override_parser.types import Override
 
@@ -12,15 +9,14 @@ from fp4train.checkpoint.source import WeightSource
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.overrides import CommandLine, Option
-from fp4train.config.schema import Config
+from fp4train.config.schema import Config, plain
 from fp4train.errors import UserError, user_errors
+from fp4train.exchange.trained import NamedRecipe, TrainedModel, load_trained
+from fp4train.lab.studies.candidates import Axis, candidates, sweep_axes
 from fp4train.precision import LayerPolicy, Recipe
 from fp4train.text import near_miss, whole_number
 
-if TYPE_CHECKING:
-    from fp4train.exchange.trained import NamedRecipe, TrainedModel
-
-Task = Callable[["TrainedModel", Sequence["NamedRecipe"]], int]
+Task = Callable[[TrainedModel, Sequence[NamedRecipe]], int]
 """Work of a verb on a model and the recipes that are named, of which there may be none; gives the
 exit code.
 """
@@ -69,9 +65,6 @@ def with_model(
             path_words.append(word)
     paths = named_paths(path_words, (*CHOSEN, *options))
     with plugins.using(overrides.plugins(line.overrides), folders):
-        from fp4train.exchange.trained import load_trained
-        from fp4train.lab.studies.candidates import sweep_axes
-
         axes = sweep_axes(overrides.with_files(chosen), folders)
         trained = load_trained(source_named(line.runs[0], step), paths)
         return task(trained, _named(trained, axes))
@@ -100,19 +93,12 @@ def named_paths(words: Iterable[Override], options: Sequence[str]) -> dict[str, 
     return paths
 
 
-def _named(
-    trained: TrainedModel, axes: Sequence[tuple[str, list[tuple[str, object]]]]
-) -> list[NamedRecipe]:
+def _named(trained: TrainedModel, axes: Sequence[Axis]) -> list[NamedRecipe]:
     """The recipes that a command names with the policies; a policy alone is that of the model's own
     recipe.
     """
-    from fp4train.config.schema import plain
-    from fp4train.exchange.trained import NamedRecipe
-    from fp4train.lab.studies.candidates import candidates
-
     if not axes:
         return []
-    saved: Mapping[str, object] = plain(trained.cfg)
     alone = not any(key.partition(".")[0] == "recipe" for key, _ in axes)
     return [
         NamedRecipe(
@@ -120,6 +106,6 @@ def _named(
             recipe=trained.own.recipe if alone else bind(candidate.recipe, Recipe, "recipe"),
             policy=bind(candidate.policy, LayerPolicy, "policy"),
         )
-        for candidate in candidates(axes, saved)
+        for candidate in candidates(axes, plain(trained.cfg))
         if candidate.asked
     ]

@@ -14,8 +14,6 @@ since other software may read it. Exit code 0: all are equal; 1: not.
   plugins=[NAME]   packages of classes of your own that the run needs
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -24,6 +22,8 @@ from fp4train.cli.trained import STEP, named_paths, source_named
 from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
+from fp4train.exchange.served import served_losses
+from fp4train.exchange.verify import verify
 from fp4train.text import whole_number
 
 USAGE = usage(__doc__)
@@ -39,8 +39,6 @@ OPTIONS = {
 
 def main(arguments: list[str]) -> int:
     """Compare, and print a line for each layer; returns the exit code."""
-    from fp4train.exchange.verify import verify
-
     line = read_options(arguments, OPTIONS, keys=("plugins",), data=True)
     run, step, stretch, batches = (line.options[key] for key in OPTIONS)
     line.check_flags(USAGE, folders=False)
@@ -51,8 +49,6 @@ def main(arguments: list[str]) -> int:
         verified = verify(Path(line.runs[0]), source_named(run, step), stretch=stretch)
         losses: dict[str, float] = {}
         if batches and verified.equal:
-            from fp4train.exchange.served import served_losses
-
             losses = served_losses(verified, batches, paths)
     if line.as_data:
         print(json.dumps({**verified.as_json(), "losses": losses}, indent=1))
