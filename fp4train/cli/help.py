@@ -15,7 +15,7 @@ from typing import Any, Final
 from fp4train.cli.output import fitted, hanging, terminal_width
 from fp4train.config import foreign, overrides, plugins
 from fp4train.config.binding import MISSING, KeyField, complete, flattened, key_fields
-from fp4train.config.composition import Composed, composed, sections
+from fp4train.config.composition import Composed, composed, groups_around, option_values
 from fp4train.config.descriptions import Descriptions
 from fp4train.config.schema import Config, plain
 from fp4train.errors import UserError
@@ -51,8 +51,7 @@ class Topics:
         """The group of the section that a key is in, and its chosen option; empty where train.yaml
         sets it.
         """
-        fitting = [g for g in self.groups if f"{key.path}.".startswith(g.replace("/", ".") + ".")]
-        group = max(fitting, key=len, default="")
+        group = next(iter(groups_around(key.path, self.groups)), "")
         return group, self.command.choices.get(group, "")
 
     def describe(self, key: KeyField) -> str:
@@ -105,56 +104,31 @@ class Topics:
         if not group:
             return []
         values: dict[str, list[str]] = {}
-        for name, value in self._values(group, key.path).items():
-            if name != option and value != key.value:
-                values.setdefault(_shown(value), []).append(f"{group}={name}")
+        for name, of_option in self._values(group).items():
+            if name != option and of_option.get(key.path, key.value) != key.value:
+                value = _shown(of_option[key.path])
+                values.setdefault(value, []).append(f"{group}={name}")
         shown = "; ".join(f"{value} with {', '.join(names)}" for value, names in values.items())
         return [("or", shown)] if shown else []
 
-    def _values(self, group: str, key: str) -> dict[str, Any]:
-        """Option → the value that it gives a key, of the options of a group that set it."""
-        below = key.removeprefix(group.replace("/", ".") + ".").split(".")
-        by_option: dict[str, Any] = {}
-        for (_, option), section in self._sections(group).items():
-            node: Any = section
-            for part in below:
-                if isinstance(node, Mapping):
-                    node = node.get(part, KeyError)
-                else:
-                    node = KeyError
-            if node is not KeyError:
-                by_option[option] = node
-        return by_option
-
-    def _sections(self, group: str) -> dict[tuple[str, str], Any]:
-        if group == "experiment":
-            return {}
-        bodies = sections({group: self.groups[group]}, self.descriptions.folders)
-        if "/" in group:
-            return bodies
-        return {
-            pair: complete({group: body}, Config).get(group, body) for pair, body in bodies.items()
-        }
+    def _values(self, group: str) -> dict[str, dict[str, Any]]:
+        return option_values(group, self.groups[group], self.descriptions.folders)
 
     def _elsewhere(self, name: str) -> str | None:
         """Where a key is that another option of its group has."""
-        for group in self.groups:
-            if name.startswith(group.replace("/", ".") + "."):
-                for option in self._values(group, name):
+        for group in reversed(groups_around(name, self.groups)):
+            for option, values in self._values(group).items():
+                if name in values:
                     other = composed([*self.words, f"{group}={option}"])
                     return Topics(next(iter(other)), self.groups, self.descriptions).topic(name)
         return None
 
     def other_keys(self, name: str) -> list[str]:
-        """The keys that the options of the group of a key have, whichever is chosen."""
+        """The keys that the options of the groups of a key have, whichever is chosen."""
         names: dict[str, None] = {}
-        for group in self.groups:
-            section = group.replace("/", ".")
-            if name.startswith(f"{section}.") and group != "experiment":
-                for body in self._sections(group).values():
-                    names |= dict.fromkeys(
-                        f"{section}.{key}" for key in flattened(dict(body)) if "_target_" not in key
-                    )
+        for group in groups_around(name, self.groups):
+            for values in self._values(group).values():
+                names |= dict.fromkeys(values)
         return list(names)
 
     def set_by(self, experiment: str) -> tuple[list[str], list[KeyField]]:

@@ -158,6 +158,33 @@ def sections(
     return {pair: bodies[f"at{index}"] for index, pair in enumerate(pairs)}
 
 
+def option_values(
+    group: str, options: Iterable[str], folders: Iterable[Path] = ()
+) -> dict[str, dict[str, Any]]:
+    """Option → the full keys of its section, sections in it too, and their values, defaults of
+    classes included. An experiment has no section.
+    """
+    if group == "experiment":
+        return {}
+    section = group.replace("/", ".")
+    by_option = {}
+    for (_, option), body in sections({group: options}, folders).items():
+        configuration = body
+        for part in reversed(section.split(".")):
+            configuration = {part: configuration}
+        described = key_fields(complete(configuration, Config), Config)
+        by_option[option] = {
+            key.path: key.value for key in described if key.path.startswith(f"{section}.")
+        }
+    return by_option
+
+
+def groups_around(key: str, groups: Iterable[str]) -> list[str]:
+    """The groups whose section is `key` or holds it, the innermost first."""
+    around = [group for group in groups if f"{key}.".startswith(group.replace("/", ".") + ".")]
+    return sorted(around, key=len, reverse=True)
+
+
 def named(group: str, option: str) -> Any:
     """The section of one of fp4train's own options as plain values, for programs that may use Hydra
     themselves: what they composed stays theirs.
@@ -264,31 +291,21 @@ def _check_options(key: str, choices: Mapping[str, str]) -> dict[str, str]:
     Raises:
         UserError: `key` is one of them.
     """
-    fitting = [group for group in own_options() if key.startswith(group.replace("/", ".") + ".")]
-    group = max(fitting, key=len, default="experiment")
-    if group == "experiment":
+    groups = groups_around(key, own_options())
+    if not groups:
         return {}
+    group = groups[0]
     having: dict[str, list[str]] = {}
-    section = group.replace("/", ".")
-    for (_, option), body in sections({group: own_options()[group]}).items():
-        configuration = body
-        for part in reversed(section.split(".")):
-            configuration = {part: configuration}
-        for name in keys(complete(configuration, Config)):
-            if name.startswith(f"{section}.") and not name.endswith("_target_"):
-                having.setdefault(name, []).append(option)
+    for option, values in option_values(group, own_options()[group]).items():
+        for name in values:
+            having.setdefault(name, []).append(option)
     chosen = choices.get(group, "")
     elsewhere = {name: options for name, options in having.items() if chosen not in options}
     if key in elsewhere:
-        beside = sorted(
-            {
-                name.removeprefix(f"{section}.")
-                for name, options in having.items()
-                if chosen in options
-            }
-        )
+        section = group.replace("/", ".")
+        beside = [name.removeprefix(f"{section}.") for name in having if name not in elsewhere]
         listing = ""
-        if names := [name for name in beside if "." not in name]:
+        if names := sorted(name for name in beside if "." not in name):
             listing = f" (known: {', '.join(names)})"
         raise UserError(
             f"unknown key {key!r}: {group}={chosen} has none of that name, "
