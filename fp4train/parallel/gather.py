@@ -21,31 +21,28 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fp4train.backends import Prepared
 from fp4train.nn.call import LayerCall
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
-from fp4train.nn.weight_form import WeightForm
 from fp4train.parallel.gather_amaxes import FUSED, GatherAmaxes
 from fp4train.parallel.gather_items import (
     MASTER,
     GatherItem,
+    ReceivedWeight,
     SentTensors,
     codes_of_group,
     codes_of_shard,
-    form_of,
-    rounded_from,
 )
 from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Own, Quantized, RunStep
+from fp4train.quantize import Quantized, RunStep
 from fp4train.quantize.sharded import joined
 
 
-class WeightGather:
+class WeightGather(ReceivedWeight):
     """The gathers of one weight [N, K] whose rows are cut over `ranks`, or of a group [E, N, K] of
     which each has whole weights, so that they are quantised there as one rank quantises them.
 
@@ -199,31 +196,16 @@ class WeightGather:
 
     # -- what the layer takes ----------------------------------------------------------------------
 
-    def prepared(self, form: WeightForm, call: LayerCall) -> Prepared | None:
-        """See `nn.gathered.GatheredSource`."""
-        return form_of(self, form, call)
-
-    def rounded(self, codes: Own, call: LayerCall) -> Tensor | None:
-        """See `nn.gathered.GatheredSource`."""
-        return rounded_from(self.codes(GatherItem(codes), call))
-
     def codes(self, item: GatherItem, call: LayerCall) -> Quantized | None:
         """The whole quantised weight, if it came in this step."""
-        sent = self._arrived_codes(item, call)
+        sent = self.arrived_codes(item, call)
         if sent is None or sent.shard is None:
             return None
         rows = self.ranks.size * sent.shard.shape[1 if item.column else 0]
         return joined(sent.shard, sent.tensors, rows, columns=item.column)
 
-    def codes_of(self, member: int, item: GatherItem, call: LayerCall) -> Quantized | None:
-        """The codes of one weight of a group, if they came in this step."""
-        sent = self._arrived_codes(item, call)
-        if sent is None or sent.shard is None:
-            return None
-        codes, scales, *amax = (tensor[member] for tensor in sent.tensors)
-        return sent.shard._replace(codes=codes, scales=scales, amax=amax[0] if amax else None)
-
-    def _arrived_codes(self, item: GatherItem, call: LayerCall) -> SentTensors | None:
+    def arrived_codes(self, item: GatherItem, call: LayerCall) -> SentTensors | None:
+        """The tensors of all ranks for an item, if they came in this step."""
         sent = self._received.get(item)
         if sent is None or call.position.step != self._received_at or not _is_here(sent):
             return None
@@ -267,8 +249,8 @@ class WeightGather:
         )
 
 
-class MemberGather:
-    """One weight [N, K] of a gathered group, as a `nn.gathered.GatheredSource`."""
+class MemberGather(ReceivedWeight):
+    """One weight [N, K] of a gathered group."""
 
     members = 0
 
@@ -277,17 +259,13 @@ class MemberGather:
         self._index = index
         self.rounds = group.rounds
 
-    def prepared(self, form: WeightForm, call: LayerCall) -> Prepared | None:
-        """See `nn.gathered.GatheredSource`."""
-        return form_of(self, form, call)
-
-    def rounded(self, codes: Own, call: LayerCall) -> Tensor | None:
-        """See `nn.gathered.GatheredSource`."""
-        return rounded_from(self.codes(GatherItem(codes), call))
-
     def codes(self, item: GatherItem, call: LayerCall) -> Quantized | None:
         """The quantised weight, if it came in this step."""
-        return self._group.codes_of(self._index, item, call)
+        sent = self._group.arrived_codes(item, call)
+        if sent is None or sent.shard is None:
+            return None
+        codes, scales, *amax = (tensor[self._index] for tensor in sent.tensors)
+        return sent.shard._replace(codes=codes, scales=scales, amax=amax[0] if amax else None)
 
     def fused_amax(self, call: LayerCall) -> Tensor | None:
         """None: experts that share scales are sent as values."""

@@ -7,7 +7,7 @@ and sent transposed back: every tensor that is sent has the shards along its fir
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,36 +86,35 @@ def codes_of_group(shard: Tensor, item: GatherItem) -> SentTensors:
     return SentTensors(tensors, members[0]._replace(codes=tensors[0][0], scales=tensors[1][0]))
 
 
-class ReceivedWeight(Protocol):
-    """A gathered weight [N, K]."""
+class ReceivedWeight:
+    """A gathered weight [N, K], of a `nn.gathered.GatheredSource`, in the forms that a layer takes."""
 
     def codes(self, item: GatherItem, call: LayerCall) -> Quantized | None:
         """The quantised weight, if it came in this step."""
+        raise NotImplementedError
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.gathered.GatheredSource`."""
+        raise NotImplementedError
 
+    def prepared(self, form: WeightForm, call: LayerCall) -> Prepared | None:
+        """See `nn.gathered.GatheredSource`."""
+        if form.spec is None:  # a layer in high precision takes values
+            return form.view_for_gemm(Decoded(self.values(form.dtype), None))
+        codes = form.operand.shared
+        if codes is None or codes.of is not None:
+            return None
+        item = GatherItem(codes.sent)
+        arrived = self.codes(item, call)
+        if arrived is None:
+            return None
+        if form.of_transpose and not item.column:
+            arrived = turned(arrived)
+        return form.view_for_gemm(arrived)
 
-def form_of(source: ReceivedWeight, form: WeightForm, call: LayerCall) -> Prepared | None:
-    """A gathered weight in a form, from its codes or from values that a layer in high precision
-    takes.
-    """
-    if form.spec is None:
-        return form.view_for_gemm(Decoded(source.values(form.dtype), None))
-    codes = form.operand.shared
-    if codes is None or codes.of is not None:
-        return None
-    part = GatherItem(codes.sent)
-    arrived = source.codes(part, call)
-    if arrived is not None and form.of_transpose and not part.column:
-        arrived = turned(arrived)
-    if arrived is None:
-        return None
-    return form.view_for_gemm(arrived)
-
-
-def rounded_from(codes: Quantized | None) -> Tensor | None:
-    """The values of codes in BF16."""
-    if codes is None:
-        return None
-    return quantizer(codes.spec, codes.codes.device.type).decode(codes).rounded()
+    def rounded(self, codes: Own, call: LayerCall) -> Tensor | None:
+        """See `nn.gathered.GatheredSource`."""
+        arrived = self.codes(GatherItem(codes), call)
+        if arrived is None:
+            return None
+        return quantizer(arrived.spec, arrived.codes.device.type).decode(arrived).rounded()

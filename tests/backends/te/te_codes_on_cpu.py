@@ -36,7 +36,7 @@ from fp4train.backends import GEMMS, Operands
 from fp4train.backends.te import weights
 from fp4train.hardware import Device
 from fp4train.nn import Gathered, LayerCall, WeightForm, convert
-from fp4train.parallel.gather_items import GatherItem, form_of
+from fp4train.parallel.gather_items import GatherItem, ReceivedWeight
 from fp4train.precision import MXFP8, NVFP4, Context, FP8Block, FP8Current, Recipe, resolve, use
 from fp4train.precision.recipes import Custom, Mixed
 from fp4train.quantize import (
@@ -238,7 +238,7 @@ class Source:
         self.asked = []
 
     def prepared(self, form: WeightForm, call: LayerCall) -> Any:
-        return form_of(self, form, call)  # type: ignore[arg-type]
+        return ReceivedWeight.prepared(self, form, call)  # type: ignore[arg-type]
 
     def codes(self, part: GatherItem, call: LayerCall) -> Quantized:
         assert part.spec is not None
