@@ -28,8 +28,9 @@ from typing import Any
 from fp4train.errors import UserError
 from fp4train.text import near_miss
 
-_NAMED: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
-_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("folders of plugins", default=())
+_USED: ContextVar[tuple[tuple[str, ...], tuple[Path, ...]]] = ContextVar(
+    "plugins and their folders", default=((), ())
+)
 _PACKAGE = Path(__file__).parents[1]
 _UNREAD = ("__pycache__", ".git")
 """Folders in a package that are no part of what it computes."""
@@ -47,21 +48,19 @@ def using(names: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[None]:
     Raises:
         UserError: one is no package's name, is not found, or fails when it is imported.
     """
-    folders = list(folders)
+    folders = tuple(folders)
     for name in names:
         _import_plugin(name, folders)
-    token = _NAMED.set(tuple(names))
-    token_of_folders = _FOLDERS.set(tuple(folders))
+    token = _USED.set((tuple(names), folders))
     try:
         yield
     finally:
-        _NAMED.reset(token)
-        _FOLDERS.reset(token_of_folders)
+        _USED.reset(token)
 
 
 def named() -> tuple[str, ...]:
     """The plugins of the surrounding `using`."""
-    return _NAMED.get()
+    return _USED.get()[0]
 
 
 def source_files() -> dict[str, Path]:
@@ -81,7 +80,7 @@ def source_files() -> dict[str, Path]:
                 if path.is_file()
             }
     of_packages = {path.resolve() for path in files.values()}
-    folders = [folder.resolve() for folder in _FOLDERS.get()]
+    folders = [folder.resolve() for folder in _USED.get()[1]]
     for name, module in sorted(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "").resolve()
         beside = any(path.is_relative_to(folder) for folder in folders)

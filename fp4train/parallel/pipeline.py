@@ -111,11 +111,9 @@ class Pipeline:
         the last stage.
         """
         self._weight = weight
-        self._run(microbatches, training=True)
+        losses = self._run(microbatches, training=True)
         if self.tied is not None:
             self.tied.wait()
-        losses = self._losses
-        self._losses = []
         return losses
 
     def evaluate(self, microbatches: Iterable[Microbatch]) -> Iterator[Tensor]:
@@ -125,9 +123,7 @@ class Pipeline:
         remaining = iter(microbatches)
         while group := list(islice(remaining, AT_A_TIME * self.count)):
             with torch.no_grad():
-                self._run(group, training=False)
-            losses = self._losses
-            self._losses = []
+                losses = self._run(group, training=False)
             yield from losses
 
     def copy_tied(self) -> None:
@@ -142,8 +138,9 @@ class Pipeline:
 
     # -- torch's schedules -------------------------------------------------------------------------
 
-    def _run(self, microbatches: list[Microbatch], *, training: bool) -> None:
+    def _run(self, microbatches: list[Microbatch], *, training: bool) -> list[Tensor]:
         self._microbatches = microbatches
+        self._losses = []
         template = microbatches[0]
         for stage in self.stages.values():
             stage.training = self.model.training
@@ -165,6 +162,7 @@ class Pipeline:
         for stage in stages:
             stage.clear_runtime_states()
         self._microbatches = []
+        return self._losses
 
     def _schedule(
         self, count: int, shape: torch.Size, dtype: torch.dtype, training: bool

@@ -56,15 +56,13 @@ def cut_tensors(
     check_division(model, cut, ranks.size)
     local_of: dict[nn.Parameter, nn.Parameter] = {}
     orders: dict[str, RowOrder] = {}
-    for module, axis, along, name in _sliced(model, cut):
+    for module, axis, along, name, only in _sliced(model, cut):
         segments = cut.segments.get(name, ())
         order = RowOrder(segments, ranks.size) if segments else None
         if order is not None:
-            orders |= {
-                f"{name}.{parameter_name}": order
-                for parameter_name, _ in module.named_parameters(recurse=False)
-            }
-        _distribute(module, mesh, axis, local_of, order=order)
+            of_module = [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
+            orders |= dict.fromkeys([name] if only else of_module, order)
+        _distribute(module, mesh, axis, local_of, order=order, only=only)
         if along is not None:
             layer = cast(PlannedLayer, module)
             part = layer.weight.shape[axis] // ranks.size
@@ -80,13 +78,6 @@ def cut_tensors(
                     amax=amax,
                 )
             )
-    for name in cut.rows:
-        path, _, attribute = name.rpartition(".")
-        if name in cut.segments:
-            orders[name] = RowOrder(cut.segments[name], ranks.size)
-        _distribute(
-            model.get_submodule(path), mesh, 0, local_of, order=orders.get(name), only=attribute
-        )
     for name, attribute, _ in cut.counts:
         module = model.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) // ranks.size)
@@ -94,14 +85,12 @@ def cut_tensors(
         _distribute(module, mesh, None, local_of)
         if isinstance(module, HoldsParts):
             module.held = local
-    parallel.tensor = tensor = TokenRanks(ranks=ranks, sequence=sequence)
+    parallel.tensor = TokenRanks(ranks=ranks, sequence=sequence)
     parallel.row_orders = orders
-    for name in cut.tokens:
-        model.get_submodule(name).tensor = tensor  # type: ignore[assignment]
-    for name in cut.features:
-        model.get_submodule(name).tensor = TokenRanks(ranks=ranks, sequence=False)  # type: ignore[assignment]
-    for name in cut.heads:  # other heads on each rank, as other tokens are with `sequence`
-        model.get_submodule(name).tensor = TokenRanks(ranks=ranks, sequence=True)  # type: ignore[assignment]
+    # other heads on each rank, as other tokens are with `sequence`
+    for names, divided in ((cut.tokens, sequence), (cut.features, False), (cut.heads, True)):
+        for name in names:
+            model.get_submodule(name).tensor = TokenRanks(ranks=ranks, sequence=divided)  # type: ignore[assignment]
     set_data_ranks(model, amax=amax, data=data)
     return model
 
@@ -163,18 +152,13 @@ def check_division(model: nn.Module, cut: TensorCut, size: int) -> None:
                 f"{key}={count} cannot be divided over parallel.tp={size} ranks; parallel.tp "
                 f"allowed: {allowed}"
             )
-    for module, axis, along, name in _sliced(model, cut):
+    for module, axis, along, name, only in _sliced(model, cut):
         if along is not None and not isinstance(module, PlannedLayer):
             raise TypeError(
                 f"{name} is a {type(module).__name__}: convert the model before it is cut"
             )
-        weight = module.get_parameter("weight")
-        what = _COUNTED[along]
-        _check_rows(name, weight.shape[axis], cut.segments.get(name, ()), what, size)
-    for name in cut.rows:
-        _check_rows(
-            name, model.get_parameter(name).shape[0], cut.segments.get(name, ()), "rows", size
-        )
+        count = module.get_parameter(only or "weight").shape[axis]
+        _check_rows(name, count, cut.segments.get(name, ()), _COUNTED[along], size)
 
 
 def _check_rows(name: str, count: int, segments: tuple[int, ...], what: str, size: int) -> None:
@@ -195,9 +179,12 @@ def _check_rows(name: str, count: int, segments: tuple[int, ...], what: str, siz
             )
 
 
-def _sliced(model: nn.Module, cut: TensorCut) -> Iterator[tuple[nn.Module, int, Cut | None, str]]:
-    """Each module whose weight is cut, the dimension of the cut, the features along which a layer
-    is cut, its name.
+def _sliced(
+    model: nn.Module, cut: TensorCut
+) -> Iterator[tuple[nn.Module, int, Cut | None, str, str | None]]:
+    """Each module whose parameters are cut, the dimension of the cut, the features along which a
+    layer is cut, its name, and None; of a parameter that is cut alone, the module that has it, its
+    name in the model, and that in the module.
     """
     slices: tuple[tuple[tuple[str, ...], int, Cut | None], ...]
     slices = (
@@ -206,11 +193,12 @@ def _sliced(model: nn.Module, cut: TensorCut) -> Iterator[tuple[nn.Module, int, 
         (cut.experts, 0, "experts"),
         (cut.vocabulary, 0, None),
     )
-    return (
-        (model.get_submodule(name), axis, along, name)
-        for names, axis, along in slices
-        for name in names
-    )
+    for names, axis, along in slices:
+        for name in names:
+            yield model.get_submodule(name), axis, along, name, None
+    for name in cut.rows:
+        path, _, attribute = name.rpartition(".")
+        yield model.get_submodule(path), 0, None, name, attribute
 
 
 def _distribute(
