@@ -110,20 +110,14 @@ def find_gpu(name: str) -> Gpu:
         ValueError: there is no such GPU in the table; the message lists the known ones and the
             nearest name.
     """
-    word = re.sub(r"^nvidia[\s_-]*", "", str(name).strip(), flags=re.IGNORECASE)
-    table_name = (
-        re.sub(r"[\s_-]*sxm\d?", "", word, flags=re.IGNORECASE)
-        .upper()
-        .replace(" ", "-")
-        .replace("_", "-")
-    )
-    for gpu in gpus():
-        if table_name == gpu.name or (table_name, gpu.name) == ("A100-80GB", "A100"):
-            return gpu
-    detected = detect(str(name))
-    if detected is not None:
-        return detected
+    word = re.sub(r"^nvidia[\s_-]*|[\s_-]*sxm\d?", "", name.strip(), flags=re.IGNORECASE)
+    table_name = re.sub("[ _]", "-", word.upper())
     names = [gpu.name for gpu in gpus()]
+    by_name = dict(zip(names, gpus(), strict=True))
+    by_name["A100-80GB"] = by_name["A100"]
+    gpu = by_name.get(table_name) or detect(name)
+    if gpu is not None:
+        return gpu
     raise ValueError(
         f"gpu={name!r} is not a GPU whose peak rates are known{near_miss(table_name, names)} "
         f"(known: {', '.join(names)})"

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain, islice, zip_longest
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -64,17 +65,8 @@ def columns(
         indent: text before every line.
     """
     room = None if width is None else width - len(indent)
-    rows = _folded(_one_line_each(rows), right, room)
-    widths = _widths(rows)
-    if room is None or sum(widths) + 2 * (len(widths) - 1) <= room:
-        gap = "  "
-    else:
-        gap = " "
-    return [
-        indent
-        + gap.join(_pad(row[i], width, right=i in right) for i, width in enumerate(widths)).rstrip()
-        for row in rows
-    ]
+    lines = list(chain.from_iterable(_folded(rows, right, room)))
+    return _aligned(lines, right, room, indent)
 
 
 def tabulate(
@@ -91,27 +83,19 @@ def tabulate(
         headings: heading of each row but the first; it stands in a line of its own above
             neighbouring rows that share it. Empty: there are no such lines.
     """
-    cells = _one_line_each(rows)
     room = None if width is None else width - len(indent)
-    folded = _folded(cells, right, room)
-    sizes = _widths(folded)
-    header = _folded(cells[:1], right, room, sizes)
-    rule = ["─" * size for size in sizes]
-    lines = columns(
-        [*header, rule, *folded[len(header) :]], right=right, width=width, indent=indent
-    )
-    if not headings:
-        return lines
-    at = len(header) + 1
-    parted = lines[:at]
+    header, *body = _folded(rows, right, room)
+    cells = list(chain(header, *body))
+    rule = ["─" * size for size in _widths(cells)]
+    lines = iter(_aligned([*header, rule, *cells[len(header) :]], right, room, indent))
+    parted = list(islice(lines, len(header) + 1))
     current = None
-    for row, heading in zip(cells[1:], headings, strict=True):
-        if heading != current:
+    of_rows: Sequence[str | None] = headings or [None] * len(body)
+    for row, heading in zip(body, of_rows, strict=True):
+        if heading is not None and heading != current:
             parted.append(heading)
         current = heading
-        height = len(_folded([row], right, room, sizes))
-        parted += lines[at : at + height]
-        at += height
+        parted += islice(lines, len(row))
     return parted
 
 
@@ -154,20 +138,35 @@ def fold(text: str, room: int) -> list[str]:
 
 
 def _folded(
-    rows: list[list[str]], right: Container[int], width: int | None, sizes: Sequence[int] = ()
-) -> list[list[str]]:
-    """The rows of a table whose cells are folded until it has `width`, or the `sizes` of its
-    columns.
+    rows: Iterable[Sequence[str]], right: Container[int], width: int | None
+) -> list[list[Sequence[str]]]:
+    """The rows of a table, each as the lines that it takes where cells are folded until the table
+    has `width`; no newline leads out of a cell.
     """
-    if width is None or not rows:
-        return rows
-    sizes = list(sizes) or _fitting(rows, right, width)
-    folded: list[list[str]] = []
-    for row in rows:
-        cells = [fold(cell, size) or [""] for cell, size in zip(row, sizes, strict=True)]
-        for line in range(max(map(len, cells))):
-            folded.append([cell[line] if line < len(cell) else "" for cell in cells])
-    return folded
+    cells = [[printable(cell, kept="") for cell in row] for row in rows]
+    if width is None or not cells:
+        return [[row] for row in cells]
+    sizes = _fitting(cells, right, width)
+    return [
+        list(zip_longest(*map(fold, row, sizes), fillvalue="")) or [[""] * len(row)]
+        for row in cells
+    ]
+
+
+def _aligned(
+    rows: list[Sequence[str]], right: Container[int], width: int | None, indent: str
+) -> list[str]:
+    """Rows as lines of aligned columns, which stand nearer where `width` asks for it."""
+    widths = _widths(rows)
+    if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
+        gap = "  "
+    else:
+        gap = " "
+    pads = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    padded = (
+        [pad(cell, size) for pad, cell, size in zip(pads, row, widths, strict=True)] for row in rows
+    )
+    return [indent + gap.join(cells).rstrip() for cells in padded]
 
 
 def _fitting(rows: list[list[str]], right: Container[int], width: int) -> list[int]:
@@ -194,19 +193,8 @@ def _fitting(rows: list[list[str]], right: Container[int], width: int) -> list[i
     return sizes
 
 
-def _one_line_each(rows: Iterable[Sequence[str]]) -> list[list[str]]:
-    """The rows with cells that no newline leads out of."""
-    return [[printable(cell, kept="") for cell in row] for row in rows]
-
-
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-
-
-def _pad(cell: str, width: int, *, right: bool) -> str:
-    if right:
-        return cell.rjust(width)
-    return cell.ljust(width)
 
 
 def screen(

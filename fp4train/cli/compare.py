@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fp4train.cli.output import fitted, terminal_width, usage
-from fp4train.config.overrides import Option, baseline_first, names_folder, number, read_options
+from fp4train.config.overrides import Option, baseline_first, number, read_options
 from fp4train.errors import UserError
 from fp4train.lab.analysis.compare import OUTPUTS, compare
 from fp4train.lab.analysis.figure import check_out, width_of
@@ -24,7 +24,6 @@ from fp4train.lab.gate.whole_runs import whole_runs
 from fp4train.run.record.directory import steps_done
 from fp4train.run.record.journal import read_journal, stretches
 from fp4train.run.record.stretches import multiplied
-from fp4train.text import near_miss
 
 USAGE = usage(__doc__)
 
@@ -45,12 +44,8 @@ def main(arguments: list[str]) -> int:
 
     line = read_options(arguments, OPTIONS)
     baseline, out, width, margin = (line.options[key] for key in OPTIONS)
-    if unknown := [word for word in line.words if not names_folder(word)]:
-        key = unknown[0].partition("=")[0]
-        hint = near_miss(key, OPTIONS) or ":"
-        raise UserError(f"compare has no option {key!r}{hint} {USAGE}")
-    runs = baseline_first([Path(word) for word in line.words], baseline)
-    line.check_flags(USAGE, folders=False)
+    line.check_runs_alone(USAGE)
+    runs = baseline_first(list(map(Path, line.runs)), baseline)
     if len(runs) < 2 and (not runs or out is None):
         raise UserError(f"compare needs two or more run directories: {USAGE}")
     if out is not None:

@@ -279,11 +279,7 @@ def _unknown(word: str, described: Topics, verbs: list[str]) -> UserError:
         else:
             hint = "; fp4train help lists verbs and keys"
         return UserError(f"unknown verb {word!r}{hint}")
-    try:
-        foreign.check_keys([word], [*described.groups, *names])
-    except UserError as error:
-        return error
-    return UserError(f"unknown key {word!r}{near_miss(word, names)}")
+    return foreign.unknown_key(word, [*described.groups, *names])
 
 
 def _joined(verb_help: str) -> str:

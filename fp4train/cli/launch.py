@@ -87,10 +87,9 @@ def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
         raise UserError(
             "--resolve belongs to --cfg job, which shows the configuration: --cfg job --resolve"
         )
-    if asked_for & _SHOW:
-        with plugins.using(overrides.plugins(arguments), folders):
-            return _show(arguments)
     with plugins.using(overrides.plugins(arguments), folders):
+        if asked_for & _SHOW:
+            return _show(arguments)
         commands = []
         wrong = []
         for composition in composed(arguments):

@@ -120,13 +120,11 @@ def main(arguments: list[str]) -> int:
     """Print the plan, folded to a screen or, with full=true, with a row per GEMM; returns the exit
     code.
     """
-    words = [a for a in arguments if a != "--json"]
-    line = read_options(words, OPTIONS, keys=settable_keys())
+    line = read_options(arguments, OPTIONS, keys=settable_keys(), data=True)
     full, gpus, auto = (line.options[key] for key in OPTIONS)
-    as_data = "--json" in arguments
     remaining = [*line.flags, *line.words]
     if line.runs and remaining[0] == line.runs[0]:
-        if gpus is not None or auto or as_data:
+        if gpus is not None or auto or line.as_data:
             raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         if remaining[1:]:
             line.check_keys()
@@ -136,9 +134,8 @@ def main(arguments: list[str]) -> int:
             )
         _show_run(run_directory.require_run(Path(remaining[0])), full=full)
         return 0
-    return launch(
-        remaining, partial(_plan, full=full, gpus=gpus, auto=auto, as_data=as_data, words=remaining)
-    )
+    task = partial(_plan, full=full, gpus=gpus, auto=auto, as_data=line.as_data, words=remaining)
+    return launch(remaining, task)
 
 
 def _show_run(run: Path, *, full: bool) -> None:

@@ -18,7 +18,6 @@ from fp4train.errors import UserError, user_errors
 from fp4train.hardware import find_gpu
 from fp4train.lab.analysis.figure import PICTURE, endings_of, width_of
 from fp4train.lab.report.page import read_report
-from fp4train.text import near_miss
 
 _log = logging.getLogger("fp4train")
 
@@ -39,12 +38,8 @@ def main(arguments: list[str]) -> int:
 
     line = read_options(arguments, OPTIONS)
     baseline, out, endings, width, gpu_name = (line.options[key] for key in OPTIONS)
-    line.check_flags(USAGE, folders=False)
-    if line.overrides:
-        key = line.overrides[0].partition("=")[0]
-        hint = near_miss(key, OPTIONS) or ":"
-        raise UserError(f"report has no option {key!r}{hint} {USAGE}")
-    runs = baseline_first([Path(run) for run in line.runs], baseline)
+    line.check_runs_alone(USAGE)
+    runs = baseline_first(list(map(Path, line.runs)), baseline)
     if not runs:
         raise UserError(f"report needs run directories: {USAGE}")
     with user_errors(ValueError):

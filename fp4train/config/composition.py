@@ -280,8 +280,9 @@ def _set_keys(
             for word in (*missing, *taken_out)
             if word.key_or_group not in (*have, *added)
         ]
-        for key in unknown:
-            foreign.check_keys([key], [*have, *added], _check_options(key, choices))
+        if unknown:
+            of_others = _check_options(unknown[0], choices)
+            raise foreign.unknown_key(unknown[0], [*have, *added], of_others) from error
         raise UserError(overrides.first_lines(error)) from error
 
 

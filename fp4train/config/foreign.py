@@ -74,34 +74,26 @@ def check_option(group: str, option: str, options: list[str]) -> None:
     )
 
 
-def check_keys(words: list[str], have: list[str], elsewhere: Mapping[str, str] = {}) -> None:
-    """Refuse keys that there are not.
+def unknown_key(key: str, have: list[str], elsewhere: Mapping[str, str] = {}) -> UserError:
+    """The error about a key that there is not; the message suggests one.
 
     Args:
-        words: keys of a command line.
+        key: key of a command line.
         have: keys that there are.
         elsewhere: keys that other options of the groups have → a sentence that says which,
             "data=text has it"; they are suggested, too.
-
-    Raises:
-        UserError: a key is none of `have`; the message suggests one.
     """
-    for key in words:
-        if key in have:
-            continue
-        if (reason := why_absent(key.removeprefix("parallel."))) is not None:
-            raise UserError(f"unknown key {key!r}: {reason}")
-        section = key.rpartition(".")[0]
-        beside = [
-            name.rpartition(".")[2]
-            for name in have
-            if section and name.rpartition(".")[0] == section
-        ]
-        beside = [name for name in beside if name != "_target_"]
-        listing = ""
-        if beside:
-            listing = f" (known: {', '.join(beside)})"
-        raise UserError(f"unknown key {key!r}{_meant(key, have, elsewhere)}{listing}")
+    if (reason := why_absent(key.removeprefix("parallel."))) is not None:
+        return UserError(f"unknown key {key!r}: {reason}")
+    section = key.rpartition(".")[0]
+    places = [name.rpartition(".") for name in have]
+    beside = [
+        last for place, _, last in places if section and place == section and last != "_target_"
+    ]
+    listing = ""
+    if beside:
+        listing = f" (known: {', '.join(beside)})"
+    return UserError(f"unknown key {key!r}{_meant(key, have, elsewhere)}{listing}")
 
 
 def _meant(key: str, have: Collection[str], elsewhere: Mapping[str, str]) -> str:

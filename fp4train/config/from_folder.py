@@ -87,7 +87,8 @@ def _model(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any]:
         name = key.removeprefix("model.")
         chosen = OmegaConf.select(cfg, key)
         if not any(f"{name}.".startswith(f"{free}.") for free in family.free):
-            foreign.check_keys([key], model_keys)
+            if key not in model_keys:
+                raise foreign.unknown_key(key, model_keys)
             if chosen != (of_folder := OmegaConf.select(section, name)):
                 free_keys = ", ".join(f"model.{free}" for free in family.free)
                 raise UserError(

@@ -126,6 +126,14 @@ class CommandLine:
                 listing = f" (known: {', '.join(self.options)} and the keys of a run)"
                 raise UserError(f"unknown key {key!r}{hint}{listing}")
 
+    def check_runs_alone(self, usage: str) -> None:
+        """Refuse words that name no directory, and flags."""
+        if self.overrides:
+            key = self.overrides[0].partition("=")[0]
+            hint = near_miss(key, self.options) or ":"
+            raise UserError(f"{usage.split()[1]} has no option {key!r}{hint} {usage}")
+        self.check_flags(usage, folders=False)
+
     def check_flags(self, usage: str, *, folders: bool = True) -> None:
         """Refuse flags, but for --config-dir where the verb takes `folders`.
 

@@ -336,15 +336,13 @@ class World:
         assert self.meeting is not None
         who = f"rank {self.place.rank} on {socket.gethostname()}"
         message = (str(error).strip().splitlines() or [""])[0]
+        unexpected = not isinstance(error, UserError)
         if isinstance(error, UserError):
             code = error.exit_code
+            word = f"{who} ended: {message}"
         else:
             code = 1
-        unexpected = not isinstance(error, UserError)
-        if unexpected:
             word = f"{who} ended: {type(error).__name__}: {message}"
-        else:
-            word = f"{who} ended: {message}"
         if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN):
             lost = self.meeting.lost()
             unexpected = False
