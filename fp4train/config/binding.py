@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fp4train.config.folders import own_options
 from fp4train.config.foreign import suggestion
@@ -24,6 +24,8 @@ from fp4train.errors import UserError, user_errors
 from fp4train.keys import MayDiffer, WrittenUnder
 from fp4train.paths import NamesDestination, NamesPath, is_hub_name
 from fp4train.text import near_miss
+
+M = TypeVar("M")
 
 MISSING = "???"
 """The value of a key that the user must set."""
@@ -57,8 +59,7 @@ def bind(node: Any, hint: Any, path: str) -> Any:
     if isinstance(node, str) and node == MISSING:
         raise UserError(f"{path} must be given: {path}=…")
     if isinstance(node, Mapping):
-        marks = (mark for mark in _marks(hint) if isinstance(mark, WrittenUnder))
-        return _bind_mapping(node, options, path, next(marks, None))
+        return _bind_mapping(node, options, path, _mark(hint, WrittenUnder))
     for option in options:
         if (
             _is_sequence(option)
@@ -115,8 +116,7 @@ class KeyField:
     @property
     def may_differ(self) -> MayDiffer:
         """The uses for which the key, or every key of the section, may differ."""
-        marks = (mark for mark in _marks(self.hint) if isinstance(mark, MayDiffer))
-        return next(marks, MayDiffer(0))
+        return _mark(self.hint, MayDiffer) or MayDiffer(0)
 
     @property
     def allowed(self) -> str:
@@ -187,43 +187,36 @@ def path_values(node: Any, hint: Any) -> Iterator[tuple[str, str]]:
     """(full key, value) of every text below `node` that names a file or folder, by the type of its
     field: `Path`, or one of `fp4train.paths`. A field's default is left out: its class names that.
     """
-    for key, text, option in _texts(node, hint):
-        marks = [mark for mark in get_args(option)[1:] if isinstance(mark, NamesPath)]
-        if option is Path or any(not (mark.hub and is_hub_name(text)) for mark in marks):
+    for key, text, marks in _texts(node, hint):
+        names = (mark for mark in marks if isinstance(mark, NamesPath))
+        if any(not (mark.hub and is_hub_name(text)) for mark in names):
             yield key, text
 
 
 def hub_names(node: Any, hint: Any) -> Iterator[tuple[str, str]]:
     """As `path_values`, of texts that name something on the Hugging Face hub."""
-    for key, text, option in _texts(node, hint):
-        if any(
-            isinstance(mark, NamesPath) and mark.hub and is_hub_name(text)
-            for mark in get_args(option)[1:]
-        ):
+    for key, text, marks in _texts(node, hint):
+        if any(isinstance(mark, NamesPath) and mark.hub for mark in marks) and is_hub_name(text):
             yield key, text
 
 
 def destinations(node: Any, hint: Any) -> Iterator[tuple[str, str]]:
     """As `path_values`, of texts that say where data of the run are sent."""
-    for key, text, option in _texts(node, hint):
-        if any(isinstance(mark, NamesDestination) for mark in get_args(option)[1:]):
+    for key, text, marks in _texts(node, hint):
+        if any(isinstance(mark, NamesDestination) for mark in marks):
             yield key, text
 
 
 def names_destinations(target: object) -> bool:
     """Whether the configuration class `target` has fields that say where data are sent."""
     hints = _hints(own_class(target, "_target_")).values()
-    marks = (
-        mark
-        for hint in hints
-        for option in _annotated_options(hint)
-        for mark in get_args(option)[1:]
-    )
-    return any(isinstance(mark, NamesDestination) for mark in marks)
+    return any(_mark(hint, NamesDestination) is not None for hint in hints)
 
 
-def _texts(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(full key, value, type) of every text below `node`, for each type that its field may have."""
+def _texts(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """(full key, value, marks) of every text below `node`, for each type that its field may
+    have.
+    """
     if isinstance(node, Mapping):
         kind, hints = _described(node, hint)
         if kind is None:
@@ -234,40 +227,35 @@ def _texts(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str, Any
             if str(key) not in defaults or defaults[str(key)] != value:
                 yield from _texts(value, hints(str(key)), f"{path}.{key}" if path else str(key))
         return
-    for option in _annotated_options(hint):
+    for option, marks in _branches(hint):
         if _is_sequence(option) and isinstance(node, (list, tuple, str)):
             for item, kind in product([node] if isinstance(node, str) else node, get_args(option)):
                 yield from _texts(item, kind, path)
         elif isinstance(node, str):
-            yield path, node, option
+            yield path, node, (NamesPath(),) if option is Path else marks
+
+
+def _branches(hint: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each type that a value may have, and the marks of the types that lead to it, outer ones
+    first.
+    """
+    base, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if get_origin(base) in (Union, UnionType):
+        for option in get_args(base):
+            for kind, inner in _branches(option):
+                yield kind, (*marks, *inner)
+    else:
+        yield base, tuple(marks)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    return tuple(map(_unmarked, _annotated_options(hint)))
+    return tuple(option for option, _ in _branches(hint))
 
 
-def _annotated_options(hint: Any) -> tuple[Any, ...]:
-    """The types that a value may have; those of texts with their marks."""
-    base = _unmarked(hint)
-    if get_origin(base) in (Union, UnionType):
-        return tuple(o for option in get_args(base) for o in _annotated_options(option))
-    return (hint if base is str else base,)
-
-
-def _unmarked(hint: Any) -> Any:
-    if get_origin(hint) is Annotated:
-        return get_args(hint)[0]
-    return hint
-
-
-def _marks(hint: Any) -> Iterator[Any]:
-    """The marks of a field's type and of the types that it joins."""
-    base = _unmarked(hint)
-    if base is not hint:
-        yield from get_args(hint)[1:]
-    if get_origin(base) in (Union, UnionType):
-        for option in get_args(base):
-            yield from _marks(option)
+def _mark(hint: Any, kind: type[M]) -> M | None:
+    """The first mark of a class that leads to a type that a value may have."""
+    marks = (mark for _, marks in _branches(hint) for mark in marks)
+    return next((mark for mark in marks if isinstance(mark, kind)), None)
 
 
 def _described(node: Mapping[Any, Any], hint: Any) -> tuple[type | None, Callable[[str], Any]]:
