@@ -93,16 +93,11 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> JSON:
             raise TypeError(f"{path}: two entries have this path (keys that differ only in type)")
         tensors[path] = value
         return {"$tensor": path}
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, list):
-        return [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, list | tuple):
+        entries = [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+        return entries if isinstance(value, list) else {"$tuple": entries}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {

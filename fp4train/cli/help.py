@@ -194,14 +194,13 @@ def of_verb(verb: str, verb_help: str, words: Sequence[str], *, keys: bool) -> s
             lines += ["", topics(settings).screen()]
         return fitted("\n".join(lines))
     described = topics(settings) if keys else None
+    options = _options(verb_help)
     texts = []
     for word in asked:
-        option = _option(verb_help, word)
-        text = _joined(option) if option else None
+        text = options.get(word)
         if text is None and described is not None:
             text = described.topic(word)
         if text is None:
-            options = _options(verb_help)
             names = list(options)
             if described is not None:
                 names += [key.path for key in described.keys]
@@ -320,16 +319,13 @@ def _names_run(word: str) -> bool:
     return Path(word).is_dir() or ("/" in word and word not in overrides.groups())
 
 
-def _options(verb_help: str) -> list[str]:
-    """The options that the help of a verb lists."""
-    return re.findall(r"^  (-{0,2}\w[\w.-]*)(?==|  )", verb_help.partition("\n\n")[2], re.MULTILINE)
-
-
-def _option(verb_help: str, name: str) -> str | None:
-    """The lines of a verb's help about one of its options."""
-    pattern = rf"^  {re.escape(name.partition('=')[0])}(?=[= ]).*(?:\n {{10,}}.*)*"
-    match = re.search(pattern, verb_help.partition("\n\n")[2], re.MULTILINE)
-    return match[0] if match else None
+def _options(verb_help: str) -> dict[str, str]:
+    """The options that the help of a verb lists, and the line about each."""
+    lines: dict[str, str] = {}
+    for line in _joined(verb_help.partition("\n\n")[2]).splitlines():
+        if option := re.match(r"  (-{0,2}\w[\w.-]*)(?==|  )", line):
+            lines.setdefault(option[1], line)
+    return lines
 
 
 def _shown(value: Any, room: int = _LONGEST_VALUE) -> str:

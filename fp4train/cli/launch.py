@@ -158,7 +158,7 @@ def _show(arguments: list[str]) -> int:
     """Print the configuration."""
     (command,) = composed(arguments)  # refuses what does not fit
     flags, _ = overrides.flags_and_words(arguments)
-    kind = overrides.flag_value(flags, "--cfg", "-c")
+    _, kind = next(overrides.flag_values(flags, _SHOW))
     if kind != "job":
         raise UserError(f"--cfg {kind}: it is job, the configuration of the run")
     shown = command.cfg if "--resolve" in flags else command.unresolved

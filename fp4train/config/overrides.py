@@ -5,9 +5,10 @@ of a verb.
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -387,29 +388,20 @@ def own_folders(arguments: list[str]) -> list[Path]:
         UserError: one is not named, or cannot be used (`check_folder`).
     """
     folders = []
-    for index, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in _FOLDER_FLAGS:
-            if equals:
-                folder = value
-            else:
-                folder = next(iter(arguments[index + 1 :]), "")
-            if not folder:
-                raise UserError(f"{name} needs a folder: {name} FOLDER")
-            check_folder(Path(folder))
-            folders.append(Path(folder))
+    for name, folder in flag_values(arguments, _FOLDER_FLAGS):
+        if not folder:
+            raise UserError(f"{name} needs a folder: {name} FOLDER")
+        check_folder(Path(folder))
+        folders.append(Path(folder))
     return folders
 
 
-def flag_value(flags: list[str], *names: str) -> str:
-    """The value of a flag, by any of its names; empty where it has none."""
-    for index, flag in enumerate(flags):
-        name, equals, value = flag.partition("=")
+def flag_values(arguments: list[str], names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Each flag of these names among the arguments, and its value, empty where it has none."""
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
         if name in names:
-            if equals:
-                return value
-            return "".join(flags[index + 1 : index + 2])
-    return ""
+            yield name, value if equals else following
 
 
 def other_flags(arguments: list[str]) -> list[str]:
