@@ -63,8 +63,8 @@ def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
     Raises:
         UserError: the arguments do not fit the configuration, or a plugin cannot be imported.
     """
-    flags, words = overrides.flags_and_words(arguments)
-    asked_for = {*(flag.partition("=")[0] for flag in flags), *words}
+    flags, _ = overrides.flags_and_words(arguments)
+    asked_for = {flag.partition("=")[0] for flag in flags}
     check_flags(arguments)
     arguments = overrides.with_files(arguments)
     if asked_for & overrides.SWEEP and asked_for & _SHOW:
@@ -94,13 +94,13 @@ def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
         wrong = []
         for composition in composed(arguments):
             if composition.point and not resumed:
-                _group(composition.cfg, arguments)
+                _group(composition)
             if (
                 resumed
                 and composition.point
                 and not {"run.name", "run.dir"} & set(composition.changed)
             ):
-                swept = [key for key in overrides.swept_keys(arguments) if key != "resume"]
+                swept = [key for key in composition.swept if key != "resume"]
                 if swept:
                     raise UserError(
                         f"a sweep over {swept[0]} makes a branch of {resumed} at each point: "
@@ -142,16 +142,13 @@ def _refuse_empty_sources(arguments: list[str]) -> None:
             )
 
 
-def _group(cfg: DictConfig, arguments: list[str]) -> None:
+def _group(composition: Composed) -> None:
     """Let the runs of a sweep share a group of the service that tracks them, unless the command
     names one.
     """
-    track = cfg.get("track")
+    track = composition.cfg.get("track")
     if isinstance(track, DictConfig) and "group" in track and track.group is None:
-        swept = [
-            str(word.input_line) for word in overrides.parse(arguments) if word.is_sweep_override()
-        ]
-        track.group = shortened(" ".join(swept), LONGEST_GROUP)
+        track.group = shortened(" ".join(composition.swept.values()), LONGEST_GROUP)
 
 
 def _show(arguments: list[str]) -> int:

@@ -39,6 +39,7 @@ class Composed:
         choices: group → its option, nested groups with a slash ("data/tokenizer").
         changed: the keys that the command line sets; choosing a group's option sets its whole
             section.
+        swept: the keys that a sweep gives several values → the override that does.
         point: overrides of this point of a sweep that its other points do not share.
         unresolved: the configuration with its interpolations.
     """
@@ -47,6 +48,7 @@ class Composed:
     unresolved: DictConfig
     choices: Mapping[str, str]
     changed: Sequence[str]
+    swept: Mapping[str, str]
     point: str
 
 
@@ -73,7 +75,9 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         overrides.dotted(word) for word in words if not word.key_or_group.startswith("hydra")
     )
     axes = {word.get_key_element(): _values(word) for word in words}
-    swept = overrides.swept_keys(arguments)
+    swept = {
+        overrides.dotted(word): str(word.input_line) for word in words if word.is_sweep_override()
+    }
     for lines in product(*axes.values()):
         point_words = words
         if sweep:
@@ -111,6 +115,7 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
             unresolved=composition,
             choices=choices,
             changed=changed,
+            swept=swept,
             point=" ".join(
                 str(word.input_line) for word in point_words if overrides.dotted(word) in swept
             ),

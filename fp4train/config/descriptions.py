@@ -196,13 +196,7 @@ class Descriptions:
 
     def set_by(self, group: str, name: str) -> set[str]:
         """The full keys that the file of an option names."""
-        path = self._file(group, name)
-        if path is None:
-            return set()
-        body: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(body, dict):
-            return set(flattened(body))
-        return set()
+        return set(flattened(_body(self._file(group, name))))
 
     def _file(self, group: str, name: str) -> Path | None:
         """The file of an option; None where it is none of a folder."""
@@ -214,12 +208,12 @@ class Descriptions:
 
     def _base(self, group: str, path: Path) -> Path | None:
         """The option that the file of an option begins with."""
-        body: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(body, dict):
-            listed = body.get("defaults", [])
-        else:
-            listed = []
+        listed = _body(path).get("defaults", [])
         names = [item for item in listed if isinstance(item, str) and item != "_self_"]
-        if names:
-            return self._file(group, names[0])
-        return None
+        return self._file(group, names[0]) if names else None
+
+
+def _body(path: Path | None) -> dict[str, Any]:
+    """The keys and values in the file of an option; none where there is no file."""
+    body = None if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
+    return body if isinstance(body, dict) else {}

@@ -285,17 +285,6 @@ def dotted(override: Override) -> str:
     return override.key_or_group.replace("/", ".")
 
 
-def swept_keys(arguments: list[str]) -> list[str]:
-    """The keys that a sweep (-m) gives several values."""
-    if not SWEEP & set(arguments):
-        return []
-    return list(
-        dict.fromkeys(
-            dotted(override) for override in parse(arguments) if override.is_sweep_override()
-        )
-    )
-
-
 def groups(folders: Iterable[Path] = ()) -> dict[str, list[str]]:
     """Config group → its options, those of fp4train and of `folders`; nested groups with a slash
     ("data/tokenizer").
