@@ -9,7 +9,7 @@ GEMMs of the head, loss    the layers outside the blocks, and the cross-entropy 
 optimizer                  AdamW, and the norm of the gradients
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -72,9 +72,16 @@ def render_search(
     """The meshes of a search that are shown, of all `costs`, and the command that asks for the
     best.
     """
-    values = {"costs": costs, "shown": shown, "command": command, "width": width}
-    filters: dict[str, Callable[..., str]] = {"gib": _gib, "largest": _largest}
-    return screen(__package__, "mesh_search.txt", filters, overrides=overrides, **values)
+    return screen(
+        __package__,
+        "mesh_search.txt",
+        {"gib": _gib, "largest": _largest},
+        overrides=overrides,
+        costs=costs,
+        shown=shown,
+        command=command,
+        width=width,
+    )
 
 
 def overrides(cost: ClusterCost) -> list[str]:

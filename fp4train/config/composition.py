@@ -156,10 +156,9 @@ def sections(
     """
     pairs = [(group, option) for group, options in options_of.items() for option in options]
     words = [f"+{group}@options.at{index}={option}" for index, (group, option) in enumerate(pairs)]
-    if pairs:
-        bodies = plain(compose(words, folders).options)
-    else:
-        bodies = {}
+    if not pairs:
+        return {}
+    bodies = plain(compose(words, folders).options)
     return {pair: bodies[f"at{index}"] for index, pair in enumerate(pairs)}
 
 

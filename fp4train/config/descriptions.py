@@ -163,10 +163,9 @@ class Descriptions:
         else:
             path = CONFIGS / "train.yaml"
         while path is not None:
-            file_comments = comments(path)
-            if text := file_comments.keys.get(below if group else key.path, ""):
+            if text := comments(path).keys.get(below, ""):
                 return text
-            path = self._base(group, path) if group else None
+            path = self._base(group, path)
         return self.field(key.owner, key.name)
 
     def field(self, owner: type | None, name: str) -> str:

@@ -119,13 +119,13 @@ def _meant(key: str, have: Collection[str], elsewhere: Mapping[str, str]) -> str
     if sibling is not None:
         return _named(f"{section}.{sibling}", elsewhere)
     likely = nearest(key, namesakes) or nearest(key, candidates, _ALIKE if section else 0.5)
-    if likely is None:
-        return ""
     return _named(likely, elsewhere)
 
 
-def _named(key: str, elsewhere: Mapping[str, str]) -> str:
-    """ "; did you mean 'data.path'? (data=text has it)"."""
+def _named(key: str | None, elsewhere: Mapping[str, str]) -> str:
+    """ "; did you mean 'data.path'? (data=text has it)"; empty where no key is meant."""
+    if key is None:
+        return ""
     hint = f"; did you mean {key!r}?"
     if key in elsewhere:
         return f"{hint} ({elsewhere[key]})"
