@@ -168,7 +168,13 @@ def test_a_name_with_a_newline_makes_no_line_of_its_own_on_a_screen() -> None:
 
 
 def test_the_filters_of_a_call_are_not_those_of_the_next() -> None:
-    values = {"formats": [], "roundings": ["nearest"], "global_scales": ["row"], "width": 80}
+    values = {
+        "formats": [],
+        "roundings": ["nearest"],
+        "transforms": [],
+        "global_scales": ["row"],
+        "width": 80,
+    }
     loud = screen("fp4train.cli", "formats.txt", {"join": lambda *_: "LOUD"}, **values)
     assert "roundings: LOUD" in loud
     assert "roundings: nearest" in screen("fp4train.cli", "formats.txt", **values)
