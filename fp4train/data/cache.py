@@ -199,14 +199,14 @@ def _write(
 
 def _divided(parts: Iterator[bytes]) -> Iterator[bytes]:
     """The same bytes in portions of `CHUNK`."""
-    rest = bytearray()
+    gathered = bytearray()
     for part in parts:
-        rest += part
-        while len(rest) >= CHUNK:
-            yield bytes(rest[:CHUNK])
-            del rest[:CHUNK]
-    if rest:
-        yield bytes(rest)
+        gathered += part
+        while len(gathered) >= CHUNK:
+            yield bytes(gathered[:CHUNK])
+            del gathered[:CHUNK]
+    if gathered:
+        yield bytes(gathered)
 
 
 def _digest(chunk: Any) -> str:

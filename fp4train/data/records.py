@@ -344,15 +344,15 @@ def _parquet(path: Path, columns: ReadColumns) -> Iterator[Batch]:
             batches = file.iter_batches(
                 at_once, row_groups=[group], columns=names, use_threads=False
             )
-            first = 0
+            row = 0
             after = ""
             while True:
                 with table_errors(path, place + after):
                     if (batch := next(batches, None)) is None:
                         break
-                yield Batch(place, first, batch)
-                first += len(batch)
-                after = f", after row {first - 1}"
+                yield Batch(place, row, batch)
+                row += len(batch)
+                after = f", after row {row - 1}"
 
 
 def _rows_at_once(path: Path, group: Any, column: str, place: str) -> int:

@@ -236,6 +236,6 @@ def _parts(tensor: str, theirs: Stored, shape: tuple[int, ...]) -> Iterator[tupl
     for expert, matrices in enumerate(theirs):
         rows = shape[1] // len(matrices)
         for number, name in enumerate(matrices):
-            first = number * rows
-            part = Part(name=name, tensor=tensor, start=(expert, first), shape=(rows, *shape[2:]))
-            yield f"{tensor}[{expert}, {first}:{first + rows}]", part
+            row = number * rows
+            part = Part(name=name, tensor=tensor, start=(expert, row), shape=(rows, *shape[2:]))
+            yield f"{tensor}[{expert}, {row}:{row + rows}]", part
