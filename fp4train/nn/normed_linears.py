@@ -51,18 +51,27 @@ class Mixer(NamesKernel, nn.Module):
     mixed: Callable[..., Tensor]
     """y [..., width] of the outputs of the input layers, and of what `forward` takes beside x."""
 
-    takes_outputs: ClassVar[bool] = True
-    """Whether `mixed` computes what `forward` does after the input layers."""
+    by_mixed: ClassVar[Callable[..., Tensor] | None]
+    """The forward pass that `mixed` computes after the input layers; None: it computes another."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "forward" in vars(cls):
-            cls.takes_outputs = "mixed" in vars(cls)
+            cls.by_mixed = cls.forward if "mixed" in vars(cls) else None
+
+    @property
+    def takes_outputs(self) -> bool:
+        """Whether `mixed` computes what `forward` does after the input layers. It may not where
+        another base class, or code that replaces it in this class, gives the forward pass.
+        """
+        return type(self).forward is type(self).by_mixed
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """y of x [..., width]."""
         outputs = [getattr(self, name)(x) for name in self.input_layers]
         return self.mixed(*outputs, *arguments, **options)
+
+    by_mixed = forward
 
 
 class ReadsStream(Protocol):

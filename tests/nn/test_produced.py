@@ -357,6 +357,34 @@ def test_a_module_whose_forward_pass_is_not_ours_gets_true_tensors_and_the_plan_
     assert torch.equal(y, 2 * block.mlp_norm(x))
 
 
+class Halved:
+    """A base class that halves what the forward pass of the next one gives."""
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        y: torch.Tensor = super().forward(*arguments) / 2  # type: ignore[misc]
+        return y
+
+
+@pytest.mark.parametrize("by", ["base class", "class"])
+def test_a_forward_pass_that_a_base_class_gives_or_that_is_set_later_is_called(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = f4.convert(Llama(width=64, layers=1, heads=2).build(vocab_size=60, seq_len=8)).blocks[0]
+    if by == "base class":
+        block.mlp.__class__ = type("HalvedMLP", (Halved, SwiGLU), {}, kernel="gate")
+    else:
+        forward = SwiGLU.forward
+        monkeypatch.setattr(SwiGLU, "forward", lambda self, x: forward(self, x) / 2)
+    assert "takes no outputs of its layers" in str(block.mlp_in.why_never())
+    block.mlp_in.enabled = True
+    block.mlp_in.ready = Mock(side_effect=AssertionError)
+    block.bfloat16()
+    x = torch.randn(1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    n = block.mlp_norm(x)
+    y, _ = block.mlp_in(x)
+    assert torch.equal(y, block.mlp.mixed(block.mlp.gate(n), block.mlp.up(n)) / 2)
+
+
 class ShiftedNorm(RMSNorm):
     """RMSNorm with the weight 1 + w, as Gemma has."""
 
