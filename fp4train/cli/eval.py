@@ -68,7 +68,6 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{key}=… is of {of}, not of {kind}")
 
     def task(trained: TrainedModel, named: Sequence[NamedRecipe]) -> int:
-
         default_recipes = [trained.high_precision]
         if trained.trained_in is not None:
             default_recipes.append(trained.own)
@@ -96,7 +95,6 @@ def main(arguments: list[str]) -> int:
 def _scores(
     trained: TrainedModel, recipes: Sequence[NamedRecipe], options: dict[str, Any]
 ) -> Iterator[Score]:
-
     if options["text"] is not None:
         return texts(trained, recipes, options["text"], options["rows"])
     if options["task"] is None:

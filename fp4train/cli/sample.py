@@ -65,7 +65,6 @@ def main(arguments: list[str]) -> int:
 def _sample(
     trained: TrainedModel, named: NamedRecipe, prompt: str, sampling: Sampling, as_data: bool
 ) -> int:
-
     tokenizer = trained.text_tokenizer()
     ids = tokenizer.encode(prompt)
     if (begin := begin_of_document(tokenizer)) is not None:

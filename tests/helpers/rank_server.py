@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from compositions import parsing_once, remembering
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from tqdm import tqdm
 from unflushed import checked
 
 import fp4train.lab.analysis.curves as curves
@@ -114,6 +115,7 @@ def run_program(number: int, job: dict[str, Any], port: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     os.fsync = checked
+    tqdm.monitor_interval = 0  # its thread may hold a lock that no rank could open after the fork
     curves.draw_curves = lambda run: run / "curves.png"
     for module in (*FOR_THE_FORKS, *sys.argv[1:]):
         try:
