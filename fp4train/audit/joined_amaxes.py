@@ -29,7 +29,8 @@ class _OperandAmaxes:
     """The amaxes of one operand of a record.
 
     Args:
-        tensor: the operand in the orientation that is multiplied, of all features.
+        tensor: the operand in the orientation that is multiplied, of all features that its scale
+            covers.
         is_whole: whether other ranks have a part of these features.
         key: key of its random bits; None: it takes none.
         inner, outer: amaxes of what it requantises, and of what is quantised; None: it has none, or
@@ -101,7 +102,9 @@ def _lists(received: Sequence[list[Tensor | None] | None]) -> list[list[Tensor |
 
 
 def _amaxes_of(record: ObservedCall) -> list[_OperandAmaxes]:
-    """Those of the operands of a record that cover tokens of other ranks, not measured yet."""
+    """The operands of a record whose amaxes cover tokens of other ranks; these are not measured
+    yet.
+    """
     plan = record.plan
     dtype = plan.table.torch_dtype
     values = tensors(record, Expectation(plan))
@@ -117,10 +120,14 @@ def _amaxes_of(record: ObservedCall) -> list[_OperandAmaxes]:
         tensor = centred(record, plan, gemm, name, tensor)
         if operand.transposed:
             tensor = tensor.T
-        whole = None if record.cut is None else record.cut.whole(operand, dtype)
+        of_all_features = None
+        if record.cut is not None:
+            of_all_features = record.cut.whole(operand, dtype)
+        if of_all_features is not None:
+            tensor = of_all_features
         key = key_of(record, operand, record.position) if spec.random else None
         operands[operand] = _OperandAmaxes(
-            operand, spec, tensor if whole is None else whole, whole is not None, key
+            operand, spec, tensor, is_whole=of_all_features is not None, key=key
         )
     return list(operands.values())
 

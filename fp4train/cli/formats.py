@@ -52,7 +52,8 @@ def _transforms_of_plugins() -> list[str]:
     packages = {name.partition(".")[0] for name in plugins.named()}
     names = []
     for transform in _subclasses(Transform):
-        module, name = transform.__module__, transform.__qualname__
+        module = transform.__module__
+        name = transform.__qualname__
         # another import of the module may have left a class of that name behind
         current = getattr(sys.modules.get(module), name, None) is transform
         if module.partition(".")[0] in packages and current and not inspect.isabstract(transform):

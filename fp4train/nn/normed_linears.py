@@ -139,7 +139,11 @@ class NormedLinears(FusedLayers):
         """(y, h); the reader takes the further arguments."""
         norm = cast(ReadsStream, self.owner)
         reader = self.reader
-        x, change = stream if isinstance(stream, tuple) else (stream, None)
+        if isinstance(stream, tuple):
+            x, change = stream
+        else:
+            x = stream
+            change = None
         ready = self._ready_for(norm, reader, x, change) if self.enabled else None
         if ready is None:
             n, h = norm.of_stream(stream)

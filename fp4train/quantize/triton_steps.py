@@ -1,9 +1,10 @@
-"""Specs that no single Triton kernel knows, in steps: torch's operators make another tensor of x, and
-a kernel quantises it.
+"""Specs that no single Triton kernel knows, in steps: torch's operators make another tensor of x,
+and a kernel quantises it.
 
     requantises   x.T is quantised by a kernel, and its values are rounded to BF16
-    hadamard      the readable reference's operators transform x, where a transform has more neighbours
-                  than a thread holds, is no Hadamard's, or draws signs that the kernel of an amax does not
+    hadamard      the readable reference's operators transform x, where a transform has more
+                  neighbours than a thread holds, is no Hadamard transform, or draws signs that the
+                  kernel of an amax does not
 
 The random bits of an element are those of its place in what is quantised last, as in the reference:
 the results are equal in every bit.
@@ -25,9 +26,10 @@ from fp4train.quantize.triton_limits import why_not_spec
 
 
 def last_step(spec: QuantSpec) -> QuantSpec:
-    """The spec by which a kernel quantises last; the spec itself where there are no steps before."""
+    """The spec by which a kernel quantises last; the spec itself where no step comes before."""
+    # an infinite float32 scale depends on the dtype of x, and the groups of MS-EDEN on its transform
     if not spec.scale_format.is_byte or spec.rounding == "eden":
-        return spec  # an infinite float32 scale follows the dtype of x; MS-EDEN's groups, its transform
+        return spec
     last = spec
     if spec.requantises is not None:
         last = replace(spec, requantises=None)
