@@ -58,6 +58,11 @@ class PlannedStretch(Stretch):
     sources: Mapping[str, PlannedSource] = field(default_factory=dict, repr=False)
 
     @property
+    def layers_of_sources(self) -> set[str]:
+        """The layers whose operands norms and gates quantise."""
+        return {layer for source in self.sources.values() for layer in source.layers}
+
+    @property
     def title(self) -> str:
         return f"{step_span(self.start, self.stop)}: {self.recipe.name} ({self.reason})"
 
@@ -104,16 +109,6 @@ class Plan:
             for stretch in self.stretches
             for layer_plan in stretch.layers.values()
         )
-
-    @property
-    def layers_of_sources(self) -> set[str]:
-        """The layers whose operands norms and gates quantise in any stretch."""
-        return {
-            layer
-            for stretch in self.stretches
-            for source in stretch.sources.values()
-            for layer in source.layers
-        }
 
     @property
     def rows(self) -> Iterator[Row]:

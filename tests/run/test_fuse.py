@@ -241,8 +241,8 @@ def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(
     assert planned.stretches[0].sources["blocks.1.mlp_norm"].why_written == (
         "Router reads the same values, and takes no codes"
     )
-    assert "blocks.1.mlp.gate_up" not in planned.layers_of_sources
-    assert "blocks.1.mlp.shared.down" in planned.layers_of_sources
+    assert "blocks.1.mlp.gate_up" not in planned.stretches[0].layers_of_sources
+    assert "blocks.1.mlp.shared.down" in planned.stretches[0].layers_of_sources
     assert produced_by(planned, "cuda") == [
         "5 norms and gates are quantised where they are made (attention_norm, mlp_norm, mlp "
         "of block 0; "

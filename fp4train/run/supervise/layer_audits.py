@@ -33,7 +33,7 @@ from fp4train.nn.executors import executor_class
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Mesh
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.precision.plan import Plan
+from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.queued import Step
 from fp4train.run.supervise.audit_failures import AuditFailures
 from fp4train.run.supervise.audit_room import check_main_memory
@@ -106,17 +106,12 @@ class LayerAudits:
 
     def _turn(self, step: int) -> list[PlannedLayer]:
         """The layers in the order in which they are audited, under the plan of a step."""
-        plans = self.run.plan.at(step).layers
-        config = self.run.config
-        by_weight = called_by_weight(self.run.model)
-        layers = [
-            layer
-            for layer in self.run.planned_layers
-            if why_not_audited(plans[layer.layer.name], config, by_weight) is None
-        ]
+        stretch = self.run.plan.at(step)
+        left_out = reasons_in(stretch, self.run.config, called_by_weight(self.run.model))
+        layers = [layer for layer in self.run.planned_layers if layer.layer.name not in left_out]
         if not layers:
             return []
-        quantised = [layer for layer in layers if plans[layer.layer.name].quantised]
+        quantised = [layer for layer in layers if stretch.layers[layer.layer.name].quantised]
         return in_turn(layers, (quantised or layers)[-1])
 
     def observes(self, step: int) -> bool:
@@ -336,16 +331,27 @@ def why_not_audited(plan: LayerPlan, config: Config, by_weight: Collection[str] 
     return why_not_observed(executor_class(plan), plan)
 
 
+def reasons_in(
+    stretch: PlannedStretch, config: Config, by_weight: Collection[str] = ()
+) -> dict[str, str]:
+    """Name of each layer that is not audited in a stretch → the reason."""
+    of_sources = stretch.layers_of_sources
+    reasons: dict[str, str] = {}
+    for name, plan in stretch.layers.items():
+        reason = why_not_audited(plan, config, by_weight)
+        if reason is None and name in of_sources and plan.layer_backend is not None:
+            reason = CODES_ALONE
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
+
+
 def uncovered(plan: Plan, config: Config, by_weight: Collection[str] = ()) -> dict[str, list[str]]:
-    """Reason → names of the layers that are not audited in any stretch for it."""
+    """Reason → names of the layers that are not audited in some stretch for it."""
     reasons: dict[str, list[str]] = {}
-    of_sources = plan.layers_of_sources
     for stretch in plan.stretches:
-        for name, layer_plan in stretch.layers.items():
-            reason = why_not_audited(layer_plan, config, by_weight)
-            if reason is None and name in of_sources and layer_plan.layer_backend is not None:
-                reason = CODES_ALONE
-            if reason is not None and name not in reasons.setdefault(reason, []):
+        for name, reason in reasons_in(stretch, config, by_weight).items():
+            if name not in reasons.setdefault(reason, []):
                 reasons[reason].append(name)
     return reasons
 
@@ -361,8 +367,9 @@ def partly_covered(
     device = plan.device.type
     adds_up = config.train.batch_size > config.train.rows(mesh.data) * mesh.data
     for stretch in plan.stretches:
+        left_out = reasons_in(stretch, config, by_weight)
         for name, layer_plan in stretch.layers.items():
-            if why_not_audited(layer_plan, config, by_weight) is not None:
+            if name in left_out:
                 continue
             for reason in partly_uncovered(layer_plan, device, adds_up=adds_up):
                 names = parts.setdefault(reason, [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,18 +15,20 @@ from fp4train.audit.fault import Audited
 from fp4train.audit.observe import ADDED_TERMS, Observer, partly_uncovered
 from fp4train.audit.terms import RESIDUAL_CHANNELS
 from fp4train.backends.protocol import NotShownError
-from fp4train.hardware import Device
+from fp4train.hardware import Device, find_gpu
 from fp4train.precision import NVFP4 as NVFP4Recipe, Recipe, Residual
 from fp4train.precision.layer_plan import resolve
 from fp4train.precision.layers import Layer
+from fp4train.precision.plan import PlannedSource, PlannedStretch
 from fp4train.run.supervise import planned_calls, run_audits, sums as run_sums
+from fp4train.run.supervise.layer_audits import LayerAudits
 
 SILENT = ("audit.every=0", "audit.sums=0", "audit.repeat=0")
 NVFP4 = ("recipe=nvfp4", "policy=all", *STEADY)
 
 
 def weights(run: str) -> dict[str, bytes]:
-    state = checkpoint.load(f"{run}/checkpoints")
+    state = checkpoint.load(Path(run, "checkpoints"))
     return {name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()}
 
 
@@ -165,6 +169,35 @@ def test_a_plan_says_what_audits_will_leave_out(cli: Cli) -> None:
     mesh = ("gpu=H200", "gpus=2", "parallel.dp_shard=2", "recipe.fused_scales=true")
     divided = " ".join(cli.raw(*plan, *mesh).out.split())
     assert f"audits: one of 42 layers every 100 steps; {head}" in divided
+
+
+def test_no_step_is_spent_on_a_layer_whose_x_exists_in_codes_alone() -> None:
+    layers = [
+        Layer(name=name, in_features=64, out_features=64, block=0, blocks=1)
+        for name in ("up", "down")
+    ]
+    recipe = NVFP4Recipe()
+    device = Device.elsewhere(find_gpu("B200"))
+    stretch = PlannedStretch(
+        start=0,
+        stop=9,
+        recipe=recipe,
+        reason="recipe",
+        layers={layer.name: resolve(layer, recipe, None, "te", device) for layer in layers},
+        sources={"norm": PlannedSource(kind="norm", layers=["up"])},
+    )
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            audit=SimpleNamespace(steps=lambda device: 1), train=SimpleNamespace(compile=False)
+        ),
+        device=torch.device("cpu"),
+        model=torch.nn.Module(),
+        plan=SimpleNamespace(at=lambda step: stretch),
+        planned_layers=[SimpleNamespace(layer=layer) for layer in layers],
+    )
+    audits = LayerAudits(run)
+    audited = [audits.layer_at(step) for step in range(4)]
+    assert [layer.layer.name for layer in audited if layer is not None] == ["down"] * 4
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import audit_planting as planting
@@ -30,7 +31,7 @@ NVFP4 = ("recipe=nvfp4", "policy=all", *STEADY)
 
 
 def weights(run: str) -> dict[str, bytes]:
-    state = checkpoint.load(f"{run}/checkpoints")
+    state = checkpoint.load(Path(run, "checkpoints"))
     return {name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()}
 
 
