@@ -113,7 +113,7 @@ class MadeForms:
     """Both forms of a tensor that is nowhere in memory: the `codes_of` of the layers that take it.
 
     Args:
-        source: what the tensor is made of; None: nobody asks for its values.
+        source: the tensors that it is made of; None: nobody asks for its values.
         number: its place among the results of the source.
     """
 

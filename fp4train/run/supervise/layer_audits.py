@@ -411,7 +411,7 @@ def summary(audits: LayerAudits, others: Sequence[str] = ()) -> str | None:
     calls this.
 
     Args:
-        others: what was compared besides layers.
+        others: the comparisons besides those of layers.
     """
     run = audits.run
     left_out: dict[str, list[str]] = {}
