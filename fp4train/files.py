@@ -70,6 +70,7 @@ class Folder:
         """The folder at a path that the user named: the path may lead over links. `create` makes
         missing ones.
         """
+        path = Path(path)
         if create:
             _make(path)
         return cls(path, os.open(path, _FOLDER))
@@ -312,6 +313,7 @@ def write_all(descriptor: int, data: Buffer) -> None:
 @contextmanager
 def parent(path: Path, *, create: bool = False) -> Iterator[tuple[Folder, str]]:
     """The open folder that `path` lies in, and its name there."""
+    path = Path(path)
     with Folder.open(path.parent, create=create) as folder:
         yield folder, path.name
 

@@ -125,6 +125,7 @@ def train(run: Run) -> Result:
     finally:
         run.feed.close()
         run.saver.close()
+        run.inbox.close()  # after the saver, which has records written
     return Result(
         step=run.step,
         metrics=ledger.metrics,

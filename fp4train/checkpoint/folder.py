@@ -179,6 +179,7 @@ def load(
         UserError: nothing usable (every checkpoint is named with its reason), or written by a newer
             fp4train.
     """
+    folder = Path(folder)
     names = _found_by_the_first(folder, ranks)
     if step is not None and step not in names:
         raise UserError(f"{folder} has no checkpoint of step {step}; it has {_list(names)}")

@@ -56,6 +56,7 @@ class RunSettings:
     overwrite: Annotated[bool, CHANGES_NOTHING] = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dir", Path(self.dir))
         if not self.name.strip():
             raise ValueError("run.name must not be empty: it names the run directory")
         parts = Path(self.name).parts
@@ -233,6 +234,7 @@ class CheckpointSettings:
     milestones: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "also", None if self.also is None else Path(self.also))
         check_least(
             self, "checkpoint.", "every", least=0, must="a number of steps, or 0 for the end only"
         )

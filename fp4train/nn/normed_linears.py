@@ -92,7 +92,7 @@ class NormedLinears(FusedLayers):
         norm: name in it of the norm, a `ReadsStream` whose class names its kernels ("norm",
             "root").
         reader: name in it of the module that is called with n. The layers that read n are its
-            `input_layers`, names in it; without these it is not said.
+            `input_layers`, names in it; a reader without them is called with n.
     """
 
     def __init__(self, block: nn.Module, norm: str, reader: str) -> None:

@@ -68,7 +68,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        self.path = path
+        self.path = Path(path)
 
         def keep(line: dict[str, Any]) -> bool:
             return resume_step is None or line["step"] <= resume_step

@@ -145,7 +145,7 @@ class StatisticsLog:
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        self.path = path
+        self.path = Path(path)
         self._file: LogWriter | None = None
         self._failing = False
 
@@ -227,7 +227,7 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
     Raises:
         UserError: the run has none, or the file cannot be read.
     """
-    path = run / STATISTICS
+    path = Path(run) / STATISTICS
     try:
         with files.parent(path) as (folder, name):
             data = folder.read(name, LIMIT)

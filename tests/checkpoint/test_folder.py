@@ -62,6 +62,12 @@ def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path, tensor: Tens
     assert torch.equal(back.reshape(-1).view(torch.uint8), raw.reshape(-1).view(torch.uint8))
 
 
+def test_the_path_of_a_checkpoint_may_be_a_text(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    assert checkpoint.steps(str(tmp_path)) == [1, 2]  # type: ignore[arg-type]
+    assert checkpoint.load(str(tmp_path)).step == 2  # type: ignore[arg-type]
+
+
 def test_tied_weights_are_stored_once_and_views_come_apart(tmp_path: Path) -> None:
     w = torch.randn(64, 64)
     path = save(tmp_path, 1, {"embed": w, "head": w, "row": w[3], "transposed": w.T}, {}, keep=1)

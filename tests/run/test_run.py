@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,15 @@ def test_compiling_without_a_compiler_is_refused_before_the_run_begins(
     assert process.returncode == 1 and "fp4train: train.compile=true needs a C++ compiler" in err
     assert "Traceback" not in err
     assert not Path("runs/a/config.yaml").exists()
+
+
+def test_a_run_that_has_ended_leaves_no_thread_in_its_process(cli: Cli) -> None:
+    earlier = set(threading.enumerate())
+    assert cli("run.name=a").code == 0
+    for thread in set(threading.enumerate()) - earlier:
+        if thread.name != "tqdm_monitor":  # of the bars of a process, which keeps it
+            thread.join(1.0)
+            assert not thread.is_alive(), thread.name
 
 
 @pytest.mark.usefixtures("pictures")

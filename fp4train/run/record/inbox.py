@@ -244,6 +244,10 @@ class Inbox:
         if not self._worker.wait(SYNC_SECONDS) or journal.waiting:
             raise TimeoutError(f"the swaps are not recorded after {SYNC_SECONDS:g} s")
 
+    def close(self) -> None:
+        """Take no more requests. What waits is done first, unless the disk does not answer."""
+        self._worker.leave(0 if self._behind else WAIT_SECONDS)
+
     def _in_time(self) -> bool:
         done = self._worker.wait(0 if self._behind else WAIT_SECONDS)
         if not done and not self._behind:
