@@ -92,6 +92,23 @@ PIECES: dict[str, QuantSpec] = {
 }
 """What recipes of research add."""
 
+IN_STEPS: dict[str, QuantSpec] = {
+    "transform of 64": mx(
+        "e2m1",
+        "floor",
+        guard=0.75,
+        rounding="stochastic",
+        hadamard=Hadamard(size=64, signs="step"),
+    ),
+    "requantised": QuantSpec(
+        global_scale="block",
+        rounding="stochastic",
+        hadamard=Hadamard(signs="step"),
+        requantises=QuantSpec(global_scale="block"),
+    ),
+}
+"""What takes several steps (`quantize/triton_steps.py`)."""
+
 PAIRS = (
     ("nvfp4", "nvfp4 hadamard"),
     ("nvfp4 stochastic", "nvfp4 hadamard stochastic"),

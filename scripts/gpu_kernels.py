@@ -33,7 +33,7 @@ from typing import Any
 
 import gpu_stand_ins
 import torch
-from gpu_cases import BACKWARD, KEY, PIECES, SPECS, Case, cases, one_form
+from gpu_cases import BACKWARD, IN_STEPS, KEY, PIECES, SPECS, Case, cases, one_form
 from gpu_launched import launched_cases
 from torch import Tensor
 from torch.nn.functional import rms_norm
@@ -322,7 +322,7 @@ def all_cases(device: str, *, sanitize: bool, full: bool, pieces: bool = False) 
         if len(shapes) > 1:
             shapes = [(1, 1), (20, 40), *shapes, (129, 4100), (1000, 1536)]
     if pieces:
-        return list(one_form(PIECES, shapes, kinds, dtypes))
+        return list(one_form({**PIECES, **IN_STEPS}, shapes, kinds, dtypes))
     return list(cases(shapes=shapes, kinds=kinds, dtypes=dtypes))
 
 

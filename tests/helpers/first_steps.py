@@ -4,8 +4,12 @@ rank would find it out again, in a quarter of the time that a tiny run takes.
 """
 
 import io
+import logging
+import os
+import sys
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,13 +36,29 @@ the first rank of it, must be none of a job.
 
 
 def take() -> None:
-    """A run of one rank, and a step of a model that is cut in each way. Nothing is left of them but
-    what libraries keep.
+    """A run of one rank, and a step of a model that is cut in each way. What libraries keep of them
+    stays, and the seed of the run.
     """
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), settings_of_the_process():
         train_alone()
     for parallel in (Parallel(dp_shard=MANY), Parallel(tp=MANY)):
         step_of_a_cut_model(parallel)
+
+
+@contextmanager
+def settings_of_the_process() -> Iterator[None]:
+    """Sets again what a command sets in its process for good."""
+    log = logging.getLogger("fp4train")
+    hook = sys.excepthook
+    level = log.level
+    handlers = log.handlers[:]
+    environment = dict(os.environ)
+    yield
+    sys.excepthook = hook
+    log.setLevel(level)
+    log.handlers[:] = handlers
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def train_alone() -> None:

@@ -19,7 +19,7 @@ needs_triton = pytest.mark.skipif(
 CASES = """
 import torch
 from dataclasses import replace
-from gpu_cases import Case, content
+from gpu_cases import IN_STEPS, Case, content
 from gpu_kernels import check
 from fp4train.config import bind
 from fp4train.config.composition import named
@@ -36,6 +36,7 @@ for name in recipes:
     if recipe.outliers is not None:
         specs += recipe.of_outliers().table().specs()
 specs += [
+    *IN_STEPS.values(),
     QuantSpec(hadamard=Hadamard(size=64, signs="none")),
     QuantSpec(hadamard=Rotation(kind="dct", size=32)),
     QuantSpec(requantises=QuantSpec(block=(16, 16)), hadamard=Hadamard()),
