@@ -43,6 +43,7 @@ DIVIDING = (
 """
 WHOLE = {
     "is_sharded",
+    "check_lies_in",
     "shard_of",
     "__post_init__",
     "whole",
