@@ -38,12 +38,14 @@ def test_pairs_swap_their_order_and_medians_become_the_share(
 
     monkeypatch.setattr(script, "measured", measured)
     out = tmp_path / "lines.md"
-    assert script.script(["pairs=3", f"out={out}", "train.steps=200"]) == 0
-    assert ways[1:] == [False, True, True, False, False, True], "after one that fills caches"
+    assert script.script(["pairs=4", f"out={out}", "train.steps=200"]) == 0
+    assert ways[1:] == [False, True, True, False] * 2, "after one that fills caches"
     text = out.read_text()
     assert "| with audits | 10.10 s | 20.00 s |" in text
     assert "| audits add | +1.00% | +0.00% |" in text
-    assert "Medians of 3 runs each of `fp4train train.steps=200`" in text
+    assert "Medians of 4 runs each of `fp4train train.steps=200`" in text
+    with pytest.raises(SystemExit, match="pairs=3: an even number"):
+        script.script(["pairs=3"])
 
 
 def test_the_commands_are_runs_with_the_default_audits_and_with_none(
