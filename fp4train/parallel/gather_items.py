@@ -7,6 +7,7 @@ and sent transposed back: every tensor that is sent has the shards along its fir
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -86,16 +87,16 @@ def codes_of_group(shard: Tensor, item: GatherItem) -> SentTensors:
     return SentTensors(tensors, members[0]._replace(codes=tensors[0][0], scales=tensors[1][0]))
 
 
-class ReceivedWeight:
+class ReceivedWeight(ABC):
     """A gathered weight [N, K], of a `nn.gathered.GatheredSource`, in the forms that a layer takes."""
 
+    @abstractmethod
     def codes(self, item: GatherItem, call: LayerCall) -> Quantized | None:
         """The quantised weight, if it came in this step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.gathered.GatheredSource`."""
-        raise NotImplementedError
 
     def prepared(self, form: WeightForm, call: LayerCall) -> Prepared | None:
         """See `nn.gathered.GatheredSource`."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import interpreted
+from needs_triton import needs_triton
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -173,8 +174,8 @@ print(json.dumps([made, [str(fault) for fault in report.faults], audits]))
 
 
 @pytest.mark.long
+@needs_triton
 def test_kernels_of_norms_and_gates_pass_an_audit() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
     ended = interpreted("-c", PROGRAM)
     assert ended.returncode == 0, ended.stderr
     made, faults, audits = json.loads(ended.stdout.splitlines()[-1])

@@ -2,22 +2,17 @@
 CPU's memory.
 """
 
-import importlib.util
 from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
 import torch
 from interpreted import interpreted
+from needs_triton import needs_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4train.backends import emulate, matmul, scaled
 from fp4train.quantize import Decoded, Launch, triton
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="triton is not installed (Linux only: pip install triton)",
-)
 
 SCALES = """
 import itertools, torch

@@ -2,7 +2,6 @@
 refuses.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import interpreted
+from needs_triton import needs_triton
 
 from fp4train.quantize import (
     Hadamard,
@@ -23,11 +23,6 @@ from fp4train.quantize import (
 )
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="triton is not installed (Linux only: pip install triton)",
-)
 
 
 @pytest.mark.long

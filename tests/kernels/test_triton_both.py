@@ -2,22 +2,17 @@
 bytes.
 """
 
-import importlib.util
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from interpreted import interpreted
+from needs_triton import needs_triton
 
 from fp4train.precision import MXFP8, NVFP4
 from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey
 from fp4train.quantize.triton import TritonQuantizer
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="triton is not installed (Linux only: pip install triton)",
-)
 
 CODE = """
 import torch

@@ -3,7 +3,6 @@ for formats by their fields; compiled for Hopper and Blackwell.
 """
 
 import dataclasses
-import importlib.util
 import re
 from functools import partial
 from pathlib import Path
@@ -12,16 +11,12 @@ import pytest
 import torch
 from gpu_cases import PIECES
 from interpreted import interpreted
+from needs_triton import needs_triton
 
 from fp4train.formats import ELEMENT_FORMATS, SCALE_FORMATS, ElementFormat, ScaleFormat
 from fp4train.quantize import QuantSpec, RandomKey, register
 from fp4train.quantize.triton import TritonQuantizer, has_pair_kernel
 from fp4train.quantize.triton_limits import why_not_spec
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="triton is not installed (Linux only: pip install triton)",
-)
 
 KEY = RandomKey(seed=1, step=7, layer=5, operand=3)
 

@@ -2,19 +2,12 @@
 no kernel makes, have the bits of the reference in the interpreter.
 """
 
-import importlib.util
-
-import pytest
 from interpreted import interpreted
+from needs_triton import needs_triton
 
 from fp4train.quantize import Hadamard, QuantSpec
 from fp4train.quantize.triton_limits import why_not_spec
 from fp4train.quantize.triton_steps import why_not_steps
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="triton is not installed (Linux only: pip install triton)",
-)
 
 CASES = """
 import torch
