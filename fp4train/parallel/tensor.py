@@ -11,7 +11,7 @@ parameters before.
 
 import math
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,21 +56,27 @@ def cut_tensors(
     check_division(model, cut, ranks.size)
     local_of: dict[nn.Parameter, nn.Parameter] = {}
     orders: dict[str, RowOrder] = {}
-    for module, axis, along, name, only in _sliced(model, cut):
-        segments = cut.segments.get(name, ())
+    for divided in _divided(model, cut):
+        segments = cut.segments.get(divided.name, ())
         order = RowOrder(segments, ranks.size) if segments else None
         if order is not None:
-            of_module = [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
-            orders |= dict.fromkeys([name] if only else of_module, order)
-        _distribute(module, mesh, axis, local_of, order=order, only=only)
-        if along is not None:
-            layer = cast(PlannedLayer, module)
-            part = layer.weight.shape[axis] // ranks.size
+            orders |= dict.fromkeys(divided.parameters, order)
+        _distribute(
+            divided.module,
+            mesh,
+            divided.axis,
+            local_of,
+            order=order,
+            only=divided.parameter,
+        )
+        if divided.along is not None:
+            layer = cast(PlannedLayer, divided.module)
+            part = layer.weight.shape[divided.axis] // ranks.size
             runs = () if order is None else order.runs(ranks.rank * part, part)
             layer.shard(
                 LayerShard(
                     tensor=ranks,
-                    cut=along,
+                    cut=divided.along,
                     sequence=sequence,
                     first=ranks.rank * part,
                     runs=runs,
@@ -88,9 +94,9 @@ def cut_tensors(
     parallel.tensor = TokenRanks(ranks=ranks, sequence=sequence)
     parallel.row_orders = orders
     # other heads on each rank, as other tokens are with `sequence`
-    for names, divided in ((cut.tokens, sequence), (cut.features, False), (cut.heads, True)):
+    for names, distinct in ((cut.tokens, sequence), (cut.features, False), (cut.heads, True)):
         for name in names:
-            model.get_submodule(name).tensor = TokenRanks(ranks=ranks, sequence=divided)  # type: ignore[assignment]
+            model.get_submodule(name).tensor = TokenRanks(ranks=ranks, sequence=distinct)  # type: ignore[assignment]
     set_data_ranks(model, amax=amax, data=data)
     return model
 
@@ -152,13 +158,15 @@ def check_division(model: nn.Module, cut: TensorCut, size: int) -> None:
                 f"{key}={count} cannot be divided over parallel.tp={size} ranks; parallel.tp "
                 f"allowed: {allowed}"
             )
-    for module, axis, along, name, only in _sliced(model, cut):
-        if along is not None and not isinstance(module, PlannedLayer):
+    for divided in _divided(model, cut):
+        name = divided.name
+        module = divided.module
+        if divided.along is not None and not isinstance(module, PlannedLayer):
             raise TypeError(
                 f"{name} is a {type(module).__name__}: convert the model before it is cut"
             )
-        count = module.get_parameter(only or "weight").shape[axis]
-        _check_rows(name, count, cut.segments.get(name, ()), _COUNTED[along], size)
+        count = module.get_parameter(divided.parameter or "weight").shape[divided.axis]
+        _check_rows(name, count, cut.segments.get(name, ()), _COUNTED[divided.along], size)
 
 
 def _check_rows(name: str, count: int, segments: tuple[int, ...], what: str, size: int) -> None:
@@ -179,13 +187,32 @@ def _check_rows(name: str, count: int, segments: tuple[int, ...], what: str, siz
             )
 
 
-def _sliced(
-    model: nn.Module, cut: TensorCut
-) -> Iterator[tuple[nn.Module, int, Cut | None, str, str | None]]:
-    """Each module whose parameters are cut, the dimension of the cut, the features along which a
-    layer is cut, its name, and None; of a parameter that is cut alone, the module that has it, its
-    name in the model, and that in the module.
+class _Divided(NamedTuple):
+    """A module whose parameters are divided over the ranks, or one parameter of it.
+
+    Args:
+        module: the module that has them.
+        name: name in the model of the module, or of the parameter.
+        axis: dimension of the cut.
+        along: the features along which a layer is cut; None: the module is no such layer.
+        parameter: name in the module of the one parameter that is divided; None: all are.
     """
+
+    module: nn.Module
+    name: str
+    axis: int
+    along: Cut | None = None
+    parameter: str | None = None
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names in the model of the divided parameters."""
+        if self.parameter is not None:
+            return [self.name]
+        return [f"{self.name}.{name}" for name, _ in self.module.named_parameters(recurse=False)]
+
+
+def _divided(model: nn.Module, cut: TensorCut) -> Iterator[_Divided]:
     slices: tuple[tuple[tuple[str, ...], int, Cut | None], ...]
     slices = (
         (cut.out, 0, "out"),
@@ -195,10 +222,10 @@ def _sliced(
     )
     for names, axis, along in slices:
         for name in names:
-            yield model.get_submodule(name), axis, along, name, None
+            yield _Divided(model.get_submodule(name), name, axis, along)
     for name in cut.rows:
         path, _, attribute = name.rpartition(".")
-        yield model.get_submodule(path), 0, None, name, attribute
+        yield _Divided(model.get_submodule(path), name, 0, parameter=attribute)
 
 
 def _distribute(
