@@ -18,11 +18,12 @@ HELPERS = Path(__file__).parent
 
 
 def interpreted(
-    *command: str, timeout: float = 300, **variables: str
+    *command: str, timeout: float = 300, hastened: bool = True, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Python with the arguments `command`, `-c` and code or a file first, and the tests' helpers
     and scripts to import.
 
+    hastened: whether the interpreter is that of `hasten`, else it is Triton's own.
     variables: of its environment, besides.
     """
     environment = (
@@ -33,7 +34,8 @@ def interpreted(
     folders = (HELPERS, HELPERS.parents[1] / "scripts", os.environ.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(str(each) for each in folders if str(each))
     # numpy warns of divisions by zero
-    command = (sys.executable, "-W", "ignore", __file__, *command)
+    program = (__file__, *command) if hastened else command
+    command = (sys.executable, "-W", "ignore", *program)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
