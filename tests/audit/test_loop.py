@@ -27,10 +27,10 @@ from fp4train.precision import (
     Recipe,
     TetraJetV2Outliers,
     recipes,
+    recompute,
     resolve,
 )
 from fp4train.precision.context import backward_pass
-from fp4train.precision.recompute import recompute
 
 RECIPES = (
     NVFP4(),

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.audit import products
+from fp4train.audit import Observer, products
 from fp4train.audit.call import ObservedCall, Product
 from fp4train.audit.compare import CallComparison
 from fp4train.audit.expected import Expectation
-from fp4train.audit.observe import Observer
 from fp4train.audit.whole_layers import ShownPasses
 from fp4train.backends import tensor_cores
 from fp4train.backends.protocol import Multiplied

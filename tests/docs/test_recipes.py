@@ -6,7 +6,7 @@ import pytest
 from shown import DOCS, SMALL, commands, table
 
 from fp4train.cli import main
-from fp4train.config.binding import bind
+from fp4train.config import bind
 from fp4train.config.composition import named
 from fp4train.lab.ledger import ledger, markdown
 from fp4train.precision import Recipe

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fp4train as f4
 from fp4train.cli import main as command_line
 from fp4train.optim.adamw import AdamW
-from fp4train.parallel.config import Parallel
+from fp4train.parallel import Parallel
 from fp4train.parallel.fsdp import distribute, share_tensors
 from fp4train.parallel.launch import ProcessRank
 from fp4train.parallel.world import REPLICATE, SHARD, STAGES, TENSOR, World

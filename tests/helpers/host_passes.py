@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from fp4train.backends import native
 from fp4train.nn import Linear
 from fp4train.precision import FP8Current, FP8Delayed, Recipe
-from fp4train.quantize import cpu, triton, triton_launch
-from fp4train.quantize.quantizer import quantizer
+from fp4train.quantize import cpu, quantizer, triton, triton_launch
 
 
 @contextmanager

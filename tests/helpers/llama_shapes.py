@@ -11,11 +11,8 @@ import fp4train as f4
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.workload import Workload, workload
 from fp4train.models.common.cut import tensor_cut
-from fp4train.models.llama import Llama
-from fp4train.models.llama.model import LlamaModel
-from fp4train.precision import Recipe, Timeline
-from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import make_plan
+from fp4train.models.llama import Llama, LlamaModel
+from fp4train.precision import Recipe, Timeline, find_layers, make_plan
 from fp4train.run.state.moments import Moments
 from fp4train.run.state.weights import ModelWeights
 

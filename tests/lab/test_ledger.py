@@ -17,8 +17,7 @@ from fp4train.config.composition import compose, named
 from fp4train.errors import UserError
 from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
 from fp4train.lab.studies.candidates import candidates, sweep_axes
-from fp4train.precision import BF16, Layer, LayerPolicy, Recipe
-from fp4train.precision.layers import find_layers
+from fp4train.precision import BF16, Layer, LayerPolicy, Recipe, find_layers
 from fp4train.quantize import RandomKey, quantize
 
 ENTRIES = ledger()

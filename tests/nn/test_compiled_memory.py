@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fp4train as f4
-from fp4train.precision import NVFP4, autocast, current
-from fp4train.precision.recompute import recompute
+from fp4train.precision import NVFP4, autocast, current, recompute
 from fp4train.quantize import Quantized
 
 pytestmark = MARKS

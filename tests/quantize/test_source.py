@@ -5,8 +5,8 @@ import torch
 
 from fp4train.backends import sourced
 from fp4train.hardware import Device
-from fp4train.nn.executors.gemms import Gemms
-from fp4train.nn.operands import TensorForms
+from fp4train.nn import TensorForms
+from fp4train.nn.executors import Gemms
 from fp4train.precision import FP8Row, Layer, QuartetII, Recipe, resolve
 from fp4train.precision.recipes import MXFP8, NVFP4
 from fp4train.quantize import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fp4train.audit.turn import in_turn
-from fp4train.cli.main import main
+from fp4train.cli import main
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

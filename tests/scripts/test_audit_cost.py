@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from command_line import TINY
 
-from fp4train.cli.main import main
+from fp4train.cli import main
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -32,8 +32,7 @@ from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.te import TEExecutor
 from fp4train.hardware import Device
 from fp4train.nn import convert
-from fp4train.precision import Context, Recipe, resolve, use
-from fp4train.precision.recompute import recompute
+from fp4train.precision import Context, Recipe, recompute, resolve, use
 from fp4train.quantize import Position, RunStep
 from fp4train.run.run import Run
 from fp4train.run.step import train_losses

@@ -20,9 +20,8 @@ from fp4train.backends import LAYER_BACKENDS
 from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.parameters import ParameterSpec
-from fp4train.precision import Context, Recipe, resolve, use
+from fp4train.precision import Context, Recipe, recompute, resolve, use
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
-from fp4train.precision.recompute import recompute
 from fp4train.quantize import Position, RunStep
 
 

@@ -15,7 +15,7 @@ from fp4train.lab.costs.links import Collectives
 from fp4train.lab.costs.memory import rank_memory
 from fp4train.lab.costs.weights import ModelWeight, on_rank, tensor_traffic
 from fp4train.lab.costs.workload import Workload
-from fp4train.parallel.config import Mesh
+from fp4train.parallel import Mesh
 from fp4train.parameters import Split
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Recipe
 

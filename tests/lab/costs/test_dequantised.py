@@ -12,10 +12,18 @@ from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.rows import layer_costs
 from fp4train.lab.costs.workload import Workload, workload
 from fp4train.models.llama import Llama
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, LayerPolicy, Recipe, Timeline
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import make_plan
+from fp4train.precision import (
+    BF16,
+    MXFP8,
+    NVFP4,
+    FP8Block,
+    LayerPolicy,
+    Recipe,
+    Timeline,
+    find_layers,
+    make_plan,
+    resolve,
+)
 
 B200 = find_gpu("B200")
 SEQUENCES = 2

@@ -23,17 +23,17 @@ from fp4train.precision import (
     FP8Current,
     FP8Delayed,
     FP8Row,
+    Layer,
+    LayerPlan,
     LayerPolicy,
     Mixed,
     Phase,
     Recipe,
     Timeline,
+    make_plan,
+    resolve,
 )
-from fp4train.precision.layer_plan import LayerPlan, resolve
-from fp4train.precision.layers import Layer
-from fp4train.precision.plan import make_plan
-from fp4train.quantize import Operand, Own, QuantSpec
-from fp4train.quantize.source import ValuesOf
+from fp4train.quantize import Operand, Own, QuantSpec, ValuesOf
 
 DOCUMENT = Path(__file__).parents[3] / "benchmarks" / "cost_model.md"
 B200, B300, H200, H100, A100 = (find_gpu(name) for name in ("B200", "B300", "H200", "H100", "A100"))

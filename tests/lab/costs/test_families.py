@@ -24,11 +24,8 @@ from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.models.olmo2 import Olmo2
-from fp4train.parallel.config import Mesh
-from fp4train.precision import BF16, NVFP4, Timeline
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.layers import Layer, find_layers
-from fp4train.precision.plan import make_plan
+from fp4train.parallel import Mesh
+from fp4train.precision import BF16, NVFP4, Layer, Timeline, find_layers, make_plan, resolve
 
 BATCH = 2
 TIME = 64

@@ -15,7 +15,7 @@ from llama_shapes import measured
 from fp4train.hardware import Gpu, find_gpu
 from fp4train.lab.costs import cluster
 from fp4train.lab.costs.cluster import ClusterCost
-from fp4train.parallel.config import Mesh
+from fp4train.parallel import Mesh
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
 
 DOCUMENT = Path(__file__).parents[3] / "benchmarks" / "cost_model.md"

@@ -7,10 +7,7 @@ import pytest
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.roofline import gemm_seconds, move_seconds
 from fp4train.lab.costs.rows import GemmCost, layer_costs
-from fp4train.precision import NVFP4
-from fp4train.precision.layer_plan import resolve
-from fp4train.precision.layers import Layer
-from fp4train.precision.terms import Residual
+from fp4train.precision import NVFP4, Layer, Residual, resolve
 from fp4train.quantize import QuantSpec
 
 H100 = find_gpu("H100")

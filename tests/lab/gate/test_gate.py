@@ -19,7 +19,7 @@ from command_line import TINY, Cli, Outcome, wait_for
 from stand_in_forks import forks_by
 
 import fp4train.cli.gate as command
-from fp4train.cli.main import main
+from fp4train.cli import main
 from fp4train.lab.studies.forks import Fork
 from fp4train.lab.studies.record import MEASUREMENTS, open_record
 
