@@ -29,7 +29,9 @@ from fp4train.nn.engine import Executor
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 
 CODES_ALONE: Final = "its x exists in codes alone, which a norm or a gate makes"
-"""Why a layer of a backend is not observed."""
+"""Why a layer of a backend is not observed that reads a norm or gate."""
+GRADIENT_IN_CODES: Final = "its dy exists in codes alone, which a gate makes"
+"""Why a layer of a backend is not observed whose y a gate takes."""
 
 
 class CallRecorder(Protocol):

@@ -32,6 +32,7 @@ from fp4train.data.source import planned_tokenizer, planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn.conversion import weight_groups
+from fp4train.nn.fused_layers import outlines
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
@@ -263,7 +264,7 @@ def _plan(
         ]
         sentences = [on_one_gpu.kernels[1]]
         produced_on = "cuda"
-    plan = with_sources(plan, model, config.train, produced_on, gpu=gpu)
+    plan = with_sources(plan, outlines(model), config.train, produced_on, gpu=gpu)
     sentences += produced_by(plan, produced_on)
     sentences.append(described(plan, config, Mesh(), model))
     _show(

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -58,7 +59,7 @@ def why_not(
         here: with what is installed on this machine; else where Triton and the newest backends are.
         why_not_own: why kernels that are no backend's do not run; None: they do.
     """
-    why_no_kernel = _why_not_by_backend(readers, kind, here=here)
+    why_no_kernel = why_not_by_backend(readers, kind, here=here)
     if why_no_kernel is None:
         return None
     of_tensors = (readers, "x", "the input x"), (writers, "dy", "the gradient dy")
@@ -88,7 +89,7 @@ def why_not(
     return why_not_own
 
 
-def _why_not_by_backend(readers: Sequence[Executor], kind: str, *, here: bool) -> str | None:
+def why_not_by_backend(readers: Sequence[Executor], kind: str, *, here: bool = True) -> str | None:
     """Why a backend's own kernel does not make the x of the readers; None: it does. Backends have
     kernels of norms.
     """
@@ -187,6 +188,39 @@ def watched(*modules: nn.Module) -> bool:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SourceOutline:
+    """A norm or gate as a plan needs it, without its modules, which another rank may hold.
+
+    Args:
+        name: name of the module that computes its result otherwise.
+        kind: see `FusedLayers.kind`.
+        why_never: see `FusedLayers.why_never`.
+        readers, writers: names of the layers, if there is no reason `why_never`.
+    """
+
+    name: str
+    kind: str
+    why_never: str | None
+    readers: tuple[str, ...] = ()
+    writers: tuple[str, ...] = ()
+
+
+def outlines(model: nn.Module) -> tuple[SourceOutline, ...]:
+    """The norms and gates of `model` that may quantise their results."""
+    names = {module: name for name, module in model.named_modules()}
+    return tuple([fused.outline(names[fused.owner]) for fused in fused_layers(model)])
+
+
+def fused_layers(model: nn.Module) -> Iterator[FusedLayers]:
+    """The norms and gates of `model` that may quantise their results for the layers that read
+    them, as its modules say.
+    """
+    for module in model.modules():
+        if isinstance(module, FusedLayers) and module.readers:
+            yield module
+
+
 class FusedLayers(nn.Module, ABC):
     """A norm or gate that quantises its result for the layers that read it.
 
@@ -253,19 +287,33 @@ class FusedLayers(nn.Module, ABC):
                 return f"{type(layer).__name__} reads the same values, and takes no codes"
         return None
 
-    def resolve(self, executors: Sequence[Executor], *, here: bool = True) -> str | None:
+    def resolve(self, executors: Sequence[Executor]) -> str | None:
         """Why it does not quantise its result for layers with these executors, those of the readers
         first (`why_not`); None: it does.
         """
         count = len(self.readers)
         return why_not(
-            executors[:count], executors[count:], self.kind, here=here, why_not_own=self.why_not_own
+            executors[:count], executors[count:], self.kind, why_not_own=self.why_not_own
         )
 
-    def is_by_backend(self, executors: Sequence[Executor], *, here: bool = True) -> bool:
-        """Whether a backend's own kernels quantise it, where `resolve` says that it is quantised."""
-        readers = executors[: len(self.readers)]
-        return _why_not_by_backend(readers, self.kind, here=here) is None
+    def outline(self, name: str) -> SourceOutline:
+        """What a plan needs to know of it.
+
+        Args:
+            name: name of its owner in the model.
+        """
+        reason = self.why_never()
+        if reason is not None:
+            return SourceOutline(name=name, kind=self.kind, why_never=reason)
+        layers = [layer.layer.name for layer in self.layers]
+        count = len(self.readers)
+        return SourceOutline(
+            name=name,
+            kind=self.kind,
+            why_never=None,
+            readers=tuple(layers[:count]),
+            writers=tuple(layers[count:]),
+        )
 
     def ready(self, x: Tensor) -> tuple[list[Executor], State] | None:
         """(the executors of readers and writers, the state of this thread) where codes can be made
@@ -296,7 +344,8 @@ class FusedLayers(nn.Module, ABC):
                 len(ready_executors) == len(layers) and self.resolve(ready_executors) is None
             )
             self._seen = seen
-            self.by_backend = self._runs and self.is_by_backend(ready_executors)
+            readers = ready_executors[: len(self.readers)]
+            self.by_backend = self._runs and why_not_by_backend(readers, self.kind) is None
         if not self._runs:
             return None
         if why_padded(ready_executors, x.numel() // x.shape[-1]) is None:

@@ -33,13 +33,15 @@ class PlannedSource:
     Args:
         kind: "norm", "root" or "gate" (`quantize.produced.SourceTensors`).
         why_written: reason why its result is written in BF16; None: layers get its codes.
-        layers: names of the layers that get codes from it.
+        readers: names of the layers that get x from it in codes.
+        writers: names of the layers that get dy from it in codes.
         by_backend: whether a backend's own kernel makes them.
     """
 
     kind: str
     why_written: str | None = None
-    layers: Sequence[str] = ()
+    readers: Sequence[str] = ()
+    writers: Sequence[str] = ()
     by_backend: bool = False
 
     @property
@@ -58,9 +60,14 @@ class PlannedStretch(Stretch):
     sources: Mapping[str, PlannedSource] = field(default_factory=dict, repr=False)
 
     @property
-    def layers_of_sources(self) -> set[str]:
-        """The layers whose operands norms and gates quantise."""
-        return {layer for source in self.sources.values() for layer in source.layers}
+    def readers_of_codes(self) -> set[str]:
+        """The layers whose x norms and gates quantise."""
+        return {layer for source in self.sources.values() for layer in source.readers}
+
+    @property
+    def writers_of_sources(self) -> set[str]:
+        """The layers whose dy gates quantise."""
+        return {layer for source in self.sources.values() for layer in source.writers}
 
     @property
     def title(self) -> str:

@@ -22,6 +22,7 @@ from fp4train.models.common.cut import StageCut, multiplied
 from fp4train.models.common.initialise import materialise, why_not_deferred
 from fp4train.models.weightless import build_weightless
 from fp4train.nn import convert
+from fp4train.nn.fused_layers import outlines
 from fp4train.nn.planned import PlannedLayer
 from fp4train.optim import keep_bounds
 from fp4train.parallel.agree import check_same
@@ -238,7 +239,7 @@ def assemble(
         plan = build_plan(
             config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline
         )
-        plan = with_sources(plan, model, config.train, world.device.type)
+        plan = with_sources(plan, outlines(model), config.train, world.device.type)
         checks.check_oscillation(config, plan)
         if world.mesh.pipeline == 1:
             cut = None

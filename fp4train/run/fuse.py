@@ -16,8 +16,9 @@ from fp4train.errors import UserError
 from fp4train.kernels import cpu
 from fp4train.models.common import liger, on_cpu
 from fp4train.models.common.operators import operations_of, use
+from fp4train.nn.fused_layers import fused_layers
 from fp4train.precision.layers import find_blocks
-from fp4train.run.produced import fused_layers, why_not_own_kernels, why_not_produced
+from fp4train.run.produced import why_not_own_kernels, why_not_produced
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,13 @@ from torch import nn
 from fp4train.config.schema import TrainSettings
 from fp4train.hardware import Gpu
 from fp4train.nn.executors import make_executor
-from fp4train.nn.fused_layers import FusedLayers, why_padded
+from fp4train.nn.fused_layers import (
+    SourceOutline,
+    fused_layers,
+    why_not,
+    why_not_by_backend,
+    why_padded,
+)
 from fp4train.precision.plan import Plan, PlannedSource, PlannedStretch
 from fp4train.quantize import triton, triton_launch
 from fp4train.text import first_few, ranges
@@ -30,15 +36,6 @@ _NAMED = 6
 """Most norms and gates that a warning names."""
 _BLOCK = re.compile(r"\bblocks\.(\d+)\.(.+)")
 """The name of a module: the number of its block, and its name there."""
-
-
-def fused_layers(model: nn.Module) -> Iterator[FusedLayers]:
-    """The norms and gates of `model` that may quantise their results for the layers that read
-    them, as its modules say.
-    """
-    for module in model.modules():
-        if isinstance(module, FusedLayers) and module.readers:
-            yield module
 
 
 def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = False) -> str | None:
@@ -92,48 +89,49 @@ def check_asked(model: nn.Module) -> None:
 
 def with_sources(
     plan: Plan,
-    model: nn.Module,
+    outlines: Sequence[SourceOutline],
     train: TrainSettings,
     device: str,
     *,
     gpu: Gpu | None = None,
 ) -> Plan:
-    """The plan with what the norms and gates of `model` do in each stretch.
+    """The plan with what the norms and gates of a model do in each stretch.
 
     Args:
+        outlines: those of the whole model (`nn.fused_layers.outlines`).
         device: device type of the model.
         gpu: a GPU of another machine, which is taken to have Triton and the newest backends.
     """
-    names = {module: name for name, module in model.named_modules()}
+    here = gpu is None
     why_not_any = why_not_produced(train, device, elsewhere=gpu is not None)
     why_not_own = why_not_own_kernels(device, gpu)
 
-    def planned(fused: FusedLayers, stretch: PlannedStretch) -> PlannedSource:
-        fused.why_not_own = why_not_own
-        reason = why_not_any or fused.why_never()
+    def planned(outline: SourceOutline, stretch: PlannedStretch) -> PlannedSource:
+        kind = outline.kind
+        reason = why_not_any or outline.why_never
         if reason is not None:
-            return PlannedSource(kind=fused.kind, why_written=reason)
-        plans = [stretch.layers[layer.layer.name] for layer in fused.layers]
-        for layer_plan in plans:
-            if layer_plan.layer.cut:
-                reason = f"{layer_plan.layer.name} is cut over ranks"
-                return PlannedSource(kind=fused.kind, why_written=reason)
-        executors = [make_executor(layer_plan, device) for layer_plan in plans]
-        here = gpu is None
-        reason = fused.resolve(executors, here=here) or why_padded(executors, plan.tokens)
+            return PlannedSource(kind=kind, why_written=reason)
+        layers = (*outline.readers, *outline.writers)
+        for name in layers:
+            if stretch.layers[name].layer.cut:
+                return PlannedSource(kind=kind, why_written=f"{name} is cut over ranks")
+        executors = {name: make_executor(stretch.layers[name], device) for name in layers}
+        readers = [executors[name] for name in outline.readers]
+        writers = [executors[name] for name in outline.writers]
+        reason = why_not(readers, writers, kind, here=here, why_not_own=why_not_own)
+        if reason is None:
+            reason = why_padded([*readers, *writers], plan.tokens)
         if reason is not None:
-            return PlannedSource(kind=fused.kind, why_written=reason)
+            return PlannedSource(kind=kind, why_written=reason)
         return PlannedSource(
-            kind=fused.kind,
-            layers=[layer_plan.layer.name for layer_plan in plans],
-            by_backend=fused.is_by_backend(executors, here=here),
+            kind=kind,
+            readers=outline.readers,
+            writers=outline.writers,
+            by_backend=why_not_by_backend(readers, kind, here=here) is None,
         )
 
     stretches = [
-        replace(
-            stretch,
-            sources={names[fused.owner]: planned(fused, stretch) for fused in fused_layers(model)},
-        )
+        replace(stretch, sources={outline.name: planned(outline, stretch) for outline in outlines})
         for stretch in plan.stretches
     ]
     return replace(plan, stretches=tuple(stretches))

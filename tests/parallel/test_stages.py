@@ -26,7 +26,7 @@ from fp4train.parallel.world import World
 from fp4train.precision import BF16, Timeline, find_layers, make_plan
 
 FAMILIES = {family.name: family.small for family in families()}
-NO_STATE = Inventory(state=frozenset(), layers={}, modules=())
+NO_STATE = Inventory(state=frozenset(), layers={}, sources=(), modules=())
 
 
 def built(shape: Any, time: int) -> nn.Module:

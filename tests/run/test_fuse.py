@@ -26,6 +26,7 @@ from fp4train.models.common.on_cpu import CpuOperators
 from fp4train.models.common.operators import OF_TORCH, Operation
 from fp4train.models.llama import Llama
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
+from fp4train.nn.fused_layers import outlines
 from fp4train.parallel.world import World
 from fp4train.precision import NVFP4, Timeline, find_layers, make_plan
 from fp4train.quantize import triton
@@ -165,7 +166,7 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
 
     def said(**changed: Any) -> list[str]:
-        planned = with_sources(plan, built, replace(settings, **changed), "cuda")
+        planned = with_sources(plan, outlines(built), replace(settings, **changed), "cuda")
         return produced_by(planned, "cuda")
 
     made = "norms and gates are quantised where they are made"
@@ -237,12 +238,16 @@ def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(
     )
     settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
-    planned = with_sources(plan, built, settings, "cuda")
+    planned = with_sources(plan, outlines(built), settings, "cuda")
     assert planned.stretches[0].sources["blocks.1.mlp_norm"].why_written == (
         "Router reads the same values, and takes no codes"
     )
-    assert "blocks.1.mlp.gate_up" not in planned.stretches[0].layers_of_sources
-    assert "blocks.1.mlp.shared.down" in planned.stretches[0].layers_of_sources
+    shared = "blocks.1.mlp.shared"
+    stretch = planned.stretches[0]
+    of_norms = {"blocks.0.mlp.gate", "blocks.0.mlp.up"}
+    assert of_norms <= stretch.readers_of_codes and f"{shared}.down" in stretch.readers_of_codes
+    assert stretch.writers_of_sources == {*of_norms, f"{shared}.gate", f"{shared}.up"}
+    assert not {f"{shared}.gate", "blocks.1.mlp.gate_up"} & stretch.readers_of_codes
     assert produced_by(planned, "cuda") == [
         "5 norms and gates are quantised where they are made (attention_norm, mlp_norm, mlp "
         "of block 0; "

@@ -146,7 +146,7 @@ def _plan(run: Run, timeline: Timeline) -> Plan:
     mesh = run.world.mesh
     device = Device.of(run.device)
     plan = build_plan(run.config, run.layers, timeline, device, mesh.data, stages=mesh.pipeline)
-    return with_sources(plan.since(run.step), run.model, run.config.train, run.device.type)
+    return with_sources(plan.since(run.step), run.sources, run.config.train, run.device.type)
 
 
 def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:

@@ -27,7 +27,7 @@ from fp4train.audit.observe import (
     why_not_observed,
 )
 from fp4train.audit.turn import due, in_turn
-from fp4train.audit.whole_layers import CODES_ALONE
+from fp4train.audit.whole_layers import CODES_ALONE, GRADIENT_IN_CODES
 from fp4train.config import Config
 from fp4train.nn.executors import executor_class
 from fp4train.nn.planned import PlannedLayer
@@ -335,12 +335,16 @@ def reasons_in(
     stretch: PlannedStretch, config: Config, by_weight: Collection[str] = ()
 ) -> dict[str, str]:
     """Name of each layer that is not audited in a stretch → the reason."""
-    of_sources = stretch.layers_of_sources
+    readers = stretch.readers_of_codes
+    writers = stretch.writers_of_sources
     reasons: dict[str, str] = {}
     for name, plan in stretch.layers.items():
         reason = why_not_audited(plan, config, by_weight)
-        if reason is None and name in of_sources and plan.layer_backend is not None:
-            reason = CODES_ALONE
+        if reason is None and plan.layer_backend is not None:
+            if name in readers:
+                reason = CODES_ALONE
+            elif name in writers:
+                reason = GRADIENT_IN_CODES
         if reason is not None:
             reasons[name] = reason
     return reasons

@@ -39,6 +39,7 @@ from fp4train.config import TrainSettings
 from fp4train.hardware import Device
 from fp4train.models.llama import Llama
 from fp4train.nn import PlannedLayer, operands, scaling, weight_form, weights
+from fp4train.nn.fused_layers import outlines
 from fp4train.nn.fused_norm import KernelNorm
 from fp4train.precision import MXFP8, NVFP4, Timeline, autocast, find_layers, make_plan
 from fp4train.quantize import quantizer, sharded, to_torch, triton_launch
@@ -178,7 +179,7 @@ def model(kernels: str, recipe: Any, sums: bool, tokens: int, **shape: Any) -> n
             layer.sum_gradients(sums)
             layer.apply_plan(layers[layer.layer.name], recipe, None, torch.device("cpu"))
     fuse(made, settings, "cpu")
-    plan = with_sources(replace(plan, tokens=tokens), made, settings, "cpu")
+    plan = with_sources(replace(plan, tokens=tokens), outlines(made), settings, "cpu")
     sentences[:] = produced_by(plan, "cpu")
     return made
 

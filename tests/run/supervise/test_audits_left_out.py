@@ -176,6 +176,18 @@ def test_a_plan_says_what_audits_will_leave_out(cli: Cli) -> None:
     assert f"audits: one of 42 layers every 100 steps; {head}" in divided
 
 
+def test_a_plan_says_of_layers_before_a_gate_alone_that_their_dy_exists_in_codes(
+    cli: Cli,
+) -> None:
+    """A shared expert reads the norm in BF16, as its router does."""
+    options = ("model=moe_tiny", "recipe=nvfp4", "policy=all", "phases=none", "audit.every=100")
+    said = " ".join(cli.raw("plan", *options, "gpu=B200", "backend=te").out.split())
+    in_codes = "not covered: blocks.0.attention.wq, blocks.0.attention.wk, blocks.0.attention.wv"
+    assert f"{in_codes} and 23 more (its x exists in codes alone" in said
+    before = "blocks.1.mlp.shared.gate, blocks.1.mlp.shared.up, blocks.2.mlp.shared.gate"
+    assert f"not covered: {before} and 7 more (its dy exists in codes alone" in said
+
+
 def test_no_step_is_spent_on_a_layer_whose_x_exists_in_codes_alone() -> None:
     layers = [
         Layer(name=name, in_features=64, out_features=64, block=0, blocks=1)
@@ -189,7 +201,7 @@ def test_no_step_is_spent_on_a_layer_whose_x_exists_in_codes_alone() -> None:
         recipe=recipe,
         reason="recipe",
         layers={layer.name: resolve(layer, recipe, None, "te", device) for layer in layers},
-        sources={"norm": PlannedSource(kind="norm", layers=["up"])},
+        sources={"norm": PlannedSource(kind="norm", readers=["up"])},
     )
     run: Any = SimpleNamespace(
         config=SimpleNamespace(
