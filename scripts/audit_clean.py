@@ -1,14 +1,15 @@
 """Runs without a fault, with all audits: none of them must find one.
 
-    python scripts/audit_clean.py 300 [--record FILE] [--page FILE]      # half an hour on one core
+    python scripts/audit_clean.py 400 [--first N] [--record FILE] [--page FILE]     # an hour on one core
 
-Each recipe of recipes/ in turn, in six ways: by emulation, by the reference and, where torch
+Each recipe of recipes/ in turn, in eight ways: by emulation, by the reference and, where torch
 multiplies its codes on a CPU, by its native products; dense and of experts; on one rank and on two,
-which divide the weights or have copies of them. A run has so many steps that each layer of its model
-is audited. The models have two blocks under the default policy, which keeps the last one in BF16, or
-one block whose layers are all quantised. After each run its result is a line of the record, and a
-later call makes the runs that the record lacks, or has with other options. At the end the page is
-written.
+which divide the weights, have copies of them, cut the layers (tensor parallelism), or join the
+amaxes of their tokens. A run has so many steps that each layer of its model is audited. The models
+have two blocks under the default policy, which keeps the last one in BF16, or one block whose layers
+are all quantised. After each run its result is a line of the record, and a later call makes the runs
+that the record lacks, or has with other options. At the end the page is written. `--first` leaves
+out the runs before that number.
 """
 
 from __future__ import annotations
@@ -29,11 +30,31 @@ from typing import Any
 import torch
 from audit_runs import DENSE, EXPERTS, SMALL, run
 
+from fp4train.text import counted
+
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path.stem for path in ROOT.glob("recipes/*.yaml"))
 NATIVE = ("fp8_current", "fp8_delayed", "fp8_row")
 """Recipes whose codes torch multiplies on a CPU, slowly: dense models take them alone."""
-MESHES = ("parallel.dp_shard=2", "parallel.dp_replicate=2")
+UNCUT = ("averis", "chon", "flux_residual", "tetrajet_v2_outliers")
+"""Recipes that take means, residuals or channels of a whole layer: tensor parallelism refuses
+them.
+"""
+ONE_RANK = "1"
+SHARDS = ("parallel.dp_shard=2",)
+REPLICAS = ("parallel.dp_replicate=2",)
+TENSOR = ("parallel.tp=2", "model.kv_heads=2")
+JOINED = ("parallel.amax=data",)
+MESHES = {
+    ONE_RANK: (),
+    "2, shards": SHARDS,
+    "2, replicas": REPLICAS,
+    "2, tensor": TENSOR,
+    "2, tensor, whole tokens": (*TENSOR, "parallel.sp=false"),
+    "2, shards, joined amaxes": (*SHARDS, *JOINED),
+    "2, replicas, joined amaxes": (*REPLICAS, *JOINED),
+}
+"""Options by number of ranks and what these share."""
 AUDITS = ("audit.every=1", "audit.sums=1", "audit.repeat=3")
 DEFAULT = "two blocks, default policy"
 ALL = "one block, policy=all"
@@ -54,7 +75,7 @@ class CleanRun:
     Args:
         number: its place among all runs, which is its seed.
         model, blocks: a key of `MODELS`.
-        mesh: how two ranks share the weights; empty: the run has one rank.
+        mesh: a key of `MESHES`.
     """
 
     number: int
@@ -62,45 +83,67 @@ class CleanRun:
     backend: str
     model: str
     blocks: str
-    mesh: str = ""
+    mesh: str = ONE_RANK
 
     @property
     def ranks(self) -> int:
-        return 2 if self.mesh else 1
+        return int(self.mesh.partition(",")[0])
 
     @property
     def options(self) -> tuple[str, ...]:
         words = [f"recipe={self.recipe}", f"backend={self.backend}", f"run.seed={self.number}"]
-        if self.mesh:
-            words.append(self.mesh)
+        words += MESHES[self.mesh]
         if self.backend == "native":
             words.append("train.seq_len=32")
         return (*SMALL, *MODELS[self.model, self.blocks], *AUDITS, *words)
 
 
-def planned_runs(count: int) -> Iterator[CleanRun]:
-    """The first `count` runs: six turns through all recipes, and again."""
-    for number in range(count):
+def planned_runs(count: int, first: int = 0) -> Iterator[CleanRun]:
+    """`count` runs from number `first` on: eight turns through all recipes, and again."""
+    for number in range(first, first + count):
         turn, place = divmod(number, len(RECIPES))
         recipe = RECIPES[place]
-        is_native = recipe in NATIVE
-        mesh = MESHES[(place + turn // 6) % 2]
-        blocks_of_two_ranks = (ALL, DEFAULT)[place // 2 % 2]
-        backend_of_experts = ("emulate", "reference")[place // 2 % 2]
-        ways = (
-            ("emulate", "dense", DEFAULT, ""),
-            ("reference", "experts", ALL, ""),
-            (backend_of_experts, "experts", ALL, mesh),
-            ("native" if is_native else "reference", "dense", ALL, ""),
-            ("emulate", "experts", DEFAULT, ""),
-            ("native", "dense", ALL, mesh)
-            if is_native
-            else ("emulate", "dense", blocks_of_two_ranks, mesh),
-        )
-        backend, model, blocks, mesh = ways[turn % 6]
+        ways = _ways(recipe, place, turn // 8)
+        backend, model, blocks, mesh = ways[turn % 8]
         yield CleanRun(
             number=number, recipe=recipe, backend=backend, model=model, blocks=blocks, mesh=mesh
         )
+
+
+def _ways(recipe: str, place: int, cycle: int) -> tuple[tuple[str, str, str, str], ...]:
+    """(Backend, model, blocks, mesh) of the eight runs of a recipe.
+
+    Args:
+        place: its place among the recipes: neighbours have other meshes, blocks or models.
+        cycle: how often all recipes have had their turns.
+    """
+    odd = (place + cycle) % 2
+    second = place // 2 % 2
+    mesh = ("2, shards", "2, replicas")[odd]
+    tensor = ("2, tensor", "2, tensor, whole tokens")[odd]
+    joined = ("2, replicas, joined amaxes", "2, shards, joined amaxes")[odd]
+    blocks = (ALL, DEFAULT)[second]
+    backend = ("emulate", "reference")[second]
+    if recipe in NATIVE:
+        one_block = ("native", "dense", ALL, ONE_RANK)
+        two_ranks = ("native", "dense", ALL, mesh)
+    else:
+        one_block = ("reference", "dense", ALL, ONE_RANK)
+        two_ranks = ("emulate", "dense", blocks, mesh)
+    if recipe in UNCUT:
+        cut = ("emulate", "dense", ALL, ("2, replicas", "2, shards")[odd])
+    else:
+        cut = ("emulate", ("dense", "experts")[second], ALL, tensor)
+    return (
+        ("emulate", "dense", DEFAULT, ONE_RANK),
+        ("reference", "experts", ALL, ONE_RANK),
+        (backend, "experts", ALL, mesh),
+        one_block,
+        ("emulate", "experts", DEFAULT, ONE_RANK),
+        two_ranks,
+        cut,
+        (backend, "dense", blocks, joined),
+    )
 
 
 def made_runs(record: Path) -> dict[tuple[str, ...], dict[str, Any]]:
@@ -144,10 +187,12 @@ def _commit() -> str:
     return asked.stdout.strip() or "unknown"
 
 
-def make_runs(count: int, record: Path) -> dict[CleanRun, dict[str, Any]]:
-    """The results of the first `count` runs, of which those are made that the record lacks."""
+def make_runs(count: int, record: Path, first: int = 0) -> dict[CleanRun, dict[str, Any]]:
+    """The results of `count` runs from number `first` on, of which those are made that the record
+    lacks.
+    """
     made = made_runs(record)
-    planned = list(planned_runs(count))
+    planned = list(planned_runs(count, first))
     results = {clean: made[clean.options] for clean in planned if clean.options in made}
     missing = [clean for clean in planned if clean not in results]
     record.parent.mkdir(parents=True, exist_ok=True)
@@ -187,9 +232,9 @@ def is_wrong(result: dict[str, Any]) -> bool:
 
 def page(results: dict[CleanRun, dict[str, Any]]) -> str:
     """The page of all results."""
-    rows: dict[tuple[str, str, str, int], Counter[str]] = {}
+    rows: dict[tuple[str, str, str, str], Counter[str]] = {}
     for clean, result in results.items():
-        key = (clean.backend, clean.model, clean.blocks, clean.ranks)
+        key = (clean.backend, clean.model, clean.blocks, clean.mesh)
         row = rows.setdefault(key, Counter())
         row["runs"] += 1
         row["audits"] += result["audits"]
@@ -198,7 +243,8 @@ def page(results: dict[CleanRun, dict[str, Any]]) -> str:
         row["failed"] += is_wrong(result) and not result["faults"]
     total: Counter[str] = sum(rows.values(), Counter())
     recipes = len({clean.recipe for clean in results})
-    commits = dict.fromkeys(result["commit"] for result in results.values())
+    commits = Counter(result["commit"] for result in results.values())
+    code_of = [f"{commit} ({counted(runs, 'run')})" for commit, runs in commits.items()]
     lines = [
         "# Audited runs without a fault",
         "",
@@ -210,20 +256,24 @@ def page(results: dict[CleanRun, dict[str, Any]]) -> str:
         "| backend | model | ranks | runs | audits of a layer | partly | with a fault | failed |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for (backend, model, blocks, ranks), row in sorted(rows.items()):
+    for (backend, model, blocks, mesh), row in sorted(rows.items()):
         counts = (row[key] for key in ("runs", "audits", "partial", "faulty", "failed"))
         numbers = " | ".join(map(str, counts))
-        lines.append(f"| {backend} | {model}: {blocks} | {ranks} | {numbers} |")
+        lines.append(f"| {backend} | {model}: {blocks} | {mesh} | {numbers} |")
     lines += ["", *layers_left_out(results), *parts_left_out(results)]
     for clean, result in results.items():
         if is_wrong(result):
             sentences = [*result["faults"], *result["failed"], f"exit code {result['code']}"]
             lines += ["", f"`{' '.join(clean.options)}`: {'; '.join(sentences)}"]
+    first = min(clean.number for clean in results)
+    command = f"python scripts/audit_clean.py {len(results)}"
+    if first:
+        command += f" --first {first}"
     lines += [
         "",
-        f"`python scripts/audit_clean.py {len(results)}`, torch {torch.__version__}, Python "
+        f"`{command}`, torch {torch.__version__}, Python "
         f"{platform.python_version()}, {sum(row['seconds'] for row in results.values()) / 60:.0f} "
-        f"minutes, code of {', '.join(commits)}.",
+        f"minutes, code of {' and '.join(code_of)}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -257,21 +307,22 @@ def parts_left_out(results: dict[CleanRun, dict[str, Any]]) -> Iterator[str]:
     if not parts:
         yield "- no audit left anything out"
     for (backend, reason), recipes in sorted(parts.items()):
-        runs = f"{recipes.total()} run{'' if recipes.total() == 1 else 's'}"
+        runs = counted(recipes.total(), "run")
         yield f"- not compared, {backend}: {reason} ({runs}; {', '.join(sorted(recipes))})"
 
 
 def script(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", type=int, help="number of runs; six times the recipes have all")
+    parser.add_argument("runs", type=int, help="number of runs; eight times the recipes have all")
+    parser.add_argument("--first", type=int, default=0, help="number of the first run")
     parser.add_argument("--record", type=Path, default=ROOT / "runs" / "audit_clean.jsonl")
     parser.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "audit_clean.md")
     options = parser.parse_args(arguments)
-    if options.runs < 1:
-        parser.error("runs: at least 1")
+    if options.runs < 1 or options.first < 0:
+        parser.error("runs: at least 1, from number 0 on")
     torch.set_num_threads(1)
     # paths as they are before runs go into folders of their own
-    results = make_runs(options.runs, options.record.resolve())
+    results = make_runs(options.runs, options.record.resolve(), options.first)
     options.page.resolve().write_text(page(results))
     return int(any(map(is_wrong, results.values())))
 

@@ -1,4 +1,4 @@
-"""scripts/audit_clean.py: 300 runs have everything that runs here, and a later call goes on."""
+"""scripts/audit_clean.py: 400 runs have everything that runs here, and a later call goes on."""
 
 import importlib
 import json
@@ -43,16 +43,16 @@ def result_of(clean: Any) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in ("run", "options")}
 
 
-def test_300_runs_have_all_recipes_backends_and_models_on_one_rank_and_on_two(
+def test_400_runs_have_all_recipes_backends_and_models_on_one_rank_and_on_two(
     script: ModuleType,
 ) -> None:
     ways: dict[str, set[tuple[str, str, int]]] = {}
     meshes = set()
-    for clean in script.planned_runs(300):
+    for clean in script.planned_runs(400):
         ways.setdefault(clean.recipe, set()).add((clean.backend, clean.model, clean.ranks))
         meshes.add(clean.mesh)
     assert sorted(ways) == script.RECIPES
-    assert meshes == {"", *script.MESHES}
+    assert meshes == set(script.MESHES)
     for recipe, of_recipe in ways.items():
         backends = {"emulate", "reference"} | ({"native"} if recipe in script.NATIVE else set())
         assert {backend for backend, _, _ in of_recipe} == backends
@@ -64,6 +64,45 @@ def test_300_runs_have_all_recipes_backends_and_models_on_one_rank_and_on_two(
         }
 
 
+def test_layers_are_cut_over_ranks_in_every_recipe_that_allows_it(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = {clean.recipe for clean in script.planned_runs(400) if "parallel.tp=2" in clean.options}
+    assert cut == set(script.RECIPES) - set(script.UNCUT)
+    for recipe in script.UNCUT:
+        words = (f"recipe={recipe}", "policy=all", *script.TENSOR, "gpu=B200", "gpus=2")
+        with pytest.raises(SystemExit) as refused:
+            main(["plan", *words])
+        assert refused.value.code == 1
+        assert "parallel.tp cuts blocks.0.attention.wq" in capsys.readouterr().err, recipe
+
+
+def test_amaxes_of_all_tokens_are_joined_in_every_recipe(script: ModuleType) -> None:
+    joined = [clean for clean in script.planned_runs(400) if "parallel.amax=data" in clean.options]
+    assert sorted(clean.recipe for clean in joined) == script.RECIPES
+    assert {clean.model for clean in joined} == {"dense"}  # experts refuse it
+
+
+def test_the_page_says_how_many_runs_each_commit_made(script: ModuleType, tmp_path: Path) -> None:
+    record, page = tmp_path / "record.jsonl", tmp_path / "page.md"
+    first, second, third = script.planned_runs(3)
+    record.write_text(line_of(first) + line_of(second) + line_of(third, commit="def"))
+    assert script.script(["3", "--record", str(record), "--page", str(page)]) == 0
+    assert page.read_text().endswith("code of abc (2 runs) and def (1 run).\n")
+
+
+def test_later_runs_are_made_without_the_first_ones(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = count_runs(script, monkeypatch)
+    paths = ["--record", str(tmp_path / "record.jsonl"), "--page", str(tmp_path / "page.md")]
+    assert script.script(["2", "--first", "300", *paths]) == 0
+    assert numbers == [300, 301]
+    page = (tmp_path / "page.md").read_text()
+    assert "| emulate | dense: one block, policy=all | 2, tensor | 1 | 6 | 0 | 0 | 0 |" in page
+    assert "`python scripts/audit_clean.py 2 --first 300`" in page
+
+
 def test_the_runs_of_each_recipe_audit_every_layer_of_each_model(
     script: ModuleType,
     tmp_path: Path,
@@ -71,7 +110,7 @@ def test_the_runs_of_each_recipe_audit_every_layer_of_each_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     models: dict[str, set[tuple[str, str]]] = {}
-    for clean in script.planned_runs(300):
+    for clean in script.planned_runs(400):
         models.setdefault(clean.recipe, set()).add((clean.model, clean.blocks))
     assert all(of_recipe == set(script.MODELS) for of_recipe in models.values())
 
