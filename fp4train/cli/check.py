@@ -14,14 +14,13 @@ GEMM could be compared, an audit failed, or there is no such run, checkpoint or 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.launch import Command, launch
-from fp4train.cli.output import print_screen, usage
-from fp4train.cli.trained import STEP
-from fp4train.config.overrides import read_options
+from fp4train.cli.output import print_screen
+from fp4train.config.command_line import CommandLine, WholeNumber, read_line
 from fp4train.errors import UserError
 from fp4train.lab.check import check
 from fp4train.lab.studies.subject import open_subject
@@ -29,8 +28,10 @@ from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_paths
 
-USAGE = usage(__doc__)
-OPTIONS = {"step": STEP}
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(CommandLine):
+    step: WholeNumber | None = None
 
 
 class NotCheckedError(UserError):
@@ -54,12 +55,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    line = read_options(arguments, OPTIONS, data=True)
-    line.check_keys()
-    if len(line.runs) != 1:
-        raise UserError(f"check needs one run directory: {USAGE}")
-    run = run_directory.require_run(Path(line.runs[0]))
-    words = WeightSource(path=run, step=line.options["step"]).resume_words
+    line = read_line(arguments, CheckOptions, __doc__, keys=None, data=True)
+    run = run_directory.require_run(line.run)
+    words = WeightSource(path=run, step=line.step).resume_words
     return launch([*words, *line.flags, *line.overrides], partial(_check, as_data=line.as_data))
 
 

@@ -12,57 +12,57 @@ run.seed only are averaged.
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fp4train.cli.output import fitted, terminal_width, usage
-from fp4train.config.overrides import Option, baseline_first, number, read_options
+from fp4train.cli.output import fitted, terminal_width
+from fp4train.config.command_line import CommandLine, read_line
+from fp4train.config.overrides import baseline_first
 from fp4train.errors import UserError
 from fp4train.lab.analysis.compare import OUTPUTS, compare
-from fp4train.lab.analysis.figure import check_out, width_of
+from fp4train.lab.analysis.figure import Width, check_out
 from fp4train.lab.gate.whole_runs import whole_runs
 from fp4train.run.record.directory import steps_done
 from fp4train.run.record.journal import read_journal, stretches
 from fp4train.run.record.stretches import multiplied
 
-USAGE = usage(__doc__)
-
-
-OPTIONS = {
-    "baseline": Option(Path),
-    "out": Option(Path),
-    "width": Option(width_of, "width={} must be a number of inches, from 3 to 30"),
-    "margin": Option(
-        lambda text: number(text) or None, "margin={} must be a number of nats per token above 0"
-    ),
-}
 _HIGH = {"BF16", "FP16", "FP32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(CommandLine):
+    baseline: Path | None = None
+    out: Path | None = None
+    width: Width | None = None
+    margin: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.margin is not None and self.margin <= 0:
+            raise ValueError(f"margin={self.margin:g} must be a number of nats per token above 0")
 
 
 def main(arguments: list[str]) -> int:
     """Print the table and draw the plot; returns the exit code."""
-
-    line = read_options(arguments, OPTIONS)
-    baseline, out, width, margin = (line.options[key] for key in OPTIONS)
-    line.check_runs_alone(USAGE)
-    runs = baseline_first(list(map(Path, line.runs)), baseline)
+    line = read_line(arguments, CompareOptions, __doc__)
+    out = line.out
+    runs = baseline_first(line.runs, line.baseline)
     if len(runs) < 2 and (not runs or out is None):
-        raise UserError(f"compare needs two or more run directories: {USAGE}")
+        raise UserError(f"compare needs two or more run directories: {line.usage}")
     if out is not None:
         check_out(out, OUTPUTS)
-    if margin is not None and len(runs) < 2:
+    if line.margin is not None and len(runs) < 2:
         raise UserError("margin= is about the gap between runs: name two or more")
     comparison = compare(runs, quantised_share)
     print(fitted(comparison.render(terminal_width())))
     beside: Mapping[str, object] = {}
-    if margin is not None:
-        judged = whole_runs(comparison, margin)
+    if line.margin is not None:
+        judged = whole_runs(comparison, line.margin)
         beside = {"margin": asdict(judged)}
         print("\n" + fitted(judged.render()))
     if out is None:
-        print(comparison.draw(width=width))
+        print(comparison.draw(width=line.width))
     else:
-        print(comparison.write(out, width, beside))
+        print(comparison.write(out, line.width, beside))
     return 0
 
 

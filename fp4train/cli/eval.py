@@ -21,28 +21,15 @@ FOLDER is a model of Hugging Face, for task= and text=.
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
 
-from fp4train.cli.output import print_screen, usage
-from fp4train.cli.trained import CHOSEN, STEP, with_model
-from fp4train.config.overrides import Option, count, read_options, truth
+from fp4train.cli.output import print_screen
+from fp4train.cli.trained import KEYS, with_model
+from fp4train.config.command_line import CommandLine, Count, WholeNumber, read_line
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange.evaluation import Score, held_out, record, texts
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
-from fp4train.text import whole_number
 
-USAGE = usage(__doc__)
-OPTIONS = {
-    "step": STEP,
-    "task": Option(),
-    "text": Option(),
-    "batches": Option(count, "batches={!r} must be a whole number from 1"),
-    "limit": Option(count, "limit={!r} must be a whole number from 1"),
-    "shots": Option(whole_number, "shots={!r} must be a whole number from 0"),
-    "rows": Option(count, "rows={!r} must be a whole number from 1", 16),
-    "record": Option(truth, "record={}: true or false", True),
-}
 COUNTS = ("tokens", "bytes", "documents")
 _OF = {
     "batches": "held-out text",
@@ -50,31 +37,44 @@ _OF = {
     "shots": "task=…",
     "rows": "task=… and text=…",
 }
-"""Options, and what they are of."""
+"""EvalOptions, and what they are of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(CommandLine):
+    step: WholeNumber | None = None
+    task: str | None = None
+    text: str | None = None
+    batches: Count | None = None
+    limit: Count | None = None
+    shots: WholeNumber | None = None
+    rows: Count = 16
+    record: bool = True
+
+    def __post_init__(self) -> None:
+        if self.task is not None and self.text is not None:
+            raise ValueError("task=… and text=… are two evaluations: give one of them")
+        kind = "held-out text"
+        for key in ("task", "text"):
+            if getattr(self, key) is not None:
+                kind = f"{key}=…"
+        for key, of in _OF.items():
+            if getattr(self, key) != getattr(EvalOptions, key) and kind not in of:
+                raise ValueError(f"{key}=… is of {of}, not of {kind}")
 
 
 def main(arguments: list[str]) -> int:
     """Print the scores and record them; returns the exit code."""
-    line = read_options(arguments, OPTIONS, keys=(*CHOSEN, "plugins"), data=True)
-    options = line.options
-    if options["task"] is not None and options["text"] is not None:
-        raise UserError("task=… and text=… are two evaluations: give one of them")
-    kind = "held-out text"
-    for key in ("task", "text"):
-        if options[key] is not None:
-            kind = f"{key}=…"
-    for key, of in _OF.items():
-        if options[key] != OPTIONS[key].default and kind not in of:
-            raise UserError(f"{key}=… is of {of}, not of {kind}")
+    line = read_line(arguments, EvalOptions, __doc__, keys=KEYS, paths=True, data=True)
 
     def task(trained: TrainedModel, named: Sequence[NamedRecipe]) -> int:
         default_recipes = [trained.high_precision]
         if trained.trained_in is not None:
             default_recipes.append(trained.own)
         began = time.perf_counter()
-        scores = list(_scores(trained, named or default_recipes, options))
+        scores = list(_scores(trained, named or default_recipes, line))
         seconds = time.perf_counter() - began
-        note = record(trained, scores) if options["record"] else ""
+        note = record(trained, scores) if line.record else ""
         if line.as_data:
             about = {"run": str(trained.source), "step": trained.step, "seconds": round(seconds, 3)}
             print(json.dumps({**about, "scores": [asdict(score) for score in scores]}))
@@ -89,30 +89,30 @@ def main(arguments: list[str]) -> int:
             )
         return 0
 
-    return with_model(USAGE, line, list(OPTIONS), options["step"], task)
+    return with_model(line, line.step, task)
 
 
 def _scores(
-    trained: TrainedModel, recipes: Sequence[NamedRecipe], options: dict[str, Any]
+    trained: TrainedModel, recipes: Sequence[NamedRecipe], options: EvalOptions
 ) -> Iterator[Score]:
-    if options["text"] is not None:
-        return texts(trained, recipes, options["text"], options["rows"])
-    if options["task"] is None:
-        return held_out(trained, recipes, options["batches"])
+    if options.text is not None:
+        return texts(trained, recipes, options.text, options.rows)
+    if options.task is None:
+        return held_out(trained, recipes, options.batches)
     with user_errors(
         ImportError, before="task=… needs lm_eval (", after="): pip install 'fp4train[lm-eval]'"
     ):
         from fp4train.exchange.harness import tasks
-    names = [name for name in options["task"].split(",") if name]
+    names = [name for name in options.task.split(",") if name]
     if not names:
         raise UserError("task= names no task")
     return tasks(
         trained,
         recipes,
         names,
-        rows=options["rows"],
-        limit=options["limit"],
-        shots=options["shots"],
+        rows=options.rows,
+        limit=options.limit,
+        shots=options.shots,
     )
 
 

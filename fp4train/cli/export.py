@@ -24,89 +24,81 @@ The moments are not read. Neither the model nor the data is built, but for losse
 """
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4train.cli.output import fitted, usage
-from fp4train.cli.trained import STEP, named_paths, source_named
-from fp4train.config import overrides, plugins
-from fp4train.config.overrides import Option, count, read_options
-from fp4train.errors import UserError
+from fp4train.cli.output import fitted
+from fp4train.cli.trained import source_named
+from fp4train.config.command_line import CommandLine, Count, WholeNumber, read_line
 from fp4train.exchange.huggingface import DTYPES, export_huggingface
 from fp4train.exchange.quantised import Measures, export_quantised
 from fp4train.lab.studies.record import study_progress
-from fp4train.text import near_miss, whole_number
+from fp4train.text import check_choice
 
-USAGE = usage(__doc__)
 TARGETS = ("hf", "compressed-tensors", "modelopt")
 _OF_CODES = ("stretch", "calibrate", "losses")
 _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def _bytes(text: str) -> int | None:
-    match = re.fullmatch(r"([1-9][0-9]{0,8})(kB|MB|GB)", text)
-    if match:
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(CommandLine):
+    to: str
+    out: Path
+    step: WholeNumber | None = None
+    dtype: str = ""
+    shard: str = "5GB"
+    stretch: WholeNumber | None = None
+    calibrate: Count | None = None
+    losses: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("to", self.to, TARGETS)
+        if not self.dtype:
+            object.__setattr__(self, "dtype", "float32" if self.to == "hf" else "bf16")
+        check_choice("dtype", self.dtype, DTYPES)
+        if not self.out.name:
+            raise ValueError(f"out={self.out} must be the name of a new folder")
+        for key in _OF_CODES:
+            if self.to == "hf" and getattr(self, key) is not None:
+                raise ValueError(f"{key}= is about codes, and to=hf writes the weights themselves")
+        _ = self.shard_bytes  # refused where it is no size
+
+    @property
+    def shard_bytes(self) -> int:
+        match = re.fullmatch(r"([1-9][0-9]{0,8})(kB|MB|GB)", self.shard)
+        if match is None:
+            raise ValueError(f"shard={self.shard!r} must be a size: 500MB, 5GB")
         return int(match[1]) * _UNITS[match[2]]
-    return None
-
-
-OPTIONS = {
-    "to": Option(),
-    "out": Option(Path),
-    "step": STEP,
-    "dtype": Option(),
-    "shard": Option(_bytes, "shard={!r} must be a size: 500MB, 5GB", _bytes("5GB")),
-    "stretch": Option(
-        whole_number, "stretch={!r} must be a step of the steps whose codes are written"
-    ),
-    "calibrate": Option(count, "calibrate={!r} must be a number of batches from 1 on"),
-    "losses": Option(overrides.truth, "losses={}: losses=false does not measure losses"),
-}
 
 
 def main(arguments: list[str]) -> int:
     """Write the folder and print what it holds; returns the exit code."""
-    line = read_options(arguments, OPTIONS, keys=("plugins",))
-    to, out, step, dtype, shard, *of_codes = (line.options[key] for key in OPTIONS)
-    folders = overrides.own_folders(line.flags)
-    line.check_flags(USAGE)
-    if len(line.runs) != 1:
-        raise UserError(f"export needs one run directory: {USAGE}")
-    dtype = dtype or ("float32" if to == "hf" else "bf16")
-    for key, value, allowed in (("to", to, TARGETS), ("dtype", dtype, tuple(DTYPES))):
-        if value not in allowed:
-            setting = f"{key}={value}" if value else f"{key}= is missing"
-            raise UserError(
-                f"{setting}: allowed are {', '.join(allowed)}{near_miss(value or '', allowed)}"
-            )
-    paths = named_paths(overrides.parse(line.overrides), tuple(OPTIONS))
-    if to == "hf" and (
-        named := [key for key, value in zip(_OF_CODES, of_codes, strict=True) if value is not None]
-    ):
-        raise UserError(
-            f"{named[0]}= is about codes, and to=hf writes the weights themselves: {USAGE}"
-        )
-    if out is None or not out.name:
-        raise UserError(f"export needs the name of a new folder, out=FOLDER: {USAGE}")
-    with (
-        plugins.using(overrides.plugins(line.overrides), folders),
-        study_progress("tensor", every=10.0) as shown,
-    ):
-        how: dict[str, Any] = {"dtype": DTYPES[dtype], "shard": shard, "tell": shown}
-        if to == "hf":
-            exported = export_huggingface(source_named(line.runs[0], step), out, **how)
+    line = read_line(arguments, ExportOptions, __doc__, keys=("plugins",), paths=True)
+    source = source_named(line.run, line.step)
+    with line.using_plugins(), study_progress("tensor", every=10.0) as shown:
+        how: dict[str, Any] = {
+            "dtype": DTYPES[line.dtype],
+            "shard": line.shard_bytes,
+            "tell": shown,
+        }
+        if line.to == "hf":
+            exported = export_huggingface(source, line.out, **how)
         else:
-            stretch, calibrate, losses = of_codes
-            measures = Measures(calibrate=calibrate, losses=losses is not False, paths=paths)
+            measures = Measures(
+                calibrate=line.calibrate, losses=line.losses is not False, paths=line.paths
+            )
             exported = export_quantised(
-                source_named(line.runs[0], step), out, to, stretch=stretch, measures=measures, **how
+                source, line.out, line.to, stretch=line.stretch, measures=measures, **how
             )
     for note in exported.notes:
         print(fitted(note))
-    if to == "hf":
+    if line.to == "hf":
         what = "of weights"
     else:
         what = "of codes, scales and weights"
-    size = f"{exported.parameters:,} parameters, {exported.size / 1e6:,.1f} MB {what} in {dtype}"
-    print(fitted(f"{out}: step {exported.step}, {size}"))
+    size = (
+        f"{exported.parameters:,} parameters, {exported.size / 1e6:,.1f} MB {what} in {line.dtype}"
+    )
+    print(fitted(f"{line.out}: step {exported.step}, {size}"))
     return 0

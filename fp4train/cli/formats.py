@@ -10,26 +10,25 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from fp4train.cli.output import print_screen, usage
-from fp4train.config import overrides, plugins
+from fp4train.cli.output import print_screen
+from fp4train.config import plugins
+from fp4train.config.command_line import CommandLine, read_line
 from fp4train.errors import UserError
 from fp4train.formats import formats_table
 from fp4train.quantize import ROUNDINGS, Transform
 from fp4train.quantize.outer import GLOBAL_SCALES
 from fp4train.quantize.rounding import FEW_BITS
 
-USAGE = usage(__doc__)
 TRANSFORMS: Final = ("fp4train.quantize.Hadamard", "fp4train.quantize.Rotation")
 """The program's own, as `_target_` names them."""
 
 
 def main(arguments: list[str]) -> int:
     """Print the table; returns the exit code."""
-    line = overrides.read_options(arguments, {})
-    line.check_flags(USAGE)
-    if strange := [word for word in line.words if not word.startswith("plugins=")]:
-        raise UserError(f"formats takes plugins=[…] only, not {' '.join(strange)}: {USAGE}")
-    with plugins.using(overrides.plugins(line.words), overrides.own_folders(line.flags)):
+    line = read_line(arguments, CommandLine, __doc__, keys=("plugins",))
+    if line.runs:
+        raise UserError(f"formats takes plugins=[…] only, not {line.runs[0]}: {line.usage}")
+    with line.using_plugins():
         print_screen(
             "formats.txt",
             formats=formats_table(),

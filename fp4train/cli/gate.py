@@ -27,28 +27,17 @@ Writes gate.json. Finished forks and answers are recorded: the same command goes
 
 import sys
 import traceback
-from collections.abc import Mapping
-from typing import Any, get_type_hints
 
-from fp4train.cli.fork_words import FORK_OPTIONS, fork_words, making_forks, write_results
-from fp4train.cli.output import discard_output, fitted, of_system, usage
-from fp4train.config import overrides
-from fp4train.errors import UserError, user_errors
+from fp4train.cli.fork_words import making_forks, write_results
+from fp4train.cli.output import discard_output, fitted, of_system
+from fp4train.config.command_line import read_line
+from fp4train.errors import UserError
 from fp4train.lab.gate.gate import gate
-from fp4train.lab.gate.question import GateRequest
+from fp4train.lab.gate.question import GateRequest as GateOptions
 from fp4train.lab.gate.result import EXIT_CODES, Estimated, gate_json
+from fp4train.lab.studies.candidates import SECTIONS
 from fp4train.lab.studies.results import GATE
 from fp4train.text import first_line
-
-USAGE = usage(__doc__)
-AGAINST = "against"
-_HINTS = get_type_hints(GateRequest)
-_OWN: Mapping[str, Any] = {
-    "margin": float,
-    AGAINST: str,
-    **{key: _HINTS[key] for key in ("forks", "bound", "deviation")},
-}
-OPTIONS: Mapping[str, Any] = {**FORK_OPTIONS, **_OWN}
 
 
 class RefusedError(UserError):
@@ -90,7 +79,9 @@ def _unexpected(error: Exception) -> str:
 
 
 def _main(arguments: list[str]) -> int:
-    request = _request(arguments)
+    request = read_line(arguments, GateOptions, __doc__, keys=(*SECTIONS, "plugins"), paths=True)
+    if not any(word.partition("=")[0] == "recipe" for word in request.chosen):
+        raise UserError(f"gate needs recipe=…, the recipe that is tested: {request.usage}")
 
     def announce(estimated: Estimated) -> None:
         print(fitted(estimated.render()) + "\n", flush=True)
@@ -101,19 +92,3 @@ def _main(arguments: list[str]) -> int:
     for result in write_results(GATE, gate_json(answered), folders, answered.bases):
         print(result)
     return answered.exit_code
-
-
-def _request(arguments: list[str]) -> GateRequest:
-    words = fork_words("a gate has one {}", USAGE, arguments, _OWN)
-    options = dict(words.options)
-    if "margin" not in options:
-        raise UserError(
-            "gate needs margin=…, the largest gap in nats per token that does not matter: "
-            f"margin=0.01. {USAGE}"
-        )
-    if not any(word.partition("=")[0].strip() == "recipe" for word in words.sections):
-        raise UserError(f"gate needs recipe=…, the recipe that is tested: {USAGE}")
-    if AGAINST in options:
-        options[AGAINST] = overrides.with_files([f"recipe={options[AGAINST]}"])[0]
-    with user_errors(ValueError):
-        return GateRequest(sweep=words.sections, **words.settings, **options)

@@ -15,6 +15,7 @@ from typing import Any, Final
 from fp4train.cli.output import fitted, hanging, terminal_width
 from fp4train.config import foreign, overrides, plugins
 from fp4train.config.binding import MISSING, KeyField, complete, flattened, key_fields
+from fp4train.config.command_line import CommandLine, option_names
 from fp4train.config.composition import Composed, composed, groups_around, option_values
 from fp4train.config.descriptions import Descriptions
 from fp4train.config.schema import Config, plain
@@ -182,7 +183,7 @@ def of_verb(verb: str, verb_help: str, words: Sequence[str], *, keys: bool) -> s
     """
     flags, plain_words = overrides.flags_and_words(list(words))
     asked = [word for word in plain_words if "=" not in word and not _names_run(word)]
-    declared = getattr(import_module(f"fp4train.cli.{verb}"), "OPTIONS", {})
+    declared = options_of(verb)
     settings = [
         *flags,
         *(word for word in plain_words if "=" in word and word.partition("=")[0] not in declared),
@@ -209,6 +210,12 @@ def of_verb(verb: str, verb_help: str, words: Sequence[str], *, keys: bool) -> s
             raise UserError(f"{verb} has no option {word!r}{hint}{listing}")
         texts.append(text)
     return fitted("\n\n".join(texts))
+
+
+def options_of(verb: str) -> list[str]:
+    """The names of a verb's own options, which are the fields of its class."""
+    module = import_module(f"fp4train.cli.{verb}")
+    return option_names(getattr(module, f"{verb.capitalize()}Options", CommandLine))
 
 
 def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:

@@ -179,8 +179,3 @@ def message(text: str, stream: TextIO) -> str:
     if stream.isatty() or os.environ.get("COLUMNS"):
         return fitted(text)
     return text
-
-
-def usage(screen: str | None) -> str:
-    """The first line of a verb's help, which is the docstring of its module."""
-    return (screen or "").partition("\n")[0]

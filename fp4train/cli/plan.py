@@ -14,10 +14,10 @@ What every GEMM of a run would run in, and why; trains nothing. Takes the keys o
 import json
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import nn
@@ -25,8 +25,9 @@ from torch import nn
 from fp4train.checkpoint import ALONE
 from fp4train.cli.launch import Command, launch
 from fp4train.cli.output import fitted, print_screen, terminal_width
+from fp4train.config.command_line import CommandLine, Within, read_line
 from fp4train.config.folders import option_of
-from fp4train.config.overrides import Option, read_options, settable_keys, truth
+from fp4train.config.overrides import names_folder
 from fp4train.config.schema import Config
 from fp4train.data.source import planned_tokenizer, planned_vocab_size
 from fp4train.errors import UserError
@@ -69,35 +70,24 @@ _log = logging.getLogger("fp4train")
 AUTO = "parallel=auto"
 KEYS = tuple(f"parallel.{f.name}" for f in fields(Parallel) if f.name not in ("amax", "timeout"))
 """Keys of section `parallel` that a plan depends on."""
+_GPUS = f"a number of GPUs from 1 to {MOST_RANKS}"
 
 
-def _gpus(text: str) -> int | None:
-    try:
-        number = int(text)
-    except ValueError:
-        return None
-    if number > MOST_RANKS:
-        raise UserError(f"gpus={text} is more than {MOST_RANKS}")
-    if number < 1:
-        raise UserError(f"gpus={text} must be at least 1")
-    return number
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(CommandLine):
+    full: bool = False
+    gpus: Annotated[int, Within(1, _GPUS, most=MOST_RANKS)] | None = None
+    parallel: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.parallel is not None and self.parallel.lower() != "auto":
+            keys = ", ".join(KEYS)
+            raise ValueError(
+                f"parallel={self.parallel}: parallel takes auto, or sizes by key: {keys}"
+            )
 
 
-OPTIONS = {
-    "full": Option(
-        truth, "full={}: full=true lists every layer and GEMM, full=false folds equal ones", False
-    ),
-    "gpus": Option(_gpus, "gpus={} must be a whole number"),
-    "parallel": Option(
-        lambda text: text.lower() == "auto" or None,
-        "parallel={}: parallel takes auto, or sizes by key: " + ", ".join(KEYS),
-    ),
-}
-
-
-def asks_for_mesh(
-    parallel: Parallel, gpus: int | None, auto: bool | None, named: Collection[str]
-) -> bool:
+def asks_for_mesh(parallel: Parallel, gpus: int | None, auto: bool, named: Collection[str]) -> bool:
     """Whether a command, which gives the keys `named`, or its configuration asks for a mesh.
 
     Raises:
@@ -121,22 +111,19 @@ def main(arguments: list[str]) -> int:
     """Print the plan, folded to a screen or, with full=true, with a row per GEMM; returns the exit
     code.
     """
-    line = read_options(arguments, OPTIONS, keys=settable_keys(), data=True)
-    full, gpus, auto = (line.options[key] for key in OPTIONS)
-    remaining = [*line.flags, *line.words]
-    if line.runs and remaining[0] == line.runs[0]:
-        if gpus is not None or auto or line.as_data:
+    line = read_line(arguments, PlanOptions, __doc__, keys=None, data=True)
+    if line.words and names_folder(line.words[0]):
+        run, *beside = [*line.words, *line.flags]
+        if line.gpus is not None or line.parallel or line.as_data:
             raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
-        if remaining[1:]:
-            line.check_keys()
+        if beside:
             raise UserError(
-                f"plan RUN shows the run as it is; with {remaining[1]} write plan "
-                f"resume={remaining[0]} {remaining[1]}"
+                f"plan RUN shows the run as it is; with {beside[0]} write plan "
+                f"resume={run} {beside[0]}"
             )
-        _show_run(run_directory.require_run(Path(remaining[0])), full=full)
+        _show_run(run_directory.require_run(Path(run)), full=line.full)
         return 0
-    task = partial(_plan, full=full, gpus=gpus, auto=auto, as_data=line.as_data, words=remaining)
-    return launch(remaining, task)
+    return launch([*line.flags, *line.words], partial(_plan, line=line))
 
 
 def _show_run(run: Path, *, full: bool) -> None:
@@ -168,15 +155,8 @@ def _split(stretch: RecordedStretch, done: int) -> list[RecordedStretch]:
     return [replace(stretch, stop=done), replace(stretch, start=done)]
 
 
-def _plan(
-    command: Command,
-    *,
-    full: bool,
-    gpus: int | None,
-    auto: bool | None,
-    as_data: bool,
-    words: list[str],
-) -> int:
+def _plan(command: Command, *, line: PlanOptions) -> int:
+    auto = line.parallel is not None
     config = command.config
     chosen = command.cfg
     swap = command.swap
@@ -207,7 +187,7 @@ def _plan(
     warn_of_schedule(config)
     for warning in scale_warnings(config, model):
         _log.warning("%s", warning)
-    if asks_for_mesh(config.parallel, gpus, auto, command.named):
+    if asks_for_mesh(config.parallel, line.gpus, auto, command.named):
         if gpu is None:
             raise UserError(
                 "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, "
@@ -216,11 +196,11 @@ def _plan(
         # with gpu= alone: a plan of this machine begins without it
         from fp4train.lab.costs.mesh_plan import MeshPlan
 
-        mesh_plan = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=gpus)
+        mesh_plan = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=line.gpus)
         if not auto:
-            return _on_mesh(mesh_plan, full=full, as_data=as_data)
+            return _on_mesh(mesh_plan, line)
         unsized = replace(config, parallel=Parallel())
-        return _search(replace(mesh_plan, config=unsized), words, as_data)
+        return _search(replace(mesh_plan, config=unsized), line)
     if gpu is None:
         device = Device.of(choose_device(config.device))
     else:
@@ -235,7 +215,7 @@ def _plan(
         kernels = kernels_of(config.train, device.type)[1]
     for warning in plan_warnings(plan):
         _log.warning("%s", warning)
-    if as_data:
+    if line.as_data:
         print(_json({"recipe": config.recipe.name, **_data(plan, model)}))
         return 0
     past: list[str] = []
@@ -271,7 +251,7 @@ def _plan(
         config,
         plan,
         model,
-        full=full,
+        full=line.full,
         source=source,
         past=past,
         states=_checkpoint(model, config),
@@ -341,7 +321,7 @@ def _data(plan: Plan, model: nn.Module) -> dict[str, object]:
     return {"weights": [group._asdict() for group in weight_groups(model)], "gemms": rows}
 
 
-def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
+def _on_mesh(mesh_plan: "MeshPlan", line: PlanOptions) -> int:
     """Print what the mesh will hold, send and cost."""
     from fp4train.cli.cost_screens import cluster_json, notes, render_mesh, stretch_costs
 
@@ -350,7 +330,7 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
     check_oscillation(mesh_plan.config, plan)
     costs = stretch_costs(mesh_plan, plan)
     sentences = notes(mesh_plan, plan)
-    if as_data:
+    if line.as_data:
         stretches = [cluster_json(*stretch_cost) for stretch_cost in costs]
         recipe = mesh_plan.config.recipe.name
         head = {"recipe": recipe, "notes": sentences, "stretches": stretches}
@@ -360,7 +340,7 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         mesh_plan.config,
         plan,
         mesh_plan.model,
-        full=full,
+        full=line.full,
         on_mesh=render_mesh(costs, terminal_width()),
         sentences=[
             *(f"note: {note}" for note in sentences),
@@ -370,7 +350,7 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
     return 0
 
 
-def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
+def _search(mesh_plan: "MeshPlan", line: PlanOptions) -> int:
     """Print the cheapest meshes, and the command that asks for the best."""
     from fp4train.cli.cost_screens import cluster_json, distinct, overrides, render_search
 
@@ -381,10 +361,10 @@ def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
         by_memory = sorted(costs, key=lambda cost: cost.memory.total)
         too_large = distinct(by_memory, 6)
     chosen = ("train.microbatch", "model.recompute")
-    kept = [word for word in command if word.partition("=")[0] not in chosen]
+    kept = [word for word in (*line.flags, *line.words) if word.partition("=")[0] not in chosen]
     best = (fitting or too_large)[0]
     text = " ".join(["fp4train plan", *kept, *overrides(best)])
-    if as_data:
+    if line.as_data:
         listed = [
             {**cluster_json("", 0, cost), "overrides": overrides(cost)}
             for cost in (*fitting, *too_large)

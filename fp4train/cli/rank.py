@@ -24,15 +24,13 @@ Writes rank.json and rank.png. Finished forks are recorded: the same command goe
 checkpoints too. Decide on the forks beforehand: every further look at a record asks for more.
 """
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
 
-from fp4train.cli.fork_words import FORK_OPTIONS, fork_words, making_forks, write_results
-from fp4train.cli.output import fitted, terminal_width, usage
-from fp4train.config.overrides import Option, read_options
-from fp4train.errors import user_errors
-from fp4train.lab.analysis.figure import FIGURES, PICTURE, check_out, save, width_of
+from fp4train.cli.fork_words import making_forks, write_results
+from fp4train.cli.output import fitted, terminal_width
+from fp4train.config.command_line import read_line
+from fp4train.lab.analysis.figure import FIGURES, PICTURE, Width, check_out, save
 from fp4train.lab.studies import figures
 from fp4train.lab.studies.base import RankRequest
 from fp4train.lab.studies.candidates import SECTIONS
@@ -41,46 +39,31 @@ from fp4train.lab.studies.ranking import render
 from fp4train.lab.studies.results import RANKING, RankResult, rank_json
 from fp4train.lab.studies.stored import bound
 
-USAGE = usage(__doc__)
-DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
-"""The candidates of a ranking that names none."""
 FIGURE = "rank.png"
 
-_HINTS = get_type_hints(RankRequest)
-_OWN = {key: _HINTS[key] for key in ("forks", "margin", "baseline")}
-OPTIONS: Mapping[str, Any] = {**FORK_OPTIONS, **_OWN}
-PICTURES = {
-    "picture": Option(Path, default=None),
-    "width": Option(width_of, "width={} must be a number of inches, from 3 to 30", PICTURE),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(RankRequest):
+    picture: Path | None = None
+    width: Width = PICTURE
 
 
 def main(arguments: list[str]) -> int:
     """Rank, print the table, and write rank.json and rank.png; returns the exit code."""
-    line = read_options(arguments, PICTURES)
-    paper = line.options["picture"]
-    width = line.options["width"]
-    if paper is not None:
-        check_out(paper, FIGURES, "picture")
-    request = _request([*line.flags, *line.words])
-    with making_forks(request):
-        ranking, folders = rank(request)
+    line = read_line(arguments, RankOptions, __doc__, keys=(*SECTIONS, "plugins"), paths=True)
+    if line.picture is not None:
+        check_out(line.picture, FIGURES, "picture")
+    with making_forks(line):
+        ranking, folders = rank(line)
     print(fitted(render(ranking, terminal_width())) + "\n")
     contents = rank_json(ranking)
     results = write_results(RANKING, contents, folders, ranking.bases)
     pictures = [folder / FIGURE for folder in folders]
     draw = figures.ranking(bound(contents, RankResult), named=True)
     save(draw, PICTURE, *pictures)
-    if paper is not None:
-        save(draw, width, paper)
-        print(paper)
+    if line.picture is not None:
+        save(draw, line.width, line.picture)
+        print(line.picture)
     for result, picture in zip(results, pictures, strict=True):
         print(f"{result}; {picture}")
     return 0
-
-
-def _request(arguments: list[str]) -> RankRequest:
-    refusal = f"a ranking has one {{}}; it sweeps over {', '.join(SECTIONS)}"
-    words = fork_words(refusal, USAGE, arguments, _OWN)
-    with user_errors(ValueError):
-        return RankRequest(sweep=words.sections or [DEFAULT], **words.settings, **words.options)

@@ -8,9 +8,9 @@ The published recipes that files of recipes/ mirror, as a table: their papers an
 
 from collections.abc import Sequence
 
-from fp4train.cli.output import print_screen, usage
-from fp4train.config import overrides
+from fp4train.cli.output import print_screen
 from fp4train.config.binding import bind
+from fp4train.config.command_line import CommandLine, read_line
 from fp4train.config.composition import named
 from fp4train.config.folders import own_options
 from fp4train.errors import UserError
@@ -18,7 +18,6 @@ from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
 from fp4train.precision import Recipe
 from fp4train.text import near_miss
 
-USAGE = usage(__doc__)
 MARKDOWN = "--markdown"
 
 
@@ -28,10 +27,9 @@ def main(arguments: list[str]) -> int:
     if arguments == [MARKDOWN]:
         print("\n".join(markdown(entries)))
         return 0
-    line = overrides.read_options(arguments, {})
-    line.check_flags(USAGE, folders=False)
+    line = read_line(arguments, CommandLine, __doc__)
     if len(line.words) > 1:
-        raise UserError(f"recipes takes one NAME or {MARKDOWN}: {USAGE}")
+        raise UserError(f"recipes takes one NAME or {MARKDOWN}: {line.usage}")
     if line.words:
         _print_in_full(line.words[0], entries)
     else:

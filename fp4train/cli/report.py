@@ -10,43 +10,39 @@ One HTML file about runs and the studies on them, for screens, phones and paper;
 """
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
-from fp4train.cli.output import usage
-from fp4train.config.overrides import Option, baseline_first, read_options
-from fp4train.errors import UserError, user_errors
+from fp4train.config.command_line import CommandLine, read_line
+from fp4train.config.overrides import baseline_first
+from fp4train.errors import user_errors
 from fp4train.hardware import find_gpu
-from fp4train.lab.analysis.figure import PICTURE, endings_of, width_of
+from fp4train.lab.analysis.figure import PICTURE, Width, endings_of
 from fp4train.lab.report.page import read_report
 
 _log = logging.getLogger("fp4train")
 
-USAGE = usage(__doc__)
-OPTIONS = {
-    "baseline": Option(Path),
-    "out": Option(Path, default=Path("report.html")),
-    "figures": Option(
-        endings_of, "figures={}: one or several of png, svg and pdf, with commas", ()
-    ),
-    "width": Option(width_of, "width={} must be a number of inches, from 3 to 30", PICTURE),
-    "gpu": Option(),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(CommandLine):
+    baseline: Path | None = None
+    out: Path = Path("report.html")
+    figures: str | None = None
+    width: Width = PICTURE
+    gpu: str | None = None
 
 
 def main(arguments: list[str]) -> int:
     """Write the file and print its path and size; returns the exit code."""
-
-    line = read_options(arguments, OPTIONS)
-    baseline, out, endings, width, gpu_name = (line.options[key] for key in OPTIONS)
-    line.check_runs_alone(USAGE)
-    runs = baseline_first(list(map(Path, line.runs)), baseline)
-    if not runs:
-        raise UserError(f"report needs run directories: {USAGE}")
+    line = read_line(arguments, ReportOptions, __doc__)
+    out = line.out
+    runs = baseline_first(line.some_runs, line.baseline)
     with user_errors(ValueError):
-        gpu = find_gpu(gpu_name) if gpu_name is not None else None
+        endings = () if line.figures is None else endings_of(line.figures)
+        gpu = None if line.gpu is None else find_gpu(line.gpu)
     report = read_report(runs, out, gpu)
     report.write(out)
-    files = report.write_figures(out, endings, width)
+    files = report.write_figures(out, endings, line.width)
     for problem in report.problems:
         _log.warning("%s", problem)
     print(f"{out}: {out.stat().st_size / 1000:,.0f} kB")

@@ -18,65 +18,49 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, fields
 
-from fp4train.cli.output import usage
-from fp4train.cli.trained import CHOSEN, STEP, with_model
-from fp4train.config.overrides import Option, count, number, read_options
+from fp4train.cli.trained import KEYS, with_model
+from fp4train.config.command_line import CommandLine, WholeNumber, read_line
 from fp4train.data.tokens import begin_of_document
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import UserError
 from fp4train.exchange.generation import Sampling, TextStream, generate
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
-from fp4train.text import counted, whole_number
+from fp4train.text import counted
 
-USAGE = usage(__doc__)
-OPTIONS = {
-    "prompt": Option(),
-    "step": STEP,
-    "tokens": Option(count, "tokens={!r} must be a whole number from 1", 64),
-    "temperature": Option(number, "temperature={!r} must be a number ≥ 0", 1.0),
-    "top_k": Option(count, "top_k={!r} must be a whole number from 1"),
-    "top_p": Option(number, "top_p={!r} must be a number above 0 and at most 1", 1.0),
-    "seed": Option(whole_number, "seed={!r} must be a whole number from 0", 0),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions(CommandLine, Sampling):
+    prompt: str
+    step: WholeNumber | None = None
 
 
 def main(arguments: list[str]) -> int:
     """Print the text as it is sampled; returns the exit code."""
-    line = read_options(arguments, OPTIONS, keys=(*CHOSEN, "plugins"), data=True)
-    prompt, step, *_ = line.options.values()
-    if prompt is None:
-        raise UserError(f'sample needs prompt="…": {USAGE}')
-    with user_errors(ValueError):
-        sampling = Sampling(
-            **{key: value for key, value in line.options.items() if key not in ("prompt", "step")}
-        )
+    line = read_line(arguments, SampleOptions, __doc__, keys=KEYS, paths=True, data=True)
 
     def task(trained: TrainedModel, named: Sequence[NamedRecipe]) -> int:
         if len(named) > 1:
             raise UserError(
                 f"sample writes in one recipe, not in {', '.join(recipe.name for recipe in named)}"
             )
-        return _sample(trained, named[0] if named else trained.own, prompt, sampling, line.as_data)
+        return _sample(trained, named[0] if named else trained.own, line)
 
-    return with_model(USAGE, line, list(OPTIONS), step, task)
+    return with_model(line, line.step, task)
 
 
-def _sample(
-    trained: TrainedModel, named: NamedRecipe, prompt: str, sampling: Sampling, as_data: bool
-) -> int:
+def _sample(trained: TrainedModel, named: NamedRecipe, line: SampleOptions) -> int:
+    as_data = line.as_data
     tokenizer = trained.text_tokenizer()
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode(line.prompt)
     if (begin := begin_of_document(tokenizer)) is not None:
         ids = [begin, *ids]
     stream = TextStream(tokenizer, ids)
     began = time.perf_counter()
     written: list[int] = []
-    for (token,) in generate(
-        trained, [ids], sampling, named=named, ends=[tokenizer.end_of_document]
-    ):
+    for (token,) in generate(trained, [ids], line, named=named, ends=[tokenizer.end_of_document]):
         if not written and not as_data:
-            print(prompt, end="")
+            print(line.prompt, end="")
         assert token is not None
         written.append(token)
         grown = stream.add(token)
@@ -94,12 +78,13 @@ def _sample(
             "run": str(trained.source),
             "step": trained.step,
             "recipe": named.name,
-            "prompt": prompt,
+            "prompt": line.prompt,
         }
-        print(json.dumps({**about, **asdict(sampling), "text": stream.text, **outcome}))
+        sampling = {field.name: getattr(line, field.name) for field in fields(Sampling)}
+        print(json.dumps({**about, **sampling, "text": stream.text, **outcome}))
         return 0
     print(ending)
-    complete = len(written) == sampling.tokens or written[-1] == tokenizer.end_of_document
+    complete = len(written) == line.tokens or written[-1] == tokenizer.end_of_document
     ended = "" if complete else "; the context is full"
     where = f"{trained.title} in {named.name}"
     print(f"{where}: {counted(len(written), 'token')} in {seconds:.2f} s{ended}", file=sys.stderr)

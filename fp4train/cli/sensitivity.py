@@ -20,15 +20,15 @@ sensitivity.json and sensitivity.png. A study that was killed goes on with the s
 """
 
 import re
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fp4train import files
 from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.launch import Command, launch
-from fp4train.cli.output import fitted, terminal_width, usage
-from fp4train.config.overrides import Option, count, number, read_options, truth
+from fp4train.cli.output import fitted, terminal_width
+from fp4train.config.command_line import Amount, CommandLine, Count, WholeNumber, read_line
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
 from fp4train.lab.analysis.figure import save
@@ -46,9 +46,7 @@ from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_paths
 from fp4train.sealed import sealed
-from fp4train.text import whole_number
 
-USAGE = usage(__doc__)
 POLICY = "policy.yaml"
 WRITTEN = (POLICY, "sensitivity.json", "sensitivity.png")
 KEEP = 0.15
@@ -57,26 +55,45 @@ SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h)?")
 
 
-def _seconds(text: str) -> float | None:
-    match = _DURATION.fullmatch(text)
-    if match:
-        return float(match[1]) * SECONDS[match[2] or "s"] or None
-    return None
+@dataclass(frozen=True, kw_only=True)
+class SensitivityOptions(CommandLine):
+    step: WholeNumber | None = None
+    batches: Count | None = None
+    repeats: Count = 4
+    budget: str | None = None
+    cells: bool = False
+    keep: Amount | None = None
+    cost: Amount | None = None
+    out: Path | None = None
 
+    @property
+    def effort(self) -> Effort:
+        """How much is measured.
 
-OPTIONS = {
-    "step": Option(
-        whole_number,
-        "step={!r} must be the step of a checkpoint, or 0 for the model as it was initialised",
-    ),
-    "batches": Option(count, "batches={!r} must be a whole number from 1"),
-    "repeats": Option(count, "repeats={!r} must be a whole number from 1", 4),
-    "budget": Option(_seconds, "budget={!r} must be a duration above 0: 90s, 5min, 1h"),
-    "cells": Option(truth, "cells={}: true or false", default=False),
-    "keep": Option(number, "keep={!r} must be a number ≥ 0"),
-    "cost": Option(number, "cost={!r} must be a number ≥ 0"),
-    "out": Option(Path),
-}
+        Raises:
+            ValueError: the budget is no duration, or batches are given beside it.
+        """
+        seconds = None
+        if self.budget is not None:
+            match = _DURATION.fullmatch(self.budget)
+            seconds = float(match[1]) * SECONDS[match[2] or "s"] if match else 0.0
+            if not seconds:
+                raise ValueError(
+                    f"budget={self.budget!r} must be a duration above 0: 90s, 5min, 1h"
+                )
+            if self.batches is not None:
+                raise ValueError(
+                    "budget=… decides how many batches are measured: leave batches=… out"
+                )
+        return Effort(
+            batches=self.batches or 8 if seconds is None else None,
+            repeats=self.repeats,
+            budget=seconds,
+            cells=self.cells,
+        )
+
+    def __post_init__(self) -> None:
+        _ = self.effort  # refused where the budget is none
 
 
 def main(arguments: list[str]) -> int:
@@ -87,12 +104,11 @@ def main(arguments: list[str]) -> int:
     """
     if flags := {"-m", "--multirun"} & set(arguments):
         raise UserError(f"sensitivity studies one recipe at a time, without {flags.pop()}")
-    line = read_options(arguments, OPTIONS, keys=("model", "recipe", "gpu"))
-    line.check_keys()
+    line = read_line(arguments, SensitivityOptions, __doc__, keys=None)
     if len(line.runs) > 1 or not (line.runs or any(a.startswith("model=") for a in line.overrides)):
-        raise UserError(f"sensitivity needs one run directory, or model=…: {USAGE}")
+        raise UserError(f"sensitivity needs one run directory, or model=…: {line.usage}")
     if line.runs:
-        run = run_directory.require_run(Path(line.runs[0]))
+        run = run_directory.require_run(line.run)
     else:
         run = None
     if other := [a for a in line.overrides if a.startswith(("resume=", "resume_step="))]:
@@ -100,9 +116,7 @@ def main(arguments: list[str]) -> int:
             f"sensitivity RUN names the run; step=… chooses its checkpoint, not {other[0]}"
         )
     remaining = [*line.flags, *line.overrides]
-    step = line.options["step"]
-    if line.options["budget"] is not None and line.options["batches"] is not None:
-        raise UserError("budget=… decides how many batches are measured: leave batches=… out")
+    step = line.step
     fresh = run is None or step == 0
     if run is None:
         if step:
@@ -115,22 +129,16 @@ def main(arguments: list[str]) -> int:
     else:
         start = WeightSource(path=run, step=None if fresh else step)
         remaining = [*start.resume_words, *remaining]
-    return launch(
-        remaining, partial(_study, options=line.options, fresh=fresh, of_run=run is not None)
-    )
+    return launch(remaining, partial(_study, line=line, fresh=fresh, of_run=run is not None))
 
 
-def _study(command: Command, *, options: dict[str, Any], fresh: bool, of_run: bool) -> int:
+def _study(command: Command, *, line: SensitivityOptions, fresh: bool, of_run: bool) -> int:
     """Study a run (`of_run`) or a model that is named alone; `fresh`: with its weights as they are
     initialised.
     """
-
-    effort = Effort(
-        batches=options["batches"] or 8 if options["budget"] is None else None,
-        **{key: options[key] for key in ("repeats", "budget", "cells")},
-    )
-    keep = options["keep"]
-    cost = options["cost"]
+    effort = line.effort
+    keep = line.keep
+    cost = line.cost
     keep_freed_memory()
     config = command.config
     chosen = command.cfg
@@ -153,7 +161,7 @@ def _study(command: Command, *, options: dict[str, Any], fresh: bool, of_run: bo
     # This and the next refuse what is impossible before a folder is made.
     RecipeParts(subject, recipe, repeats=effort.repeats)
     groups_of(subject, effort)
-    folder = options["out"] or subject.studies / (
+    folder = line.out or subject.studies / (
         f"sensitivity-{name}" + (f"-{subject.step}" if of_run else "")
     )
     progress = study_progress("measurement", every=15.0)

@@ -11,14 +11,14 @@ Change the recipe of a run, at once if it is running. Without recipe= it lists t
 Exit code: 0 accepted (or, where no process trains, left for the next resume), 1 refused, 2 no answer yet.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp4train import checkpoint
-from fp4train.cli.output import fitted, print_screen, usage
-from fp4train.config import overrides, plugins
+from fp4train.cli.output import fitted, print_screen
+from fp4train.config.command_line import Amount, CommandLine, WholeNumber, read_line
 from fp4train.config.composition import composed
-from fp4train.config.overrides import Option, number, read_options
 from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
@@ -27,38 +27,27 @@ from fp4train.run.record.journal import RecipeChoice, read_journal, read_swaps
 from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.text import counted, counted_are, whole_number
 
-USAGE = usage(__doc__)
-WAIT = 10.0
 NO_ANSWER = 2
-OPTIONS = {
-    "at": Option(whole_number, "at={!r} must be a step (an integer ≥ 0)"),
-    "wait": Option(number, "wait={!r} must be a number of seconds (0: do not wait)", WAIT),
-    "cancel": Option(),
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapOptions(CommandLine):
+    at: WholeNumber | None = None
+    wait: Amount = 10.0
+    cancel: str | None = None
 
 
 def main(arguments: list[str]) -> int:
     """Ask for a swap and report the answer; or list, or cancel. Returns the exit code."""
-    line = read_options(arguments, OPTIONS, keys=("recipe", "plugins"))
-    folders = overrides.own_folders(line.flags)
-    strange = overrides.other_flags(line.flags)
-    if strange:
-        raise UserError(
-            f"swap knows no flag {strange[0]}, only --config-dir FOLDER, where recipes of "
-            "your own are"
-        )
-    if len(line.runs) != 1:
-        instead = f", not {' '.join(arguments)}" if arguments else ""
-        raise UserError(f"swap needs one run directory: {USAGE}{instead}")
-    run = run_directory.require_run(Path(line.runs[0]))
-    at, wait, cancel = (line.options[key] for key in OPTIONS)
-    words = [a for a in line.overrides if not a.startswith("plugins=")]
-    with plugins.using(overrides.plugins([a for a in line.overrides if a not in words]), folders):
-        if cancel is not None:
-            if beside := [*words, *([] if at is None else [f"at={at}"])]:
-                raise UserError(f"swap cancel={cancel} stands alone, not with {beside[0]}")
-            return _cancel(run, cancel, wait)
-        if not words and (at, wait) == (None, WAIT):
+    line = read_line(arguments, SwapOptions, __doc__, keys=("recipe", "plugins"))
+    run = run_directory.require_run(line.run)
+    with line.using_plugins():
+        if line.cancel is not None:
+            if line.chosen or line.at is not None:
+                beside = [*line.chosen, f"at={line.at}"][0]
+                raise UserError(f"swap cancel={line.cancel} stands alone, not with {beside}")
+            return _cancel(run, line.cancel, line.wait)
+        if not line.chosen and (line.at, line.wait) == (None, SwapOptions.wait):
             done = run_directory.steps_done(run)
             print_screen(
                 "swaps.txt",
@@ -70,17 +59,16 @@ def main(arguments: list[str]) -> int:
                 lost=bool(done) and not read_journal(run),
             )
             return 0
-        return _swap(run, line.flags, line.overrides, at, wait)
+        return _swap(run, line)
 
 
-def _swap(run: Path, flags: list[str], words: list[str], at: int | None, wait: float) -> int:
-    names = [a.partition("=")[2] for a in words if a.startswith("recipe=")]
+def _swap(run: Path, line: SwapOptions) -> int:
+    at = line.at
+    wait = line.wait
+    names = [word.partition("=")[2] for word in line.chosen if word.startswith("recipe=")]
     if len(names) != 1:
         raise UserError("swap needs recipe=NAME, once")
-    strange = [a for a in words if not a.startswith(("recipe=", "recipe.", "plugins="))]
-    if strange:
-        raise UserError(f"swap changes the recipe only, not {strange[0]!r}")
-    (command,) = composed([*flags, *words])
+    (command,) = composed([*line.flags, *line.overrides])
     recipe = plain(command.cfg)["recipe"]
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
     RecipeChoice(names[0], recipe).at(0)

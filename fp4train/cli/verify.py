@@ -15,43 +15,34 @@ since other software may read it. Exit code 0: all are equal; 1: not.
 """
 
 import json
-from pathlib import Path
+from dataclasses import dataclass
 
-from fp4train.cli.output import print_screen, usage
-from fp4train.cli.trained import STEP, named_paths, source_named
-from fp4train.config import overrides, plugins
-from fp4train.config.overrides import Option, read_options
-from fp4train.errors import UserError
+from fp4train.cli.output import print_screen
+from fp4train.cli.trained import source_named
+from fp4train.config.command_line import CommandLine, WholeNumber, read_line
 from fp4train.exchange.served import served_losses
 from fp4train.exchange.verify import verify
-from fp4train.text import whole_number
 
-USAGE = usage(__doc__)
-OPTIONS = {
-    "against": Option(),
-    "step": STEP,
-    "stretch": Option(
-        whole_number, "stretch={!r} must be a step of the steps whose codes the folder has"
-    ),
-    "loss": Option(whole_number, "loss={!r} must be a number of batches"),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(CommandLine):
+    against: str
+    step: WholeNumber | None = None
+    stretch: WholeNumber | None = None
+    loss: WholeNumber = 0
 
 
 def main(arguments: list[str]) -> int:
     """Compare, and print a line for each layer; returns the exit code."""
-    line = read_options(arguments, OPTIONS, keys=("plugins",), data=True)
-    run, step, stretch, batches = (line.options[key] for key in OPTIONS)
-    line.check_flags(USAGE, folders=False)
-    if len(line.runs) != 1 or run is None:
-        raise UserError(f"verify needs one folder and the run that it was made from: {USAGE}")
-    paths = named_paths(overrides.parse(line.overrides), tuple(OPTIONS))
-    with plugins.using(overrides.plugins(line.overrides)):
-        verified = verify(Path(line.runs[0]), source_named(run, step), stretch=stretch)
+    line = read_line(arguments, VerifyOptions, __doc__, keys=("plugins",), paths=True, data=True)
+    with line.using_plugins():
+        source = source_named(line.against, line.step)
+        verified = verify(line.run, source, stretch=line.stretch)
         losses: dict[str, float] = {}
-        if batches and verified.equal:
-            losses = served_losses(verified, batches, paths)
+        if line.loss and verified.equal:
+            losses = served_losses(verified, line.loss, line.paths)
     if line.as_data:
         print(json.dumps({**verified.as_json(), "losses": losses}, indent=1))
     else:
-        print_screen("verify.txt", verified=verified, losses=losses, batches=batches)
+        print_screen("verify.txt", verified=verified, losses=losses, batches=line.loss)
     return 0 if verified.equal else 1

@@ -55,11 +55,11 @@ def bind(node: Any, hint: Any, path: str) -> Any:
         UserError: a key is unknown or missing, a value has another type or is refused by its class,
             or a `_target_` is not a configuration class (see `own_class`).
     """
-    options = _options(hint)
+    options = types_of(hint)
     if isinstance(node, str) and node == MISSING:
         raise UserError(f"{path} must be given: {path}=…")
     if isinstance(node, Mapping):
-        return _bind_mapping(node, options, path, _mark(hint, WrittenUnder))
+        return _bind_mapping(node, options, path, mark_of(hint, WrittenUnder))
     for option in options:
         if (
             _is_sequence(option)
@@ -110,20 +110,20 @@ class KeyField:
     @property
     def takes_integers(self) -> bool:
         """Whether the key takes whole numbers and no others."""
-        options = _options(self.hint)
+        options = types_of(self.hint)
         return int in options and float not in options
 
     @property
     def may_differ(self) -> MayDiffer:
         """The uses for which the key, or every key of the section, may differ."""
-        return _mark(self.hint, MayDiffer) or MayDiffer(0)
+        return mark_of(self.hint, MayDiffer) or MayDiffer(0)
 
     @property
     def allowed(self) -> str:
         """What the key takes, in words; empty for a section."""
         if isinstance(self.value, Mapping):
             return ""
-        return _allowed(_options(self.hint))
+        return _allowed(types_of(self.hint))
 
 
 def key_fields(node: Any, hint: Any, path: str = "") -> Iterator[KeyField]:
@@ -174,7 +174,7 @@ def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
 def known_part(node: Any, hint: Any) -> Any:
     """`node` without the keys that its classes do not have."""
     if isinstance(node, list):
-        kinds = [get_args(option)[0] for option in _options(hint) if _is_sequence(option)]
+        kinds = [get_args(option)[0] for option in types_of(hint) if _is_sequence(option)]
         return [known_part(item, kinds[0]) for item in node] if kinds else node
     if not isinstance(node, Mapping):
         return node
@@ -210,7 +210,7 @@ def destinations(node: Any, hint: Any) -> Iterator[tuple[str, str]]:
 def names_destinations(target: object) -> bool:
     """Whether the configuration class `target` has fields that say where data are sent."""
     hints = _hints(own_class(target, "_target_")).values()
-    return any(_mark(hint, NamesDestination) is not None for hint in hints)
+    return any(mark_of(hint, NamesDestination) is not None for hint in hints)
 
 
 def _texts(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str, tuple[Any, ...]]]:
@@ -248,11 +248,12 @@ def _branches(hint: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield base, tuple(marks)
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def types_of(hint: Any) -> tuple[Any, ...]:
+    """The types that a value may have."""
     return tuple(option for option, _ in _branches(hint))
 
 
-def _mark(hint: Any, kind: type[M]) -> M | None:
+def mark_of(hint: Any, kind: type[M]) -> M | None:
     """The first mark of a class that leads to a type that a value may have."""
     marks = (mark for _, marks in _branches(hint) for mark in marks)
     return next((mark for mark in marks if isinstance(mark, kind)), None)
@@ -262,7 +263,7 @@ def _described(node: Mapping[Any, Any], hint: Any) -> tuple[type | None, Callabl
     """The dataclass, if any, that `node` describes where a `hint` is needed, and the types that its
     keys need.
     """
-    options = _options(hint)
+    options = types_of(hint)
     kind = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
     if "_target_" in node:
         kind = own_class(node["_target_"], "_target_")

@@ -1,13 +1,10 @@
-"""The words of a command line: key=value in Hydra's grammar, flags, names of runs, and the options
-of a verb.
-"""
+"""The words of a command line: key=value in Hydra's grammar, flags, and names of runs."""
 
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,10 +20,9 @@ from fp4train.config.folders import (
     register_file,
     registered_files,
 )
-from fp4train.config.foreign import suggestion
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
-from fp4train.text import near_miss, nearest, shortened, whole_number
+from fp4train.text import shortened
 
 _FOLDER_FLAGS = ("--config-dir", "-cd")
 KNOWN_FLAGS = (
@@ -48,14 +44,10 @@ _OTHER_FLAGS = (
     "--cfg",
     "-c",
 )
-_ALIKE = 0.75
-"""Smallest similarity of a key to the option that it is taken for."""
-_ALIKE_LETTER = 0.65
-"""The same for a key of one letter."""
 SWEEP = frozenset({"-m", "--multirun"})
 
 
-def flags_and_words(arguments: list[str]) -> tuple[list[str], list[str]]:
+def flags_and_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments of a command line as two lists: flags with their values, and everything
     else.
     """
@@ -73,132 +65,13 @@ def flags_and_words(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def names_folder(word: str) -> bool:
-    """Whether a word of a command line is a directory's name: it is no key=value, or there is a
-    directory of that name.
+    """Whether a word of a command line is a directory's name: it is no key=value and takes no key
+    away (~key), or there is a directory of that name.
 
     The directories of a sweep have the swept value in their names: runs/a-microbatch=2.
     """
     # pathlib raises where a word is too long for a name
-    return "=" not in word or os.path.isdir(word)
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option, key=value.
-
-    Args:
-        read: function from its text to its value, which is None where the text is refused.
-        refusal: message of the error about a refused text, which stands for {}.
-        default: the value where the option is not given.
-    """
-
-    read: Callable[[str], Any] = str
-    refusal: str = ""
-    default: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommandLine:
-    """The command line of a verb, taken apart: flags with their values, the value of every option
-    of the verb, and the other words; whether the flag --json asks for data.
-    """
-
-    flags: list[str]
-    options: dict[str, Any]
-    words: list[str]
-    as_data: bool = False
-
-    @property
-    def runs(self) -> list[str]:
-        """The words that name directories."""
-        return [word for word in self.words if names_folder(word) and not word.startswith("~")]
-
-    @property
-    def overrides(self) -> list[str]:
-        """The words that name none."""
-        return [word for word in self.words if word not in self.runs]
-
-    def check_keys(self) -> None:
-        """Refuse key=value where the key is neither an option nor begins the key of a run."""
-        for word in self.overrides:
-            key, equals, _ = word.partition("=")
-            if equals and "." not in key and key.lstrip("+~") not in _run_keys(self.flags):
-                hint = suggestion(key) or near_miss(key, [*self.options, *settable_keys()])
-                listing = f" (known: {', '.join(self.options)} and the keys of a run)"
-                raise UserError(f"unknown key {key!r}{hint}{listing}")
-
-    def check_runs_alone(self, usage: str) -> None:
-        """Refuse words that name no directory, and flags."""
-        if self.overrides:
-            key = self.overrides[0].partition("=")[0]
-            hint = near_miss(key, self.options) or ":"
-            raise UserError(f"{usage.split()[1]} has no option {key!r}{hint} {usage}")
-        self.check_flags(usage, folders=False)
-
-    def check_flags(self, usage: str, *, folders: bool = True) -> None:
-        """Refuse flags, but for --config-dir where the verb takes `folders`.
-
-        Args:
-            usage: the first line of the verb's help, "fp4train VERB …".
-        """
-        flags = other_flags(self.flags) if folders else self.flags
-        if flags:
-            raise UserError(f"{usage.split()[1]} knows no flag {flags[0]}: {usage}")
-
-
-def read_options(
-    arguments: list[str],
-    declared: Mapping[str, Option],
-    *,
-    keys: Iterable[str] = (),
-    data: bool = False,
-) -> CommandLine:
-    """Take a command line apart.
-
-    Args:
-        arguments: words and flags, as the shell gives them.
-        declared: the options of the verb, by key.
-        keys: keys of a run that the verb takes, too, for suggestions.
-        data: whether the verb takes the flag --json.
-
-    Raises:
-        UserError: an option is given twice or misspelt, or its value is refused.
-    """
-    as_data = data and "--json" in arguments
-    flags, words = flags_and_words([a for a in arguments if not (data and a == "--json")])
-    options = {key: option.default for key, option in declared.items()}
-    other_words = []
-    keys_read = set()
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or key not in declared:
-            other_words.append(word)
-            continue
-        if key in keys_read:
-            raise UserError(f"{key}=… is given twice")
-        keys_read.add(key)
-        options[key] = declared[key].read(text)
-        if options[key] is None:
-            raise UserError(declared[key].refusal.format(text))
-    _refuse_misspelt(other_words, [*declared, *keys], flags)
-    return CommandLine(flags=flags, options=options, words=other_words, as_data=as_data)
-
-
-def _refuse_misspelt(words: Iterable[str], names: Sequence[str], flags: list[str]) -> None:
-    """Refuse key=value where the key is nearly one of `names`, and is no key of a run itself."""
-    for word in words:
-        key, equals, _ = word.partition("=")
-        if not equals or "." in key or names_folder(word):
-            continue
-        # Of two letters one is left: two thirds of a name.
-        name = nearest(key, names, _ALIKE if len(key) > 1 else _ALIKE_LETTER)
-        if name is not None and key not in _run_keys(flags):
-            raise UserError(f"unknown key {key!r}; did you mean {name!r}?")
-
-
-def _run_keys(flags: list[str]) -> set[str]:
-    """The keys of a run's configuration that have no dot."""
-    return {field.name for field in fields(Config)} | set(groups(own_folders(flags)))
+    return not word.startswith("~") and ("=" not in word or os.path.isdir(word))
 
 
 def settable_keys() -> list[str]:
@@ -217,26 +90,7 @@ def baseline_first(runs: Sequence[Path], baseline: Path | None) -> list[Path]:
     return [baseline, *(run for run in runs if run.resolve() != baseline.resolve())]
 
 
-def truth(text: str) -> bool | None:
-    """ "true" or "false"."""
-    return {"true": True, "false": False}.get(text.lower())
-
-
-def count(text: str) -> int | None:
-    """A whole number from 1."""
-    return whole_number(text) or None
-
-
-def number(text: str) -> float | None:
-    """A finite number from 0."""
-    with suppress(ValueError):
-        if 0 <= (value := float(text)) < float("inf"):
-            return value
-        return None
-    return None
-
-
-def parse(arguments: list[str]) -> list[Override]:
+def parse(arguments: Sequence[str]) -> list[Override]:
     """The overrides among the arguments of a command line.
 
     Raises:
@@ -320,7 +174,7 @@ def with_files(arguments: list[str]) -> list[str]:
     return words
 
 
-def plugins(arguments: list[str]) -> list[str]:
+def plugins(arguments: Sequence[str]) -> list[str]:
     """The packages that `plugins=[…]` names.
 
     Raises:
@@ -370,7 +224,7 @@ def resumed_run(arguments: Iterable[str]) -> str | None:
     return next((a for a in arguments if a.startswith("resume=") and a != "resume=null"), None)
 
 
-def own_folders(arguments: list[str]) -> list[Path]:
+def own_folders(arguments: Sequence[str]) -> list[Path]:
     """The folders of --config-dir.
 
     Raises:
@@ -385,7 +239,7 @@ def own_folders(arguments: list[str]) -> list[Path]:
     return folders
 
 
-def flag_values(arguments: list[str], names: Collection[str]) -> Iterator[tuple[str, str]]:
+def flag_values(arguments: Sequence[str], names: Collection[str]) -> Iterator[tuple[str, str]]:
     """Each flag of these names among the arguments, and its value, empty where it has none."""
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = argument.partition("=")
@@ -393,7 +247,7 @@ def flag_values(arguments: list[str], names: Collection[str]) -> Iterator[tuple[
             yield name, value if equals else following
 
 
-def other_flags(arguments: list[str]) -> list[str]:
+def other_flags(arguments: Sequence[str]) -> list[str]:
     """The flags that are not --config-dir."""
     return [a for a in arguments if a.startswith("-") and a.partition("=")[0] not in _FOLDER_FLAGS]
 

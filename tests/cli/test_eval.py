@@ -88,7 +88,7 @@ def test_text_is_read_from_a_file(evaluate: Eval, tmp_path: Path) -> None:
         (["limit=5"], "limit=… is of task=…, not of held-out text"),
         (["text=y", "batches=5"], "batches=… is of held-out text, not of text=…"),
         (["text=gone"], "text=gone does not exist"),
-        (["batches=x"], "batches='x' must be a whole number from 1"),
+        (["batches=x"], "batches='x' must be a whole number or null"),
         (["tsk=x"], "unknown key 'tsk'; did you mean 'task'?"),
         (["data.path=gone.txt"], "data.path=gone.txt does not exist"),
         (["data.cache=gone"], "data.cache is no path in the configuration of"),

@@ -188,10 +188,7 @@ def test_an_option_of_a_verb_without_one_of_its_letters_is_suggested(
         refused = cli(verb, str(small_run), word)
         message = " ".join(refused.err.split())
         assert refused.code in (1, 2, 3) and refused.err.count("fp4train: ") == 1
-        if verb == "formats":
-            assert "takes plugins=" in message
-        else:
-            assert f"did you mean {option!r}?" in message, message
+        assert f"did you mean {option!r}?" in message, message
 
 
 @pytest.mark.parametrize(
@@ -208,10 +205,10 @@ def test_a_verb_on_a_run_lists_its_own_options(
 
 
 @pytest.mark.parametrize("verb", ["compare", "report"])
-def test_the_usage_follows_what_was_meant_after_a_space(cli: Cli, verb: str) -> None:
-    for word, hint in (("bsln=a", "; did you mean 'baseline'?"), ("zzz=a", ":")):
+def test_what_a_verb_knows_follows_what_was_meant(cli: Cli, verb: str) -> None:
+    for word, hint in (("bsln=a", "; did you mean 'baseline'?"), ("zzz=a", "")):
         key = word.partition("=")[0]
-        message = f"{verb} has no option {key!r}{hint} fp4train {verb} RUN RUN…"
+        message = f"unknown key {key!r}{hint} (known: baseline, out, "
         assert message in " ".join(cli(verb, "a", "b", word).err.split())
 
 

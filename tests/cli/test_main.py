@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 import fp4train
 from fp4train.cli import main
+from fp4train.cli.help import options_of
 from fp4train.cli.main import USAGE, VERBS
 from fp4train.errors import UserError
 
@@ -79,7 +80,7 @@ def test_help_of_a_verb_lists_its_own_options(
     shown = help_of(verb)
     module = sys.modules[f"fp4train.cli.{verb}"]
     own = (module.__doc__ or "").strip()
-    options = getattr(module, "OPTIONS", {})
+    options = options_of(verb)
     assert shown.startswith(own) and own.startswith(
         f"fp4train {'[train]' if verb == 'train' else verb}"
     )

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fp4train.cli import main
-from fp4train.cli.plan import OPTIONS, asks_for_mesh
-from fp4train.config.overrides import read_options
+from fp4train.cli.plan import PlanOptions, asks_for_mesh
+from fp4train.config.command_line import read_line
 from fp4train.models.common.decoder import Decoder
 from fp4train.parallel import Mesh, Parallel
 from fp4train.parallel.config import SCHEDULES
@@ -409,9 +409,9 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
             "parallel.tp=16 does not divide the 8 ranks of this run; parallel=auto finds a mesh",
         ),
         (["parallel.dp_shard=-2"], "parallel.dp_shard=-2 must be at least 1, or -1 for all"),
-        (["gpus=many"], "gpus=many must be a whole number"),
-        (["gpus=0"], "gpus=0 must be at least 1"),
-        (["gpus=2000000"], "gpus=2000000 is more than 1048576"),
+        (["gpus=many"], "gpus='many' must be a whole number"),
+        (["gpus=0"], "gpus=0 must be a number of GPUs from 1 to 1048576"),
+        (["gpus=2000000"], "gpus=2000000 must be a number of GPUs from 1 to 1048576"),
         (["parallel.dp_shard=2000000"], "parallel.dp_shard=2000000 is more than 1048576"),
         (["parallel.tp=0"], "parallel.tp=0 must be at least 1"),
         (["gpus=8", "gpu=null"], "a plan for several GPUs needs their name: gpu=H100"),
@@ -427,22 +427,19 @@ def test_a_mesh_that_cannot_be_is_refused_with_what_to_do(
 
 def test_what_is_said_of_gpus_is_told_from_the_keys_of_the_section() -> None:
     sizes = ["parallel.dp_replicate=2", "parallel.sp=false", "model=llama_8b"]
-    found = read_options([*sizes, "gpus=64"], OPTIONS)
-    assert found.options == {"full": False, "gpus": 64, "parallel": None} and found.words == sizes
-    assert read_options(["gpus=64", "parallel=AUTO"], OPTIONS).options == {
-        "full": False,
-        "gpus": 64,
-        "parallel": True,
-    }
+    line = read_line([*sizes, "gpus=64"], PlanOptions, "fp4train plan", keys=None)
+    assert (line.full, line.gpus, line.parallel, line.words) == (False, 64, None, sizes)
+    line = read_line(["gpus=64", "parallel=AUTO"], PlanOptions, "fp4train plan", keys=None)
+    assert (line.gpus, line.parallel) == (64, "AUTO")
 
 
 def test_a_command_or_its_configuration_asks_for_a_mesh() -> None:
     assert not asks_for_mesh(
-        Parallel(timeout=9, amax="data"), None, None, ["model", "parallel.timeout"]
+        Parallel(timeout=9, amax="data"), None, False, ["model", "parallel.timeout"]
     )
-    assert asks_for_mesh(Parallel(dp_shard=8), None, None, [])
-    assert asks_for_mesh(Parallel(), None, None, ["parallel.dp_shard"]) and asks_for_mesh(
-        Parallel(), 8, None, []
+    assert asks_for_mesh(Parallel(dp_shard=8), None, False, [])
+    assert asks_for_mesh(Parallel(), None, False, ["parallel.dp_shard"]) and asks_for_mesh(
+        Parallel(), 8, False, []
     )
 
 

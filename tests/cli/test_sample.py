@@ -54,7 +54,7 @@ def test_any_recipe_and_policy_writes(sample, recipe: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], 'sample needs prompt="…"'),
+        ([], 'sample needs prompt=…: fp4train sample RUN|FOLDER prompt="…"'),
         (["prompt="], "the prompt is empty"),
         (
             ["prompt=" + "x" * 40],
@@ -67,7 +67,7 @@ def test_any_recipe_and_policy_writes(sample, recipe: str, name: str) -> None:
         (["prompt=a", "recipe=bf16,mxfp8"], "sample writes in one recipe, not in bf16, mxfp8"),
         (["prompt=a", "recpie=bf16"], "unknown key 'recpie'; did you mean 'recipe'?"),
         (["prompt=a", "step=5"], "has no checkpoint of step 5"),
-        (["prompt=a", "tokens=0"], "tokens='0' must be a whole number from 1"),
+        (["prompt=a", "tokens=0"], "tokens=0 must be at least 1"),
         (["prompt=a", "top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["prompt=a", "--jsn"], "sample knows no flag --jsn"),
     ],

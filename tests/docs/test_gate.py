@@ -8,7 +8,7 @@ import simulate_gate as simulated
 from shown import blocks, commands, in_tenths, shortened, table
 
 from fp4train.cli import main
-from fp4train.cli.gate import OPTIONS
+from fp4train.cli.help import options_of
 from fp4train.lab.gate.result import EXIT_CODES
 
 PAGE = "gate.md"
@@ -36,7 +36,7 @@ def test_every_command_works_and_the_first_gate_prints_what_the_page_shows(
 
 def test_the_table_has_every_key() -> None:
     named = [name.strip("` ") for keys, *_ in table(PAGE, "key") for name in keys.split(",")]
-    assert sorted(named) == sorted(OPTIONS)
+    assert sorted(named) == sorted(options_of("gate"))
 
 
 def test_the_exit_codes_are_those_of_the_command() -> None:

@@ -7,7 +7,7 @@ import pytest
 from shown import commands, in_tenths, shortened, table
 
 from fp4train.cli import main
-from fp4train.cli.rank import OPTIONS
+from fp4train.config.command_line import option_names
 from fp4train.lab.studies.base import RankRequest
 from fp4train.lab.studies.intervals import quantile
 from fp4train.lab.studies.sequential import ALPHA, needed, share
@@ -36,7 +36,7 @@ def test_every_command_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_table_has_every_key_and_its_default() -> None:
     rows = {key.strip("`"): default for key, default, _ in table(PAGE, "key")}
-    assert set(rows) == set(OPTIONS)
+    assert set(rows) == set(option_names(RankRequest))
     defaults = {name: field.default for name, field in RankRequest.__dataclass_fields__.items()}
     for name in ("forks", "schedule", "margin", "processes"):
         assert rows[name] == str(defaults[name]).lower(), name

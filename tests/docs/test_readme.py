@@ -5,12 +5,12 @@ somewhere.
 import re
 import shlex
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fp4train.cli.help import options_of
 from fp4train.cli.main import VERBS
 from fp4train.config import composition, overrides, to_config
 from fp4train.exchange.formats import LAYOUTS
@@ -50,7 +50,7 @@ def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str])
         assert verb in {*VERBS, "help"}
         words += ["-m"] * (verb == "rank")  # it sweeps
         if verb != "help":
-            own += getattr(import_module(f"fp4train.cli.{verb}"), "OPTIONS", {})
+            own += options_of(verb)
     flags, words = overrides.flags_and_words(words)
     list(
         composition.composed(

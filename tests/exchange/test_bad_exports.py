@@ -15,24 +15,27 @@ from fp4train.exchange.huggingface import export_huggingface
 WRONG = {
     "no run": (("nowhere", "to=hf", "out=o"), "nowhere is not a run directory"),
     "two runs": (("{run}", "{run}", "to=hf", "out=o"), "export needs one run directory"),
-    "no target": (("{run}", "out=o"), "to= is missing: allowed are hf"),
+    "no target": (
+        ("{run}", "out=o"),
+        "export needs to=…: fp4train export RUN to=hf|compressed-tensors|modelopt",
+    ),
     "another target": (
         ("{run}", "to=hff", "out=o"),
         "compressed-tensors, modelopt; did you mean 'hf'?",
     ),
-    "no out": (("{run}", "to=hf"), "export needs the name of a new folder, out=FOLDER"),
-    "the folder itself": (
-        ("{run}", "to=hf", "out=."),
-        "export needs the name of a new folder, out=FOLDER",
-    ),
+    "no out": (("{run}", "to=hf"), "export needs out=…: fp4train export RUN"),
+    "the folder itself": (("{run}", "to=hf", "out=."), "out=. must be the name of a new folder"),
     "a word like an option": (
         ("{run}", "to=hf", "outt=o"),
         "unknown key 'outt'; did you mean 'out'?",
     ),
-    "a dtype": (("{run}", "to=hf", "out=o", "dtype=fp8"), "dtype=fp8: allowed are float32, bf16"),
+    "a dtype": (
+        ("{run}", "to=hf", "out=o", "dtype=fp8"),
+        "dtype='fp8' is not one of float32, bf16",
+    ),
     "a step": (
         ("{run}", "to=hf", "out=o", "step=five"),
-        "step='five' must be the step of a checkpoint",
+        "step='five' must be a whole number",
     ),
     "a step without checkpoint": (
         ("{run}", "to=hf", "out=o", "step=5"),

@@ -342,13 +342,13 @@ def test_what_no_format_has_is_refused_by_name(
             ("to=modelopt", "stretch=5"),
             "stretch=5: fprop quantised weights in: steps 0–4: NVFP4 (recipe); name a step",
         ),
-        (("to=modelopt", "stretch=x"), "stretch='x' must be a step"),
-        (("to=modelopt", "calibrate=0"), "calibrate='0' must be a number of batches"),
+        (("to=modelopt", "stretch=x"), "stretch='x' must be a whole number"),
+        (("to=modelopt", "calibrate=0"), "calibrate=0 must be a whole number from 1"),
         (
             ("to=hf", "stretch=1"),
             "stretch= is about codes, and to=hf writes the weights themselves",
         ),
-        (("to=modelop",), "allowed are hf, compressed-tensors, modelopt"),
+        (("to=modelop",), "to='modelop' is not one of hf, compressed-tensors, modelopt"),
         (("to=modelopt", "strech=1"), "unknown key 'strech'"),
     ],
 )

@@ -385,7 +385,7 @@ def test_a_folder_that_cannot_be_read_is_one_message(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "needs one folder and the run"),
+        ((), "verify needs against=…: fp4train verify FOLDER against=RUN"),
         (("against=nowhere",), "nowhere"),
         (("against=RUN", "stretch=99"), "name a step of one of them"),
         (("against=RUN", "step=99"), "99"),

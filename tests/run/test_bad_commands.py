@@ -92,7 +92,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         ),
         (["plan", "--config-dir"], "--config-dir needs a folder"),
         (["swap"], "swap needs one run directory: fp4train swap RUN recipe=NAME [at=STEP]"),
-        (["swap", "resume=runs/a", "recipe=bf16"], "swap needs one run directory"),
+        (["swap", "resume=runs/a", "recipe=bf16"], "plugins): fp4train swap RUN recipe=NAME"),
         (["compare", "runs/a", "runs/b", "--out=gap.png"], "compare knows no flag --out=gap.png"),
         (
             ["compare", "runs/a", "runs/b", "out="],

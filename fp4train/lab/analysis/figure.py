@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
 
 from fp4train import files
-from fp4train.config.overrides import number
+from fp4train.config.command_line import Within
 from fp4train.errors import UserError, reason, user_errors
 from fp4train.lab.analysis.history import Floats
 from fp4train.text import fold, shortened
@@ -37,6 +37,8 @@ WIDE = 8.4
 NARROW = 3.7
 PICTURE = 9.0
 """Inches: in a page on a screen, in a page on a phone, of a PNG file."""
+Width = Annotated[float, Within(3, "a number of inches, from 3 to 30", most=30)]
+"""Inches of a file, where they are an option."""
 
 INK = "#2b2f36"
 QUIET = "#8a8f98"
@@ -157,20 +159,18 @@ def rendered(draw: Draw, width: float, ending: str, **settings: Any) -> bytes:
     return picture.getvalue()
 
 
-def endings_of(text: str) -> tuple[str, ...] | None:
-    """The endings of files that an option names, png,svg; None: one is none of `FIGURES`."""
+def endings_of(text: str) -> tuple[str, ...]:
+    """The endings of files that an option figures= names, png,svg.
+
+    Raises:
+        ValueError: one is none of `FIGURES`.
+    """
     endings = tuple(
         dict.fromkeys(f".{ending.strip().lower().removeprefix('.')}" for ending in text.split(","))
     )
-    if set(endings) <= set(FIGURES):
-        return endings
-    return None
-
-
-def width_of(text: str) -> float | None:
-    """The inches that an option width= names; None: it is no number that a figure can have."""
-    inches = number(text) or 0.0
-    return inches if 3 <= inches <= 30 else None
+    if not set(endings) <= set(FIGURES):
+        raise ValueError(f"figures={text}: one or several of png, svg and pdf, with commas")
+    return endings
 
 
 def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fp4train.config.binding import flattened
+from fp4train.config.overrides import with_files
 from fp4train.errors import UserError, user_errors
 from fp4train.lab.gate.betting import Decision, decide, interval
 from fp4train.lab.gate.question import Answer, GateRequest, Questions
@@ -102,7 +103,7 @@ def _same(answer: Answer, request: GateRequest, questions: Questions) -> bool:
 
 def _choice(request: GateRequest) -> Callable[[Mapping[str, Any]], list[RecipeCandidate]]:
     """The reference and the recipe that is tested, from the sections of a run."""
-    tested_axes = sweep_axes(request.sweep, request.folders)
+    tested_axes = sweep_axes(request.chosen, request.folders)
     for key, values in tested_axes:
         if len(values) > 1:
             raise UserError(
@@ -110,7 +111,7 @@ def _choice(request: GateRequest) -> Callable[[Mapping[str, Any]], list[RecipeCa
                 "fp4train rank compares several"
             )
     with user_errors(UserError, before="against: "):
-        reference_axes = sweep_axes([request.against], request.folders)
+        reference_axes = sweep_axes(with_files([f"recipe={request.against}"]), request.folders)
         if len(reference_axes[0][1]) > 1:
             raise UserError("a gate has one reference")
 

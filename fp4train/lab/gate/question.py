@@ -36,8 +36,8 @@ class GateRequest(ForkRequest):
     """The question of a gate.
 
     Args:
-        sweep: "recipe=nvfp4", and words on policy, phases and keys: what is tested.
-        against: "recipe=bf16": the reference, under the run's own policy.
+        chosen: "recipe=nvfp4", and words on policy, phases and keys: what is tested.
+        against: recipe of the reference, under the run's own policy.
         margin: nats per token; the largest gap that does not matter.
         forks: most seeds at each checkpoint; 0: the number that is needed is said, none are made;
             null: that number for a gap of half the margin.
@@ -50,8 +50,7 @@ class GateRequest(ForkRequest):
     study: ClassVar[str] = "gate"
     noun: ClassVar[str] = "gate"
 
-    sweep: Sequence[str]
-    against: str = "recipe=bf16"
+    against: str = "bf16"
     margin: float
     forks: int | None = None
     bound: float | None = None

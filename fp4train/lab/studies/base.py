@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fp4train.config import Config
+from fp4train.config.command_line import CommandLine
 from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.record import MEASUREMENTS
 from fp4train.lab.studies.subject import STUDIES, Subject, digest
@@ -23,18 +24,15 @@ MOST = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForkRequest:
-    """The forks that a study asks for.
+class ForkRequest(CommandLine):
+    """The forks that a command asks for.
 
     Args:
-        runs, steps_at: checkpoints: those of every run at these steps; None: the newest.
+        step: step or steps of the checkpoints of every run; None: the newest.
         steps, schedule, lr, batches: see `ForkSettings`; None: for `lr` the rate of the checkpoint,
             for `batches` the run's, for `steps` 24, or with schedule="own" the rest of the run.
         processes: number of processes that make forks at the same time.
         out: folder of the results; None: one in RUN/studies.
-        packages, folders: packages with the user's own classes, folders with their own options.
-        paths: full key → path, of what the runs' configurations have elsewhere, or name and this
-            user did not.
     """
 
     study: ClassVar[str]
@@ -42,17 +40,13 @@ class ForkRequest:
     noun: ClassVar[str]
     """The word for the study in messages."""
 
-    runs: Sequence[Path]
-    steps_at: Sequence[int | None] = (None,)
+    step: int | tuple[int, ...] | None = None
     steps: int | None = None
     schedule: str = "linear"
     lr: float | None = None
     batches: int | None = None
     processes: int = 1
     out: Path | None = None
-    packages: Sequence[str] = ()
-    folders: Sequence[Path] = ()
-    paths: Mapping[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_count("processes", self.processes)
@@ -63,7 +57,6 @@ class RankRequest(ForkRequest):
     """The question that a ranking answers.
 
     Args:
-        sweep: "recipe=a,b", "policy=…", …: the candidates; the first combination is the reference.
         baseline: the name of the candidate that is the reference instead.
         forks: number of forks of each candidate at each checkpoint.
         margin: nats per token; differences below it do not matter.
@@ -72,7 +65,6 @@ class RankRequest(ForkRequest):
     study: ClassVar[str] = "rank"
     noun: ClassVar[str] = "ranking"
 
-    sweep: Sequence[str]
     forks: int = 6
     margin: float = 0.0005
     baseline: str | None = None

@@ -44,12 +44,11 @@ def open_bases(
     Raises:
         UserError: there is no such checkpoint or option, or one is named twice.
     """
-    requested = [
-        (source, step)
-        for source in map(run_directory.require_run, request.runs)
-        for step in request.steps_at
+    places = [
+        (source, _step(source, step))
+        for source in map(run_directory.require_run, request.some_runs)
+        for step in (request.step if isinstance(request.step, tuple) else (request.step,))
     ]
-    places = [(source, _step(source, step)) for source, step in requested]
     checkpoints = [_configured(request, source, step) for source, step in places]
     planned = [_planned(chosen, candidates_of) for chosen in checkpoints]
     if all(planned):

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from fp4train.config import Config, plain, plugins, to_config
+from fp4train.config import Config, plain, to_config
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.lab.studies.base import Base, Branch, ForkRequest, ForkSettings
@@ -352,7 +352,7 @@ def _work(
     torch.set_num_threads(threads)
     with (
         suppress(EOFError, OSError, KeyboardInterrupt),
-        plugins.using(request.packages, request.folders),
+        request.using_plugins(),
     ):
         subject: Subject | None = None
         branches: list[Branch] = []

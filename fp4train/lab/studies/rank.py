@@ -27,6 +27,9 @@ from fp4train.lab.studies.recorded_forks import Forks
 from fp4train.lab.studies.sequential import Looks
 from fp4train.run.checks import nothing_quantised
 
+DEFAULT = "recipe=bf16,mxfp8,nvfp4,mxfp4"
+"""The candidates of a ranking that names none."""
+
 
 def rank(request: RankRequest) -> tuple[Ranking, list[Path]]:
     """Make the forks that the records lack; the ranking, and the folders that it belongs to: one of
@@ -36,7 +39,7 @@ def rank(request: RankRequest) -> tuple[Ranking, list[Path]]:
         UserError: there is no such checkpoint or option, nothing to rank, or the reference
             diverged.
     """
-    axes = sweep_axes(request.sweep, request.folders)
+    axes = sweep_axes(request.chosen or [DEFAULT], request.folders)
     bases = _distinct(
         open_bases(
             request, lambda sections: candidates(axes, sections, request.baseline), _different

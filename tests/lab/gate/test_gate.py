@@ -317,13 +317,13 @@ def test_an_interruption_says_that_the_command_goes_on(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["recipe=mxfp8"], "gate needs margin=…, the largest gap"),
+        (["recipe=mxfp8"], "gate needs margin=…: fp4train gate RUN… recipe=nvfp4 margin=0.01"),
         (["margin=0.01"], "gate needs recipe=…"),
         (["recipe=mxfp8", "margin=0"], "margin=0 must be a number of nats per token above 0"),
         (["recipe=mxfp8", "margin=-1e-3"], "margin=-0.001 must be a number"),
         (["recipe=mxfp8", "margin=nan"], "margin=nan must be finite"),
         (["recipe=mxfp8", "margin=little"], "margin"),
-        (["recipe=mxfp8", "margin=0.01,0.02"], "a gate has one margin"),
+        (["recipe=mxfp8", "margin=0.01,0.02"], "margin=[0.01, 0.02] must be a number"),
         (["recipe=mxfp8", "margin=0.01", "bound=0.01"], "bound=0.01 must be larger than margin"),
         (["recipe=mxfp9", "margin=0.01"], "there is no such recipe; did you mean 'mxfp8'?"),
         (["recipe=mxfp8", "margin=0.01", "against=bf61"], "against: recipe=bf61: there is no such"),
