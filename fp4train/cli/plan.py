@@ -57,7 +57,7 @@ from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
 from fp4train.run.state.weights import ModelWeights
 from fp4train.run.states import bytes_per_parameter
-from fp4train.run.supervise.layer_audits import described
+from fp4train.run.supervise.audit_coverage import Coverage
 from fp4train.run.teacher import check_teacher
 from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.text import short
@@ -246,7 +246,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
         produced_on = "cuda"
     plan = with_sources(plan, outlines(model), config.train, produced_on, gpu=gpu)
     sentences += produced_by(plan, produced_on)
-    sentences.append(described(plan, config, Mesh(), model))
+    sentences.append(Coverage.of(config, model).described(plan, Mesh()))
     _show(
         config,
         plan,
@@ -344,7 +344,7 @@ def _on_mesh(mesh_plan: "MeshPlan", line: PlanOptions) -> int:
         on_mesh=render_mesh(costs, terminal_width()),
         sentences=[
             *(f"note: {note}" for note in sentences),
-            described(plan, mesh_plan.config, mesh_plan.mesh, mesh_plan.model),
+            Coverage.of(mesh_plan.config, mesh_plan.model).described(plan, mesh_plan.mesh),
         ],
     )
     return 0

@@ -12,41 +12,31 @@ of a layer all agree that each takes part in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp4train.audit.call import ObservedCall
 from fp4train.audit.exchange import exchange
 from fp4train.audit.fault import AUDIT, Audited
-from fp4train.audit.observe import (
-    Observer,
-    partly_uncovered,
-    why_not_observed,
-)
+from fp4train.audit.observe import Observer
 from fp4train.audit.turn import due, in_turn
-from fp4train.audit.whole_layers import CODES_ALONE, GRADIENT_IN_CODES
-from fp4train.config import Config
-from fp4train.nn.executors import executor_class
 from fp4train.nn.planned import PlannedLayer
-from fp4train.parallel.config import Mesh
-from fp4train.precision.layer_plan import LayerPlan
-from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.queued import Step
+from fp4train.run.supervise.audit_coverage import Coverage, Reasons
 from fp4train.run.supervise.audit_failures import AuditFailures
 from fp4train.run.supervise.audit_room import check_main_memory
 from fp4train.run.supervise.fault_report import report
 from fp4train.run.supervise.planned_calls import (
-    BY_WEIGHT,
     PlannedCalls,
     check_room,
     fused_amaxes,
     fused_layers,
     weight_of,
 )
-from fp4train.text import counted, first_few
+from fp4train.text import counted
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -59,7 +49,7 @@ class LayerAudits:
         audited: names of the layers that were audited, on any rank.
         count: number of audits, of all ranks; those of one layer in a step count as one.
         bypassed: layers that could not be audited in their turn → why.
-        partly: reason why an audit compared only a part → the layers.
+        partly: layers of which an audit compared only a part.
         faults: number of faults found, of all ranks.
         failures: audits that failed themselves.
         clean: layer, or kind of comparison → optimizer steps done when it last had no fault.
@@ -72,7 +62,8 @@ class LayerAudits:
         self.every = run.config.audit.steps(run.device.type)
         self.audited: set[str] = set()
         self.bypassed: dict[str, str] = {}
-        self.partly: dict[str, list[str]] = {}
+        self.partly = Reasons()
+        self.coverage = Coverage.of(run.config, run.model)
         self.faults = 0
         self.count = 0
         self.seconds = 0.0
@@ -107,7 +98,7 @@ class LayerAudits:
     def _turn(self, step: int) -> list[PlannedLayer]:
         """The layers in the order in which they are audited, under the plan of a step."""
         stretch = self.run.plan.at(step)
-        left_out = reasons_in(stretch, self.run.config, called_by_weight(self.run.model))
+        left_out = self.coverage.left_out(stretch)
         layers = [layer for layer in self.run.planned_layers if layer.layer.name not in left_out]
         if not layers:
             return []
@@ -256,18 +247,17 @@ class LayerAudits:
             self.bypassed[name] = "; ".join(result.uncovered) or "none of its GEMMs was seen"
             return None
         for reason in result.uncovered:
-            layers = self.partly.setdefault(reason, [])
-            if name not in layers:
-                layers.append(name)
+            self.partly.add(reason, [name])
         return result
 
-    def left_out(self) -> dict[str, list[str]]:
-        """Reason → what this rank could not audit for it."""
-        reasons = {reason: list(names) for reason, names in self.partly.items()}
+    def left_out(self) -> Reasons:
+        """What this rank could not audit."""
+        reasons = Reasons()
+        reasons.update_with(self.partly)
         for name, reason in self.bypassed.items():
-            reasons.setdefault(reason, []).append(name)
+            reasons.add(reason, [name])
         for subject, reason in self.failures.reasons.items():
-            reasons.setdefault(f"its audit failed: {reason}", []).append(subject)
+            reasons.add(f"its audit failed: {reason}", [subject])
         return reasons
 
     # -- what is said of it ------------------------------------------------------------------------
@@ -309,107 +299,6 @@ class LayerAudits:
         self.audited.update(audits)
 
 
-def called_by_weight(model: nn.Module) -> Collection[str]:
-    """Names of the layers of a model whose weights other code multiplies, as it says itself."""
-    names: Collection[str] = getattr(model, "by_weight", ())
-    return names
-
-
-def why_not_audited(plan: LayerPlan, config: Config, by_weight: Collection[str] = ()) -> str | None:
-    """Why a layer of `plan` is not audited in a run; None: it is.
-
-    Args:
-        by_weight: the result of `called_by_weight` of the run's model.
-    """
-    layer = plan.layer
-    if layer.name in by_weight and not plan.quantised:
-        return BY_WEIGHT
-    if layer.unconverted is not None:
-        return f"not a layer of fp4train: {layer.unconverted}"
-    if config.train.compile and not plan.quantised:
-        return "train.compile: the compiler has the products in high precision"
-    return why_not_observed(executor_class(plan), plan)
-
-
-def reasons_in(
-    stretch: PlannedStretch, config: Config, by_weight: Collection[str] = ()
-) -> dict[str, str]:
-    """Name of each layer that is not audited in a stretch → the reason."""
-    readers = stretch.readers_of_codes
-    writers = stretch.writers_of_sources
-    reasons: dict[str, str] = {}
-    for name, plan in stretch.layers.items():
-        reason = why_not_audited(plan, config, by_weight)
-        if reason is None and plan.layer_backend is not None:
-            if name in readers:
-                reason = CODES_ALONE
-            elif name in writers:
-                reason = GRADIENT_IN_CODES
-        if reason is not None:
-            reasons[name] = reason
-    return reasons
-
-
-def uncovered(plan: Plan, config: Config, by_weight: Collection[str] = ()) -> dict[str, list[str]]:
-    """Reason → names of the layers that are not audited in some stretch for it."""
-    reasons: dict[str, list[str]] = {}
-    for stretch in plan.stretches:
-        for name, reason in reasons_in(stretch, config, by_weight).items():
-            if name not in reasons.setdefault(reason, []):
-                reasons[reason].append(name)
-    return reasons
-
-
-def partly_covered(
-    plan: Plan,
-    config: Config,
-    mesh: Mesh,
-    by_weight: Collection[str] = (),
-) -> dict[str, list[str]]:
-    """What is not compared in the audits of layers → their names."""
-    parts: dict[str, list[str]] = {}
-    device = plan.device.type
-    adds_up = config.train.batch_size > config.train.rows(mesh.data) * mesh.data
-    for stretch in plan.stretches:
-        left_out = reasons_in(stretch, config, by_weight)
-        for name, layer_plan in stretch.layers.items():
-            if name in left_out:
-                continue
-            for reason in partly_uncovered(layer_plan, device, adds_up=adds_up):
-                names = parts.setdefault(reason, [])
-                if name not in names:
-                    names.append(name)
-    return parts
-
-
-def described(
-    plan: Plan,
-    config: Config,
-    mesh: Mesh,
-    model: nn.Module,
-) -> str:
-    """A sentence about the audits of a run of `model`, for its plan."""
-    settings = config.audit
-    layers = {name for stretch in plan.stretches for name in stretch.layers}
-    by_weight = called_by_weight(model)
-    reasons = uncovered(plan, config, by_weight)
-    covered = len(layers - {name for names in reasons.values() for name in names})
-    every = settings.steps(plan.device.type)
-    others = ""
-    if settings.sums:
-        others += f"; the state is compared every {counted(settings.sums, 'step')}"
-    if settings.repeat:
-        others += f"; a step is computed twice every {counted(settings.repeat, 'step')}"
-    if not every:
-        return f"audits: none of layers on {plan.device.type} (audit.every=…){others}"
-    text = f"audits: one of {counted(covered, 'layer')} every {counted(every, 'step')}"
-    for reason, names in reasons.items():
-        text += f"; not covered: {first_few(names, 3)} ({reason})"
-    for reason, names in partly_covered(plan, config, mesh, by_weight).items():
-        text += f"; partly covered: {first_few(names, 3)} ({reason})"
-    return text + others
-
-
 def summary(audits: LayerAudits, others: Sequence[str] = ()) -> str | None:
     """A sentence about the audits of a run, for its end; None: nothing is to be said. Every rank
     calls this.
@@ -418,29 +307,22 @@ def summary(audits: LayerAudits, others: Sequence[str] = ()) -> str | None:
         others: the comparisons besides those of layers.
     """
     run = audits.run
-    left_out: dict[str, list[str]] = {}
+    left_out = Reasons()
     layers_of_stage: dict[int, int] = {}
     of_ranks = run.world.gathered((audits.left_out(), run.world.stage, len(run.planned_layers)))
     for of_rank, stage, layers in of_ranks:
         layers_of_stage[stage] = layers
-        for reason, names in of_rank.items():
-            missing = [name for name in names if name not in left_out.setdefault(reason, [])]
-            left_out[reason] += missing
-    reasons: dict[str, list[str]] = {}
+        left_out.update_with(of_rank)
+    reasons = Reasons()
     if audits.count:
         text = (
             f"{counted(audits.count, 'audit')} of {counted(len(audits.audited), 'layer')} of "
             f"{sum(layers_of_stage.values())}: {counted(audits.faults, 'fault')}"
         )
-        by_weight = called_by_weight(run.model)
-        reasons = uncovered(run.plan, run.config, by_weight)
+        reasons = audits.coverage.uncovered(run.plan)
     elif audits.faults or left_out or others:
         text = f"no layer was audited: {counted(audits.faults, 'fault')}"
     else:
         return None
-    for reason, names in left_out.items():
-        missing = [name for name in names if name not in reasons.setdefault(reason, [])]
-        reasons[reason] += missing
-    for reason, names in reasons.items():
-        text += f"; not covered: {first_few(names, 3)} ({reason})"
-    return "; ".join([text, *others])
+    reasons.update_with(left_out)
+    return "; ".join([text + reasons.told_as("not covered"), *others])

@@ -12,7 +12,7 @@ from fp4train.audit.start import check_plan
 from fp4train.precision import Recipe
 from fp4train.run.queued import Step
 from fp4train.run.supervise.fault_report import report
-from fp4train.run.supervise.layer_audits import LayerAudits, described, summary
+from fp4train.run.supervise.layer_audits import LayerAudits, summary
 from fp4train.run.supervise.repeat import STEPS, RepeatedSteps
 from fp4train.run.supervise.sums import STATE, BitSums, StateSums
 from fp4train.text import counted
@@ -47,7 +47,7 @@ class RunAudits:
     def described(self) -> str:
         """What is audited, and what is not, in a sentence."""
         run = self.run
-        return described(run.plan, run.config, run.world.mesh, run.model)
+        return self.layers.coverage.described(run.plan, run.world.mesh)
 
     def begin(self) -> None:
         """Try each distinct quantiser and layer of the plan, before the first step.
