@@ -40,6 +40,8 @@ from fp4train.precision.context import State
 from fp4train.quantize import produced
 from fp4train.quantize.produced import SourceTensors
 
+Ready = tuple[list[Executor], State]
+"""The executors of readers and writers, and the state of this thread."""
 CodeReader = Gemms | BackendLayer
 """Executors that take codes; those of subclasses do not."""
 
@@ -315,10 +317,8 @@ class FusedLayers(nn.Module, ABC):
             writers=tuple(layers[count:]),
         )
 
-    def ready(self, x: Tensor) -> tuple[list[Executor], State] | None:
-        """(the executors of readers and writers, the state of this thread) where codes can be made
-        from tensors like x.
-        """
+    def ready(self, x: Tensor) -> Ready | None:
+        """What a call takes where codes can be made from tensors like x; None: they cannot."""
         if (
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()

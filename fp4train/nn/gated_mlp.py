@@ -23,7 +23,7 @@ from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor, LayerFunction, Saved
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
-from fp4train.nn.fused_layers import FusedLayers, forms_from
+from fp4train.nn.fused_layers import FusedLayers, Ready, forms_from
 from fp4train.nn.fused_norm import (
     FusedCall,
     KernelNorm,
@@ -35,9 +35,6 @@ from fp4train.nn.fused_norm import (
 from fp4train.nn.linear import Linear
 from fp4train.precision.context import State
 from fp4train.quantize.produced import SourceTensors
-
-Ready = tuple[list[Executor], State]
-"""The executors of down, gate and up, and the state of this thread."""
 
 
 class GatedMLP(FusedLayers):

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
-from fp4train.nn.engine import Executor, LayerFunction
+from fp4train.nn.engine import LayerFunction
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
-from fp4train.nn.fused_layers import FusedLayers, NamesKernel
+from fp4train.nn.fused_layers import FusedLayers, NamesKernel, Ready
 from fp4train.nn.fused_norm import (
     BackendNorm,
     KernelNorm,
@@ -30,7 +30,6 @@ from fp4train.nn.fused_norm import (
     parameters_of,
 )
 from fp4train.nn.gated_mlp import GatedMLP
-from fp4train.precision.context import State
 from fp4train.quantize.quantizer import PLAIN
 
 StreamOrTerms = Tensor | tuple[Tensor, Tensor]
@@ -139,44 +138,44 @@ class NormedLinears(FusedLayers):
         """(y, h); the reader takes the further arguments."""
         norm = cast(ReadsStream, self.owner)
         reader = self.reader
-        if isinstance(stream, tuple):
-            x, change = stream
+        if self.enabled:
+            x, change = _terms(stream)
+            ready = self._ready_for(norm, reader, x, change)
+            if ready is not None:
+                mixer = cast(Mixer, reader)
+                return self._in_codes(norm, mixer, x, change, ready, arguments, options)
+        n, h = norm.of_stream(stream)
+        return reader(n, *arguments, **options), h
+
+    def _in_codes(
+        self,
+        norm: ReadsStream,
+        mixer: Mixer,
+        x: Tensor,
+        change: Tensor | None,
+        ready: Ready,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """(y, h), the norm in codes alone; so is the product of a gated MLP, where it can be."""
+        gated = _gated_mlp(mixer)
+        if isinstance(ready[0][0], BackendLayer):
+            outputs, h = self._by_backend_layers(norm, x, change, ready)
+            y = None if gated is None else gated.of_outputs(*outputs)
+            if y is not None:
+                return y, h
         else:
-            x = stream
-            change = None
-        ready = self._ready_for(norm, reader, x, change) if self.enabled else None
-        if ready is None:
-            n, h = norm.of_stream(stream)
-            return reader(n, *arguments, **options), h
-        executors, now = ready
-        assert isinstance(reader, Mixer) and norm.eps is not None
-        fused = getattr(reader, "fused", None)
-        gated = fused if isinstance(fused, GatedMLP) else None
-        y = None
-        if isinstance(executors[0], BackendLayer):
-            outputs, h = self._by_backend_layers(norm, x, change, executors, now)
-            if gated is not None:
-                y = gated.of_outputs(*outputs)
-        else:
-            kernels = KernelNorm(self.kind, norm.eps, cast(Gemms, executors[0]))
+            assert norm.eps is not None
+            kernels = KernelNorm(self.kind, norm.eps, cast(Gemms, ready[0][0]))
             ready_mlp = None if gated is None else gated.ready_for(x, normed=True)
             if gated is not None and ready_mlp is not None:
                 return gated.normed(ready_mlp, x, change, norm.weight, kernels)
-            calls = [
-                layer.call_in(now, executor, x.numel() // x.shape[-1])
-                for layer, executor in zip(self.layers, executors, strict=True)
-            ]
-            *outputs, h = LayerFunction.apply(  # type: ignore[no-untyped-call]
-                NormedCall(kernels, calls), x, change, norm.weight, *parameters_of(self.layers)
-            )
-            outputs = _shaped(outputs, x)
-        if y is None:
-            y = reader.mixed(*outputs, *arguments, **options)
-        return y, h
+            outputs, h = self._by_gemms(kernels, norm.weight, x, change, ready)
+        return mixer.mixed(*outputs, *arguments, **options), h
 
     def _ready_for(
         self, norm: ReadsStream, reader: nn.Module, x: Tensor, change: Tensor | None
-    ) -> tuple[list[Executor], State] | None:
+    ) -> Ready | None:
         """See `ready`; None also where no kernel computes this norm of these tensors."""
         if not self.asked:
             self.asked = True
@@ -190,15 +189,32 @@ class NormedLinears(FusedLayers):
             return None
         return self.ready(x)
 
-    def _by_backend_layers(
+    def _by_gemms(
         self,
-        norm: ReadsStream,
+        kernels: KernelNorm,
+        weight_K: Tensor,
         x: Tensor,
         change: Tensor | None,
-        executors: Sequence[Executor],
-        now: State,
+        ready: Ready,
+    ) -> tuple[list[Tensor], Tensor]:
+        """(The outputs of layers that run three GEMMs of their own, h)."""
+        executors, now = ready
+        layers = self.layers
+        tokens = x.numel() // x.shape[-1]
+        calls = [
+            layer.call_in(now, executor, tokens)
+            for layer, executor in zip(layers, executors, strict=True)
+        ]
+        *outputs, h = LayerFunction.apply(  # type: ignore[no-untyped-call]
+            NormedCall(kernels, calls), x, change, weight_K, *parameters_of(layers)
+        )
+        return _shaped(outputs, x), h
+
+    def _by_backend_layers(
+        self, norm: ReadsStream, x: Tensor, change: Tensor | None, ready: Ready
     ) -> tuple[list[Tensor], Tensor]:
         """(The outputs of layers whose GEMMs a backend runs together, h)."""
+        executors, now = ready
         layers = cast(Sequence[BackendLayer], executors)
         count = len(layers)
         assert norm.eps is not None
@@ -211,6 +227,19 @@ class NormedLinears(FusedLayers):
             call = NormCodesCall(KernelNorm(self.kind, norm.eps, layers[0]), count)
             *codes, h = LayerFunction.apply(call, x, change, norm.weight)  # type: ignore[no-untyped-call]
         return _shaped(multiplied_codes(self.layers, layers, codes, now), x), h
+
+
+def _terms(stream: StreamOrTerms) -> tuple[Tensor, Tensor | None]:
+    """The terms x and change of a stream, whose change is None if it is one tensor."""
+    if isinstance(stream, tuple):
+        return stream
+    return stream, None
+
+
+def _gated_mlp(mixer: Mixer) -> GatedMLP | None:
+    """What quantises the product of a gated MLP; None: the mixer is none."""
+    fused = getattr(mixer, "fused", None)
+    return fused if isinstance(fused, GatedMLP) else None
 
 
 def _adds(x: Tensor, change: Tensor) -> bool:
