@@ -141,14 +141,14 @@ class CutGemms(Gemms):
         return y_MN, saved
 
     def _sends_codes(self, tokens: int) -> bool:
-        """Whether so many tokens of a rank are sent as codes: they are whole blocks of the form
-        that wgrad takes.
+        """Whether so many tokens of a rank are sent as codes: they are whole blocks of both forms,
+        and whole groups of rows that share a scale.
         """
         if self.sent is None:
             return False
-        if self.sent.values is not None:
-            return whole_blocks(self.sent.row.spec, tokens, columns=False)
-        return whole_blocks(self.sent.column.spec, tokens)
+        if not whole_blocks(self.sent.row.spec, tokens, columns=False):
+            return False
+        return self.sent.values is not None or whole_blocks(self.sent.column.spec, tokens)
 
     def _keeps_own(self, tokens: int) -> bool:
         """Whether backward has the codes of this rank's share of so many tokens of x."""
