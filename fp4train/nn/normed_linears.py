@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from fp4train.nn.engine import LayerFunction
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.whole_layer import BackendLayer
-from fp4train.nn.fused_layers import FusedLayers, NamesKernel, Ready
+from fp4train.nn.fused_layers import FusedLayers, NamesKernel, Ready, watched
 from fp4train.nn.fused_norm import (
     BackendNorm,
     KernelNorm,
@@ -145,6 +146,10 @@ class NormedLinears(FusedLayers):
                 mixer = cast(Mixer, reader)
                 return self._in_codes(norm, mixer, x, change, ready, arguments, options)
         n, h = norm.of_stream(stream)
+        if torch.compiler.is_compiling() and _takes_outputs(reader) and not watched(reader):
+            # One graph has the norm and these layers also where `mixed` breaks it (a scan's kernels).
+            outputs = [layer(n) for layer in self.readers]
+            return cast(Mixer, reader).mixed(*outputs, *arguments, **options), h
         return reader(n, *arguments, **options), h
 
     def _in_codes(

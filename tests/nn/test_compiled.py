@@ -70,6 +70,16 @@ def test_blocks_that_are_alike_share_a_graph() -> None:
     assert graphs() == 2, "one for quantised blocks, one for the block that the policy keeps"
 
 
+def test_a_mixer_that_other_code_watches_is_called_in_a_compiled_block() -> None:
+    model = llama()
+    block = model.blocks[0]  # type: ignore[index]
+    shapes: list[torch.Size] = []
+    block.attention.register_forward_hook(lambda module, given, y: shapes.append(y.shape))
+    block.compile(backend="eager")
+    step(model, model, NVFP4(), *tokens(), policy=POLICY)
+    assert len(shapes) == 1
+
+
 @pytest.mark.parametrize("recipe", [FP8Delayed(), NVFP4()], ids=lambda r: r.name)
 def test_calls_without_a_step_count_as_in_eager_mode(recipe: Recipe) -> None:
     """Delayed amaxes enter the history once per call, and stochastic bits differ between calls."""

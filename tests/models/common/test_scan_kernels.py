@@ -23,10 +23,12 @@ import torch
 import torch.nn.functional as F
 from command_line import Cli, losses
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import short_convolution
 from fp4train.models.common.scan import Mamba2, scan
+from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.run.fuse import kernels_of_layers
 
 HYBRID = (
@@ -254,6 +256,24 @@ def test_a_graph_breaks_where_a_kernel_is_called_and_nowhere_else(installed: Ins
             explained = torch._dynamo.explain(function)(argument.detach(), TIME)
         assert explained.graph_break_count == breaks, explained.break_reasons
         assert installed.calls == ["convolution", "scan"]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_block_has_its_norm_and_in_proj_in_one_graph(installed: Installed) -> None:
+    """Beside the three parts of the scan and the sum with the stream."""
+    scan_shape = ScanShape(heads=4, head_dim=8, state=16, chunk=16)
+    model = Hybrid(width=24, heads=2, kv_heads=1, pattern="M", scan=scan_shape).build(
+        vocab_size=60, seq_len=TIME
+    )
+    tokens = torch.arange(TIME)[None]
+    torch.compiler.reset()
+    counters.clear()
+    with torch.no_grad():
+        expected = model(tokens)
+        model.blocks[0].compile(backend="eager")
+        torch.testing.assert_close(model(tokens), expected)
+    assert counters["stats"]["unique_graphs"] == 5
+    assert installed.calls == 2 * ["convolution", "scan"]
 
 
 # the compiler's own
