@@ -87,7 +87,7 @@ def render_search(
 def overrides(cost: ClusterCost) -> list[str]:
     """The keys that ask for a mesh, its microbatch and recomputation."""
     keys = [*cost.mesh.overrides(), f"train.microbatch={cost.workload.sequences}"]
-    if cost.workload.recomputed:
+    if cost.recomputed:
         keys.append("model.recompute=true")
     return keys
 
@@ -96,8 +96,8 @@ def distinct(ranked: Iterable[ClusterCost], number: int) -> list[ClusterCost]:
     """The first costs of distinct meshes, microbatches apart."""
     best: dict[object, ClusterCost] = {}
     for cost in ranked:
-        recomputed = cost.workload.recomputed
-        best.setdefault((cost.mesh.tensor, cost.mesh.pipeline, cost.mesh.shard, recomputed), cost)
+        mesh = cost.mesh
+        best.setdefault((mesh.tensor, mesh.pipeline, mesh.shard, cost.recomputed), cost)
     return list(best.values())[:number]
 
 

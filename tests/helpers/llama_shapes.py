@@ -9,7 +9,7 @@ import torch
 
 import fp4train as f4
 from fp4train.hardware import Device, Gpu
-from fp4train.lab.costs.workload import Workload, workload
+from fp4train.lab.costs.workload import Workload
 from fp4train.models.common.cut import tensor_cut
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.precision import Recipe, Timeline, find_layers, make_plan
@@ -59,7 +59,6 @@ def measured(
     *,
     sequences: int = 1,
     compiled: bool = True,
-    recomputed: float = 0.0,
     backend: str = "auto",
     liger: bool = False,
     tensor: int = 1,
@@ -76,17 +75,17 @@ def measured(
     tokens = sequences * SEQ_LEN
     device = Device.elsewhere(gpu)
     plan = make_plan(layers, timeline, None, tokens=tokens, device=device, backend=backend)
-    load = workload(
-        model(name),
-        {
-            name: replace(planned, layer=cut.part(planned.layer, tensor), readers=())
-            for name, planned in plan.stretches[0].layers.items()
-        },
-        recipe,
+    (stretch,) = plan.stretches
+    parts = {
+        name: replace(planned, layer=cut.part(planned.layer, tensor), readers=())
+        for name, planned in stretch.layers.items()
+    }
+    return Workload(
+        model=model(name),
+        stretch=replace(stretch, layers=parts),
         sequences=sequences,
         seq_len=SEQ_LEN,
         states=STATES,
         compiled=compiled,
         liger=liger,
     )
-    return replace(load, recomputed=recomputed)

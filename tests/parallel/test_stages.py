@@ -15,7 +15,7 @@ import fp4train as f4
 from fp4train.config import to_config
 from fp4train.config.composition import compose
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.costs.workload import workload
+from fp4train.lab.costs.workload import Workload
 from fp4train.models.common.cut import multiplications
 from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid
@@ -54,7 +54,7 @@ def test_a_run_and_its_plan_divide_blocks_equally(family: str, time: int) -> Non
     layers = find_layers(model).values()
     device = Device.elsewhere(find_gpu("H100"))
     plan = make_plan(layers, Timeline(recipe=BF16(), steps=1), None, tokens=time, device=device)
-    load = workload(model, plan.at(0).layers, BF16(), sequences=1, seq_len=time, states={})
+    load = Workload(model=model, stretch=plan.at(0), sequences=1, seq_len=time, states={})
     shapes = [Parallel(pp=pp) for pp in (2, 3, 4)]
     for parallel in (*shapes, *(Parallel(pp=pp, pp_schedule="interleaved") for pp in (2, 3, 4))):
         divided = run_of(model, parallel, time)

@@ -15,11 +15,9 @@ So a new model family needs no formula here. Of the tensors that autograd keeps 
 counted once. Weights are not counted: `memory.py` counts them.
 """
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -63,27 +61,6 @@ class PassWork:
     attention: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BlockCost:
-    """A block, and all that are like it, for one microbatch before any splitting.
-
-    Args:
-        forward, backward: work of the operations between the products.
-        saved: bytes kept for backward.
-        unsplit: part of `saved` that tensor parallelism without sequence parallelism repeats on
-            every rank: tensors of the width of the residual stream.
-        input: bytes of the residual stream: the block's input.
-        weights: weights of the first such block.
-    """
-
-    forward: PassWork
-    backward: PassWork
-    saved: float
-    unsplit: float
-    input: float
-    weights: Sequence[ModelWeight]
-
-
 def saved_bytes(plan: LayerPlan, tokens: int) -> float:
     """Bytes of x that a planned layer keeps for wgrad: packed codes and scales, or values in high
     precision.
@@ -92,92 +69,6 @@ def saved_bytes(plan: LayerPlan, tokens: int) -> float:
     return sum(
         part.sources["wgrad", "x"].bytes(tokens, part.layer.in_features, itemsize)
         for part in plan.channel_parts
-    )
-
-
-def measure_blocks(
-    model: nn.Module, weights: Sequence[ModelWeight], recipe: Recipe, tokens: Tensor, *, liger: bool
-) -> list[BlockCost]:
-    """The costs of the blocks of `model` (on the meta device), for a microbatch. Blocks with equal
-    plans and parameters have one.
-
-    Args:
-        weights: weights of the model, with the plans of its layers.
-        tokens: token ids of the microbatch, [sequences, seq_len], on the meta device.
-        liger: whether Liger's kernels run what they can.
-    """
-    model = copy.deepcopy(model)
-    blocks = find_blocks(model)
-    kernels = _Kernels()
-    if liger:
-        operators.use(model, kernels)
-    for weight in weights:
-        if weight.plan is not None:
-            layer = model.get_submodule(weight.plan.layer.name)
-            layer.forward = partial(kernels.layer, weight.plan, weight.shape[-2])
-    distinct: dict[object, BlockCost] = {}
-    costs: list[BlockCost] = []
-
-    def measure(index: int, x: Tensor, *inputs: Any) -> Tensor:
-        held = [weight for weight in weights if weight.block == index]
-        key = type(blocks[index]), *((w.shape, w.plan and w.plan.products) for w in held)
-        if key not in distinct:
-            distinct[key] = _measure(blocks[index], held, x, inputs, kernels)
-        costs.append(distinct[key])
-        return x
-
-    for index, block in enumerate(blocks):
-        block.forward = partial(measure, index)
-    with use(Context(recipe=recipe)), torch.no_grad():
-        model(tokens)
-    return costs
-
-
-def _measure(
-    block: nn.Module, weights: Sequence[ModelWeight], x: Tensor, inputs: Any, kernels: _Kernels
-) -> BlockCost:
-    """The cost of one block with its weights, called with `x` and `inputs`.
-
-    Raises:
-        UserError: x is no stream of activations.
-    """
-    if not x.is_floating_point():
-        raise UserError(
-            f"the time of {type(block).__name__} cannot be estimated: it takes {x.dtype}, no "
-            "activations. A step is estimated by the blocks of its model, a list of modules that "
-            "hold linear layers or what fp4train_blocks names (docs/plugins.md); leave gpu out to "
-            "see the plan alone"
-        )
-    x = x.detach().clone().requires_grad_()
-    kept: dict[object, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[_storage(tensor)] = tensor
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    counter = kernels.counter = _WorkCounter()
-    with torch.enable_grad(), hooks, kernels, counter:
-        result = type(block).forward(block, x, *inputs)
-    # A block may return the terms of the stream. The next norm adds them up, and in OLMo 2 an
-    # operator, which is counted alike.
-    terms = [result] if isinstance(result, Tensor) else list(result)
-    forward = counter.work
-    forward.kernels += 3 * _bytes(terms[1:])
-    counter.work = PassWork(attention=BACKWARD_OF_ATTENTION * forward.attention)
-    with counter:
-        torch.autograd.backward(terms, [torch.empty_like(term) for term in terms])
-    for tensor in (*inputs, *block.parameters()):
-        kept.pop(_storage(tensor), None)
-    sizes = [(tensor.untyped_storage().nbytes(), tensor.shape) for tensor in kept.values()]
-    kernels.counter = _WorkCounter()  # what follows the block is none of its work
-    return BlockCost(
-        forward=forward,
-        backward=counter.work,
-        saved=sum(size for size, _ in sizes),
-        unsplit=sum(size for size, shape in sizes if shape == x.shape),
-        input=_bytes([x]),
-        weights=weights,
     )
 
 
@@ -292,3 +183,99 @@ class _Kernels(Liger, TorchFunctionMode):
     def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, *_: object) -> Any:
         rotated = [torch.empty_like(q_BHTE), torch.empty_like(k_BHTE)]
         return _RUN(self.counter, rotated, [], q_BHTE, k_BHTE)
+
+
+class BlockCost:
+    """A block, and all that are like it, for one microbatch before any splitting: measured in a
+    pass of it.
+
+    Args:
+        weights: weights of the first such block.
+        inputs: arguments of its call; the first is the residual stream.
+
+    Raises:
+        UserError: the first is no stream of activations.
+    """
+
+    def __init__(
+        self, block: nn.Module, weights: list[ModelWeight], kernels: _Kernels, *inputs: Any
+    ) -> None:
+        x, *others = inputs
+        if not x.is_floating_point():
+            raise UserError(
+                f"the time of {type(block).__name__} cannot be estimated: it takes {x.dtype}, no "
+                "activations. A step is estimated by the blocks of its model, a list of modules "
+                "that hold linear layers or what fp4train_blocks names (docs/plugins.md); leave "
+                "gpu out to see the plan alone"
+            )
+        x = x.detach().clone().requires_grad_()
+        kept: dict[object, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[_storage(tensor)] = tensor
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        counter = kernels.counter = _WorkCounter()
+        with torch.enable_grad(), hooks, kernels, counter:
+            # A block may return the terms of the stream. The next norm adds them up, and in OLMo 2
+            # an operator, which is counted alike.
+            terms = tree_leaves(type(block).forward(block, x, *others))
+        self.forward = counter.work
+        """Work of the operations between the products, forward."""
+        self.forward.kernels += 3 * _bytes(terms[1:])
+        self.backward = PassWork(attention=BACKWARD_OF_ATTENTION * self.forward.attention)
+        """Work of the operations between the products, backward."""
+        counter.work = self.backward
+        with counter:
+            torch.autograd.backward(terms, [torch.empty_like(term) for term in terms])
+        kernels.counter = _WorkCounter()  # what follows the block is none of its work
+        for tensor in (*others, *block.parameters()):
+            kept.pop(_storage(tensor), None)
+        sizes = [(tensor.untyped_storage().nbytes(), tensor.shape) for tensor in kept.values()]
+        self.saved = sum(size for size, _ in sizes)
+        """Bytes kept for backward."""
+        self.unsplit = sum(size for size, shape in sizes if shape == x.shape)
+        """Part of `saved` that tensor parallelism without sequence parallelism repeats on every
+        rank: tensors of the width of the residual stream."""
+        self.input = _bytes([x])
+        """Bytes of the residual stream: the block's input."""
+        self.weights = weights
+
+
+def measure_blocks(
+    model: nn.Module, weights: list[ModelWeight], recipe: Recipe, tokens: Tensor, *, liger: bool
+) -> list[BlockCost]:
+    """The costs of the blocks of `model` (on the meta device), for a microbatch. Blocks with equal
+    plans and parameters have one.
+
+    Args:
+        weights: weights of the model, with the plans of its layers.
+        tokens: token ids of the microbatch, [sequences, seq_len], on the meta device.
+        liger: whether Liger's kernels run what they can.
+    """
+    model = copy.deepcopy(model)
+    blocks = find_blocks(model)
+    kernels = _Kernels()
+    if liger:
+        operators.use(model, kernels)
+    for weight in weights:
+        if weight.plan is not None:
+            layer = model.get_submodule(weight.plan.layer.name)
+            layer.forward = partial(kernels.layer, weight.plan, weight.shape[-2])
+    distinct: dict[object, BlockCost] = {}
+    costs: list[BlockCost] = []
+
+    def measure(index: int, x: Tensor, *inputs: Any) -> Tensor:
+        block_weights = [weight for weight in weights if weight.block == index]
+        kind = (type(blocks[index]), *(weight.signature for weight in block_weights))
+        if kind not in distinct:
+            distinct[kind] = BlockCost(blocks[index], block_weights, kernels, x, *inputs)
+        costs.append(distinct[kind])
+        return x
+
+    for index, block in enumerate(blocks):
+        block.forward = partial(measure, index)
+    with use(Context(recipe=recipe)), torch.no_grad():
+        model(tokens)
+    return costs

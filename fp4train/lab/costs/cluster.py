@@ -18,8 +18,7 @@ than the GPU runs them.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import BlockCost
@@ -65,16 +64,24 @@ ENDS: Final = 32 + 10 + 8
 """Bytes per element of the residual stream that embedding (float32 rows are read and rounded, their
 gradients added), the last norm and the loss move."""
 
-FLOWS: Final = {
-    "weight gathers": "shard",
-    "gradient reduction": "shard",
-    "gradient all-reduce": "replicate",
-    "tensor gathers and scatters": "tensor",
-}
-"""Collectives of a step, by name, and the kind of ranks that send them."""
-
 Seconds = dict[str, float]
 """Seconds by what they are spent on."""
+
+
+class BlockPass(NamedTuple):
+    """A forward or a backward pass of a block and microbatch.
+
+    Args:
+        parts: its seconds; those of backward include what is recomputed.
+        sent: bytes of each tensor that tensor-parallel ranks gather or scatter.
+    """
+
+    parts: Seconds
+    sent: list[float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
 
 
 class ClusterCost:
@@ -83,13 +90,16 @@ class ClusterCost:
     Args:
         workload: a microbatch of the run.
         gpu: hardware of the ranks of `mesh`, in the machine that it is sold in.
+        recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks'
+            inputs are kept.
     """
 
-    def __init__(self, workload: Workload, gpu: Gpu, mesh: Mesh) -> None:
+    def __init__(self, workload: Workload, gpu: Gpu, mesh: Mesh, recomputed: float = 0.0) -> None:
         self.workload = workload
         self.gpu = gpu
         self.mesh = mesh
-        self.memory = rank_memory(workload, mesh)
+        self.recomputed = recomputed
+        self.memory = rank_memory(workload, mesh, recomputed)
         self._copy = gpu.bandwidth * COPY
         self._passes = {block: self._block(block) for block in set(workload.blocks)}
         stages = [self._stage(*stage) for stage in enumerate(workload.stages(mesh))]
@@ -115,7 +125,7 @@ class ClusterCost:
         """Bytes of each GPU that a plan may fill."""
         self.fits = self.memory.total <= self.usable
 
-    def _layers(self, weights: Sequence[ModelWeight]) -> tuple[Seconds, Seconds]:
+    def _layers(self, weights: list[ModelWeight]) -> tuple[Seconds, Seconds]:
         """(Forward, backward) of linear layers and a microbatch. A weight is quantised once per
         step, or in parts by shards; whole and for each microbatch, where values are gathered.
         """
@@ -135,84 +145,88 @@ class ClusterCost:
                 seconds["quantising"] += row.quantise
         return forward, backward
 
-    def _block(self, block: BlockCost) -> list[tuple[Seconds, list[float]]]:
-        """Forward and backward of a block and microbatch: the seconds of its layers, of attention,
-        of the operations between the products, by their bytes or their arithmetic, and of
-        collectives; bytes of each tensor that tensor-parallel ranks gather or scatter.
+    def _block(self, block: BlockCost) -> tuple[BlockPass, BlockPass]:
+        """Forward and backward of a block and microbatch: the time of its layers, of attention, of
+        the operations between the products, by their bytes or their arithmetic, and of collectives.
         """
         mesh = self.mesh
         ranks = mesh.tensor * mesh.context
         rate = self.gpu.sustained * ranks
-        flows = Collectives.along("tensor", mesh, self.gpu)
+        tensor = Collectives("tensor gathers and scatters", "tensor", mesh, self.gpu)
         traffic = tensor_traffic(block.weights, block.input / mesh.context, mesh)
         passes = []
-        for seconds, work, sizes in zip(
+        for parts, work, sent in zip(
             self._layers(block.weights), (block.forward, block.backward), traffic, strict=True
         ):
             moved = work.operators / EAGER + work.kernels
             if self.workload.compiled:
                 moved = FUSED * (work.operators + work.kernels)
             flops = work.flops / (self.gpu.peaks["FP32"] * rate)
-            seconds["attention"] = work.attention / (self.gpu.peaks["BF16"] * ATTENTION * rate)
-            seconds["elementwise"] = max(moved / ranks / self._copy, flops)
-            seconds["tensor collectives"] = sum(map(flows.alone, sizes))
-            passes.append((seconds, sizes))
-        return passes
+            parts["attention"] = work.attention / (self.gpu.peaks["BF16"] * ATTENTION * rate)
+            parts["elementwise"] = max(moved / ranks / self._copy, flops)
+            parts["tensor collectives"] = sum(map(tensor.alone, sent))
+            passes.append(BlockPass(parts, sent))
+        forward, backward = passes
+        backward.parts["recomputation"] = self.recomputed * forward.seconds
+        return forward, backward
 
     def _stage(self, number: int, counts: BlockCounts) -> tuple[Seconds, list[Collectives]]:
-        """Seconds of all microbatches on one stage, and its collectives.
+        """Seconds of all microbatches on one stage of a pipeline, and its collectives."""
+        m = self.mesh.microbatches
+        parts: Seconds = defaultdict(float, recomputation=0.0)  # the first line of tables
+        tensor = Collectives("tensor gathers and scatters", "tensor", self.mesh, self.gpu)
+        for block, times in counts.items():
+            forward, backward = self._passes[block]
+            for name, value in (*forward.parts.items(), *backward.parts.items()):
+                parts[name] += times * m * value
+            tensor.add(times * m * (1 + self.recomputed), forward.sent)
+            tensor.add(times * m, backward.sent)
+        moved, flows = self._weights(number, counts)
+        gathers, scatters, reductions = flows
+        parts["casts, copies of weights"] = moved / self._copy
+        parts["weight gathers"] = gathers.exposed
+        parts["gradient reduction"] = scatters.exposed + reductions.exposed
+        if number == self.mesh.pipeline - 1:
+            self._add_ends(parts)
+        return parts, [*flows, tensor]
+
+    def _weights(self, number: int, counts: BlockCounts) -> tuple[float, list[Collectives]]:
+        """(Bytes that a stage moves per step when it casts and copies weights and their gradients;
+        gathers of weights; scatters of gradients; their all-reduces.)
 
         Weights outside the blocks are gathered before a forward pass and kept for its backward
         pass; their gradients are complete when nothing is left to hide behind.
         """
         mesh = self.mesh
         m = mesh.microbatches
-        recomputed = self.workload.recomputed
-        parts: defaultdict[str, float] = defaultdict(float)
-        gathers, scatters, reductions, tensor = flows = [
-            Collectives.along(kind, mesh, self.gpu, name) for name, kind in FLOWS.items()
-        ]
-        outer = self.workload.outer(number, mesh)
-        units: list[tuple[Sequence[ModelWeight], int, float, float]] = [(outer, 1, 0.0, 0.0)]
-        for block, times in counts.items():
-            forward, backward = (sum(seconds.values()) for seconds, _ in self._passes[block])
-            again = recomputed * forward
-            parts["recomputation"] += times * m * again
-            for repeated, (seconds, sizes) in zip(
-                (recomputed, 0), self._passes[block], strict=True
-            ):
-                tensor.add(times * m * (1 + repeated), sizes)
-                for name, value in seconds.items():
-                    parts[name] += times * m * value
-            units.append((block.weights, times, forward, backward + again))
-        for weights, times, forward_seconds, backward_seconds in units:
-            part = on_rank(weights, mesh, repeats=recomputed > 0)
+        gathers = Collectives("weight gathers", "shard", mesh, self.gpu)
+        scatters = Collectives("gradient reduction", "shard", mesh, self.gpu)
+        reductions = Collectives("gradient all-reduce", "replicate", mesh, self.gpu)
+        moved = 0.0
+        beside_nothing = BlockPass({}, [])
+        units = [(block.weights, times, *self._passes[block]) for block, times in counts.items()]
+        units.append((self.workload.outer(number, mesh), 1, beside_nothing, beside_nothing))
+        for weights, times, forward, backward in units:
+            part = on_rank(weights, mesh, repeats=self.recomputed > 0)
             scattered = mesh.reduce_bytes * part.elements
-            gathers.add(times * m, [part.forward], forward_seconds)
-            left = gathers.add(times * m, [part.backward], backward_seconds)
+            gathers.add(times * m, [part.forward], forward.seconds)
+            left = gathers.add(times * m, [part.backward], backward.seconds)
             left = scatters.add(times, [scattered], left)
             reductions.add(times, 2 * [4 * part.elements / mesh.shard], left)
-            moved = CAST * part.elements + ROUNDING * part.rounded
+            moved += times * (CAST * part.elements + ROUNDING * part.rounded)
             if mesh.shard > 1:
-                moved += 2 * (m * (part.forward + part.backward) + scattered)
-            parts["casts, copies of weights"] += times * moved / self._copy
-        parts["weight gathers"] = gathers.exposed
-        parts["gradient reduction"] = scatters.exposed + reductions.exposed
-        if number == mesh.pipeline - 1:
-            for name, value in self._ends().items():
-                parts[name] += m * value
-        return parts, flows
+                moved += 2 * times * (m * (part.forward + part.backward) + scattered)
+        return moved, [gathers, scatters, reductions]
 
-    def _ends(self) -> Seconds:
-        """Seconds of what lies outside the blocks, for a microbatch."""
+    def _add_ends(self, parts: Seconds) -> None:
+        """Add the seconds of what lies outside the blocks."""
         mesh = self.mesh
+        m = mesh.microbatches
         ligers = self.workload.liger and mesh.tensor == 1
         logit_bytes = MOVED["cross_entropy"][0] if ligers else self.workload.logit_bytes
-        logits = self.workload.tokens / mesh.context * self.workload.vocabulary / mesh.tensor
-        stream = of_stream(self.workload.blocks[0].input, mesh)
-        head = self._layers(self.workload.head)
-        return {
-            "elementwise": ENDS / 2 * stream / self._copy,
-            "GEMMs of the head": sum(sum(seconds.values()) for seconds in head),
-            "loss": logit_bytes * logits / self._copy,
-        }
+        logits = m * self.workload.tokens / mesh.context * self.workload.vocabulary / mesh.tensor
+        stream = m * of_stream(self.workload.blocks[0].input, mesh)
+        parts["elementwise"] += ENDS / 2 * stream / self._copy
+        for seconds in self._layers(self.workload.head):
+            parts["GEMMs of the head"] += m * sum(seconds.values())
+        parts["loss"] = logit_bytes * logits / self._copy

@@ -1,7 +1,6 @@
 """The time of a plan's linear layers on a named GPU: its rows (`rows.py`), summed per step and per
 run, the sizes from which formats pay, and all of it as text."""
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,19 +48,10 @@ class CostEstimate:
     break_even: Mapping[str, int | None]
 
     @property
-    def bf16(self) -> float:
-        """Seconds of the linear layers over the whole run in BF16."""
-        return sum(stretch.steps * stretch.bf16 for stretch in self.stretches)
-
-    @property
-    def total(self) -> float:
-        """Seconds of the linear layers over the whole run as planned."""
-        return sum(stretch.steps * stretch.total for stretch in self.stretches)
-
-    @property
-    def emulates(self) -> bool:
-        """Whether some GEMM is emulated on the GPU."""
-        return any(row.emulated is not None for stretch in self.stretches for row in stretch.rows)
+    def run(self) -> StretchCost:
+        """The whole run, as one step."""
+        rows = [row.times(stretch.steps) for stretch in self.stretches for row in stretch.rows]
+        return StretchCost(title="the whole run", steps=1, rows=rows)
 
     def render(self, width: int | None = None) -> str:
         """The estimate as text in lines of `width`: one table per stretch, totals, and GEMMs that
@@ -118,6 +108,4 @@ def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | No
         seconds += sum(quantise_seconds(gpu, n * n, [spec], backend) for spec in specs)
         return seconds < gemm_seconds(gpu, "BF16", n, n, n)
 
-    sizes = range(16, LARGEST + 16, 16)
-    smallest = bisect_left(sizes, True, key=pays)
-    return sizes[smallest] if smallest < len(sizes) else None
+    return next(filter(pays, range(16, LARGEST + 16, 16)), None)

@@ -10,11 +10,8 @@ per GPU and direction.
     latency            LATENCY · log2(g)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from fp4train.hardware import Gpu
@@ -36,35 +33,33 @@ _ORDER: Final = ("tensor", "context", "shard", "replicate", "pipeline")
 """Kinds of ranks; neighbours in the first differ by 1."""
 
 
-@dataclass(kw_only=True)
+def divisors(number: int, most: int) -> list[int]:
+    """The divisors of a number up to another one, in order."""
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+
+
 class Collectives:
-    """What the ranks of one kind send each other, per step and rank.
+    """What the ranks of one kind send each other, per step and rank; at first nothing.
 
     Args:
-        size: number of ranks.
-        near: those of them in one NVLink domain.
-        sent: bytes that the rank sends.
-        seconds: seconds of the collectives alone.
-        exposed: seconds that no computation hides.
+        name: its name in tables.
+        kind: one of the kinds in `_ORDER`; NVLink domains hold equal parts of these ranks.
     """
 
-    name: str
-    gpu: Gpu
-    size: int
-    near: int
-    sent: float = 0.0
-    seconds: float = 0.0
-    exposed: float = 0.0
-
-    @classmethod
-    def along(cls, kind: str, mesh: Mesh, gpu: Gpu, name: str = "") -> Collectives:
-        """Those of the ranks of a mesh of one of the kinds in `_ORDER`, in domains that hold equal
-        parts of them; nothing is sent yet."""
+    def __init__(self, name: str, kind: str, mesh: Mesh, gpu: Gpu) -> None:
+        self.name = name
+        self.gpu = gpu
+        self.size: int = getattr(mesh, kind)
+        """Number of ranks."""
         stride = math.prod(getattr(mesh, nearer) for nearer in _ORDER[: _ORDER.index(kind)])
-        size = getattr(mesh, kind)
-        most = max(1, gpu.domain // stride)
-        near = max(n for n in range(1, size + 1) if size % n == 0 and n <= most)
-        return cls(name=name, gpu=gpu, size=size, near=near)
+        self.near = divisors(self.size, max(1, gpu.domain // stride))[-1]
+        """Number of those of them in one NVLink domain."""
+        self.sent = 0.0
+        """Bytes that the rank sends."""
+        self.seconds = 0.0
+        """Seconds of the collectives alone."""
+        self.exposed = 0.0
+        """Seconds that no computation hides."""
 
     @property
     def link(self) -> str:

@@ -18,7 +18,6 @@
 The host holds a copy of the states while a checkpoint is written.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 from fp4train.lab.costs.weights import on_rank
@@ -33,55 +32,51 @@ USABLE: Final = 0.95
 """Share of the memory that a plan may fill; the rest is lost to fragmentation: assumed."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Bytes on a rank of a pipeline stage.
 
     Args:
-        parameters: elements of its shard.
-        parts: bytes by what they are for.
-        host: bytes in main memory while a checkpoint is written.
+        recomputed: see `ClusterCost`.
+        counts: the stage's blocks.
     """
 
-    stage: int
-    parameters: float
-    parts: dict[str, float]
-    host: float
+    def __init__(
+        self, load: Workload, mesh: Mesh, recomputed: float, stage: int, counts: BlockCounts
+    ) -> None:
+        self.stage = stage
+        outer = on_rank(load.outer(stage, mesh), mesh)
+        blocks = [(on_rank(block.weights, mesh), times) for block, times in counts.items()]
+        unsharded = outer.elements + sum(times * block.elements for block, times in blocks)
+        self.parameters = unsharded / mesh.shard
+        """Elements of its shard."""
+        parts = {title: size * self.parameters for title, size in load.states.items()}
+        self.host = sum(parts.values())
+        """Bytes in main memory while a checkpoint is written."""
+        parts["gradients"] = 4 * self.parameters
+        parts["codes of weights"] = sum(times * block.codes for block, times in blocks)
+        parts["weights in BF16"] = sum(times * block.rounded for block, times in blocks)
+        parts["activations"] = _activations(mesh, recomputed, stage, counts)
+        if mesh.shard > 1:
+            resident = max(block.resident for block, _ in blocks)
+            parts["unsharded weights"] = 2 * resident + outer.forward
+            if mesh.microbatches > 1:
+                parts["gradients"] += 4 * unsharded
+            else:
+                largest = max(block.elements for block, _ in blocks)
+                parts["unsharded weights"] += 4 * (largest + outer.elements)
+        if stage == mesh.pipeline - 1:
+            parts["logits and head"] = _logits(load, mesh)
+        parts["reserve"] = RESERVE
+        self.parts = parts
+        """Bytes by what they are for."""
+        self.total = sum(parts.values())
 
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
 
-
-def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
+def rank_memory(load: Workload, mesh: Mesh, recomputed: float = 0.0) -> RankMemory:
     """The memory of the rank that holds most, over the stages of a pipeline."""
     stages = enumerate(load.stages(mesh))
-    return max((_stage_memory(load, mesh, *stage) for stage in stages), key=lambda m: m.total)
-
-
-def _stage_memory(load: Workload, mesh: Mesh, stage: int, counts: BlockCounts) -> RankMemory:
-    outer = on_rank(load.outer(stage, mesh), mesh)
-    blocks = [(on_rank(block.weights, mesh), times) for block, times in counts.items()]
-    unsharded = outer.elements + sum(times * block.elements for block, times in blocks)
-    parameters = unsharded / mesh.shard
-    parts = {title: size * parameters for title, size in load.states.items()}
-    host = sum(parts.values())
-    parts["gradients"] = 4 * parameters
-    parts["codes of weights"] = sum(times * block.codes for block, times in blocks)
-    parts["weights in BF16"] = sum(times * block.rounded for block, times in blocks)
-    parts["activations"] = _activations(load, mesh, stage, counts)
-    if mesh.shard > 1:
-        resident = max((block.resident for block, _ in blocks), default=0.0)
-        parts["unsharded weights"] = 2 * resident + outer.forward
-        if mesh.microbatches > 1:
-            parts["gradients"] += 4 * unsharded
-        else:
-            largest = max((block.elements for block, _ in blocks), default=0.0)
-            parts["unsharded weights"] += 4 * (largest + outer.elements)
-    if stage == mesh.pipeline - 1:
-        parts["logits and head"] = _logits(load, mesh)
-    parts["reserve"] = RESERVE
-    return RankMemory(stage=stage, parameters=parameters, parts=parts, host=host)
+    memories = (RankMemory(load, mesh, recomputed, *stage) for stage in stages)
+    return max(memories, key=lambda memory: memory.total)
 
 
 def of_stream(size: float, mesh: Mesh) -> float:
@@ -90,22 +85,20 @@ def of_stream(size: float, mesh: Mesh) -> float:
     return size / ranks / mesh.context
 
 
-def _activations(load: Workload, mesh: Mesh, stage: int, counts: BlockCounts) -> float:
+def _activations(mesh: Mesh, recomputed: float, stage: int, counts: BlockCounts) -> float:
     """Bytes for the microbatches in flight; of recomputed blocks the inputs, and one that runs."""
-    again = load.recomputed
     kept = 0.0
     running = 0.0
     for block, times in counts.items():
         divided = (block.saved - block.unsplit) / mesh.tensor / mesh.context
         size = divided + of_stream(block.unsplit, mesh)
-        kept += times * ((1 - again) * size + again * of_stream(block.input, mesh))
+        kept += times * ((1 - recomputed) * size + recomputed * of_stream(block.input, mesh))
         running = max(running, size)
-    return mesh.in_flight(stage) * kept + again * running
+    return mesh.in_flight(stage) * kept + recomputed * running
 
 
 def _logits(load: Workload, mesh: Mesh) -> float:
     vocabulary = load.vocabulary / mesh.tensor
-    tokens = load.tokens / mesh.context
-    rows = min(tokens, chunk_rows("cuda", max(1, int(vocabulary))))
+    rows = min(load.tokens / mesh.context, chunk_rows("cuda", max(1, int(vocabulary))))
     stream = load.blocks[0].input / mesh.context
     return 8 * rows * vocabulary + (2 + 4) * on_rank(load.head, mesh).elements + stream

@@ -6,12 +6,11 @@ ways to divide the data ranks into shards and replicas, microbatches of 1, 2, 4 
 recomputation on and off. What a run refuses is refused here in its words, and left out of a search.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Final
+from typing import Final, Self
 
 from torch import nn
 
@@ -19,7 +18,8 @@ from fp4train.config.schema import Config
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.cluster import ClusterCost
-from fp4train.lab.costs.workload import Workload, workload
+from fp4train.lab.costs.links import divisors
+from fp4train.lab.costs.workload import Workload
 from fp4train.models.common.cut import tensor_cut
 from fp4train.parallel.config import Mesh, Parallel
 from fp4train.parallel.stages import cut_of, tied_weights
@@ -27,7 +27,7 @@ from fp4train.parallel.tensor import check_division, tensor_cut_of
 from fp4train.precision.gather import gather_mode
 from fp4train.precision.layers import find_layers
 from fp4train.precision.phases import Timeline
-from fp4train.precision.plan import Plan
+from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.build import build_plan
 from fp4train.run.checks import check_cut
 from fp4train.run.fuse import kernels_of
@@ -99,27 +99,24 @@ class MeshPlan:
             self.config, parts, self.timeline, device, mesh.data, stages=mesh.pipeline
         )
 
-    def workloads(self, plan: Plan) -> list[Workload]:
-        """The workload of every stretch of a plan."""
+    def workload(self, stretch: PlannedStretch) -> Workload:
+        """A microbatch of a rank in one stretch of a plan."""
         train = self.config.train
-        return [
-            workload(
-                self.model,
-                stretch.layers,
-                stretch.recipe,
-                sequences=train.rows(self.mesh.data),
-                seq_len=train.seq_len,
-                compiled=train.compile,
-                liger=self.kernels[0],
-                recomputed=float(getattr(self.config.model, "recompute", False)),
-                states=bytes_per_parameter(self.config, self.model),
-            )
-            for stretch in plan.stretches
-        ]
+        return Workload(
+            model=self.model,
+            stretch=stretch,
+            sequences=train.rows(self.mesh.data),
+            seq_len=train.seq_len,
+            compiled=train.compile,
+            liger=self.kernels[0],
+            states=bytes_per_parameter(self.config, self.model),
+        )
 
     def costs(self, plan: Plan) -> list[ClusterCost]:
         """The cost of every stretch of a plan."""
-        return [ClusterCost(load, self.gpu, self.mesh) for load in self.workloads(plan)]
+        recomputed = float(getattr(self.config.model, "recompute", False))
+        loads = map(self.workload, plan.stretches)
+        return [ClusterCost(load, self.gpu, self.mesh, recomputed) for load in loads]
 
     def search(self) -> list[ClusterCost]:
         """The meshes of a search that a run begins on, the fastest first, those that fit before
@@ -128,26 +125,24 @@ class MeshPlan:
         Raises:
             UserError: there is none; the message says what to do.
         """
-        self._sized(1, 2, Parallel(pp=2)).plan()  # refuses what no mesh can run
+        self._sized(1, Parallel(pp=2)).plan()  # refuses what no mesh can run
         choices = (0.0, 1.0) if hasattr(self.config.model, "recompute") else (0.0,)
-        loads: dict[tuple[int, int], list[Workload]] = {}
+        candidates: dict[tuple[int, int], list[MeshPlan]] = {}
         costs: list[ClusterCost] = []
         refused: list[UserError] = []
         for sequences, parallel in self._meshes():
-            candidate = self._sized(sequences, self.gpus, parallel)
-            size = (sequences, parallel.tp)
-            try:
+            candidate = self._sized(sequences, parallel)
+            with suppress(UserError):
                 candidate.check()
-            except UserError:
+                candidates.setdefault((sequences, parallel.tp), []).append(candidate)
+        for alike in candidates.values():
+            try:
+                load = alike[0].workload(alike[0].plan().stretches[0])
+            except UserError as error:  # the backend runs no parts of layers
+                refused.append(error)
                 continue
-            if size not in loads:
-                loads[size] = []  # unless a plan follows: the backend runs parts of layers
-                try:
-                    load = candidate.workloads(candidate.plan())[0]
-                    loads[size] = [replace(load, recomputed=share) for share in choices]
-                except UserError as error:
-                    refused.append(error)
-            costs += [ClusterCost(load, self.gpu, candidate.mesh) for load in loads[size]]
+            for candidate, share in product(alike, choices):
+                costs.append(ClusterCost(load, self.gpu, candidate.mesh, share))
         if not costs and refused:
             raise refused[0]
         if not costs:
@@ -162,13 +157,12 @@ class MeshPlan:
         """(Sequences of a microbatch, sizes of a mesh) of all GPUs that divide the batch."""
         gpus = self.mesh.gpus
         most = (self.gpu.domain, MOST_STAGES, gpus)
-        divisors = [[n for n in range(1, min(gpus, m) + 1) if gpus % n == 0] for m in most]
-        for sequences, tp, pp, shard in product(MICROBATCHES, *divisors):
+        for sequences, tp, pp, shard in product(MICROBATCHES, *(divisors(gpus, m) for m in most)):
             replicas, remainder = divmod(gpus, tp * pp * shard)
             if not remainder and not self.config.train.batch_size % (sequences * replicas * shard):
                 yield sequences, Parallel(dp_replicate=replicas, dp_shard=shard, tp=tp, pp=pp)
 
-    def _sized(self, sequences: int, gpus: int | None, parallel: Parallel) -> MeshPlan:
+    def _sized(self, sequences: int, parallel: Parallel) -> Self:
         """This configuration on another mesh, with so many sequences in a microbatch."""
         train = replace(self.config.train, microbatch=sequences)
-        return replace(self, gpus=gpus, config=replace(self.config, train=train, parallel=parallel))
+        return replace(self, gpus=None, config=replace(self.config, train=train, parallel=parallel))

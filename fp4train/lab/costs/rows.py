@@ -17,13 +17,11 @@ of codes decodes them. Operands of two terms (`precision/terms.py`) take passes 
 by one, and multiplied one by one where no call multiplies all.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Self
 
 from fp4train.backends import GEMMS, LAYER_BACKENDS
 from fp4train.hardware import Gpu, stored_bytes
@@ -34,6 +32,10 @@ from fp4train.quantize import QuantSpec
 EMULATING: Final = ("emulate", "reference")
 """Backends that use no low-precision tensor cores."""
 
+QUANTISE_SHARE: Final = 0.33
+"""Share of the bandwidth that fp4train's own quantising kernels reach in a step: from steps of
+llama_1b on an H200 in emulated NVFP4 and MXFP8. Transformer Engine's is `Gpu.quantise_share`."""
+
 CENTRED_BYTES: Final = 2 + 4
 RESIDUAL_BYTES: Final = 4 + 2 + 4
 SUM_BYTES: Final = 4 + 8 + 6
@@ -43,13 +45,6 @@ the subtraction reads and writes it); of one with a residual (it and the values 
 read, what is left is written, read, and written as codes or values); of a result that is a sum in
 float32 (a term is written, the sum read and written, then rounded); of a weight's gradient to which
 the product of two means is added."""
-
-
-def quantise_share(gpu: Gpu, backend: str) -> float:
-    """Share of the bandwidth that quantising kernels reach in a step: Transformer Engine's on that
-    GPU; fp4train's own 0.33, from steps of llama_1b on an H200 in emulated NVFP4 and MXFP8.
-    """
-    return gpu.quantise_share if backend in LAYER_BACKENDS else 0.33
 
 
 def decoded_bytes(spec: QuantSpec) -> int:
@@ -72,10 +67,12 @@ def quantise_seconds(
     """
     size = decoded_bytes if backend in EMULATING else code_bytes
     moved = read + sum(size(spec) for spec in specs)
+    share = QUANTISE_SHARE
     if backend in LAYER_BACKENDS:
+        share = gpu.quantise_share
         transforms = {spec.hadamard for spec in specs}
         moved += read * (len(transforms) - 1)
-    seconds = move_seconds(gpu, count * moved, quantise_share(gpu, backend))
+    seconds = move_seconds(gpu, count * moved, share)
     now = [spec for spec in specs if not spec.earlier_amax]
     if any(spec.global_scale in ("tensor", "row") or None in spec.block for spec in now):
         seconds += move_seconds(gpu, read * count)
@@ -85,7 +82,7 @@ def quantise_seconds(
 def decode_seconds(gpu: Gpu, count: int, spec: QuantSpec) -> float:
     """Time of making the values of the codes of a tensor of `count` elements."""
     moved = code_bytes(spec) + decoded_bytes(spec)
-    return move_seconds(gpu, count * moved, quantise_share(gpu, "emulate"))
+    return move_seconds(gpu, count * moved, QUANTISE_SHARE)
 
 
 def active_experts(plan: LayerPlan, tokens: int) -> int:
@@ -101,23 +98,19 @@ def quantising_seconds(plan: LayerPlan, gpu: Gpu, tokens: int, w_passes: float) 
         tokens, w_passes: see `layer_costs`.
     """
     passes = {"x": 1 / max(1, len(plan.readers)), "w": w_passes, "dy": 1.0}
-    layer = plan.layer
-    rows = layer.rows(tokens)
-    elements = {"x": rows * layer.in_features, "w": layer.weights, "dy": rows * layer.out_features}
+    rows, out_features, in_features = plan.size("fprop", tokens)
+    elements = {"x": rows * in_features, "w": plan.layer.weights, "dy": rows * out_features}
     seconds = dict.fromkeys(GEMMS, 0.0)
     for gemm, moved in term_bytes(plan, elements).items():
         seconds[gemm] = move_seconds(gpu, moved)
+    sources = {key: operand for key, operand in plan.sources.items() if operand.codes is not None}
     for tensor, times in passes.items():
-        coded = {
-            gemm: operand
-            for (gemm, name), operand in plan.sources.items()
-            if name == tensor and operand.codes is not None
-        }
+        coded = {gemm: operand for (gemm, name), operand in sources.items() if name == tensor}
         if not coded:
             continue
         backend = next(gemm.backend for gemm in plan.gemms if gemm.name in coded)
-        emulated = backend in EMULATING  # decoded square blocks serve both axes
-        forms = {op.shared if emulated else op.codes for op in coded.values()}
+        # Decoded square blocks serve both axes.
+        forms = {op.shared if backend in EMULATING else op.codes for op in coded.values()}
         specs = [form.spec for form in forms if form is not None]
         calls = 1 if backend in LAYER_BACKENDS else active_experts(plan, tokens)
         count = elements[tensor] // calls
@@ -171,7 +164,7 @@ class GemmCost:
     quantise: float = 0.0
     emulated: str | None = None
 
-    def times(self, number: int) -> GemmCost:
+    def times(self, number: int) -> Self:
         """The same GEMM so many times."""
         seconds = {key: number * getattr(self, key) for key in ("bf16", "gemm", "quantise")}
         return replace(self, **seconds)
@@ -198,22 +191,19 @@ def layer_costs(plan: LayerPlan, gpu: Gpu, tokens: int, w_passes: float = 1) -> 
         w_passes: share of the weight that a microbatch quantises: ranks may each quantise a
             shard of it, and microbatches share the codes of a step.
     """
-    rows: list[GemmCost] = []
+    products = [product_cost(plan, *product, gpu, tokens) for product in plan.products]
+    quantising: list[float] = []
     for part in plan.channel_parts:
-        quantising = quantising_seconds(part, gpu, tokens, w_passes)
-        products = [product_cost(part, gemm, gpu, tokens) for gemm in part.gemms]
-        rows += [replace(row, quantise=quantising[row.gemm_name]) for row in products]
-    residuals = 0.0
-    for gemm, features in plan.products[len(rows) :]:
-        multiplied = replace(plan, layer=replace(plan.layer, in_features=features))
-        residuals += product_cost(multiplied, gemm, gpu, tokens).gemm
+        quantising += quantising_seconds(part, gpu, tokens, w_passes).values()
+    rows = [replace(row, quantise=s) for row, s in zip(products, quantising, strict=False)]
+    residuals = sum(product.gemm for product in products[len(rows) :])
     return [replace(rows[0], gemm=rows[0].gemm + residuals), *rows[1:]]
 
 
-def product_cost(plan: LayerPlan, gemm: Gemm, gpu: Gpu, tokens: int) -> GemmCost:
-    """The cost of a product whose operands are quantised."""
+def product_cost(plan: LayerPlan, gemm: Gemm, features: int, gpu: Gpu, tokens: int) -> GemmCost:
+    """The cost of a product of so many in features whose operands are quantised."""
     experts = active_experts(plan, tokens)
-    size = plan.size(gemm.name, tokens)
+    size = plan.size(gemm.name, tokens, features)
     shape: list[float] = list(size)
     shape[2 if gemm.name == "wgrad" else 0] /= experts  # the axis of tokens, which they share
     emulated = gemm.why if gemm.backend in EMULATING else None

@@ -7,7 +7,7 @@ cuts every weight along its first dimension, and ranks gather it in the form tha
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -67,6 +67,11 @@ class ModelWeight:
     def count(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def signature(self) -> object:
+        """What it has in common with weights that cost the same."""
+        return self.shape, self.plan and self.plan.products
+
     def wire(self, mesh: Mesh) -> WireForm:
         """The form in which shards gather it; what lies outside the blocks, and norms, in
         float32.
@@ -108,28 +113,24 @@ def on_rank(weights: Iterable[ModelWeight], mesh: Mesh, *, repeats: bool = False
     return WeightPart(*map(sum, zip(*parts, strict=True)))
 
 
-def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[ModelWeight]:
+def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> Iterator[ModelWeight]:
     """The parameters of a model (on the meta device) in order; a tied one again where a planned
     layer multiplies it.
     """
     specs = declared(model)
     paths = block_paths(model)
-    weights = []
     met: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        layer, _, kind = name.rpartition(".")
-        plan = plans.get(layer) if kind == "weight" else None
+        plan = plans.get(name.removesuffix(".weight"))
         if plan is not None or parameter not in met:
-            weight = ModelWeight(
+            yield ModelWeight(
                 shape=tuple(parameter.shape),
                 spec=specs.get(name, ParameterSpec(name=name, stage="last")),
                 block=next((i for i, at in enumerate(paths) if name.startswith(f"{at}.")), None),
                 plan=plan,
                 tied=parameter in met,
             )
-            weights.append(weight)
         met.add(parameter)
-    return weights
 
 
 def tensor_traffic(
@@ -166,15 +167,17 @@ def tensor_traffic(
         sums = stream
     forward = [sums] * (len(writers) + routed)
     backward = [sums] * (len(readers) + routed)
+    if mesh.sequence:
+        forward += [stream] * routed
+        forward += [_sent(stream, plan, "x", "fprop") for plan in inputs]
+        backward += [stream] * routed
+        backward += [_sent(stream, plan, "dy", "dgrad", "wgrad") for plan in writers]
+        backward += [_sent(stream, plan, "x", "wgrad") for plan in readers]
+    else:
+        forward *= 2
+        backward *= 2
     norms = sum(weight.spec.cut is Split.FEATURES for weight in weights)
     statistics = 2 * norms * [2 * stream / plan.layer.in_features for plan in readers[:1]]
-    if not mesh.sequence:
-        return 2 * forward + statistics, 2 * backward + statistics
-    forward += [stream] * routed
-    forward += [_sent(stream, plan, "x", "fprop") for plan in inputs]
-    backward += [stream] * routed
-    backward += [_sent(stream, plan, "dy", "dgrad", "wgrad") for plan in writers]
-    backward += [_sent(stream, plan, "x", "wgrad") for plan in readers]
     return forward + statistics, backward + statistics
 
 

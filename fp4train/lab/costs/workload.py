@@ -1,8 +1,9 @@
-"""A model with its plan, measured for one microbatch."""
+"""A model with its plan and one microbatch; what it costs is measured when it is asked for."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -13,9 +14,8 @@ from fp4train.models.common.cut import multiplied, share_blocks
 from fp4train.models.common.loss import LOGIT_BYTES
 from fp4train.nn.conversion import weight_groups
 from fp4train.parallel.config import Mesh
-from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
-from fp4train.precision.recipe import Recipe
+from fp4train.precision.plan import PlannedStretch
 
 BlockCounts = Counter[BlockCost]
 """The number of blocks of each kind."""
@@ -23,53 +23,87 @@ BlockCounts = Counter[BlockCost]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, its plan in one stretch of a run, and one microbatch.
+    """A model on the meta device, its plan in one stretch of a run, and one microbatch.
 
     Args:
-        blocks: every block; those that are alike are one object.
-        multiplied: multiplications of every block per token (`models.common.cut.multiplied`).
-        last_multiplied: multiplications besides, as of the head, on a pipeline's last stage.
-        outside: weights outside the blocks.
-        parameters, active_parameters: parameters of the model, and those that one token meets.
-        sequences, tokens: sizes of a microbatch, over all ranks that share it.
+        stretch: stretch of a plan, which has a rank's part of each linear layer.
+        sequences, seq_len: sizes of a microbatch, over all ranks that share it.
+        states: title of what the run keeps (`run.states`) → its bytes per parameter.
         compiled: whether torch.compile fuses what is between the GEMMs.
         liger: whether Liger's kernels run the loss and, where they are not compiled, what they can
             of the blocks.
-        recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks'
-            inputs are kept.
-        states: title of what the run keeps (`run.states`) → its bytes per parameter.
         logit_bytes: bytes moved per logit by a loss in torch's operators.
     """
 
-    blocks: list[BlockCost]
-    multiplied: tuple[int, ...]
-    last_multiplied: int
-    outside: list[ModelWeight]
-    parameters: int
-    active_parameters: int
+    model: nn.Module
+    stretch: PlannedStretch
     sequences: int
-    tokens: int
+    seq_len: int
     states: Mapping[str, float]
     compiled: bool = False
     liger: bool = False
-    recomputed: float = 0.0
     logit_bytes: float = LOGIT_BYTES
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.sequences * self.seq_len
+
+    @cached_property
+    def weights(self) -> list[ModelWeight]:
+        """The weights of the model."""
+        return list(find_weights(self.model, self.stretch.layers))
+
+    @cached_property
+    def blocks(self) -> list[BlockCost]:
+        """Every block; those that are alike are one object."""
+        tokens = torch.empty(self.sequences, self.seq_len, dtype=torch.int64, device="meta")
+        liger = self.liger and not self.compiled
+        return measure_blocks(self.model, self.weights, self.stretch.recipe, tokens, liger=liger)
+
+    @cached_property
+    def outside(self) -> list[ModelWeight]:
+        """The weights outside the blocks."""
+        return [weight for weight in self.weights if weight.block is None]
+
+    @property
+    def head(self) -> list[ModelWeight]:
+        """The weights outside the blocks that planned layers multiply."""
+        return [weight for weight in self.outside if weight.plan is not None]
 
     @property
     def vocabulary(self) -> int:
         """Rows of the head; 0 where the model has none."""
         return max((weight.shape[0] for weight in self.head), default=0)
 
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(group.parameters for group in weight_groups(self.model))
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets."""
+        return sum(group.active for group in weight_groups(self.model))
+
+    @cached_property
+    def multiplied(self) -> tuple[tuple[int, ...], int]:
+        """(Multiplications of every block per token, those besides, as of the head, on a pipeline's
+        last stage); see `models.common.cut.multiplied`.
+        """
+        return multiplied(self.model, find_blocks(self.model), self.seq_len)
+
     @property
     def flops_per_token(self) -> int:
         """2 per multiplication: once forward, twice backward."""
-        return 6 * (sum(self.multiplied) + self.last_multiplied)
+        of_blocks, besides = self.multiplied
+        return 6 * (sum(of_blocks) + besides)
 
     def shares(self, mesh: Mesh) -> list[list[range]]:
         """The blocks of every rank of a pipeline, as `parallel.stages` shares them out: a range per
         virtual stage.
         """
-        parts = share_blocks(self.multiplied, self.last_multiplied, mesh.pipeline * mesh.virtual)
+        parts = share_blocks(*self.multiplied, mesh.pipeline * mesh.virtual)
         return [parts[rank :: mesh.pipeline] for rank in range(mesh.pipeline)]
 
     def stages(self, mesh: Mesh) -> list[BlockCounts]:
@@ -87,48 +121,3 @@ class Workload:
             for weight in self.outside
             if held.get(weight.spec.stage) and not (weight.tied and stage == 0)
         ]
-
-    @property
-    def head(self) -> list[ModelWeight]:
-        """The weights outside the blocks that planned layers multiply."""
-        return [weight for weight in self.outside if weight.plan is not None]
-
-
-def workload(
-    model: nn.Module,
-    plans: Mapping[str, LayerPlan],
-    recipe: Recipe,
-    *,
-    sequences: int,
-    seq_len: int,
-    states: Mapping[str, float],
-    compiled: bool = False,
-    liger: bool = False,
-    recomputed: float = 0.0,
-) -> Workload:
-    """Measure a model on the meta device.
-
-    Args:
-        plans: plan of a rank's part of each linear layer in one stretch of a run.
-        sequences, seq_len: sizes of a microbatch.
-        states, compiled, liger, recomputed: see `Workload`.
-    """
-    weights = find_weights(model, plans)
-    tokens = torch.empty(sequences, seq_len, dtype=torch.int64, device="meta")
-    own_kernels = liger and not compiled
-    multiplied_by_block, besides = multiplied(model, find_blocks(model), seq_len)
-    groups = weight_groups(model)
-    return Workload(
-        blocks=measure_blocks(model, weights, recipe, tokens, liger=own_kernels),
-        multiplied=multiplied_by_block,
-        last_multiplied=besides,
-        outside=[weight for weight in weights if weight.block is None],
-        parameters=sum(group.parameters for group in groups),
-        active_parameters=sum(group.active for group in groups),
-        sequences=sequences,
-        tokens=tokens.numel(),
-        states=states,
-        compiled=compiled,
-        liger=liger,
-        recomputed=recomputed,
-    )

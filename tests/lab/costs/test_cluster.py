@@ -225,9 +225,7 @@ def test_more_shards_hold_less_and_send_more(shard: int) -> None:
 def test_recomputation_keeps_inputs_only_and_costs_a_forward_pass() -> None:
     load = measured("70B", NVFP4(), GB200)
     mesh = Mesh(shard=64)
-    kept, again = (
-        ClusterCost(replace(load, recomputed=share), GB200, mesh) for share in (0.0, 1.0)
-    )
+    kept, again = (ClusterCost(load, GB200, mesh, share) for share in (0.0, 1.0))
     inputs = 80 * SEQ_LEN * 8192 * 2
     assert again.memory.parts["activations"] == pytest.approx(inputs + load.blocks[0].saved)
     assert again.memory.total < kept.memory.total
@@ -242,7 +240,7 @@ def test_a_recomputed_forward_pass_sends_again_what_tensor_parallel_ranks_exchan
     forward, _ = tensor_traffic(block.weights, block.input, mesh)
     flows = []
     for share in (0.0, 1.0):
-        cost = ClusterCost(replace(load, recomputed=share), H100, mesh)
+        cost = ClusterCost(load, H100, mesh, share)
         (flow,) = cost.collectives
         flows.append(flow)
     kept, again = flows
@@ -357,7 +355,7 @@ def test_every_gpu_has_links(gpu: Gpu) -> None:
 
 def group(gpu: Gpu, size: int, stride: int) -> Collectives:
     """Ranks whose numbers differ by `stride`."""
-    return Collectives.along("shard", Mesh(tensor=stride, shard=size), gpu)
+    return Collectives("weight gathers", "shard", Mesh(tensor=stride, shard=size), gpu)
 
 
 def test_a_group_within_a_domain_uses_nvlink_and_one_beyond_the_network() -> None:

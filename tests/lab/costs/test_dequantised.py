@@ -10,7 +10,7 @@ import torch
 import fp4train as f4
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.rows import layer_costs
-from fp4train.lab.costs.workload import Workload, workload
+from fp4train.lab.costs.workload import Workload
 from fp4train.models.llama import Llama
 from fp4train.precision import (
     BF16,
@@ -42,8 +42,7 @@ def estimated(recipe: Recipe, backend: str) -> Workload:
     timeline = Timeline(recipe=recipe, steps=1)
     every_layer = LayerPolicy(first=0, last=0)
     plan = make_plan(find_layers(model).values(), timeline, every_layer, **options)
-    layers = plan.stretches[0].layers
-    return workload(model, layers, recipe, sequences=SEQUENCES, seq_len=TOKENS, states={})
+    return Workload(model=model, stretch=plan.at(0), sequences=SEQUENCES, seq_len=TOKENS, states={})
 
 
 @pytest.mark.parametrize("backend", ["emulate", "te"])

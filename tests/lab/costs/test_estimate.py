@@ -373,7 +373,7 @@ def test_large_layers_gain_and_kept_ones_stay_as_they_are() -> None:
 def test_small_layers_are_told_not_to_quantise() -> None:
     for recipe in (NVFP4(), MXFP8()):
         cost = price(recipe, "B200", width=256, tokens=1024)
-        assert any(row.loses for row in cost.stretches[0].rows) and cost.total > cost.bf16
+        assert any(row.loses for row in cost.stretches[0].rows) and cost.run.total > cost.run.bf16
         text = cost.render()
         assert "does not pay" in text and "in BF16 they would take" in text
     assert "E2M1·E2M1 beats BF16 on B200 from about 1968³ on" in price(NVFP4(), "B200").render()
@@ -385,20 +385,20 @@ def test_a_laptops_plan_is_priced_for_the_named_gpu() -> None:
     """
     native = price(NVFP4(), "B200")
     emulated = price(NVFP4(), "H200")
-    assert native.total < native.bf16
-    assert emulated.total > emulated.bf16
+    assert native.run.total < native.run.bf16
+    assert emulated.run.total > emulated.run.bf16
     assert (
         "emulated: auto: nvfp4 on TE needs compute capability 10.0, H200 has 9.0"
         in emulated.render()
     )
-    assert price(NVFP4(), "B200", backend="emulate").total > native.bf16
+    assert price(NVFP4(), "B200", backend="emulate").run.total > native.run.bf16
     assert "emulated: backend=emulate" in price(NVFP4(), "B200", backend="emulate").render()
 
 
 def test_weights_are_quantised_once_a_step_whatever_the_microbatches() -> None:
     whole = price(MXFP8(), "B200", tokens=8192)
     cut = price(MXFP8(), "B200", tokens=2048, microbatches=4)
-    assert cut.bf16 > whole.bf16, "smaller products are less efficient"
+    assert cut.run.bf16 > whole.run.bf16, "smaller products are less efficient"
     spec = MXFP8().table()["fprop"].second
     weights = 6 * quantise_seconds(B200, 2048 * 8192, specs(spec, spec), "te", read=4)
     activations = quantising(price(MXFP8(), "B200", tokens=2048).stretches[0]) - weights
@@ -411,7 +411,7 @@ def test_phases_are_priced_apart_and_summed_over_the_run() -> None:
     first, last = cost.stretches
     assert (first.steps, last.steps) == (80, 20)
     assert first.total < last.total < last.bf16
-    assert cost.total == pytest.approx(80 * first.total + 20 * last.total)
+    assert cost.run.total == pytest.approx(80 * first.total + 20 * last.total)
     assert "the whole run: BF16" in cost.render()
 
 
@@ -432,17 +432,17 @@ def test_one_form_is_charged_to_the_gemm_that_needs_it() -> None:
 
 
 def test_other_dtypes_and_mixtures_are_priced() -> None:
-    assert price(FP32(), "A100").total > 5 * price(FP32(), "A100").bf16
+    assert price(FP32(), "A100").run.total > 5 * price(FP32(), "A100").run.bf16
     mixed = price(Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()), "B200")
-    assert mixed.total < mixed.bf16
+    assert mixed.run.total < mixed.run.bf16
     assert set(mixed.break_even) == {"E2M1·E2M1", "E4M3·E4M3"}
     wide = price(FP8Block(power_of_two=False), "B200")
-    assert wide.total > 3 * wide.bf16, "float32 block scales are emulated in float32"
+    assert wide.run.total > 3 * wide.run.bf16, "float32 block scales are emulated in float32"
 
 
 def test_a_layer_that_was_not_converted_is_not_quantised() -> None:
     cost = price(NVFP4(), "B200", unconverted="a subclass of nn.Linear")
-    assert cost.total == cost.bf16 and not cost.break_even
+    assert cost.run.total == cost.run.bf16 and not cost.break_even
 
 
 def test_features_that_te_cannot_align_are_emulated() -> None:

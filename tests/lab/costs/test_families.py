@@ -18,7 +18,7 @@ from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
 from fp4train.lab.costs.rows import layer_costs
 from fp4train.lab.costs.weights import tensor_traffic
-from fp4train.lab.costs.workload import Workload, workload
+from fp4train.lab.costs.workload import Workload
 from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
@@ -42,7 +42,7 @@ def measured(shape: Any) -> Workload:
     plan = make_plan(
         layers, Timeline(recipe=BF16(), steps=1), None, tokens=BATCH * TIME, device=device
     )
-    return workload(model, plan.at(0).layers, BF16(), sequences=BATCH, seq_len=TIME, states=STATES)
+    return Workload(model=model, stretch=plan.at(0), sequences=BATCH, seq_len=TIME, states=STATES)
 
 
 def test_short_convolutions_have_bytes_alone() -> None:
@@ -74,7 +74,7 @@ def test_a_block_multiplies_its_weights_and_what_its_own_code_does_besides(shape
     of n places has 2.5·log2(n) operations. A router's weight is multiplied there, too.
     """
     found = measured(shape)
-    for cost, said in zip(found.blocks, found.multiplied, strict=True):
+    for cost, said in zip(found.blocks, found.multiplied[0], strict=True):
         weights = [w for w in cost.weights if len(w.shape) > 1]
         routers = sum(w.count for w in weights if "router" in w.spec.name)
         transforms = 2 * BATCH * 2.5 * shape.width * PLACES * math.log2(PLACES)
@@ -105,7 +105,7 @@ def test_62_blocks_of_three_kinds_are_shared_out_over_4_ranks_by_their_cost() ->
     )
     stages = found.stages(Mesh(pipeline=4))
     assert sum(map(Counter.total, stages)) == 62 and {*map(Counter.total, stages)} == {15, 16}
-    costs = dict(zip(found.blocks, found.multiplied, strict=True))
+    costs = dict(zip(found.blocks, found.multiplied[0], strict=True))
     spent = [sum(costs[kind] * times for kind, times in held.items()) for held in stages]
     assert max(spent) - min(spent) <= max(costs.values())
 

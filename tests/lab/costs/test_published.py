@@ -56,11 +56,10 @@ class Point:
             self.gpu,
             sequences=self.sequences,
             compiled=self.compiled,
-            recomputed=self.recomputed,
             tensor=self.mesh.tensor,
         )
         load = replace(load, logit_bytes=CROSS_ENTROPY)
-        return ClusterCost(load, self.gpu, self.mesh)
+        return ClusterCost(load, self.gpu, self.mesh, self.recomputed)
 
 
 def titan(model: str, recipe: Recipe, published: float, mesh: dict[str, int], **run: Any) -> Point:

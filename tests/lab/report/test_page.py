@@ -212,5 +212,8 @@ def test_a_gpu_has_the_predicted_time_of_the_plan_and_what_cannot_be_estimated_i
     shown = page.partition("Predicted time of the linear layers on B200")[2].partition("</table>")[
         0
     ]
-    assert time_text(cost.total / 300) in shown and f"{cost.total / cost.bf16:.2f}" in shown
+    planned = cost.run
+    assert (
+        time_text(planned.total / 300) in shown and f"{planned.total / planned.bf16:.2f}" in shown
+    )
     assert "Predicted time" not in report(tmp_path, run).text
