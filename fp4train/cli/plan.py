@@ -19,30 +19,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 from torch import nn
 
-from fp4train.checkpoint import ALONE
 from fp4train.cli.launch import Command, launch
 from fp4train.cli.output import fitted, print_screen, terminal_width
 from fp4train.config.command_line import CommandLine, Within, read_line
 from fp4train.config.folders import option_of
 from fp4train.config.overrides import names_folder
 from fp4train.config.schema import Config
-from fp4train.data.source import planned_tokenizer, planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn.conversion import weight_groups
 from fp4train.nn.fused_layers import outlines
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
-from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, summarise
-from fp4train.run.build import build_model, build_plan
 from fp4train.run.checks import (
-    check_cut,
     check_oscillation,
-    check_repeat,
     plan_warnings,
     scale_warnings,
     warn_of_schedule,
@@ -50,7 +43,7 @@ from fp4train.run.checks import (
 from fp4train.run.find import find_source, start_step
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
-from fp4train.run.initial import open_init
+from fp4train.run.planned import plan_on, planned_model
 from fp4train.run.produced import produced_by, with_sources
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.stretches import RecordedStretch
@@ -58,7 +51,6 @@ from fp4train.run.record.trust import check_paths
 from fp4train.run.state.weights import ModelWeights
 from fp4train.run.states import bytes_per_parameter
 from fp4train.run.supervise.audit_coverage import Coverage
-from fp4train.run.teacher import check_teacher
 from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.text import short
 
@@ -158,32 +150,17 @@ def _split(stretch: RecordedStretch, done: int) -> list[RecordedStretch]:
 def _plan(command: Command, *, line: PlanOptions) -> int:
     auto = line.parallel is not None
     config = command.config
-    chosen = command.cfg
-    swap = command.swap
-    check_paths(chosen, command.named)
+    check_paths(command.cfg, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
+    source = None
+    start = 0
     if config.resume:
-        source = find_source(config, chosen, command.saved)
-    else:
-        source = None
-    start = 0 if source is None else start_step(config, source)
+        source = find_source(config, command.cfg, command.saved)
+        start = 0 if source is None else start_step(config, source)
     timeline = build_timeline(config, source)
-    if source is not None and swap is not None:
-        timeline = with_swap(timeline, swap.at(start))
-    if source is None:
-        init = open_init(config, ALONE, verify=False)
-    else:
-        init = None
-    tokenizer_of = source if init is None else init.run
-    vocab_size = planned_vocab_size(
-        config.data, getattr(config.model, "vocab_size", None), tokenizer_of
-    )
-    model = build_model(config, vocab_size, torch.device("meta"))
-    if init is not None:
-        init.check(model)
-    if config.teacher is not None:
-        tokenizer = planned_tokenizer(config.data, tokenizer_of)
-        check_teacher(config, model, vocab_size, tokenizer)
+    if source is not None and command.swap is not None:
+        timeline = with_swap(timeline, command.swap.at(start))
+    model = planned_model(config, source)
     warn_of_schedule(config)
     for warning in scale_warnings(config, model):
         _log.warning("%s", warning)
@@ -205,10 +182,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
         device = Device.of(choose_device(config.device))
     else:
         device = Device.elsewhere(gpu)
-    plan = build_plan(config, find_layers(model), timeline, device).since(start)
-    check_cut(config, Mesh())
-    check_repeat(config, device.type)
-    check_oscillation(config, plan)
+    plan = plan_on(device, config, model, timeline, start)
     if gpu is not None:
         kernels = ""
     else:

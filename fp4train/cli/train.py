@@ -52,7 +52,7 @@ from fp4train.run.find import find_origin, find_rewound
 from fp4train.run.fuse import kernels_of_layers
 from fp4train.run.host import choose_device, keep_freed_memory, libraries
 from fp4train.run.origin import Continued, Origin
-from fp4train.run.possible import check_possible
+from fp4train.run.planned import check_possible
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.trust import check_paths, forget_charts
 from fp4train.run.supervise.divergence import DivergedError
