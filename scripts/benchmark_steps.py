@@ -22,6 +22,7 @@ from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe, Timeline
 from fp4train.precision.context import Context, use
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build, build_plan
+from fp4train.run.command import Command
 from fp4train.run.experts import Routed
 from fp4train.run.find import new_origin
 from fp4train.run.host import CollectorBetweenSteps
@@ -50,7 +51,7 @@ def built_run(
             ]
         )
         assert isinstance(cfg, DictConfig)
-        run = build(new_origin(to_config(cfg), cfg))
+        run = build(new_origin(Command.of(cfg)))
         plans: dict[Recipe, Plan] = {}
         with CollectorBetweenSteps() as collector:
 

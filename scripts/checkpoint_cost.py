@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from fp4train.config.composition import composed
-from fp4train.config.schema import to_config
 from fp4train.run.build import build
+from fp4train.run.command import Command
 from fp4train.run.find import new_origin
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
@@ -49,7 +49,7 @@ def prepare(folder: Path, given: dict[str, str], between: int) -> Run:
     }
     words = [f"{key}={value}" for key, value in (options | given).items()]
     (made,) = composed(words)
-    return build(new_origin(to_config(made.cfg), made.cfg))
+    return build(new_origin(Command.of(made.cfg)))
 
 
 def step(run: Run) -> None:

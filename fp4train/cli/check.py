@@ -64,7 +64,7 @@ def _main(arguments: list[str]) -> int:
 def _check(command: Command, *, as_data: bool) -> int:
     keep_freed_memory()
     check_paths(command.cfg, command.named)
-    subject = open_subject(command.config, command.cfg, command.saved)
+    subject = open_subject(command)
     checked = check(subject)
     if as_data:
         data = {

@@ -5,8 +5,7 @@ and binds it once; with -m each point of the sweep does.
 """
 
 import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from fp4train.config.from_folder import with_folder
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import UserError
 from fp4train.hardware import memory_asked
+from fp4train.run.command import Command as Command
 from fp4train.run.from_run import check_model, saved_configuration, with_run
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import RecipeChoice
@@ -31,27 +31,6 @@ LONGEST_GROUP = 128
 _SHOW = {"--cfg", "-c"}
 _SOURCES = {"init": "weights", "teacher": "model"}
 """Keys that take a run or a folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """The configuration that a command starts from.
-
-    Args:
-        config: the typed configuration.
-        cfg: the plain configuration, to be kept with the run.
-        saved: configuration that RUN of resume=RUN holds, as it was read; None without it.
-        swap: recipe that a resumed run swaps to; None: it keeps its own.
-        named: the keys that the command line gives.
-        point: overrides of this job of a sweep that its other jobs do not share.
-    """
-
-    config: Config
-    cfg: DictConfig
-    saved: Mapping[str, Any] | None = None
-    swap: RecipeChoice | None = None
-    named: Collection[str]
-    point: str
 
 
 def launch(arguments: list[str], task: Callable[[Command], int]) -> int:

@@ -155,7 +155,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
     source = None
     start = 0
     if config.resume:
-        source = find_source(config, command.cfg, command.saved)
+        source = find_source(command)
         start = 0 if source is None else start_step(config, source)
     timeline = build_timeline(config, source)
     if source is not None and command.swap is not None:

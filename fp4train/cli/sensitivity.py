@@ -141,9 +141,8 @@ def _study(command: Command, *, line: SensitivityOptions, fresh: bool, of_run: b
     cost = line.cost
     keep_freed_memory()
     config = command.config
-    chosen = command.cfg
     swap = command.swap
-    check_paths(chosen, command.named)
+    check_paths(command.cfg, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
     if cost is not None and (gpu is None or keep is not None):
         raise UserError(
@@ -157,7 +156,7 @@ def _study(command: Command, *, line: SensitivityOptions, fresh: bool, of_run: b
     if swap is not None:
         recipe = swap.at(0).recipe
         name = swap.name
-    subject = open_subject(config, chosen, command.saved, fresh=fresh)
+    subject = open_subject(command, fresh=fresh)
     # This and the next refuse what is impossible before a folder is made.
     RecipeParts(subject, recipe, repeats=effort.repeats)
     groups_of(subject, effort)

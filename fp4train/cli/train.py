@@ -165,7 +165,7 @@ def _trained(command: Command, world: World, console: Console | None) -> int:
         if world.size > 1:
             check_shared(world, directory)
         try:
-            origin = find_origin(config, chosen, world, command.saved, command.swap)
+            origin = find_origin(command, world)
         except OtherRunError:
             check_possible(config)  # what is wrong with the command itself comes first
             raise

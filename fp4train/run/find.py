@@ -18,6 +18,7 @@ from fp4train.errors import OtherRunError, UserError
 from fp4train.keys import MayDiffer, in_sections
 from fp4train.parallel.world import World
 from fp4train.run.checks import check_cut
+from fp4train.run.command import Command
 from fp4train.run.initial import open_init
 from fp4train.run.origin import Branched, Fresh, Init, Origin, Resume, Rewound
 from fp4train.run.record import directory as run_directory, journal
@@ -26,41 +27,32 @@ from fp4train.run.supervise.loss_history import Rewind
 _log = logging.getLogger(__name__)
 
 
-def find_origin(
-    config: Config,
-    cfg: DictConfig,
-    world: World,
-    saved_config: Mapping[str, Any] | None = None,
-    swap: journal.RecipeChoice | None = None,
-) -> Origin:
+def find_origin(command: Command, world: World) -> Origin:
     """How the run of a command begins, on every rank.
-
-    Args:
-        saved_config: see `find_source`.
-        swap: the recipe to which the command swaps where the run goes on.
 
     Raises:
         UserError: see `find_checkpoint`, `check_cut` and `new_origin`.
     """
-    start = find_checkpoint(config, cfg, world, saved_config)
+    config = command.config
+    start = find_checkpoint(command, world)
     if start is None:
         with world.same_outcome():
             check_cut(config, world.mesh)  # before weights are read, which takes long
-            return new_origin(config, cfg, world.ranks)
+            return new_origin(command, world.ranks)
     kind = Resume if start.run.resolve() == config.run.dir.resolve() else Branched
-    return kind(config=config, cfg=cfg, checkpoint=start, swap=swap)
+    return kind(config=config, cfg=command.cfg, checkpoint=start, swap=command.swap)
 
 
-def new_origin(config: Config, cfg: DictConfig, ranks: CheckpointGroup = ALONE) -> Origin:
+def new_origin(command: Command, ranks: CheckpointGroup = ALONE) -> Origin:
     """How a run begins at step 0.
 
     Raises:
         UserError: the weights of `config.init` cannot be opened.
     """
-    weights = open_init(config, ranks)
+    weights = open_init(command.config, ranks)
     if weights is None:
-        return Fresh(config=config, cfg=cfg)
-    return Init(config=config, cfg=cfg, weights=weights)
+        return Fresh(config=command.config, cfg=command.cfg)
+    return Init(config=command.config, cfg=command.cfg, weights=weights)
 
 
 def find_rewound(origin: Origin, world: World, rewind: Rewind) -> Rewound:
@@ -71,27 +63,22 @@ def find_rewound(origin: Origin, world: World, rewind: Rewind) -> Rewound:
     """
     run = replace(origin.config.run, overwrite=False)
     config = replace(origin.config, resume=str(run.dir), resume_step=rewind.step, run=run)
-    start = find_checkpoint(config, origin.cfg, world)
+    start = find_checkpoint(Command(config=config, cfg=origin.cfg), world)
     assert start is not None
     return Rewound(config=config, cfg=origin.cfg, checkpoint=start, rewind=rewind)
 
 
-def find_checkpoint(
-    config: Config, cfg: DictConfig, world: World, saved_config: Mapping[str, Any] | None = None
-) -> Checkpoint | None:
+def find_checkpoint(command: Command, world: World) -> Checkpoint | None:
     """The checkpoint to go on from, the lead's choice on every rank; None starts at step 0. Nothing
     is changed yet.
-
-    Args:
-        saved_config: see `find_source`.
 
     Raises:
         UserError: see `find_source`; or no checkpoint is usable.
     """
     chosen = None
     with world.same_outcome():
-        if world.lead and (source := find_source(config, cfg, saved_config)) is not None:
-            chosen = (source, _chosen_step(config, source))
+        if world.lead and (source := find_source(command)) is not None:
+            chosen = (source, _chosen_step(command.config, source))
     chosen = world.broadcast(chosen)
     if chosen is None:
         return None
@@ -126,41 +113,36 @@ def _chosen_step(config: Config, source: Path) -> int | None:
     return resumed.step
 
 
-def find_source(
-    config: Config, cfg: DictConfig, saved_config: Mapping[str, Any] | None = None
-) -> Path | None:
+def find_source(command: Command) -> Path | None:
     """The run directory whose checkpoints the run goes on from; None where it starts at step 0.
     Only looks.
-
-    Args:
-        saved_config: the saved configuration of `config.resume`, where the command has read it;
-            None: it is read here.
 
     Raises:
         UserError: the run directory, or the run to resume, belongs to another configuration; or it
             has no checkpoint.
     """
+    config = command.config
     if config.resumed is None:
-        return _find_own(config, cfg)
+        return _find_own(command)
     source = config.resumed.path
     if source.resolve() != config.run.dir.resolve():
-        return _find_branched(config, cfg, source, saved_config)
+        return _find_branched(command, source)
     if config.run.overwrite:
         raise UserError(
             f"resume={source} and run.overwrite=true contradict each other: leave one of them out"
         )
-    check_source(source, cfg, saved_config)
+    check_source(source, command.cfg, command.saved)
     return _with_checkpoints(source, config)
 
 
-def _find_own(config: Config, cfg: DictConfig) -> Path | None:
+def _find_own(command: Command) -> Path | None:
     """As `find_source`, of a command that names no run to resume."""
-    directory = config.run.dir
+    directory = command.config.run.dir
     is_run = _is_run(directory)
-    if config.run.overwrite or not is_run:
+    if command.config.run.overwrite or not is_run:
         return None
     saved = plain(run_directory.read_config(directory))
-    _check_same(saved, cfg, directory, resuming=False)
+    _check_same(saved, command.cfg, directory, resuming=False)
     if _has_checkpoints(directory):
         return directory
     if saved.get("resume"):
@@ -170,26 +152,24 @@ def _find_own(config: Config, cfg: DictConfig) -> Path | None:
     return None
 
 
-def _find_branched(
-    config: Config, cfg: DictConfig, source: Path, saved_config: Mapping[str, Any] | None
-) -> Path:
+def _find_branched(command: Command, source: Path) -> Path:
     """As `find_source`, of a run that goes on from a checkpoint of `source`, or as a branch of it
     that was begun before.
     """
-    directory = config.run.dir
+    directory = command.config.run.dir
     is_run = _is_run(directory)
-    if is_run and not config.run.overwrite:
+    if is_run and not command.config.run.overwrite:
         saved = plain(run_directory.read_config(directory))
         if Path(str(saved.get("resume"))).resolve() != source.resolve():
             raise UserError(
                 f"{directory} holds a run already: choose another run.name for the branch of "
                 f"{source}"
             )
-        _check_same(saved, cfg, directory, resuming=True)
+        _check_same(saved, command.cfg, directory, resuming=True)
         if _has_checkpoints(directory):
             return directory
-    check_source(source, cfg, saved_config)
-    return _with_checkpoints(source, config)
+    check_source(source, command.cfg, command.saved)
+    return _with_checkpoints(source, command.config)
 
 
 def _is_run(directory: Path) -> bool:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from fp4train.config import to_config
 from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.precision import LayerPolicy
+from fp4train.run.command import Command
 from fp4train.run.record import directory as run_directory
 
 
@@ -20,6 +20,7 @@ def subject_of(
     """The checkpoint of a run; `policy` replaces that of the run."""
     cfg = run_directory.read_config(run)
     cfg.resume, cfg.resume_step, cfg.run.dir = str(run), step, str(run)
-    config = to_config(cfg)
-    config = config if policy is None else replace(config, policy=policy)
-    return open_subject(config, cfg, None, fresh=fresh, optimizer=optimizer)
+    command = Command.of(cfg)
+    if policy is not None:
+        command = replace(command, config=replace(command.config, policy=policy))
+    return open_subject(command, fresh=fresh, optimizer=optimizer)

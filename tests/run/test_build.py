@@ -16,6 +16,7 @@ from fp4train.parallel import Mesh
 from fp4train.parallel.world import World
 from fp4train.precision import find_blocks
 from fp4train.run import build, find, fuse
+from fp4train.run.command import Command
 
 OPTIONS_OF_TORCH_2_11 = {"fullgraph", "dynamic", "backend", "mode", "options", "disable"}
 """Of `torch.compile` in torch/__init__.py."""
@@ -72,4 +73,4 @@ def test_a_batch_that_ranks_cannot_share_is_refused_before_weights_are_opened(
     cfg = compose(["run.name=a", "train.batch_size=3", "train.microbatch=null", "device=cpu"])
     world = World(device=torch.device("cpu"), mesh=Mesh(shard=2))
     with pytest.raises(UserError, match=r"train\.batch_size=3 is not divisible by 2 data ranks"):
-        find.find_origin(to_config(cfg), cfg, world)
+        find.find_origin(Command.of(cfg), world)

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from fp4train import checkpoint
-from fp4train.config import Config, plain, to_config
+from fp4train.config import Config
 from fp4train.data.source import ready_tokenizer
 from fp4train.errors import UserError, user_errors
 from fp4train.lab.studies.base import Base, Branch, ForkRequest, ForkSettings
 from fp4train.lab.studies.candidates import SECTIONS, RecipeCandidate
-from fp4train.lab.studies.forks import branch, branch_of, checkpoint_config
+from fp4train.lab.studies.forks import branch, branch_of, checkpoint_command
 from fp4train.lab.studies.subject import open_subject
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model
 from fp4train.run.checks import learning_rate
+from fp4train.run.command import Command
 from fp4train.run.host import choose_device
 from fp4train.run.record import directory as run_directory
 from fp4train.text import counted
@@ -81,39 +81,32 @@ class _Checkpoint:
     Args:
         source: run directory.
         step: optimizer steps of the checkpoint.
-        saved: configuration of the run, as it was read.
-        cfg: the composed one that opens the checkpoint.
-        config: typed configuration of the same.
+        command: the command that opens the checkpoint.
         settings: settings of the forks.
     """
 
     source: Path
     step: int
-    saved: Mapping[str, Any]
-    cfg: DictConfig
-    config: Config
+    command: Command
     settings: ForkSettings
 
     @property
     def sections(self) -> dict[str, Any]:
         """Recipe, policy and phases of the run, for what a request does not name."""
-        sections = {name: self.saved[name] for name in SECTIONS}
+        assert self.command.saved is not None
+        sections = {name: self.command.saved[name] for name in SECTIONS}
         if self.settings.schedule == "linear":
             sections["phases"] = {}  # those of the run belong to its own schedule
         return sections
 
 
 def _configured(request: ForkRequest, source: Path, step: int) -> _Checkpoint:
-    saved = plain(run_directory.read_config(source))
-    cfg = checkpoint_config(source, step, request.paths, saved)
-    config = to_config(cfg)
+    command = checkpoint_command(source, step, request.paths)
     return _Checkpoint(
         source=source,
         step=step,
-        saved=saved,
-        cfg=cfg,
-        config=config,
-        settings=_settings(request, config, step),
+        command=command,
+        settings=_settings(request, command.config, step),
     )
 
 
@@ -124,7 +117,7 @@ def _planned(chosen: _Checkpoint, candidates_of: CandidatesOf) -> list[Branch] |
     Raises:
         UserError: see `branch`.
     """
-    config = chosen.config
+    config = chosen.command.config
     vocab_size = getattr(config.data, "vocab_size", None)
     if (tokenizer := ready_tokenizer(config.data, chosen.source)) is not None:
         vocab_size = tokenizer.vocab_size
@@ -146,7 +139,7 @@ def _open(
     request: ForkRequest, candidates_of: CandidatesOf, chosen: _Checkpoint, *, keep: bool
 ) -> Base:
     settings = chosen.settings
-    subject = open_subject(chosen.config, chosen.cfg, chosen.saved, optimizer=True)
+    subject = open_subject(chosen.command, optimizer=True)
     train = subject.run.config.train
     batches = min(settings.batches, max(1, subject.run.val_data.batches_per_epoch))
     return Base(

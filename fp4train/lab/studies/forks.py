@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from fp4train.config import Config, plain, to_config
+from fp4train.config import Config, plain
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.lab.studies.base import Base, Branch, ForkRequest, ForkSettings
@@ -41,6 +41,7 @@ from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.optim.schedule import Schedule
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.run.build import build_plan
+from fp4train.run.command import Command
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
 from fp4train.run.queued import Step, Values
 from fp4train.run.record.directory import read_config
@@ -100,22 +101,19 @@ def open_checkpoint(
     Raises:
         UserError: there is none, or it cannot be used; or see `check_paths`.
     """
-    saved = plain(read_config(source))
-    cfg = checkpoint_config(source, step, paths or {}, saved)
-    return open_subject(to_config(cfg), cfg, saved, optimizer=True)
+    return open_subject(checkpoint_command(source, step, paths or {}), optimizer=True)
 
 
-def checkpoint_config(
-    source: Path, step: int, paths: Mapping[str, str | None], saved_config: Mapping[str, Any]
-) -> DictConfig:
-    """The composed configuration with which `open_checkpoint` opens a checkpoint.
+def checkpoint_command(source: Path, step: int, paths: Mapping[str, str | None]) -> Command:
+    """The command with which `open_checkpoint` opens a checkpoint.
 
     Raises:
         UserError: see `check_paths`.
     """
-    cfg = saved_with(OmegaConf.create(dict(saved_config)), source, step, paths)
+    saved = plain(read_config(source))
+    cfg = saved_with(OmegaConf.create(saved), source, step, paths)
     check_paths(cfg, paths)
-    return cfg
+    return Command.of(cfg, saved)
 
 
 def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings) -> Branch:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from fp4train import checkpoint
@@ -31,6 +30,7 @@ from fp4train.errors import UserError
 from fp4train.keys import MayDiffer, in_sections
 from fp4train.parallel.world import World
 from fp4train.run.build import assemble
+from fp4train.run.command import Command
 from fp4train.run.find import check_source, find_checkpoint
 from fp4train.run.host import choose_device
 from fp4train.run.initial import open_init
@@ -105,22 +105,12 @@ class Subject:
         }
 
 
-def open_subject(
-    config: Config,
-    cfg: DictConfig,
-    saved_config: Mapping[str, Any] | None,
-    *,
-    fresh: bool = False,
-    optimizer: bool = False,
-) -> Subject:
-    """The run that `config.resume` names, at the checkpoint `config.resume_step` (None: the
-    newest); where it names none, the model of the configuration as it is initialised.
+def open_subject(command: Command, *, fresh: bool = False, optimizer: bool = False) -> Subject:
+    """The run that `config.resume` of a command names, at the checkpoint `config.resume_step`
+    (None: the newest); where it names none, the model of the configuration as it is initialised.
 
     Args:
-        config: typed configuration, that of the run with changes that a resume allows.
-        cfg: composed configuration.
-        saved_config: configuration of the run, where the command has read it; None: it is read
-            here.
+        command: the configuration, that of the run with changes that a resume allows.
         fresh: True: the model as the run initialised it, without a checkpoint.
         optimizer: True keeps the moments, so that `run.restore(start)` puts everything back.
 
@@ -128,15 +118,16 @@ def open_subject(
         UserError: there is no usable checkpoint, it is of another run, model or data; or what it
             needs is missing.
     """
+    config = command.config
     if config.resumed is None:
         source = None
     else:
-        source = _source(config, cfg, saved_config, config.resumed.path, fresh)
+        source = _source(command, config.resumed.path, fresh)
     world = World(device=choose_device(config.device))
     if fresh or source is None:
         start = None
     else:
-        start = find_checkpoint(config, cfg, world, saved_config)
+        start = find_checkpoint(command, world)
     if start is not None and source is not None:
         check_belongs(start, source, mend=False)
     timeline = build_timeline(config, source)
@@ -165,20 +156,14 @@ def open_subject(
     )
 
 
-def _source(
-    config: Config,
-    cfg: DictConfig,
-    saved_config: Mapping[str, Any] | None,
-    source: Path,
-    fresh: bool,
-) -> Path:
+def _source(command: Command, source: Path, fresh: bool) -> Path:
     """The run directory, which has what is asked for.
 
     Raises:
         UserError: it has not, or the configuration is not that of its model and data.
     """
     source = run_directory.require_run(source)
-    if config.run.dir.resolve() != source.resolve():
+    if command.config.run.dir.resolve() != source.resolve():
         raise UserError(
             f"run.name and run.dir name a run that trains; a study of {source} trains none: "
             "leave them out"
@@ -188,7 +173,7 @@ def _source(
             f"{source} has no checkpoint yet; step=0 studies its model as it was initialised"
         )
     if fresh:
-        check_source(source, cfg, saved_config)
+        check_source(source, command.cfg, command.saved)
     return source
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from subjects import subject_of
 
-from fp4train.config import to_config
 from fp4train.errors import UserError
 from fp4train.lab.studies.base import Base, ForkSettings
 from fp4train.lab.studies.parts import RecipeParts
@@ -18,6 +17,7 @@ from fp4train.lab.studies.sensitivity import Effort, identity_of
 from fp4train.lab.studies.subject import described, digest, open_subject
 from fp4train.precision import MXFP4, NVFP4, LayerPolicy
 from fp4train.quantize import QuantSpec
+from fp4train.run.command import Command
 from fp4train.run.record import directory as run_directory
 
 
@@ -69,7 +69,7 @@ def test_a_run_from_before_an_option_has_the_settings_of_one_with_its_default(
     cfg.resume, cfg.run.dir = str(trained), str(trained)
     del cfg.model.recompute, cfg.oscillation
     now = subject_of(trained)
-    older = open_subject(to_config(cfg), cfg, None)
+    older = open_subject(Command.of(cfg))
     assert older.identity == now.identity
     assert (
         now.settings["train.batch_size"] == 4

@@ -9,9 +9,9 @@ import torch
 from subjects import subject_of
 
 from fp4train import checkpoint
-from fp4train.config import to_config
 from fp4train.errors import UserError
 from fp4train.lab.studies.subject import open_subject
+from fp4train.run.command import Command
 from fp4train.run.record import directory as run_directory
 
 
@@ -86,7 +86,7 @@ def test_a_configuration_of_another_model_is_refused(trained: Path) -> None:
     cfg = run_directory.read_config(trained)
     cfg.resume, cfg.run.dir, cfg.model.width = str(trained), str(trained), 64
     with pytest.raises(UserError, match=r"model\.width: 32 → 64"):
-        open_subject(to_config(cfg), cfg, None)
+        open_subject(Command.of(cfg))
 
 
 def test_a_name_for_a_run_that_is_not_trained_is_refused(trained: Path) -> None:
@@ -94,4 +94,4 @@ def test_a_name_for_a_run_that_is_not_trained_is_refused(trained: Path) -> None:
     cfg.resume = str(trained)
     cfg.run.dir = "elsewhere"
     with pytest.raises(UserError, match=r"run\.name and run\.dir name a run that trains"):
-        open_subject(to_config(cfg), cfg, None)
+        open_subject(Command.of(cfg))
