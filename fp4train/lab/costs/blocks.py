@@ -108,7 +108,8 @@ class _Kernel(torch.autograd.Function):
     """A kernel that is counted instead of run.
 
     Args of `forward`:
-        counter: a `_WorkCounter` of the bytes of both passes; None: they are counted elsewhere.
+        counter: a `_WorkCounter` of the bytes of both passes; a new one where they are counted
+            elsewhere.
         results: tensors that it returns, without values.
         kept: tensors that it keeps for backward.
         inputs: tensors that get gradients.
@@ -119,14 +120,12 @@ class _Kernel(torch.autograd.Function):
         ctx.save_for_backward(*kept)
         ctx.counter = counter
         ctx.inputs = inputs
-        if counter is not None:
-            counter.work.kernels += _bytes((*inputs, *results))
+        counter.work.kernels += _bytes((*inputs, *results))
         return results[0] if len(results) == 1 else tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.counter is not None:
-            ctx.counter.work.kernels += _bytes((*gradients, *ctx.saved_tensors, *ctx.inputs))
+        ctx.counter.work.kernels += _bytes((*gradients, *ctx.saved_tensors, *ctx.inputs))
         return None, None, None, *map(torch.empty_like, ctx.inputs)
 
 
@@ -153,7 +152,7 @@ class _Kernels(Liger, TorchFunctionMode):
             codes = torch.empty(size, dtype=torch.uint8, device="meta")
             kept = self.counter.codes.setdefault((_storage(x), source.codes), codes)
         y = x.new_empty((*x.shape[:-1], out_features))
-        return _RUN(None, [y], [kept], x)
+        return _RUN(_WorkCounter(), [y], [kept], x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -168,7 +167,7 @@ class _Kernels(Liger, TorchFunctionMode):
         # The layout of the kernels: heads of a token lie side by side.
         out = q.new_empty((batch, time, heads, v.shape[-1])).transpose(1, 2)
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        return _RUN(None, [out], [q, k, v, out, sums], q, k, v)
+        return _RUN(_WorkCounter(), [out], [q, k, v, out, sums], q, k, v)
 
     def rms_norm(self, x: Tensor, *_: object) -> Any:
         return _RUN(self.counter, [torch.empty_like(x)], [x], x)
@@ -200,7 +199,7 @@ class BlockCost:
     def __init__(
         self, block: nn.Module, weights: list[ModelWeight], kernels: _Kernels, *inputs: Any
     ) -> None:
-        x, *others = inputs
+        x, *arguments = inputs
         if not x.is_floating_point():
             raise UserError(
                 f"the time of {type(block).__name__} cannot be estimated: it takes {x.dtype}, no "
@@ -218,11 +217,11 @@ class BlockCost:
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         counter = kernels.counter = _WorkCounter()
         with torch.enable_grad(), hooks, kernels, counter:
-            # A block may return the terms of the stream. The next norm adds them up, and in OLMo 2
-            # an operator, which is counted alike.
-            terms = tree_leaves(type(block).forward(block, x, *others))
+            terms = tree_leaves(type(block).forward(block, x, *arguments))
         self.forward = counter.work
         """Work of the operations between the products, forward."""
+        # A block may return the terms of the stream. The next norm adds them up, and in OLMo 2 an
+        # operator, which is counted alike.
         self.forward.kernels += 3 * _bytes(terms[1:])
         self.backward = PassWork(attention=BACKWARD_OF_ATTENTION * self.forward.attention)
         """Work of the operations between the products, backward."""
@@ -230,7 +229,7 @@ class BlockCost:
         with counter:
             torch.autograd.backward(terms, [torch.empty_like(term) for term in terms])
         kernels.counter = _WorkCounter()  # what follows the block is none of its work
-        for tensor in (*others, *block.parameters()):
+        for tensor in (*arguments, *block.parameters()):
             kept.pop(_storage(tensor), None)
         sizes = [(tensor.untyped_storage().nbytes(), tensor.shape) for tensor in kept.values()]
         self.saved = sum(size for size, _ in sizes)

@@ -181,18 +181,17 @@ class ClusterCost:
                 parts[name] += times * m * value
             tensor.add(times * m * (1 + self.recomputed), forward.sent)
             tensor.add(times * m, backward.sent)
-        moved, flows = self._weights(number, counts)
-        gathers, scatters, reductions = flows
+        moved, (gathers, scatters, reductions) = self._weights(number, counts)
         parts["casts, copies of weights"] = moved / self._copy
         parts["weight gathers"] = gathers.exposed
         parts["gradient reduction"] = scatters.exposed + reductions.exposed
         if number == self.mesh.pipeline - 1:
             self._add_ends(parts)
-        return parts, [*flows, tensor]
+        return parts, [gathers, scatters, reductions, tensor]
 
     def _weights(self, number: int, counts: BlockCounts) -> tuple[float, list[Collectives]]:
         """(Bytes that a stage moves per step when it casts and copies weights and their gradients;
-        gathers of weights; scatters of gradients; their all-reduces.)
+        their collectives: gathers of weights, scatters and all-reduces of gradients).
 
         Weights outside the blocks are gathered before a forward pass and kept for its backward
         pass; their gradients are complete when nothing is left to hide behind.

@@ -73,16 +73,15 @@ def quantise_seconds(
         transforms = {spec.hadamard for spec in specs}
         moved += read * (len(transforms) - 1)
     seconds = move_seconds(gpu, count * moved, share)
-    now = [spec for spec in specs if not spec.earlier_amax]
-    if any(spec.global_scale in ("tensor", "row") or None in spec.block for spec in now):
+    current = [spec for spec in specs if not spec.earlier_amax]
+    if any(spec.global_scale in ("tensor", "row") or None in spec.block for spec in current):
         seconds += move_seconds(gpu, read * count)
     return seconds
 
 
 def decode_seconds(gpu: Gpu, count: int, spec: QuantSpec) -> float:
     """Time of making the values of the codes of a tensor of `count` elements."""
-    moved = code_bytes(spec) + decoded_bytes(spec)
-    return move_seconds(gpu, count * moved, QUANTISE_SHARE)
+    return move_seconds(gpu, count * (code_bytes(spec) + decoded_bytes(spec)), QUANTISE_SHARE)
 
 
 def active_experts(plan: LayerPlan, tokens: int) -> int:

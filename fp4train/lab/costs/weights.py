@@ -188,5 +188,4 @@ def _sent(stream: float, plan: LayerPlan, tensor: str, *gemms: str) -> float:
     operands = [plan.sources[gemm, tensor] for gemm in gemms]
     if any(operand.codes is None for operand in operands):
         return stream
-    elements = stream / 2
-    return sum(elements * operand.bytes(_SIDE, _SIDE, 2) / _SIDE**2 for operand in operands)
+    return sum(stream / 2 * operand.bytes(_SIDE, _SIDE, 2) / _SIDE**2 for operand in operands)

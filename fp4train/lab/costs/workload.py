@@ -115,9 +115,9 @@ class Workload:
         """The weights outside the blocks that a pipeline stage holds; of a tied head the last one
         has a copy.
         """
-        held = {"first": stage == 0, "last": stage == mesh.pipeline - 1}
+        is_stage = {"first": stage == 0, "last": stage == mesh.pipeline - 1}
         return [
             weight
             for weight in self.outside
-            if held.get(weight.spec.stage) and not (weight.tied and stage == 0)
+            if is_stage.get(weight.spec.stage) and not (weight.tied and stage == 0)
         ]
