@@ -12,17 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp4train.checkpoint import escaped
 from fp4train.config import Config
 from fp4train.run.queued import Step
-from fp4train.run.state.base import RunState, Trained
-from fp4train.run.state.weights import check_weights
+from fp4train.run.state.base import Trained
+from fp4train.run.state.weights import WeightState
 from fp4train.shards import like, local
 
 
-class Average(RunState):
+class Average(WeightState):
     """The average; the weights themselves until the first step."""
 
     key = "ema"
@@ -34,42 +33,25 @@ class Average(RunState):
         super().__init__(run)
         self.parts: dict[str, Tensor] = {}
         """This rank's part of each parameter's average, by the parameter's name."""
-        self._parameters = {escaped(name) for name, _ in run.model.named_parameters()}
 
     @classmethod
     def used(cls, config: Config) -> bool:
         """Whether an average is kept."""
         return config.train.ema is not None
 
-    @classmethod
-    def bytes_per_parameter(cls, config: Config, model: nn.Module) -> float:
-        """4: float32."""
-        return 4
-
-    def saved(self) -> Mapping[str, Any]:
-        """See `RunState.saved`: a state dict, as of a model that has the average as its weights."""
+    def state_dict(self) -> dict[str, Any]:
+        """That of a model that has the average as its weights."""
         table = self.run.model.state_dict()
         names = {id(p): name for name, p in self.run.model.named_parameters()}
         for name, parameter in self.run.model.named_parameters(remove_duplicate=False):
             if (part := self.parts.get(names[id(parameter)])) is not None:
                 table[name] = like(parameter, part)
-        inventory = self.run.inventory
-        if inventory is None:
-            return table
-        return inventory.weights(table)
-
-    def check(self, saved: Any) -> None:
-        """See `RunState.check`."""
-        check_weights(self.run.model, saved)
+        return table
 
     def load(self, saved: Any) -> None:
         """See `RunState.load`."""
         parameters = self.run.model.named_parameters()
         self.parts = {name: local(saved[name]).to(p.device) for name, p in parameters}
-
-    def must_be_finite(self, path: str) -> bool:
-        """Averages of parameters must be."""
-        return path in self._parameters
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:

@@ -2,6 +2,7 @@
 after each step, are among them.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,16 +18,11 @@ from fp4train.run.queued import Step
 from fp4train.run.state.base import RunState, Trained, check_tensor
 
 
-class ModelWeights(RunState):
-    """The model's state dict, in float32 as it is trained."""
-
-    key = MODEL
-    file = WEIGHTS
-    title = "weights, float32"
+class WeightState(RunState):
+    """A state dict of the model, whose weights are float32."""
 
     def __init__(self, run: Trained) -> None:
         super().__init__(run)
-        self._routed = isinstance(run.model, Routed)
         self._parameters = {escaped(name) for name, _ in run.model.named_parameters()}
 
     @classmethod
@@ -34,9 +30,13 @@ class ModelWeights(RunState):
         """4: float32."""
         return 4
 
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The weights and buffers that this rank has, by name."""
+
     def saved(self) -> Mapping[str, Any]:
         """See `RunState.saved`; a tied weight is the first stage's."""
-        weights = self.run.model.state_dict()
+        weights = self.state_dict()
         inventory = self.run.inventory
         if inventory is None:
             return weights
@@ -46,13 +46,28 @@ class ModelWeights(RunState):
         """See `RunState.check`."""
         check_weights(self.run.model, saved)
 
-    def load(self, saved: Any) -> None:
-        """See `RunState.load`."""
-        load_weights(self.run.model, saved)
-
     def must_be_finite(self, path: str) -> bool:
         """Parameters must be; buffers may hold what was not computed yet."""
         return path in self._parameters
+
+
+class ModelWeights(WeightState):
+    """The model's weights as they are trained."""
+
+    key = MODEL
+    file = WEIGHTS
+    title = "weights, float32"
+
+    def __init__(self, run: Trained) -> None:
+        super().__init__(run)
+        self._routed = isinstance(run.model, Routed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.run.model.state_dict()
+
+    def load(self, saved: Any) -> None:
+        """See `RunState.load`."""
+        load_weights(self.run.model, saved)
 
     def after_step(self, step: Step) -> None:
         """Balance the experts, if there are any."""
