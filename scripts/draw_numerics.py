@@ -24,16 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from fp4train.formats import E2M1, E4M3, decode, encode, value_table
-from fp4train.lab.analysis.figure import (
-    IN_RECIPE,
-    INK,
-    QUIET,
-    TRAIN,
-    VALIDATION,
-    new_figure,
-    save,
-    style,
-)
+from fp4train.lab.analysis import IN_RECIPE, INK, QUIET, TRAIN, VALIDATION, new_figure, save, style
 from fp4train.measure.metrics import measure
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, random_bits
 from fp4train.quantize.rounding import round_to_values

@@ -20,7 +20,7 @@ from fp4train import checkpoint
 from fp4train.config.binding import bind
 from fp4train.config.composition import named
 from fp4train.formats import ElementFormat, e8m0_decode, e8m0_encode, get_format, get_scale_format
-from fp4train.lab.studies.forks import open_checkpoint
+from fp4train.lab.studies import open_checkpoint
 from fp4train.precision import Custom, LayerPolicy, Operands, Recipe
 from fp4train.quantize import Quantized, QuantSpec, RandomKey, quantize
 from fp4train.quantize.rounding import round_to_values

@@ -36,8 +36,8 @@ from torch import nn
 
 from fp4train import checkpoint
 from fp4train.lab.ledger import ledger
-from fp4train.lab.studies.forks import open_checkpoint
-from fp4train.lab.studies.sequential import VERDICTS, needed
+from fp4train.lab.studies import VERDICTS, open_checkpoint
+from fp4train.lab.studies.sequential import needed
 from fp4train.precision.layers import find_blocks
 from fp4train.run.record.directory import CHECKPOINTS
 from fp4train.text import p_value

@@ -21,7 +21,7 @@ from itertools import product
 
 import numpy as np
 
-from fp4train.lab.gate.betting import BOUND, decisions
+from fp4train.lab.gate import BOUND, decisions
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 Rates = tuple[float, float]

@@ -17,7 +17,7 @@ from typing import Final
 from fp4train.audit.fault import Audited, Fault
 from fp4train.audit.observe import Observer
 from fp4train.audit.start import check_plan
-from fp4train.lab.studies.subject import Subject
+from fp4train.lab.studies import Subject
 from fp4train.nn.planned import PlannedLayer
 from fp4train.run.determinism import seed_model
 from fp4train.run.host import free_memory

@@ -98,8 +98,7 @@ def read_part(run: Path, kind: str) -> Any:
     from fp4train.config.schema import plain
     from fp4train.data import cache
     from fp4train.files import Folder
-    from fp4train.lab.studies.record import StudyRecord
-    from fp4train.lab.studies.results import read_studies
+    from fp4train.lab.studies import StudyRecord, read_studies
     from fp4train.run.find import check_source
     from fp4train.run.record import directory, journal
     from fp4train.run.record.trust import check_belongs, lost_records

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.lab.studies.intervals import quantile
+from fp4train.lab.studies import quantile
 from fp4train.sealed import Chain, sealed
 from fp4train.track import GRADIENT, OPERAND, STATISTICS, MetricsLog, Statistics, StatisticsLog
 

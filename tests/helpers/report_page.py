@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-from fp4train.lab.report.page import write_report
+from fp4train.lab.report import write_report
 
 VOID = {"meta", "br", "col"}
 

@@ -16,7 +16,7 @@ from fp4train.config import bind, own_options, plain
 from fp4train.config.composition import compose, named
 from fp4train.errors import UserError
 from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
-from fp4train.lab.studies.candidates import candidates, sweep_axes
+from fp4train.lab.studies import candidates, sweep_axes
 from fp4train.precision import BF16, Layer, LayerPolicy, Recipe, find_layers
 from fp4train.quantize import RandomKey, quantize
 

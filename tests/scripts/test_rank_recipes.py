@@ -15,7 +15,7 @@ from fp4train.cli import main
 from fp4train.config import bind
 from fp4train.config.composition import named
 from fp4train.lab.ledger import ledger
-from fp4train.lab.studies.forks import open_checkpoint
+from fp4train.lab.studies import open_checkpoint
 from fp4train.precision import FP32, Recipe, Timeline
 from fp4train.run.build import build_plan
 from fp4train.run.evaluate import microbatch_losses

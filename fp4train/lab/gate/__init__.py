@@ -7,3 +7,22 @@ gate        forks are made until the verdict falls
 result      the answer as text and as gate.json
 whole_runs  the gap of runs that exist already, beside a margin
 """
+
+from fp4train.lab.gate.betting import (
+    BOUND as BOUND,
+    STAKES as STAKES,
+    WEIGHTS as WEIGHTS,
+    decide as decide,
+    decisions as decisions,
+    evidence_below as evidence_below,
+    interval as interval,
+    rounds_needed as rounds_needed,
+)
+from fp4train.lab.gate.gate import gate as gate
+from fp4train.lab.gate.question import GateRequest as GateRequest
+from fp4train.lab.gate.result import (
+    EXIT_CODES as EXIT_CODES,
+    Estimated as Estimated,
+    gate_json as gate_json,
+)
+from fp4train.lab.gate.whole_runs import WholeRuns as WholeRuns, whole_runs as whole_runs

@@ -40,7 +40,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4train.lab.studies.sequential import ALPHA, Array
+from fp4train.lab.studies import ALPHA
+from fp4train.lab.studies.sequential import Array
 
 STAKES = np.array([1.0, 0.5, 0.25, 0.1])
 """The bets, as shares of the largest one that cannot lose more than the capital."""

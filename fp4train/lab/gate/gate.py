@@ -23,12 +23,19 @@ from fp4train.errors import UserError, user_errors
 from fp4train.lab.gate.betting import Decision, decide, interval
 from fp4train.lab.gate.question import Answer, GateRequest, Questions
 from fp4train.lab.gate.result import ASSUMED, Answered, Estimated
-from fp4train.lab.studies.base import Branch
-from fp4train.lab.studies.bases import open_bases
-from fp4train.lab.studies.candidates import Axis, RecipeCandidate, candidates, sweep_axes
-from fp4train.lab.studies.forks import Fork
-from fp4train.lab.studies.record import Shown, open_record, study_progress
-from fp4train.lab.studies.recorded_forks import Forks
+from fp4train.lab.studies import (
+    Axis,
+    Branch,
+    Fork,
+    Forks,
+    RecipeCandidate,
+    Shown,
+    candidates,
+    open_bases,
+    open_record,
+    study_progress,
+    sweep_axes,
+)
 from fp4train.lab.studies.sequential import Array
 from fp4train.lab.studies.subject import described
 from fp4train.run.checks import nothing_quantised

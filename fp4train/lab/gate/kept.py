@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp4train.errors import UserError
-from fp4train.lab.studies.base import Base
-from fp4train.lab.studies.record import MEASUREMENTS, REMEDY, open_record
+from fp4train.lab.studies import MEASUREMENTS, Base, open_record
+from fp4train.lab.studies.record import REMEDY
 from fp4train.text import first_line
 from fp4train.track.metrics import read_metrics
 

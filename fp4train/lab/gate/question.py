@@ -23,9 +23,8 @@ from typing import Any, ClassVar
 from fp4train.errors import UserError
 from fp4train.lab.gate.betting import BOUND, GateVerdict
 from fp4train.lab.gate.kept import KeptQuestions
-from fp4train.lab.studies.base import ForkRequest, check_count
-from fp4train.lab.studies.record import StudyRecord
-from fp4train.lab.studies.recorded_forks import Forks
+from fp4train.lab.studies import ForkRequest, Forks, StudyRecord
+from fp4train.lab.studies.base import check_count
 
 _ANSWER = "answer/"
 _BOUND = "bound/"

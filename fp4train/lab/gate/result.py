@@ -11,8 +11,8 @@ import numpy as np
 
 from fp4train.lab.gate.betting import MOST_ROUNDS, Decision, rounds_needed
 from fp4train.lab.gate.question import Answer, GateRequest
-from fp4train.lab.studies.base import Base
-from fp4train.lab.studies.sequential import ALPHA, Array
+from fp4train.lab.studies import ALPHA, Base
+from fp4train.lab.studies.sequential import Array
 from fp4train.text import screen, tabulate
 
 EXIT_CODES = {"within": 0, "beyond": 1, "undecided": 2}

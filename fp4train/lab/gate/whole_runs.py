@@ -14,9 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fp4train.lab.analysis.compare import Comparison
+from fp4train.lab.analysis import Comparison
 from fp4train.lab.gate.betting import GateVerdict
-from fp4train.lab.studies.intervals import estimate, quantile
+from fp4train.lab.studies import estimate, quantile
 from fp4train.text import screen
 
 CONFIDENCE = 0.9

@@ -15,10 +15,11 @@ from functools import reduce
 import numpy as np
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis.history import Floats, Series, common_step, seed_groups
-from fp4train.lab.analysis.over_steps import Losses, RecipeRow
+from fp4train.lab.analysis import RecipeRow, Series, common_step, seed_groups
+from fp4train.lab.analysis.history import Floats
+from fp4train.lab.analysis.over_steps import Losses
 from fp4train.lab.report.sources import RunSource
-from fp4train.lab.studies.intervals import Estimate, estimate
+from fp4train.lab.studies import Estimate, estimate
 from fp4train.text import first_few, ranges, shortened
 
 NAMED = 3

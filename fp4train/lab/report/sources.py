@@ -13,11 +13,18 @@ from fp4train import checkpoint
 from fp4train.audit.fault import AUDIT, AUDIT_FAULT
 from fp4train.errors import UserError
 from fp4train.files import Folder
-from fp4train.lab.analysis.counts import RunSummary, summarise
+from fp4train.lab.analysis import (
+    ROUTINE,
+    Band,
+    Errors,
+    History,
+    RunSummary,
+    read_history,
+    summarise,
+)
 from fp4train.lab.analysis.figure import plain
-from fp4train.lab.analysis.heatmap import Errors
-from fp4train.lab.analysis.history import ROUTINE, Band, History, names_of, read_history
-from fp4train.lab.studies.results import Studies, read_studies
+from fp4train.lab.analysis.history import names_of
+from fp4train.lab.studies import Studies, read_studies
 from fp4train.run.record import directory as run_directory, journal as run_journal
 from fp4train.run.record.trust import lost_records
 from fp4train.sealed import changed_since, identity, saved_config

@@ -11,3 +11,73 @@ ranking      the result of a ranking, and its table
 results      rank.json and sensitivity.json, written and read
 figures      pictures of both
 """
+
+from fp4train.lab.studies.base import (
+    Base as Base,
+    Branch as Branch,
+    ForkRequest as ForkRequest,
+    ForkSettings as ForkSettings,
+    RankRequest as RankRequest,
+)
+from fp4train.lab.studies.bases import open_bases as open_bases
+from fp4train.lab.studies.candidates import (
+    Axis as Axis,
+    RecipeCandidate as RecipeCandidate,
+    candidates as candidates,
+    sweep_axes as sweep_axes,
+)
+from fp4train.lab.studies.findings import (
+    Finding as Finding,
+    Judgement as Judgement,
+    Sensitivity as Sensitivity,
+    judgement as judgement,
+)
+from fp4train.lab.studies.forks import Fork as Fork, open_checkpoint as open_checkpoint
+from fp4train.lab.studies.gradients import GradientMeter as GradientMeter
+from fp4train.lab.studies.intervals import (
+    Estimate as Estimate,
+    estimate as estimate,
+    holm as holm,
+    jackknife as jackknife,
+    over_units as over_units,
+    paired as paired,
+    quantile as quantile,
+    spikes as spikes,
+    two_sided as two_sided,
+)
+from fp4train.lab.studies.parts import RecipePart as RecipePart, RecipeParts as RecipeParts
+from fp4train.lab.studies.rank import rank as rank
+from fp4train.lab.studies.ranking import Entry as Entry, Ranking as Ranking
+from fp4train.lab.studies.record import (
+    MEASUREMENTS as MEASUREMENTS,
+    Shown as Shown,
+    StudyRecord as StudyRecord,
+    open_record as open_record,
+    study_progress as study_progress,
+)
+from fp4train.lab.studies.recorded_forks import Forks as Forks
+from fp4train.lab.studies.results import (
+    GATE as GATE,
+    RANKING as RANKING,
+    SENSITIVITY as SENSITIVITY,
+    RankResult as RankResult,
+    SensitivityResult as SensitivityResult,
+    Studies as Studies,
+    rank_json as rank_json,
+    read_studies as read_studies,
+    sensitivity_json as sensitivity_json,
+)
+from fp4train.lab.studies.sensitivity import Effort as Effort, Study as Study
+from fp4train.lab.studies.sequential import (
+    ALPHA as ALPHA,
+    VERDICTS as VERDICTS,
+    Looks as Looks,
+    Pair as Pair,
+)
+from fp4train.lab.studies.subject import Subject as Subject, open_subject as open_subject
+from fp4train.lab.studies.summary import SensitivityReport as SensitivityReport
+from fp4train.lab.studies.tradeoff import (
+    Unit as Unit,
+    as_policy as as_policy,
+    trade_off as trade_off,
+)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4train.lab.analysis import figure as look
-from fp4train.lab.analysis.figure import Draw, style
+from fp4train.lab.analysis import Draw, figure as look, style
 from fp4train.lab.analysis.heatmap import MAP
 from fp4train.lab.studies.findings import Finding, Sensitivity
 from fp4train.lab.studies.results import CandidateResult, RankResult, SensitivityResult

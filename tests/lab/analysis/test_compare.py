@@ -11,9 +11,7 @@ import yaml
 
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.errors import UserError
-from fp4train.lab.analysis import PICTURE
-from fp4train.lab.analysis.compare import compare
-from fp4train.lab.analysis.figure import colour_of, line_of
+from fp4train.lab.analysis import PICTURE, colour_of, compare, line_of
 from fp4train.track import MetricsLog
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -13,9 +13,15 @@ import pytest
 
 import fp4train.lab.analysis.curves as curves
 from fp4train.errors import UserError
-from fp4train.lab.analysis import PICTURE, Series, draw_curves, read_history, shades
-from fp4train.lab.analysis.curves import one_run
-from fp4train.lab.analysis.figure import loss_limits
+from fp4train.lab.analysis import (
+    PICTURE,
+    Series,
+    draw_curves,
+    loss_limits,
+    one_run,
+    read_history,
+    shades,
+)
 from fp4train.track import MetricsLog
 
 PNG = b"\x89PNG\r\n\x1a\n"

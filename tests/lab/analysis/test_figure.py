@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING
 
 from hypothesis import given, strategies as st
 
-from fp4train.lab.analysis import NARROW, WIDE, save
-from fp4train.lab.analysis.figure import INK, inches_of, inline_svg, lines_within, new_figure, style
+from fp4train.lab.analysis import (
+    INK,
+    NARROW,
+    WIDE,
+    inches_of,
+    inline_svg,
+    lines_within,
+    new_figure,
+    save,
+    style,
+)
 from fp4train.text import fold
 
 if TYPE_CHECKING:

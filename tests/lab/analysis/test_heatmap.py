@@ -8,16 +8,19 @@ from made import LAYERS, write_run, write_statistics
 from matplotlib.colors import LogNorm
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis import NARROW, WIDE, Errors, draw_statistics
-from fp4train.lab.analysis.heatmap import (
+from fp4train.lab.analysis import (
     LEAST_DB,
-    RATIO,
+    NARROW,
+    WIDE,
+    Errors,
     decibels,
     draw_maps,
+    draw_statistics,
     statistics_maps,
     worst_maps,
     worst_operand,
 )
+from fp4train.lab.analysis.heatmap import RATIO
 from fp4train.track import GRADIENT, OPERAND, STATISTICS, Statistics, StatisticsLog, read_statistics
 
 

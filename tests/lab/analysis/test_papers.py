@@ -17,9 +17,16 @@ from matplotlib.text import Text
 
 from fp4train.cli import main
 from fp4train.cli.train import training_loss
-from fp4train.lab.analysis import PICTURE, Comparison, Series, read_history, shades
-from fp4train.lab.analysis.curves import smoothing
-from fp4train.lab.analysis.figure import COLOURS, gap_limits
+from fp4train.lab.analysis import (
+    COLOURS,
+    PICTURE,
+    Comparison,
+    Series,
+    gap_limits,
+    read_history,
+    shades,
+    smoothing,
+)
 from fp4train.track import MetricsLog
 
 if TYPE_CHECKING:

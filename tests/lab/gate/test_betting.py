@@ -10,7 +10,7 @@ import simulate_gate as simulated
 from hypothesis import given, strategies as st
 from simulate_gate import DEPENDENT, NOISE, SPIKE
 
-from fp4train.lab.gate.betting import (
+from fp4train.lab.gate import (
     BOUND,
     STAKES,
     WEIGHTS,
@@ -20,7 +20,7 @@ from fp4train.lab.gate.betting import (
     interval,
     rounds_needed,
 )
-from fp4train.lab.studies.sequential import ALPHA
+from fp4train.lab.studies import ALPHA
 
 SIZES = [(300, 150), pytest.param(4000, 300, marks=pytest.mark.long)]
 

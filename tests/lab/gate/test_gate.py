@@ -20,8 +20,7 @@ from stand_in_forks import forks_by
 
 import fp4train.cli.gate as command
 from fp4train.cli import main
-from fp4train.lab.studies.forks import Fork
-from fp4train.lab.studies.record import MEASUREMENTS, open_record
+from fp4train.lab.studies import MEASUREMENTS, Fork, open_record
 
 FAST = ("steps=1", "batches=1", "recipe=mxfp8")
 Pretend = Callable[..., list[tuple[str, int]]]

@@ -12,8 +12,8 @@ import yaml
 
 from fp4train.cli import main
 from fp4train.lab.analysis import Comparison
-from fp4train.lab.gate.whole_runs import WholeRuns, whole_runs
-from fp4train.lab.studies.intervals import quantile
+from fp4train.lab.gate import WholeRuns, whole_runs
+from fp4train.lab.studies import quantile
 from fp4train.track import MetricsLog
 
 

@@ -11,7 +11,7 @@ import pytest
 from browser import Page, browser, page
 from made import write_ranking, write_run, write_sensitivity
 
-from fp4train.lab.report.page import write_report
+from fp4train.lab.report import write_report
 
 pytestmark = [
     pytest.mark.long,

@@ -12,7 +12,7 @@ from made import write_run
 from fp4train import files
 from fp4train.cli import main
 from fp4train.errors import UserError
-from fp4train.lab.report.page import write_report
+from fp4train.lab.report import write_report
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from made import write_run
 
-from fp4train.lab.report.groups import common, curve, gap_at, gap_curve, group
-from fp4train.lab.report.sources import read_sources
+from fp4train.lab.report import curve, gap_at, gap_curve, read_sources
+from fp4train.lab.report.groups import common, group
 
 
 def groups_of(tmp_path: Path, *levels: tuple[str, float, int, str]):  # type: ignore[no-untyped-def]

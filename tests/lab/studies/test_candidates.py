@@ -6,7 +6,7 @@ import pytest
 
 from fp4train.config import Config, plain, to_config
 from fp4train.errors import UserError
-from fp4train.lab.studies.candidates import RecipeCandidate, candidates, sweep_axes
+from fp4train.lab.studies import RecipeCandidate, candidates, sweep_axes
 from fp4train.precision import MXFP8, NVFP4
 from fp4train.run.record.directory import read_config
 

@@ -13,8 +13,7 @@ from command_line import TINY, Cli, besides
 from subjects import subject_of
 
 from fp4train.cli import main
-from fp4train.lab.studies.gradients import GradientMeter
-from fp4train.lab.studies.parts import RecipeParts
+from fp4train.lab.studies import GradientMeter, RecipeParts
 from fp4train.precision import MXFP8
 
 MOE = (

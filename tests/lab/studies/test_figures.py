@@ -8,8 +8,8 @@ import numpy as np
 from made import write_ranking, write_run, write_sensitivity
 
 from fp4train.lab.analysis import NARROW, WIDE
+from fp4train.lab.studies import RankResult, SensitivityResult
 from fp4train.lab.studies.figures import DamageMap, ranking, sensitivity
-from fp4train.lab.studies.results import RankResult, SensitivityResult
 from fp4train.lab.studies.stored import bound
 from fp4train.sealed import unsealed
 

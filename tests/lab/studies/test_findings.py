@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4train.lab.studies.findings import judgement, share, systematic
-from fp4train.lab.studies.intervals import estimate
-from fp4train.lab.studies.parts import CHOSEN, OF_THE_RUN, WHOLE, RecipePart
+from fp4train.lab.studies import RecipePart, estimate, judgement
+from fp4train.lab.studies.findings import share, systematic
+from fp4train.lab.studies.parts import CHOSEN, OF_THE_RUN, WHOLE
 from fp4train.precision import NVFP4, PlannedStretch
 
 DIMENSIONS = 40

@@ -14,10 +14,16 @@ from command_line import lines
 import fp4train.lab.studies.forks as forks
 from fp4train.config import plain
 from fp4train.errors import UserError
-from fp4train.lab.studies.base import ForkSettings
-from fp4train.lab.studies.candidates import RecipeCandidate, candidates, sweep_axes
-from fp4train.lab.studies.forks import Fork, begin, branch, fork, open_checkpoint
-from fp4train.lab.studies.subject import Subject
+from fp4train.lab.studies import (
+    Fork,
+    ForkSettings,
+    RecipeCandidate,
+    Subject,
+    candidates,
+    open_checkpoint,
+    sweep_axes,
+)
+from fp4train.lab.studies.forks import begin, branch, fork
 from fp4train.run.record.directory import read_config
 
 LINEAR = ForkSettings(steps=3, schedule="linear", lr=3e-3, batches=1)

@@ -10,9 +10,7 @@ from subjects import subject_of
 from torch import Tensor, nn
 
 from fp4train.errors import UserError
-from fp4train.lab.studies.gradients import GradientMeter
-from fp4train.lab.studies.parts import RecipePart, RecipeParts
-from fp4train.lab.studies.subject import Subject
+from fp4train.lab.studies import GradientMeter, RecipePart, RecipeParts, Subject
 from fp4train.nn import Linear, convert
 from fp4train.precision import NVFP4, FP8Delayed
 

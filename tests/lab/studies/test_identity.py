@@ -10,11 +10,9 @@ import pytest
 from subjects import subject_of
 
 from fp4train.errors import UserError
-from fp4train.lab.studies.base import Base, ForkSettings
-from fp4train.lab.studies.parts import RecipeParts
-from fp4train.lab.studies.record import open_record
-from fp4train.lab.studies.sensitivity import Effort, identity_of
-from fp4train.lab.studies.subject import described, digest, open_subject
+from fp4train.lab.studies import Base, Effort, ForkSettings, RecipeParts, open_record, open_subject
+from fp4train.lab.studies.sensitivity import identity_of
+from fp4train.lab.studies.subject import described, digest
 from fp4train.precision import MXFP4, NVFP4, LayerPolicy
 from fp4train.quantize import QuantSpec
 from fp4train.run.command import Command

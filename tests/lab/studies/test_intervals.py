@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fp4train.lab.studies.intervals import (
+from fp4train.lab.studies import (
     estimate,
     holm,
     jackknife,

@@ -6,7 +6,8 @@ import pytest
 from subjects import subject_of
 
 from fp4train.errors import UserError
-from fp4train.lab.studies.parts import EVERY_LAYER, RecipePart, RecipeParts
+from fp4train.lab.studies import RecipePart, RecipeParts
+from fp4train.lab.studies.parts import EVERY_LAYER
 from fp4train.precision import BF16, MXFP8, NVFP4, LayerPolicy, Recipe
 
 OPERANDS = ["fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"]

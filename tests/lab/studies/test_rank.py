@@ -16,8 +16,7 @@ from command_line import Cli, Outcome, wait_for
 from stand_in_forks import forks_by
 
 import fp4train.lab.studies.forks as workers
-from fp4train.lab.studies.forks import Fork
-from fp4train.lab.studies.record import MEASUREMENTS
+from fp4train.lab.studies import MEASUREMENTS, Fork
 
 FAST = ("steps=2", "forks=2", "batches=1", "recipe=bf16,mxfp8", "step=3")
 

@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 
 from fp4train.lab.analysis import PICTURE, Draw, save
-from fp4train.lab.studies import figures
-from fp4train.lab.studies.base import Base, ForkSettings
-from fp4train.lab.studies.forks import Fork
-from fp4train.lab.studies.ranking import Entry, Ranking, render
-from fp4train.lab.studies.results import RankResult, rank_json
+from fp4train.lab.studies import (
+    Base,
+    Entry,
+    Fork,
+    ForkSettings,
+    Ranking,
+    RankResult,
+    figures,
+    rank_json,
+)
+from fp4train.lab.studies.ranking import render
 from fp4train.lab.studies.stored import bound
 
 GAPS = {"bf16": 0.0, "mxfp8": 0.0009, "nvfp4": 0.006, "nvfp4_plain": 0.006, "mxfp4": 0.009}

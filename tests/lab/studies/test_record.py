@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from fp4train.errors import UserError
-from fp4train.lab.studies import record
-from fp4train.lab.studies.forks import Fork
-from fp4train.lab.studies.record import MEASUREMENTS, open_record, study_progress
+from fp4train.lab.studies import MEASUREMENTS, Fork, open_record, record, study_progress
 from fp4train.track import MetricsLog
 
 WHO: dict[str, Any] = {"study": "test", "run": "ab", "weights": "cd"}

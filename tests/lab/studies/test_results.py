@@ -11,7 +11,7 @@ import pytest
 from made import write_ranking, write_run, write_sensitivity
 
 from fp4train.errors import UserError
-from fp4train.lab.studies.results import RankResult, SensitivityResult
+from fp4train.lab.studies import RankResult, SensitivityResult
 from fp4train.lab.studies.stored import bound
 from fp4train.sealed import unsealed
 

@@ -13,11 +13,8 @@ from subjects import subject_of
 from fp4train import files
 from fp4train.config import to_config
 from fp4train.errors import UserError
-from fp4train.lab.studies import sensitivity
-from fp4train.lab.studies.gradients import GradientMeter
-from fp4train.lab.studies.parts import RecipePart
-from fp4train.lab.studies.record import open_record
-from fp4train.lab.studies.sensitivity import Effort, Study, identity_of
+from fp4train.lab.studies import Effort, GradientMeter, RecipePart, Study, open_record, sensitivity
+from fp4train.lab.studies.sensitivity import identity_of
 from fp4train.precision import NVFP4
 from fp4train.run.record import directory as run_directory
 

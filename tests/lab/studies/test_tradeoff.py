@@ -10,12 +10,19 @@ from subjects import subject_of
 
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
-from fp4train.lab.studies.findings import Finding, Judgement, Sensitivity
-from fp4train.lab.studies.intervals import Estimate
-from fp4train.lab.studies.parts import CELL, LAYER, NOTHING, OPERAND, WHOLE, RecipeParts
-from fp4train.lab.studies.results import sensitivity_json
-from fp4train.lab.studies.summary import SensitivityReport
-from fp4train.lab.studies.tradeoff import Unit, as_policy, trade_off
+from fp4train.lab.studies import (
+    Estimate,
+    Finding,
+    Judgement,
+    RecipeParts,
+    Sensitivity,
+    SensitivityReport,
+    Unit,
+    as_policy,
+    sensitivity_json,
+    trade_off,
+)
+from fp4train.lab.studies.parts import CELL, LAYER, NOTHING, OPERAND, WHOLE
 from fp4train.precision import NVFP4
 
 ONE = Estimate(mean=1.0, error=0.0, count=4, freedom=3)
