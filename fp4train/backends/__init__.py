@@ -19,7 +19,11 @@ from fp4train.backends.emulate import (
     widened as widened,
     widens as widens,
 )
-from fp4train.backends.native import NATIVE, cpu_multiplies_rows as cpu_multiplies_rows
+from fp4train.backends.native import (
+    NATIVE,
+    Native as Native,
+    cpu_multiplies_rows as cpu_multiplies_rows,
+)
 from fp4train.backends.protocol import (
     Backend as Backend,
     DataRanks as DataRanks,
@@ -27,6 +31,7 @@ from fp4train.backends.protocol import (
     LayerBackend as LayerBackend,
     LayerKernels as LayerKernels,
     LayerState as LayerState,
+    Multiplied as Multiplied,
     NotShownError as NotShownError,
     Prepared as Prepared,
     Readers as Readers,
@@ -45,6 +50,13 @@ from fp4train.backends.table import (
     sourced as sourced,
 )
 from fp4train.backends.te import TRANSFORMER_ENGINE
+from fp4train.backends.tensor_cores import (
+    ADA_FP8 as ADA_FP8,
+    BLACKWELL_FP4 as BLACKWELL_FP4,
+    BLACKWELL_FP8 as BLACKWELL_FP8,
+    HOPPER_FP8 as HOPPER_FP8,
+    TensorCore as TensorCore,
+)
 from fp4train.hardware import Device
 from fp4train.text import check_choice
 

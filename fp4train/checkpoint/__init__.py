@@ -13,14 +13,23 @@ from fp4train.checkpoint.folder import (
 )
 from fp4train.checkpoint.layout import (
     ALONE as ALONE,
+    STATE as STATE,
+    WEIGHTS as WEIGHTS,
     CheckpointGroup as CheckpointGroup,
     directory_name as directory_name,
     file_name as file_name,
 )
+from fp4train.checkpoint.model_folder import open_weights as open_weights
 from fp4train.checkpoint.reading import StoredTensors as StoredTensors
+from fp4train.checkpoint.source import WeightSource as WeightSource
 from fp4train.checkpoint.tensors import (
     StreamedTensor as StreamedTensor,
     read_header as read_header,
     write_parts as write_parts,
 )
-from fp4train.checkpoint.tree import escaped as escaped, flatten as flatten, unflatten as unflatten
+from fp4train.checkpoint.tree import (
+    escaped as escaped,
+    flatten as flatten,
+    merged as merged,
+    unflatten as unflatten,
+)

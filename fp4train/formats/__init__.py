@@ -36,6 +36,8 @@ from fp4train.formats.levels import (
     IF4_SCALE,
     AdaptiveScale as AdaptiveScale,
     LevelledScale as LevelledScale,
+    e6m2_decode as e6m2_decode,
+    e6m2_encode as e6m2_encode,
 )
 from fp4train.formats.registry import Registry
 from fp4train.formats.scale import (

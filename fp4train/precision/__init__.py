@@ -1,15 +1,24 @@
 """Precision as an object: recipes, the layer policy, phases, the plan, and the autocast context."""
 
-from fp4train.backends.table import GEMMS as GEMMS, Operands as Operands, Table as Table
+from fp4train.backends import GEMMS as GEMMS, Operands as Operands, Table as Table
 from fp4train.precision.context import (
     Context as Context,
     activation_dtype as activation_dtype,
     autocast as autocast,
+    backward_pass as backward_pass,
     current as current,
     use as use,
 )
-from fp4train.precision.gather import wire_form as wire_form
-from fp4train.precision.layer_plan import LayerPlan as LayerPlan, resolve as resolve
+from fp4train.precision.gather import (
+    WireForm as WireForm,
+    gather_mode as gather_mode,
+    wire_form as wire_form,
+)
+from fp4train.precision.layer_plan import (
+    LayerPlan as LayerPlan,
+    fused_note as fused_note,
+    resolve as resolve,
+)
 from fp4train.precision.layers import (
     Layer as Layer,
     find_blocks as find_blocks,
@@ -18,10 +27,15 @@ from fp4train.precision.layers import (
 from fp4train.precision.phases import Phase as Phase, Swap as Swap, Timeline as Timeline
 from fp4train.precision.plan import (
     Plan as Plan,
+    PlannedSource as PlannedSource,
     PlannedStretch as PlannedStretch,
     make_plan as make_plan,
 )
-from fp4train.precision.policy import LayerPolicy as LayerPolicy, LayerRecipe as LayerRecipe
+from fp4train.precision.policy import (
+    LayerPolicy as LayerPolicy,
+    LayerRecipe as LayerRecipe,
+    matches as matches,
+)
 from fp4train.precision.recipe import (
     LossScaling as LossScaling,
     OutlierChannels as OutlierChannels,

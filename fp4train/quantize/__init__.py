@@ -9,7 +9,12 @@ from fp4train.quantize.layout import (
     to_torch as to_torch,
 )
 from fp4train.quantize.position import Position as Position, RunStep as RunStep
-from fp4train.quantize.quantized import Decoded as Decoded, Quantized as Quantized
+from fp4train.quantize.produced import (
+    SourceTensors as SourceTensors,
+    norm_backward as norm_backward,
+    produce as produce,
+)
+from fp4train.quantize.quantized import Decoded as Decoded, Quantized as Quantized, turned as turned
 from fp4train.quantize.quantizer import (
     PairQuantizer as PairQuantizer,
     Quantizer as Quantizer,
@@ -23,6 +28,7 @@ from fp4train.quantize.random import (
     FPROP_W as FPROP_W,
     FPROP_X as FPROP_X,
     INITIAL as INITIAL,
+    LANES as LANES,
     RandomKey as RandomKey,
     philox4x32 as philox4x32,
     random_bits as random_bits,
@@ -31,14 +37,20 @@ from fp4train.quantize.random import (
 from fp4train.quantize.registering import register as register
 from fp4train.quantize.rotation import Rotation as Rotation, Transform as Transform
 from fp4train.quantize.rounding import (
+    FEW_BITS as FEW_BITS,
     ROUNDINGS as ROUNDINGS,
+    Nearest as Nearest,
     Rounding as Rounding,
+    corrected_scales as corrected_scales,
     round_to_codes as round_to_codes,
     round_to_values as round_to_values,
 )
 from fp4train.quantize.scaling import (
+    block_scales_two_level as block_scales_two_level,
     delayed_amax as delayed_amax,
+    global_scales as global_scales,
     initial_delayed_amax as initial_delayed_amax,
+    macro_codes as macro_codes,
     swizzle_scales as swizzle_scales,
     unswizzle_scales as unswizzle_scales,
 )
@@ -62,4 +74,14 @@ from fp4train.quantize.source import (
     ValuesOf as ValuesOf,
 )
 from fp4train.quantize.spec import Delayed as Delayed, QuantSpec as QuantSpec
-from fp4train.quantize.transform import Hadamard as Hadamard
+from fp4train.quantize.transform import (
+    Hadamard as Hadamard,
+    apply_hadamard as apply_hadamard,
+    hadamard_signs as hadamard_signs,
+    undo_transform as undo_transform,
+)
+from fp4train.quantize.triton import (
+    TritonQuantizer as TritonQuantizer,
+    has_pair_kernel as has_pair_kernel,
+)
+from fp4train.quantize.triton_variant import Variant as Variant

@@ -23,8 +23,7 @@ from fp4train.nn import LayerFunction, Linear, fused_norm, gated_mlp
 from fp4train.nn.fused_norm import KernelNorm, MadeForms, parameters_of
 from fp4train.nn.gated_mlp import GatedCall
 from fp4train.precision import NVFP4
-from fp4train.quantize import produced
-from fp4train.quantize.produced import SourceTensors
+from fp4train.quantize import SourceTensors, produced
 
 SHAPES = ((64, 96), (64, 96), (96, 64))
 """In and out features of gate, up and down."""

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp4train as f4
-from fp4train.audit import Observer
-from fp4train.audit.foreign import ForeignObserver
+from fp4train.audit import ForeignObserver, Observer
 from fp4train.precision import NVFP4
 
 GEMMS = ["fprop", "dgrad", "wgrad"]

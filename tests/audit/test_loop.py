@@ -26,11 +26,11 @@ from fp4train.precision import (
     OutlierChannels,
     Recipe,
     TetraJetV2Outliers,
+    backward_pass,
     recipes,
     recompute,
     resolve,
 )
-from fp4train.precision.context import backward_pass
 
 RECIPES = (
     NVFP4(),

@@ -14,13 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.audit import Observer, products
-from fp4train.audit.call import ObservedCall, Product
-from fp4train.audit.compare import CallComparison
-from fp4train.audit.expected import Expectation
+from fp4train.audit import CallComparison, Expectation, ObservedCall, Observer, Product, products
 from fp4train.audit.whole_layers import ShownPasses
-from fp4train.backends import tensor_cores
-from fp4train.backends.protocol import Multiplied
+from fp4train.backends import Multiplied, tensor_cores
 from fp4train.nn import Linear
 from fp4train.precision import BF16, FP8Current, FP8Row, Recipe
 from fp4train.quantize import Quantized, QuantSpec

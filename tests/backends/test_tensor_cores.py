@@ -10,13 +10,13 @@ from mmaemu.model.chain import chain_gemm
 from mmaemu.model.plan import execute_plan, make_plan
 from torch import Tensor
 
-from fp4train.backends import tensor_cores
-from fp4train.backends.tensor_cores import (
+from fp4train.backends import (
     ADA_FP8,
     BLACKWELL_FP4,
     BLACKWELL_FP8,
     HOPPER_FP8,
     TensorCore,
+    tensor_cores,
 )
 from fp4train.formats import E2M1, E4M3, pack_fp4
 from fp4train.quantize import Quantized, QuantSpec, quantizer

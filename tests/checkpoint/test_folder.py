@@ -18,18 +18,18 @@ from torch import Tensor
 
 from fp4train import checkpoint
 from fp4train.checkpoint import (
+    WEIGHTS,
     CheckpointError,
     StoredTensors,
     flatten,
     load,
+    merged,
     save,
     steps,
     unflatten,
 )
-from fp4train.checkpoint.layout import WEIGHTS
 from fp4train.checkpoint.reading import File
 from fp4train.checkpoint.tensors import DTYPES, Box
-from fp4train.checkpoint.tree import merged
 from fp4train.errors import UserError
 from fp4train.files import Folder
 

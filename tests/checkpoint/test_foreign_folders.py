@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 from safetensors import SafetensorError, safe_open
 
 from fp4train import foreign_json
-from fp4train.checkpoint import read_header
-from fp4train.checkpoint.model_folder import open_weights, read_config
+from fp4train.checkpoint import open_weights, read_header
+from fp4train.checkpoint.model_folder import read_config
 from fp4train.errors import UserError
 
 SECONDS = 10.0

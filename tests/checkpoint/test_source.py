@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from fp4train.checkpoint.source import WeightSource
+from fp4train.checkpoint import WeightSource
 from fp4train.paths import lies_in, split_weights
 
 PATHS = st.from_regex(r"[a-z./][a-zA-Z0-9_./ =@:-]{0,20}", fullmatch=True)

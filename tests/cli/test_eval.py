@@ -112,7 +112,7 @@ def test_without_lm_eval_the_extra_is_named(
 def test_a_folder_of_hugging_face_is_measured_on_text_and_has_none_of_its_own(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], evaluate: Eval
 ) -> None:
-    from fp4train.exchange.huggingface import export_huggingface
+    from fp4train.exchange import export_huggingface
 
     folder = tmp_path / "folder"
     text = tmp_path / "some.txt"

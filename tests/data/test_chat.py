@@ -12,9 +12,8 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from fp4train.data import Chat, Loader, TokenArray, chat
-from fp4train.data.answers import VERSION, AnswerFinder, Conversation
-from fp4train.data.loader import IGNORED
+from fp4train.data import IGNORED, AnswerFinder, Chat, Conversation, Loader, TokenArray, chat
+from fp4train.data.answers import VERSION
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.errors import DataError
 

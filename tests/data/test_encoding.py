@@ -18,10 +18,19 @@ from hypothesis import given, settings, strategies as st
 from tokenizer_kinds import KEEPS, KINDS, TEXT, tokenizer, tokenizer_json
 from tokenizers import models, pre_tokenizers
 
-from fp4train.data import Piece, Text, encoding as encoding_module, encoding_key
-from fp4train.data.encoding import Encoded, Windows, encode_document, encode_documents
+from fp4train.data import (
+    Encoded,
+    Ids,
+    Piece,
+    Text,
+    Tokenizer,
+    Windows,
+    encode_document,
+    encode_documents,
+    encoding as encoding_module,
+    encoding_key,
+)
 from fp4train.data.tokenizers import Bytes, JsonTokenizer, Pretrained
-from fp4train.data.tokens import Ids, Tokenizer
 from fp4train.errors import DataError
 
 SMALL = Windows(length=200, overlap=100, agree=24)

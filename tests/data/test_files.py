@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.data.files import files_of, input_files
+from fp4train.data import files_of, input_files
 from fp4train.errors import DataError
 
 HUB = [

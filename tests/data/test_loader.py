@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4train.data import DataError, Loader, TokenArray
-from fp4train.data.loader import Feed, permute
+from fp4train.data import DataError, Feed, Loader, TokenArray, permute
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,18 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from fp4train.data import Chat, DataError, Loader, Mixture, Stdlib, Text, TokenArray
-from fp4train.data.mixture import CYCLE, Weighted
-from fp4train.data.token_array import TokenPart
+from fp4train.data import (
+    Chat,
+    DataError,
+    Loader,
+    Mixture,
+    Stdlib,
+    Text,
+    TokenArray,
+    TokenPart,
+    Weighted,
+)
+from fp4train.data.mixture import CYCLE
 from fp4train.data.tokenizers import BytePairs, Bytes
 
 T = 4

@@ -15,8 +15,7 @@ from chat_templates import VARIABLES
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fp4train.data import ChatTemplate
-from fp4train.data.answers import AnswerFinder, Conversation
+from fp4train.data import AnswerFinder, ChatTemplate, Conversation
 from fp4train.data.rendering import WORKER
 
 FOLDER = Path(__file__).with_name("public_templates")

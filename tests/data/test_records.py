@@ -17,8 +17,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from fp4train.data import DataError, HuggingFace, Tokens
-from fp4train.data.huggingface import local_files, read_rows
+from fp4train.data import DataError, HuggingFace, Tokens, local_files, read_rows
 
 TEXTS = [f"document {number}, about nothing" for number in range(40)]
 HALVES = TEXTS[:20], TEXTS[20:]

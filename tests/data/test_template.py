@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.data import ChatTemplate, kept_template
-from fp4train.data.template import CHATML, find_template, keep_template
+from fp4train.data import CHATML, ChatTemplate, find_template, keep_template, kept_template
 from fp4train.errors import DataError
 
 TALK = [

@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from fp4train.data import PIECE_CHARACTERS, DataError, Text, TokenData
-from fp4train.data.files import read_pieces
+from fp4train.data import PIECE_CHARACTERS, DataError, Text, TokenData, read_pieces
 
 LINES = "".join(f"line {i} of the text\n" for i in range(200))
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4train.data import DataError, Loader, TokenData, Tokens, cache
-from fp4train.data.stored import StoredIds
+from fp4train.data import DataError, Loader, StoredIds, TokenData, Tokens, cache
 
 IDS = np.arange(1000) % 500
 

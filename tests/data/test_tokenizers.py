@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from tokenizer_kinds import tokenizer_json
 
-from fp4train.data import DataError, HuggingFace, Piece, Text, encoding_key, token_chunks
-from fp4train.data.source import Texts
+from fp4train.data import DataError, HuggingFace, Piece, Text, Texts, encoding_key, token_chunks
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 
 TEXT = "the quick brown fox jumps over the lazy dog, naïvely — twice.\n" * 50

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fp4train import checkpoint
-from fp4train.exchange.huggingface import export_huggingface
+from fp4train.exchange import export_huggingface
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ from families import BEYOND_LLAMA, tiny_run
 from patches import DIES_AT_4
 from shown import write_shown
 
-from fp4train.exchange.huggingface import export_huggingface
+from fp4train.exchange import export_huggingface
 
 pytestmark = pytest.mark.long
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from patches import GRAPHS
 
-from fp4train.exchange.huggingface import export_huggingface
+from fp4train.exchange import export_huggingface
 
 pytestmark = pytest.mark.long
 

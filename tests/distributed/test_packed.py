@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from fp4train.exchange.quantised import Measures, export_quantised
-from fp4train.exchange.verify import verify
+from fp4train.exchange import Measures, export_quantised, verify
 
 pytestmark = pytest.mark.long
 

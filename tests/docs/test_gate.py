@@ -9,7 +9,7 @@ from shown import blocks, commands, in_tenths, shortened, table
 
 from fp4train.cli import main
 from fp4train.cli.help import options_of
-from fp4train.lab.gate.result import EXIT_CODES
+from fp4train.lab.gate import EXIT_CODES
 
 PAGE = "gate.md"
 

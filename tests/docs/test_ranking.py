@@ -8,9 +8,8 @@ from shown import commands, in_tenths, shortened, table
 
 from fp4train.cli import main
 from fp4train.config.command_line import option_names
-from fp4train.lab.studies.base import RankRequest
-from fp4train.lab.studies.intervals import quantile
-from fp4train.lab.studies.sequential import ALPHA, needed, share
+from fp4train.lab.studies import ALPHA, RankRequest, quantile
+from fp4train.lab.studies.sequential import needed, share
 
 PAGE = "ranking.md"
 FEW = {"steps": "steps=2", "forks": "forks=1", "batches": "batches=1"}

@@ -13,7 +13,7 @@ import pytest
 from fp4train.cli.help import options_of
 from fp4train.cli.main import VERBS
 from fp4train.config import composition, overrides, to_config
-from fp4train.exchange.formats import LAYOUTS
+from fp4train.exchange import LAYOUTS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -122,8 +122,7 @@ def test_the_table_of_the_mesh_has_every_key() -> None:
 
 
 def test_the_files_of_a_checkpoint_have_the_names_of_the_code() -> None:
-    from fp4train.checkpoint import directory_name
-    from fp4train.checkpoint.layout import STATE
+    from fp4train.checkpoint import STATE, directory_name
 
     assert directory_name(100) in TEXT and STATE in TEXT
 

@@ -10,7 +10,7 @@ from forked import forked
 from hf_exports import Command, Train
 
 from fp4train import files
-from fp4train.exchange.huggingface import export_huggingface
+from fp4train.exchange import export_huggingface
 
 WRONG = {
     "no run": (("nowhere", "to=hf", "out=o"), "nowhere is not a run directory"),

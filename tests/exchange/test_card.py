@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hf_exports import Command, Train, last_evaluation
 
-from fp4train.exchange.huggingface import export_huggingface
+from fp4train.exchange import export_huggingface
 from fp4train.lab.analysis import training_loss
 
 

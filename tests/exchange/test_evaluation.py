@@ -15,8 +15,8 @@ from tokenizer_kinds import TEXT, tokenizer
 from fp4train.data import Piece, token_bytes
 from fp4train.data.tokenizers import BytePairs, Bytes
 from fp4train.errors import UserError
-from fp4train.exchange.evaluation import held_out, log_likelihoods, texts, windows
-from fp4train.exchange.trained import NamedRecipe, TrainedModel, load_trained
+from fp4train.exchange import NamedRecipe, TrainedModel, held_out, load_trained, log_likelihoods
+from fp4train.exchange.evaluation import texts, windows
 from fp4train.precision import FP32, NVFP4, LayerPolicy
 
 HIGH = NamedRecipe(name="fp32", recipe=FP32(), policy=None)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli, lines
 
-from fp4train.exchange.evaluation import log_likelihoods
-from fp4train.exchange.trained import load_trained
+from fp4train.exchange import load_trained, log_likelihoods
 
 QUANTISED = ("recipe=nvfp4", "policy=all", "phases=none")
 FACTS = {

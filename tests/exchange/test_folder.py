@@ -19,7 +19,7 @@ from torch import Tensor
 from fp4train.checkpoint import StreamedTensor
 from fp4train.checkpoint.model_folder import INDEX, WEIGHTS
 from fp4train.errors import UserError
-from fp4train.exchange.folder import new_export, write_weights
+from fp4train.exchange import new_export, write_weights
 
 KINDS = (
     torch.float32,

@@ -10,9 +10,7 @@ import pytest
 from hf_exports import Train
 
 from fp4train.cli import main
-from fp4train.exchange.huggingface import export_huggingface
-from fp4train.exchange.trained import load_trained
-from fp4train.exchange.verify import verify
+from fp4train.exchange import export_huggingface, load_trained, verify
 
 ADDED = {
     "adapter_config.json": "transformers with peft adds an adapter",
@@ -127,7 +125,7 @@ def test_text_is_scored_after_the_end_of_a_document_also_by_a_run_with_a_mask(
     """As lm_eval's own class does on the export, which sees the id that stands before a text."""
     from lm_eval.models.huggingface import HFLM
 
-    from fp4train.exchange.evaluation import held_out
+    from fp4train.exchange import held_out
     from fp4train.exchange.harness import HarnessModel
 
     run = train("train.steps=2", "train.document_mask=true", "recipe=fp32", "optim.lr=0.03")

@@ -8,11 +8,17 @@ import pytest
 import torch
 from tokenizer_kinds import KEEPS, TEXT, tokenizer
 
-from fp4train.checkpoint.source import WeightSource
+from fp4train.checkpoint import WeightSource
 from fp4train.data.tokenizers import Bytes
 from fp4train.errors import UserError
-from fp4train.exchange.generation import Sampling, TextStream, generate
-from fp4train.exchange.trained import NamedRecipe, TrainedModel, load_trained
+from fp4train.exchange import (
+    NamedRecipe,
+    Sampling,
+    TextStream,
+    TrainedModel,
+    generate,
+    load_trained,
+)
 from fp4train.precision import FP32, NVFP4, LayerPolicy
 
 GREEDY = Sampling(tokens=12, temperature=0)
@@ -173,7 +179,7 @@ def test_prompt_and_text_together_are_the_text(kind: str) -> None:
 
 
 def test_a_folder_of_hugging_face_writes_what_the_run_does(small_run: Path, tmp_path: Path) -> None:
-    from fp4train.exchange.huggingface import export_huggingface
+    from fp4train.exchange import export_huggingface
 
     export_huggingface(small_run, tmp_path / "folder")
     folder = load_trained(tmp_path / "folder")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp4train.errors import UserError
-from fp4train.exchange.trained import NamedRecipe, TrainedModel, load_trained
+from fp4train.exchange import NamedRecipe, TrainedModel, load_trained
 from fp4train.models.families import family_of
 from fp4train.precision import FP32, NVFP4, LayerPolicy
 
@@ -176,7 +176,8 @@ def write_tasks(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of datasets and multiprocess, as they read a file
 def test_tasks_from_local_files_in_two_recipes(trained: TrainedModel, local: list[str]) -> None:
-    from fp4train.exchange.evaluation import log_likelihoods, windows
+    from fp4train.exchange import log_likelihoods
+    from fp4train.exchange.evaluation import windows
     from fp4train.exchange.harness import tasks
 
     found = {(s.task, s.recipe): s.values for s in tasks(trained, [HIGH, QUANTISED], local, rows=4)}

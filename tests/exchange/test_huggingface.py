@@ -21,8 +21,7 @@ from fp4train import checkpoint
 from fp4train.checkpoint.model_folder import INDEX, WEIGHTS
 from fp4train.config import to_config
 from fp4train.data import Loader
-from fp4train.exchange.huggingface import export_huggingface
-from fp4train.exchange.stored import open_stored
+from fp4train.exchange import export_huggingface, open_stored
 from fp4train.run.record import directory as run_directory
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}

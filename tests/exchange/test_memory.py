@@ -14,9 +14,7 @@ from hf_exports import Train
 
 from fp4train import checkpoint
 from fp4train.config import to_config
-from fp4train.exchange.huggingface import export_huggingface
-from fp4train.exchange.quantised import Measures, export_quantised
-from fp4train.exchange.verify import verify
+from fp4train.exchange import Measures, export_huggingface, export_quantised, verify
 from fp4train.run.record import directory as run_directory
 
 RUN = ("train.steps=2", "phases=none")

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from fp4train import checkpoint
 from fp4train.config import to_config
-from fp4train.exchange.quantised import Measures, export_quantised
-from fp4train.exchange.verify import verify
+from fp4train.exchange import Measures, export_quantised, verify
 from fp4train.quantize import QuantSpec, quantize
 from fp4train.run.record import directory as run_directory
 

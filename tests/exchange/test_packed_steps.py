@@ -10,11 +10,14 @@ import torch
 from hf_exports import FUSED, SHORT, Command, Train, amaxes, module_of, weights
 from safetensors.torch import load_file
 
-from fp4train.exchange import quantised
-from fp4train.exchange.evaluation import held_out
-from fp4train.exchange.quantised import export_quantised
-from fp4train.exchange.trained import NamedRecipe, load_trained
-from fp4train.exchange.verify import verify
+from fp4train.exchange import (
+    NamedRecipe,
+    export_quantised,
+    held_out,
+    load_trained,
+    quantised,
+    verify,
+)
 from fp4train.precision import NVFP4
 from fp4train.quantize import quantize
 

@@ -12,14 +12,16 @@ from hf_exports import FP8_BLOCKS, SHORT, Command, Train, amaxes, module_of, wei
 from safetensors.torch import load_file
 
 from fp4train.config import to_config
-from fp4train.exchange import quantised
-from fp4train.exchange.evaluation import held_out
-from fp4train.exchange.packed import pack
-from fp4train.exchange.quantised import export_quantised
-from fp4train.exchange.served import transformers_loss
-from fp4train.exchange.stored import open_stored
-from fp4train.exchange.trained import load_trained
-from fp4train.exchange.verify import verify
+from fp4train.exchange import (
+    export_quantised,
+    held_out,
+    load_trained,
+    open_stored,
+    pack,
+    quantised,
+    transformers_loss,
+    verify,
+)
 from fp4train.models.families import family_of
 from fp4train.precision import NVFP4
 from fp4train.quantize import has_tensor_amax, quantize

@@ -9,8 +9,8 @@ import pytest
 from command_line import Cli, evaluations, events, everything, losses, wait_for
 
 from fp4train.errors import UserError
-from fp4train.exchange.evaluation import HELD_OUT, Score, record
-from fp4train.exchange.trained import load_trained
+from fp4train.exchange import HELD_OUT, Score, load_trained
+from fp4train.exchange.evaluation import record
 from fp4train.run.record.directory import is_running, locked
 from fp4train.run.record.inbox import ask, pending, wait_for_answer
 from fp4train.track import read_metrics

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from hf_exports import FP8_BLOCKS, Command, Train
 
-from fp4train.exchange.formats import COMPRESSED_TENSORS, FORMATS, LAYOUTS, MODELOPT, configuration
-from fp4train.exchange.servers import SERVERS, lacking
+from fp4train.exchange import COMPRESSED_TENSORS, FORMATS, LAYOUTS, MODELOPT, SERVERS
+from fp4train.exchange.formats import configuration
+from fp4train.exchange.servers import lacking
 
 DOCS = Path(__file__).parents[2] / "docs/exchange.md"
 

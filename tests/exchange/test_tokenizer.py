@@ -12,7 +12,7 @@ from hf_exports import FILES, Command, Train, theirs
 
 from fp4train.config import to_config
 from fp4train.data import Piece, begin_of_document, kept_template, token_chunks
-from fp4train.exchange.tokenizer import stored_tokenizer
+from fp4train.exchange import stored_tokenizer
 from fp4train.run.record import directory as run_directory
 
 ODD = (

@@ -15,8 +15,7 @@ from hf_exports import Command, Train
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp4train.exchange.quantised import Measures, export_quantised
-from fp4train.exchange.verify import Verified, verify
+from fp4train.exchange import Measures, Verified, export_quantised, verify
 
 Change = Callable[[dict[str, Tensor]], None]
 

@@ -19,8 +19,7 @@ from fp4train.optim.rounded import (
     slabs,
     update,
 )
-from fp4train.quantize import INITIAL, RandomKey
-from fp4train.quantize.random import LANES
+from fp4train.quantize import INITIAL, LANES, RandomKey
 from fp4train.shards import TensorShard
 
 __all__ = ["BOXES", "by_c", "stepped"]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fp4train import checkpoint, shards
-from fp4train.audit.settings import AuditSettings
+from fp4train.audit import AuditSettings
 from fp4train.checkpoint import CheckpointGroup
 from fp4train.config import CheckpointSettings
 from fp4train.errors import UserError
@@ -28,7 +28,7 @@ from fp4train.files import Folder
 from fp4train.models.common.initialise import materialise
 from fp4train.models.llama import Llama
 from fp4train.nn import convert
-from fp4train.optim.schedule import Constant
+from fp4train.optim import Constant
 from fp4train.parallel.world import World
 from fp4train.run.record.journal import Journal
 from fp4train.run.record.run_record import RunRecord

@@ -11,8 +11,7 @@ from interpreted import interpreted
 from needs_triton import needs_triton
 
 from fp4train.precision import MXFP8, NVFP4
-from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey
-from fp4train.quantize.triton import TritonQuantizer
+from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey, TritonQuantizer
 
 CODE = """
 import torch

@@ -23,16 +23,14 @@ from fp4train.quantize import (
     PairQuantizer,
     QuantSpec,
     RandomKey,
+    SourceTensors,
+    TritonQuantizer,
+    Variant,
+    norm_backward,
+    produce,
     quantize,
     triton_launch,
 )
-from fp4train.quantize.produced import (
-    SourceTensors,
-    norm_backward,
-    produce,
-)
-from fp4train.quantize.triton import TritonQuantizer
-from fp4train.quantize.triton_variant import Variant
 
 triton = pytest.importorskip(
     "triton", reason="triton is not installed (Linux only: pip install triton)"

@@ -25,9 +25,17 @@ from fp4train.backends import scaled
 from fp4train.kernels import triton as kernels
 from fp4train.optim import rounded
 from fp4train.precision import MXFP8, NVFP4, FP8Current
-from fp4train.quantize import Decoded, Delayed, QuantSpec, RandomKey, quantize
-from fp4train.quantize.produced import SourceTensors, norm_backward, produce
-from fp4train.quantize.triton import TritonQuantizer
+from fp4train.quantize import (
+    Decoded,
+    Delayed,
+    QuantSpec,
+    RandomKey,
+    SourceTensors,
+    TritonQuantizer,
+    norm_backward,
+    produce,
+    quantize,
+)
 
 triton = pytest.importorskip(
     "triton", reason="triton is not installed (Linux only: pip install triton)"

@@ -14,8 +14,7 @@ from interpreted import interpreted
 from needs_triton import needs_triton
 
 from fp4train.formats import ELEMENT_FORMATS, SCALE_FORMATS, ElementFormat, ScaleFormat
-from fp4train.quantize import QuantSpec, RandomKey, register
-from fp4train.quantize.triton import TritonQuantizer, has_pair_kernel
+from fp4train.quantize import QuantSpec, RandomKey, TritonQuantizer, has_pair_kernel, register
 from fp4train.quantize.triton_limits import why_not_spec
 
 KEY = RandomKey(seed=1, step=7, layer=5, operand=3)

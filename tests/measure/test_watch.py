@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.measure.metrics import measure
-from fp4train.measure.statistics import NAMES, RAW, Measured, sample, watch
+from fp4train.measure import Measured, measure, watch
+from fp4train.measure.statistics import NAMES, RAW, sample
 from fp4train.nn import Linear
 from fp4train.precision import (
     BF16,

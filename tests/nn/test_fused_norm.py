@@ -16,7 +16,7 @@ from fp4train.nn import LayerFunction, TensorForms
 from fp4train.nn.engine import Executor
 from fp4train.nn.fused_norm import NormedCall, parameters_of
 from fp4train.precision import NVFP4
-from fp4train.quantize.produced import SourceTensors
+from fp4train.quantize import SourceTensors
 
 
 class CountedLayer:

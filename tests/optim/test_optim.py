@@ -9,10 +9,9 @@ from torch import nn
 
 from fp4train.models.llama import Llama
 from fp4train.nn import Experts
-from fp4train.optim import Constants
+from fp4train.optim import WSD, Constant, Constants, Cosine, Schedule
 from fp4train.optim.adamw import AdamW
 from fp4train.optim.muon import Muon
-from fp4train.optim.schedule import WSD, Constant, Cosine, Schedule
 from fp4train.optim.sgd import SGD
 
 

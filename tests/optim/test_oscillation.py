@@ -10,16 +10,8 @@ from torch import nn
 
 import fp4train as f4
 from fp4train.nn import Experts
-from fp4train.optim.oscillation import (
-    JUMPED,
-    MOVED,
-    SEEN,
-    OscillationReset,
-    Paths,
-    follow,
-    values_of,
-    why_not,
-)
+from fp4train.optim import OscillationReset
+from fp4train.optim.oscillation import JUMPED, MOVED, SEEN, Paths, follow, values_of, why_not
 from fp4train.precision import NVFP4, TetraJetV2
 from fp4train.quantize import Hadamard, QuantSpec, quantize
 from fp4train.run.state.oscillation import watched

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.config import bind
 from fp4train.hardware import Device
-from fp4train.measure.statistics import watch
+from fp4train.measure import watch
 from fp4train.models.common.cut import multiplications
 from fp4train.nn import Experts
 from fp4train.precision import (

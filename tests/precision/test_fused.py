@@ -22,9 +22,9 @@ from fp4train.precision import (
     OutlierChannels,
     Recipe,
     find_layers,
+    fused_note,
     resolve,
 )
-from fp4train.precision.layer_plan import fused_note
 from fp4train.precision.plan import plan
 
 

@@ -19,10 +19,11 @@ from fp4train.precision import (
     QuartetII,
     Recipe,
     TetraJetV2,
+    WireForm,
+    gather_mode,
     resolve,
     wire_form,
 )
-from fp4train.precision.gather import WireForm, gather_mode
 from fp4train.precision.report import gathers
 from fp4train.quantize import Quantizer
 

@@ -17,9 +17,9 @@ from fp4train.precision import (
     LayerPolicy,
     autocast,
     find_layers,
+    matches,
     resolve,
 )
-from fp4train.precision.policy import matches
 
 
 class Mlp(nn.Module):

@@ -12,13 +12,13 @@ from fp4train.quantize import (
     Hadamard,
     QuantSpec,
     RandomKey,
+    corrected_scales,
     quantize,
     quantize_dequantize,
     round_to_codes,
     round_to_values,
     triton,
 )
-from fp4train.quantize.rounding import corrected_scales
 
 SPEC = QuantSpec(rounding="eden", global_bound=256, hadamard=Hadamard(size=128, signs="step"))
 KEY = RandomKey(seed=3, step=7, layer=11, operand=4)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp4train.formats import E2M1, E4M3, E5M2, ElementFormat, get_format
 from fp4train.quantize import (
+    FEW_BITS,
     ROUNDINGS,
     Hadamard,
     QuantSpec,
@@ -19,7 +20,6 @@ from fp4train.quantize import (
     random_bits,
     round_to_values,
 )
-from fp4train.quantize.rounding import FEW_BITS
 
 CASES = json.loads((REDUCED / "few_bits.json").read_text())["cases"]
 

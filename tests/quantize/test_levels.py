@@ -7,8 +7,7 @@ import torch
 from golden import REDUCED
 from safetensors.torch import load_file
 
-from fp4train.formats import E1M2, E2M1, INT4, SCALE_FORMATS
-from fp4train.formats.levels import e6m2_decode, e6m2_encode
+from fp4train.formats import E1M2, E2M1, INT4, SCALE_FORMATS, e6m2_decode, e6m2_encode
 from fp4train.quantize import (
     Hadamard,
     QuantSpec,

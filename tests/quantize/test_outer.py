@@ -26,16 +26,16 @@ from fp4train.quantize import (
     cast_to_representable,
     divided_tensors,
     joined,
+    macro_codes,
     packed_bytes,
     quantize,
     quantize_dequantize,
     quantizer,
     stacked,
     to_torch,
+    turned,
     why_not_cut,
 )
-from fp4train.quantize.quantized import turned
-from fp4train.quantize.scaling import macro_codes
 from fp4train.quantize.triton import why_not_spec
 
 TILES = QuantSpec(global_scale=(128, 128))

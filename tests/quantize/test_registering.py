@@ -22,6 +22,7 @@ from fp4train.formats import (
     value_table as values_of,
 )
 from fp4train.quantize import (
+    Nearest,
     QuantSpec,
     RandomKey,
     Rotation,
@@ -31,7 +32,6 @@ from fp4train.quantize import (
     quantize_dequantize,
     register,
 )
-from fp4train.quantize.rounding import Nearest
 
 WIDE: dict[str, Any] = {
     "name": "wide",

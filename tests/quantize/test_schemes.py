@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from fp4train.formats import ELEMENT_FORMATS
-from fp4train.measure.metrics import error_metrics, measure
+from fp4train.measure import error_metrics, measure
 from fp4train.quantize import (
     Delayed,
     Hadamard,
     QuantSpec,
+    block_scales_two_level,
     cast_to_representable,
     delayed_amax,
+    global_scales,
     initial_delayed_amax,
     quantize,
     quantize_dequantize,
 )
-from fp4train.quantize.scaling import block_scales_two_level, global_scales
 
 MX = {"block": (1, 32), "scale": "e8m0", "global_scale": None}
 TENSOR_FP8 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)

@@ -5,15 +5,18 @@ spreading outliers.
 import pytest
 import torch
 
-from fp4train.measure.metrics import measure
-from fp4train.quantize import Hadamard, QuantSpec, Rotation, quantize, quantize_dequantize
-from fp4train.quantize.transform import (
-    SIZES,
+from fp4train.measure import measure
+from fp4train.quantize import (
+    Hadamard,
+    QuantSpec,
+    Rotation,
     apply_hadamard,
     hadamard_signs,
-    transform,
+    quantize,
+    quantize_dequantize,
     undo_transform,
 )
+from fp4train.quantize.transform import SIZES, transform
 
 TRANSFORMS = [
     *(Hadamard(size=size, signs=signs) for size in SIZES for signs in ("fixed", "none", "random")),

@@ -14,8 +14,7 @@ from tokenizer_kinds import tokenizer_json
 from torch.nn.functional import cross_entropy
 
 from fp4train.data import Loader
-from fp4train.exchange.evaluation import held_out
-from fp4train.exchange.trained import load_trained
+from fp4train.exchange import held_out, load_trained
 from fp4train.run.record import directory as run_directory
 
 WORDS = (

@@ -17,8 +17,7 @@ import torch
 from fp4train.checkpoint import ALONE
 from fp4train.cli.launch import settings
 from fp4train.config.composition import composed
-from fp4train.data import planned_vocab_size
-from fp4train.data.template import find_template
+from fp4train.data import find_template, planned_vocab_size
 from fp4train.errors import DataError, UserError
 from fp4train.run.build import build_model
 from fp4train.run.initial import open_init

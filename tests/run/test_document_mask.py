@@ -9,8 +9,7 @@ import pytest
 from command_line import TINY, Cli, besides, lines, losses
 from families import tiny_run
 
-from fp4train.exchange.evaluation import held_out
-from fp4train.exchange.trained import load_trained
+from fp4train.exchange import held_out, load_trained
 
 
 @pytest.fixture

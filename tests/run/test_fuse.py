@@ -17,7 +17,7 @@ import fp4train as f4
 from fp4train.config import TrainSettings, to_config
 from fp4train.config.composition import compose
 from fp4train.errors import UserError
-from fp4train.exchange.trained import load_trained
+from fp4train.exchange import load_trained
 from fp4train.hardware import Device, find_gpu
 from fp4train.kernels import cpu
 from fp4train.models.common import liger, on_cpu

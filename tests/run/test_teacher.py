@@ -10,7 +10,7 @@ import pytest
 import torch
 from command_line import Cli, lines, losses
 
-from fp4train.exchange.trained import load_trained
+from fp4train.exchange import load_trained
 
 STUDENT = ("phases=none", "schedule=constant", "schedule.warmup=0", "policy=all")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp4train.audit.turn import in_turn
+from fp4train.audit import in_turn
 from fp4train.cli import main
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -11,8 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
 
-from fp4train.quantize import QuantSpec
-from fp4train.quantize.triton import TritonQuantizer
+from fp4train.quantize import QuantSpec, TritonQuantizer
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 

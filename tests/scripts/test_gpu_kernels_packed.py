@@ -19,8 +19,7 @@ import pack_gpu
 import triton
 from gpu_kernels_packed import Compiler
 
-from fp4train.quantize import QuantSpec
-from fp4train.quantize.triton import TritonQuantizer
+from fp4train.quantize import QuantSpec, TritonQuantizer
 
 PYTHON = ".".join(platform.python_version_tuple()[:2])
 HERE = ["--compiler", sys.executable, "--python", PYTHON, "--triton", triton.__version__]

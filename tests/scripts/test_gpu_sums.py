@@ -8,8 +8,7 @@ import pytest
 import torch
 from gpu_parts import nine_steps
 
-from fp4train.backends import tensor_cores
-from fp4train.backends.native import Native
+from fp4train.backends import Native, tensor_cores
 
 HOPPER = (9, 0)
 SPLIT = gpu_sums.Case(first=gpu_sums.E4M3, second=gpu_sums.E4M3, fast=False, depth=512)

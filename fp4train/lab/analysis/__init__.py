@@ -35,6 +35,7 @@ from fp4train.lab.analysis.figure import (
     VARIABLES as VARIABLES,
     WIDE as WIDE,
     Draw as Draw,
+    Width as Width,
     check_out as check_out,
     colour_of as colour_of,
     endings_of as endings_of,
@@ -48,7 +49,6 @@ from fp4train.lab.analysis.figure import (
     save as save,
     shades as shades,
     style as style,
-    width_of as width_of,
 )
 from fp4train.lab.analysis.heatmap import (
     LEAST_DB as LEAST_DB,

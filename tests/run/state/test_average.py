@@ -7,9 +7,8 @@ import torch
 from command_line import STEADY, Cli, lines
 
 from fp4train import checkpoint
-from fp4train.checkpoint.source import WeightSource
-from fp4train.exchange.huggingface import export_huggingface
-from fp4train.exchange.verify import verify
+from fp4train.checkpoint import WeightSource
+from fp4train.exchange import export_huggingface, verify
 
 DECAY = 0.75
 EVERY_STEP = ("checkpoint.every=1", "checkpoint.keep=9", f"train.ema={DECAY}")

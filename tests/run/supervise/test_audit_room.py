@@ -13,8 +13,7 @@ from command_line import STEADY, Cli, events, losses
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.audit import Observer
-from fp4train.audit.call import ObservedCall, Product
+from fp4train.audit import ObservedCall, Observer, Product
 from fp4train.nn import Linear
 from fp4train.precision import NVFP4
 from fp4train.run import host

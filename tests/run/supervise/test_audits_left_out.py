@@ -11,20 +11,20 @@ import torch
 from command_line import STEADY, Cli, events, losses
 
 from fp4train import checkpoint
-from fp4train.audit import Audited, Observer
-from fp4train.audit.observe import ADDED_TERMS, partly_uncovered
+from fp4train.audit import Audited, Observer, partly_uncovered
+from fp4train.audit.observe import ADDED_TERMS
 from fp4train.audit.terms import RESIDUAL_CHANNELS
 from fp4train.backends import NotShownError
 from fp4train.hardware import Device, find_gpu
 from fp4train.precision import (
     NVFP4 as NVFP4Recipe,
     Layer,
+    PlannedSource,
     PlannedStretch,
     Recipe,
     Residual,
     resolve,
 )
-from fp4train.precision.plan import PlannedSource
 from fp4train.run.supervise import planned_calls, run_audits, sums as run_sums
 from fp4train.run.supervise.layer_audits import LayerAudits
 

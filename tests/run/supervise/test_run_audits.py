@@ -18,9 +18,8 @@ from command_line import STEADY, Cli, after_update, events, losses, steps
 from families import tiny_run
 
 from fp4train import checkpoint
-from fp4train.audit.call import ObservedCall
-from fp4train.audit.settings import AuditSettings
-from fp4train.exchange.card import RecordedResults
+from fp4train.audit import AuditSettings, ObservedCall
+from fp4train.exchange import RecordedResults
 from fp4train.run.supervise import planned_calls, repeat as run_repeat, saving, sums as run_sums
 from fp4train.run.supervise.layer_audits import LayerAudits
 from fp4train.run.supervise.saving import Saver
