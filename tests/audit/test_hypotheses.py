@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import set_limit
 
 from fp4train.audit import hypotheses
 from fp4train.quantize import Decoded
@@ -21,7 +22,7 @@ def test_an_explanation_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
             tried.append(1)
             yield "slow", lambda: Decoded(torch.zeros(2, 2), None)
 
-    monkeypatch.setattr(hypotheses, "SECONDS", 0.01)
+    set_limit(monkeypatch, "seconds to explain a difference", 0.01)
     monkeypatch.setattr(hypotheses, "_other_plans", endless)
     monkeypatch.setattr(hypotheses, "_structural", lambda *_: ["no name"])
     suspect: Any = SimpleNamespace(source=SimpleNamespace(spec=None))

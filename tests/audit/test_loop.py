@@ -17,7 +17,6 @@ import fp4train as f4
 from fp4train.audit import compare, observe
 from fp4train.audit.bits import difference
 from fp4train.audit.call import kept_or_none
-from fp4train.backends import grouped, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Experts, Linear
 from fp4train.precision import (
@@ -304,8 +303,8 @@ def broken_in_backward(tensor: Tensor | None) -> Tensor | None:
 def test_experts_that_are_multiplied_in_one_call_are_not_covered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grouped.F, "scaled_grouped_mm", GroupRecorder())
-    monkeypatch.setattr(native.F, "scaled_mm", Recorder())
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", GroupRecorder())
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", Recorder())
     experts = Experts(3, 128, 160)
     plan = resolve(experts.layer, NVFP4(), None, "native", Device.elsewhere(find_gpu("B200")))
     assert plan.fprop.grouped

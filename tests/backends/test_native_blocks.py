@@ -35,7 +35,7 @@ SQUARE = (ScalingType.BlockWise128x128,)
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     found = Recorder()
-    monkeypatch.setattr(native.F, "scaled_mm", found)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", found)
     yield found
 
 
@@ -251,7 +251,7 @@ def test_what_cublas_refuses_names_the_product_and_what_computes_it(
             "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`"
         )
 
-    monkeypatch.setattr(native.F, "scaled_mm", refuse)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", refuse)
     a = quantize(normal(32, 64, seed=0), QuantSpec())
     b = quantize(normal(48, 64, seed=1), QuantSpec())
     with pytest.raises(

@@ -96,8 +96,8 @@ def test_fprop_and_dgrad_of_all_experts_are_one_call_each_that_multiplies_to_the
         )
     recorder = GroupRecorder()
     single = Recorder()
-    monkeypatch.setattr(grouped.F, "scaled_grouped_mm", recorder)
-    monkeypatch.setattr(native.F, "scaled_mm", single)
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", recorder)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", single)
     plan = planned(recipe, "native", device)
     assert [gemm.grouped for gemm in plan.gemms] == [True, True, False]
     found = run(recipe, plan)
@@ -195,8 +195,8 @@ def test_operands_whose_scales_lie_in_tiles_are_padded_and_multiplied_as_others(
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe
 ) -> None:
     """Rows and width fill no block and no tile; one product per expert, and one of all."""
-    monkeypatch.setattr(grouped.F, "scaled_grouped_mm", GroupRecorder())
-    monkeypatch.setattr(native.F, "scaled_mm", Recorder())
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", GroupRecorder())
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", Recorder())
     x, w = recipe.table()["fprop"].both
     assert x is not None and w is not None
     generator = torch.Generator().manual_seed(2)

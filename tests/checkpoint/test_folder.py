@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from command_line import in_one_file
+from limits import set_limit
 from small_checkpoints import ONE, flip, reseal, save_steps
 from torch import Tensor
 
@@ -364,7 +365,7 @@ def test_any_box_of_a_stored_tensor_is_read_alone(
     )
     whole = raw.to(torch.uint8).view(dtype)
     save(tmp_path, 1, {"t": whole, "row": whole[0, 0]}, {}, keep=1)
-    monkeypatch.setattr(checkpoint.tensors, "_CHUNK", 2 * whole[0].nbytes)
+    set_limit(monkeypatch, "bytes read or written at a time", 2 * whole[0].nbytes)
     stored = load(tmp_path).tensors
     for offsets, sizes in (
         ((0, 0, 0), (5, 4, 6)),

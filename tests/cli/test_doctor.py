@@ -4,6 +4,7 @@ something.
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,7 @@ def test_what_the_default_run_needs_and_lacks_is_said_and_the_code_is_1(
     monkeypatch.setattr(
         machine, "package_version", lambda name: None if name == "wandb" else installed(name)
     )
-    monkeypatch.setattr(
-        machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20})
-    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
     code, screen, _ = doctor(capsys)
     assert code == 1
     assert "packages: pip install wandb, or track=jsonl" in screen

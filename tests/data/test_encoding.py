@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
+from limits import set_limit
 from tokenizer_kinds import KEEPS, KINDS, TEXT, tokenizer, tokenizer_json
 from tokenizers import models, pre_tokenizers
 
@@ -27,7 +28,6 @@ from fp4train.data import (
     Windows,
     encode_document,
     encode_documents,
-    encoding as encoding_module,
     encoding_key,
 )
 from fp4train.data.tokenizers import Bytes, JsonTokenizer, Pretrained
@@ -246,7 +246,7 @@ def test_a_tokenizer_of_somebody_else_gets_whole_documents() -> None:
 
 
 def test_text_that_cannot_be_encoded_in_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding_module, "LONGEST", 1000)
+    set_limit(monkeypatch, "characters encoded as one", 1000)
     with pytest.raises(
         DataError, match=r"holds 1,\d\d\d characters that the tokenizer joins.*Divide the document"
     ):

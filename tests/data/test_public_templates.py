@@ -134,7 +134,7 @@ def table() -> Mapping[tuple[str, str], Pair]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.utils.chat_template_utils.datetime", Day)
-        patch.setattr("fp4train.data.rendering.subprocess.Popen", lambda *_, **__: process)
+        patch.setattr("subprocess.Popen", lambda *_, **__: process)
         # The process ends with the first of them that is gone.
         finders = {
             name: ChatTemplate(source=source, variables=VARIABLES, now=DAY.isoformat()).finder(

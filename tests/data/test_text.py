@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+from limits import set_limit
 
 from fp4train.data import PIECE_CHARACTERS, DataError, Text, TokenData, read_pieces
 
@@ -155,8 +156,8 @@ def test_a_changed_file_is_tokenised_again_and_has_another_fingerprint(tmp_path:
 def test_every_flipped_byte_of_the_cache_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fp4train.data.cache.CHUNK", 1000)
-    monkeypatch.setattr("fp4train.data.stored.BLOCK", 500)
+    set_limit(monkeypatch, "bytes of a digest", 1000)
+    set_limit(monkeypatch, "bytes of a checksum", 500)
     # longer than the places that a fingerprint looks at
     (tmp_path / "a.txt").write_text(LINES * 20)
     before = whole(build(tmp_path / "a.txt", tmp_path))

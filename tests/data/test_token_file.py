@@ -171,7 +171,7 @@ def test_a_file_that_cannot_be_opened_is_one_message(
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("fp4train.data.token_formats.os.open", refuse)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(DataError, match=r"train\.bin cannot be read: Permission denied"):
         build(tmp_path / "train.bin")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, evaluations, events, everything, losses, wait_for
+from limits import set_limit
 
 from fp4train.errors import UserError
 from fp4train.exchange import HELD_OUT, Score, load_trained
@@ -85,7 +86,7 @@ def ask_for_nonsense(run: Path) -> bool:
 def test_a_directory_in_use_that_does_not_answer_keeps_the_request(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp4train.exchange.evaluation.WAIT", 0.1)
+    set_limit(monkeypatch, "seconds for an answer of the run", 0.1)
     trained = load_trained(run)
     with locked(run):
         assert "is asked to record this" in record(trained, SCORES)

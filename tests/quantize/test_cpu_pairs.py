@@ -23,11 +23,12 @@ from cpu_kernels import (
     assert_same_values,
     draw_values,
 )
+from limits import set_limit
 from torch import Tensor
 
 from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
-from fp4train.quantize import Decoded, Hadamard, PairQuantizer, Quantized, QuantSpec, cpu, reference
+from fp4train.quantize import Decoded, Hadamard, PairQuantizer, Quantized, QuantSpec, reference
 from fp4train.quantize.cpu import CpuQuantizer
 
 ROW_SPECS = (
@@ -78,7 +79,7 @@ def both_forms(spec: QuantSpec, transposed: bool) -> tuple[Tensor, Decoded, Quan
 def test_both_forms_of_one_call_are_those_of_two(
     isa: str, threads: int, one_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "PAIR_BYTES", 0 if one_read else 1 << 30)
+    set_limit(monkeypatch, "bytes read once for both forms", 0 if one_read else 1 << 30)
     machine = Machine(instruction_set=isa, threads=threads)
     for row_spec in ROW_SPECS:
         x, row_values, row_codes = both_forms(row_spec, False)
@@ -152,7 +153,7 @@ def test_both_forms_of_overlapping_rows_and_of_one_column(
     one_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose transpose is contiguous, too."""
-    monkeypatch.setattr(cpu, "PAIR_BYTES", 0 if one_read else 1 << 30)
+    set_limit(monkeypatch, "bytes read once for both forms", 0 if one_read else 1 << 30)
     signal = draw_values("normal", 1, 400, 6).bfloat16()[0]
     for x in (signal.unfold(0, 64, 1), signal[:, None]):
         row = CpuQuantizer(NVFP4)
@@ -181,7 +182,7 @@ def test_an_amax_that_is_converted_lives_as_long_as_the_call() -> None:
 def test_tiles_are_read_once_from_the_size_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw_values("normal", 40, 300, 4).bfloat16()
     for size, expected in ((x.nbytes + 1, False), (x.nbytes, True)):
-        monkeypatch.setattr(cpu, "PAIR_BYTES", size)
+        set_limit(monkeypatch, "bytes read once for both forms", size)
         for row, column, fits in (
             (NVFP4, TOKENS, True),
             (TOKENS, NVFP4, False),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Cli
+from limits import set_limit
 from torch import nn
 
 from fp4train.models.llama import Llama
@@ -74,7 +75,7 @@ def test_a_model_that_reads_values_while_it_is_built_is_trained_though_its_size_
 def test_what_takes_long_to_build_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "EVERY", 0.0)
+    set_limit(monkeypatch, "seconds between messages of a build", 0.0)
     caplog.set_level(logging.INFO)
     shape = Llama(layers=2)
     with torch.device("meta"), build._logging_progress("building the model", 1_000_000):

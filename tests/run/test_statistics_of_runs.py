@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import Cli, events, lines
+from limits import set_limit
 
-import fp4train.run.observe as observe
 from fp4train.track import STATISTICS, read_statistics
 
 SMALL = ("recipe=nvfp4", "policy=all", "phases=none", "eval.errors_every=2")
@@ -55,7 +55,7 @@ def test_a_line_of_metrics_has_the_summary_of_the_statistics_and_no_more(cli: Cl
 def test_a_gradient_below_the_threshold_is_told_once(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    monkeypatch.setattr(observe, "THRESHOLD", 1e9)
+    set_limit(monkeypatch, "least ratio of gradient to noise", 1e9)
     ended = cli("run.name=a", *SMALL[1:], f"recipe={recipe}")
     assert ended.code == 0
     told = events("runs/a", "weak gradient")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import forked
+from limits import set_limit
 
 import fp4train.track.metrics as metrics
 from fp4train.errors import OlderForm, UserError
@@ -184,17 +185,17 @@ def test_a_disk_that_stalls_costs_one_bounded_wait_and_no_line(
     log = MetricsLog(path)
     go_on = threading.Event()
     write = os.write
-    monkeypatch.setattr(metrics, "WAIT_SECONDS", 0.2)
+    set_limit(monkeypatch, "seconds for a line of metrics", 0.2)
     monkeypatch.setattr(os, "write", lambda *rest: go_on.wait(60) and write(*rest))
     began = time.monotonic()
     for step in range(1, 200):
         log.log(step, {})
     assert time.monotonic() - began < 5 and caplog.text.count("steps go on") == 1
-    monkeypatch.setattr(metrics, "END_SECONDS", 0.1)
+    set_limit(monkeypatch, "seconds for the last metrics", 0.1)
     with pytest.raises(OSError, match="is not written"):
         log.sync()
     go_on.set()
-    monkeypatch.setattr(metrics, "END_SECONDS", 60)
+    set_limit(monkeypatch, "seconds for the last metrics", 60)
     log.sync()
     log.log(200, {})
     assert [line["step"] for line in read_metrics(path)] == list(

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import set_limit
 
-import fp4train.track.config as config
-from fp4train.track import QueuedTracker, Trackers, WandbTracking, read_metrics, tracker as module
+from fp4train.track import QueuedTracker, Trackers, WandbTracking, read_metrics
 
 
 class Service:
@@ -80,7 +80,7 @@ def test_a_service_that_stalls_is_left_behind(
 def test_a_full_queue_drops_lines_and_says_how_many(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "CAPACITY", 10)
+    set_limit(monkeypatch, "calls in a tracker's queue", 10)
     service = Service("log 1")
     tracker = QueuedTracker(lambda: service, "service", start_seconds=5, finish_seconds=0.2)
     for step in range(1, 100):
@@ -131,7 +131,7 @@ def test_a_wandb_that_blocks_stalls_neither_the_start_nor_a_step_nor_the_end(
     assert "left behind" in caplog.text and len(read_metrics(tmp_path / "metrics.jsonl")) == 49
 
     fake.init = lambda **options: blocked.wait(60)
-    monkeypatch.setattr(config, "IMPORT_SECONDS", 0.2)
+    set_limit(monkeypatch, "seconds to import wandb", 0.2)
     began = time.monotonic()
     tracker = WandbTracking(timeout=0.1).build(tmp_path / "b", "name", {})
     tracker.log(1, {})

@@ -3,6 +3,8 @@ cannot.
 """
 
 import dataclasses
+import importlib
+import importlib.metadata
 import subprocess
 import sys
 import types
@@ -312,9 +314,7 @@ def test_the_metadata_of_the_package_are_read_once_in_a_process(
     its version.
     """
     reads = []
-    monkeypatch.setattr(
-        availability.metadata, "version", lambda name: reads.append(name) or "2.20.2"
-    )
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: reads.append(name) or "2.20.2")
     availability.version.cache_clear()
     try:
         for _ in range(3):
@@ -459,6 +459,6 @@ def test_an_installed_te_that_does_not_load_is_a_reason_and_no_traceback(
     def fail(name: str) -> None:
         raise OSError("libcudnn.so.9: cannot open shared object file")
 
-    monkeypatch.setattr(availability.importlib, "import_module", fail)
+    monkeypatch.setattr(importlib, "import_module", fail)
     device = Device(type="cuda", name="NVIDIA B200", capability=(10, 0))
     assert "does not load: libcudnn.so.9" in str(why_not_device(NVFP4().table(), device))

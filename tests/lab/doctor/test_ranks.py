@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from limits import set_limit
 from torch import Tensor
 
 from fp4train.errors import UserError
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process group of one rank."""
-    monkeypatch.setattr(ranks, "SIZES", {"cpu": 1 << 10})
+    set_limit(monkeypatch, "bytes of a collective that is tried", {"cpu": 1 << 10})
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -4,13 +4,15 @@ Its progress.
 
 import json
 import logging
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp4train.errors import UserError
-from fp4train.lab.studies import MEASUREMENTS, Fork, open_record, record, study_progress
+from fp4train.lab.studies import MEASUREMENTS, Fork, open_record, study_progress
 from fp4train.track import MetricsLog
 
 WHO: dict[str, Any] = {"study": "test", "run": "ab", "weights": "cd"}
@@ -157,8 +159,8 @@ def test_a_full_disk_costs_no_measurement(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(record.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(record.sys.stderr, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     return now
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from subjects import subject_of
 from fp4train import files
 from fp4train.config import to_config
 from fp4train.errors import UserError
-from fp4train.lab.studies import Effort, GradientMeter, RecipePart, Study, open_record, sensitivity
+from fp4train.lab.studies import Effort, GradientMeter, RecipePart, Study, open_record
 from fp4train.lab.studies.sensitivity import identity_of
 from fp4train.precision import NVFP4
 from fp4train.run.record import directory as run_directory
@@ -313,7 +314,7 @@ def test_a_budget_is_spent_where_the_intervals_are_widest(
         return {"error": errors, "gram": zeros, "layers": [[] for _ in batches], **same}
 
     monkeypatch.setattr(GradientMeter, "measure", measure)
-    monkeypatch.setattr(sensitivity.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     with open_record(tmp_path, identity_of(subject, NVFP4(), effort), subject.step) as record:
         study = Study(subject, NVFP4(), effort, record)
         study.run(lambda *_: None)

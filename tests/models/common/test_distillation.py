@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from limits import set_limit
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-import fp4train.models.common.loss as loss_module
 from fp4train.models.common.distillation import TeacherStates, chunked_distillation
 
 TOKENS = 37
@@ -29,7 +29,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, 
     params=[1 << 23, 10 * VOCABULARY, 1], ids=["one chunk", "4 chunks", "a chunk a token"]
 )
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_LOGITS_IN_A_CHUNK", request.param)
+    set_limit(monkeypatch, "logits of a chunk", request.param)
 
 
 def expected(h: Tensor, w: Tensor, t: TeacherStates, targets: Tensor) -> Tensor:

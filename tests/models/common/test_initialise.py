@@ -11,6 +11,7 @@ from statistics import NormalDist
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from limits import set_limit
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -56,7 +57,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those of rows nor those within a long row."""
     whole = drawn((7, 50))
     for chunk in (3, 50, 120):
-        monkeypatch.setattr("fp4train.models.common.initialise._CHUNK", chunk)
+        set_limit(monkeypatch, "elements drawn at a time", chunk)
         assert torch.equal(drawn((7, 50)), whole)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import set_limit
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import cross_entropy
@@ -29,7 +30,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     params=[1 << 23, 10 * VOCABULARY, 1], ids=["one chunk", "4 chunks", "a chunk a token"]
 )
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_LOGITS_IN_A_CHUNK", request.param)
+    set_limit(monkeypatch, "logits of a chunk", request.param)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -193,7 +194,7 @@ def test_in_a_second_microbatch_the_heads_gradient_is_made_scaled_and_added_in_p
     """Each pass over it is a gigabyte of a vocabulary of 128 k: no zeros, no copy, and the bits of
     the plain sum.
     """
-    monkeypatch.setattr(loss_module, "_LOGITS_IN_A_CHUNK", -(-TOKENS // chunks) * VOCABULARY)
+    set_limit(monkeypatch, "logits of a chunk", -(-TOKENS // chunks) * VOCABULARY)
     h, w, targets = inputs(torch.float32)
     (chunked_cross_entropy(h, w, targets) * 0.3).backward()
     first, once = w.grad, w.grad.clone()  # type: ignore[union-attr]

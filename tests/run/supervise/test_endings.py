@@ -19,10 +19,10 @@ from command_line import (
     steps,
     wait_for,
 )
+from limits import set_limit
 
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
-from fp4train.run.supervise import rescue
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU)
 
@@ -57,7 +57,7 @@ def test_a_signal_whose_save_fails_promises_nothing(
         raise CheckpointError("No space left on device.")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    monkeypatch.setattr(rescue, "PAUSES", ())
+    set_limit(monkeypatch, "pauses before the last checkpoint is tried again", ())
     before(2, lambda run: os.kill(os.getpid(), signal.SIGTERM))
     ended = cli("run.name=a", *STEADY)
     assert ended.code == 128 + signal.SIGTERM

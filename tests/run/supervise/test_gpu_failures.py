@@ -7,6 +7,7 @@ torch's own errors are raised where torch raises them, so that no GPU is needed.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -224,7 +225,7 @@ def test_a_transformer_engine_built_for_another_torch_is_named_and_the_recipe_ru
         raise ImportError("transformer_engine_torch.so: undefined symbol: _ZN3c104impl3cow\nmore")
 
     monkeypatch.setattr(availability, "version", lambda: (2, 20, 2))
-    monkeypatch.setattr(availability.importlib, "import_module", broken)
+    monkeypatch.setattr(importlib, "import_module", broken)
     layer = Layer(name="mlp.up", in_features=64, out_features=64, block=0, blocks=1)
     ada = Device(type="cuda", name="NVIDIA L4", capability=(8, 9))
     plan = resolve(layer, NVFP4(), None, "auto", ada)
@@ -242,7 +243,7 @@ def test_a_transformer_engine_built_for_another_torch_is_named_and_the_recipe_ru
 def test_without_triton_the_reference_quantises_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fp4train.quantize.triton.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(logging.getLogger("fp4train"), "propagate", True)
     quantizer.cache_clear()
     monkeypatch.setattr(

@@ -16,11 +16,12 @@ import torch
 from audit_run_faults import higher_rate, norm_weight, without_policy
 from command_line import STEADY, Cli, after_update, events, losses, steps
 from families import tiny_run
+from limits import set_limit
 
 from fp4train import checkpoint
 from fp4train.audit import AuditSettings, ObservedCall
 from fp4train.exchange import RecordedResults
-from fp4train.run.supervise import planned_calls, repeat as run_repeat, saving, sums as run_sums
+from fp4train.run.supervise import planned_calls, repeat as run_repeat, sums as run_sums
 from fp4train.run.supervise.layer_audits import LayerAudits
 from fp4train.run.supervise.saving import Saver
 
@@ -265,7 +266,7 @@ def test_a_bit_that_flips_between_the_last_update_and_its_checkpoint_is_found(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
     after_update(6, monkeypatch, lambda run: flip(next(run.model.parameters()), 3))
-    monkeypatch.setattr(saving, "PAUSES", (0.01,))
+    set_limit(monkeypatch, "pauses before the last checkpoint is tried again", (0.01,))
     options = ("audit.every=0", "audit.sums=100", f"audit.action={action}", "checkpoint.every=3")
     cli("run.name=a", *NVFP4, *options)
     assert 6 not in steps("runs/a")
@@ -443,7 +444,7 @@ def test_ranks_compare_sums_in_tensors_of_the_device_that_their_group_serves(
         devices.append(device)
         return make(values)
 
-    monkeypatch.setattr(run_sums.torch, "tensor", tensor)
+    monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(run_sums, "dist", Group([7, 7], 0))
     device = torch.device("cuda:1")
     assert run_sums._differing({"w": 7}, ["w"], None, device, "replicas") == []

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from command_line import STEADY, Cli, StopAt, before_steps, events, losses, steps
+from limits import set_limit
 
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
-from fp4train.run.supervise import rescue, saving
+from fp4train.run.supervise import saving
 
 
 def test_a_second_place_has_a_run_that_can_be_resumed(cli: Cli, stop_at: StopAt) -> None:
@@ -93,8 +94,8 @@ def test_a_disk_that_does_not_answer_is_left_behind(
         return original(folder, step, *rest, **options)
 
     monkeypatch.setattr(checkpoint, "save", stuck)
-    monkeypatch.setattr(saving, "WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(rescue, "PAUSES", ())
+    set_limit(monkeypatch, "seconds for a checkpoint", 0.05)
+    set_limit(monkeypatch, "pauses before the last checkpoint is tried again", ())
     ended = cli("run.name=a", "checkpoint.every=2", *STEADY)
     assert ended.code == 1 and "a slow disk?" in ended.err and "not saved" in ended.out
     assert sorted(losses("runs/a")) == list(range(1, 7))

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from command_line import STEADY, Before, Cli, before_steps, lines, losses, recorded, steps
+from limits import set_limit
 
 from fp4train.files import Folder
-from fp4train.run.record import inbox
 from fp4train.sealed import LogWriter
-from fp4train.track import metrics
 
 WAIT = 0.3
 STALL = 5.0
@@ -25,8 +24,8 @@ STALL = 5.0
 @pytest.fixture
 def step_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When each step began."""
-    monkeypatch.setattr(inbox, "WAIT_SECONDS", WAIT)
-    monkeypatch.setattr(metrics, "WAIT_SECONDS", WAIT)
+    set_limit(monkeypatch, "seconds to read requests", WAIT)
+    set_limit(monkeypatch, "seconds for a line of metrics", WAIT)
     times: list[float] = []
     before_steps(monkeypatch, lambda run: times.append(time.monotonic()))
     return times
