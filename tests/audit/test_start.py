@@ -9,6 +9,7 @@ from typing import Any
 import audit_planting as planting
 import pytest
 import torch
+from faulty_kernels import equals_reference, kernels_equal_reference
 from torch import nn
 
 import fp4train as f4
@@ -34,7 +35,7 @@ def test_a_plan_that_this_machine_computes_has_no_fault(recipe: Recipe) -> None:
 
 def test_a_kernel_that_quantises_otherwise_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = f4.plan(nn.Sequential(nn.Linear(32, 32)), NVFP4(), LayerPolicy(last=0))
-    monkeypatch.setattr(start, "equal_codes", lambda spec, device: spec.random)
+    kernels_equal_reference(monkeypatch, lambda spec, device: spec.random)
     faults = list(check_plan(plan))
     assert faults and all("otherwise than the reference" in fault.what for fault in faults)
 
@@ -43,7 +44,7 @@ def test_a_kernel_with_another_global_scale_is_a_fault(monkeypatch: pytest.Monke
     """Its codes and block scales are those of the reference."""
     plan = f4.plan(nn.Sequential(nn.Linear(32, 32)), NVFP4(), LayerPolicy(last=0))
     (spec, *_) = plan.at(0).layers["0"].specs
-    assert start.equal_codes(spec, "cpu")
+    assert equals_reference(spec, "cpu")
     quantizer = start.quantizer
 
     class Doubled:
@@ -60,7 +61,7 @@ def test_a_kernel_with_another_global_scale_is_a_fault(monkeypatch: pytest.Monke
         return right if which else Doubled(right)
 
     monkeypatch.setattr(start, "quantizer", planted)
-    assert not start.equal_codes(spec, "cpu")
+    assert not equals_reference(spec, "cpu")
 
 
 @pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Delayed()], ids=["nvfp4", "mxfp8", "fp8"])
@@ -87,7 +88,7 @@ def test_a_kernel_that_raises_leaves_the_other_trials(monkeypatch: pytest.Monkey
             raise RuntimeError("no kernel")
         return False
 
-    monkeypatch.setattr(start, "equal_codes", equal_codes)
+    kernels_equal_reference(monkeypatch, equal_codes)
     failed: dict[str, str] = {}
 
     @contextmanager

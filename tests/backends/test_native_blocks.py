@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pretended import Machine
 from recorded_products import Recorder
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
-from fp4train.backends import BACKENDS, Operands, Table, choose, native
+from fp4train.backends import BACKENDS, Operands, Table, choose
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Linear
 from fp4train.precision import MXFP8, NVFP4, FP8Block, Layer, Recipe, autocast
@@ -93,7 +94,7 @@ def test_the_three_gemms_of_a_layer_are_what_tensor_cores_take_and_multiply_to_t
     tokens: int,
 ) -> None:
     wanted = run(recipe, "reference", tokens)
-    monkeypatch.setattr(native, "why_not_blocks", lambda *arguments: None)
+    Machine(monkeypatch).multiplies_blocks()
     found = run(recipe, "native", tokens)
     assert all(close(a, b, torch.bfloat16) for a, b in zip(found, wanted, strict=True))
     rows = tokens + -tokens % 16

@@ -9,6 +9,7 @@ import pytest
 import torch
 from interpreted import interpreted
 from needs_triton import needs_triton
+from pretended import Machine
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4train.backends import emulate, matmul, scaled
@@ -129,8 +130,8 @@ def test_two_scales_are_one_factor_with_and_without_a_cpus_instructions(
         left = Decoded(a, first)
         right = Decoded(b, second)
         bits = (exact * (first * second)).to(dtype)
-        for without in (frozenset(), frozenset({torch.bfloat16})):
-            monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", without)
+        for without in ((), (torch.bfloat16,)):
+            Machine(monkeypatch).lacks_instructions_for(*without)
             assert torch.equal(matmul(left, right, out_dtype=dtype), bits)
         differ += int((((exact * first) * second).to(dtype) != bits).sum())
     assert differ
@@ -260,8 +261,9 @@ def test_a_tile_leaves_no_multiprocessor_idle_where_it_can(
     tile: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scaled, "processors", lambda device: 132)
-    monkeypatch.setattr(scaled, "interpreted", lambda: False)
+    machine = Machine(monkeypatch)
+    machine.multiplies_like_a_gpu(cublas=None)
+    machine.interprets_triton(False)
     assert scaled.tile_of(sizes, steps, adds, torch.device("cpu")) == tile
 
 
@@ -278,10 +280,7 @@ def test_emulation_on_a_gpu_applies_scales_and_adds_dw_in_the_product(
     monkeypatch.setattr(
         Launch, "__call__", lambda self, *_, **__: launched.append(self.kernel.fn.__name__)
     )
-    monkeypatch.setattr(
-        scaled.ScaledProducts, "_cublas_on", lambda self, device: cublas if library else None
-    )
-    monkeypatch.setattr(scaled, "processors", lambda device: 132)
+    Machine(monkeypatch).multiplies_like_a_gpu(cublas=cublas if library else None)
     monkeypatch.setattr(triton, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pretended import Machine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train as f4
-from fp4train.backends import emulate, matmul, widened
+from fp4train.backends import matmul, widened
 from fp4train.models.llama import Llama
 from fp4train.precision import BF16, FP16, FP32, NVFP4, Recipe, autocast
 from fp4train.quantize import Decoded
@@ -24,13 +25,13 @@ each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.fixture
 def bare_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies neither BF16 nor FP16."""
-    monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", frozenset(HALVES))
+    Machine(monkeypatch).lacks_instructions_for(*HALVES)
 
 
 @pytest.fixture
 def able_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies both."""
-    monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", frozenset())
+    Machine(monkeypatch).lacks_instructions_for()
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:

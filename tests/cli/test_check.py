@@ -9,8 +9,9 @@ import audit_planting as planting
 import pytest
 from audit_run_faults import without_policy
 from command_line import STEADY, Cli, Outcome
+from faulty_kernels import equals_reference, kernels_equal_reference
 
-from fp4train.audit import observe, start
+from fp4train.audit import observe
 from fp4train.quantize import QuantSpec
 
 RUN = ("run.name=a", "recipe=nvfp4", "policy=last15", *STEADY)
@@ -68,14 +69,13 @@ def test_a_trial_that_raises_is_told_and_is_an_exit_code_of_its_own(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli(*RUN).code == 0
-    equal_codes = start.equal_codes
 
     def broken(spec: QuantSpec, device: str) -> bool:
         if spec.random:
             raise RuntimeError("no kernel")
-        return equal_codes(spec, device)
+        return equals_reference(spec, device)
 
-    monkeypatch.setattr(start, "equal_codes", broken)
+    kernels_equal_reference(monkeypatch, broken)
     ended = cli.raw("check", "runs/a")
     assert ended.code == 2
     assert "42 GEMMs of 14 layers compared" in ended.out and "0 faults" in ended.out

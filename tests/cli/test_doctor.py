@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretended import Machine
 
 from fp4train.audit import start
 from fp4train.cli import main
@@ -127,10 +128,7 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_the_default_run_needs_and_lacks_is_said_and_the_code_is_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = machine.package_version
-    monkeypatch.setattr(
-        machine, "package_version", lambda name: None if name == "wandb" else installed(name)
-    )
+    Machine(monkeypatch).lacks_package("wandb")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
     code, screen, _ = doctor(capsys)
     assert code == 1
@@ -214,7 +212,7 @@ def test_a_driver_without_a_gpu_for_torch_is_explained(
         if raised is not None:
             raise raised
 
-    monkeypatch.setattr(machine, "driver_version", lambda: "550.54.15")
+    Machine(monkeypatch).has_driver("550.54.15")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", cuda)

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 import triton
+from pretended import Machine
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp4train.quantize import triton_launch as launcher
+from fp4train.quantize import Launch
 
 CUOBJDUMP = triton.knobs.nvidia.cuobjdump.path
 """It comes with Triton, as ptxas does."""
@@ -32,7 +33,7 @@ POINTERS = {
 class Noted:
     """One launch: its kernel, and all arguments but the compile-time ones."""
 
-    launch: launcher.Launch
+    launch: Launch
     arguments: tuple[Any, ...]
 
 
@@ -41,13 +42,12 @@ def recorded() -> Iterator[list[Noted]]:
     """Launches are noted instead of run, and CPU tensors pass for CUDA ones."""
     launches: list[Noted] = []
 
-    def note(self: launcher.Launch, *pointers: torch.Tensor, words: tuple[Any, ...] = ()) -> None:
+    def note(self: Launch, *pointers: torch.Tensor, words: tuple[Any, ...] = ()) -> None:
         launches.append(Noted(self, (*self.seen(pointers), *self.sizes, *words)))
 
-    with (
-        mock.patch.object(launcher.Launch, "__call__", note),
-        mock.patch.object(launcher, "interpreted", lambda: False),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "__call__", note)
+        Machine(patch).interprets_triton(False)
         yield launches
 
 

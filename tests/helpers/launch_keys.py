@@ -13,12 +13,14 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from pretended import Machine
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from fp4train.quantize import Launch, triton_launch
+from fp4train.quantize import Launch
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ def without_compiler() -> Iterator[list[Ran]]:
     with (
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(Launch, "__call__", checked),
-        mock.patch.object(triton_launch, "interpreted", lambda: False),
+        pytest.MonkeyPatch.context() as patch,
     ):
+        Machine(patch).interprets_triton(False)
         forget_plans()
         yield ran
         forget_plans()

@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from pretended import Machine
 from torch import Tensor
-
-from fp4train.models.common import liger
 
 calls: list[tuple[str, tuple[int, ...]]] = []
 """Name and shape of the first tensor of each call, forward and backward."""
@@ -235,4 +234,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in takes the place of the package, in the version that fp4train needs."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(liger, "installed_version", lambda: (0, 8, 5))
+    Machine(monkeypatch).has_liger((0, 8, 5))

@@ -11,9 +11,11 @@ import pytest
 import torch
 from interpreted import interpreted
 from needs_triton import needs_triton
+from pretended import Machine
 
 from fp4train.quantize import (
     Hadamard,
+    Launch,
     QuantSpec,
     RandomKey,
     quantize,
@@ -83,7 +85,7 @@ def test_the_interpreter_of_triton_3_6_is_refused_beside_numpy_2_4(
     found = {"triton": "3.6.0", "numpy": "2.4.6"}
     monkeypatch.setattr(backend, "version", found.__getitem__)
     for on, said in ((True, "numpy<2.4"), (False, "x is on cpu")):
-        monkeypatch.setattr(triton_launch, "interpreted", lambda on=on: on)
+        Machine(monkeypatch).interprets_triton(on)
         assert said in str(backend.why_not(QuantSpec(), "cpu"))
     monkeypatch.setattr(torch.version, "hip", None)
     assert backend.why_not(QuantSpec(), "cuda") is None
@@ -177,8 +179,8 @@ def test_a_quantisation_costs_little_python_before_tritons_launcher(
     """Functions of Python that are entered, which does not depend on the machine: 16 take 5 to 10
     µs.
     """
-    monkeypatch.setattr(triton_launch.Launch, "__call__", lambda *args, **options: None)
-    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+    monkeypatch.setattr(Launch, "__call__", lambda *args, **options: None)
+    Machine(monkeypatch).interprets_triton(False)
     quantizer = backend.TritonQuantizer(spec)
     run = quantizer.values if values else quantizer.codes
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
@@ -207,8 +209,8 @@ def test_what_a_launch_needs_is_worked_out_once_per_kind_of_tensor(
     """
     made: list[str] = []
     quantizer = backend.TritonQuantizer(QuantSpec(rounding="stochastic"))
-    monkeypatch.setattr(triton_launch.Launch, "__call__", lambda *args, **options: None)
-    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+    monkeypatch.setattr(Launch, "__call__", lambda *args, **options: None)
+    Machine(monkeypatch).interprets_triton(False)
     for name in ("plan_quantize", "plan_amax"):
         plan = getattr(triton_launch, name)
 

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from pretended import Machine
 from torch import Tensor
 
 from fp4train.backends import scaled
@@ -197,7 +198,8 @@ def product(adds: bool, library: bool, **tensors: Tensor) -> Case:
     ) -> None:
         a = Decoded(x, first)
         b = Decoded(y, second)
-        with patch.object(scaled, "why_not_here", lambda device: None):
+        with pytest.MonkeyPatch.context() as pretended:
+            Machine(pretended).multiplies_by_triton()
             if reason := scaled.why_not(
                 a, b, torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
             ):

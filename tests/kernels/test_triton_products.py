@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from pretended import Machine
 
 from fp4train.backends import scaled
 from fp4train.quantize import Decoded
@@ -57,11 +58,10 @@ def scaled_product(
             products.product(left, right, out_dtype=torch.bfloat16, bias=added)
 
     library = mock.Mock() if cublas else None
-    with (
-        mock.patch.object(scaled, "interpreted", lambda: False),
-        mock.patch.object(scaled, "processors", lambda device: 132),
-        mock.patch.object(scaled.ScaledProducts, "_cublas_on", lambda self, device: library),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(patch)
+        machine.interprets_triton(False)
+        machine.multiplies_like_a_gpu(cublas=library)
         return launches_of(call)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from compiled_layers import needs_graphs
+from prepared import prepared_forms
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.nn import Linear, PreparedWeights
+from fp4train.nn import Linear
 from fp4train.parameters import ParameterSpec
 from fp4train.precision import NVFP4, FP8Current, Recipe
 from fp4train.precision.recipes import QuartetII
@@ -190,20 +191,13 @@ def test_forms_without_the_shared_scale_leave_those_with_it_to_the_next_microbat
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """dgrad in high precision takes a form of the weight that has no amax of the group."""
-    made: list[Any] = []
-    real = PreparedWeights._prepare
-
-    def counted(forms: PreparedWeights, w: Tensor, form: Any, *arguments: Any) -> Any:
-        made.append(form.key)
-        return real(forms, w, form, *arguments)
-
-    monkeypatch.setattr(PreparedWeights, "_prepare", counted)
+    forms = prepared_forms(monkeypatch)
     model = pair()
     mixed = NVFP4(fused_scales=True, high_precision=("dgrad",))
     first_microbatch = result(model, mixed)
-    assert len(made) == 4, "a form for fprop and one for dgrad, of two weights"
+    assert len(forms) == 4, "a form for fprop and one for dgrad, of two weights"
     assert same(result(model, mixed), first_microbatch)
-    assert len(made) == 4
+    assert len(forms) == 4
     with torch.no_grad():
         model.up.weight.mul_(2)
     written = result(model, mixed)

@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 from linear_layers import gradients, layer, rand, same
+from prepared import prepared_forms
 from torch import Tensor, nn
 
-from fp4train.nn import PreparedWeights, WeightForm
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe, autocast
 from fp4train.quantize import FPROP_W
 
@@ -18,20 +18,13 @@ from fp4train.quantize import FPROP_W
 def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prepared: list[bool] = []
-    real = PreparedWeights._prepare
-
-    def prepare(self: PreparedWeights, w: Tensor, form: WeightForm, *others: object) -> object:
-        prepared.append(form.number == FPROP_W)
-        return real(self, w, form, *others)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(PreparedWeights, "_prepare", prepare)
+    forms = prepared_forms(monkeypatch)
     module = layer()
     for step in (0, 0, 1):
         gradients(module, rand(8, 32), NVFP4(), step=step)
-    assert prepared == [True, True], "16×16 blocks serve both directions"
+    assert [form.number for form in forms] == [FPROP_W] * 2, "16×16 blocks serve both directions"
     gradients(module, rand(8, 32), NVFP4(two_d_weights=False), step=1)
-    assert prepared[2:] == [True, False]
+    assert [form.number == FPROP_W for form in forms[2:]] == [True, False]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -76,13 +69,7 @@ def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(
     """FSDP2 frees a weight's memory after the layer and fills other memory with the same values
     before backward.
     """
-    prepared: list[int] = []
-    real = PreparedWeights._prepare
-    monkeypatch.setattr(
-        PreparedWeights,
-        "_prepare",
-        lambda *a: (prepared.append(1), real(*a))[1],  # type: ignore[func-returns-value]
-    )
+    forms = prepared_forms(monkeypatch)
     module = layer(bias=False)
     x = rand(8, 32)
     values = module.weight.detach().clone()
@@ -94,7 +81,7 @@ def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(module.weight):
             module.weight.copy_(values)
         assert torch.equal(module(x), first)
-    assert len(prepared) == 1
+    assert len(forms) == 1
 
 
 def test_what_was_prepared_is_dropped_with_the_weight() -> None:

@@ -4,6 +4,7 @@ reason.
 
 import pytest
 import torch
+from pretended import Machine
 
 from fp4train.backends.te import translate
 from fp4train.hardware import Device, find_gpu
@@ -131,7 +132,7 @@ def test_a_weight_that_transformer_engine_must_quantise_travels_in_bf16(
 
 
 def test_older_transformer_engines_take_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translate, "version", lambda: (2, 18))
+    Machine(monkeypatch).has_transformer_engine(2, 18)
     here = Device(type="cuda", capability=(10, 0), here=True)
     layer = Layer(name="x", in_features=64, out_features=64, block=0, blocks=1)
     reason = translate.why_values(MXFP8().table(), layer, here)
@@ -145,7 +146,7 @@ def test_without_kernels_of_its_own_fp4train_leaves_weights_to_transformer_engin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The readable reference would take dozens of passes over each shard."""
-    monkeypatch.setattr(translate, "version", lambda: (2, 20))
+    Machine(monkeypatch).has_transformer_engine(2, 20)
     monkeypatch.setattr(
         translate, "quantizer", lambda spec, device: Quantizer(spec, "Triton is not installed")
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from resolving import refuse_resolving
 
 import fp4train as f4
 from fp4train.backends import BACKENDS, GEMMS
@@ -279,9 +280,7 @@ def test_applied_plans_are_what_layers_run_and_nothing_is_resolved_again(
             module.apply_plan(
                 stretch.layers[module.layer.name], recipe, policy, torch.device("cpu")
             )
-    monkeypatch.setattr(
-        "fp4train.nn.planned.resolve", lambda *_, **__: pytest.fail("resolved again")
-    )
+    refuse_resolving(monkeypatch)
     tokens = torch.zeros(1, TIME, dtype=torch.int64)
     with autocast(recipe, policy=policy, step=0):
         assert model(tokens, tokens).isfinite()

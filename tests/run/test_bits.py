@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from command_line import STEADY, Before, Cli, losses
+from pretended import Machine
 
-from fp4train.run import host
 from fp4train.run.bits import computing_threads, differences
 
 HERE = {
@@ -57,8 +57,7 @@ def test_a_resume_on_another_cpu_or_torch_says_so(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
-    monkeypatch.setattr(host, "cpu_name", lambda: "Another 9000")
-    monkeypatch.setattr(host, "instructions", lambda: "AVX2")
+    Machine(monkeypatch).has_cpu("Another 9000", "AVX2")
     ended = cli.raw("resume=runs/a", "train.steps=3")
     (line,) = [line for line in ended.err.splitlines() if "same bits" in line]
     assert "→ Another 9000" in line and "→ AVX2" in line and "train.threads" not in line

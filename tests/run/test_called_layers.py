@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli
-
-from fp4train.quantize import triton
+from pretended import Machine
 
 LAB = '''
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ def test_the_fix_that_the_error_names_trains_and_nothing_is_expected_of_a_gate_o
     """Also on a GPU, whose kernels quantise gates where they are made: a class with another forward
     pass has none of them, so none is missed.
     """
-    monkeypatch.setattr(triton, "why_not_here", lambda device: None)
+    Machine(monkeypatch).quantises_by_triton()
     ended = cli(*OWN, "run.name=a", "train.steps=2", "policy.keep=[mlp.down]")
     assert ended.code == 0
     assert "not asked for quantised results in the first step" not in ended.err
@@ -78,7 +77,7 @@ def test_the_fix_that_the_error_names_trains_and_nothing_is_expected_of_a_gate_o
 def test_norms_that_hooks_watch_are_not_said_to_be_left_out(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton, "why_not_here", lambda device: None)
+    Machine(monkeypatch).quantises_by_triton()
     ended = cli(*OWN, "run.name=a", "train.steps=1", "model._target_=fusedlab.Watched")
     assert ended.code == 0 and "in the first step" not in ended.err
 
@@ -95,6 +94,6 @@ def test_norms_that_hooks_watch_are_not_said_to_be_left_out(
 def test_a_run_whose_layers_are_all_called_says_nothing(
     cli: Cli, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton, "why_not_here", lambda device: None)
+    Machine(monkeypatch).quantises_by_triton()
     ended = cli("run.name=a", "train.steps=2", "policy=all", *options)
     assert ended.code == 0 and "in the first step" not in ended.err

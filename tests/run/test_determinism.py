@@ -11,12 +11,12 @@ import pytest
 import torch
 from command_line import Cli
 from families import TINY_RUNS, tiny_shape
+from pretended import Machine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train as f4
 from fp4train.errors import UserError
-from fp4train.models.common import scan
 from fp4train.precision import NVFP4
 from fp4train.run.determinism import CUBLAS, determinism
 
@@ -183,9 +183,7 @@ def test_a_step_calls_nothing_that_a_gpu_refuses_or_a_graph_cannot_record(
     """On a CPU, whose operators do not raise; what code chooses by the device is chosen as on a
     GPU.
     """
-    monkeypatch.setattr(
-        scan, "_needs_order", lambda a: torch.are_deterministic_algorithms_enabled()
-    )
+    Machine(monkeypatch).sums_in_order(lambda a: torch.are_deterministic_algorithms_enabled())
     model = f4.convert(tiny_shape(family).build(vocab_size=60, seq_len=32))
     ids = torch.arange(64).view(2, 32) % 60
     with determinism(True), Told() as told:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from command_line import Before, Cli
+from resolving import refuse_resolving
 
 from fp4train.precision import Context
 from fp4train.quantize import Position, RunStep
@@ -20,10 +21,7 @@ from fp4train.run import run as runs
 def test_steps_evaluations_and_measured_steps_resolve_nothing_in_a_call(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(
-        "fp4train.nn.planned.resolve",
-        lambda layer, *_: pytest.fail(f"{layer.name}: resolved again"),
-    )
+    refuse_resolving(monkeypatch)
     planned: list[str] = []
     make_plan = runs.make_plan
 

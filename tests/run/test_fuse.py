@@ -12,6 +12,7 @@ import liger_on_cpu
 import pytest
 import torch
 from command_line import Cli, losses
+from pretended import Machine
 
 import fp4train as f4
 from fp4train.config import TrainSettings, to_config
@@ -20,7 +21,7 @@ from fp4train.errors import UserError
 from fp4train.exchange import load_trained
 from fp4train.hardware import Device, find_gpu
 from fp4train.kernels import cpu
-from fp4train.models.common import liger, on_cpu
+from fp4train.models.common import on_cpu
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.on_cpu import CpuOperators
 from fp4train.models.common.operators import OF_TORCH, Operation
@@ -29,7 +30,6 @@ from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.nn.fused_layers import outlines
 from fp4train.parallel.world import World
 from fp4train.precision import NVFP4, Timeline, find_layers, make_plan
-from fp4train.quantize import triton
 from fp4train.run.build import built_or_deferred
 from fp4train.run.fuse import fuse, kernels_of_layers
 from fp4train.run.produced import produced_by, with_sources
@@ -70,7 +70,7 @@ def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.M
         in cli("plan", "train.kernels=torch").out
     )
     assert "train.kernels=liger: they are for GPUs" in cli("plan", "train.kernels=liger").message
-    monkeypatch.setattr(liger, "why_not", lambda device: None)
+    Machine(monkeypatch).runs_liger()
     assert (
         f"{what} liger's kernels (train.kernels=liger)." in cli("plan", "train.kernels=liger").out
     )
@@ -163,7 +163,7 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
         find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native"
     )
     settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
-    monkeypatch.setattr(triton, "why_not_here", lambda device: None)
+    Machine(monkeypatch).quantises_by_triton()
 
     def said(**changed: Any) -> list[str]:
         planned = with_sources(plan, outlines(built), replace(settings, **changed), "cuda")
@@ -237,7 +237,7 @@ def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(
         find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native"
     )
     settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
-    monkeypatch.setattr(triton, "why_not_here", lambda device: None)
+    Machine(monkeypatch).quantises_by_triton()
     planned = with_sources(plan, outlines(built), settings, "cuda")
     assert planned.stretches[0].sources["blocks.1.mlp_norm"].why_written == (
         "Router reads the same values, and takes no codes"
@@ -272,7 +272,7 @@ def test_a_run_with_them_resumes_to_the_bit_and_is_read_where_they_do_not_run(
 ) -> None:
     words = ("train.kernels=liger", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=4")
     with monkeypatch.context() as patch:
-        patch.setattr(liger, "why_not", lambda device: None)
+        Machine(patch).runs_liger()
         assert cli("run.name=a", *words).code == 0
         whole = losses("runs/a")
         liger_on_cpu.calls.clear()
@@ -308,7 +308,7 @@ def test_a_run_on_a_gpu_takes_them_unless_torchs_are_asked_for(
         "cuda",
     )
     assert {isinstance(part.operators, Liger) for part in (built, built.blocks[0].mlp)} == {used}
-    monkeypatch.setattr(liger, "installed_version", lambda: None)
+    Machine(monkeypatch).has_liger(None)
     with pytest.raises(UserError, match="liger-kernel is not installed"):
         fuse(
             built,

@@ -10,10 +10,11 @@ import pytest
 import torch
 from command_line import Cli
 from limits import set_limit
+from pretended import Machine
 from torch import nn
 
 from fp4train.models.llama import Llama
-from fp4train.run import build, checks
+from fp4train.run import build
 
 GRADED = """
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Graded(Llama):
 def test_weights_beyond_the_main_memory_are_refused_with_the_numbers(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "main_memory", lambda: 25_300_000_000)
+    Machine(monkeypatch).has_main_memory(25_300_000_000)
     wide = (
         "model.layers=16",
         "model.width=16384",

@@ -20,6 +20,7 @@ import gpu_profile
 import gpu_runs
 import pytest
 from gpu_check import PARTS, Check, Step
+from pretended import Machine
 
 from fp4train.config import composition
 
@@ -212,7 +213,7 @@ def test_the_commands_of_a_first_visit_are_understood_by_their_scripts(
 ) -> None:
     """Each with the words that a GPU machine calls it by; here they find no GPU, and say so."""
     monkeypatch.setattr(gpu_first.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fp4train.quantize.triton_launch.interpreted", lambda: False)
+    Machine(monkeypatch).interprets_triton(False)
     for step in flat(gpu_check.steps_of("nine", tmp_path / "x", None)):
         script, *words = step.words
         with gpu_check.arguments([script, *words]), pytest.raises(SystemExit) as ended:

@@ -13,12 +13,12 @@ import gpu_cases
 import gpu_launched
 import pytest
 import torch
+from pretended import Machine
 from recorded_products import Recorder
 
-from fp4train.backends import native
 from fp4train.config import composition
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed
-from fp4train.quantize import Decoded, QuantSpec, triton as kernels
+from fp4train.quantize import Decoded, QuantSpec
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -53,7 +53,7 @@ def test_cases_that_were_written_before_are_not_checked_again(
 
     monkeypatch.setattr(script, "check", one)
     monkeypatch.setattr(script, "all_cases", lambda *args, **options: chosen)
-    monkeypatch.setattr(kernels, "why_not", lambda spec, device: None)
+    Machine(monkeypatch).quantises_by_triton()
     monkeypatch.setattr(sys, "argv", ["gpu_kernels", "--out", str(out)])
     written = out.with_suffix(".cases.jsonl")
     written.write_text(
@@ -124,7 +124,7 @@ def test_values_of_both_forms_are_checked_where_x_and_dy_have_one_spec(
 def test_processes_share_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("gpu_kernels")
     monkeypatch.setattr(script, "check", lambda case, device: {})
-    monkeypatch.setattr(kernels, "why_not", lambda spec, device: None)
+    Machine(monkeypatch).quantises_by_triton()
     written = tmp_path / "k.cases.jsonl"
     for index in range(3):
         monkeypatch.setattr(
@@ -201,7 +201,7 @@ def test_block_scaled_products_are_compared_as_on_a_gpu(monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(SCRIPTS))
     script = load("gpu_native")
     recorder = Recorder()
-    monkeypatch.setattr(native, "why_not_blocks", lambda *arguments: None)
+    Machine(monkeypatch).multiplies_blocks()
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", recorder)
     problem = script.selfcheck.Problem.draw(128, 256, 128, "cpu")
     names = [name for name in script.RECIPES if not name.startswith("fp8") or "blocks" in name]

@@ -5,8 +5,7 @@ import re
 
 import host_time
 import pytest
-
-from fp4train.backends.te import availability
+from pretended import Machine
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 LAYER = r"  (.+?) +(\d+) µs, nn.Linear (\d+), "
@@ -21,7 +20,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_prints_what_each_backend_takes_above_another_layer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(availability, "version", lambda: (2, 20))
+    Machine(monkeypatch).has_transformer_engine(2, 20)
     host_time.main(["--tries", "1"])
     native, on_te = capsys.readouterr().out.partition("on Transformer Engine\n")[::2]
     lines = native.splitlines()
@@ -36,8 +35,8 @@ def test_it_prints_what_each_backend_takes_above_another_layer(
 def test_without_transformer_engine_it_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for version, found in ((None, "none"), ((2, 14, 1), "Transformer Engine 2.14.1")):
-        monkeypatch.setattr(availability, "version", lambda version=version: version)
+    for version, found in (((), "none"), ((2, 14, 1), "Transformer Engine 2.14.1")):
+        Machine(monkeypatch).has_transformer_engine(*version)
         host_time.main(["--tries", "1"])
         said = capsys.readouterr().out.splitlines()[-1]
         assert said == f"  not measured: {found} is installed, and 2.19 or newer is needed"

@@ -10,6 +10,7 @@ import liger_on_cpu
 import pytest
 import torch
 from interpreted import interpreted as in_interpreter
+from pretended import Machine
 from torch import Tensor
 
 import fp4train as f4
@@ -128,7 +129,7 @@ def test_a_loss_without_gradients_is_that_of_training(dtype: torch.dtype) -> Non
 def test_where_they_do_not_run_the_reason_is_said(
     monkeypatch: pytest.MonkeyPatch, device: str, version: Any, reason: str | None
 ) -> None:
-    monkeypatch.setattr(liger, "installed_version", lambda: version)
+    Machine(monkeypatch).has_liger(version)
     found = liger.why_not(device)
     assert found is None if reason is None else reason in str(found)
 
@@ -142,7 +143,7 @@ def test_a_package_that_cannot_be_imported_is_a_reason(
     def broken(name: str) -> None:
         raise error("found an empty package\nand more")
 
-    monkeypatch.setattr(liger, "installed_version", lambda: liger.OLDEST)
+    Machine(monkeypatch).has_liger(liger.OLDEST)
     monkeypatch.setattr(liger, "import_module", broken)
     assert liger.why_not("cuda") == "liger-kernel cannot be imported: found an empty package"
 

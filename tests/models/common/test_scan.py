@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from pretended import Machine
 from torch import Tensor
 
-from fp4train.models.common import scan as scan_module
 from fp4train.models.common.scan import CausalConvolution, running_sums, scan
 
 TIME = 53
@@ -113,7 +113,7 @@ def test_running_sums_of_deterministic_runs_on_a_gpu_are_sums_of_two(
     dy = torch.randn(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     wanted = a.cumsum(-1)
     (da,) = torch.autograd.grad(wanted, a, dy)
-    monkeypatch.setattr(scan_module, "_needs_order", lambda a: True)
+    Machine(monkeypatch).sums_in_order(lambda a: True)
     found = running_sums(a)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(torch.autograd.grad(found, a, dy)[0], da)

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command_line import Cli, losses
+from pretended import Machine
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -121,7 +122,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
     """Both packages, for a CPU."""
     made = Installed()
     fused = made.mamba_split_conv1d_scan_combined
-    monkeypatch.setattr(scan_kernels, "DEVICE", "cpu")
+    Machine(monkeypatch).runs_mamba_kernels_on("cpu")
     monkeypatch.setitem(sys.modules, "mamba_ssm", module("mamba_ssm", __version__="2.3.2.post1"))
     triton = {"mamba_chunk_scan_combined": made.mamba_chunk_scan_combined, fused.__name__: fused}
     monkeypatch.setitem(sys.modules, scan_kernels.SCAN[0], module(scan_kernels.SCAN[0], **triton))
@@ -280,7 +281,7 @@ def test_a_compiled_block_has_its_norm_and_in_proj_in_one_graph(installed: Insta
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_without_the_kernels_a_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that could run them."""
-    monkeypatch.setattr(scan_kernels, "DEVICE", "cpu")
+    Machine(monkeypatch).runs_mamba_kernels_on("cpu")
     made = layer()
     x = torch.randn(2, TIME, 24)
     assert made.missing == ("mamba-ssm is not installed", "causal-conv1d is not installed")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from pretended import Machine
 from torch import Tensor
 
 from fp4train.nn.executors.joined import COLUMNS, Term, joined, parts_of
@@ -18,7 +19,7 @@ ROWS, COLUMNS_OF_B = 48, 40
 def instructions_for_bf16() -> Iterator[None]:
     """Operands are joined as on a CPU with instructions for BF16, whatever this one has."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp4train.nn.executors.joined.WITHOUT_INSTRUCTIONS", frozenset())
+        Machine(patch).lacks_instructions_for()
         yield
 
 

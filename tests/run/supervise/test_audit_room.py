@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import STEADY, Cli, events, losses
+from pretended import Machine
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -84,7 +85,7 @@ def test_an_audit_without_main_memory_is_said_once_and_changes_no_bit(
 ) -> None:
     words = (*STEADY, "recipe=nvfp4", "train.steps=4")
     cli.trained("run.name=a", *words, "audit.every=0")
-    monkeypatch.setattr(audit_room, "free_memory", lambda: 1000)
+    Machine(monkeypatch).has_free_memory(1000)
     ended = cli("run.name=b", *words, "audit.every=1")
     assert ended.code == 0
     assert losses("runs/b") == losses("runs/a")

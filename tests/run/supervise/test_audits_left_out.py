@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from command_line import STEADY, Cli, events, losses
+from faulty_kernels import kernels_equal_reference
 
 from fp4train import checkpoint
-from fp4train.audit import Audited, Observer, partly_uncovered
+from fp4train.audit import Audited, CallComparison, Observer, partly_uncovered
 from fp4train.audit.observe import ADDED_TERMS
 from fp4train.audit.terms import RESIDUAL_CHANNELS
 from fp4train.backends import NotShownError
@@ -25,7 +26,7 @@ from fp4train.precision import (
     Residual,
     resolve,
 )
-from fp4train.run.supervise import planned_calls, run_audits, sums as run_sums
+from fp4train.run.supervise import run_audits, sums as run_sums
 from fp4train.run.supervise.layer_audits import LayerAudits
 
 SILENT = ("audit.every=0", "audit.sums=0", "audit.repeat=0")
@@ -56,7 +57,7 @@ def test_an_audit_that_compared_nothing_is_no_clean_one(
     def compared(self: Any, step: int) -> Audited:
         return Audited(layer=self.call.name, step=step, uncovered=["fprop: it is not seen"])
 
-    monkeypatch.setattr(planned_calls.CallComparison, "run", compared)
+    monkeypatch.setattr(CallComparison, "run", compared)
     ended = cli("run.name=a", *NVFP4, "audit.every=1")
     assert events("runs/a", "audit") == []
     assert "no layer was audited: 0 faults; not covered: " in ended.err
@@ -109,9 +110,7 @@ def test_a_plan_that_cannot_be_tried_is_said_at_the_end(
 def test_a_start_is_tried_where_layers_are_not_audited_as_on_a_gpu(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp4train.audit import start
-
-    monkeypatch.setattr(start, "equal_codes", lambda spec, device: False)
+    kernels_equal_reference(monkeypatch, lambda spec, device: False)
     ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.action=stop")
     assert ended.code == 1 and "quantises otherwise than the reference" in ended.message
     assert cli("run.name=b", *NVFP4, *SILENT, "audit.action=stop").code == 0

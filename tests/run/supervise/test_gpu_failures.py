@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 from command_line import Cli, losses
+from pretended import Machine
 
 from fp4train import checkpoint, hardware
-from fp4train.backends.te import availability
 from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.parallel.launch import ProcessRank
 from fp4train.precision import NVFP4, Layer, resolve
 from fp4train.quantize import QuantSpec, quantizer
 from fp4train.quantize.quantizer import _say
-from fp4train.run import host, step
+from fp4train.run import step
 from fp4train.run.host import choose_device
 from fp4train.run.run import Run
 from fp4train.run.supervise import rescue
@@ -203,7 +203,7 @@ def test_a_driver_older_than_the_runtime_is_said_before_the_cpu_is_used(
             "update.\nmore"
         )
 
-    monkeypatch.setattr(host, "driver_version", lambda: "535.54.03")
+    Machine(monkeypatch).has_driver("535.54.03")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
@@ -224,7 +224,7 @@ def test_a_transformer_engine_built_for_another_torch_is_named_and_the_recipe_ru
     def broken(name: str) -> Any:
         raise ImportError("transformer_engine_torch.so: undefined symbol: _ZN3c104impl3cow\nmore")
 
-    monkeypatch.setattr(availability, "version", lambda: (2, 20, 2))
+    Machine(monkeypatch).has_transformer_engine(2, 20, 2)
     monkeypatch.setattr(importlib, "import_module", broken)
     layer = Layer(name="mlp.up", in_features=64, out_features=64, block=0, blocks=1)
     ada = Device(type="cuda", name="NVIDIA L4", capability=(8, 9))

@@ -16,12 +16,13 @@ import torch
 from audit_run_faults import higher_rate, norm_weight, without_policy
 from command_line import STEADY, Cli, after_update, events, losses, steps
 from families import tiny_run
+from faulty_kernels import kernels_equal_reference
 from limits import set_limit
 
 from fp4train import checkpoint
-from fp4train.audit import AuditSettings, ObservedCall
+from fp4train.audit import AuditSettings, CallComparison, ObservedCall
 from fp4train.exchange import RecordedResults
-from fp4train.run.supervise import planned_calls, repeat as run_repeat, sums as run_sums
+from fp4train.run.supervise import repeat as run_repeat, sums as run_sums
 from fp4train.run.supervise.layer_audits import LayerAudits
 from fp4train.run.supervise.saving import Saver
 
@@ -128,7 +129,7 @@ def test_an_audit_that_fails_is_said_once_and_ends_nothing(
     def broken(*_: object) -> None:
         raise RuntimeError("no reference")
 
-    monkeypatch.setattr(planned_calls.CallComparison, "run", broken)
+    monkeypatch.setattr(CallComparison, "run", broken)
     ended = cli("run.name=a", *NVFP4, "audit.every=1")
     assert ended.code == 0
     (entry,) = events("runs/a", "audit failed")
@@ -373,9 +374,7 @@ def test_a_layer_that_the_policy_keeps_and_other_code_multiplies_is_no_fault(cli
 def test_a_machine_that_computes_otherwise_is_told_before_the_first_step(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp4train.audit import start
-
-    monkeypatch.setattr(start, "equal_codes", lambda spec, device: False)
+    kernels_equal_reference(monkeypatch, lambda spec, device: False)
     ended = cli("run.name=a", *NVFP4, "audit.action=stop")
     assert ended.code == 1
     assert "step 0: the audit found" in ended.message

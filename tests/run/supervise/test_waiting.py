@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Cli, around_steps, losses
+from pretended import Machine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train.train as loop
@@ -64,7 +65,7 @@ def test_a_step_is_queued_without_reading_a_number(
 ) -> None:
     # A product on a CPU with BF16 instructions takes its scale as a host number; this is the one of
     # other devices.
-    monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16, torch.float16}))
+    Machine(monkeypatch).lacks_instructions_for(torch.bfloat16, torch.float16)
     monkeypatch.setattr(emulate, "_of_tensors", emulate.queued_factors)
     options = ("policy=all", "train.steps=2", "train.microbatch=2", *STEADY)
     cli("run.name=tried", f"recipe={recipe}", *options)  # kernels are tried at their first use
