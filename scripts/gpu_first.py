@@ -103,7 +103,8 @@ def fused(dry: bool) -> str:
     loss and gradients.
     """
     import fp4train as f4
-    from fp4train.models.common.liger import use_liger, why_not
+    from fp4train.models.common import use_liger
+    from fp4train.models.common.liger import why_not
     from fp4train.models.llama import Llama
     from fp4train.precision import BF16
 

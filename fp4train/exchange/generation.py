@@ -18,7 +18,7 @@ from torch import Tensor
 from fp4train.data.tokens import Tokenizer
 from fp4train.errors import UserError
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
-from fp4train.models.common.cache import Cached
+from fp4train.models.common import Cached
 
 _CONTEXT = 16
 """Tokens before a new one that its text may depend on."""

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp4train.models.common.cut import StageCut, TokenRanks
+from fp4train.models.common import StageCut, TokenRanks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.fsdp import synchronise
 from fp4train.parallel.held import Inventory

@@ -11,14 +11,7 @@ from typing import cast
 
 from torch import nn
 
-from fp4train.models.common.cut import (
-    Pipelined,
-    Stage,
-    StageCut,
-    multiplied,
-    share_blocks,
-    stage_cut,
-)
+from fp4train.models.common import Pipelined, Stage, StageCut, multiplied, share_blocks, stage_cut
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.pipeline import Pipeline, TiedWeight

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp4train import parameters
-from fp4train.models.common.cut import HoldsParts, TensorCut, TensorParallel, TokenRanks
+from fp4train.models.common import HoldsParts, TensorCut, TensorParallel, TokenRanks
 from fp4train.nn.layer_shard import Cut, LayerShard
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks, local

@@ -13,7 +13,7 @@ import pytest
 from fp4train.cli import main
 from fp4train.cli.plan import PlanOptions, asks_for_mesh
 from fp4train.config.command_line import read_line
-from fp4train.models.common.decoder import Decoder
+from fp4train.models.common import Decoder
 from fp4train.parallel import Mesh, Parallel
 from fp4train.parallel.config import SCHEDULES
 

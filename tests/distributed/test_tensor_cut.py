@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fp4train as f4
 from fp4train.checkpoint import read_header, write_parts
-from fp4train.models.common.cut import multiplications
+from fp4train.models.common import multiplications
 from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena

@@ -14,8 +14,7 @@ from shown import DOCS
 
 from fp4train.config import to_config
 from fp4train.config.composition import compose
-from fp4train.models.common.rotary import RotaryShape, RotatedShape
-from fp4train.models.common.shape import DecoderShape
+from fp4train.models.common import DecoderShape, RotaryShape, RotatedShape
 from fp4train.models.hybrid import Hybrid
 from fp4train.models.hyena import Hyena
 from fp4train.models.llama import Llama

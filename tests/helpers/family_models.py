@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4train.models import Architecture
-from fp4train.models.common.initialise import materialise
+from fp4train.models.common import materialise
 from fp4train.precision import FP32, NVFP4, autocast
 
 

@@ -25,7 +25,7 @@ from fp4train.checkpoint import CheckpointGroup
 from fp4train.config import CheckpointSettings
 from fp4train.errors import UserError
 from fp4train.files import Folder
-from fp4train.models.common.initialise import materialise
+from fp4train.models.common import materialise
 from fp4train.models.llama import Llama
 from fp4train.nn import convert
 from fp4train.optim import Constant

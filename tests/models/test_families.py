@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from hf_folders import MODELS, SCALED, SMALL, random_model
 from torch import Tensor, nn
 
-from fp4train.models.common.cut import stage_cut, tensor_cut
-from fp4train.models.common.initialise import why_not_deferred
-from fp4train.models.common.layers import RopeScaling
+from fp4train.models.common import RopeScaling, stage_cut, tensor_cut, why_not_deferred
 from fp4train.models.families import Family, families, family_for, family_of
 from fp4train.models.llama import Llama
 from fp4train.nn.fused_layers import FusedLayers

@@ -15,9 +15,7 @@ import fp4train as f4
 from fp4train.config import bind
 from fp4train.config.composition import compose
 from fp4train.models import Architecture
-from fp4train.models.common.layers import Attention, rope_angles
-from fp4train.models.common.operators import rotate
-from fp4train.models.common.rotary import rotary_block_parameters
+from fp4train.models.common import Attention, rope_angles, rotary_block_parameters, rotate
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.precision import BF16, NVFP4, autocast
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.config import composition, to_config
+from fp4train.models.common import DROPPED, Balance, ExpertShape
 from fp4train.models.common.experts import ExpertLayer
-from fp4train.models.common.router import DROPPED, Balance, ExpertShape
 from fp4train.models.families import family_for, family_of
 from fp4train.models.moe import MixtureModel, MixtureOfExperts
 from fp4train.nn import LayerCall, weight_groups

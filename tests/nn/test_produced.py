@@ -14,12 +14,7 @@ from interpreted import interpreted
 
 import fp4train as f4
 from fp4train.hardware import Device, find_gpu
-from fp4train.models.common.layers import RMSNorm
-from fp4train.models.common.liger import Liger
-from fp4train.models.common.operators import OF_TORCH
-from fp4train.models.common.rotary import SwiGLU
-from fp4train.models.common.router import ExpertShape
-from fp4train.models.common.stream import StreamTerms
+from fp4train.models.common import OF_TORCH, ExpertShape, Liger, RMSNorm, StreamTerms, SwiGLU
 from fp4train.models.llama import Llama
 from fp4train.models.moe import MixtureOfExperts
 from fp4train.nn import Linear

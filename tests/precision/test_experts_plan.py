@@ -11,7 +11,7 @@ import fp4train as f4
 from fp4train.config import bind
 from fp4train.hardware import Device
 from fp4train.measure import watch
-from fp4train.models.common.cut import multiplications
+from fp4train.models.common import multiplications
 from fp4train.nn import Experts
 from fp4train.precision import (
     BF16,

@@ -21,10 +21,8 @@ from fp4train.errors import UserError
 from fp4train.exchange import load_trained
 from fp4train.hardware import Device, find_gpu
 from fp4train.kernels import cpu
-from fp4train.models.common import on_cpu
-from fp4train.models.common.liger import Liger
+from fp4train.models.common import OF_TORCH, Liger, Operation, on_cpu
 from fp4train.models.common.on_cpu import CpuOperators
-from fp4train.models.common.operators import OF_TORCH, Operation
 from fp4train.models.llama import Llama
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.nn.fused_layers import outlines

@@ -13,8 +13,7 @@ from torch import Tensor
 import fp4train as f4
 from fp4train.config import TrainSettings
 from fp4train.kernels import cpu
-from fp4train.models.common import on_cpu
-from fp4train.models.common.router import ExpertShape
+from fp4train.models.common import ExpertShape, on_cpu
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.llama import Llama
 from fp4train.models.moe import MixtureOfExperts

@@ -32,7 +32,7 @@ from fp4train.errors import UserError
 from fp4train.lab.studies.parts import CELL, LAYER, RecipePart
 from fp4train.lab.studies.record import Reading
 from fp4train.lab.studies.subject import Subject
-from fp4train.models.common.stream import StreamTerms, summed
+from fp4train.models.common import StreamTerms, summed
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan

@@ -1,3 +1,90 @@
-"""Parts that model families share: attention, rotary positions, norm, loss. Import them from their
-files.
+"""Parts that model families share: attention, rotary positions, norm, loss, and how a model is cut.
+
+Parts of some families alone, which others need not load, are in files of their own: `scan`,
+`convolution`, `experts`; so are operators of a CPU (`on_cpu`) and what families say of the folders
+of other software (`hf`).
 """
+
+from fp4train.models.common.cache import (
+    Cached as Cached,
+    DecodeCache as DecodeCache,
+    KeyValues as KeyValues,
+    seen_mask as seen_mask,
+)
+from fp4train.models.common.cut import (
+    HoldsParts as HoldsParts,
+    Pipelined as Pipelined,
+    Stage as Stage,
+    StageCut as StageCut,
+    TensorCut as TensorCut,
+    TensorParallel as TensorParallel,
+    TokenRanks as TokenRanks,
+    multiplications as multiplications,
+    multiplied as multiplied,
+    share_blocks as share_blocks,
+    shared_by as shared_by,
+    stage_cut as stage_cut,
+    tensor_cut as tensor_cut,
+)
+from fp4train.models.common.decoder import (
+    Decoder as Decoder,
+    FamilyDecoder as FamilyDecoder,
+    document_mask as document_mask,
+)
+from fp4train.models.common.distillation import (
+    TeacherStates as TeacherStates,
+    chunked_distillation as chunked_distillation,
+)
+from fp4train.models.common.initialise import (
+    fill_normal as fill_normal,
+    materialise as materialise,
+    why_not_deferred as why_not_deferred,
+)
+from fp4train.models.common.layers import (
+    Attention as Attention,
+    FeaturesNorm as FeaturesNorm,
+    RMSNorm as RMSNorm,
+    RopeScaling as RopeScaling,
+    attention_parameters as attention_parameters,
+    rope_angles as rope_angles,
+)
+from fp4train.models.common.liger import Liger as Liger, use_liger as use_liger
+from fp4train.models.common.loss import (
+    chunk_rows as chunk_rows,
+    chunked_cross_entropy as chunked_cross_entropy,
+)
+from fp4train.models.common.operators import (
+    OF_TORCH as OF_TORCH,
+    Fusible as Fusible,
+    Operation as Operation,
+    operations_of as operations_of,
+    rotate as rotate,
+)
+from fp4train.models.common.rotary import (
+    RotaryBlock as RotaryBlock,
+    RotaryDecoder as RotaryDecoder,
+    RotaryShape as RotaryShape,
+    RotatedDecoder as RotatedDecoder,
+    RotatedShape as RotatedShape,
+    SwiGLU as SwiGLU,
+    gated_mlp_parameters as gated_mlp_parameters,
+    rotary_block_parameters as rotary_block_parameters,
+    rotary_ends as rotary_ends,
+)
+from fp4train.models.common.router import (
+    BALANCE as BALANCE,
+    DROPPED as DROPPED,
+    Balance as Balance,
+    ExpertShape as ExpertShape,
+    Routers as Routers,
+)
+from fp4train.models.common.shape import (
+    DecoderShape as DecoderShape,
+    check_pattern as check_pattern,
+)
+from fp4train.models.common.stream import (
+    StreamNorm as StreamNorm,
+    StreamTerms as StreamTerms,
+    handed_on as handed_on,
+    summed as summed,
+)

@@ -29,13 +29,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.keys import CHANGES_DIGITS
-from fp4train.models.common.cache import DecodeCache, KeyValues
-from fp4train.models.common.decoder import FamilyDecoder
-from fp4train.models.common.layers import Attention, RMSNorm, attention_parameters
+from fp4train.models.common import (
+    Attention,
+    DecodeCache,
+    DecoderShape,
+    FamilyDecoder,
+    KeyValues,
+    RMSNorm,
+    StreamTerms,
+    attention_parameters,
+    check_pattern,
+    handed_on,
+)
 from fp4train.models.common.scan import STEP, Mamba2, ScanState, step_before_softplus
 from fp4train.models.common.scan_kernels import CHOICES
-from fp4train.models.common.shape import DecoderShape, check_pattern
-from fp4train.models.common.stream import StreamTerms, handed_on
 from fp4train.nn.normed_linears import Mixer, NormedLinears
 from fp4train.parameters import (
     ONES,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.backends import widened
-from fp4train.models.common.cache import KeyValues, seen_mask
+from fp4train.models.common import HoldsParts, KeyValues, rotate, seen_mask
 from fp4train.models.common.convolution import (
     first_of_document,
     long_convolution,
@@ -33,8 +33,6 @@ from fp4train.models.common.convolution import (
     transformed,
     with_window,
 )
-from fp4train.models.common.cut import HoldsParts
-from fp4train.models.common.operators import rotate
 from fp4train.nn.normed_linears import Mixer
 from fp4train.parameters import (
     ZEROS,

@@ -26,11 +26,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.models.common.cache import DecodeCache, KeyValues
-from fp4train.models.common.cut import shared_by
-from fp4train.models.common.rotary import RotatedDecoder, gated_mlp_parameters
-from fp4train.models.common.shape import DecoderShape, check_pattern
-from fp4train.models.common.stream import StreamNorm, StreamTerms, handed_on
+from fp4train.models.common import (
+    DecodeCache,
+    DecoderShape,
+    KeyValues,
+    RotatedDecoder,
+    StreamNorm,
+    StreamTerms,
+    check_pattern,
+    gated_mlp_parameters,
+    handed_on,
+    shared_by,
+)
 from fp4train.models.hyena.mixer import (
     KINDS,
     ConvolutionState,

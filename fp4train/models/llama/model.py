@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fp4train.keys import CHANGES_DIGITS
-from fp4train.models.common.initialise import DRAWS
-from fp4train.models.common.rotary import (
+from fp4train.models.common import (
     RotaryBlock,
     RotaryDecoder,
     RotaryShape,
@@ -31,6 +30,7 @@ from fp4train.models.common.rotary import (
     rotary_block_parameters,
     rotary_ends,
 )
+from fp4train.models.common.initialise import DRAWS
 from fp4train.parameters import ZEROS, ParameterSpec, Split, inside
 from fp4train.text import check_choice, check_least
 

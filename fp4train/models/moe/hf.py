@@ -21,6 +21,7 @@ written twice.
 from collections.abc import Mapping
 from typing import Any
 
+from fp4train.models.common import Balance, ExpertShape
 from fp4train.models.common.hf import (
     MOST,
     ROTARY_KEYS,
@@ -37,7 +38,6 @@ from fp4train.models.common.hf import (
     read_rotary,
     write_rotary,
 )
-from fp4train.models.common.router import Balance, ExpertShape
 from fp4train.models.families import Family
 from fp4train.models.moe.model import MixtureOfExperts
 

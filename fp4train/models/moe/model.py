@@ -19,19 +19,22 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fp4train.models.common.cache import KeyValues
-from fp4train.models.common.experts import ExpertLayer, expert_parameters
-from fp4train.models.common.rotary import (
+from fp4train.models.common import (
+    Balance,
+    ExpertShape,
+    KeyValues,
     RotaryBlock,
     RotaryDecoder,
     RotaryShape,
+    Routers,
+    StreamTerms,
     SwiGLU,
     gated_mlp_parameters,
+    handed_on,
     rotary_block_parameters,
     rotary_ends,
 )
-from fp4train.models.common.router import Balance, ExpertShape, Routers
-from fp4train.models.common.stream import StreamTerms, handed_on
+from fp4train.models.common.experts import ExpertLayer, expert_parameters
 from fp4train.parameters import ParameterSpec, inside
 
 

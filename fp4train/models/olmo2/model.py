@@ -21,22 +21,23 @@ from typing import ClassVar, Final
 
 from torch import Tensor, nn
 
-from fp4train.models.common.cache import KeyValues
-from fp4train.models.common.layers import (
+from fp4train.models.common import (
     Attention,
     FeaturesNorm,
+    Fusible,
+    KeyValues,
+    Operation,
     RMSNorm,
-    attention_parameters,
-)
-from fp4train.models.common.operators import Fusible, Operation
-from fp4train.models.common.rotary import (
     RotaryDecoder,
     RotatedShape,
+    StreamTerms,
     SwiGLU,
+    attention_parameters,
     gated_mlp_parameters,
+    handed_on,
     rotary_ends,
+    summed,
 )
-from fp4train.models.common.stream import StreamTerms, handed_on, summed
 from fp4train.parameters import Initial, Normal, ParameterSpec, Split, Spread, inside, norm
 from fp4train.text import check_least
 

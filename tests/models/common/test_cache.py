@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import fp4train as f4
-from fp4train.models.common.cache import KeyValues, seen_mask
-from fp4train.models.common.layers import RopeScaling
+from fp4train.models.common import KeyValues, RopeScaling, seen_mask
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.precision import FP32, autocast
 

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 
 from hypothesis import example, given, strategies as st
 
-from fp4train.models.common.cut import share_blocks
+from fp4train.models.common import share_blocks
 
 
 def shares(count: int, parts: int) -> Iterator[list[range]]:

@@ -6,7 +6,7 @@ from limits import set_limit
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from fp4train.models.common.distillation import TeacherStates, chunked_distillation
+from fp4train.models.common import TeacherStates, chunked_distillation
 
 TOKENS = 37
 WIDTH = 24

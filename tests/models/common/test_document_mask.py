@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fp4train as f4
-from fp4train.models.common.decoder import document_mask
+from fp4train.models.common import document_mask
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.precision import FP32, autocast
 

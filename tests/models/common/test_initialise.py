@@ -18,14 +18,14 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.config import bind
 from fp4train.config.composition import compose
-from fp4train.models.common.decoder import FamilyDecoder
-from fp4train.models.common.initialise import (
+from fp4train.models.common import (
+    DecoderShape,
+    FamilyDecoder,
     fill_normal,
-    key_of,
     materialise,
     why_not_deferred,
 )
-from fp4train.models.common.shape import DecoderShape
+from fp4train.models.common.initialise import key_of
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.parameters import ONES, ZEROS, Normal, ParameterSpec
 from fp4train.quantize import philox4x32

@@ -14,9 +14,7 @@ from pretended import Machine
 from torch import Tensor
 
 import fp4train as f4
-from fp4train.models.common import liger
-from fp4train.models.common.liger import use_liger
-from fp4train.models.common.loss import chunked_cross_entropy
+from fp4train.models.common import chunked_cross_entropy, liger, use_liger
 from fp4train.models.llama import Llama
 from fp4train.precision import FP32, NVFP4, Recipe, autocast, find_blocks
 

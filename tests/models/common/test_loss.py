@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train.models.common.loss as loss_module
 from fp4train.backends import add_product
-from fp4train.models.common.loss import chunked_cross_entropy
+from fp4train.models.common import chunked_cross_entropy
 
 TOKENS = 37
 WIDTH = 24

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp4train.kernels import cpu
 from fp4train.kernels.cpu import Machine
-from fp4train.models.common import on_cpu
+from fp4train.models.common import OF_TORCH, on_cpu, rotate
 from fp4train.models.common.on_cpu import (
     CpuOperators,
     gate_kernel,
@@ -25,7 +25,6 @@ from fp4train.models.common.on_cpu import (
     whole_vectors,
     why_not,
 )
-from fp4train.models.common.operators import OF_TORCH, rotate
 
 if (missing := cpu.unavailable()) is not None:
     # tests/house/test_skips.py fails if this must not be skipped

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp4train.models.common.cut import Stage
-from fp4train.models.common.stream import StreamTerms, summed
+from fp4train.models.common import Stage, StreamTerms, summed
 from fp4train.models.families import families
 from fp4train.models.llama import Llama
 from fp4train.precision import FP32, autocast
