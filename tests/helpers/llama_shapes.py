@@ -10,7 +10,7 @@ import torch
 import fp4train as f4
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.workload import Workload
-from fp4train.models.common.cut import tensor_cut
+from fp4train.models.common import tensor_cut
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.precision import Recipe, Timeline, find_layers, make_plan
 from fp4train.run.state.moments import Moments

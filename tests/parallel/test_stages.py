@@ -16,7 +16,7 @@ from fp4train.config import to_config
 from fp4train.config.composition import compose
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.workload import Workload
-from fp4train.models.common.cut import multiplications
+from fp4train.models.common import multiplications
 from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid
 from fp4train.parallel import Parallel
