@@ -28,7 +28,7 @@ Writes gate.json. Finished forks and answers are recorded: the same command goes
 import sys
 import traceback
 
-from fp4train.cli.fork_words import making_forks, write_results
+from fp4train.cli.forks import making_forks, write_results
 from fp4train.cli.output import discard_output, fitted, of_system
 from fp4train.config.command_line import read_line
 from fp4train.errors import UserError

@@ -27,7 +27,7 @@ checkpoints too. Decide on the forks beforehand: every further look at a record 
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4train.cli.fork_words import making_forks, write_results
+from fp4train.cli.forks import making_forks, write_results
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.command_line import read_line
 from fp4train.lab.analysis.figure import FIGURES, PICTURE, Width, check_out, save

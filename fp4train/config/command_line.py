@@ -55,7 +55,7 @@ class CommandLine:
         usage: the first line of the verb's help, "fp4train VERB …".
         flags: flags with their values.
         words: every word that is no option of the verb.
-        chosen: of these, the words on those sections of a run that the verb takes
+        chosen: words among these on the sections of a run that the verb takes
             ("recipe=a,b", "policy.last=0.1").
         paths: paths of a run's configuration that the command names, by their full keys.
         as_data: whether the flag --json asks for data.
@@ -188,8 +188,8 @@ def _check_run_keys(line: CommandLine, names: Sequence[str]) -> None:
     for word in line.overrides:
         key, equals, _ = word.partition("=")
         if equals and "." not in key and key.lstrip("+~") not in run_keys:
-            known = [*names, *overrides.settable_keys()]
-            hint = suggestion(key) or near_miss(key, known, alike)
+            candidates = [*names, *overrides.settable_keys()]
+            hint = suggestion(key) or near_miss(key, candidates, alike)
             if hint or line.runs:
                 listing = f" (known: {', '.join(names)} and the keys of a run)"
                 raise UserError(f"unknown key {key!r}{hint}{listing}")
@@ -212,9 +212,9 @@ def _words_on_run(
         elif paths and section in _SECTIONS and isinstance(override.value(), str | None):
             named_paths[key] = override.value()
         elif key not in keys:
-            known = [*names, *keys]
-            listing = f" (known: {', '.join(known)})" if known else ""
-            raise UserError(f"unknown key {key!r}{near_miss(key, known)}{listing}: {line.usage}")
+            accepted = [*names, *keys]
+            listing = f" (known: {', '.join(accepted)})" if accepted else ""
+            raise UserError(f"unknown key {key!r}{near_miss(key, accepted)}{listing}: {line.usage}")
     return {"chosen": overrides.with_files(chosen), "paths": named_paths}
 
 
