@@ -183,10 +183,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
     else:
         device = Device.elsewhere(gpu)
     plan = plan_on(device, config, model, timeline, start)
-    if gpu is not None:
-        kernels = ""
-    else:
-        kernels = kernels_of(config.train, device.type)[1]
+    kernels = kernels_of(config.train, device.type, elsewhere=not device.here)[1]
     for warning in plan_warnings(plan):
         _log.warning("%s", warning)
     if line.as_data:
@@ -197,14 +194,13 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
         ran = journal.stretches(journal.read_journal(source))
         parts = [part for stretch in ran for part in _split(stretch, start)]
         past = [part.title for part in parts if part.stop <= start]
+    sentences = [kernels]
+    estimated: list[str] = []
     if gpu is None:
-        estimated = []
-        layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
-        layers += operations_in_c(
+        sentences += kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
+        sentences += operations_in_c(
             model, config.train, device.type, plan.stretches[0].recipe.torch_dtype, plan.tokens
         )
-        sentences = [kernels, *layers]
-        produced_on = device.type
     else:
         from fp4train.cli.cost_screens import render_step
         from fp4train.lab.costs.estimate import estimate
@@ -216,10 +212,8 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
             estimate(plan, gpu, microbatches=config.train.microbatches).render(width),
             render_step(on_one_gpu, plan, width),
         ]
-        sentences = [on_one_gpu.kernels[1]]
-        produced_on = "cuda"
-    plan = with_sources(plan, outlines(model), config.train, produced_on, gpu=gpu)
-    sentences += produced_by(plan, produced_on)
+    plan = with_sources(plan, outlines(model), config.train, device.type, gpu=gpu)
+    sentences += produced_by(plan, device.type)
     sentences.append(Coverage.of(config, model).described(plan, Mesh()))
     _show(
         config,
