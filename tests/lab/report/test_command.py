@@ -40,7 +40,7 @@ def test_the_command_writes_the_file_and_says_what_is_missing(
         (("out=x.html",), "report needs run directories"),
         (("nothing",), "no run can be reported: nothing is not a run directory"),
         (("a", "--open"), "report knows no flag --open"),
-        (("a", "steps=3"), "report has no option 'steps'"),
+        (("a", "steps=3"), "unknown key 'steps' (known: baseline, out, figures"),
         (("a", "gpu=V100"), "gpu='V100' is not a GPU whose peak rates are known"),
         (("a", "out=x.pdf"), "the name must end in .html"),
         (("a", "out="), "the name must end in .html"),
