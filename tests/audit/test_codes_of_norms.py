@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.audit import Observer
 from fp4train.audit.whole_layers import observed_backend_layer
-from fp4train.nn import LayerFunction, Linear, fused_norm, gated_mlp
-from fp4train.nn.fused_norm import KernelNorm, MadeForms, parameters_of
+from fp4train.nn import KernelNorm, LayerFunction, Linear, MadeForms, fused_norm, gated_mlp
+from fp4train.nn.fused_norm import parameters_of
 from fp4train.nn.gated_mlp import GatedCall
 from fp4train.precision import NVFP4
 from fp4train.quantize import SourceTensors, produced

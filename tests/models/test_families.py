@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp4train.models.common import RopeScaling, stage_cut, tensor_cut, why_not_deferred
 from fp4train.models.families import Family, families, family_for, family_of
 from fp4train.models.llama import Llama
-from fp4train.nn.fused_layers import FusedLayers
+from fp4train.nn import FusedLayers
 
 FORWARD = 1e-5
 

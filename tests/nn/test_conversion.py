@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.models.llama import Llama
-from fp4train.nn.conversion import Conversion, report
+from fp4train.nn import Conversion
+from fp4train.nn.conversion import report
 
 
 class Experts(nn.Module):

@@ -12,9 +12,8 @@ from torch import Tensor
 
 import fp4train as f4
 from fp4train.models.llama import Llama
-from fp4train.nn import LayerFunction, TensorForms
-from fp4train.nn.engine import Executor
-from fp4train.nn.fused_norm import NormedCall, parameters_of
+from fp4train.nn import Executor, LayerFunction, NormedCall, TensorForms
+from fp4train.nn.fused_norm import parameters_of
 from fp4train.precision import NVFP4
 from fp4train.quantize import SourceTensors
 

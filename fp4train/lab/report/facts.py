@@ -16,7 +16,7 @@ from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.analysis.figure import plain
-from fp4train.lab.costs.estimate import CostEstimate, estimate
+from fp4train.lab.costs import CostEstimate, estimate
 from fp4train.lab.report.sources import UNREADABLE, RunSource
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_model, build_plan

@@ -28,7 +28,7 @@ from fp4train import __version__, text
 from fp4train.errors import UserError
 from fp4train.hardware import Gpu
 from fp4train.lab.analysis import figure, heatmap, over_steps
-from fp4train.lab.costs.estimate import CostEstimate
+from fp4train.lab.costs import CostEstimate
 from fp4train.lab.report import facts, groups
 from fp4train.lab.report.sources import RunSource, read_sources
 from fp4train.lab.studies import RankResult, SensitivityResult, figures, sequential

@@ -21,7 +21,7 @@ from itertools import takewhile
 from fp4train.backends.table import GEMMS
 from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
-from fp4train.lab.costs.estimate import estimate as estimate_costs
+from fp4train.lab.costs import estimate as estimate_costs
 from fp4train.lab.studies.findings import Sensitivity
 from fp4train.lab.studies.parts import CELL, EVERY_LAYER, LAYER, RecipeParts
 from fp4train.precision import LayerPolicy, Timeline

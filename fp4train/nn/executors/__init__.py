@@ -25,11 +25,12 @@ from torch import Tensor
 
 from fp4train.backends import LAYER_BACKENDS, DataRanks, LayerState, SavedTensor
 from fp4train.nn.engine import Executor, GradientSum
-from fp4train.nn.executors.cut import CutGemms
+from fp4train.nn.executors.cut import CutGemms, gathered as gathered, whole_blocks as whole_blocks
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
+from fp4train.nn.executors.joined import Term as Term
 from fp4train.nn.executors.parts import ChannelNorms as ChannelNorms, ChannelParts
-from fp4train.nn.executors.terms import TermGemms
+from fp4train.nn.executors.terms import Outer as Outer, TermGemms, without_mean as without_mean
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.precision.layer_plan import LayerPlan

@@ -38,9 +38,8 @@ from fp4train.backends.te.given import CUDNN
 from fp4train.config import TrainSettings
 from fp4train.hardware import Device
 from fp4train.models.llama import Llama
-from fp4train.nn import PlannedLayer, operands, scaling, weight_form, weights
+from fp4train.nn import KernelNorm, PlannedLayer, operands, scaling, weight_form, weights
 from fp4train.nn.fused_layers import outlines
-from fp4train.nn.fused_norm import KernelNorm
 from fp4train.precision import MXFP8, NVFP4, Timeline, autocast, find_layers, make_plan
 from fp4train.quantize import quantizer, sharded, to_torch, triton_launch
 from fp4train.run.fuse import fuse

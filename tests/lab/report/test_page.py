@@ -18,7 +18,7 @@ from fp4train.config.composition import compose
 from fp4train.data import planned_vocab_size
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.analysis import VARIABLES
-from fp4train.lab.costs.estimate import estimate
+from fp4train.lab.costs import estimate
 from fp4train.lab.report import different_data, page, write_report
 from fp4train.precision import find_layers
 from fp4train.run.build import build_model, build_plan

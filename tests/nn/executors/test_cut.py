@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp4train.nn import LayerShard, Ranks
-from fp4train.nn.layer_shard import Cut
+from fp4train.nn import Cut, LayerShard, Ranks
 from fp4train.precision import MXFP8, NVFP4, FP8Delayed, FP8Row
 from fp4train.quantize import QuantSpec
 

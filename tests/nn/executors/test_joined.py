@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings, strategies as st
 from pretended import Machine
 from torch import Tensor
 
-from fp4train.nn.executors.joined import COLUMNS, Term, joined, parts_of
-from fp4train.nn.executors.terms import Outer, without_mean
+from fp4train.nn.executors import Outer, Term, without_mean
+from fp4train.nn.executors.joined import COLUMNS, joined, parts_of
 from fp4train.quantize import Decoded
 
 ROWS, COLUMNS_OF_B = 48, 40

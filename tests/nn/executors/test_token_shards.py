@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fp4train.nn import Ranks
-from fp4train.nn.executors.cut import gathered, whole_blocks
+from fp4train.nn.executors import gathered, whole_blocks
 from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, FP8Row, Recipe
 from fp4train.precision.recipes import TetraJetV2
 from fp4train.quantize import Quantized, QuantSpec, RandomKey, amax_extent, measure_amax, quantize

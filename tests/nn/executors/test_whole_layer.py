@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4train.hardware import Device
-from fp4train.nn import LayerCall, Linear, engine
-from fp4train.nn.call import GradientDtypes
+from fp4train.nn import GradientDtypes, LayerCall, Linear, engine
 from fp4train.nn.executors import TorchLayer
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Current, Recipe, autocast, resolve
 

@@ -15,9 +15,8 @@ from command_line import STEADY, Cli, events, losses
 from families import tiny_run
 from held_recipe import write_held
 
-from fp4train.nn.executors import terms
-from fp4train.nn.executors.terms import Outer
-from fp4train.nn.held_amaxes import HeldAmax
+from fp4train.nn import HeldAmax
+from fp4train.nn.executors import Outer, terms
 
 Arguments = Callable[[Path], tuple[str, ...]]
 SILENT = ("audit.every=0", "audit.sums=0")
