@@ -11,7 +11,16 @@ import torch
 from prepared import prepared
 from torch import nn
 
-from fp4train.backends import BACKENDS, Operands, Table, choose, emulate, matmul, native
+from fp4train.backends import (
+    BACKENDS,
+    CHOICES,
+    Operands,
+    Table,
+    choose,
+    emulate,
+    matmul,
+    native,
+)
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import convert
 from fp4train.precision import MXFP8, FP8Current, FP8Row, Layer, autocast, resolve
@@ -280,7 +289,7 @@ def test_auto_emulates_on_a_cpu_where_scaled_mm_is_slow() -> None:
 
 
 def test_high_precision_is_torchs_whatever_the_backend() -> None:
-    for backend in ("auto", "native", "emulate", "reference", "te"):
+    for backend in CHOICES:
         assert {c.backend for c in choose(table(None, None), LAYER, backend, CPU).values()} == {
             "torch"
         }
