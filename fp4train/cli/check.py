@@ -23,7 +23,7 @@ from fp4train.cli.output import print_screen
 from fp4train.config.command_line import CommandLine, WholeNumber, read_line
 from fp4train.errors import UserError
 from fp4train.lab.check import check
-from fp4train.lab.studies.subject import open_subject
+from fp4train.lab.studies import open_subject
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_paths

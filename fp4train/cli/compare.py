@@ -19,9 +19,8 @@ from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.command_line import CommandLine, read_line
 from fp4train.config.overrides import baseline_first
 from fp4train.errors import UserError
-from fp4train.lab.analysis.compare import OUTPUTS, compare
-from fp4train.lab.analysis.figure import Width, check_out
-from fp4train.lab.gate.whole_runs import whole_runs
+from fp4train.lab.analysis import OUTPUTS, Width, check_out, compare
+from fp4train.lab.gate import whole_runs
 from fp4train.run.record.directory import steps_done
 from fp4train.run.record.journal import read_journal, stretches
 from fp4train.run.record.stretches import multiplied

@@ -27,8 +27,8 @@ from fp4train.cli.output import print_screen
 from fp4train.cli.trained import KEYS, with_model
 from fp4train.config.command_line import CommandLine, Count, WholeNumber, read_line
 from fp4train.errors import UserError, user_errors
-from fp4train.exchange.evaluation import Score, held_out, record, texts
-from fp4train.exchange.trained import NamedRecipe, TrainedModel
+from fp4train.exchange import NamedRecipe, Score, TrainedModel, held_out
+from fp4train.exchange.evaluation import record, texts
 
 COUNTS = ("tokens", "bytes", "documents")
 _OF = {

@@ -31,9 +31,9 @@ from typing import Any
 from fp4train.cli.output import fitted
 from fp4train.cli.trained import source_named
 from fp4train.config.command_line import CommandLine, Count, WholeNumber, read_line
-from fp4train.exchange.huggingface import DTYPES, export_huggingface
-from fp4train.exchange.quantised import Measures, export_quantised
-from fp4train.lab.studies.record import study_progress
+from fp4train.exchange import Measures, export_huggingface, export_quantised
+from fp4train.exchange.huggingface import DTYPES
+from fp4train.lab.studies import study_progress
 from fp4train.text import check_choice
 
 TARGETS = ("hf", "compressed-tensors", "modelopt")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fp4train.lab.studies.base import Base, ForkRequest
+from fp4train.lab.studies import Base, ForkRequest
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.sealed import sealed

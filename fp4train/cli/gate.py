@@ -32,11 +32,9 @@ from fp4train.cli.forks import making_forks, write_results
 from fp4train.cli.output import discard_output, fitted, of_system
 from fp4train.config.command_line import read_line
 from fp4train.errors import UserError
-from fp4train.lab.gate.gate import gate
-from fp4train.lab.gate.question import GateRequest as GateOptions
-from fp4train.lab.gate.result import EXIT_CODES, Estimated, gate_json
+from fp4train.lab.gate import EXIT_CODES, Estimated, GateRequest as GateOptions, gate, gate_json
+from fp4train.lab.studies import GATE
 from fp4train.lab.studies.candidates import SECTIONS
-from fp4train.lab.studies.results import GATE
 from fp4train.text import first_line
 
 

@@ -203,7 +203,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
         )
     else:
         from fp4train.cli.cost_screens import render_step
-        from fp4train.lab.costs.estimate import estimate
+        from fp4train.lab.costs import estimate
         from fp4train.lab.costs.mesh_plan import MeshPlan
 
         on_one_gpu = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=1)

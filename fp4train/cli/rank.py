@@ -30,13 +30,10 @@ from pathlib import Path
 from fp4train.cli.forks import making_forks, write_results
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.command_line import read_line
-from fp4train.lab.analysis.figure import FIGURES, PICTURE, Width, check_out, save
-from fp4train.lab.studies import figures
-from fp4train.lab.studies.base import RankRequest
+from fp4train.lab.analysis import FIGURES, PICTURE, Width, check_out, save
+from fp4train.lab.studies import RANKING, RankRequest, RankResult, figures, rank, rank_json
 from fp4train.lab.studies.candidates import SECTIONS
-from fp4train.lab.studies.rank import rank
 from fp4train.lab.studies.ranking import render
-from fp4train.lab.studies.results import RANKING, RankResult, rank_json
 from fp4train.lab.studies.stored import bound
 
 FIGURE = "rank.png"

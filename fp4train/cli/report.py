@@ -17,8 +17,8 @@ from fp4train.config.command_line import CommandLine, read_line
 from fp4train.config.overrides import baseline_first
 from fp4train.errors import user_errors
 from fp4train.hardware import find_gpu
-from fp4train.lab.analysis.figure import PICTURE, Width, endings_of
-from fp4train.lab.report.page import read_report
+from fp4train.lab.analysis import PICTURE, Width, endings_of
+from fp4train.lab.report import read_report
 
 _log = logging.getLogger("fp4train")
 

@@ -24,8 +24,7 @@ from fp4train.cli.trained import KEYS, with_model
 from fp4train.config.command_line import CommandLine, WholeNumber, read_line
 from fp4train.data.tokens import begin_of_document
 from fp4train.errors import UserError
-from fp4train.exchange.generation import Sampling, TextStream, generate
-from fp4train.exchange.trained import NamedRecipe, TrainedModel
+from fp4train.exchange import NamedRecipe, Sampling, TextStream, TrainedModel, generate
 from fp4train.text import counted
 
 

@@ -31,16 +31,23 @@ from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.command_line import Amount, CommandLine, Count, WholeNumber, read_line
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
-from fp4train.lab.analysis.figure import save
-from fp4train.lab.studies import figures
-from fp4train.lab.studies.parts import RecipeParts
-from fp4train.lab.studies.record import open_record, study_progress
-from fp4train.lab.studies.results import SENSITIVITY, SensitivityResult, sensitivity_json
-from fp4train.lab.studies.sensitivity import Effort, Study, groups_of, identity_of
+from fp4train.lab.analysis import save
+from fp4train.lab.studies import (
+    SENSITIVITY,
+    Effort,
+    RecipeParts,
+    SensitivityReport,
+    SensitivityResult,
+    Study,
+    figures,
+    open_record,
+    open_subject,
+    sensitivity_json,
+    study_progress,
+    trade_off,
+)
+from fp4train.lab.studies.sensitivity import groups_of, identity_of
 from fp4train.lab.studies.stored import bound
-from fp4train.lab.studies.subject import open_subject
-from fp4train.lab.studies.summary import SensitivityReport
-from fp4train.lab.studies.tradeoff import trade_off
 from fp4train.paths import INIT_KEYS
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory

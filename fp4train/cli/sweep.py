@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from fp4train.cli.output import terminal_width
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
-from fp4train.lab.analysis.counts import RunSummary, means_over_seeds, summarise
-from fp4train.lab.analysis.history import read_history
+from fp4train.lab.analysis import RunSummary, means_over_seeds, read_history, summarise
 from fp4train.text import screen
 
 

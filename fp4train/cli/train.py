@@ -35,8 +35,7 @@ from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.schema import Config, plain
 from fp4train.errors import LostError, OtherRunError, UserError
-from fp4train.lab.analysis import curves, heatmap
-from fp4train.lab.analysis.history import training_loss
+from fp4train.lab.analysis import curves, heatmap, training_loss
 from fp4train.optim import Optimizer
 from fp4train.optim.schedule import Schedule
 from fp4train.parallel import agree

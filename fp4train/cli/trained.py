@@ -7,8 +7,8 @@ from fp4train.config.binding import bind
 from fp4train.config.command_line import CommandLine
 from fp4train.config.schema import plain
 from fp4train.errors import user_errors
-from fp4train.exchange.trained import NamedRecipe, TrainedModel, load_trained
-from fp4train.lab.studies.candidates import Axis, candidates, sweep_axes
+from fp4train.exchange import NamedRecipe, TrainedModel, load_trained
+from fp4train.lab.studies import Axis, candidates, sweep_axes
 from fp4train.precision import LayerPolicy, Recipe
 
 Task = Callable[[TrainedModel, Sequence[NamedRecipe]], int]

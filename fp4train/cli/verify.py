@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from fp4train.cli.output import print_screen
 from fp4train.cli.trained import source_named
 from fp4train.config.command_line import CommandLine, WholeNumber, read_line
-from fp4train.exchange.served import served_losses
-from fp4train.exchange.verify import verify
+from fp4train.exchange import served_losses, verify
 
 
 @dataclass(frozen=True, kw_only=True)
