@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -52,19 +53,30 @@ def model(name: str) -> LlamaModel:
     return converted
 
 
-def measured(
+def measured(name: str, recipe: Recipe, gpu: Gpu, **options: Any) -> Workload:
+    """The workload of a model whose blocks all follow `recipe`, and whose layers each quantise x
+    for themselves, as in software without groups of layers. The same one is measured once.
+
+    Args:
+        options: those of `workload`.
+    """
+    return workload(name, recipe, Device.elsewhere(gpu), **options)
+
+
+@cache
+def workload(
     name: str,
     recipe: Recipe,
-    gpu: Gpu,
+    device: Device,
     *,
     sequences: int = 1,
     compiled: bool = True,
     backend: str = "auto",
     liger: bool = False,
     tensor: int = 1,
+    logit_bytes: float = Workload.logit_bytes,
 ) -> Workload:
-    """The workload of a model whose blocks all follow `recipe`, and whose layers each quantise x
-    for themselves, as in software without groups of layers.
+    """The workload on a device.
 
     Args:
         tensor: tensor-parallel ranks, each of which runs its parts on the backend of whole layers.
@@ -73,7 +85,6 @@ def measured(
     cut = tensor_cut(model(name))
     timeline = Timeline(recipe=recipe, steps=1)
     tokens = sequences * SEQ_LEN
-    device = Device.elsewhere(gpu)
     plan = make_plan(layers, timeline, None, tokens=tokens, device=device, backend=backend)
     (stretch,) = plan.stretches
     parts = {
@@ -88,4 +99,5 @@ def measured(
         states=STATES,
         compiled=compiled,
         liger=liger,
+        logit_bytes=logit_bytes,
     )

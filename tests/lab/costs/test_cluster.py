@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from family_models import parameters
-from llama_shapes import SEQ_LEN, SHAPES, measured, model
+from llama_shapes import SEQ_LEN, SHAPES, measured, model, workload
 
 from fp4train.hardware import Gpu, find_gpu, gpus
 from fp4train.lab.costs import Collectives, ModelWeight, on_rank, tensor_traffic
@@ -386,6 +386,7 @@ def test_what_a_computation_hides_is_not_counted_and_what_is_left_of_it_hides_mo
 
 def test_405b_on_1024_gpus_is_planned_in_seconds() -> None:
     model.cache_clear()
+    workload.cache_clear()
     started = time.process_time()
     load = measured("405B", NVFP4(), GB200, tensor=8)
     ClusterCost(load, GB200, Mesh(shard=128, tensor=8))

@@ -57,8 +57,8 @@ class Point:
             sequences=self.sequences,
             compiled=self.compiled,
             tensor=self.mesh.tensor,
+            logit_bytes=CROSS_ENTROPY,
         )
-        load = replace(load, logit_bytes=CROSS_ENTROPY)
         return ClusterCost(load, self.gpu, self.mesh, self.recomputed)
 
 
