@@ -18,6 +18,7 @@ A trap of TE that is handled here: `Float8CurrentScaling(use_power_2_scales=True
 
 import dataclasses
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from fp4train.backends.table import OPERANDS, Operands, Shape, Table
@@ -124,11 +125,14 @@ def shares_codes(table: Table, *, here: bool = True) -> bool:
         here: with the TE of this machine; else with the newest one.
     """
     installed = (version() or ()) if here else NEWEST
+    return installed >= CODES and _class_kind(table, installed) not in (None, "fp8_delayed")
+
+
+@lru_cache(maxsize=64)
+def _class_kind(table: Table, installed: tuple[int, ...]) -> str | None:
+    """The family of TE's recipe class for this table, which a plan asks for each of its layers."""
     table, _ = overridden(table, installed)
-    return installed >= CODES and _native_kind(table, _families(table, installed)) not in (
-        None,
-        "fp8_delayed",
-    )
+    return _native_kind(table, _families(table, installed))
 
 
 def why_values(table: Table, layer: Shape, device: Device) -> str | None:
