@@ -174,6 +174,8 @@ class ParameterSpec:
         """The same parameter of a module at `path`, whose tensors lie under `stored` in a
         folder.
         """
+        if not path and not stored:
+            return self
         tied = joined(path, self.tied) if self.tied else ""
         if isinstance(self.stored, str):
             place: Stored = joined(stored, self.stored) if self.stored else ""

@@ -7,10 +7,10 @@ the option that the file is. Keys that no option sets are in `configs/classes.ya
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -177,14 +177,21 @@ class Descriptions:
                         return text
         return ""
 
-    def _fields(self, kind: str, name: str) -> Iterator[tuple[str, str]]:
+    def _fields(self, kind: str, name: str) -> Sequence[tuple[str, str]]:
         """(class as a file names it, description) of the fields `name` of all classes with the name
         `kind`.
         """
+        return self._described.get((kind, name), ())
+
+    @cached_property
+    def _described(self) -> Mapping[tuple[str, str], Sequence[tuple[str, str]]]:
+        """(name of a class, field) → what the files say of it, as `_fields` gives it."""
+        described: dict[tuple[str, str], list[tuple[str, str]]] = {}
         for path in self._files():
-            for (owner, key), text in comments(path).classes.items():
-                if key == name and owner.rpartition(".")[2] == kind:
-                    yield owner, text
+            for (owner, name), text in comments(path).classes.items():
+                kind = owner.rpartition(".")[2]
+                described.setdefault((kind, name), []).append((owner, text))
+        return described
 
     def _files(self) -> Iterator[Path]:
         for folder in (CONFIGS, *self.folders):
@@ -212,7 +219,10 @@ class Descriptions:
         return self._file(group, names[0]) if names else None
 
 
-def _body(path: Path | None) -> dict[str, Any]:
-    """The keys and values in the file of an option; none where there is no file."""
+@cache
+def _body(path: Path | None) -> Mapping[str, Any]:
+    """The keys and values in the file of an option, which is read once; none where there is no
+    file.
+    """
     body = None if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
     return body if isinstance(body, dict) else {}
