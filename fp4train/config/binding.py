@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import NoneType, UnionType
@@ -282,7 +283,8 @@ def _is_mapping(hint: Any) -> bool:
     return get_origin(hint) in (dict, Mapping)
 
 
-def _hints(kind: type) -> dict[str, Any]:
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
     """The types of a dataclass's fields."""
     with user_errors(
         NameError,

@@ -17,7 +17,7 @@ request, also one that a name might bring in past the escaping.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,7 @@ def write_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> lis
     return report.problems
 
 
+@cache
 def _environment() -> Environment:
     """Templates whose values are escaped, and in which a name that nobody gives is an error."""
     pages = Environment(

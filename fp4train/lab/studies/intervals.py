@@ -101,7 +101,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean = math.fsum(values) / count
     if count == 1:
         return Estimate(mean=mean, error=None, count=1, freedom=0)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    variance = math.fsum([(value - mean) ** 2 for value in values]) / (count - 1)
     return Estimate(mean=mean, error=math.sqrt(variance / count), count=count, freedom=count - 1)
 
 

@@ -193,13 +193,17 @@ def compare(
         units: base run of each fork; empty: one.
         earlier: (p, beyond) of earlier looks at the same checkpoints.
     """
-    values = {name: np.array(losses[name], dtype=float) for name in losses}
-    gaps = {(a, b): values[b] - values[a] for a, b in combinations(losses, 2)}
-    gaps = {pair: gap for pair, gap in gaps.items() if np.isfinite(gap).sum() > 1 or len(gap) == 1}
+    arrays = {name: np.array(losses[name], dtype=float) for name in losses}
+    gaps = {(a, b): arrays[b] - arrays[a] for a, b in combinations(losses, 2)}
+    made = {pair: np.isfinite(gap) for pair, gap in gaps.items()}
+    gaps = {pair: gap for pair, gap in gaps.items() if made[pair].sum() > 1 or len(gap) == 1}
     base = np.array(list(units) or [0] * max(map(len, losses.values()), default=0), dtype=object)
+    forks = {pair: gap[made[pair]].tolist() for pair, gap in gaps.items()}
+    bases = {pair: base[made[pair]].tolist() for pair in gaps}
+    several = {pair for pair in gaps if len(set(bases[pair])) > 1}
     differences = {
-        pair: over_units(gap[np.isfinite(gap)].tolist(), base[np.isfinite(gap)].tolist())
-        for pair, gap in gaps.items()
+        pair: over_units(values, bases[pair]) if pair in several else estimate(values)
+        for pair, values in forks.items()
     }
     p = beyond = [1.0] * len(gaps)
     if look is not None and gaps:
@@ -208,9 +212,8 @@ def compare(
             min(1.0, x / share(look))
             for x in corrected(np.stack(list(gaps.values()), axis=1), weights)
         ]
-        several = {pair: len(set(base[np.isfinite(gap)])) > 1 for pair, gap in gaps.items()}
         over = [
-            difference.p if several[pair] and difference.p is not None else 1.0
+            difference.p if pair in several and difference.p is not None else 1.0
             for pair, difference in differences.items()
         ]
         beyond = [min(1.0, x / share(look)) for x in holm(over)]
@@ -218,7 +221,7 @@ def compare(
     for pair, here, further in zip(gaps, p, beyond, strict=True):
         simultaneous = (-math.inf, math.inf)
         if look is not None:
-            alone = estimate(gaps[pair][np.isfinite(gaps[pair])].tolist())
+            alone = estimate(forks[pair]) if pair in several else differences[pair]
             simultaneous = alone.interval(1 - ALPHA * share(look) / len(gaps)) or simultaneous
         earlier_p = (earlier or {}).get(frozenset(pair), (1.0, 1.0))
         least = min(here, earlier_p[0]), min(further, earlier_p[1])
@@ -351,6 +354,8 @@ class Looks:
             record.add(f"{_LOOK}{number}", look)
 
     def _known(self, table: Any) -> int | None:
+        if not self._every:
+            return None
         table_key = self.of, digest(table)
         return next(
             (

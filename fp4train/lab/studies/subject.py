@@ -190,6 +190,8 @@ def _checksum_of_weights(model: nn.Module) -> str:
 
 def described(value: Any) -> Any:
     """A configuration value, or an object made of dataclasses, as JSON values."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
         changed = {
@@ -202,7 +204,7 @@ def described(value: Any) -> Any:
         return {str(key): described(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [described(entry) for entry in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (bool, int, float, str)):
         return value
     return str(value)
 
