@@ -12,6 +12,7 @@ must be given. A text or a path is what the shell gives; any other value is writ
 run's configuration are, and bound as they are.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields
@@ -160,7 +161,10 @@ def read_line(
         elif key in values:
             raise UserError(f"{key}=… is given twice")
         else:
-            values[key] = _value(word, text, hints[key], key)
+            try:
+                values[key] = _value(word, text, hints[key], key)
+            except UserError as error:
+                raise UserError(f"{error}{_explanation(help_screen, key)}") from error
     line = CommandLine(usage=usage, flags=flags, words=other_words)
     if keys is None:
         _check_run_keys(line, names)
@@ -169,11 +173,23 @@ def read_line(
         on_run = _words_on_run(line, names, keys, paths=paths)
     for option in fields(kind):
         if option.name in names and option.name not in values and option.default is MISSING:
-            raise UserError(f"{line.verb} needs {option.name}=…: {usage}")
+            explanation = _explanation(help_screen, option.name)
+            raise UserError(f"{line.verb} needs {option.name}=…: {usage}{explanation}")
     with user_errors(ValueError):
         return kind(
             usage=usage, flags=flags, words=other_words, as_data=as_data, **on_run, **values
         )
+
+
+def _explanation(help_screen: str | None, name: str) -> str:
+    """The line of the help about an option, to be set after a message about it; empty where the
+    help has none.
+    """
+    line = re.search(rf"^  ({name}=.*?)  +(.*(?:\n {{6,}}.*)*)", help_screen or "", re.MULTILINE)
+    if line is None:
+        return ""
+    example, description = line.groups()
+    return f". {example}: {' '.join(description.split())}"
 
 
 def _check_run_keys(line: CommandLine, names: Sequence[str]) -> None:
