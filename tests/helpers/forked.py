@@ -3,10 +3,12 @@ takes seconds to.
 """
 
 import os
+import socket
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 
@@ -14,12 +16,39 @@ def forked(program: Callable[[], object]) -> int:
     """Run `program` in a fork; its exit code, or the negative number of the signal that ended
     it.
     """
+    return _exit_code(_fork(program))
+
+
+def forked_ranks(count: int, program: Callable[[], object]) -> list[int]:
+    """The exit codes of forks that run `program` beside each other, each in the environment of a
+    rank that torchrun starts.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def as_rank(rank: int) -> None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        program()
+
+    processes = [_fork(partial(as_rank, rank)) for rank in range(count)]
+    return [_exit_code(process) for process in processes]
+
+
+def _fork(program: Callable[[], object]) -> int:
+    """The id of the process that runs `program`."""
     with warnings.catch_warnings():
         # of forks beside threads; torch has none that wait here
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if not process:
         _run(program)
+    return process
+
+
+def _exit_code(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 

@@ -5,14 +5,14 @@ mistakes.
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from compiled_layers import needs_graphs
+from forked import forked_ranks
 from small_transformers import (
     BATCH,
     COOLDOWN,
@@ -182,41 +182,21 @@ def test_a_compiled_model_trains_the_same_bits(plain: Any, tmp_path: Path) -> No
     assert same(trainer.model, plain("nvfp4")[0])
 
 
-RANKS = """
-import sys, warnings
-from pathlib import Path
-sys.path[:0] = [{helpers!r}, {tests!r}]
-warnings.simplefilter("ignore")
-import torch
-torch.set_num_threads(1)
-from test_trainer import same, train
-for recipe in ("nvfp4", "fp8_delayed"):
-    folder = Path({folder!r}) / recipe
-    whole = train(folder / "whole", recipe, ddp_backend="gloo", gradient_accumulation_steps=2)
-    again = train(folder / "again", recipe, ddp_backend="gloo", gradient_accumulation_steps=2,
-                  resume=str(folder / "whole" / "checkpoint-3"))
-    assert torch.distributed.get_world_size() == 2 and same(whole.model, again.model), recipe
-    weights = torch.cat([p.detach().flatten() for p in again.model.parameters()])
-    both = [torch.empty_like(weights) for _ in range(2)]
-    torch.distributed.all_gather(both, weights)
-    assert torch.equal(*both), recipe
-"""
-
-
 @pytest.mark.long
 def test_two_ranks_stay_equal_and_resume_in_every_bit(tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    words = {"helpers": str(here.parent / "helpers"), "tests": str(here), "folder": str(tmp_path)}
-    (tmp_path / "ranks.py").write_text(RANKS.format(**words))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    done = subprocess.run(
-        [*command, str(tmp_path / "ranks.py")], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    options: dict[str, Any] = {"ddp_backend": "gloo", "gradient_accumulation_steps": 2}
+
+    def on_rank() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for recipe in ("nvfp4", "fp8_delayed"):
+            whole = train(tmp_path / recipe / "whole", recipe, **options)
+            checkpoint = str(tmp_path / recipe / "whole" / "checkpoint-3")
+            again = train(tmp_path / recipe / "again", recipe, resume=checkpoint, **options)
+            assert torch.distributed.get_world_size() == 2
+            assert same(whole.model, again.model), recipe
+            weights = torch.cat([p.detach().flatten() for p in again.model.parameters()])
+            of_ranks = [torch.empty_like(weights) for _ in range(2)]
+            torch.distributed.all_gather(of_ranks, weights)
+            assert torch.equal(*of_ranks), recipe
+
+    assert forked_ranks(2, on_rank) == [0, 0]
