@@ -3,21 +3,21 @@ timed.
 """
 
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from forked import forked_ranks
 from limits import set_limit
 from torch import Tensor
 
+from fp4train.cli import main
 from fp4train.errors import UserError
 from fp4train.lab.doctor import DoctorReport, ranks
 from fp4train.lab.doctor.ranks import CollectiveCheck
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -31,26 +31,20 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.long
 def test_two_ranks_try_the_collectives_and_the_first_one_prints(tmp_path: Path) -> None:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HOME": str(tmp_path),
-    }
-    command = [*launcher, "-m", "fp4train", "doctor", "--json"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    printed = tmp_path / "printed"
+    printed.touch()
+
+    def on_rank() -> None:
+        os.dup2(os.open(printed, os.O_WRONLY | os.O_APPEND), 1)
+        sys.stdout = os.fdopen(1, "w")
+        try:
+            main(["doctor", "--json"])
+        except SystemExit as ended:
+            assert not ended.code, ended.code
+        sys.stdout.flush()
+
+    assert forked_ranks(2, on_rank) == [0, 0]
+    found = json.loads(printed.read_text("utf-8"))
     assert found["ranks"] == 2
     assert [(c["name"], c["dtype"]) for c in found["collectives"]] == [
         ("all-reduce", "float32"),

@@ -1,0 +1,74 @@
+"""Runs programs in forks of this process, which has imported what takes seconds.
+
+A line on standard input asks for one: {"command", "hastened", "environment", "folder", "outputs",
+"seconds"}, as `interpreted` says; "outputs" is the folder of the files out and err that it writes,
+and after so many seconds it is ended. The answer is its exit code.
+"""
+
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton.language
+import triton.runtime.interpreter
+from interpreted import hasten
+
+import fp4train.config
+import fp4train.kernels.triton
+
+
+def run(job: dict[str, Any]) -> None:
+    """Run the program of a job; never returns."""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        opened = os.open(Path(job["outputs"]) / name, os.O_WRONLY | os.O_CREAT)
+        os.dup2(opened, descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.alarm(job["seconds"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    os.chdir(job["folder"])
+    code = 1
+    try:
+        if job["hastened"]:
+            hasten()
+        first, *rest = job["command"]
+        if first == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(rest[0], {"__name__": "__main__"})
+        else:
+            sys.argv = [first, *rest]
+            sys.path.insert(0, str(Path(first).parent))
+            runpy.run_path(first, run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        job = json.loads(line)
+        process = os.fork()
+        if not process:
+            run(job)
+        _, status = os.waitpid(process, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()
