@@ -1,17 +1,20 @@
 """Programs whose Triton kernels are interpreted on the CPU, each in a process of its own: Triton
-decides when a kernel is defined whether it is interpreted.
+decides when a kernel is defined whether it is interpreted. The processes are forks of one that has
+imported torch and Triton (`interpreter_server`).
 
 The interpreter takes a quarter of its time here: what it does again for each call of a function
 within a kernel, and for each tensor of a shape and type that it has seen, is done once.
 """
 
+import json
+import math
 import os
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 HELPERS = Path(__file__).parent
@@ -26,17 +29,39 @@ def interpreted(
     hastened: whether the interpreter is that of `hasten`, else it is Triton's own.
     variables: of its environment, besides.
     """
-    environment = (
-        os.environ
-        | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        | variables
-    )
+    serving = server()
+    assert serving.stdin is not None and serving.stdout is not None
+    with TemporaryDirectory() as folder:
+        job = {
+            "command": command,
+            "hastened": hastened,
+            "environment": os.environ | INTERPRETS | variables,
+            "folder": str(Path.cwd()),
+            "outputs": folder,
+            "seconds": math.ceil(timeout),
+        }
+        print(json.dumps(job), file=serving.stdin, flush=True)
+        code = int(serving.stdout.readline())
+        texts = [(Path(folder) / name).read_text("utf-8") for name in ("out", "err")]
+    return subprocess.CompletedProcess(command, code, *texts)
+
+
+INTERPRETS = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@cache
+def server() -> "subprocess.Popen[str]":
+    """The process whose forks run the programs; it ends with this one."""
     folders = (HELPERS, HELPERS.parents[1] / "scripts", os.environ.get("PYTHONPATH", ""))
-    environment["PYTHONPATH"] = os.pathsep.join(str(each) for each in folders if str(each))
-    # numpy warns of divisions by zero
-    program = (__file__, *command) if hastened else command
-    command = (sys.executable, "-W", "ignore", *program)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    path = os.pathsep.join(str(folder) for folder in folders if str(folder))
+    return subprocess.Popen(
+        # numpy warns of divisions by zero
+        [sys.executable, "-W", "ignore", str(HELPERS / "interpreter_server.py")],
+        env=os.environ | INTERPRETS | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def hasten(checks_overflow: bool = True) -> None:
@@ -232,15 +257,3 @@ def modules(function: Any) -> frozenset[str]:
     return frozenset(
         each.__name__ for each in function.__globals__.values() if any(each is one for one in known)
     )
-
-
-if __name__ == "__main__":
-    hasten()
-    first, *rest = sys.argv[1:]
-    if first == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        exec(rest[0], {"__name__": "__main__"})
-    else:
-        sys.argv = [first, *rest]
-        sys.path.insert(0, str(Path(first).parent))
-        runpy.run_path(first, run_name="__main__")

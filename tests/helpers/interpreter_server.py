@@ -6,6 +6,7 @@ and after so many seconds it is ended. The answer is its exit code.
 """
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton.language
-import triton.runtime.interpreter
 from interpreted import hasten
 
-import fp4train.config
-import fp4train.kernels.triton
+FOR_THE_FORKS = (
+    "triton.language",
+    "triton.runtime.interpreter",
+    "fp4train.config",
+    "fp4train.kernels.triton",
+)
 
 
 def run(job: dict[str, Any]) -> None:
@@ -59,6 +62,8 @@ def run(job: dict[str, Any]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    for module in FOR_THE_FORKS:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
