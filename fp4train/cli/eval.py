@@ -37,7 +37,7 @@ _OF = {
     "shots": "task=…",
     "rows": "task=… and text=…",
 }
-"""EvalOptions, and what they are of."""
+"""Options that some evaluations take, and those evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ What every GEMM of a run would run in, and why; trains nothing. Takes the keys o
 
 import json
 import logging
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -109,9 +110,9 @@ def main(arguments: list[str]) -> int:
         if line.gpus is not None or line.parallel or line.as_data:
             raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         if beside:
+            words = shlex.join(beside)
             raise UserError(
-                f"plan RUN shows the run as it is; with {beside[0]} write plan "
-                f"resume={run} {beside[0]}"
+                f"plan RUN shows the run as it is; with {words} write plan resume={run} {words}"
             )
         _show_run(run_directory.require_run(Path(run)), full=line.full)
         return 0

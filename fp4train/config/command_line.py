@@ -193,8 +193,8 @@ def _explanation(help_screen: str | None, name: str) -> str:
 
 
 def _check_run_keys(line: CommandLine, names: Sequence[str]) -> None:
-    """Refuse key=value where the key does not begin the key of a run. Of a command that names no run
-    only what is meant is said here: what it composes has more keys to suggest.
+    """Refuse key=value where the key does not begin the key of a run. Where the command names no run,
+    a key that is like no other is left to composition, which knows more keys to suggest.
 
     Args:
         names: options of the verb.
@@ -234,8 +234,8 @@ def _words_on_run(
     return {"chosen": overrides.with_files(chosen), "paths": named_paths}
 
 
-_SECTIONS = {field.name for field in fields(Config)} - {"plugins"}
-"""Sections of a run's configuration, whose paths may be given."""
+_SECTIONS = {field.name for field in fields(Config)} - {"plugins", "recipe", "policy", "phases"}
+"""Sections of a run's configuration that may hold paths."""
 
 
 def _value(word: str, text: str, hint: Any, key: str) -> Any:

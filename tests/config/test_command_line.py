@@ -150,6 +150,13 @@ def test_what_a_verb_does_not_take_is_refused(
         read_line(words, Options, HELP, keys=keys)
 
 
+@pytest.mark.parametrize("word", ["recipe=bf16", "recipe.element=e2m1", "policy=all", "phases=none"])
+def test_what_says_the_precision_is_no_path_of_a_run(word: str) -> None:
+    key = word.partition("=")[0]
+    with pytest.raises(UserError, match=f"unknown key '{key}'"):
+        read_line([word], Options, HELP, keys=("plugins",), paths=True)
+
+
 def test_the_number_of_run_directories_is_checked() -> None:
     with pytest.raises(UserError, match="fork needs one run directory: fp4train fork RUN"):
         _ = of_run("runs/a", "runs/b").run

@@ -51,6 +51,13 @@ class ForkRequest(CommandLine):
     def __post_init__(self) -> None:
         check_count("processes", self.processes)
 
+    @property
+    def checkpoint_steps(self) -> Sequence[int | None]:
+        """The steps of the checkpoints; None: the newest."""
+        if isinstance(self.step, tuple):
+            return self.step
+        return (self.step,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest(ForkRequest):

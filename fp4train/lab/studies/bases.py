@@ -47,7 +47,7 @@ def open_bases(
     places = [
         (source, _step(source, step))
         for source in map(run_directory.require_run, request.some_runs)
-        for step in (request.step if isinstance(request.step, tuple) else (request.step,))
+        for step in request.checkpoint_steps
     ]
     checkpoints = [_configured(request, source, step) for source, step in places]
     planned = [_planned(chosen, candidates_of) for chosen in checkpoints]
