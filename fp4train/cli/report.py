@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp4train.config.command_line import CommandLine, read_line
 from fp4train.config.overrides import baseline_first
-from fp4train.errors import user_errors
+from fp4train.errors import UserError, user_errors
 from fp4train.hardware import find_gpu
 from fp4train.lab.analysis import PICTURE, Width, endings_of
 from fp4train.lab.report import read_report
@@ -36,7 +36,9 @@ def main(arguments: list[str]) -> int:
     """Write the file and print its path and size; returns the exit code."""
     line = read_line(arguments, ReportOptions, __doc__)
     out = line.out
-    runs = baseline_first(line.some_runs, line.baseline)
+    runs = baseline_first(line.runs, line.baseline)
+    if not runs:
+        raise UserError(f"report needs run directories: {line.usage}")
     with user_errors(ValueError):
         endings = () if line.figures is None else endings_of(line.figures)
         gpu = None if line.gpu is None else find_gpu(line.gpu)

@@ -68,7 +68,7 @@ def _swap(run: Path, line: SwapOptions) -> int:
     names = [word.partition("=")[2] for word in line.chosen if word.startswith("recipe=")]
     if len(names) != 1:
         raise UserError("swap needs recipe=NAME, once")
-    (command,) = composed([*line.flags, *line.overrides])
+    (command,) = composed([*line.flags, *line.chosen])
     recipe = plain(command.cfg)["recipe"]
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
     RecipeChoice(names[0], recipe).at(0)

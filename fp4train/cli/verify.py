@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fp4train.cli.output import print_screen
 from fp4train.cli.trained import source_named
 from fp4train.config.command_line import CommandLine, WholeNumber, read_line
+from fp4train.errors import UserError
 from fp4train.exchange import served_losses, verify
 
 
@@ -34,6 +35,8 @@ class VerifyOptions(CommandLine):
 def main(arguments: list[str]) -> int:
     """Compare, and print a line for each layer; returns the exit code."""
     line = read_line(arguments, VerifyOptions, __doc__, keys=("plugins",), paths=True, data=True)
+    if len(line.runs) != 1:
+        raise UserError(f"verify needs one folder: {line.usage}")
     with line.using_plugins():
         source = source_named(line.against, line.step)
         verified = verify(line.run, source, stretch=line.stretch)

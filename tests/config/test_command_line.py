@@ -150,7 +150,9 @@ def test_what_a_verb_does_not_take_is_refused(
         read_line(words, Options, HELP, keys=keys)
 
 
-@pytest.mark.parametrize("word", ["recipe=bf16", "recipe.element=e2m1", "policy=all", "phases=none"])
+@pytest.mark.parametrize(
+    "word", ["recipe=bf16", "recipe.element=e2m1", "policy=all", "phases=none"]
+)
 def test_what_says_the_precision_is_no_path_of_a_run(word: str) -> None:
     key = word.partition("=")[0]
     with pytest.raises(UserError, match=f"unknown key '{key}'"):

@@ -386,6 +386,7 @@ def test_a_folder_that_cannot_be_read_is_one_message(
     [
         ((), "verify needs against=…: fp4train verify FOLDER against=RUN"),
         (("against=nowhere",), "nowhere"),
+        (("RUN", "against=RUN"), "verify needs one folder: fp4train verify FOLDER against=RUN"),
         (("against=RUN", "stretch=99"), "name a step of one of them"),
         (("against=RUN", "step=99"), "99"),
         (("against=RUN", "los=1"), "unknown key 'los'; did you mean 'loss'?"),

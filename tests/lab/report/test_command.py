@@ -31,6 +31,7 @@ def test_the_command_writes_the_file_and_says_what_is_missing(
     code, out, err = command(capsys, "a", "nothing")
     assert code == 0 and out.startswith("report.html: ") and "nothing is not a run directory" in err
     assert command(capsys, "a", "out=b.html")[0] == 0 and (tmp_path / "b.html").is_file()
+    assert command(capsys, "baseline=a", "out=c.html")[0] == 0 and (tmp_path / "c.html").is_file()
 
 
 @pytest.mark.parametrize(

@@ -182,12 +182,19 @@ def test_a_request_to_a_run_that_stands_waits_for_its_resume(cli: Cli, stop_at: 
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 4 + ["BF16"]
 
 
-def test_a_swap_takes_a_recipe_of_the_users_own_folder(cli: Cli, stop_at: StopAt) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("--config-dir", "mine", "recipe=house"), ("recipe=mine/recipe/house.yaml",)],
+    ids=["folder", "file"],
+)
+def test_a_swap_takes_a_recipe_of_the_users_own(
+    cli: Cli, stop_at: StopAt, words: tuple[str, ...]
+) -> None:
     own_recipe()
     stop_at(2)
     assert cli("run.name=a", "checkpoint.every=2", "train.steps=4", *STEADY).code == 137
     stop_at(-1)
-    assert cli.raw("swap", "--config-dir", "mine", "runs/a", "recipe=house", "at=3").code == 0
+    assert cli.raw("swap", "runs/a", *words, "at=3").code == 0
     assert cli("resume=runs/a").code == 0
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 3 + ["MXFP8(element=hybrid)"]
 
