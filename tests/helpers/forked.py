@@ -16,7 +16,7 @@ def forked(program: Callable[[], object]) -> int:
     """Run `program` in a fork; its exit code, or the negative number of the signal that ended
     it.
     """
-    return _exit_code(_fork(program))
+    return exit_code(started(program))
 
 
 def forked_ranks(count: int, program: Callable[[], object]) -> list[int]:
@@ -33,12 +33,12 @@ def forked_ranks(count: int, program: Callable[[], object]) -> list[int]:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         program()
 
-    processes = [_fork(partial(as_rank, rank)) for rank in range(count)]
-    return [_exit_code(process) for process in processes]
+    processes = [started(partial(as_rank, rank)) for rank in range(count)]
+    return [exit_code(process) for process in processes]
 
 
-def _fork(program: Callable[[], object]) -> int:
-    """The id of the process that runs `program`."""
+def started(program: Callable[[], object]) -> int:
+    """The id of a fork that runs `program`, which whoever starts it waits for (`exit_code`)."""
     with warnings.catch_warnings():
         # of forks beside threads; torch has none that wait here
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -48,7 +48,8 @@ def _fork(program: Callable[[], object]) -> int:
     return process
 
 
-def _exit_code(process: int) -> int:
+def exit_code(process: int) -> int:
+    """Wait for a fork to end."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 

@@ -12,8 +12,8 @@ from fp4train import checkpoint
 from fp4train.config.overrides import groups
 
 RECIPES = groups()["recipe"]
-SAVED = 28
-STEPS = 30
+SAVED = 18
+STEPS = 20
 
 
 def weights_and_states(run: str) -> dict[str, torch.Tensor]:

@@ -35,6 +35,7 @@ has a mean of bound/10, and 36 forks miss it with a probability of .9³⁶ = 2.3
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -152,6 +153,7 @@ def _upper_end(differences: Array, bound: float) -> float:
     return high
 
 
+@lru_cache(maxsize=256)
 def rounds_needed(gap: float, deviation: float, margin: float, bound: float) -> int | None:
     """Rounds after which the right verdict has fallen in nine of ten cases; None: more than
     `MOST_ROUNDS`.

@@ -8,14 +8,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import TINY, Cli, Outcome, wait_for
+from forked import exit_code, started
 from stand_in_forks import forks_by
 
 import fp4train.cli.gate as command
@@ -278,15 +277,10 @@ def test_a_crash_has_the_exit_code_of_no_verdict(
 def test_a_gate_that_is_killed_goes_on_where_it_stopped(cli: Cli, here: str) -> None:
     words = ["gate", here, *FAST, "margin=2", "bound=4", "forks=8", "out=killed"]
     record = Path("killed") / MEASUREMENTS
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fp4train", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = started(lambda: main(words))
     wait_for(lambda: record.exists() and record.read_text().count("\n") >= 5)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(process, signal.SIGKILL)
+    assert exit_code(process) == -signal.SIGKILL
     done = record.read_bytes()
     ended = cli.raw(*words)
     assert ended.code == 0, ended.err

@@ -6,16 +6,16 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Cli, Outcome, wait_for
+from forked import exit_code, started
 from stand_in_forks import forks_by
 
 import fp4train.lab.studies.forks as workers
+from fp4train.cli import main
 from fp4train.lab.studies import MEASUREMENTS, Fork
 
 FAST = ("steps=2", "forks=2", "batches=1", "recipe=bf16,mxfp8", "step=3")
@@ -106,15 +106,11 @@ def test_two_processes_make_the_same_numbers_as_one(cli: Cli, trained: Path) -> 
 @pytest.mark.long
 def test_a_killed_ranking_goes_on_where_it_stopped(cli: Cli, trained: Path) -> None:
     said(cli.raw("rank", str(trained), *FAST, "out=whole"))
-    command = [sys.executable, "-m", "fp4train", "rank", str(trained), *FAST, "out=killed"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     record = Path("killed") / MEASUREMENTS
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = started(lambda: main(["rank", str(trained), *FAST, "out=killed"]))
     wait_for(lambda: record.exists() and record.read_text().count("\n") >= 4)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(process, signal.SIGKILL)
+    assert exit_code(process) == -signal.SIGKILL
     done = record.read_bytes()
     assert not Path("killed/rank.json").exists()
     said(cli.raw("rank", str(trained), *FAST, "out=killed"))
