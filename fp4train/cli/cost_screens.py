@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
-from fp4train.lab.costs import NETWORK_SHARE, NVLINK_SHARE
 from fp4train.lab.costs.cluster import ClusterCost
+from fp4train.lab.costs.links import NETWORK_SHARE, NVLINK_SHARE
 from fp4train.lab.costs.mesh_plan import MeshPlan
 from fp4train.precision import BF16, Timeline
 from fp4train.precision.plan import Plan

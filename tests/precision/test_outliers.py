@@ -14,7 +14,7 @@ from torch import nn
 import fp4train as f4
 from fp4train.files import Folder
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.costs import layer_costs
+from fp4train.lab.costs.rows import layer_costs
 from fp4train.nn import Linear
 from fp4train.precision import (
     BF16,

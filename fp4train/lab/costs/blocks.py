@@ -15,9 +15,9 @@ So a new model family needs no formula here. Of the tensors that autograd keeps 
 counted once. Weights are not counted: `memory.py` counts them.
 """
 
+import copy
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -253,8 +253,15 @@ def measure_blocks(
         tokens: token ids of the microbatch, [sequences, seq_len], on the meta device.
         liger: whether Liger's kernels run what they can.
     """
+    model = copy.deepcopy(model)
     blocks = find_blocks(model)
     kernels = _Kernels()
+    if liger:
+        operators.use(model, kernels)
+    for weight in weights:
+        if weight.plan is not None:
+            layer = model.get_submodule(weight.plan.layer.name)
+            layer.forward = partial(kernels.layer, weight.plan, weight.shape[-2])
     distinct: dict[object, BlockCost] = {}
     costs: list[BlockCost] = []
 
@@ -266,32 +273,8 @@ def measure_blocks(
         costs.append(distinct[kind])
         return x
 
-    with _restored(model):
-        if liger:
-            operators.use(model, kernels)
-        for weight in weights:
-            if weight.plan is not None:
-                layer = model.get_submodule(weight.plan.layer.name)
-                layer.forward = partial(kernels.layer, weight.plan, weight.shape[-2])
-        for index, block in enumerate(blocks):
-            block.forward = partial(measure, index)
-        with use(Context(recipe=recipe)), torch.no_grad():
-            model(tokens)
+    for index, block in enumerate(blocks):
+        block.forward = partial(measure, index)
+    with use(Context(recipe=recipe)), torch.no_grad():
+        model(tokens)
     return costs
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """What is set on the modules of `model` inside, and the gradients of its parameters, are gone
-    at the end. A copy of a large model would take as long as its pass.
-    """
-    attributes = {module: dict(vars(module)) for module in model.modules()}
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        yield
-    finally:
-        for module, before in attributes.items():
-            vars(module).clear()
-            vars(module).update(before)
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient

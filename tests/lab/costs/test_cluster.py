@@ -9,10 +9,11 @@ from family_models import parameters
 from llama_shapes import SEQ_LEN, SHAPES, measured, model, workload
 
 from fp4train.hardware import Gpu, find_gpu, gpus
-from fp4train.lab.costs import Collectives, ModelWeight, on_rank, tensor_traffic
 from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.cluster import ClusterCost
+from fp4train.lab.costs.links import Collectives
 from fp4train.lab.costs.memory import rank_memory
+from fp4train.lab.costs.weights import ModelWeight, on_rank, tensor_traffic
 from fp4train.lab.costs.workload import Workload
 from fp4train.parallel import Mesh
 from fp4train.parameters import Split

@@ -9,7 +9,7 @@ import torch
 
 import fp4train as f4
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.costs import layer_costs
+from fp4train.lab.costs.rows import layer_costs
 from fp4train.lab.costs.workload import Workload
 from fp4train.models.llama import Llama
 from fp4train.precision import (

@@ -8,20 +8,11 @@ from pathlib import Path
 import pytest
 
 from fp4train.hardware import Device, Gpu, find_gpu, gpus, stored_bytes
-from fp4train.lab.costs import (
-    COPY,
-    CostEstimate,
-    StretchCost,
-    break_even,
-    decode_seconds,
-    estimate,
-    gemm_seconds,
-    half_size,
-    layer_costs,
-    move_seconds,
-    quantise_seconds,
-)
+from fp4train.lab.costs import CostEstimate, estimate
 from fp4train.lab.costs.blocks import saved_bytes
+from fp4train.lab.costs.estimate import StretchCost, break_even
+from fp4train.lab.costs.roofline import COPY, gemm_seconds, half_size, move_seconds
+from fp4train.lab.costs.rows import decode_seconds, layer_costs, quantise_seconds
 from fp4train.precision import (
     BF16,
     FP32,

@@ -14,8 +14,10 @@ from llama_shapes import STATES
 
 import fp4train as f4
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.costs import LAUNCH, gemm_seconds, layer_costs, tensor_traffic
 from fp4train.lab.costs.cluster import ClusterCost
+from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
+from fp4train.lab.costs.rows import layer_costs
+from fp4train.lab.costs.weights import tensor_traffic
 from fp4train.lab.costs.workload import Workload
 from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid, ScanShape

@@ -7,7 +7,8 @@ from llama_shapes import measured
 
 from fp4train.cli import main
 from fp4train.hardware import find_gpu
-from fp4train.lab.costs import cluster, gemm_seconds
+from fp4train.lab.costs import cluster
+from fp4train.lab.costs.roofline import gemm_seconds
 from fp4train.precision import NVFP4
 
 ROOT = Path(__file__).parents[3]

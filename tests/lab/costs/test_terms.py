@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.costs import GemmCost, gemm_seconds, layer_costs, move_seconds
+from fp4train.lab.costs.roofline import gemm_seconds, move_seconds
+from fp4train.lab.costs.rows import GemmCost, layer_costs
 from fp4train.precision import NVFP4, Layer, Residual, resolve
 from fp4train.quantize import QuantSpec
 
