@@ -62,12 +62,12 @@ def bind(node: Any, hint: Any, path: str) -> Any:
     if isinstance(node, Mapping):
         return _bind_mapping(node, options, path, mark_of(hint, WrittenUnder))
     for option in options:
-        if (
-            _is_sequence(option)
-            and isinstance(node, (list, tuple, str))
-            and type(node) not in options
-        ):
-            return _bind_sequence((node,) if isinstance(node, str) else node, option, path)
+        if not _is_sequence(option) or type(node) in options:
+            continue
+        if isinstance(node, (list, tuple)):
+            return _bind_sequence(node, option, path)
+        if isinstance(node, str) and not _holds_numbers(option):
+            return _bind_sequence((node,), option, path)
     return _bind_scalar(node, options, path)
 
 
@@ -277,6 +277,11 @@ def _described(node: Mapping[Any, Any], hint: Any) -> tuple[type | None, Callabl
 
 def _is_sequence(hint: Any) -> bool:
     return get_origin(hint) in (tuple, list, Sequence)
+
+
+def _holds_numbers(sequence: Any) -> bool:
+    """Whether the items of a sequence are numbers, so that no text is one of them."""
+    return set(types_of(get_args(sequence)[0])) <= {int, float, bool}
 
 
 def _is_mapping(hint: Any) -> bool:

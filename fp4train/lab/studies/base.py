@@ -50,6 +50,8 @@ class ForkRequest(CommandLine):
 
     def __post_init__(self) -> None:
         check_count("processes", self.processes)
+        if not self.checkpoint_steps:
+            raise ValueError("step=[] names no checkpoint")
 
     @property
     def checkpoint_steps(self) -> Sequence[int | None]:

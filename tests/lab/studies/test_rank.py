@@ -325,6 +325,7 @@ def test_a_full_disk_costs_the_files_and_not_the_table(
     [
         (["recipe=nvpf4"], "recipe=nvpf4: there is no such recipe; did you mean 'nvfp4'?"),
         (["step=4"], "step=4: {run} has no such checkpoint; it has 3, 6"),
+        (["step=[]"], "step=[] names no checkpoint"),
         (
             ["fork=3"],
             "unknown key 'fork'; did you mean 'forks'? (known: step, steps, schedule, lr,",
