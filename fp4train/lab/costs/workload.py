@@ -12,7 +12,7 @@ from fp4train.lab.costs.blocks import BlockCost, measure_blocks
 from fp4train.lab.costs.weights import ModelWeight, find_weights
 from fp4train.models.common.cut import multiplied, share_blocks
 from fp4train.models.common.loss import LOGIT_BYTES
-from fp4train.nn.conversion import weight_groups
+from fp4train.nn.conversion import WeightGroup, weight_groups
 from fp4train.parallel.config import Mesh
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import PlannedStretch
@@ -77,14 +77,19 @@ class Workload:
         return max((weight.shape[0] for weight in self.head), default=0)
 
     @cached_property
+    def groups(self) -> list[WeightGroup]:
+        """The weights by how they are multiplied."""
+        return weight_groups(self.model)
+
+    @property
     def parameters(self) -> int:
         """Parameters of the model."""
-        return sum(group.parameters for group in weight_groups(self.model))
+        return sum(group.parameters for group in self.groups)
 
-    @cached_property
+    @property
     def active_parameters(self) -> int:
         """Parameters that one token meets."""
-        return sum(group.active for group in weight_groups(self.model))
+        return sum(group.active for group in self.groups)
 
     @cached_property
     def multiplied(self) -> tuple[tuple[int, ...], int]:

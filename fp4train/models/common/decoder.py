@@ -176,7 +176,14 @@ class Decoder(Fusible, nn.Module):
         specs = [
             spec for spec in (*self.shape.parameters(), *self.computed()) if spec.name in names
         ]
-        return [replace(spec, initial=self.shape.initial(spec.initial)) for spec in specs]
+        return [self._with_deviation(spec) for spec in specs]
+
+    def _with_deviation(self, spec: ParameterSpec) -> ParameterSpec:
+        """A parameter with the initial values that the shape gives it."""
+        initial = self.shape.initial(spec.initial)
+        if initial is spec.initial:
+            return spec
+        return replace(spec, initial=initial)
 
     def computed(self) -> Iterable[ParameterSpec]:
         """The buffers that follow from the shape, which no checkpoint holds."""
