@@ -59,6 +59,7 @@ class CommandLine:
         chosen: words among these on the sections of a run that the verb takes
             ("recipe=a,b", "policy.last=0.1").
         paths: paths of a run's configuration that the command names, by their full keys.
+        packages: packages with classes of the user's own (plugins=[…]).
         as_data: whether the flag --json asks for data.
     """
 
@@ -67,6 +68,7 @@ class CommandLine:
     words: Sequence[str]
     chosen: Sequence[str] = ()
     paths: Mapping[str, str | None] = field(default_factory=dict)
+    packages: Sequence[str] = ()
     as_data: bool = False
 
     @property
@@ -111,8 +113,8 @@ class CommandLine:
         return overrides.own_folders(self.flags)
 
     def using_plugins(self) -> AbstractContextManager[None]:
-        """Where the classes of the packages that `plugins=[…]` names are at hand."""
-        return plugins.using(overrides.plugins(self.overrides), self.folders)
+        """Where the classes of `packages` are at hand."""
+        return plugins.using(self.packages, self.folders)
 
 
 def option_names(kind: type[CommandLine]) -> list[str]:
@@ -220,7 +222,8 @@ def _words_on_run(
         raise UserError(f"{line.verb} knows no flag {flags[0]}: {line.usage}")
     chosen = []
     named_paths = {}
-    for override in overrides.parse(line.overrides):
+    words = overrides.with_files(line.overrides)  # Hydra's grammar does not have all names of files
+    for override in overrides.parse(words):
         key = override.key_or_group
         section = key.partition(".")[0]
         if section in keys and section != "plugins":
@@ -231,7 +234,7 @@ def _words_on_run(
             accepted = [*names, *keys]
             listing = f" (known: {', '.join(accepted)})" if accepted else ""
             raise UserError(f"unknown key {key!r}{near_miss(key, accepted)}{listing}: {line.usage}")
-    return {"chosen": overrides.with_files(chosen), "paths": named_paths}
+    return {"chosen": chosen, "paths": named_paths, "packages": overrides.plugins(words)}
 
 
 _SECTIONS = {field.name for field in fields(Config)} - {"plugins", "recipe", "policy", "phases"}

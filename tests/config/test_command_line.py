@@ -134,6 +134,18 @@ def test_words_on_a_run_are_told_apart_by_what_the_verb_takes() -> None:
     assert line.paths == {"data.path": "x.txt"} and line.run == Path("runs/a")
 
 
+def test_a_file_that_stands_for_an_option_may_have_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("a=1 (b)'s/ours.yaml")
+    file.parent.mkdir()
+    file.write_text("_target_: fp4train.precision.NVFP4")
+    words = [f"recipe=bf16,{file}", "plugins=[mine]"]
+    line = read_line(words, Options, HELP, keys=("recipe", "plugins"))
+    assert line.chosen == ["recipe=bf16,ours"] and line.packages == ["mine"]
+
+
 @pytest.mark.parametrize(
     ("words", "keys", "message"),
     [
