@@ -25,6 +25,7 @@ from torch import nn
 from fp4train.cli.launch import Command, launch
 from fp4train.cli.output import fitted, print_screen, terminal_width
 from fp4train.config.command_line import CommandLine, Within, read_line
+from fp4train.config.composition import check_flags
 from fp4train.config.folders import option_of
 from fp4train.config.overrides import names_folder
 from fp4train.config.schema import Config
@@ -110,6 +111,7 @@ def main(arguments: list[str]) -> int:
         if line.gpus is not None or line.parallel or line.as_data:
             raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         if beside:
+            check_flags(list(line.flags))
             words = shlex.join(beside)
             raise UserError(
                 f"plan RUN shows the run as it is; with {words} write plan resume={run} {words}"

@@ -251,3 +251,4 @@ def test_help_of_plan_says_what_a_run_takes(cli: Cli, small_run: Path) -> None:
         assert refused.code == 1 and "plan RUN shows the run as it is" in " ".join(
             refused.err.split()
         )
+    assert "unknown flag --zzz" in cli("plan", str(small_run), "--zzz").err
