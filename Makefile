@@ -19,8 +19,9 @@ train-2: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(MAKE) --no-print-directory -j 2 check pytest
 
+# One worker more than cores: tests wait a good part of their time, for runs of several ranks and killed processes.
 pytest: $(VENV)/.ready
-	$(BIN)/pytest -n 2 --dist worksteal --durations=10
+	$(BIN)/pytest -n 3 --dist worksteal --durations=10
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
