@@ -19,6 +19,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
+from hydra.errors import HydraException
+
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind, mark_of, types_of
 from fp4train.config.foreign import suggestion
@@ -257,10 +259,11 @@ def _value(word: str, text: str, hint: Any, key: str) -> Any:
     if Path in types:
         return Path(text)
     (override,) = overrides.parse([word])
+    node = override.value()
     if override.is_sweep_override():
-        value = bind(list(override.sweep_iterator()), hint, key)
-    else:
-        value = bind(override.value(), hint, key)
+        with user_errors(HydraException, before=f"{word}: ", after="; write plain values"):
+            node = list(override.sweep_iterator())
+    value = bind(node, hint, key)
     bounds = mark_of(hint, Within)
     if bounds is not None and value is not None and not bounds.least <= value <= bounds.most:
         raise UserError(f"{word} must be {bounds.must}")

@@ -63,6 +63,10 @@ def test_a_command_line_is_taken_apart(tmp_path: Path, monkeypatch: pytest.Monke
         (["share=nan"], "share=nan must be finite"),
         (["cells=1"], "cells=1 must be true or false"),
         (["step=1,x"], r"step\[1\]='x' must be a whole number"),
+        (
+            ["step=interval(1,2)"],
+            r"step=interval\(1,2\): Can only enumerate .*; write plain values",
+        ),
         (["step=x"], "step='x' must be a whole number or a list or null"),
         (["out=a", "out=b"], "out=… is given twice"),
         (["frks=3"], "unknown key 'frks'; did you mean 'forks'?"),
