@@ -213,7 +213,7 @@ def of_verb(verb: str, verb_help: str, words: Sequence[str], *, keys: bool) -> s
 
 
 def options_of(verb: str) -> list[str]:
-    """The names of a verb's own options, which are the fields of its class."""
+    """The names of a verb's own options: the fields of its class, as `PlanOptions` of plan."""
     module = import_module(f"fp4train.cli.{verb}")
     return option_names(getattr(module, f"{verb.capitalize()}Options", CommandLine))
 

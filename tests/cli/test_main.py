@@ -72,6 +72,7 @@ FURTHER = {
     "recipes": ["--markdown"],
 }
 """What a verb takes besides its own options."""
+WITHOUT_OPTIONS = ("train", "formats", "recipes", "doctor")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -82,6 +83,7 @@ def test_help_of_a_verb_lists_its_own_options(
     module = sys.modules[f"fp4train.cli.{verb}"]
     own = (module.__doc__ or "").strip()
     options = options_of(verb)
+    assert bool(options) != (verb in WITHOUT_OPTIONS), "its class is named VERBOptions"
     assert shown.startswith(own) and own.startswith(
         f"fp4train {'[train]' if verb == 'train' else verb}"
     )
