@@ -195,11 +195,11 @@ def compare(
     """
     arrays = {name: np.array(losses[name], dtype=float) for name in losses}
     gaps = {(a, b): arrays[b] - arrays[a] for a, b in combinations(losses, 2)}
-    made = {pair: np.isfinite(gap) for pair, gap in gaps.items()}
-    gaps = {pair: gap for pair, gap in gaps.items() if made[pair].sum() > 1 or len(gap) == 1}
+    finite = {pair: np.isfinite(gap) for pair, gap in gaps.items()}
+    gaps = {pair: gap for pair, gap in gaps.items() if finite[pair].sum() > 1 or len(gap) == 1}
     base = np.array(list(units) or [0] * max(map(len, losses.values()), default=0), dtype=object)
-    forks = {pair: gap[made[pair]].tolist() for pair, gap in gaps.items()}
-    bases = {pair: base[made[pair]].tolist() for pair in gaps}
+    forks = {pair: gap[finite[pair]].tolist() for pair, gap in gaps.items()}
+    bases = {pair: base[finite[pair]].tolist() for pair in gaps}
     several = {pair for pair in gaps if len(set(bases[pair])) > 1}
     differences = {
         pair: over_units(values, bases[pair]) if pair in several else estimate(values)
