@@ -54,15 +54,20 @@ class ExportOptions(CommandLine):
 
     def __post_init__(self) -> None:
         check_choice("to", self.to, TARGETS)
-        if not self.dtype:
-            object.__setattr__(self, "dtype", "float32" if self.to == "hf" else "bf16")
-        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("dtype", self.weight_dtype, DTYPES)
         if not self.out.name:
             raise ValueError(f"out={self.out} must be the name of a new folder")
-        for key in _OF_CODES:
-            if self.to == "hf" and getattr(self, key) is not None:
-                raise ValueError(f"{key}= is about codes, and to=hf writes the weights themselves")
+        if self.to == "hf":
+            about_codes = [key for key in _OF_CODES if getattr(self, key) is not None]
+            for key in (*about_codes, *self.paths):
+                raise ValueError(f"{key}= is for codes, and to=hf writes the weights themselves")
         _ = self.shard_bytes  # refused where it is no size
+
+    @property
+    def weight_dtype(self) -> str:
+        """The name of the dtype of weights and, beside codes, of what is in high precision."""
+        default = "float32" if self.to == "hf" else "bf16"
+        return self.dtype or default
 
     @property
     def shard_bytes(self) -> int:
@@ -78,7 +83,7 @@ def main(arguments: list[str]) -> int:
     source = source_named(line.run, line.step)
     with line.using_plugins(), study_progress("tensor", every=10.0) as shown:
         how: dict[str, Any] = {
-            "dtype": DTYPES[line.dtype],
+            "dtype": DTYPES[line.weight_dtype],
             "shard": line.shard_bytes,
             "tell": shown,
         }
@@ -97,8 +102,6 @@ def main(arguments: list[str]) -> int:
         what = "of weights"
     else:
         what = "of codes, scales and weights"
-    size = (
-        f"{exported.parameters:,} parameters, {exported.size / 1e6:,.1f} MB {what} in {line.dtype}"
-    )
-    print(fitted(f"{line.out}: step {exported.step}, {size}"))
+    size = f"{exported.size / 1e6:,.1f} MB {what} in {line.weight_dtype}"
+    print(fitted(f"{line.out}: step {exported.step}, {exported.parameters:,} parameters, {size}"))
     return 0

@@ -42,6 +42,10 @@ WRONG = {
         "has no checkpoint of step 5; it has 6",
     ),
     "a size": (("{run}", "to=hf", "out=o", "shard=5"), "shard='5' must be a size: 500MB, 5GB"),
+    "a path that no weights are read from": (
+        ("{run}", "to=hf", "out=o", "data.path=text"),
+        "data.path= is for codes, and to=hf writes the weights themselves",
+    ),
     "a flag": (("{run}", "to=hf", "out=o", "--force"), "export knows no flag --force"),
     "an existing folder": (
         ("{run}", "to=hf", "out={run}"),

@@ -348,7 +348,7 @@ def test_what_no_format_has_is_refused_by_name(
         (("to=modelopt", "calibrate=0"), "calibrate=0 must be a whole number from 1"),
         (
             ("to=hf", "stretch=1"),
-            "stretch= is about codes, and to=hf writes the weights themselves",
+            "stretch= is for codes, and to=hf writes the weights themselves",
         ),
         (("to=modelop",), "to='modelop' is not one of hf, compressed-tensors, modelopt"),
         (("to=modelopt", "strech=1"), "unknown key 'strech'"),
