@@ -30,7 +30,7 @@ def forked_ranks(count: int, program: Callable[[], object]) -> list[int]:
     def as_rank(rank: int) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         os.environ.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
         program()
 
     processes = [started(partial(as_rank, rank)) for rank in range(count)]

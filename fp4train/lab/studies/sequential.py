@@ -201,10 +201,7 @@ def compare(
     forks = {pair: gap[finite[pair]].tolist() for pair, gap in gaps.items()}
     bases = {pair: base[finite[pair]].tolist() for pair in gaps}
     several = {pair for pair in gaps if len(set(bases[pair])) > 1}
-    differences = {
-        pair: over_units(values, bases[pair]) if pair in several else estimate(values)
-        for pair, values in forks.items()
-    }
+    differences = {pair: over_units(values, bases[pair]) for pair, values in forks.items()}
     p = beyond = [1.0] * len(gaps)
     if look is not None and gaps:
         weights = [1.0 if reference in pair else WEIGHT for pair in gaps]
@@ -221,7 +218,7 @@ def compare(
     for pair, here, further in zip(gaps, p, beyond, strict=True):
         simultaneous = (-math.inf, math.inf)
         if look is not None:
-            alone = estimate(forks[pair]) if pair in several else differences[pair]
+            alone = estimate(forks[pair])
             simultaneous = alone.interval(1 - ALPHA * share(look) / len(gaps)) or simultaneous
         earlier_p = (earlier or {}).get(frozenset(pair), (1.0, 1.0))
         least = min(here, earlier_p[0]), min(further, earlier_p[1])
