@@ -42,9 +42,10 @@ def started(program: Callable[[], object]) -> int:
     with warnings.catch_warnings():
         # of forks beside threads; torch has none that wait here
         warnings.simplefilter("ignore", DeprecationWarning)
+        sys.stdout.flush()  # or the fork would print again what waits here
         process = os.fork()
     if not process:
-        _run(program)
+        end_with(program)
     return process
 
 
@@ -53,13 +54,17 @@ def exit_code(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def _run(program: Callable[[], object]) -> NoReturn:
-    code = 70
+def end_with(program: Callable[[], object], failed: int = 70) -> NoReturn:
+    """Run `program` and end this process with its exit code; `failed` is that of an exception."""
+    code = failed
     try:
         program()
         code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -12,11 +12,11 @@ import os
 import runpy
 import signal
 import sys
-import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from forked import end_with
 from interpreted import hasten
 
 FOR_THE_FORKS = (
@@ -27,7 +27,7 @@ FOR_THE_FORKS = (
 )
 
 
-def run(job: dict[str, Any]) -> None:
+def run(job: dict[str, Any]) -> NoReturn:
     """Run the program of a job; never returns."""
     for descriptor, name in ((1, "out"), (2, "err")):
         opened = os.open(Path(job["outputs"]) / name, os.O_WRONLY | os.O_CREAT)
@@ -37,8 +37,8 @@ def run(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
-    code = 1
-    try:
+
+    def program() -> None:
         if job["hastened"]:
             hasten()
         first, *rest = job["command"]
@@ -49,15 +49,8 @@ def run(job: dict[str, Any]) -> None:
             sys.argv = [first, *rest]
             sys.path.insert(0, str(Path(first).parent))
             runpy.run_path(first, run_name="__main__")
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    end_with(program, failed=1)
 
 
 def main() -> None:

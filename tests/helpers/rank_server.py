@@ -14,14 +14,14 @@ import json
 import os
 import socket
 import sys
-import traceback
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import first_steps
 import torch
 import torch.distributed as dist
 from compositions import parsing_once, remembering
+from forked import end_with
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from tqdm import tqdm
 from unflushed import checked
@@ -58,7 +58,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def rank(number: int, job: dict[str, Any], port: int) -> None:
+def rank(number: int, job: dict[str, Any], port: int) -> NoReturn:
     """Be a rank; never returns."""
     os.chdir(job["folder"])
     for descriptor, name in ((1, "out"), (2, "err")):
@@ -78,24 +78,17 @@ def rank(number: int, job: dict[str, Any], port: int) -> None:
     os.environ.update(
         {name: value.replace("{rank}", str(number)) for name, value in job["environment"].items()}
     )
-    code = 70
-    try:
+
+    def program() -> None:
         if job["program"]:
             run_program(number, job, port)
-            code = 0
-        else:
-            # kept while the rank runs: a context that the patch entered ends with its name
-            names = {"rank": number}
-            exec(job["patch"], names)
-            command_line([each.replace("{rank}", str(number)) for each in job["arguments"]])
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+            return
+        # kept while the rank runs: a context that the patch entered ends with its name
+        names = {"rank": number}
+        exec(job["patch"], names)
+        command_line([each.replace("{rank}", str(number)) for each in job["arguments"]])
+
+    end_with(program)
 
 
 def run_program(number: int, job: dict[str, Any], port: int) -> None:
