@@ -55,6 +55,8 @@ MESHES = {
     "2, replicas, joined amaxes": (*REPLICAS, *JOINED),
 }
 """Options by number of ranks and what these share."""
+NOTES = "\n## Notes\n"
+"""Heading of what a reader adds to a page."""
 AUDITS = ("audit.every=1", "audit.sums=1", "audit.repeat=3")
 DEFAULT = "two blocks, default policy"
 ALL = "one block, policy=all"
@@ -230,8 +232,8 @@ def is_wrong(result: dict[str, Any]) -> bool:
     return bool(result["faults"] or failed)
 
 
-def page(results: dict[CleanRun, dict[str, Any]]) -> str:
-    """The page of all results."""
+def page(results: dict[CleanRun, dict[str, Any]], notes: str = "") -> str:
+    """The page of all results, which ends with the notes of a reader."""
     rows: dict[tuple[str, str, str, str], Counter[str]] = {}
     for clean, result in results.items():
         key = (clean.backend, clean.model, clean.blocks, clean.mesh)
@@ -275,7 +277,14 @@ def page(results: dict[CleanRun, dict[str, Any]]) -> str:
         f"{platform.python_version()}, {sum(row['seconds'] for row in results.values()) / 60:.0f} "
         f"minutes, code of {' and '.join(code_of)}.",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + notes
+
+
+def notes_of(file: Path) -> str:
+    """What a reader wrote at the end of a page, with its heading; empty where there is nothing."""
+    text = file.read_text() if file.exists() else ""
+    _, heading, notes = text.partition(NOTES)
+    return heading + notes
 
 
 def layers_left_out(results: dict[CleanRun, dict[str, Any]]) -> Iterator[str]:
@@ -323,7 +332,8 @@ def script(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     # paths as they are before runs go into folders of their own
     results = make_runs(options.runs, options.record.resolve(), options.first)
-    options.page.resolve().write_text(page(results))
+    file = options.page.resolve()
+    file.write_text(page(results, notes_of(file)))
     return int(any(map(is_wrong, results.values())))
 
 

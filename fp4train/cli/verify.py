@@ -31,6 +31,11 @@ class VerifyOptions(CommandLine):
     stretch: WholeNumber | None = None
     loss: WholeNumber = 0
 
+    def __post_init__(self) -> None:
+        for key in self.paths:
+            if not self.loss:
+                raise ValueError(f"{key}= is for the loss, and loss= asks for none")
+
 
 def main(arguments: list[str]) -> int:
     """Compare, and print a line for each layer; returns the exit code."""

@@ -91,6 +91,22 @@ def test_the_page_says_how_many_runs_each_commit_made(script: ModuleType, tmp_pa
     assert page.read_text().endswith("code of abc (2 runs) and def (1 run).\n")
 
 
+def test_a_page_that_is_written_again_keeps_the_notes_of_its_readers(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    record, page = tmp_path / "record.jsonl", tmp_path / "page.md"
+    (clean,) = script.planned_runs(1)
+    record.write_text(line_of(clean))
+    words = ["1", "--record", str(record), "--page", str(page)]
+    script.script(words)
+    with page.open("a") as file:
+        file.write("\n## Notes\n\nThe first run was made twice.\n")
+    script.script(words)
+    told = page.read_text()
+    assert told.startswith("# Audited runs") and told.count("code of abc") == 1
+    assert told.endswith("\n\n## Notes\n\nThe first run was made twice.\n")
+
+
 def test_later_runs_are_made_without_the_first_ones(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
