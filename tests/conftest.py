@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from compositions import parsing_once, remembering
+from compositions import loading_once, parsing_once, remembering
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import settings
+from omegaconf import OmegaConf
 from unflushed import checked
 
 from fp4train.config import composition
@@ -108,6 +109,7 @@ def remembered_compositions() -> Iterator[None]:
         patch.setattr(composition, "hydra_compose", remembering(composition.hydra_compose))
         parse = parsing_once(OverridesParser.parse_override)
         patch.setattr(OverridesParser, "parse_override", parse)
+        patch.setattr(OmegaConf, "load", loading_once(OmegaConf.load))
         yield
 
 

@@ -1,10 +1,12 @@
-"""What Hydra composed of the package's own files, and the words that it parsed, remembered: both
-take as long as the steps of a tiny run.
+"""What Hydra composed of the package's own files, the texts that it loaded, and the words that it
+parsed, remembered: they take as long as the steps of a tiny run.
 """
 
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 from fp4train.config.folders import registered_files
@@ -38,3 +40,16 @@ def parsing_once(parse: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         return deepcopy(kept[word])
 
     return parsed
+
+
+def loading_once(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`OmegaConf.load`, which parses the same text once."""
+    kept: dict[str, bytes] = {}
+
+    def loaded(file: Any) -> Any:
+        text = file.read() if hasattr(file, "read") else Path(file).read_text(encoding="utf-8")
+        if text not in kept:
+            kept[text] = pickle.dumps(load(StringIO(text)))
+        return pickle.loads(kept[text])
+
+    return loaded
