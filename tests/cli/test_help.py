@@ -2,20 +2,23 @@
 text.
 """
 
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 from command_line import Outcome
+from omegaconf import OmegaConf
 
 from fp4train.cli import help as screens, main
 from fp4train.cli.main import VERBS
 from fp4train.config import default_of, own_class, own_options
 from fp4train.config.binding import as_node
-from fp4train.config.composition import composed
+from fp4train.config.composition import Composed, composed, sections
 from fp4train.config.descriptions import CLASSES, Descriptions, comments
 
 Cli = Callable[..., Outcome]
@@ -38,13 +41,25 @@ def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     return call
 
 
+def commands_of(group: str) -> Iterator[tuple[str, Composed]]:
+    """Option → what the command that chooses it composes; its section is put into one composition."""
+    options = own_options()[group]
+    if group == "experiment":  # it has no section
+        for option in options:
+            yield option, next(composed([f"{group}={option}"]))
+        return
+    words = {"phases": ["schedule=wsd"], "data/tokenizer": ["data=text"]}.get(group, [])
+    command = next(composed(words))
+    for (_, option), section in sections({group: options}).items():
+        cfg = copy.deepcopy(command.cfg)
+        OmegaConf.update(cfg, group.replace("/", "."), section, merge=False)
+        yield option, replace(command, cfg=cfg, choices={**command.choices, group: option})
+
+
 @pytest.mark.parametrize("group", own_options())
 def test_every_key_of_every_option_has_a_description(group: str) -> None:
     missing = set()
-    needed = {"phases": ["schedule=wsd"], "experiment": []}.get(group, [])
-    for option in own_options()[group]:
-        data = ["data=text"] if group == "data/tokenizer" else []
-        command = next(iter(composed([*needed, *data, f"{group}={option}"])))
+    for option, command in commands_of(group):
         known = screens.Topics(command, own_options(), Descriptions())
         missing |= {(option, key.path) for key in known.keys if not known.describe(key)}
     assert not missing

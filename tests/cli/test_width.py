@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import TINY, besides
+from lengths import long_but
 
 from fp4train.cli import main
 from fp4train.cli.main import VERBS
@@ -30,6 +31,15 @@ COMMANDS = (
     ("recipes", "nvfp4"),
     ("help", "compare"),
 )
+SHORT = [
+    ("plan",),
+    ("plan", "full=true", "model.layers=2"),
+    ("plan", "gpu=B200"),
+    ("plan", "gpu=H100"),
+    ("plan", "experiment=llama_1b_fineweb", "gpu=B200", "parallel.dp_shard=8"),
+    *(words for words in COMMANDS if words[0] in ("formats", "recipes", "help")),
+]
+"""Each form of a screen but the search for a mesh and `doctor`, whose own tests look at its width."""
 
 
 def screen(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
@@ -39,7 +49,7 @@ def screen(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
     return capsys.readouterr()
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("words", long_but(SHORT, COMMANDS), ids=" ".join)
 def test_a_screen_fits_80_columns_and_has_the_words_of_a_wide_one(
     words: tuple[str, ...],
     capsys: pytest.CaptureFixture[str],

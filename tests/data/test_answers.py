@@ -5,12 +5,14 @@ what ends it.
 import hashlib
 import json
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from chat_templates import TEMPLATES, VARIABLES
+from lengths import long_but
 from tokenizer_kinds import tokenizer_json
 from tokenizers import AddedToken, Tokenizer
 
@@ -50,6 +52,8 @@ CONVERSATIONS: dict[str, Messages] = {
     ),
 }
 NOW = datetime(2026, 1, 2, 3, 4, 5)
+SHORT = ("ChatML", "Llama 2", "Qwen 3", "DeepSeek R1", "gpt-oss", "marked answers")
+"""Of each template what is learned goes into the digest of the version, below."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +84,7 @@ def said(message: dict[str, str]) -> str:
     return message["content"].split("</think>")[-1].strip()
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", long_but(SHORT, TEMPLATES))
 def test_a_conversation_is_the_text_of_transformers_and_its_answers_are_learned(name: str) -> None:
     template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES, now=NOW.isoformat())
     finder = template.finder(tuple(VARIABLES.values()))
@@ -201,7 +205,7 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", long_but(SHORT, TEMPLATES))
 def test_answers_without_text_are_learned_beside_those_with_text(name: str) -> None:
     template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES, now=NOW.isoformat())
     finder = template.finder(tuple(VARIABLES.values()))
@@ -444,18 +448,19 @@ def chat_tokenizer(kind: str) -> Tokenizer:
     return made
 
 
-@pytest.mark.parametrize(
-    "kind", ["byte level, Llama 3", "prepend", "first", "always", "never", "Gemma"]
-)
-@pytest.mark.parametrize(
-    "name", ["ChatML", "Llama 2", "Mistral 3", "Zephyr", "Phi-3, end at the end", "Qwen 3"]
-)
-def test_ids_are_those_of_the_whole_text(tmp_path: Path, name: str, kind: str) -> None:
+KINDS = ("byte level, Llama 3", "prepend", "first", "always", "never", "Gemma")
+NAMES = ("ChatML", "Llama 2", "Mistral 3", "Zephyr", "Phi-3, end at the end", "Qwen 3")
+PAIRS = list(product(NAMES, KINDS))
+
+
+@pytest.mark.parametrize("pair", long_but([*zip(NAMES, KINDS, strict=True)], PAIRS), ids=", ".join)
+def test_ids_are_those_of_the_whole_text(tmp_path: Path, pair: tuple[str, str]) -> None:
     """As transformers encodes what it renders; learned are the ids with a character of an
     answer.
     """
     from transformers import PreTrainedTokenizerFast
 
+    name, kind = pair
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     made = chat_tokenizer(kind)

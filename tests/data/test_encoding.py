@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
+from lengths import long_but
 from limits import set_limit
 from tokenizer_kinds import KEEPS, KINDS, TEXT, tokenizer, tokenizer_json
 from tokenizers import models, pre_tokenizers
@@ -123,7 +124,7 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.parametrize("kind", long_but(("always", "WordPiece"), COUNTED))
 def test_a_document_of_a_megabyte_costs_what_its_text_costs(kind: str) -> None:
     """Characters are counted: those of tokens cost about three times the tokens, and are asked for
     at edges alone.

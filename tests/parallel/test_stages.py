@@ -77,8 +77,8 @@ def test_attention_weighs_more_in_longer_sequences() -> None:
     ("name", "vocabulary", "blocks"),
     [
         ("hybrid_12b", 131_072, [17, 16, 17, 12]),
-        ("llama_405b", 128_256, [15, *[16] * 6, 15]),
-        ("llama_405b", 128_256, [7, *[8] * 14, 7]),
+        pytest.param("llama_405b", 128_256, [15, *[16] * 6, 15], marks=pytest.mark.long),
+        pytest.param("llama_405b", 128_256, [7, *[8] * 14, 7], marks=pytest.mark.long),
     ],
     ids=["62 on 4", "126 on 8", "126 on 16"],
 )

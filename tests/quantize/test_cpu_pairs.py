@@ -23,6 +23,7 @@ from cpu_kernels import (
     assert_same_values,
     draw_values,
 )
+from lengths import long_but
 from limits import set_limit
 from torch import Tensor
 
@@ -74,7 +75,7 @@ def both_forms(spec: QuantSpec, transposed: bool) -> tuple[Tensor, Decoded, Quan
 @pytest.mark.parametrize(
     "one_read", [False, True], ids=["a read of x per form", "a read of each tile"]
 )
-@pytest.mark.parametrize("threads", [1, 2, 17])
+@pytest.mark.parametrize("threads", long_but((17,), (1, 2, 17)))
 @pytest.mark.parametrize("isa", kernels.instruction_sets())
 def test_both_forms_of_one_call_are_those_of_two(
     isa: str, threads: int, one_read: bool, monkeypatch: pytest.MonkeyPatch
