@@ -178,13 +178,13 @@ loop.train_step = step
 
 def test_an_error_inside_a_stage_is_told_as_it_is(ranks: Ranks) -> None:
     fails = """
-from fp4train.models.common.rotary import RotaryBlock
-original = RotaryBlock.forward
+from fp4train.models.common.rotary import PreNormBlock
+original = PreNormBlock.forward
 def forward(self, *args):
     if rank == 1:
         raise ValueError("a bad block")
     return original(self, *args)
-RotaryBlock.forward = forward
+PreNormBlock.forward = forward
 """
     ended = ranks(2, "run.name=a", *SMALL, "parallel.pp=2", patch=fails)
     told = [

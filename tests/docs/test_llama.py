@@ -14,7 +14,7 @@ from shown import DOCS
 
 from fp4train.config import to_config
 from fp4train.config.composition import compose
-from fp4train.models.common import DecoderShape, RotaryShape, RotatedShape
+from fp4train.models.common import DecoderShape, PreNormShape, RotaryShape
 from fp4train.models.hybrid import Hybrid
 from fp4train.models.hyena import Hyena
 from fp4train.models.llama import Llama
@@ -48,8 +48,8 @@ def test_the_page_names_every_key_and_which_families_have_it() -> None:
     }
     assert of["all"] == keys_of(DecoderShape)
     rotated = of["all"] | of["Llama, OLMo 2, mixtures"]
-    assert rotated == keys_of(RotatedShape)
-    assert rotated | of["Llama, mixtures"] == keys_of(RotaryShape)
+    assert rotated == keys_of(RotaryShape)
+    assert rotated | of["Llama, mixtures"] == keys_of(PreNormShape)
     assert rotated | of["Llama, OLMo 2"] == keys_of(Olmo2)
     assert all(keys_of(DecoderShape) <= keys_of(kind) for kind in (Hybrid, Hyena, MixtureOfExperts))
 

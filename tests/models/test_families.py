@@ -294,7 +294,7 @@ class Other(Llama):
 def test_a_family_without_a_form_is_named() -> None:
     with pytest.raises(
         ValueError,
-        match="Other has no form in transformers; these have one: Hybrid, Hyena, Llama, ",
+        match=r"Other has no form in transformers; these have one: .*Llama, ",
     ):
         family_of(Other())
 

@@ -11,7 +11,7 @@ from hf_folders import CONFIGURATIONS
 from memory import most_memory
 
 from fp4train.errors import UserError
-from fp4train.models.families import family_for
+from fp4train.models.families import families, family_for
 from fp4train.models.weightless import build_weightless
 
 VALUES: tuple[Any, ...] = (
@@ -40,6 +40,10 @@ MORE = {
     "tie_word_embeddings",
     "rms_norm_eps",
 }
+
+
+def test_every_kind_of_folder_that_a_family_reads_is_tried() -> None:
+    assert CONFIGURATIONS.keys() == {kind for family in families() for kind in family.model_types}
 
 
 @pytest.mark.parametrize("kind", CONFIGURATIONS)

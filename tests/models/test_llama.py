@@ -15,7 +15,7 @@ import fp4train as f4
 from fp4train.config import bind
 from fp4train.config.composition import compose
 from fp4train.models import Architecture
-from fp4train.models.common import Attention, rope_angles, rotary_block_parameters, rotate
+from fp4train.models.common import Attention, pre_norm_parameters, rope_angles, rotate
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.precision import BF16, NVFP4, autocast
 
@@ -34,7 +34,7 @@ def tokens(batch: int = 2, time: int = 12) -> Tensor:
 def test_a_block_has_other_names_in_folders_of_other_software() -> None:
     shape = Llama(**SMALL)  # type: ignore[arg-type]
     names = {"attention": "mixer", "attention_norm": "norm1", "mlp_norm": "norm2"}
-    specs = rotary_block_parameters(shape, (), **names)
+    specs = pre_norm_parameters(shape, (), **names)
     stored = {spec.name: spec.stored for spec in specs}
     assert stored["attention_norm.weight"] == "norm1.weight"
     assert stored["mlp_norm.weight"] == "norm2.weight"

@@ -61,14 +61,14 @@ from fp4train.models.common.operators import (
     rotate as rotate,
 )
 from fp4train.models.common.rotary import (
-    RotaryBlock as RotaryBlock,
+    AttentionDecoder as AttentionDecoder,
+    PreNormBlock as PreNormBlock,
+    PreNormShape as PreNormShape,
     RotaryDecoder as RotaryDecoder,
     RotaryShape as RotaryShape,
-    RotatedDecoder as RotatedDecoder,
-    RotatedShape as RotatedShape,
     SwiGLU as SwiGLU,
     gated_mlp_parameters as gated_mlp_parameters,
-    rotary_block_parameters as rotary_block_parameters,
+    pre_norm_parameters as pre_norm_parameters,
     rotary_ends as rotary_ends,
 )
 from fp4train.models.common.router import (

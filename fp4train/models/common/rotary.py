@@ -34,7 +34,7 @@ MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotatedShape(DecoderShape):
+class RotaryShape(DecoderShape):
     """Shape of a family with rotary attention in every block: the fields that these have beside
     those of `DecoderShape`.
 
@@ -73,8 +73,8 @@ class RotatedShape(DecoderShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryShape(RotatedShape):
-    """Shape of a family of `RotaryBlock`s.
+class PreNormShape(RotaryShape):
+    """Shape of a family of `PreNormBlock`s: Llama and its relatives.
 
     Args:
         qk_norm: whether the heads of queries and keys are normalised (RMSNorm) before they are
@@ -105,7 +105,7 @@ def gated_mlp_parameters(
     return [*inside(name, stored, specs)]
 
 
-def rotary_ends(shape: RotatedShape, *, copied: bool = False) -> list[ParameterSpec]:
+def rotary_ends(shape: RotaryShape, *, copied: bool = False) -> list[ParameterSpec]:
     """The parameters outside of the blocks, with the names that Llama has in transformers; see
     `DecoderShape.ends`.
     """
@@ -142,15 +142,15 @@ class SwiGLU(Fusible, Mixer, kernel="gate"):
         return (Operation(kind="gate", width=self.gate.weight.shape[0]),)
 
 
-def rotary_block_parameters(
-    shape: RotaryShape,
+def pre_norm_parameters(
+    shape: PreNormShape,
     mlp: Iterable[ParameterSpec],
     *,
     attention: str = "self_attn",
     attention_norm: str = "input_layernorm",
     mlp_norm: str = "post_attention_layernorm",
 ) -> list[ParameterSpec]:
-    """The parameters of a `RotaryBlock`.
+    """The parameters of a `PreNormBlock`.
 
     Args:
         mlp: parameters of its MLP, named as in the block.
@@ -165,10 +165,10 @@ def rotary_block_parameters(
     ]
 
 
-class RotaryBlock(Fusible, nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class PreNormBlock(Fusible, nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the attention is rotary."""
 
-    def __init__(self, shape: RotaryShape, mlp: nn.Module, *, qkv_bias: bool = False) -> None:
+    def __init__(self, shape: PreNormShape, mlp: nn.Module, *, qkv_bias: bool = False) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(shape.width, eps=shape.norm_eps)
         self.attention = Attention(
@@ -201,7 +201,7 @@ class RotaryBlock(Fusible, nn.Module):
         return handed_on(x_BTD, y_BTD)
 
 
-class RotatedDecoder(FamilyDecoder):
+class RotaryDecoder(FamilyDecoder):
     """A decoder whose blocks get cosines and sines of the rotary embedding, buffers that no
     checkpoint holds.
     """
@@ -232,8 +232,8 @@ class RotatedDecoder(FamilyDecoder):
         return self.cos[first:end].to(dtype), self.sin[first:end].to(dtype)
 
 
-class RotaryDecoder(RotatedDecoder):
-    """A decoder of blocks with rotary attention, such as `RotaryBlock`s."""
+class AttentionDecoder(RotaryDecoder):
+    """A decoder whose blocks are all rotary attention and an MLP."""
 
     def fp4train_cache(self, length: int) -> DecodeCache:
         """Keys and values of each block."""

@@ -30,7 +30,7 @@ from fp4train.models.common import (
     DecodeCache,
     DecoderShape,
     KeyValues,
-    RotatedDecoder,
+    RotaryDecoder,
     StreamNorm,
     StreamTerms,
     check_pattern,
@@ -195,7 +195,7 @@ class HyenaBlock(nn.Module):
         return ConvolutionState()
 
 
-class HyenaModel(RotatedDecoder):
+class HyenaModel(RotaryDecoder):
     """A StripedHyena 2 of one shape."""
 
     shape: Hyena

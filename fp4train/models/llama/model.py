@@ -22,12 +22,12 @@ from typing import Annotated
 
 from fp4train.keys import CHANGES_DIGITS
 from fp4train.models.common import (
-    RotaryBlock,
-    RotaryDecoder,
-    RotaryShape,
+    AttentionDecoder,
+    PreNormBlock,
+    PreNormShape,
     SwiGLU,
     gated_mlp_parameters,
-    rotary_block_parameters,
+    pre_norm_parameters,
     rotary_ends,
 )
 from fp4train.models.common.initialise import DRAWS
@@ -36,8 +36,8 @@ from fp4train.text import check_choice, check_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama(RotaryShape):
-    """Shape of a Llama model, beside what `RotaryShape` has.
+class Llama(PreNormShape):
+    """Shape of a Llama model, beside what `PreNormShape` has.
 
     Args:
         hidden: width of the SwiGLU; None: 8/3 of the width, rounded up to a multiple of 32.
@@ -63,7 +63,7 @@ class Llama(RotaryShape):
     def parameters(self) -> Iterator[ParameterSpec]:
         yield from rotary_ends(self)
         for index in range(self.layers):
-            block = rotary_block_parameters(self, gated_mlp_parameters("mlp", "mlp"))
+            block = pre_norm_parameters(self, gated_mlp_parameters("mlp", "mlp"))
             if self.qkv_bias:
                 block += [
                     ParameterSpec(
@@ -87,13 +87,13 @@ class Llama(RotaryShape):
         return LlamaModel(self, vocab_size, seq_len)
 
 
-class LlamaModel(RotaryDecoder):
+class LlamaModel(AttentionDecoder):
     """A Llama of one shape."""
 
     shape: Llama
 
-    def new_blocks(self) -> Iterator[RotaryBlock]:
+    def new_blocks(self) -> Iterator[PreNormBlock]:
         shape = self.shape
         for _ in range(shape.layers):
             mlp = SwiGLU(shape.width, shape.mlp_width)
-            yield RotaryBlock(shape, mlp, qkv_bias=shape.qkv_bias)
+            yield PreNormBlock(shape, mlp, qkv_bias=shape.qkv_bias)

@@ -20,18 +20,18 @@ from typing import ClassVar
 from torch import Tensor
 
 from fp4train.models.common import (
+    AttentionDecoder,
     Balance,
     ExpertShape,
     KeyValues,
-    RotaryBlock,
-    RotaryDecoder,
-    RotaryShape,
+    PreNormBlock,
+    PreNormShape,
     Routers,
     StreamTerms,
     SwiGLU,
     gated_mlp_parameters,
     handed_on,
-    rotary_block_parameters,
+    pre_norm_parameters,
     rotary_ends,
 )
 from fp4train.models.common.experts import ExpertLayer, expert_parameters
@@ -39,8 +39,8 @@ from fp4train.parameters import ParameterSpec, inside
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureOfExperts(RotaryShape):
-    """Shape of a mixture of experts, beside what `RotaryShape` has.
+class MixtureOfExperts(PreNormShape):
+    """Shape of a mixture of experts, beside what `PreNormShape` has.
 
     Args:
         dense: number of first blocks that have an MLP in place of experts.
@@ -85,7 +85,7 @@ class MixtureOfExperts(RotaryShape):
                 mlp = expert_parameters("mlp", "block_sparse_moe", self.experts, ("w1", "w3", "w2"))
             else:
                 mlp = expert_parameters("mlp", "mlp", self.experts)
-            block = rotary_block_parameters(self, mlp)
+            block = pre_norm_parameters(self, mlp)
             yield from inside(f"blocks.{index}", f"model.layers.{index}", block)
 
     def build(self, *, vocab_size: int, seq_len: int) -> MixtureModel:
@@ -98,7 +98,7 @@ class MixtureOfExperts(RotaryShape):
         return MixtureModel(self, vocab_size, seq_len)
 
 
-class ExpertBlock(RotaryBlock):
+class ExpertBlock(PreNormBlock):
     """A block whose MLP is a layer of experts."""
 
     def forward(
@@ -116,16 +116,16 @@ class ExpertBlock(RotaryBlock):
         return handed_on(x_BTD, self.mlp(n_BTD, cos_TE.shape[0]))
 
 
-class MixtureModel(RotaryDecoder):
+class MixtureModel(AttentionDecoder):
     """A mixture of experts of one shape."""
 
     shape: MixtureOfExperts
 
-    def new_blocks(self) -> Iterator[RotaryBlock]:
+    def new_blocks(self) -> Iterator[PreNormBlock]:
         shape = self.shape
         for index in range(shape.layers):
             if index < shape.dense:
-                yield RotaryBlock(shape, SwiGLU(shape.width, shape.hidden))
+                yield PreNormBlock(shape, SwiGLU(shape.width, shape.hidden))
             else:
                 yield ExpertBlock(shape, ExpertLayer(shape.width, shape.experts, shape.balance))
 
@@ -136,6 +136,6 @@ class MixtureModel(RotaryDecoder):
         layers = {
             int(index): block.mlp.router
             for index, block in self.blocks.named_children()
-            if isinstance(block, RotaryBlock) and isinstance(block.mlp, ExpertLayer)
+            if isinstance(block, PreNormBlock) and isinstance(block.mlp, ExpertLayer)
         }
         return Routers(blocks=self.shape.layers, experts=self.shape.experts.count, here=layers)

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from fp4train.models.common import (
     Attention,
+    AttentionDecoder,
     FeaturesNorm,
     Fusible,
     KeyValues,
     Operation,
     RMSNorm,
-    RotaryDecoder,
-    RotatedShape,
+    RotaryShape,
     StreamTerms,
     SwiGLU,
     attention_parameters,
@@ -46,8 +46,8 @@ FIRST_SPREAD: Final = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmo2(RotatedShape):
-    """Shape of an OLMo 2, beside what `RotatedShape` has.
+class Olmo2(RotaryShape):
+    """Shape of an OLMo 2, beside what `RotaryShape` has.
 
     Args:
         hidden: width of the SwiGLU.
@@ -138,7 +138,7 @@ class Olmo2Block(Fusible, nn.Module):
         return handed_on(x_BTD, self.mlp_norm(self.mlp(x_BTD)))
 
 
-class Olmo2Model(RotaryDecoder):
+class Olmo2Model(AttentionDecoder):
     """An OLMo 2 of one shape."""
 
     shape: Olmo2
