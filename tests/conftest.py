@@ -26,7 +26,7 @@ from unflushed import checked
 from fp4train.config import composition
 from fp4train.config.folders import registered_files
 from fp4train.formats import ELEMENT_FORMATS, SCALE_FORMATS
-from fp4train.lab.analysis import curves, draw_curves, draw_statistics, heatmap
+from fp4train.lab.analysis import curves, draw_curves, draw_statistics, figure, heatmap
 from fp4train.quantize import ROUNDINGS
 from fp4train.run import host
 
@@ -143,6 +143,21 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of this test draws its curves and its statistics."""
     monkeypatch.setattr(curves, "draw_curves", draw_curves)
     monkeypatch.setattr(heatmap, "draw_statistics", draw_statistics)
+
+
+@pytest.fixture
+def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are not drawn: an empty one stands in the place of each. For tests of what is beside
+    them.
+    """
+
+    def rendered(draw: Any, width: float, ending: str, **settings: Any) -> bytes:
+        if ending == ".svg":
+            size = f"0 0 {72 * width} 72"
+            return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}"/>'.encode()
+        return b""
+
+    monkeypatch.setattr(figure, "rendered", rendered)
 
 
 @pytest.fixture(autouse=True)

@@ -174,6 +174,7 @@ def test_parts_of_layers_are_priced_as_what_runs_them(capsys: pytest.CaptureFixt
     )
 
 
+@pytest.mark.long
 def test_a_search_leaves_out_what_the_named_backend_cannot_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -276,6 +277,7 @@ def test_a_search_leaves_out_what_a_run_refuses(capsys: pytest.CaptureFixture[st
     assert shards == {"adamw": {1, 2}, "muon": {1}}
 
 
+@pytest.mark.long
 def test_the_blocks_of_each_stage_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     twelve = (
         "plan",
@@ -330,6 +332,7 @@ def test_a_sentence_says_what_is_sent_and_the_table_how_much(
     assert gathers["sent"] == pytest.approx((2 * each * inner + 4 * rest) / 2, rel=2e-3)
 
 
+@pytest.mark.long
 def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_screen_fits_80_columns_and_has_the_words_of_a_wide_one(
     assert {word for word in narrow.split() if word.isalpha()} <= set(re.findall(r"\w+", wide))
 
 
+@pytest.mark.usefixtures("sketched")
 def test_runs_and_their_comparison_fit_80_columns(
     small_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +112,7 @@ def fits(line: str) -> bool:
     return len(line) <= 80 or len(line.split()) == 1
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize("words", COMMANDS_ON_A_RUN, ids=" ".join)
 def test_what_commands_on_a_run_print_fits_80_columns(
     words: tuple[str, ...],

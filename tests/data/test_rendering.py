@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from chat_templates import VARIABLES
 from hypothesis import given, settings, strategies as st
+from lengths import long_but
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fp4train.data import ChatTemplate, jinja_worker
@@ -161,7 +162,7 @@ COSTLY = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.long) if name == "numbers" else name for name in COSTLY],
+    long_but([name for name in COSTLY if name not in ("numbers", "loops", "import")], COSTLY),
 )
 def test_what_costs_too_much_is_refused(name: str) -> None:
     source, reason = COSTLY[name]

@@ -66,6 +66,7 @@ def test_pages_of_families_lead_to_their_other_keys() -> None:
         )
 
 
+@pytest.mark.long
 def test_the_sizes_are_those_of_the_files() -> None:
     rows = re.findall(
         r"^\| `((?:llama|olmo2)_\w+)` \| ([\d.]+) ([MB]) \| (\d+) \| (\d+) \| ([\d,]+)",

@@ -69,6 +69,7 @@ def test_torchrun_and_fp4train_read_their_commands(words: list[str]) -> None:
     check_torchrun(words[1:])
 
 
+@pytest.mark.long
 def test_the_plan_of_a_mesh_is_made_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
     plans = [
         words

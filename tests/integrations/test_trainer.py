@@ -174,6 +174,7 @@ def test_a_missing_framework_is_named_with_the_extra(monkeypatch: pytest.MonkeyP
         integrations.__getattr__("LightningPrecision")
 
 
+@pytest.mark.long
 @needs_graphs
 def test_a_compiled_model_trains_the_same_bits(plain: Any, tmp_path: Path) -> None:
     """The hooks stay outside of the graph; a layer that a graph calls is no alarm of the guard."""

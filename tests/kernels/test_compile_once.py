@@ -81,6 +81,7 @@ def start(cache: Path, ranks: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_processes_that_start_together_compile_each_kernel_once_and_one_says_so(
     tmp_path: Path,
 ) -> None:

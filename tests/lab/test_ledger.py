@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from families import TINY_RUNS, tiny_shape
+from lengths import long_but
 from torch import nn
 
 import fp4train as f4
@@ -23,6 +24,7 @@ from fp4train.quantize import RandomKey, quantize
 ENTRIES = ledger()
 RECIPE_FILES = Path(__file__).parents[2] / "recipes"
 RECIPES = list(dict.fromkeys(entry.recipe for entry in ENTRIES))
+SHORT = ("nvfp4", "quartet_ii", "averis", "mxfp4_backward")
 ENTRY = {
     "recipe": "nvfp4",
     "title": "A paper",
@@ -58,7 +60,7 @@ def test_an_entry_says_its_phases_and_trains_without_any_that_its_source_has_not
     assert bool(config["phases"]) == (entry.recipe in SWITCH)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", long_but(SHORT, RECIPES))
 def test_a_recipe_of_the_ledger_trains_and_shows_its_plan(name: str) -> None:
     """Three steps with the public API: the loss falls, and is not that of BF16 in every bit."""
     losses_of = {}

@@ -455,6 +455,7 @@ def test_published_configurations_are_read(name: str) -> None:
     assert parameters(family_for(config).shape_of(config), 1) == count
 
 
+@pytest.mark.long
 def test_the_published_sizes() -> None:
     """Qwen3-30B-A3B has 30.5 B parameters, 3.3 B of them active; that of DeepSeek-V3's size 671 B
     and 38 B.

@@ -69,6 +69,7 @@ print("equal")
 """
 
 
+@pytest.mark.long
 def test_functions_that_enter_autocast_have_the_bits_of_eager_mode_and_use_nothing_deprecated() -> (
     None
 ):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from lengths import long_but
 from torch import Tensor
 
 from fp4train.precision import MXFP4, MXFP8, NVFP4, FP8Block, FP8Current, FP8Row, Recipe
@@ -82,7 +83,7 @@ def rest(spec: QuantSpec) -> QuantSpec:
 @pytest.mark.parametrize(
     "spec", SPECS, ids=lambda s: f"{s.element}-{s.block}-{s.rounding[:4]}-{bool(s.hadamard)}"
 )
-@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize("kernel", long_but(("auto",), ("reference", "auto")))
 @settings(max_examples=6)
 @given(
     axis=st.sampled_from([0, 1]),

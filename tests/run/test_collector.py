@@ -44,9 +44,9 @@ def test_unreachable_tensors_are_seen() -> None:
     [
         [],
         ["train.microbatch=2", "model.recompute=true"],
-        ["recipe=mxfp8"],
+        pytest.param(["recipe=mxfp8"], marks=pytest.mark.long),
         ["recipe=fp8_delayed"],
-        ["recipe=bf16"],
+        pytest.param(["recipe=bf16"], marks=pytest.mark.long),
     ],
     ids=["nvfp4", "recomputed", "mxfp8", "delayed", "bf16"],
 )

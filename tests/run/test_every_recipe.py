@@ -53,6 +53,7 @@ def test_the_loss_falls_in_every_recipe_and_a_run_resumes_to_the_bit(recipe: str
     assert all(torch.equal(ended_with[name], resumed_to[name]) for name in ended_with)
 
 
+@pytest.mark.usefixtures("sketched")
 def test_one_ranking_takes_every_recipe(cli: Cli) -> None:
     cli.trained("run.name=a", "checkpoint.every=3")
     words = ("steps=1", "forks=2", "batches=1", "policy=all")

@@ -184,10 +184,10 @@ def test_a_run_measures_its_utilisation_by_the_flop_of_its_plan(
     [
         ("hybrid_12b", "hybrid"),
         ("evo2_1b", "hyena"),
-        ("moe_30b_a3b", "moe"),
-        ("moe_671b", "moe"),
+        pytest.param("moe_30b_a3b", "moe", marks=pytest.mark.long),
+        pytest.param("moe_671b", "moe", marks=pytest.mark.long),
         ("olmo2_1b", "olmo2"),
-        ("olmo2_32b", "olmo2"),
+        pytest.param("olmo2_32b", "olmo2", marks=pytest.mark.long),
     ],
 )
 def test_the_layers_of_a_published_size_are_all_of_its_matrices(name: str, family: str) -> None:

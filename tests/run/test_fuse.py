@@ -12,6 +12,7 @@ import liger_on_cpu
 import pytest
 import torch
 from command_line import Cli, losses
+from lengths import long_but
 from pretended import Machine
 
 import fp4train as f4
@@ -189,7 +190,7 @@ def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_
     )
 
 
-@pytest.mark.parametrize("gpu", ["H100", "H200"])
+@pytest.mark.parametrize("gpu", long_but(["H100"], ["H100", "H200"]))
 def test_the_plan_for_a_gpu_where_two_kernels_are_faster_than_one_says_so(
     cli: Cli, gpu: str
 ) -> None:

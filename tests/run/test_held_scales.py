@@ -14,7 +14,10 @@ from fp4train import checkpoint
 
 @pytest.mark.parametrize(
     "options",
-    [("model.recompute=true", "train.microbatch=2"), (*tiny_run("moe"), "train.microbatch=2")],
+    [
+        ("model.recompute=true", "train.microbatch=2"),
+        pytest.param((*tiny_run("moe"), "train.microbatch=2"), marks=pytest.mark.long),
+    ],
     ids=["recomputation in microbatches", "experts in microbatches"],
 )
 def test_a_run_resumes_to_the_bit_between_two_measurements(

@@ -74,6 +74,7 @@ def test_reading_an_older_checkpoint_says_so(
     assert WARNING in ended.err and ended.err.count("is taken in its place") == 1, ended.err
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_report_says_which_checkpoint_it_compares_the_records_with(
     cli: Cli, damaged: Path
 ) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Cli, Outcome
+from lengths import long_but
 
 from fp4train.config import CONFIGS, composition, to_config
 from fp4train.run.build import build_model
 
 PRESETS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*_fineweb.yaml"))
+SHORT = ("llama_125m_fineweb", "llama_1b_fineweb")
 TOKENS = {"llama_125m": 9.9e9, "llama_1b": 28.8e9, "llama_8b": 137.8e9, "moe_30b": 1.0e12}
 SMALL = (
     "model.width=32",
@@ -59,7 +61,7 @@ def planned(cli: Cli, plans: dict[str, Outcome]) -> Callable[[str], Outcome]:
     return plan
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", long_but(SHORT, PRESETS))
 def test_a_preset_has_the_tokens_of_its_source_and_is_planned_without_a_network(
     planned: Callable[[str], Outcome], name: str
 ) -> None:
@@ -82,7 +84,7 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", long_but(SHORT, PRESETS))
 def test_the_first_lines_of_a_preset_and_of_its_plan_say_what_it_is(
     planned: Callable[[str], Outcome], name: str
 ) -> None:
@@ -106,7 +108,7 @@ def test_the_first_lines_of_a_preset_and_of_its_plan_say_what_it_is(
     assert said.endswith(f"checkpoints every {config.checkpoint.every:,} steps")
 
 
-@pytest.mark.parametrize("name", ["llama_125m_fineweb", "llama_1b_fineweb"])
+@pytest.mark.parametrize("name", long_but(SHORT[:1], SHORT))
 def test_the_length_of_a_preset_is_not_called_a_default(cli: Cli, name: str) -> None:
     ended = cli.raw("plan", f"experiment={name}", "gpu=B200", "parallel.dp_shard=8")
     assert ended.code == 0 and "is the default" not in ended.out + ended.err

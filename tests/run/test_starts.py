@@ -193,6 +193,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(
     "start",
     [
@@ -243,6 +244,7 @@ def test_a_start_reads_the_one_recipe_that_it_composes(
     assert len(composed) == 1 and read == ["mxfp8"]
 
 
+@pytest.mark.long
 def test_a_plan_loads_neither_what_divides_runs_nor_the_compiler() -> None:
     """They would take as long as all the rest of it."""
     heavy = (

@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_line import Before, Cli, lines
 from families import TINY_RUNS, tiny_run
+from lengths import long_but
 from torch import nn
 
 import fp4train
@@ -164,7 +165,7 @@ def test_undivided_steps_and_evaluations_call_nothing_of_what_divides_runs(
     assert not {name for name in called if name.startswith(DIVIDING)}
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "tetrajet_v2_outliers"])
+@pytest.mark.parametrize("recipe", long_but(["nvfp4"], ["nvfp4", "tetrajet_v2_outliers"]))
 def test_undivided_runs_call_nothing_of_what_divides_runs(
     cli: Cli, before: Before, recipe: str
 ) -> None:

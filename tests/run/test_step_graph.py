@@ -273,6 +273,7 @@ def test_a_swap_to_a_recipe_that_cannot_be_recorded_is_refused(
     assert "train.cuda_graph=true cannot record" in refused[0] and "QuartetII" in refused[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("fp8_delayed", marks=pytest.mark.long)])
 def test_a_recorded_run_has_the_same_bits_with_audits_which_see_its_steps(
     cli: Cli, recorded: Callable[[bool], Recorders], recipe: str

@@ -175,6 +175,7 @@ def test_one_command_ranks_the_whole_ledger_in_the_cases_that_it_names(
     assert "--ledger" in text and "`oscillation.every`, are left out" in text
 
 
+@pytest.mark.long
 def test_a_recipe_is_left_out_where_no_fork_comes_to_what_tells_it_from_another(
     script: ModuleType,
 ) -> None:

@@ -66,6 +66,7 @@ def test_biases_norms_of_heads_and_wide_heads_are_counted(name: str, attention: 
     assert found.parameters / 2 < memory < found.parameters / 2 * 1.001
 
 
+@pytest.mark.long
 def test_405b_on_1024_ranks_holds_396_million_parameters_each() -> None:
     memory = rank_memory(measured("405B", NVFP4(), GB200, tensor=8), Mesh(shard=128, tensor=8))
     assert memory.parameters == pytest.approx(396e6, rel=0.002)
@@ -385,6 +386,7 @@ def test_what_a_computation_hides_is_not_counted_and_what_is_left_of_it_hides_mo
     assert (flow.sent, flow.seconds) == (4 * 7e9, pytest.approx(4 * alone))
 
 
+@pytest.mark.long
 def test_405b_on_1024_gpus_is_planned_in_seconds() -> None:
     model.cache_clear()
     workload.cache_clear()

@@ -153,6 +153,7 @@ def speeds() -> dict[str, float]:
     return {name: point.cost().tokens_per_gpu for name, point in POINTS.items()}
 
 
+@pytest.mark.long
 def test_published_throughput_is_met_within_15_percent(speeds: dict[str, float]) -> None:
     errors = {name: speed / POINTS[name].published - 1 for name, speed in speeds.items()}
     print("\n".join(_rows(speeds)))

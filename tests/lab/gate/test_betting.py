@@ -62,6 +62,7 @@ def test_the_same_holds_where_the_forks_of_a_seed_are_alike_at_all_checkpoints(
     assert within <= at_most(trials) and beyond <= at_most(trials)
 
 
+@pytest.mark.long
 def test_any_margin_asked_on_the_same_forks_shares_the_error() -> None:
     """Margins from a tenth of the true gap to that gap itself, on the same 200 pairs: any false
     "within".

@@ -122,6 +122,7 @@ def test_the_exit_code_is_that_of_the_verdict(
         )
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_report_shows_the_answers_of_gates(cli: Cli, here: str, pretend: Pretend) -> None:
     pretend(0.001)
     assert cli.raw("gate", here, *FAST, "margin=0.01").code == 0
@@ -188,6 +189,7 @@ def test_another_margin_on_the_same_forks_is_recorded_and_said(
     assert "out=" not in refused.message, "the same forks under another bound would be tuning"
 
 
+@pytest.mark.long
 def test_several_checkpoints_are_one_question_and_share_the_forks(
     cli: Cli, here: str, pretend: Pretend
 ) -> None:
@@ -370,6 +372,7 @@ def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Exit code: 0 within, 1 beyond, 2 undecided, 3 for an error, " in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_another_folder_does_not_begin_with_another_bound(
     cli: Cli, run: str, pretend: Pretend
 ) -> None:
@@ -382,6 +385,7 @@ def test_another_folder_does_not_begin_with_another_bound(
     assert cli.raw("gate", run, *FAST, "margin=0.01", "bound=0.05", "forks=2").code == 3
 
 
+@pytest.mark.long
 def test_the_swapped_question_has_the_same_bound(cli: Cli, run: str, pretend: Pretend) -> None:
     """Its forks are the same ones, of which the first question may have shown everything."""
     made = pretend(0.001)
@@ -396,6 +400,7 @@ def test_the_swapped_question_has_the_same_bound(cli: Cli, run: str, pretend: Pr
     assert again.code == 2 and len(made) == 4, "on the recorded forks"
 
 
+@pytest.mark.long
 def test_other_batches_evaluate_the_same_forks_and_have_the_same_bound(
     cli: Cli, run: str, pretend: Pretend
 ) -> None:

@@ -23,6 +23,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return int(ended.value.code or 0), shown.out, shown.err
 
 
+@pytest.mark.usefixtures("sketched")
 def test_the_command_writes_the_file_and_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,6 +35,7 @@ def test_the_command_writes_the_file_and_says_what_is_missing(
     assert command(capsys, "baseline=a", "out=c.html")[0] == 0 and (tmp_path / "c.html").is_file()
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -65,6 +67,7 @@ def test_what_is_impossible_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "folder.html"]
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_full_disk_leaves_the_report_that_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

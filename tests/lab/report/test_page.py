@@ -58,6 +58,7 @@ def test_the_page_has_every_part_and_asks_for_nothing(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes(
     tmp_path: Path,
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes
     assert "One checkpoint: all of this holds for it alone." in alone.text
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(
     ("write", "key"), [(write_ranking, "checkpoints"), (write_sensitivity, "gpu")]
 )
@@ -90,6 +92,7 @@ def test_a_result_of_an_older_form_says_what_to_do(
     assert said in report(tmp_path, run).text
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_key_that_one_run_does_not_have_is_no_null_of_it(tmp_path: Path) -> None:
     """A field of NVFP4 in a run of BF16: it is listed for the runs that have it."""
     a = write_run(tmp_path / "a", seed=0, settings={"hadamard": True, "depth": 4})
@@ -102,6 +105,7 @@ def test_a_key_that_one_run_does_not_have_is_no_null_of_it(tmp_path: Path) -> No
     assert "train.hadamardtrue 1" in text and "train.depth4 18 2" in text and "null" not in text
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_row_of_many_cells_names_each_of_them_on_a_phone(tmp_path: Path) -> None:
     page = report(
         tmp_path, write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", 3.03, seed=0)
@@ -110,6 +114,7 @@ def test_a_row_of_many_cells_names_each_of_them_on_a_phone(tmp_path: Path) -> No
     assert {"gap", "best val loss", "train loss"} <= {each.get("data-label") for each in cells}
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_run_without_statistics_has_no_errors(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     assert "None of the runs measured them" in report(tmp_path, run).text
@@ -117,6 +122,7 @@ def test_a_run_without_statistics_has_no_errors(tmp_path: Path) -> None:
     assert "None of the runs measured them" in report(tmp_path, run).text
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_gradient_below_its_threshold_is_told(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     log = MetricsLog(run / "metrics.jsonl")
@@ -130,6 +136,7 @@ def test_a_gradient_below_its_threshold_is_told(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("sketched")
 def test_the_page_says_what_was_audited(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     log = MetricsLog(run / "metrics.jsonl")
@@ -143,6 +150,7 @@ def test_the_page_says_what_was_audited(tmp_path: Path) -> None:
     assert page.text.count("against the readable reference") == 1, "the other run has no audit"
 
 
+@pytest.mark.usefixtures("sketched")
 def test_runs_of_different_data_are_told(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", seed=0)
     b = write_run(tmp_path / "b", seed=0, data="other")
@@ -152,6 +160,7 @@ def test_runs_of_different_data_are_told(tmp_path: Path) -> None:
     assert "different data" not in report(tmp_path, a, write_run(tmp_path / "d", seed=1)).text
 
 
+@pytest.mark.usefixtures("sketched")
 def test_another_cache_of_a_part_is_no_other_data() -> None:
     def source(**config: str) -> Any:
         settings = {key.replace("__", "."): value for key, value in config.items()}
@@ -163,12 +172,14 @@ def test_another_cache_of_a_part_is_no_other_data() -> None:
     assert different_data(list(paths)).data == ["data.parts.a.source.column"]
 
 
+@pytest.mark.usefixtures("sketched")
 def test_runs_without_a_common_step_have_no_gap(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", steps=5)
     b = write_run(tmp_path / "b", steps=5, first=101)
     assert "share no step with a loss" in report(tmp_path, a, b).text
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_24_runs_have_24_numbers_in_a_page_of_bounded_size(tmp_path: Path) -> None:
     runs = [
@@ -180,6 +191,7 @@ def test_24_runs_have_24_numbers_in_a_page_of_bounded_size(tmp_path: Path) -> No
     assert (tmp_path / "report.html").stat().st_size < 4e6
 
 
+@pytest.mark.usefixtures("sketched")
 def test_the_styles_know_every_colour_of_the_figures() -> None:
     light, _, dark = (
         (Path(page.__file__).parent / page.STYLE).read_text().partition("prefers-color-scheme:dark")
@@ -188,6 +200,7 @@ def test_the_styles_know_every_colour_of_the_figures() -> None:
         assert f"{variable}:" in light and f"{variable}:" in dark
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_gpu_has_the_predicted_time_of_the_plan_and_what_cannot_be_estimated_is_named(
     tmp_path: Path,
 ) -> None:

@@ -105,6 +105,7 @@ def test_characters_that_cannot_be_seen_or_encoded_are_replaced(tmp_path: Path) 
         assert name in page.text
 
 
+@pytest.mark.usefixtures("sketched")
 def test_damaged_and_unfinished_runs_are_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     good = write_run(tmp_path / "good", seed=0, errors=True)
     write_ranking(good).write_text('{"step": 30')
@@ -172,6 +173,7 @@ def test_results_of_studies_that_were_changed_or_are_of_another_run_are_left_out
     assert f"{config} was changed after the run had written it" in report(tmp_path, run).text
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- "])
 def test_a_deeply_nested_configuration_stalls_nothing(tmp_path: Path, opening: str) -> None:
     run = write_run(tmp_path / "a", seed=0)
@@ -181,6 +183,7 @@ def test_a_deeply_nested_configuration_stalls_nothing(tmp_path: Path, opening: s
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(
     ("file", "text"),
     [
@@ -234,6 +237,7 @@ def test_strange_numbers_leave_a_report(tmp_path: Path, line: dict[str, Any]) ->
     assert "Cost" in page.text
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(
     "stretch",
     [

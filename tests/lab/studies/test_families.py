@@ -81,6 +81,7 @@ def losses(folder: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_policies_for_experts_are_ranked_and_no_fork_leaves_a_bias_to_the_next(
     cli: Cli, experts: Path
@@ -110,6 +111,8 @@ def test_policies_for_experts_are_ranked_and_no_fork_leaves_a_bias_to_the_next(
     }
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("sketched")
 def test_the_cost_of_keeping_experts_is_that_of_the_ones_a_token_is_routed_to(
     cli: Cli, experts: Path
 ) -> None:
@@ -134,6 +137,7 @@ def test_the_cost_of_keeping_experts_is_that_of_the_ones_a_token_is_routed_to(
     assert sum(shares.values()) <= 1 + 1e-9
 
 
+@pytest.mark.usefixtures("sketched")
 def test_the_loss_of_balance_weighs_the_same_whatever_the_loss_scale_of_the_run(
     experts: Path,
 ) -> None:
@@ -149,6 +153,7 @@ def test_the_loss_of_balance_weighs_the_same_whatever_the_loss_scale_of_the_run(
     assert norms[0] == norms[1]
 
 
+@pytest.mark.usefixtures("sketched")
 def test_recipes_are_ranked_on_dna(cli: Cli, train: Callable[..., Path], tmp_path: Path) -> None:
     draw = random.Random(0)
     bases = "".join(draw.choice("ACGT") for _ in range(8000))

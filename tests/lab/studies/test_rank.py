@@ -89,6 +89,7 @@ def test_a_ranking_is_a_table_a_file_and_a_picture(cli: Cli, trained: Path) -> N
     assert numbers(Path("second")) == found
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_the_saved_configuration_of_a_run_is_read_once(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]], config_reads: list[Path]
@@ -97,12 +98,15 @@ def test_the_saved_configuration_of_a_run_is_read_once(
     assert pretend and config_reads == [trained / "config.yaml"]
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("sketched")
 def test_two_processes_make_the_same_numbers_as_one(cli: Cli, trained: Path) -> None:
     said(cli.raw("rank", str(trained), *FAST, "out=one"))
     said(cli.raw("rank", str(trained), *FAST, "out=two", "processes=2"))
     assert numbers(Path("one")) == numbers(Path("two"))
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_a_killed_ranking_goes_on_where_it_stopped(cli: Cli, trained: Path) -> None:
     said(cli.raw("rank", str(trained), *FAST, "out=whole"))
@@ -118,6 +122,7 @@ def test_a_killed_ranking_goes_on_where_it_stopped(cli: Cli, trained: Path) -> N
     assert numbers(Path("killed")) == numbers(Path("whole"))
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_a_process_that_is_killed_ends_the_ranking_with_a_reason(
     cli: Cli, trained: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +138,7 @@ def test_a_process_that_is_killed_ends_the_ranking_with_a_reason(
     assert outcome.code == 1 and "a process of the ranking ended (signal 9)" in outcome.message
 
 
+@pytest.mark.usefixtures("sketched")
 def test_the_same_command_measures_nothing_and_more_forks_go_on(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
@@ -160,6 +166,8 @@ def p_of(folder: str, first: str, second: str) -> float:
     )
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("sketched")
 def test_fewer_candidates_of_the_same_record_buy_no_significance(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
@@ -173,6 +181,8 @@ def test_fewer_candidates_of_the_same_record_buy_no_significance(
     assert "look 1 at this record" in shown and len(rows(shown)) == 2
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("sketched")
 def test_candidates_that_are_added_are_further_looks_that_ask_for_more_and_other_references_are_none(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
@@ -190,6 +200,7 @@ def test_candidates_that_are_added_are_further_looks_that_ask_for_more_and_other
     )
 
 
+@pytest.mark.usefixtures("sketched")
 def test_several_checkpoints_are_ranked_together_and_one_is_said_to_hold_for_itself(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
@@ -215,6 +226,7 @@ def test_several_checkpoints_are_ranked_together_and_one_is_said_to_hold_for_its
     assert outcome.code == 1 and "are the same checkpoint: name it once" in outcome.message
 
 
+@pytest.mark.usefixtures("sketched")
 def test_candidates_that_run_alike_are_measured_once_and_told(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
@@ -229,6 +241,7 @@ def test_candidates_that_run_alike_are_measured_once_and_told(
     assert "bf16 policy=last15 stands for bf16 policy=all, too: every GEMM runs alike" in shown
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_policy_file_is_a_candidate(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
@@ -247,6 +260,7 @@ def test_a_policy_file_is_a_candidate(
     assert ("nvfp4 policy=mine", 0) in pretend
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_sweep_longer_than_a_file_name_is_no_run_directory(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
@@ -256,6 +270,7 @@ def test_a_sweep_longer_than_a_file_name_is_no_run_directory(
     assert {row[1] for row in rows(shown)} == {"bf16", "mxfp8", "nvfp4"}
 
 
+@pytest.mark.usefixtures("sketched")
 def test_one_recipe_is_compared_with_bf16(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
@@ -263,6 +278,7 @@ def test_one_recipe_is_compared_with_bf16(
     assert "gap to nvfp4" in shown and [row[1] for row in rows(shown)] == ["BF16", "nvfp4"]
 
 
+@pytest.mark.usefixtures("sketched")
 def test_one_fork_has_no_interval_and_says_so(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
@@ -272,6 +288,7 @@ def test_one_fork_has_no_interval_and_says_so(
     assert found["pairs"][0]["error"] is None and found["pairs"][0]["verdict"] == "open"
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_candidate_that_diverges_is_last_with_the_layer_and_not_compared(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +320,7 @@ def test_a_candidate_that_diverges_is_last_with_the_layer_and_not_compared(
     )
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_full_disk_costs_the_files_and_not_the_table(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +338,7 @@ def test_a_full_disk_costs_the_files_and_not_the_table(
     monkeypatch.undo()
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -374,6 +393,7 @@ def test_what_cannot_be_ranked_is_refused(
     assert not (trained / "studies").exists()
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -392,6 +412,7 @@ def test_a_ranking_is_refused_before_data_is_read(
     assert not Path("read").exists()
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_run_without_a_checkpoint_is_refused(cli: Cli, trained: Path) -> None:
     Path("empty").mkdir()
     Path("empty/config.yaml").write_bytes((trained / "config.yaml").read_bytes())

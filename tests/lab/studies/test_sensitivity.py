@@ -96,6 +96,7 @@ def test_a_study_from_the_command_to_a_policy_that_train_takes(cli: Cli) -> None
     assert list(to_config(run_directory.read_config(Path("runs/b"))).policy.keep) == kept
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_two_studies_are_equal_to_the_bit_and_a_killed_one_goes_on(
     cli: Cli, killed_at: Any
@@ -117,6 +118,7 @@ def test_two_studies_are_equal_to_the_bit_and_a_killed_one_goes_on(
     )
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_a_full_disk_at_the_end_loses_nothing(
     cli: Cli, killed_at: Any, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +142,7 @@ def test_a_full_disk_at_the_end_loses_nothing(
     assert cli.raw("sensitivity", "runs/a", *QUICK).code == 0
 
 
+@pytest.mark.usefixtures("sketched")
 def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
     said = cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0.2")
     assert said.code == 0, said.err
@@ -154,6 +157,7 @@ def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
     )
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize("step", [[], ["step=0"]], ids=["a checkpoint", "as initialised"])
 def test_the_saved_configuration_is_read_once(
     cli: Cli, config_reads: list[Path], step: list[str]
@@ -162,6 +166,7 @@ def test_the_saved_configuration_is_read_once(
     assert config_reads == [Path("runs/a/config.yaml")]
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_an_earlier_step_and_a_fresh_model(cli: Cli) -> None:
     assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "step=3").code == 0
@@ -173,6 +178,8 @@ def test_an_earlier_step_and_a_fresh_model(cli: Cli) -> None:
     assert names == ["sensitivity-mxfp8-0", "sensitivity-mxfp8-3"]
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("sketched")
 def test_cells_choose_single_gemms_on_a_gpu(cli: Cli) -> None:
     words = ("recipe=mxfp8", "batches=1", "cells=true", "gpu=B200", "cost=3")
     said = cli.raw("sensitivity", "runs/a", *words, "out=cells")
@@ -194,6 +201,7 @@ def test_cells_choose_single_gemms_on_a_gpu(cli: Cli) -> None:
     )
 
 
+@pytest.mark.usefixtures("sketched")
 def test_another_recipe_in_the_folder_is_refused(cli: Cli) -> None:
     assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "out=here").code == 0
     said = cli.raw("sensitivity", "runs/a", *QUICK, "out=here")
@@ -203,6 +211,7 @@ def test_another_recipe_in_the_folder_is_refused(cli: Cli) -> None:
     )
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_a_model_without_a_run_is_studied_as_one_is_that_a_run_initialised(cli: Cli) -> None:
     """The same keys and seed: the same weights, batches and numbers, whether a run began with them
@@ -281,6 +290,7 @@ BAD = {
 }
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD.keys())
 def test_what_cannot_be_studied_is_one_message_and_leaves_no_folder(
     cli: Cli, words: list[str], message: str
@@ -290,6 +300,7 @@ def test_what_cannot_be_studied_is_one_message_and_leaves_no_folder(
     assert not Path("runs/a/studies").exists() or "budget" in words[-1]
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_budget_is_spent_where_the_intervals_are_widest(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +335,7 @@ def test_a_budget_is_spent_where_the_intervals_are_widest(
     assert {name for name, count in seen.items() if count > 1} == {"layer/blocks.0.mlp.up"}
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(
     "wrong", [{"budget": 5.0}, {"batches": None}, {"batches": 0}, {"repeats": 0}]
 )
@@ -332,6 +344,7 @@ def test_an_effort_is_batches_or_a_budget(wrong: dict[str, Any]) -> None:
         Effort(**wrong)
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_study_cannot_go_on_with_other_weights(trained: Path, tmp_path: Path) -> None:
     effort = Effort()
     for step, message in ((3, None), (6, "another study")):

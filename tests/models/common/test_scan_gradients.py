@@ -135,6 +135,7 @@ def test_each_head_has_its_gradient_where_another_has_a_million_times_as_much() 
     torch.testing.assert_close(here.double(), exact, rtol=2e-5, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fresh_dynamo")
 @TRACED
 def test_a_compiled_layer_has_the_same_gradients() -> None:

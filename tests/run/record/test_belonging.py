@@ -173,6 +173,7 @@ def test_metrics_that_were_cut_are_said_to_be_incomplete(cli: Cli, stop_at: Stop
     assert "2 steps of 3–4 are missing" in events("runs/a", "metrics mended")[0]["found"]
 
 
+@pytest.mark.usefixtures("sketched")
 def test_records_that_were_shortened_are_named_by_a_resume_and_left_out_of_a_report(
     cli: Cli,
 ) -> None:

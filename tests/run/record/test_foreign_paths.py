@@ -153,6 +153,7 @@ def test_one_of_several_paths_that_leads_out_is_enough(
     assert not any("secret" in path for path in opened)
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize("verb", READERS)
 def test_verbs_that_only_show_a_foreign_run_follow_none_of_its_paths(
     cli: Cli, foreign: Path, opened: list[str], verb: str
@@ -176,6 +177,7 @@ def test_a_command_that_names_the_paths_goes_on_and_signs_them(cli: Cli, foreign
     assert cli.raw("resume=runs/a", "train.steps=4").code == 0, "they are this user's by now"
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_ranking_takes_the_paths_that_it_is_given(cli: Cli, foreign: Path) -> None:
     reseal_config(foreign, lambda values: put(values, "checkpoint.also", "home"))
     asked = ("rank", "runs/a", "recipe=bf16,nvfp4", "forks=1", "steps=1")

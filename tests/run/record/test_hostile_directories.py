@@ -16,6 +16,7 @@ from command_line import (
     everything,
     left,
 )
+from lengths import long_but
 from made import write_run
 
 
@@ -23,13 +24,9 @@ from made import write_run
 @pytest.mark.parametrize(
     "name",
     [
-        ".lock",
         "metrics.jsonl",
-        ".metrics.jsonl.tmp",
         ".curves.png.tmp",
-        "curves.png",
-        "heartbeat.json",
-        "plan.txt",
+        *long_but((), (".lock", ".metrics.jsonl.tmp", "curves.png", "heartbeat.json", "plan.txt")),
     ],
 )
 def test_no_link_in_a_run_directory_leads_to_a_file_elsewhere(

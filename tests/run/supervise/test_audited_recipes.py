@@ -45,7 +45,10 @@ def held(*options: str) -> Arguments:
         held("train.microbatch=2"),
         recipe("averis", "model.recompute=true", "train.microbatch=2"),
         recipe("chon"),
-        recipe("tetrajet_v2_outliers", *tiny_run("moe"), "train.microbatch=2", *OUTLIERS),
+        pytest.param(
+            recipe("tetrajet_v2_outliers", *tiny_run("moe"), "train.microbatch=2", *OUTLIERS),
+            marks=pytest.mark.long,
+        ),
         pytest.param(held(*tiny_run("moe"), "train.microbatch=2"), marks=pytest.mark.long),
         pytest.param(recipe("averis", *tiny_run("moe")), marks=pytest.mark.long),
         pytest.param(recipe("flux_residual", *tiny_run("moe")), marks=pytest.mark.long),

@@ -17,6 +17,7 @@ from audit_run_faults import higher_rate, norm_weight, without_policy
 from command_line import STEADY, Cli, after_update, events, losses, steps
 from families import tiny_run
 from faulty_kernels import kernels_equal_reference
+from lengths import long_but
 from limits import set_limit
 
 from fp4train import checkpoint
@@ -184,7 +185,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
     tensor.detach().view(torch.int32).view(-1)[7] ^= 1 << bit
 
 
-@pytest.mark.parametrize("bit", [29, 23, 12, 0])
+@pytest.mark.parametrize("bit", long_but((29, 0), (29, 23, 12, 0)))
 def test_a_bit_of_a_weight_that_flips_between_two_steps_is_found(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, bit: int
 ) -> None:
