@@ -40,7 +40,7 @@ from fp4train.run.checks import (
     check_oscillation,
     plan_warnings,
     scale_warnings,
-    warn_of_schedule,
+    warn_of_few_steps,
 )
 from fp4train.run.find import find_source, start_step
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
@@ -164,7 +164,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
     if source is not None and command.swap is not None:
         timeline = with_swap(timeline, command.swap.at(start))
     model = planned_model(config, source)
-    warn_of_schedule(config)
+    warn_of_few_steps(config)
     for warning in scale_warnings(config, model):
         _log.warning("%s", warning)
     if asks_for_mesh(config.parallel, line.gpus, auto, command.named):

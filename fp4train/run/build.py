@@ -200,7 +200,7 @@ def _warn(run: Run, *, begins: bool) -> None:
     Args:
         begins: the run is at step 0, with weights that no step has changed.
     """
-    checks.warn_of_schedule(run.config)
+    checks.warn_of_few_steps(run.config)
     warnings = [*checks.plan_warnings(run.plan), checks.divided_blocks(run.plan)]
     warnings.append(never_replayed(run.config, run.device.type))
     if begins and run.pipeline is None:

@@ -313,8 +313,8 @@ def divided_blocks(plan: Plan) -> str | None:
     )
 
 
-def warn_of_schedule(config: Config) -> None:
-    """Say what a schedule cannot do in so few steps."""
+def warn_of_few_steps(config: Config) -> None:
+    """Say what schedule and phases cannot do in so few steps."""
     steps = config.train.steps
     for text in config.schedule.problems(steps):
         _log.warning("%s", text)

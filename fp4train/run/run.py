@@ -72,8 +72,8 @@ class Run:
             (`models.common.cut.multiplied`).
         mid_update: the weights are being updated; an exception now leaves them between two steps.
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and
-            changed no weight; the ones after it change none either. None: all that were read were
-            good.
+            changed no weight; the ones after it change none either. A loss scale reads it before
+            the next step, which goes on. None: all that were read were good.
         weak_gradient: it was said that the gradient is lost in quantisation noise.
         pipeline: the stages of the model; None: it is whole.
         teacher: whose distribution it learns; None: the targets alone.

@@ -138,6 +138,9 @@ class Cli:
         copied to here.
 
         For tests of what comes after it: one that has patched something trains a run of its own.
+
+        Args:
+            arguments: words of the command line, run.name=… among them.
         """
         name = next(
             word.removeprefix("run.name=") for word in arguments if word.startswith("run.name=")
