@@ -27,6 +27,7 @@ from fp4train.config import composition
 from fp4train.config.folders import registered_files
 from fp4train.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from fp4train.lab.analysis import curves, draw_curves, draw_statistics, figure, heatmap
+from fp4train.precision import Recipe
 from fp4train.quantize import ROUNDINGS
 from fp4train.run import host
 
@@ -177,6 +178,16 @@ def fresh_dynamo() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def recipes() -> dict[str, Recipe]:
+    """Name → recipe of every file in recipes/. Names of cases do not need it: composing all takes
+    half a second.
+    """
+    from fp4train.cli.doctor import own_recipes
+
+    return own_recipes()
 
 
 @pytest.fixture(scope="session")

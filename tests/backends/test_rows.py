@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from fp4train.backends import matmul
-from fp4train.cli.doctor import own_recipes
+from fp4train.precision import Recipe
 from fp4train.quantize import Decoded, QuantSpec, RandomKey, quantizer
 
 ROWS, COLUMNS, CONTRACTED = 640, 320, 64
@@ -37,8 +37,29 @@ def operand(spec: QuantSpec | None, rows: int, seed: int) -> Decoded:
     return Decoded(integers.to(prepared.values.dtype), prepared.scale)
 
 
-def paths() -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
-    """The specs of a product for each combination of dtypes and scales that recipes have."""
+Specs = tuple[QuantSpec | None, QuantSpec | None]
+TENSOR = "bfloat16 with a tensor's scale"
+ROW = "bfloat16 with scales of 1 rows"
+SEVERAL = "bfloat16 with scales of 256 rows"
+PLAIN = "bfloat16 without a scale"
+WIDE = "float32 without a scale"
+PATHS = (
+    (PLAIN, PLAIN),
+    (WIDE, WIDE),
+    (PLAIN, WIDE),
+    (TENSOR, TENSOR),
+    (ROW, ROW),
+    (ROW, TENSOR),
+    (SEVERAL, TENSOR),
+    (SEVERAL, SEVERAL),
+    ("float32 with a tensor's scale", "float32 with a tensor's scale"),
+)
+"""The combinations of dtypes and scales that products of recipes have."""
+
+
+@pytest.fixture(scope="module")
+def products(recipes: dict[str, Recipe]) -> dict[tuple[str, str], Specs]:
+    """The specs of a product of a recipe for each combination."""
 
     def kind(spec: QuantSpec | None) -> str:
         values, scale = operand(spec, 4, 0)
@@ -49,11 +70,12 @@ def paths() -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
             return f"{dtype} with a tensor's scale"
         return f"{dtype} with scales of {spec.scaled_rows or 1} rows"
 
-    specs = [gemm.both for recipe in own_recipes().values() for gemm in recipe.table().values()]
-    return {f"{kind(first)}, {kind(second)}": (first, second) for first, second in specs}
+    specs = [gemm.both for recipe in recipes.values() for gemm in recipe.table().values()]
+    return {(kind(first), kind(second)): (first, second) for first, second in specs}
 
 
-PATHS = paths()
+def test_the_products_of_recipes_are_these(products: dict[tuple[str, str], Specs]) -> None:
+    assert set(products) == set(PATHS)
 
 
 def cut(whole: Decoded, start: int, stop: int) -> Decoded:
@@ -63,7 +85,7 @@ def cut(whole: Decoded, start: int, stop: int) -> Decoded:
     return Decoded(whole.values[start:stop], scale)
 
 
-@pytest.mark.parametrize("specs", PATHS.values(), ids=PATHS.keys())
+@pytest.mark.parametrize("path", PATHS, ids=", ".join)
 @settings(deadline=None, max_examples=5)
 @given(
     st.lists(st.integers(1, ROWS - 1), max_size=12, unique=True),
@@ -71,8 +93,13 @@ def cut(whole: Decoded, start: int, stop: int) -> Decoded:
     st.booleans(),
 )
 def test_rows_that_are_multiplied_apart_are_those_of_the_whole(
-    specs: tuple[QuantSpec | None, QuantSpec | None], cuts: list[int], seed: int, biased: bool
+    path: tuple[str, str],
+    products: dict[tuple[str, str], Specs],
+    cuts: list[int],
+    seed: int,
+    biased: bool,
 ) -> None:
+    specs = products[path]
     a = operand(specs[0], ROWS, seed)
     b = operand(specs[1], COLUMNS, seed + 10)
     bias = torch.randn(COLUMNS, generator=generated(seed)) if biased else None

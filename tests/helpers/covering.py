@@ -4,10 +4,34 @@ share, such as a model's layers, take them; tests/run/test_every_recipe.py train
 
 from collections.abc import Hashable, Iterator
 from dataclasses import fields
-from functools import cache
 
-from fp4train.cli.doctor import own_recipes
 from fp4train.precision import Recipe
+
+COVERING = (
+    "alto_mxfp4_macro",
+    "averis",
+    "bf16_forward_nvfp4_backward",
+    "chon",
+    "flux_residual",
+    "fp16",
+    "fp32",
+    "fp8_block",
+    "fp8_delayed",
+    "fp8_row",
+    "hifloat4",
+    "if4",
+    "mfu_operands",
+    "mxfp4_backward",
+    "mxfp6",
+    "nvfp4_dequantised",
+    "nvfp4_per_token",
+    "nvfp4_tiles",
+    "nvfp4_ue5m3",
+    "quartet_ii",
+    "tetrajet_v2_outliers",
+    "ue5m3_fp4",
+    "w4a16_qat",
+)
 
 
 def parts(recipe: Recipe) -> Iterator[Hashable]:
@@ -21,16 +45,3 @@ def parts(recipe: Recipe) -> Iterator[Hashable]:
             else:
                 yield from ((field.name, getattr(spec, field.name)) for field in fields(spec))
     yield from ((field.name, getattr(recipe, field.name)) for field in fields(Recipe))
-
-
-@cache
-def covering_recipes() -> tuple[str, ...]:
-    """Names, in alphabetical order. A recipe whose parts the others have between them is left out."""
-    parts_of = {name: set(parts(recipe)) for name, recipe in own_recipes().items()}
-    missing = set.union(*parts_of.values())
-    chosen = []
-    while missing:
-        name = max(sorted(parts_of), key=lambda name: len(parts_of[name] & missing))
-        chosen.append(name)
-        missing -= parts_of[name]
-    return tuple(sorted(chosen))

@@ -105,14 +105,6 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def recipes() -> dict[str, Recipe]:
-    """Of every file in recipes/."""
-    from fp4train.cli.doctor import own_recipes
-
-    return own_recipes()
-
-
 def traced_alone(recipe: Recipe) -> Trace:
     return traced(
         Linear(128, 128, bias=False), recipe, torch.randn(128, 128).bfloat16().requires_grad_()

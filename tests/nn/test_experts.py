@@ -13,7 +13,7 @@ from typing import Any
 import adding
 import pytest
 import torch
-from covering import covering_recipes
+from covering import COVERING
 from linear_layers import own_channels
 from omegaconf import OmegaConf
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ def two_steps(
 @pytest.mark.parametrize(
     ("name", "sums"),
     [
-        *((name, True) for name in covering_recipes()),
+        *((name, True) for name in COVERING),
         ("bf16", False),
         ("nvfp4", False),
         ("fp16", False),

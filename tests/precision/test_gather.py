@@ -70,14 +70,6 @@ def test_a_weight_that_dgrad_requantises_travels_as_the_codes_of_fprop(
     assert (later.forward, later.backward, later.dtype) == (None, form.backward, torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def recipes() -> dict[str, Recipe]:
-    """Of every file in recipes/."""
-    from fp4train.cli.doctor import own_recipes
-
-    return own_recipes()
-
-
 @pytest.mark.parametrize("gpu", [None, "B200", "H100"])
 def test_no_recipe_sends_more_than_bf16(recipes: dict[str, Recipe], gpu: str | None) -> None:
     """But FP32, whose weights are multiplied in float32."""

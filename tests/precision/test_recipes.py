@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from covering import COVERING, parts
 from omegaconf import OmegaConf
 
 from fp4train.config import RECIPES, bind
@@ -288,6 +289,17 @@ def test_every_recipe_file_builds_and_shows_all_switches(name: str) -> None:
     assert {field for field in own if f"{field}:" in text} == own, (
         "a file lists every switch of its recipe"
     )
+
+
+def test_the_recipes_that_stand_for_all_have_every_part(recipes: dict[str, Recipe]) -> None:
+    """Else a recipe with the missing part belongs to `COVERING`."""
+    covered = {part for name in COVERING for part in parts(recipes[name])}
+    missing = {
+        name: set(parts(recipe)) - covered
+        for name, recipe in recipes.items()
+        if set(parts(recipe)) - covered
+    }
+    assert missing == {}
 
 
 @pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Before, Cli, losses
-from covering import covering_recipes
+from covering import COVERING
 from families import BEYOND_LLAMA, tiny_run, tiny_shape
 from hf_folders import change_table, write_evo2
 from omegaconf import OmegaConf
@@ -54,7 +54,7 @@ def learning() -> Iterator[Any]:
     """
     others = [family for family in BEYOND_LLAMA if family != "moe"]
     yield from (("nvfp4", family) for family in BEYOND_LLAMA)
-    for recipe, family in zip(covering_recipes(), cycle(others), strict=False):
+    for recipe, family in zip(COVERING, cycle(others), strict=False):
         if recipe != "nvfp4":
             yield pytest.param(recipe, "moe", marks=pytest.mark.long)
             yield pytest.param(recipe, family, marks=pytest.mark.long)
