@@ -10,6 +10,7 @@ import gc
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,9 +275,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Every run, and every test of a compiler, collects garbage: not in what the tests' process
-    holds to its end.
+    holds to its end. Bytecode of tests is kept, and none of the modules that tests write: it would
+    stand for another text that is written within the same second.
     """
     freeze()
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
 def freeze() -> None:
