@@ -9,8 +9,8 @@ shorter than T). The sequence shown at position i of a run is
 Where the tokens have parts, each has its own sequences and permutation. A cycle is as many
 positions as the shares of the parts add up to, c of them for a part of share c: its k-th lies where
 (k + u)/c, 0 ≤ u < 1, stands among those of all parts, with u from the seed, part and k. So the
-parts are spread evenly, and every stretch of the run has them in their shares, but for one or two
-sequences.
+parts are spread evenly: of n parts every stretch of the run has each in its share, but for fewer
+than 2 (n − 1) sequences.
 
 Targets that do not count in the loss are `IGNORED`. An input that is the id that ends a document,
 and yet ends none (`TokenArray.inner_ends`), is its complement, −1 − id: models that attend within
@@ -125,7 +125,7 @@ class Loader:
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.seed = seed
-        self._part_at, self._turn_at = _turns([part.share for part in self.parts], seed)
+        self._cycle_parts, self._cycle_turns = _turns([part.share for part in self.parts], seed)
 
     def with_seed(self, seed: int) -> "Loader":
         """The same batches in another order."""
@@ -143,19 +143,20 @@ class Loader:
         for number, (part, n) in enumerate(zip(self.parts, self.sequences, strict=True)):
             cycles, turn = divmod(n, part.share)
             fresh.append(
-                cycles * len(self._part_at) + int(np.flatnonzero(self._part_at == number)[turn])
+                cycles * len(self._cycle_parts)
+                + int(np.flatnonzero(self._cycle_parts == number)[turn])
             )
         return min(fresh) // self.batch_size
 
     def starts(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """The places at which the sequences at positions first … first+count-1 of the run begin."""
         positions = np.arange(first, first + count, dtype=np.int64)
-        cycles, turns = np.divmod(positions, len(self._part_at))
-        parts_at = self._part_at[turns]
+        cycles, turns = np.divmod(positions, len(self._cycle_parts))
+        parts_at = self._cycle_parts[turns]
         starts = np.empty(count, dtype=np.int64)
         for number, (part, n) in enumerate(zip(self.parts, self.sequences, strict=True)):
             at = np.flatnonzero(parts_at == number)
-            epochs, places = np.divmod(cycles[at] * part.share + self._turn_at[turns[at]], n)
+            epochs, places = np.divmod(cycles[at] * part.share + self._cycle_turns[turns[at]], n)
             if number:
                 seed = splitmix64(self.seed & MASK64) + number
             else:
