@@ -39,7 +39,12 @@ def seed_model(run: Run) -> None:
     batch and model alone, so that a resumed run draws the same ones.
     """
     place = run.world.data_rank * RANK_SPREAD + run.world.stage * STAGE_SPREAD
-    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step + place) % 2**63)
+    seed = (run.config.run.seed * 1_000_003 + run.step + place) % 2**63
+    if run.device.type == "cpu":
+        # torch.manual_seed seeds all kinds of devices, and keeps the stack for each that is not used
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 @contextmanager

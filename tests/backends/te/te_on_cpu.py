@@ -373,7 +373,7 @@ def switching() -> dict[str, bool]:
     return report
 
 
-if __name__ == "__main__":
+def main() -> None:
     torch.manual_seed(0)
     report: dict[str, Any] = {"against_emulation": against_emulation(), "selfcheck": selfcheck()}
     with pretend_gpu():
@@ -383,3 +383,7 @@ if __name__ == "__main__":
         report["same_as_native"] = same_as_native()
         report["switching"] = switching()
     json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
