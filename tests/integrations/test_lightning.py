@@ -82,7 +82,14 @@ def train(
     return module
 
 
-@pytest.mark.parametrize(("recipe", "accumulate"), [("nvfp4", 1), ("nvfp4", 2), ("fp8_delayed", 2)])
+@pytest.mark.parametrize(
+    ("recipe", "accumulate"),
+    [
+        ("nvfp4", 1),
+        pytest.param("nvfp4", 2, marks=pytest.mark.long),
+        ("fp8_delayed", 2),
+    ],
+)
 def test_it_trains_and_resumes_as_a_plain_loop_does(
     plain: Any, recipe: str, accumulate: int, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import long_but
 from torch import nn
 
 import fp4train as f4
@@ -47,7 +48,7 @@ def run_of(model: nn.Module, parallel: Parallel, time: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("time", [64, 4096])
+@pytest.mark.parametrize("time", long_but([4096], [64, 4096]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_and_its_plan_divide_blocks_equally(family: str, time: int) -> None:
     model = built(FAMILIES[family], time)

@@ -22,6 +22,7 @@ from cpu_kernels import (
     draw_values,
     every_machine,
 )
+from lengths import long_but
 
 from fp4train.formats import ElementFormat
 from fp4train.kernels import cpu as kernels
@@ -135,7 +136,7 @@ def test_large_outputs_that_bypass_the_caches_are_the_same(monkeypatch: pytest.M
             assert_equals_reference(x.T, spec, *every_machine(threads=2))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.bfloat16, torch.float32]))
 @pytest.mark.parametrize("shape", [(3, 140_000), (1, 400_000), (300, 8200)])
 def test_tiles_cover_wide_and_long_tensors(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = draw_values("normal", *shape, 6).to(dtype)
@@ -143,7 +144,7 @@ def test_tiles_cover_wide_and_long_tensors(shape: tuple[int, int], dtype: torch.
         assert_equals_reference(x, spec, *(Machine(threads=threads) for threads in (1, 2, 3)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.bfloat16, torch.float32]))
 @pytest.mark.parametrize("large", [3.0, 1.5 * 2.0**-100, 1.75 * 2.0**126])
 def test_every_number_beside_a_large_one(large: float, dtype: torch.dtype) -> None:
     """All finite BF16 numbers up to `large`, which is in every block and sets its scale: no

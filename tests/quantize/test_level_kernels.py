@@ -12,6 +12,7 @@ from cpu_kernels import (
     draw_values,
     every_machine,
 )
+from lengths import long_but
 
 from fp4train.kernels.cpu import Machine
 from fp4train.quantize import Hadamard, QuantSpec
@@ -43,7 +44,7 @@ SPECS = (
 )
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", long_but(SPECS[::2], SPECS), ids=str)
 def test_kernels_equal_the_reference(spec: QuantSpec) -> None:
     """All kinds of values in both orders in memory, of a tile and more; and odd sizes."""
     for number, kind in enumerate(VALUES):

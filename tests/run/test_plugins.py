@@ -106,8 +106,10 @@ def test_a_model_without_blocks_has_a_plan_and_no_estimate(cli: Cli, mesh: list[
     "command",
     [
         ["resume=runs/a", "train.steps=3"],
-        ["plan", "resume=runs/a"],
-        ["--config-dir", "mine", "resume=runs/a", "train.steps=3"],
+        pytest.param(["plan", "resume=runs/a"], marks=pytest.mark.long),
+        pytest.param(
+            ["--config-dir", "mine", "resume=runs/a", "train.steps=3"], marks=pytest.mark.long
+        ),
         ["--config-dir", "mine", "run.name=a", "model=own", "train.steps=2"],
     ],
 )

@@ -114,7 +114,7 @@ def test_the_length_of_a_preset_is_not_called_a_default(cli: Cli, name: str) -> 
     assert ended.code == 0 and "is the default" not in ended.out + ended.err
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", long_but(("llama_1b_fineweb", "moe_30b_fineweb"), PRESETS))
 def test_the_first_steps_of_a_preset_run_at_reduced_width(cli: Cli, name: str) -> None:
     words = [*SMALL, *(EXPERTS if name.startswith("moe") else ())]
     ended = cli.raw(f"experiment={name}", *words, cli.paths[0], cli.paths[1], "run.name=small")

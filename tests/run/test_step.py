@@ -13,7 +13,6 @@ import pytest
 import torch
 from command_line import Before, Cli, lines
 from families import TINY_RUNS, tiny_run
-from lengths import long_but
 from torch import nn
 
 import fp4train
@@ -138,7 +137,15 @@ def test_a_step_reaches_the_kernel_in_nine_files(cli: Cli, before: Before) -> No
 
 @pytest.mark.parametrize(
     ("family", "words"),
-    [*((family, ()) for family in TINY_RUNS), ("llama", ("optim.moments=bfloat16",))],
+    [
+        ("llama", ("optim.moments=bfloat16",)),
+        ("moe", ()),
+        *(
+            pytest.param(family, (), marks=pytest.mark.long)
+            for family in TINY_RUNS
+            if family != "moe"
+        ),
+    ],
 )
 def test_undivided_steps_and_evaluations_call_nothing_of_what_divides_runs(
     cli: Cli, before: Before, family: str, words: tuple[str, ...]
@@ -165,7 +172,8 @@ def test_undivided_steps_and_evaluations_call_nothing_of_what_divides_runs(
     assert not {name for name in called if name.startswith(DIVIDING)}
 
 
-@pytest.mark.parametrize("recipe", long_but(["nvfp4"], ["nvfp4", "tetrajet_v2_outliers"]))
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["nvfp4", "tetrajet_v2_outliers"])
 def test_undivided_runs_call_nothing_of_what_divides_runs(
     cli: Cli, before: Before, recipe: str
 ) -> None:

@@ -48,7 +48,10 @@ def write(run: Path, layers: int, steps: int, operands: int = 6) -> Path:
     return run
 
 
-@pytest.mark.parametrize(("layers", "steps", "operands"), [(1, 1, 2), (3, 4, 6), (120, 2, 3)])
+@pytest.mark.parametrize(
+    ("layers", "steps", "operands"),
+    [(1, 1, 2), (3, 4, 6), pytest.param(120, 2, 3, marks=pytest.mark.long)],
+)
 def test_a_picture_is_drawn_of_few_and_of_many_layers_with_gaps(
     tmp_path: Path, layers: int, steps: int, operands: int
 ) -> None:

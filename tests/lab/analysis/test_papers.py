@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import yaml
+from lengths import long_but
 from made import write_run
 from matplotlib.text import Text
 
@@ -43,7 +44,7 @@ def command(*words: str) -> int:
 
 
 @pytest.mark.usefixtures("pictures")
-@pytest.mark.parametrize("ending", BEGINNINGS)
+@pytest.mark.parametrize("ending", long_but([".svg"], BEGINNINGS))
 def test_a_comparison_and_the_curves_of_a_run_are_written_in_each_format(
     small_run: Path, tmp_path: Path, ending: str
 ) -> None:
@@ -70,6 +71,7 @@ def test_the_baseline_is_the_run_that_gaps_are_to(
     assert "width=1 must be a number of inches" in said and "did you mean 'baseline'?" in said
 
 
+@pytest.mark.long
 def test_a_report_writes_its_figures_to_files_and_takes_a_baseline(tmp_path: Path) -> None:
     runs = [
         write_run(tmp_path / name, level, errors=True) for name, level in (("a", 3.0), ("b", 3.3))

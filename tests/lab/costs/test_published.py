@@ -173,6 +173,7 @@ def _rows(speeds: dict[str, float]) -> list[str]:
     return lines
 
 
+@pytest.mark.long
 def test_the_document_says_what_the_model_computes(speeds: dict[str, float]) -> None:
     section = (
         DOCUMENT.read_text("utf-8")

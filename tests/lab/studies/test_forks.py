@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import lines
+from lengths import long_but
 
 import fp4train.lab.studies.forks as forks
 from fp4train.config import plain
@@ -69,7 +70,7 @@ def test_a_fork_by_the_runs_own_schedule_seed_and_recipe_is_the_run(
     assert found.train == sum(line["train/loss"] for line in trained_on) / 3
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed", "fp16"])
+@pytest.mark.parametrize("recipe", long_but(["fp8_delayed"], ["nvfp4", "fp8_delayed", "fp16"]))
 def test_a_fork_is_the_same_to_the_bit_whatever_ran_before_it(
     trained: Path, subject: Subject, recipe: str
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import long_but
 from torch import Tensor
 
 from fp4train.models.common.convolution import (
@@ -62,7 +63,7 @@ def test_documents_that_are_told_apart_are_those_by_themselves(convolve: Any, ta
 
 
 @pytest.mark.parametrize("document", [None, DOCUMENTS], ids=["one document", "several"])
-@pytest.mark.parametrize("taps", [7, 80])
+@pytest.mark.parametrize("taps", long_but([7], [7, 80]))
 def test_gradients_of_the_long_one_are_those_of_finite_differences(
     taps: int, document: Tensor | None
 ) -> None:
