@@ -29,6 +29,7 @@ PROGRAMS = {
     "backends/te/te_produced_on_cpu.py": "one test starts it",
     "backends/te/te_products_on_cpu.py": "two of these and a patch of ranks import it",
     "backends/te/te_readers_on_cpu.py": "part of te_steps_on_cpu.py",
+    "backends/te/te_server.py": "the conftest beside it starts it",
     "backends/te/te_steps_on_cpu.py": "one test starts it",
     "golden/few_bits.py": "makes the vectors beside it",
     "golden/hif4.py": "makes the vectors beside it",
