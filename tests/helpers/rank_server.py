@@ -14,7 +14,8 @@ import json
 import os
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NoReturn
 
 import first_steps
@@ -27,9 +28,11 @@ from tqdm import tqdm
 from unflushed import checked
 
 import fp4train.lab.analysis.curves as curves
-from fp4train.cli import main as command_line
+from fp4train.cli import launch, main as command_line
 from fp4train.config import composition
+from fp4train.config.composition import Composed
 from fp4train.errors import UserError
+from fp4train.parallel import agree
 
 FOR_THE_FORKS = (
     "torch._inductor.config",  # FSDP imports the compiler, which takes seconds
@@ -56,6 +59,23 @@ def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
+
+
+def composed_before(arguments: list[str]) -> Callable[[list[str]], Iterator[Composed]]:
+    """`composed` of a job's ranks, which have what these arguments make from here. Files of the
+    job's folder, and what plugins bring, they compose themselves; they raise a user's errors, too.
+    """
+    if any(word.startswith(("--", "plugins")) for word in arguments):
+        return composition.composed
+    try:
+        made = list(composition.composed(arguments))
+    except UserError:
+        return composition.composed
+
+    def composed(asked: list[str]) -> Iterator[Composed]:
+        return iter(made) if asked == arguments else composition.composed(asked)
+
+    return composed
 
 
 def rank(number: int, job: dict[str, Any], port: int) -> NoReturn:
@@ -120,6 +140,9 @@ def main() -> None:
     composition.hydra_compose = remembering(composition.hydra_compose)
     parse = parsing_once(OverridesParser.parse_override)
     OverridesParser.parse_override = parse  # type: ignore[method-assign]
+    agree.own_files = cache(agree.own_files)
+    agree._checksum = cache(agree._checksum)
+    agree.source_values(agree.own_files())  # each rank compares them, and none of them changes
     first_steps.take()
     gc.collect()
     gc.freeze()  # a rank's collector does not look at, and so does not copy, what all of them share
@@ -133,8 +156,7 @@ def main() -> None:
         if "train.compile=true" in job["arguments"]:
             # in a second, and not in one of each rank
             importlib.import_module("torch._inductor.compile_fx")
-        with suppress(UserError):  # each rank raises it itself; a program has arguments of its own
-            list(composition.composed([] if job["program"] else job["arguments"]))
+        launch.composed = composed_before([] if job["program"] else job["arguments"])
         for number in range(job["ranks"]):
             process = os.fork()
             if not process:
