@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 Ranks = Any
 SHAPE = ("model.width=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.hidden=96")
 """That of the folders, which the tests' usual shape would contradict."""
-FP32 = (*SHAPE, "recipe=fp32", "schedule.warmup=0", "train.steps=3")
+FP32 = (*SHAPE, "recipe=fp32", "schedule.warmup=0", "train.steps=2", "eval.every=0")
 PATCH = """
 import json, os
 from pathlib import Path
@@ -33,7 +33,7 @@ reading.read_box = read_box
 def same(ranks: Ranks, one: Path, other: str) -> None:
     """Losses and norms of all steps."""
     pairs = list(zip(ranks.losses(one), ranks.losses(other), strict=True))
-    assert len(pairs) == 3
+    assert len(pairs) == 2
     for number, (a, b) in enumerate(pairs):
         assert b["train/loss"] == pytest.approx(
             a["train/loss"], rel=1e-6 if number == 0 else 1e-5
@@ -46,11 +46,9 @@ def same(ranks: Ranks, one: Path, other: str) -> None:
     [
         ("qwen2", "parallel.tp=2"),
         ("qwen3", "parallel.tp=2"),
-        ("qwen2", "parallel.tp=2 parallel.sp=false"),
         ("qwen3", "parallel.tp=2 parallel.sp=false"),
         ("llama-3", "parallel.tp=2"),
         ("llama-3", "parallel.dp_shard=2"),
-        ("qwen2", "parallel.pp=2 train.microbatch=1"),
         ("qwen3", "parallel.pp=2 train.microbatch=1"),
         ("qwen3", "parallel.dp_replicate=2"),
         ("qwen3", "parallel.tp=2 train.compile=true"),
@@ -99,10 +97,10 @@ def test_a_rank_reads_its_part_of_the_folder_alone(
 
 def test_a_run_of_two_ranks_is_resumed_on_one(ranks: Ranks, folders: dict[str, Path]) -> None:
     begin = (*FP32, f"init={folders['qwen2']}")
-    ranks.train(2, "two", *begin, "parallel.tp=2", "train.steps=2", "schedule=constant")
-    ended = ranks(1, "resume=runs/two", "train.steps=3", "parallel.tp=1")
+    ranks.train(2, "two", *begin, "parallel.tp=2", "train.steps=1", "schedule=constant")
+    ended = ranks(1, "resume=runs/two", "train.steps=2", "parallel.tp=1")
     assert ended.codes == [0], ended.err
-    assert [line["step"] for line in ranks.losses("two")] == [1, 2, 3]
+    assert [line["step"] for line in ranks.losses("two")] == [1, 2]
 
 
 def test_a_damaged_folder_ends_all_ranks_with_one_message(

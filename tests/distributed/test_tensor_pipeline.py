@@ -12,7 +12,14 @@ pytestmark = pytest.mark.long
 Ranks = Any
 TP = "parallel.tp=2"
 BOTH = (TP, "parallel.pp=2")
-SMALL = ("model.layers=4", "model.kv_heads=2", "train.microbatch=1", "policy=all", "train.steps=3")
+SMALL = (
+    "model.layers=4",
+    "model.kv_heads=2",
+    "train.microbatch=2",
+    "policy=all",
+    "train.steps=3",
+    "eval.every=0",
+)
 
 
 @pytest.mark.parametrize(
