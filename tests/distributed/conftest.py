@@ -28,7 +28,7 @@ TINY = (
     "model.heads=2",
     "model.kv_heads=1",
     "model.hidden=64",
-    "train.steps=5",
+    "train.steps=4",
     "train.batch_size=4",
     "train.seq_len=32",
     "eval.batches=1",
@@ -146,15 +146,16 @@ class Ranks:
         assert ended.codes == [0] * count, ended.err
         assert "in the first step" not in ended.err
 
-    def reference(self, *arguments: str, patch: str = "") -> Path:
-        """The run of one rank with these arguments, which is trained once for all tests that
-        compare with it.
+    def reference(self, *arguments: str, patch: str = "", count: int = 1) -> Path:
+        """The run of one rank, or of `count`, with these arguments, which is trained once for all
+        tests that compare with it.
         """
-        name = hashlib.sha256("\n".join((*arguments, patch)).encode()).hexdigest()[:16]
+        words = "\n".join((*arguments, patch, str(count)))
+        name = hashlib.sha256(words.encode()).hexdigest()[:16]
         shared = Ranks(self.server, self.text, self.text.parent)
         run = shared.folder / "runs" / name
         if not (run / "whole").exists():
-            shared.train(1, name, *arguments, patch=patch)
+            shared.train(count, name, *arguments, patch=patch)
             (run / "whole").touch()
         return run
 

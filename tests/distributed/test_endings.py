@@ -275,16 +275,16 @@ DATA_CHANGES = {
 def test_a_cache_that_changes_on_one_machine_ends_all_ranks_saved(
     ranks: Ranks, rank: int, change: str
 ) -> None:
-    ended = ranks(
-        2, "run.name=a", "eval.every=0", patch=OWN_CACHE + fails_at_3(rank, DATA_CHANGES[change])
-    )
+    options = ("train.steps=5", "eval.every=0")
+    patch = OWN_CACHE + fails_at_3(rank, DATA_CHANGES[change])
+    ended = ranks(2, "run.name=a", *options, patch=patch)
     assert f".bin was {change} after the run had opened it" in ended.message
     steps = [
         int(folder.name[5:]) for folder in (ranks.folder / "runs/a/checkpoints").glob("step_*")
     ]
     assert steps in ([3], [4]) and ended.seconds < 60
-    ranks.train(2, "a", "eval.every=0", patch=OWN_CACHE)
-    ranks.same(ranks.reference("train.microbatch=2", "eval.every=0"), "a")
+    ranks.train(2, "a", *options, patch=OWN_CACHE)
+    ranks.same(ranks.reference("train.microbatch=2", *options), "a")
 
 
 @pytest.mark.long
@@ -385,10 +385,10 @@ KILLS = int(os.environ.get("FP4TRAIN_KILLS", "3"))
 def test_a_rank_killed_at_any_moment_costs_no_bit(ranks: Ranks, seed: int) -> None:
     """While it starts, trains, evaluates, writes a checkpoint or ends: the same command goes on."""
     draw = random.Random(seed)
-    long = ("train.steps=30", "eval.every=10", "phases=none")
+    long = ("train.steps=20", "eval.every=10", "phases=none")
     job = ranks.start(2, "run.name=killed", "checkpoint.every=3", *long)
     metrics = ranks.folder / "runs/killed/metrics.jsonl"
-    step = draw.randrange(30)
+    step = draw.randrange(20)
     ranks.until(
         lambda: not step or (metrics.exists() and metrics.read_text().count("train/loss") >= step)
     )
@@ -413,23 +413,23 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_saves(ranks: Ranks,
         "next(iter(run.model.parameters())); run.model.blocks[1].mlp.down.register_forward_hook("
     )
     poison += "lambda m, a, y: y * float('nan'))"
-    said = ranks(2, "run.name=a", patch=fails_at_3(rank, poison)).message
+    said = ranks(2, "run.name=a", "train.steps=5", patch=fails_at_3(rank, poison)).message
     assert said.startswith(
         "step 3: loss is nan in NVFP4; first non-finite: output of blocks.1.mlp.down"
     )
     assert "A checkpoint from before this step is saved" in said
-    ranks.train(2, "a")
-    ranks.same(ranks.reference("train.microbatch=2"), "a")
+    ranks.train(2, "a", "train.steps=5")
+    ranks.same(ranks.reference("train.microbatch=2", "train.steps=5"), "a")
 
 
 def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
     ranks.train(2, "asked", "phases=none", patch=ASKS_FOR_MXFP8)
     ranks.train(1, "one", "phases=none", "train.microbatch=2", patch=ASKS_FOR_MXFP8)
-    assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + [
+    assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 2 + [
         "MXFP8"
     ] * 2
     ranks.same("one", "asked")
-    assert recorded(Path(ranks.folder, "runs/asked")) == [(3, "mxfp8")]
+    assert recorded(Path(ranks.folder, "runs/asked")) == [(2, "mxfp8")]
 
 
 def test_the_lead_decides_whether_this_user_wrote_a_configuration(ranks: Ranks) -> None:

@@ -22,7 +22,7 @@ def train_step(run, recipe, first=loop.train_step):
 loop.train_step = train_step
 """
 """Ranks whose products add dw to sums, as those of GPUs do; the first one writes how many did."""
-SHORT = ("train.steps=4", "phases=none")
+SHORT = ("train.steps=2", "phases=none", "eval.every=0")
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ def test_two_ranks_take_the_joint_scale_of_fused_weights_as_one_does(
     """From shards that are whole blocks, and from those that are not (40 rows), of which the
     masters are sent.
     """
-    options = (*WIDE, f"recipe={recipe}", "recipe.fused_scales=true", f"model.hidden={hidden}")
-    ranks.train(1, "one", "train.microbatch=2", *options)
-    ranks.train(2, "two", *options)
-    ranks.same("one", "two")
-    ranks.train(1, "apart", "train.microbatch=2", *options, "recipe.fused_scales=false")
-    assert ranks.losses("apart") != ranks.losses("one")
+    options = (*WIDE, f"recipe={recipe}", f"model.hidden={hidden}")
+    fused = (*options, "recipe.fused_scales=true")
+    one = ranks.reference("train.microbatch=2", *fused)
+    ranks.train(2, "two", *fused)
+    ranks.same(one, "two")
+    assert ranks.losses(ranks.reference("train.microbatch=2", *options)) != ranks.losses(one)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,10 @@ def test_two_ranks_take_the_joint_scale_of_fused_weights_as_one_does(
 def test_two_ranks_that_send_codes_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
     """And a weight costs so many bytes per gather, counted in the collectives themselves."""
     each = BYTES[recipe]
-    options = (*WIDE, f"recipe={recipe}")
-    ranks.train(1, "one", "train.microbatch=2", *options)
+    options = (*WIDE, f"recipe={recipe}", "model.hidden=128")
     ranks.train(2, "two", *options, patch=COUNT)
-    ranks.same("one", "two")
-    gathers = [found for found in sent(ranks, step=3) if "gather" in found["collective"]]
+    ranks.same(ranks.reference("train.microbatch=2", *options), "two")
+    gathers = [found for found in sent(ranks, step=1) if "gather" in found["collective"]]
     root = [found for found in gathers if found["dtype"] == "torch.float32"]
     assert [found["backward"] for found in root] == [False]
     blocks = [found["bytes"] for found in gathers if found not in root]
@@ -66,7 +65,7 @@ def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> Non
     ranks.train(2, "two", *WIDE, "recipe=nvfp4", "train.microbatch=1", patch=COUNT)
     joined = [
         found["bytes"]
-        for found in sent(ranks, step=3)
+        for found in sent(ranks, step=1)
         if found["maximum"] and found["dtype"] == "torch.float32"
     ]
     assert joined == [4 * 14]  # of 14 weights, for two microbatches, forward and backward
@@ -77,7 +76,6 @@ def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> Non
     [
         ("mxfp8", ("model.recompute=true", "train.microbatch=1")),
         ("fp8_delayed", ("train.microbatch=1", "policy=last15")),
-        ("nvfp4", ("phases=cooldown_fprop",)),
         ("nvfp4_forward_mxfp8_backward", ()),
         ("bf16_forward_nvfp4_backward", ("model.recompute=true",)),
         ("fp8_row", ()),
@@ -97,7 +95,7 @@ def test_codes_give_the_bits_of_float32(
     ranks.train(2, "float32", *options, "parallel.gather=fp32")
     ranks.train(2, "codes", *options, patch=COUNT)
     ranks.same("float32", "codes")
-    gathers = [found for found in sent(ranks, step=3) if "gather" in found["collective"]]
+    gathers = [found for found in sent(ranks, step=1) if "gather" in found["collective"]]
     microbatches = 2 if "train.microbatch=1" in options else 1
     assert len(gathers) == 5 * microbatches  # two blocks, forward and backward, and the root once
     assert sum(found["dtype"] == "torch.float32" for found in gathers) == microbatches
@@ -110,9 +108,7 @@ def test_codes_give_the_bits_of_float32(
         ("mxfp8", ("model.recompute=true", "train.microbatch=1")),
         ("nvfp4", ("parallel.amax=local", "parallel.sp=false")),
         ("fp8_row", ()),
-        ("nvfp4_dequantised", ()),
         ("fp8_delayed", ()),
-        ("quartet_ii", ("model.width=256", "model.hidden=256")),
         ("tetrajet_v2", ("model.width=256", "model.hidden=256")),
     ],
 )
@@ -130,13 +126,13 @@ def test_tensor_parallel_ranks_send_codes_of_their_parts(
         "weights of the blocks are gathered from 2 shards as codes and scales ("
     )
     if recipe == "nvfp4":
-        gathers = [each for each in sent(ranks, step=3) if "gather" in each["collective"]]
+        gathers = [each for each in sent(ranks, step=1) if "gather" in each["collective"]]
         # and tokens of x and dy
         blocks = [each["bytes"] for each in gathers if each["dtype"] == "torch.uint8"]
         weights = 4 * 128 * 128 + 3 * 128 * 128
         # two blocks, forward and backward
         assert blocks.count(BYTES[recipe] * weights / 4 + 2 * 128 * 4 / 2) == 4
-        joined = [each["bytes"] for each in sent(ranks, step=3) if each["maximum"]]
+        joined = [each["bytes"] for each in sent(ranks, step=1) if each["maximum"]]
         assert joined.count(4 * 14) == 1
 
 
@@ -144,7 +140,6 @@ def test_tensor_parallel_ranks_send_codes_of_their_parts(
     ("recipe", "schedule"),
     [
         ("nvfp4", "1f1b"),
-        ("mxfp8", "interleaved"),
         ("quartet_ii", "interleaved"),
     ],
 )
@@ -162,7 +157,7 @@ def test_stages_gather_codes_for_every_pass(ranks: Ranks, recipe: str, schedule:
     ranks.train(4, "float32", *options, "parallel.gather=fp32")
     ranks.train(4, "codes", *options, patch=COUNT)
     ranks.same("float32", "codes")
-    gathers = [each for each in sent(ranks, step=3) if "gather" in each["collective"]]
+    gathers = [each for each in sent(ranks, step=1) if "gather" in each["collective"]]
     blocks = [
         (each["bytes"], each["backward"]) for each in gathers if each["dtype"] == "torch.uint8"
     ]
@@ -172,7 +167,7 @@ def test_stages_gather_codes_for_every_pass(ranks: Ranks, recipe: str, schedule:
 
 @pytest.mark.parametrize("cut", ["parallel.dp_shard=4", "parallel.dp_replicate=2"])
 def test_four_ranks(ranks: Ranks, cut: str) -> None:
-    options = (*WIDE, "recipe=nvfp4", cut)
+    options = (*WIDE, *SHORT, "recipe=nvfp4", cut)
     ranks.train(4, "float32", *options, "parallel.gather=fp32")
     ranks.train(4, "codes", *options)
     ranks.same("float32", "codes")
@@ -199,7 +194,7 @@ def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
         options = (*WIDE, f"recipe={recipe}")
         ranks.train(2, f"{recipe}_float32", *options, "parallel.gather=fp32")
         ranks.train(2, f"{recipe}_bf16", *options, "parallel.gather=bf16", patch=COUNT)
-        blocks = [each["bytes"] for each in sent(ranks, step=3) if each["dtype"] == "torch.uint8"]
+        blocks = [each["bytes"] for each in sent(ranks, step=1) if each["dtype"] == "torch.uint8"]
         assert blocks == [2 * WEIGHTS / 2 + 2 * 64 * 4 / 2] * 4
         assert plan(ranks, f"{recipe}_bf16")[0].startswith(
             "weights of the blocks are gathered from 2 shards in BF16 (2 B per weight)"
@@ -242,7 +237,7 @@ def test_gradients_in_bf16_are_half_the_bytes_and_other_digits(ranks: Ranks) -> 
     options = (*WIDE, *SHORT, "recipe=nvfp4", "train.microbatch=1")
     ranks.train(2, "float32", *options)
     ranks.train(2, "bf16", *options, "parallel.reduce=bf16", patch=COUNT)
-    gradients = [each for each in sent(ranks, step=3) if each["collective"] == "all_to_all_single"]
+    gradients = [each for each in sent(ranks, step=1) if each["collective"] == "all_to_all_single"]
     # two blocks and what is outside, once
     assert [each["dtype"] for each in gradients] == ["torch.bfloat16"] * 3
     assert [each["bytes"] for each in gradients][:2] == [2 * (WEIGHTS + 2 * 64)] * 2
@@ -257,8 +252,8 @@ def test_gradients_in_bf16_are_half_the_bytes_and_other_digits(ranks: Ranks) -> 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4_dequantised"])
 def test_a_resume_goes_on_in_the_same_bits_with_either_gather(ranks: Ranks, recipe: str) -> None:
-    options = (*WIDE, f"recipe={recipe}", "checkpoint.every=3", "checkpoint.keep=2")
+    options = (*WIDE, f"recipe={recipe}", "checkpoint.every=2", "checkpoint.keep=2")
     ranks.train(2, "whole", *options)
-    ended = ranks(2, "resume=runs/whole", "resume_step=3", "run.name=parts", "parallel.gather=fp32")
+    ended = ranks(2, "resume=runs/whole", "resume_step=2", "run.name=parts", "parallel.gather=fp32")
     assert ended.codes == [0, 0], ended.err
     assert ranks.state("whole") == ranks.state("parts")

@@ -1,5 +1,5 @@
-"""scripts/slurm.sbatch with an `srun` and a `scontrol` of our own: two nodes with two tasks each on
-this machine.
+"""scripts/slurm.sbatch with an `srun` and a `scontrol` of our own: two nodes with a task each, or
+one with two, on this machine.
 """
 
 import os
@@ -17,6 +17,7 @@ from command_line import losses, wait_for
 from torch.distributed.run import get_args_parser
 
 from fp4train import checkpoint
+from fp4train.parallel.launch import ProcessRank, find_place
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm.sbatch"
@@ -72,7 +73,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def sbatch(tmp_path: Path) -> Start:
-    """Runs the script's body as a job of `nodes` with 2 tasks each; `restarts`: how often it was
+    """Runs the script's body as a job of two tasks on so many `nodes`; `restarts`: how often it was
     requeued.
     """
     programs = tmp_path / "bin"
@@ -89,7 +90,7 @@ def sbatch(tmp_path: Path) -> Start:
     job = str(os.getpid() % 9_000)
 
     def start(
-        *arguments: str, nodes: int = 2, restarts: int = 0, **variables: str
+        *arguments: str, nodes: int = 1, restarts: int = 0, **variables: str
     ) -> "subprocess.Popen[str]":
         environment = {
             **{
@@ -104,8 +105,8 @@ def sbatch(tmp_path: Path) -> Start:
             "SLURM_JOB_ID": job,
             "SLURM_SUBMIT_DIR": str(tmp_path),
             "SLURM_NNODES": str(nodes),
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NTASKS": str(2 * nodes),
+            "SLURM_NTASKS_PER_NODE": str(2 // nodes),
+            "SLURM_NTASKS": "2",
             "SLURM_CPUS_PER_TASK": "1",
             "SLURM_JOB_NODELIST": "127.0.0.[1-2]" if nodes == 2 else "127.0.0.1",
             **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
@@ -132,14 +133,30 @@ def ended(job: "subprocess.Popen[str]") -> tuple[int, str]:
     return job.returncode, out + err
 
 
+def test_a_task_has_its_place_among_all_and_on_its_node() -> None:
+    """The second of the second node's two."""
+    variables = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "17",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }
+    assert find_place(variables) == ProcessRank(
+        rank=3, size=4, local_rank=1, local_size=2, address="gpu07", port=20_017
+    )
+
+
 @pytest.mark.long
 def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_the_same_bits(
     ranks: Ranks, sbatch: Start, tmp_path: Path
 ) -> None:
-    """As those of four ranks of one machine."""
+    """As those of two ranks of one machine."""
     given = ("train.steps=30", "eval.every=0", "policy.last=0")
     options = ranks.tiny("device=cpu", *given)
-    job = sbatch(*options, "run.name=slurm")
+    job = sbatch(*options, "run.name=slurm", nodes=2)
     run = tmp_path / "runs/slurm"
     metrics = run / "metrics.jsonl"
     wait_for(
@@ -157,9 +174,9 @@ def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_the_same_bi
     done = max(losses(run))
     assert checkpoint.steps(run / "checkpoints") == [done] and done < 30
 
-    code, said = ended(sbatch(*options, "run.name=slurm", restarts=1))
+    code, said = ended(sbatch(*options, "run.name=slurm", nodes=2, restarts=1))
     assert code == 0 and f"going on from step {done}" in said, said
-    ranks.train(4, "whole", "device=cpu", *given)
+    ranks.train(2, "whole", "device=cpu", *given)
     ranks.same("whole", "slurm")
 
 
@@ -167,9 +184,7 @@ def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_the_same_bi
 def test_a_rank_that_is_killed_ends_the_job_and_does_not_requeue_it(
     ranks: Ranks, sbatch: Start, tmp_path: Path
 ) -> None:
-    job = sbatch(
-        *ranks.tiny("device=cpu", "run.name=a", "train.steps=2000", "eval.every=0"), nodes=1
-    )
+    job = sbatch(*ranks.tiny("device=cpu", "run.name=a", "train.steps=2000", "eval.every=0"))
     metrics = tmp_path / "runs/a/metrics.jsonl"
     wait_for(
         lambda: job.poll() is not None or (metrics.exists() and "train/loss" in metrics.read_text())
@@ -221,7 +236,7 @@ def test_torchruns_job_is_requeued_at_the_limit_alone(
         '#!/bin/sh\necho $TORCH_ELASTIC_SHUTDOWN_TIMEOUT "$@" > srun.log\nexit 1\n'
     )
     (tmp_path / "left").write_text(f"{left}\n")
-    found, said = ended(sbatch("model=llama_8b", RESTARTS="3"))
+    found, said = ended(sbatch("model=llama_8b", nodes=2, RESTARTS="3"))
     assert found == (0 if requeued else 1) and (tmp_path / "scontrol.log").exists() == requeued, (
         said
     )
@@ -237,8 +252,8 @@ def test_torchruns_job_is_requeued_at_the_limit_alone(
 
 @pytest.mark.long
 def test_a_job_of_torchruns_trains_to_its_end(ranks: Ranks, sbatch: Start, tmp_path: Path) -> None:
-    code, said = ended(sbatch(*ranks.tiny("device=cpu", "run.name=a"), nodes=1, RESTARTS="1"))
-    assert code == 0 and len(losses(tmp_path / "runs/a")) == 5, said
+    code, said = ended(sbatch(*ranks.tiny("device=cpu", "run.name=a"), RESTARTS="1"))
+    assert code == 0 and len(losses(tmp_path / "runs/a")) == 4, said
 
 
 def test_the_script_says_which_network_ranks_take() -> None:

@@ -16,7 +16,7 @@ BASE = ("model.kv_heads=2", "policy=all", "schedule.warmup=0")
 def close(ranks: Ranks, one: Path, other: str, first: float, later: float) -> None:
     """Relative differences of losses and norms, of the first step and of the others."""
     pairs = list(zip(ranks.losses(one), ranks.losses(other), strict=True))
-    assert len(pairs) >= 5
+    assert len(pairs) >= 4
     for number, (a, b) in enumerate(pairs):
         assert b["train/loss"] == pytest.approx(
             a["train/loss"], rel=1e-6 if number == 0 else later
@@ -43,10 +43,10 @@ def test_two_tensor_parallel_ranks_give_the_first_loss_of_one_in_nvfp4(ranks: Ra
 def test_a_run_goes_on_with_and_without_tensor_parallel_ranks_and_shards(ranks: Ranks) -> None:
     """FP32, so that what is compared is the state that travels and not the roundings of 4 bits."""
     constant = ("recipe=fp32", *BASE, "schedule=constant", "phases=none")
-    ranks.train(2, "parts", *constant, "train.steps=3", "parallel.tp=2")
-    ended = ranks(4, "resume=runs/parts", "train.steps=6", "parallel.tp=2", "parallel.dp_shard=2")
+    ranks.train(2, "parts", *constant, "train.steps=2", "parallel.tp=2")
+    ended = ranks(4, "resume=runs/parts", "train.steps=4", "parallel.tp=2", "parallel.dp_shard=2")
     assert ended.codes == [0] * 4, ended.err
-    close(ranks, ranks.reference(*constant, "train.steps=6"), "parts", 1e-6, 1e-5)
+    close(ranks, ranks.reference(*constant, "train.steps=4"), "parts", 1e-6, 1e-5)
 
 
 @pytest.mark.parametrize(

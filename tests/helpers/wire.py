@@ -13,7 +13,7 @@ WIDE = (
     "model.heads=2",
     "model.kv_heads=2",
     "model.hidden=128",
-    "train.steps=6",
+    "train.steps=4",
     "policy=all",
 )
 """Shards of two ranks are whole blocks of 32 rows."""
