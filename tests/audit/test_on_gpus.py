@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import long_but
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -146,7 +147,10 @@ def cut_off(*, bias: bool = False) -> Product:
     return replace(product, result=(result + bias_N.bfloat16()).bfloat16(), bias=bias_N)
 
 
-@pytest.mark.parametrize("whose", ["a layer of fp4train", "a module of Transformer Engine"])
+@pytest.mark.parametrize(
+    "whose",
+    long_but(["a layer of fp4train"], ["a layer of fp4train", "a module of Transformer Engine"]),
+)
 def test_transformer_engine_sums_fprop_in_the_fast_accumulator(whose: str) -> None:
     gemm = observed(FP8Current(), tokens=64).plan.fprop
     product = cut_off()

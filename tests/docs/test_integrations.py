@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-import small_transformers  # noqa: F401  # imports the frameworks without their warnings
+from small_transformers import framework
 
 from fp4train.integrations import Precision
 
@@ -25,6 +25,8 @@ pytestmark = pytest.mark.filterwarnings(
 def test_all_python_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in ("accelerate", "peft", "lightning.pytorch", "transformers.trainer"):
+        framework(name)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 7

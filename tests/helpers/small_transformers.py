@@ -4,6 +4,7 @@ framework.
 
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,13 +18,8 @@ import fp4train.integrations
 from fp4train.precision import BF16, LayerPolicy, Phase, Recipe, Timeline
 
 with warnings.catch_warnings():
-    # deprecations inside of these packages, and the missing kernels of TE and torchao
     warnings.simplefilter("ignore")
-    import accelerate  # noqa: F401
-    import lightning.pytorch  # noqa: F401
-    import peft  # noqa: F401
     import transformers
-    from transformers import Trainer, TrainingArguments  # noqa: F401
 
 STEPS = 6
 COOLDOWN = 4
@@ -39,6 +35,15 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
+
+
+def framework(name: str) -> Any:
+    """A module that takes a second to import, where a test needs it, without warnings: of names that
+    it deprecates itself, and of the missing kernels of TE and torchao.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(name)
 
 
 def llama(*, convert: bool = True) -> nn.Module:

@@ -100,5 +100,10 @@ def test_what_several_tests_share_lies_in_one_folder() -> None:
 def test_every_helper_is_used() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py"))
     for path in (TESTS / "helpers").glob("*.py"):
-        words = (f"from {path.stem} import", f"import {path.stem}", f'"{path.name}"')
+        words = (
+            f"from {path.stem} import",
+            f"import {path.stem}",
+            f'framework("{path.stem}")',
+            f'"{path.name}"',
+        )
         assert any(word in text for word in words), path.name

@@ -6,12 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from small_transformers import COOLDOWN, PHASES, POLICY, STEPS, adamw, llama, loader, same
-from torch import Tensor, nn
+from small_transformers import COOLDOWN, PHASES, POLICY, STEPS, framework, llama, loader, same
 
 from fp4train.errors import UserError
 from fp4train.integrations import LightningPrecision
@@ -44,31 +40,22 @@ class Batches:
         self.done = state["done"]
 
 
-class Module(L.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self.model)
+def modules() -> Any:
+    """Modules of Lightning's (`lightning_modules.py`)."""
+    return framework("lightning_modules")
 
 
 def train(
     recipe: str, accumulate: int, folder: Path, *, resume: Path | None = None, module: Any = None
-) -> Module:
+) -> Any:
     """A module after `STEPS` steps, with a checkpoint half-way."""
-    module = Module(llama()) if module is None else module
-    checkpoints = ModelCheckpoint(
+    lightning = framework("lightning.pytorch")
+    module = modules().Module(llama()) if module is None else module
+    checkpoints = lightning.callbacks.ModelCheckpoint(
         dirpath=folder, filename="{step}", every_n_train_steps=STEPS // 2, save_top_k=-1
     )
     precision = LightningPrecision(recipe, policy=POLICY, phases=PHASES, cooldown=COOLDOWN)
-    trainer = L.Trainer(
+    trainer = lightning.Trainer(
         max_steps=STEPS,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,
@@ -100,19 +87,11 @@ def test_it_trains_and_resumes_as_a_plain_loop_does(
     assert again.losses == wanted[STEPS // 2 * accumulate :] and same(again.model, expected)
 
 
-class Parts(Module):
-    """Calls parts of its model in its training step, and past the model's own forward pass."""
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        hidden = self.model.model(input_ids=batch["input_ids"])[0]
-        return self.model.lm_head(hidden).square().mean()  # type: ignore[operator, no-any-return]
-
-
 def test_a_training_step_past_the_parts_is_named_by_the_guard(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="called outside of the forward pass of the model"):
-        train("nvfp4", 1, tmp_path, module=Parts(llama()))
+        train("nvfp4", 1, tmp_path, module=modules().Parts(llama()))
 
 
 def test_a_module_that_is_not_converted_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"call model = fp4train\.convert\(model\)"):
-        train("nvfp4", 1, tmp_path, module=Module(llama(convert=False)))
+        train("nvfp4", 1, tmp_path, module=modules().Module(llama(convert=False)))

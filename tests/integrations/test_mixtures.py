@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from small_transformers import SIZES, Rows, Trainer, TrainingArguments, adamw, loader, peft
+from small_transformers import SIZES, Rows, adamw, framework, loader
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -209,8 +209,11 @@ def test_a_trainer_trains_them_and_its_folder_has_the_same_names(
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    args = TrainingArguments(str(tmp_path / "run"), save_strategy="no", logging_steps=1, **options)
-    trainer = Trainer(
+    theirs = framework("transformers.trainer")
+    args = theirs.TrainingArguments(
+        str(tmp_path / "run"), save_strategy="no", logging_steps=1, **options
+    )
+    trainer = theirs.Trainer(
         model, args, train_dataset=Rows(), callbacks=[TrainerPrecision("nvfp4", policy="all")]
     )
     trainer.train()
@@ -296,6 +299,7 @@ def test_a_compiled_block_of_experts_equals_the_eager_one_in_every_bit() -> None
 # peft asks for it
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_adapters_of_peft_on_the_parameters_of_experts_are_trained() -> None:
+    peft = framework("peft")
     model = f4.convert(mixture("Mixtral"))
     torch.manual_seed(1)
     config = peft.LoraConfig(

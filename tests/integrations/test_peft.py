@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_transformers import STEPS, adamw, layers, llama, loader, peft, same
+from small_transformers import STEPS, adamw, framework, layers, llama, loader, same
 from torch import nn
 
 import fp4train as f4
@@ -23,6 +23,7 @@ WHY = "kept in high precision by its name"
 
 def adapted(*, converted_first: bool, **options: Any) -> nn.Module:
     """A Llama with adapters of rank 16 on q_proj and v_proj."""
+    peft = framework("peft")
     base = llama(convert=converted_first)
     torch.manual_seed(1)
     model: nn.Module = peft.get_peft_model(

@@ -20,9 +20,8 @@ from small_transformers import (
     POLICY,
     STEPS,
     Rows,
-    Trainer,
-    TrainingArguments,
     adamw,
+    framework,
     llama,
     same,
 )
@@ -38,12 +37,11 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def train(
-    folder: Path, recipe: str = "nvfp4", *, resume: str | None = None, **options: Any
-) -> Trainer:
+def train(folder: Path, recipe: str = "nvfp4", *, resume: str | None = None, **options: Any) -> Any:
     """A Trainer after `STEPS` steps."""
     model = llama()
-    args = TrainingArguments(
+    transformers = framework("transformers.trainer")
+    args = transformers.TrainingArguments(
         **{
             "output_dir": str(folder),
             "max_steps": STEPS,
@@ -62,21 +60,23 @@ def train(
     optimizer = adamw(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     rows: dict[str, Any] = {"train_dataset": Rows(), "eval_dataset": Rows(4)}
-    trainer = Trainer(model, args, **rows, callbacks=[callback], optimizers=(optimizer, schedule))
+    trainer = transformers.Trainer(
+        model, args, **rows, callbacks=[callback], optimizers=(optimizer, schedule)
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
-def losses(trainer: Trainer) -> list[float]:
+def losses(trainer: Any) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Uninterrupted runs with two microbatches in a step, one per recipe."""
-    made: dict[str, Trainer] = {}
+    made: dict[str, Any] = {}
 
-    def run(recipe: str) -> Trainer:
+    def run(recipe: str) -> Any:
         if recipe not in made:
             made[recipe] = train(
                 tmp_path_factory.mktemp(recipe), recipe, gradient_accumulation_steps=2
@@ -140,9 +140,12 @@ def test_evaluation_between_steps_changes_no_bit_of_training(whole: Any, tmp_pat
 
 
 def test_a_model_that_is_not_converted_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
-    args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    transformers = framework("transformers.trainer")
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
     with pytest.raises(UserError, match=r"call model = fp4train\.convert\(model\) before the loop"):
-        Trainer(llama(convert=False), args, train_dataset=Rows(), callbacks=[TrainerPrecision()])
+        transformers.Trainer(
+            llama(convert=False), args, train_dataset=Rows(), callbacks=[TrainerPrecision()]
+        )
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from lengths import long_but
 from pretended import Machine
 from torch import Tensor
 
@@ -336,7 +337,24 @@ def outcome(case: Case, kept: Any, tensors: dict[str, Tensor], ran: list[Ran]) -
     return list(ran)
 
 
-@pytest.mark.parametrize("name", CASES)
+SHORT = (
+    "nvfp4 codes",
+    "wgrad codes",
+    "amax",
+    "both forms, mxfp8",
+    "norm of a sum, nvfp4",
+    "root, fp8",
+    "gate, nvfp4",
+    "gradients, mxfp8",
+    "norm, backward",
+    "a step of adamw",
+    "product, scales of rows",
+    "product, added after cuBLAS",
+)
+"""Each kernel once."""
+
+
+@pytest.mark.parametrize("name", long_but(SHORT, CASES))
 def test_what_was_launched_before_changes_no_launch(name: str) -> None:
     """Neither its kernel, its grid, nor a number that it is given."""
     case = CASES[name]

@@ -41,8 +41,8 @@ def weights(run: str) -> dict[str, bytes]:
     "options",
     [
         (*NVFP4, "train.microbatch=2"),
-        ("recipe=fp8_delayed", "policy=last15"),
-        (*tiny_run("moe"), "recipe=nvfp4"),
+        pytest.param(("recipe=fp8_delayed", "policy=last15"), marks=pytest.mark.long),
+        pytest.param((*tiny_run("moe"), "recipe=nvfp4"), marks=pytest.mark.long),
     ],
     ids=["microbatches", "delayed", "experts"],
 )
@@ -97,7 +97,9 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", long_but(("the same bits in every step", "a stale weight"), FAULTS)
+)
 def test_a_fault_in_all_layers_is_found_at_its_place_and_named(cli: Cli, fault: str) -> None:
     plant, words = FAULTS[fault]
     with plant():

@@ -1,0 +1,35 @@
+"""Modules of Lightning's around a small Llama; imported by the tests that train them, not where tests
+are collected.
+"""
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from small_transformers import adamw
+from torch import Tensor, nn
+
+
+class Module(L.LightningModule):
+    """Takes the loss of its model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.model)
+
+
+class Parts(Module):
+    """Calls parts of its model in its training step, and past the model's own forward pass."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        hidden = self.model.model(input_ids=batch["input_ids"])[0]
+        return self.model.lm_head(hidden).square().mean()  # type: ignore[operator, no-any-return]
