@@ -240,7 +240,8 @@ class TensorForms:
             self.pair = PairQuantizer(
                 row.quantizer, column.quantizer, row_codes=codes[0], column_codes=codes[1]
             )
-            if column.spec.requantises == row.spec and device == "cpu" and not codes[0]:
+            decodes = device == "cpu" and not codes[0] and row.spec.decodes_to_values
+            if decodes and column.spec.requantises == row.spec:
                 plain = quantizer(column.plain, device)
                 self.requantise = plain.codes if codes[1] else plain.values
 

@@ -113,7 +113,8 @@ class WeightForm:
             self.make = self.quantizer.codes
             self.make_of_rounded = plain.codes
         alone = device == "cpu" and not self.amax_ranks
-        if self.of_transpose and self.operand.of is not None and alone:
+        decodes = spec.requantises is not None and spec.requantises.decodes_to_values
+        if self.of_transpose and self.operand.of is not None and alone and decodes:
             self.rounded_from = (self.operand.of, *self.key[1:])
         self.rounds_first = spec.requantises is not None and bool(runs or self.rounding_ranks)
 

@@ -437,6 +437,11 @@ class QuantSpec:
         return self.delayed is not None or self.held is not None
 
     @property
+    def decodes_to_values(self) -> bool:
+        """Whether what is decoded is the tensor as it was rounded, and not the transform of it."""
+        return self.hadamard is None
+
+    @property
     def transposable(self) -> bool:
         """Whether quantising commutes with transposition: square blocks, rounded to nearest."""
         square = self.block[0] == self.block[1] and (

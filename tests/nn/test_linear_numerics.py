@@ -30,7 +30,15 @@ from fp4train.precision import (
     TetraJetV2,
     autocast,
 )
-from fp4train.quantize import Position, QuantSpec, RandomKey, RunStep, quantize, random_bits
+from fp4train.quantize import (
+    Hadamard,
+    Position,
+    QuantSpec,
+    RandomKey,
+    RunStep,
+    quantize,
+    random_bits,
+)
 
 rows_on_cpu = pytest.mark.skipif(
     not cpu_multiplies_rows(), reason="this torch multiplies no rows on CPUs"
@@ -46,6 +54,7 @@ STOCHASTIC_WEIGHTS = Custom(
 )
 MX = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
 MX_AGAIN = replace(MX, requantises=MX)
+MX_TURNED = replace(MX, hadamard=Hadamard())
 RECIPES = [
     BF16(),
     FP16(),
@@ -80,6 +89,12 @@ RECIPES = [
         label="nearest, again",
         fprop=Operands(first=MX, second=MX),
         wgrad=Operands(first=MX, second=MX_AGAIN),
+    ),
+    Custom(
+        label="transformed, undone, again",
+        fprop=Operands(first=MX_TURNED, second=MX_TURNED),
+        dgrad=Operands(first=MX, second=replace(MX, requantises=MX_TURNED)),
+        wgrad=Operands(first=MX, second=replace(MX, requantises=MX_TURNED)),
     ),
 ]
 # tokens, in, out
