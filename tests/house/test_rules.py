@@ -33,6 +33,21 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> list[tuple[int, str]]:
+        """See `imported`."""
+        return list(imported(self.tree))
+
+    @cached_property
+    def calls(self) -> list[tuple[int, str]]:
+        """(line, called name) of every call."""
+        return [(node.lineno, called(node)) for node in self.nodes if isinstance(node, ast.Call)]
+
     def within(self, *places: str) -> bool:
         return self.path.startswith(places)
 
@@ -66,12 +81,6 @@ def called(node: ast.Call) -> str:
     return ast.unparse(node.func)
 
 
-def calls(source: Source) -> Iterator[tuple[int, str]]:
-    return (
-        (node.lineno, called(node)) for node in ast.walk(source.tree) if isinstance(node, ast.Call)
-    )
-
-
 # The rules: what breaks them, as "line: what".
 
 
@@ -82,9 +91,7 @@ def transformer_engine_outside_of_te(source: Source) -> list[str]:
     if source.within("backends/te/"):
         return []
     return [
-        f"{line}: {name}"
-        for line, name in imported(source.tree)
-        if name.startswith("transformer_engine")
+        f"{line}: {name}" for line, name in source.imports if name.startswith("transformer_engine")
     ]
 
 
@@ -93,9 +100,7 @@ def triton_outside_of_its_folders(source: Source) -> list[str]:
     if source.within("kernels/triton/", "quantize/triton"):
         return []
     return [
-        f"{line}: {name}"
-        for line, name in imported(source.tree)
-        if name.partition(".")[0] == "triton"
+        f"{line}: {name}" for line, name in source.imports if name.partition(".")[0] == "triton"
     ]
 
 
@@ -120,7 +125,7 @@ def second_resolvers(source: Source) -> list[str]:
         return []
     decisions = ("recipe_for", "why_kept", "choose")
     return [
-        f"{line}: {name}()" for line, name in calls(source) if name.rpartition(".")[2] in decisions
+        f"{line}: {name}()" for line, name in source.calls if name.rpartition(".")[2] in decisions
     ]
 
 
@@ -128,7 +133,7 @@ def tables_read_back(source: Source) -> list[str]:
     """Nobody parses a rendered table: plans and estimates hold sizes, specs and reasons as data."""
     return [
         f"{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Call)
         and called(node).endswith(("split", "partition"))
         and any(isinstance(a, ast.Constant) and a.value in ("×", "│", "─") for a in node.args)
@@ -140,7 +145,7 @@ def backends_by_identity(source: Source) -> list[str]:
     if source.within("backends/"):
         return []
     names = {"EMULATE", "NATIVE", "REFERENCE", "TORCH", "TRANSFORMER_ENGINE"}
-    return [f"{line}: {n}" for line, n in imported(source.tree) if n.rpartition(".")[2] in names]
+    return [f"{line}: {n}" for line, n in source.imports if n.rpartition(".")[2] in names]
 
 
 def layers_by_class(source: Source) -> list[str]:
@@ -154,14 +159,14 @@ def layers_by_class(source: Source) -> list[str]:
         return []
     own = {
         alias.asname or alias.name
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp4train")
         for alias in node.names
         if alias.name in _LAYERS
     }
     asked = (
         (node.lineno, each)
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Call)
         and called(node) in ("isinstance", "issubclass")
         and len(node.args) == 2
@@ -197,19 +202,17 @@ def addresses(source: Source) -> list[str]:
     """
     if source.within("kernels/", "quantize/"):
         return []
-    return [f"{line}: {name}()" for line, name in calls(source) if name.endswith("data_ptr")]
+    return [f"{line}: {name}()" for line, name in source.calls if name.endswith("data_ptr")]
 
 
 def code_from_data(source: Source) -> list[str]:
     """Files hold data, never code: safe_load for YAML, safetensors and JSON for the rest."""
     modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
     found = [
-        f"{line}: {name}"
-        for line, name in imported(source.tree)
-        if name.partition(".")[0] in modules
+        f"{line}: {name}" for line, name in source.imports if name.partition(".")[0] in modules
     ]
     functions = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.load", "eval", "exec"}
-    return found + [f"{line}: {name}()" for line, name in calls(source) if name in functions]
+    return found + [f"{line}: {name}()" for line, name in source.calls if name in functions]
 
 
 def run_directory_by_path(source: Source) -> list[str]:
@@ -242,7 +245,7 @@ def run_directory_by_path(source: Source) -> list[str]:
     }
     return [
         f"{line}: {name}()"
-        for line, name in calls(source)
+        for line, name in source.calls
         if name in functions
         or name.startswith("shutil.")
         or (
@@ -268,9 +271,7 @@ def features_in_linear(source: Source) -> list[str]:
     if source.path != "nn/linear.py":
         return []
     calls = [
-        f
-        for f in ast.walk(source.tree)
-        if isinstance(f, ast.FunctionDef) and f.name in ("forward", "w_NK")
+        f for f in source.nodes if isinstance(f, ast.FunctionDef) and f.name in ("forward", "w_NK")
     ]
     asked = [
         n.test for f in calls for n in ast.walk(f) if isinstance(n, (ast.If, ast.IfExp, ast.While))
@@ -380,7 +381,7 @@ def test_no_public_class_name_stands_twice() -> None:
     """
     places: dict[str, list[str]] = {}
     for source in SOURCES:
-        classes = [node.name for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
+        classes = [node.name for node in source.nodes if isinstance(node, ast.ClassDef)]
         types = [
             ast.unparse(node.targets[0])
             for node in source.tree.body
