@@ -49,18 +49,6 @@ ALL = [
     *PUT_TOGETHER,
 ]
 """Each recipe class, with its defaults where it has some."""
-REQUANTISES = [
-    recipe
-    for recipe in ALL
-    if any(
-        spec is not None and spec.requantises
-        for part in recipe.table().values()
-        for spec in part.both
-    )
-]
-"""Those whose backward takes what fprop multiplied, and has other operands where it is in high
-precision.
-"""
 
 SLOTS = {
     ("fprop", "x"): lambda t: t["fprop"].first,
@@ -205,9 +193,7 @@ def test_delayed_scaling_carries_its_constants_into_the_specs() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "recipe", [recipe for recipe in ALL if recipe not in REQUANTISES], ids=lambda r: r.name
-)
+@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
 def test_high_precision_takes_gemms_out_whatever_the_recipe(recipe: Recipe) -> None:
     changed = recipe.with_high_precision("wgrad").with_high_precision("fprop", "wgrad")
     assert changed.high_precision == ("fprop", "wgrad")
