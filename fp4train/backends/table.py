@@ -97,8 +97,8 @@ class Operands:
 
     @property
     def why_derived(self) -> str | None:
-        """What the second operand is, where it is made of the codes that fprop multiplies; None: it
-        is made of its tensor.
+        """What the second operand is, where it is the values of codes that fprop multiplies; None:
+        its spec says what it is.
         """
         return "values of the codes that fprop multiplies" if self.dequantised else None
 
