@@ -304,12 +304,12 @@ class World:
         except OSError as error:
             problem = f"{error.filename or 'a file'}: {error.strerror or error}"
             own_error = error
-        errors = [
+        if self.everywhere(problem is None):
+            return
+        rank, text = next(
             (rank, text) for rank, text in enumerate(self.gathered(problem)) if text is not None
-        ]
-        if errors:
-            rank, text = errors[0]
-            raise AgreedError(text if rank == 0 else f"rank {rank}: {text}") from own_error
+        )
+        raise AgreedError(text if rank == 0 else f"rank {rank}: {text}") from own_error
 
     def by_machine(self, make: Callable[[], T]) -> T:
         """`make()` on the lead, then on one rank of each other machine, then on the rest: the first
