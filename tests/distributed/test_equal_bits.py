@@ -90,7 +90,7 @@ def test_the_same_mesh_gives_the_same_bits_and_goes_on_in_them(ranks: Ranks) -> 
         "recipe=fp8_delayed",
         "model.recompute=true",
         "train.microbatch=1",
-        "eval.errors_every=2",
+        "eval.errors_every=3",
     )
     ranks.train(2, "whole", *options)
     ranks.train(2, "parts", *options, "checkpoint.every=2", patch=DIES_AT_3)

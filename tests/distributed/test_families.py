@@ -91,10 +91,12 @@ def four(family: str) -> Cut:
     ],
 )
 def test_shards_and_stages_are_one_rank(ranks: Ranks, recipe: str, family: str) -> None:
-    """Weights go over the wire as codes: `parallel.gather` is `recipe`."""
+    """Weights go over the wire as codes: `parallel.gather` is `recipe`. Stages send none, so one
+    recipe is enough for them.
+    """
     options = (*RUNS[family], f"recipe={recipe}", "policy=all", "train.steps=3")
     reference = ranks.reference(*options)
-    for key in ("dp_shard", "pp"):
+    for key in ("dp_shard", "pp") if recipe == "nvfp4" else ("dp_shard",):
         ranks.train(2, key, *options, f"parallel.{key}=2")
         ranks.same(reference, key)
 

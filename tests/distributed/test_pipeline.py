@@ -8,6 +8,7 @@ from patches import ASKS_FOR_MXFP8, DIES_AT_3, GRAPHS
 pytestmark = pytest.mark.long
 
 RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed")
+MEASURED = "eval.errors_every=3"
 SMALL = ("model.layers=4", "train.microbatch=1", "eval.every=0")
 Ranks = Any
 Cut = tuple[str, ...]
@@ -40,8 +41,8 @@ def test_every_rank_counts_the_multiplications_of_the_whole_model(ranks: Ranks, 
     ("count", "options"),
     [
         (2, ("parallel.pp=2", "parallel.pp_schedule=gpipe", "model.tied=false")),
-        (2, ("parallel.pp=2", "parallel.pp_schedule=interleaved")),
-        (4, ("parallel.pp=4",)),
+        (2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", MEASURED)),
+        (4, ("parallel.pp=4", MEASURED)),
         (2, ("parallel.pp=2", "model.layers=3", "model.vocab_multiple=2048")),
         (2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "model.layers=5")),
     ],
@@ -56,10 +57,10 @@ def test_every_rank_counts_the_multiplications_of_the_whole_model(ranks: Ranks, 
 def test_schedules_and_four_stages_are_one_stage(
     ranks: Ranks, count: int, options: tuple[str, ...]
 ) -> None:
-    """With the default policy, which counts blocks of the whole model, recomputed blocks and
-    measured errors.
+    """With the default policy, which counts blocks of the whole model, and recomputed blocks; two
+    of them with measured errors.
     """
-    both = (*SMALL, "recipe=nvfp4", "model.recompute=true", "eval.errors_every=3")
+    both = (*SMALL, "recipe=nvfp4", "model.recompute=true")
     ranks.train(count, "several", *both, *options)
     reference = ranks.reference(
         *both, *(each for each in options if not each.startswith("parallel"))
