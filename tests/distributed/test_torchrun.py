@@ -19,7 +19,7 @@ import fp4train.train as loop
 from fp4train.cli import main
 original = loop.train_step
 def train_step(run, recipe):
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and run.step == 4 and not run.world.lead:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and run.step == 3 and not run.world.lead:
         os.kill(os.getpid(), 9)
     return original(run, recipe)
 loop.train_step = train_step
