@@ -115,8 +115,11 @@ def test_in_every_recipe_the_first_loss_is_that_of_one_rank(ranks: Ranks, world:
         "fp8_delayed",
         "mxfp8_fp32",
     ]
-    recipes = recipes if world == 2 else ["nvfp4", "fp8_delayed", "mxfp8_fp32"]
-    for ours, one in trained(ranks, world, recipes):
+    tokens: tuple[bool, ...] = (False, True)
+    if world == 4:
+        recipes = ["nvfp4", "fp8_delayed", "mxfp8_fp32"]
+        tokens = (True,)
+    for ours, one in trained(ranks, world, recipes, tokens=tokens):
         losses = RARE if ours["recipe"].endswith("fp32") else 1e-6
         assert llama_steps.difference(ours, one, "losses", 0) <= losses, ours
         assert llama_steps.difference(ours, one, "norms", 0) <= RARE, ours
