@@ -376,7 +376,6 @@ def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Exit code: 0 within, 1 beyond, 2 undecided, 3 for an error, " in capsys.readouterr().out
 
 
-@pytest.mark.long
 def test_another_folder_does_not_begin_with_another_bound(
     cli: Cli, run: str, pretend: Pretend
 ) -> None:
@@ -389,7 +388,6 @@ def test_another_folder_does_not_begin_with_another_bound(
     assert cli.raw("gate", run, *FAST, "margin=0.01", "bound=0.05", "forks=2").code == 3
 
 
-@pytest.mark.long
 def test_the_swapped_question_has_the_same_bound(cli: Cli, run: str, pretend: Pretend) -> None:
     """Its forks are the same ones, of which the first question may have shown everything."""
     made = pretend(0.001)
@@ -404,7 +402,6 @@ def test_the_swapped_question_has_the_same_bound(cli: Cli, run: str, pretend: Pr
     assert again.code == 2 and len(made) == 4, "on the recorded forks"
 
 
-@pytest.mark.long
 def test_other_batches_evaluate_the_same_forks_and_have_the_same_bound(
     cli: Cli, run: str, pretend: Pretend
 ) -> None:

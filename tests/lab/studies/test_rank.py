@@ -166,7 +166,6 @@ def p_of(folder: str, first: str, second: str) -> float:
     )
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 def test_fewer_candidates_of_the_same_record_buy_no_significance(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
@@ -181,7 +180,6 @@ def test_fewer_candidates_of_the_same_record_buy_no_significance(
     assert "look 1 at this record" in shown and len(rows(shown)) == 2
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 def test_candidates_that_are_added_are_further_looks_that_ask_for_more_and_other_references_are_none(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]

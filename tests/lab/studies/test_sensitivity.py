@@ -178,7 +178,6 @@ def test_an_earlier_step_and_a_fresh_model(cli: Cli) -> None:
     assert names == ["sensitivity-mxfp8-0", "sensitivity-mxfp8-3"]
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 def test_cells_choose_single_gemms_on_a_gpu(cli: Cli) -> None:
     words = ("recipe=mxfp8", "batches=1", "cells=true", "gpu=B200", "cost=3")

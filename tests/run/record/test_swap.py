@@ -230,7 +230,6 @@ def test_a_full_disk_refuses_the_swap_and_not_the_run(
     assert {v[-1] for v in losses("runs/a").values()} == {"NVFP4"}
 
 
-@pytest.mark.long
 def test_a_running_process_is_swapped_from_another_terminal(cli: Cli) -> None:
     process = cli.start("run.name=a", "train.steps=100000", "checkpoint.every=0", *STEADY)
     try:

@@ -65,7 +65,6 @@ def test_a_signal_that_is_to_be_ignored_is_ignored(
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.long
 def test_a_killed_process_goes_on_to_the_bit(cli: Cli) -> None:
     # nothing depends on the number of steps
     options = (*STEADY, "schedule.warmup=0", "eval.every=0")
