@@ -107,6 +107,15 @@ def test_scaled_products_that_fail_or_differ_are_noted(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("few")
+def test_the_screen_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, screen, _ = doctor(capsys)
+    assert screen and max(map(len, screen.splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("few")
 def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = doctor(capsys, "--json")
     found: dict[str, Any] = json.loads(out)

@@ -193,13 +193,18 @@ def test_a_search_leaves_out_what_the_named_backend_cannot_run(
     assert tried["te"] < tried["native"]
 
 
-def test_a_search_tries_tensor_parallel_ranks_for_experts(
-    capsys: pytest.CaptureFixture[str],
+def test_a_search_tries_tensor_parallel_ranks_for_experts_and_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moe = ("model=moe_tiny", "model.kv_heads=2", "train.batch_size=8")
-    assert run("plan", *moe, "gpu=H100", "gpus=2", "parallel=auto", "--json") == 0
+    words = ("plan", *moe, "gpu=H100", "gpus=2", "parallel=auto")
+    assert run(*words, "--json") == 0
     meshes = json.loads(capsys.readouterr().out)["meshes"]
     assert {each["mesh"]["tensor"] for each in meshes} == {1, 2}
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*words) == 0
+    screen = capsys.readouterr().out
+    assert "the cheapest: " in screen and max(map(len, screen.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

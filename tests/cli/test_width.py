@@ -39,7 +39,7 @@ SHORT = [
     ("plan", "experiment=llama_1b_fineweb", "gpu=B200", "parallel.dp_shard=8"),
     *(words for words in COMMANDS if words[0] in ("formats", "recipes", "help")),
 ]
-"""Each form of a screen but the search for a mesh and `doctor`, whose own tests look at its width."""
+"""Each form of a screen but the search for a mesh and `doctor`, whose files have a test of their width."""
 
 
 def screen(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ a `program`, that code as one of so many gloo ranks. The answers are the process
 all have ended their exit codes. What rank N printed is in FOLDER/rankN.err and rankN.out.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -62,8 +63,8 @@ def free_port() -> int:
 
 
 def composed_before(arguments: list[str]) -> Callable[[list[str]], Iterator[Composed]]:
-    """`composed` of a job's ranks, which have what these arguments make from here. Files of the
-    job's folder, and what plugins bring, they compose themselves; they raise a user's errors, too.
+    """`composed` of a job's ranks, which have what these arguments make in this folder. With options
+    of folders, or plugins, they compose themselves; they raise a user's errors, too.
     """
     if any(word.startswith(("--", "plugins")) for word in arguments):
         return composition.composed
@@ -156,7 +157,8 @@ def main() -> None:
         if "train.compile=true" in job["arguments"]:
             # in a second, and not in one of each rank
             importlib.import_module("torch._inductor.compile_fx")
-        launch.composed = composed_before([] if job["program"] else job["arguments"])
+        with contextlib.chdir(job["folder"]):  # where its ranks would compose
+            launch.composed = composed_before([] if job["program"] else job["arguments"])
         for number in range(job["ranks"]):
             process = os.fork()
             if not process:
