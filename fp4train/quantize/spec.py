@@ -114,7 +114,7 @@ class QuantSpec:
         With rounding="eden", which corrects what clips, up to 17/16.
     requantises: x is first rounded along its other axis: x.T is quantised by this spec and its
         values are taken in BF16, so that backward uses the rounded tensor that the forward pass
-        multiplied; it is rounded so too where a phase has fprop in high precision.
+        multiplied. Where a phase has fprop in high precision, x is rounded in the same way.
     delayed: take the amax of a tensor-scaled FP8 operand from its history.
     held: steps for which the amax of the tensor is held after it was measured (arXiv 2609.02846);
         None: it is measured in each step. Larger values saturate.

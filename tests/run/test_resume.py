@@ -83,7 +83,6 @@ SHORT = (
     "fp16's loss scale",
     "a watch of weights that oscillate",
     "outlier channels in the middle of their recording",
-    "outlier channels that are chosen",
     "residuals of hot channels",
 )
 """Each state that a run keeps beside its weights. The average of weights and amaxes that are held have

@@ -60,7 +60,7 @@ class RunState(ABC):
     Attributes:
         key: its name in a checkpoint.
         file: the kind of file of its tensors. One that stands for weights of the model has files of
-            its own, so that they are read alone (RUN@STEP:FILE); their kind is its key.
+            its own, so that they are read alone (RUN@STEP:KIND); their kind is its key.
         title: its name in a plan's memory, which no other state has.
         option: a setting of a run that has it, where not every run has.
     """

@@ -402,6 +402,7 @@ def test_the_swapped_question_has_the_same_bound(cli: Cli, run: str, pretend: Pr
     assert again.code == 2 and len(made) == 4, "on the recorded forks"
 
 
+@pytest.mark.long
 def test_other_batches_evaluate_the_same_forks_and_have_the_same_bound(
     cli: Cli, run: str, pretend: Pretend
 ) -> None:

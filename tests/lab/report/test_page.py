@@ -160,7 +160,6 @@ def test_runs_of_different_data_are_told(tmp_path: Path) -> None:
     assert "different data" not in report(tmp_path, a, write_run(tmp_path / "d", seed=1)).text
 
 
-@pytest.mark.usefixtures("sketched")
 def test_another_cache_of_a_part_is_no_other_data() -> None:
     def source(**config: str) -> Any:
         settings = {key.replace("__", "."): value for key, value in config.items()}
@@ -191,7 +190,6 @@ def test_24_runs_have_24_numbers_in_a_page_of_bounded_size(tmp_path: Path) -> No
     assert (tmp_path / "report.html").stat().st_size < 4e6
 
 
-@pytest.mark.usefixtures("sketched")
 def test_the_styles_know_every_colour_of_the_figures() -> None:
     light, _, dark = (
         (Path(page.__file__).parent / page.STYLE).read_text().partition("prefers-color-scheme:dark")

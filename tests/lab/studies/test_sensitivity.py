@@ -334,7 +334,6 @@ def test_a_budget_is_spent_where_the_intervals_are_widest(
     assert {name for name, count in seen.items() if count > 1} == {"layer/blocks.0.mlp.up"}
 
 
-@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(
     "wrong", [{"budget": 5.0}, {"batches": None}, {"batches": 0}, {"repeats": 0}]
 )
