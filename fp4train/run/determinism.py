@@ -41,7 +41,7 @@ def seed_model(run: Run) -> None:
     place = run.world.data_rank * RANK_SPREAD + run.world.stage * STAGE_SPREAD
     seed = (run.config.run.seed * 1_000_003 + run.step + place) % 2**63
     if run.device.type == "cpu":
-        # torch.manual_seed seeds all kinds of devices, and keeps the stack for each that is not used
+        # torch.manual_seed seeds other devices, too; where one is not initialised it keeps the call
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)

@@ -1,15 +1,17 @@
-"""train.deterministic: what torch is told for the time of a run, and that CPUs compute the same
-bits with it.
+"""The seeds of a model's own random numbers; train.deterministic: what torch is told for the time of a
+run, and that CPUs compute the same bits with it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from command_line import Cli
+from command_line import Cli, StopAt, losses
 from families import TINY_RUNS, tiny_shape
 from pretended import Machine
 from torch import Tensor
@@ -17,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train as f4
 from fp4train.errors import UserError
+from fp4train.models.llama import LlamaModel
 from fp4train.precision import NVFP4
-from fp4train.run.determinism import CUBLAS, determinism
+from fp4train.run.determinism import CUBLAS, RANK_SPREAD, STAGE_SPREAD, determinism, seed_model
 
 
 def settings() -> tuple[object, ...]:
@@ -47,6 +50,53 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(CUBLAS, "to be restored")
     monkeypatch.delenv(CUBLAS)
     yield
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("step", "data_rank", "stage", "expected"),
+    [
+        (0, 0, 0, 7 * 1_000_003),
+        (5, 0, 0, 7 * 1_000_003 + 5),
+        (5, 3, 0, (7 * 1_000_003 + 5 + 3 * RANK_SPREAD) % 2**63),
+        (5, 3, 1, (7 * 1_000_003 + 5 + 3 * RANK_SPREAD + STAGE_SPREAD) % 2**63),
+    ],
+)
+def test_a_step_seeds_torchs_generator_by_its_number_and_the_rank(
+    device: str, step: int, data_rank: int, stage: int, expected: int
+) -> None:
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(run=SimpleNamespace(seed=7)),
+        device=torch.device(device),
+        step=step,
+        world=SimpleNamespace(data_rank=data_rank, stage=stage),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(expected)
+        state = torch.get_rng_state()
+        torch.rand(3)
+        seed_model(run)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_with_dropout_resumes_to_the_bit(
+    cli: Cli, stop_at: StopAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter = LlamaModel.enter
+
+    def dropped(model: LlamaModel, tokens_BT: Tensor) -> Tensor:
+        return torch.dropout(enter(model, tokens_BT), 0.2, model.training)
+
+    options = ("train.steps=4", "checkpoint.every=2", "eval.every=2")
+    cli.trained("run.name=plain", *options)
+    monkeypatch.setattr(LlamaModel, "enter", dropped)
+    assert cli("run.name=whole", *options).code == 0
+    stop_at(3)
+    assert cli("run.name=cut", *options).code == 137
+    stop_at(-1)
+    torch.rand(5)
+    assert cli("resume=runs/cut").code == 0
+    assert losses("runs/cut") == losses("runs/whole") != losses("runs/plain")
 
 
 def test_torch_is_told_for_the_time_of_a_run_and_then_as_before() -> None:
