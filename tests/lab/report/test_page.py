@@ -171,14 +171,12 @@ def test_another_cache_of_a_part_is_no_other_data() -> None:
     assert different_data(list(paths)).data == ["data.parts.a.source.column"]
 
 
-@pytest.mark.usefixtures("sketched")
 def test_runs_without_a_common_step_have_no_gap(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", steps=5)
     b = write_run(tmp_path / "b", steps=5, first=101)
     assert "share no step with a loss" in report(tmp_path, a, b).text
 
 
-@pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_24_runs_have_24_numbers_in_a_page_of_bounded_size(tmp_path: Path) -> None:
     runs = [

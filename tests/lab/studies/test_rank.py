@@ -276,7 +276,6 @@ def test_one_recipe_is_compared_with_bf16(
     assert "gap to nvfp4" in shown and [row[1] for row in rows(shown)] == ["BF16", "nvfp4"]
 
 
-@pytest.mark.usefixtures("sketched")
 def test_one_fork_has_no_interval_and_says_so(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]
 ) -> None:
@@ -286,7 +285,6 @@ def test_one_fork_has_no_interval_and_says_so(
     assert found["pairs"][0]["error"] is None and found["pairs"][0]["verdict"] == "open"
 
 
-@pytest.mark.usefixtures("sketched")
 def test_a_candidate_that_diverges_is_last_with_the_layer_and_not_compared(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

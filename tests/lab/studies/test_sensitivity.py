@@ -142,7 +142,6 @@ def test_a_full_disk_at_the_end_loses_nothing(
     assert cli.raw("sensitivity", "runs/a", *QUICK).code == 0
 
 
-@pytest.mark.usefixtures("sketched")
 def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
     said = cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0.2")
     assert said.code == 0, said.err
