@@ -32,9 +32,9 @@ class VerifyOptions(CommandLine):
     loss: WholeNumber = 0
 
     def __post_init__(self) -> None:
-        for key in self.paths:
-            if not self.loss:
-                raise ValueError(f"{key}= is for the loss, and loss= asks for none")
+        if self.paths and not self.loss:
+            key = next(iter(self.paths))
+            raise ValueError(f"{key}= is for the loss, and loss= asks for none")
 
 
 def main(arguments: list[str]) -> int:

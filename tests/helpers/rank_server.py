@@ -69,12 +69,14 @@ def composed_before(arguments: list[str]) -> Callable[[list[str]], Iterator[Comp
     if any(word.startswith(("--", "plugins")) for word in arguments):
         return composition.composed
     try:
-        made = list(composition.composed(arguments))
+        compositions = list(composition.composed(arguments))
     except UserError:
         return composition.composed
 
-    def composed(asked: list[str]) -> Iterator[Composed]:
-        return iter(made) if asked == arguments else composition.composed(asked)
+    def composed(words: list[str]) -> Iterator[Composed]:
+        if words == arguments:
+            return iter(compositions)
+        return composition.composed(words)
 
     return composed
 

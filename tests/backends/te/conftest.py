@@ -40,22 +40,25 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     prints; the process has the module's `ENVIRONMENT`, too.
     """
     program: Path = request.module.PROGRAM
-    if wanted := getattr(request.module, "ENVIRONMENT", {}):
-        done = subprocess.run(
-            [sys.executable, str(program)],
-            capture_output=True,
-            text=True,
-            env=environment(**wanted),
-        )
-        code, out, err = done.returncode, done.stdout, done.stderr
+    folder = tmp_path_factory.mktemp("te")
+    printed = folder / "out"
+    errors = folder / "err"
+    if variables := getattr(request.module, "ENVIRONMENT", {}):
+        with printed.open("w") as out, errors.open("w") as err:
+            code = subprocess.run(
+                [sys.executable, str(program)],
+                stdout=out,
+                stderr=err,
+                env=environment(**variables),
+            ).returncode
     else:
         process = request.getfixturevalue("server")
-        folder = tmp_path_factory.mktemp("te")
-        files = {name: str(folder / name) for name in ("out", "err")}
-        process.stdin.write(json.dumps({"program": str(program), **files}) + "\n")
+        job = {"program": str(program), "out": str(printed), "err": str(errors)}
+        process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
-        code = int(process.stdout.readline())
-        out, err = (Path(file).read_text("utf-8") for file in files.values())
+        answer = process.stdout.readline()
+        assert answer, "the process that imports Transformer Engine has ended"
+        code = int(answer)
     if code:
-        pytest.fail(err[-3000:])
-    return json.loads(out)
+        pytest.fail(errors.read_text("utf-8")[-3000:])
+    return json.loads(printed.read_text("utf-8"))
