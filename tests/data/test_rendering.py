@@ -3,6 +3,7 @@
 import time
 from datetime import datetime
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from lengths import long_but
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fp4train.data import ChatTemplate, jinja_worker
+from fp4train.data import ChatTemplate, jinja_worker, rendering
 from fp4train.errors import DataError
 
 TALK = [
@@ -162,7 +163,7 @@ COSTLY = {
 
 @pytest.mark.parametrize(
     "name",
-    long_but([name for name in COSTLY if name not in ("numbers", "loops", "import")], COSTLY),
+    long_but([name for name in COSTLY if name not in ("numbers", "loops")], COSTLY),
 )
 def test_what_costs_too_much_is_refused(name: str) -> None:
     source, reason = COSTLY[name]
@@ -184,6 +185,23 @@ def test_what_costs_too_much_is_refused(name: str) -> None:
 def test_nested_and_broken_templates_are_no_templates(source: str) -> None:
     with pytest.raises(DataError, match="is no template: "):
         ChatTemplate(source=source).render(TALK)
+
+
+def test_a_template_that_takes_longer_than_the_limit_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of the limit: a template takes as long as that."""
+    program = rendering.WORKER.read_text("utf-8")
+    shorter = program.replace(f"\nSECONDS = {jinja_worker.SECONDS}\n", "\nSECONDS = 0.3\n")
+    assert shorter != program
+    worker = tmp_path / "worker.py"
+    worker.write_text(shorter, "utf-8")
+    monkeypatch.setattr(rendering, "WORKER", worker)
+    source, reason = COSTLY["loops"]
+    template = ChatTemplate(source=source)
+    for _ in range(2):  # it is started again
+        with pytest.raises(ValueError, match=reason):
+            template.render(TALK)
 
 
 def test_a_template_that_was_ended_is_started_again() -> None:
