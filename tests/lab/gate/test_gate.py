@@ -388,6 +388,7 @@ def test_another_folder_does_not_begin_with_another_bound(
     assert cli.raw("gate", run, *FAST, "margin=0.01", "bound=0.05", "forks=2").code == 3
 
 
+@pytest.mark.long
 def test_the_swapped_question_has_the_same_bound(cli: Cli, run: str, pretend: Pretend) -> None:
     """Its forks are the same ones, of which the first question may have shown everything."""
     made = pretend(0.001)
