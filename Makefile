@@ -20,8 +20,8 @@ test: $(VENV)/.ready
 	$(MAKE) --no-print-directory -j 2 check pytest
 
 # One worker more than cores: tests wait a good part of their time, for runs of several ranks and killed processes.
-# The bytecode that pytest makes of the tests is kept, also where the environment asks Python to keep none: it makes
-# half of the time in which tests are collected.
+# The bytecode that pytest makes of the tests is kept, also where the environment asks Python to keep none: to make it
+# takes half of the time in which a worker collects the tests.
 pytest: $(VENV)/.ready
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist worksteal --durations=10
 

@@ -34,7 +34,7 @@ class VerifyOptions(CommandLine):
     def __post_init__(self) -> None:
         if self.paths and not self.loss:
             key = next(iter(self.paths))
-            raise ValueError(f"{key}= is for the loss, and loss= asks for none")
+            raise ValueError(f"{key}= is read for the loss alone: add loss=8, or leave it out")
 
 
 def main(arguments: list[str]) -> int:

@@ -390,7 +390,7 @@ def test_a_folder_that_cannot_be_read_is_one_message(
         (("against=RUN", "stretch=99"), "name a step of one of them"),
         (("against=RUN", "step=99"), "99"),
         (("against=RUN", "los=1"), "unknown key 'los'; did you mean 'loss'?"),
-        (("against=RUN", "data.path=a"), "data.path= is for the loss, and loss= asks for none"),
+        (("against=RUN", "data.path=a"), "data.path= is read for the loss alone: add loss=8"),
     ],
 )
 def test_a_wrong_word_is_named(
