@@ -35,6 +35,7 @@ def torchrun(ranks: Ranks, *arguments: str) -> "subprocess.Popen[str]":
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "PET_STANDALONE": "1",  # older torchruns of one machine all meet at port 29500
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     return subprocess.Popen(

@@ -3,13 +3,14 @@ takes seconds to.
 """
 
 import os
-import socket
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
+
+from ports import free_port
 
 
 def forked(program: Callable[[], object]) -> int:
@@ -23,9 +24,7 @@ def forked_ranks(count: int, program: Callable[[], object]) -> list[int]:
     """The exit codes of forks that run `program` beside each other, each in the environment of a
     rank that torchrun starts.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def as_rank(rank: int) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))

@@ -13,7 +13,6 @@ import gc
 import importlib
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from compositions import parsing_once, remembering
 from forked import end_with
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from ports import free_port
 from tqdm import tqdm
 from unflushed import checked
 
@@ -54,12 +54,6 @@ FOR_THE_FORKS = (
     "fp4train.run.from_run",
     "torch.distributed.pipelining",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def composed_before(arguments: list[str]) -> Callable[[list[str]], Iterator[Composed]]:
