@@ -439,7 +439,9 @@ class CpuRequantizer(Quantizer):
     def __init__(self, spec: QuantSpec, machine: cpu.Machine = cpu.HERE) -> None:
         super().__init__(spec)
         assert spec.requantises is not None
-        self._first = CpuQuantizer(spec.requantises, machine, to_bf16=True)
+        # where a factor multiplies the values, their product is what is rounded
+        alone = spec.requantises.outer is not None or spec.requantises.global_scale is None
+        self._first = CpuQuantizer(spec.requantises, machine, to_bf16=alone)
         self._last = CpuQuantizer(replace(spec, requantises=None), machine)
 
     def codes(

@@ -447,7 +447,8 @@ class QuantSpec:
         square = self.block[0] == self.block[1] and (
             self.extent is None or self.extent[0] == self.extent[1]
         )
-        return square and self.hadamard is None and self.requantises is None
+        exact = not self.random and self.hadamard is None and self.requantises is None
+        return square and exact
 
 
 def _scales(having: Callable[[ScaleFormat], bool]) -> str:

@@ -52,6 +52,7 @@ STOCHASTIC_WEIGHTS = Custom(
     dgrad=Operands(first=QuantSpec(), second=QuantSpec(rounding="stochastic")),
     wgrad=Operands(first=QuantSpec(rounding="stochastic"), second=QuantSpec(rounding="stochastic")),
 )
+SQUARE_STOCHASTIC = QuantSpec(block=(16, 16), rounding="stochastic")
 MX = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
 MX_AGAIN = replace(MX, requantises=MX)
 MX_TURNED = replace(MX, hadamard=Hadamard())
@@ -83,6 +84,11 @@ RECIPES = [
     FP8Block(power_of_two=False, element="hybrid"),
     Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=FP8Row()),
     STOCHASTIC_WEIGHTS,
+    Custom(
+        label="stochastic square weights",
+        fprop=Operands(first=QuantSpec(), second=SQUARE_STOCHASTIC),
+        dgrad=Operands(first=QuantSpec(), second=SQUARE_STOCHASTIC),
+    ),
     QuartetII(),
     TetraJetV2(),
     Custom(

@@ -58,6 +58,12 @@ OWN = tuple(
     )
 )
 """Formats of a user's own, of each width."""
+INEXACT = (
+    QuantSpec(scale="if4"),
+    QuantSpec(scale="if4", global_scale="row"),
+    QuantSpec(element="e4m3", global_scale=(64, None)),
+)
+"""Whose values under their block scales are no numbers of BF16, and have a factor beside them."""
 OWN_NAMES = tuple(fmt.name for fmt in OWN)
 REGISTERED = tuple(fmt.name for fmt in ELEMENT_FORMATS if ELEMENT_FORMATS.is_own(fmt.name))
 ELEMENTS = (*REGISTERED, *OWN_NAMES)
@@ -91,7 +97,7 @@ def specs(draw: st.DrawFn) -> QuantSpec:
             global_scale=draw(st.sampled_from(("tensor", "row"))) if block[0] == 1 else "tensor",
             global_bound=draw(st.sampled_from((448.0, 256.0))),
             hadamard=draw(hadamards("nearest")) if block[0] == 1 else None,
-            requantises=draw(st.sampled_from((None, None, CHOSEN, NVFP4))),
+            requantises=draw(st.sampled_from((None, None, CHOSEN, NVFP4, *INEXACT))),
         )
     if family == "eden":
         size = draw(st.sampled_from((32, 64, 128)))
@@ -221,6 +227,12 @@ def test_kernels_equal_the_reference(
 ) -> None:
     x = draw_layout(layout, draw_values(values, rows, cols, seed).to(dtype))
     assert_equals_reference(x, spec, Machine(instruction_set=isa, threads=threads))
+
+
+@pytest.mark.parametrize("first", INEXACT, ids=str)
+def test_what_is_requantised_is_rounded_once(first: QuantSpec) -> None:
+    x = draw_values("outliers", 64, 256, 3)
+    assert_equals_reference(x, replace(NVFP4, requantises=first), *every_machine())
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
