@@ -16,6 +16,7 @@ import torch
 import yaml
 from command_line import PATIENCE, Cli, before_steps, events, lines, losses, recorded
 from families import BEYOND_LLAMA, tiny_run
+from unused_wandb import forget_wandb
 
 import fp4train.train as loop
 from fp4train import checkpoint
@@ -351,11 +352,7 @@ def test_without_an_account_wandb_is_offline(cli: Cli, monkeypatch: pytest.Monke
     """Whatever account the user of this machine has; the time that it takes is bounded in
     tests/track.
     """
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", os.devnull)
-    for kind in ("CONFIG", "DATA", "CACHE"):
-        monkeypatch.setenv(f"WANDB_{kind}_DIR", str(cli.folder / f"wandb_{kind.lower()}"))
+    forget_wandb(monkeypatch, cli.folder)
     process = cli.start("run.name=a", "track=wandb", "train.steps=3")
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from unused_wandb import forget_wandb
 
 import fp4train.track
 from fp4train.track import (
@@ -34,14 +35,7 @@ KEY = "0" * 40
 
 @pytest.fixture(autouse=True)
 def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb as on a machine where nobody has used it, and nothing of the tests in the user's
-    home.
-    """
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", os.devnull)
-    for kind in ("CONFIG", "DATA", "CACHE"):
-        monkeypatch.setenv(f"WANDB_{kind}_DIR", str(tmp_path / f"wandb_{kind.lower()}"))
+    forget_wandb(monkeypatch, tmp_path)
 
 
 def some_statistics() -> Statistics:
