@@ -36,7 +36,7 @@ from fp4train.precision.terms import (
     check_residual,
     chosen,
 )
-from fp4train.quantize import QuantSpec, has_tensor_amax
+from fp4train.quantize import Delayed, QuantSpec, has_tensor_amax
 from fp4train.text import check_choice, check_least, step_span, tabulate
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ class Recipe:
                 "alone: use recipe.residual.tensors=[x], or recipe.centred=[]"
             )
         self._check_held(operands)
+        self._check_delayed(operands)
         self._check_outliers(operands)
         self._check_fused(operands["fprop"].second)
         kept = {g: HIGH_PRECISION if g in self.high_precision else o for g, o in operands.items()}
@@ -192,6 +193,19 @@ class Recipe:
                 raise ValueError(
                     f"{gemm}, {tensor}: held={spec.held}, and held={period} in {earlier_gemm}: "
                     f"both take one amax of {tensor}; use one number of steps"
+                )
+
+    def _check_delayed(self, operands: dict[str, Operands]) -> None:
+        """ValueError where one tensor has two kinds of delayed scaling."""
+        kinds: dict[str, tuple[str, Delayed]] = {}
+        for gemm, tensor, spec in named(operands):
+            if spec is None or spec.delayed is None:
+                continue
+            earlier_gemm, kind = kinds.setdefault(tensor, (gemm, spec.delayed))
+            if spec.delayed != kind:
+                raise ValueError(
+                    f"{gemm}, {tensor}: delayed={spec.delayed}, and delayed={kind} in "
+                    f"{earlier_gemm}: both take one history of {tensor}; use the same in both"
                 )
 
     def _check_outliers(self, operands: dict[str, Operands]) -> None:

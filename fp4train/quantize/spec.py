@@ -283,6 +283,12 @@ class QuantSpec:
         if self.delayed is not None and (self.block != (None, None) or self.scale_format.is_byte):
             having = _scales(lambda fmt: not fmt.is_byte)
             raise ValueError(f"delayed={self.delayed!r}: needs block=(None, None) and {having}")
+        if self.delayed is not None and (self.hadamard is not None or self.requantises is not None):
+            raise ValueError(
+                f"delayed={self.delayed!r}: the amaxes of a history are those of the tensor as it "
+                "is, not of what a transform or a rounding before gives; use delayed=None, or "
+                "hadamard=None and requantises=None"
+            )
 
     def _check_eden(self) -> None:
         transform = self.hadamard

@@ -241,6 +241,10 @@ def test_recipes_compare_by_value_and_print(recipe: Recipe) -> None:
         (lambda: FP8Current(element="e5m2"), "element='e5m2'"),
         (lambda: FP8Delayed(history=0), "history=0"),
         (lambda: FP8Delayed(algorithm="mean"), "algorithm='mean'.*most_recent"),
+        (
+            lambda: Mixed(fprop=FP8Delayed(history=2), wgrad=FP8Delayed(history=5)),
+            r"wgrad, x: delayed=.*history=5.*, and delayed=.*history=2.* in fprop",
+        ),
         (lambda: FP8Block(element="e3m2"), "element='e3m2'"),
         (lambda: Mixed(fprop=FP32()), "dtype='bfloat16'.*float32"),
         (lambda: LossScaling(initial=0), "initial=0"),

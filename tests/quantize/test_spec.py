@@ -70,6 +70,14 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
         ({**MX, "guard": 0.9}, "guard=0.9: scale_rounding='rceil' never clips; use 1.0, or"),
         ({**FP8, "guard": 0.9}, "guard=0.9: only scale='e4m3'"),
         ({"delayed": Delayed()}, "needs block=(None, None)"),
+        (
+            {**FP8, "block": (None, None), "delayed": Delayed(), "hadamard": Hadamard()},
+            "the amaxes of a history are those of the tensor as it is",
+        ),
+        (
+            {**FP8, "block": (None, None), "delayed": Delayed(), "requantises": QuantSpec()},
+            "the amaxes of a history are those of the tensor as it is",
+        ),
         ({"scale": "ue5m3", "global_bound": 114689}, "allowed are numbers from 1 to 114688"),
         ({"scale": "ue5m3_ieee", "global_bound": 61441}, "allowed are numbers from 1 to 61440"),
         (
