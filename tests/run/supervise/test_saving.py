@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import STEADY, Cli, StopAt, before_steps, events, losses, steps
+from command_line import PATIENCE, STEADY, Cli, StopAt, before_steps, events, losses, steps
 from limits import set_limit
 
+import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
 from fp4train.run.supervise import saving
@@ -52,14 +53,23 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_two_never_overlap(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = checkpoint.save
+    begin = loop.save
     log = []
+    due = {step: threading.Event() for step in (2, 4, 6)}
+
+    def save(run: Any, **options: Any) -> None:
+        due[run.step].set()
+        begin(run, **options)
 
     def slow(folder: Any, step: int, *rest: Any, **options: Any) -> Path:
+        """Is not done before the next checkpoint is due, which has time to begin beside it."""
         log.append(("begin", step))
-        time.sleep(0.5)
+        due[min(step + 2, 6)].wait(PATIENCE)
+        time.sleep(0.1)
         log.append(("end", step))
         return original(folder, step, *rest, **options)
 
+    monkeypatch.setattr(loop, "save", save)
     monkeypatch.setattr(checkpoint, "save", slow)
     before_steps(monkeypatch, lambda run: log.append(("step", run.step)))
     assert cli("run.name=a", "checkpoint.every=2", "checkpoint.keep=3", *STEADY).code == 0
@@ -87,16 +97,29 @@ def test_a_disk_that_does_not_answer_is_left_behind(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = checkpoint.save
+    begun = threading.Event()
+    released = threading.Event()
 
     def stuck(folder: Any, step: int, *rest: Any, **options: Any) -> Path:
         if step == 2:
-            time.sleep(2)
+            begun.set()
+            released.wait(PATIENCE)
+            raise CheckpointError("The disk answered after the run.")
         return original(folder, step, *rest, **options)
 
+    def wait_less(run: Any) -> None:
+        """From when the disk is stuck: the buffers of the copy are made before."""
+        if run.step == 2:
+            assert begun.wait(PATIENCE)
+            set_limit(monkeypatch, "seconds for a checkpoint", 0.05)
+
     monkeypatch.setattr(checkpoint, "save", stuck)
-    set_limit(monkeypatch, "seconds for a checkpoint", 0.05)
+    before_steps(monkeypatch, wait_less)
     set_limit(monkeypatch, "pauses before the last checkpoint is tried again", ())
-    ended = cli("run.name=a", "checkpoint.every=2", *STEADY)
+    try:
+        ended = cli("run.name=a", "checkpoint.every=2", *STEADY)
+    finally:
+        released.set()
     assert ended.code == 1 and "a slow disk?" in ended.err and "not saved" in ended.out
     assert sorted(losses("runs/a")) == list(range(1, 7))
 
@@ -155,7 +178,13 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
             )
         return original(folder, step, *rest, **options)
 
+    def wait(run: Any) -> None:
+        """Until it has failed, so that step 5 is the first after which it can be tried again."""
+        if run.step == 4:
+            run.saver.wait()
+
     monkeypatch.setattr(checkpoint, "save", save)
+    before_steps(monkeypatch, wait)
     ended = cli("run.name=a", "checkpoint.every=2")
     assert ended.code == 0 and "error: checkpoint of step 4 not written" in ended.err
     assert "No space left" in events("runs/a", "checkpoint failed")[0]["reason"]
