@@ -132,8 +132,12 @@ COSTLY = {
     "format": ("{{ '{:1000000000}'.format(1) }}", "512 MB of memory"),
     "filter": ("{{ 'a' | center(10**10) }}", "512 MB of memory"),
     "list": ("{{ [0] * 10**10 }}", "512 MB of memory"),
-    "concatenation": (DOUBLING.replace("ACT", "ns.x ~ ns.x"), "512 MB of memory"),
-    "replace": (DOUBLING.replace("ACT", "ns.x | replace('a', 'aaaa')"), "512 MB of memory"),
+    # in large steps, so that few pages are touched: they cost time, which has a limit too
+    "concatenation": (
+        DOUBLING.replace("ACT", " ~ ".join(["ns.x"] * 32)),
+        "512 MB of memory",
+    ),
+    "replace": (DOUBLING.replace("ACT", "ns.x | replace('a', 'a' * 1024)"), "512 MB of memory"),
     "output": (
         "{% for a in range(99999) %}{% for b in range(9999) %}"
         + "a" * 99
