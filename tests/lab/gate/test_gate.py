@@ -4,7 +4,6 @@ recorded, and what it refuses.
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import TINY, Cli, Outcome, wait_for
-from forked import exit_code, started
-from stand_in_forks import forks_by
+from command_line import TINY, Cli, Outcome
+from stand_in_forks import forks_by, killed_after_forks
 
 import fp4train.cli.gate as command
 from fp4train.cli import main
@@ -280,17 +278,17 @@ def test_a_crash_has_the_exit_code_of_no_verdict(
 
 
 @pytest.mark.long
-def test_a_gate_that_is_killed_goes_on_where_it_stopped(cli: Cli, here: str) -> None:
+def test_a_gate_that_is_killed_goes_on_where_it_stopped(
+    cli: Cli, here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["gate", here, *FAST, "margin=2", "bound=4", "forks=8", "out=killed"]
     record = Path("killed") / MEASUREMENTS
-    process = started(lambda: main(words))
-    wait_for(lambda: record.exists() and record.read_text().count("\n") >= 5)
-    os.kill(process, signal.SIGKILL)
-    assert exit_code(process) == -signal.SIGKILL
+    assert killed_after_forks(monkeypatch, 3, words) == -signal.SIGKILL
     done = record.read_bytes()
+    assert done.count(b'"parts"') == 3, "its forks"
     ended = cli.raw(*words)
     assert ended.code == 0, ended.err
-    assert record.read_bytes().startswith(done[: done.rindex(b"\n") + 1])
+    assert record.read_bytes().startswith(done)
     whole = cli.raw(*words[:-1], "out=whole")
     assert whole.code == 0 and saved("killed")["differences"] == saved("whole")["differences"]
 

@@ -3,19 +3,16 @@ it refuses.
 """
 
 import json
-import os
 import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, Outcome, wait_for
-from forked import exit_code, started
-from stand_in_forks import forks_by
+from command_line import Cli, Outcome
+from stand_in_forks import forks_by, killed_after_forks
 
 import fp4train.lab.studies.forks as workers
-from fp4train.cli import main
 from fp4train.lab.studies import MEASUREMENTS, Fork
 
 FAST = ("steps=2", "forks=2", "batches=1", "recipe=bf16,mxfp8", "step=3")
@@ -108,17 +105,18 @@ def test_two_processes_make_the_same_numbers_as_one(cli: Cli, trained: Path) -> 
 
 @pytest.mark.usefixtures("sketched")
 @pytest.mark.long
-def test_a_killed_ranking_goes_on_where_it_stopped(cli: Cli, trained: Path) -> None:
+def test_a_killed_ranking_goes_on_where_it_stopped(
+    cli: Cli, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said(cli.raw("rank", str(trained), *FAST, "out=whole"))
     record = Path("killed") / MEASUREMENTS
-    process = started(lambda: main(["rank", str(trained), *FAST, "out=killed"]))
-    wait_for(lambda: record.exists() and record.read_text().count("\n") >= 4)
-    os.kill(process, signal.SIGKILL)
-    assert exit_code(process) == -signal.SIGKILL
+    words = ["rank", str(trained), *FAST, "out=killed"]
+    assert killed_after_forks(monkeypatch, 2, words) == -signal.SIGKILL
     done = record.read_bytes()
+    assert done.count(b'"parts"') == 2, "its forks"
     assert not Path("killed/rank.json").exists()
-    said(cli.raw("rank", str(trained), *FAST, "out=killed"))
-    assert record.read_bytes().startswith(done[: done.rindex(b"\n") + 1])
+    said(cli.raw(*words))
+    assert record.read_bytes().startswith(done)
     assert numbers(Path("killed")) == numbers(Path("whole"))
 
 
