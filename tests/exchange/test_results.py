@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import Cli, evaluations, events, everything, losses, wait_for
+from command_line import PATIENCE, Cli, evaluations, events, everything, losses, wait_for
 from limits import set_limit
 
 from fp4train.errors import UserError
@@ -57,9 +57,13 @@ def test_a_run_goes_on_after_an_evaluation_as_without(cli: Cli, small_run: Path)
 
 
 @pytest.mark.long
-def test_a_run_that_trains_records_the_results_itself(cli: Cli, tmp_path: Path) -> None:
+def test_a_run_that_trains_records_the_results_itself(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limit(monkeypatch, "seconds for an answer of the run", PATIENCE)
     words = ("run.name=a", "train.steps=100000", "checkpoint.every=2", "eval.every=0")
-    process = cli.start(*words)
+    # no checkpoint is removed while it is loaded
+    process = cli.start(*words, "checkpoint.keep=100000")
     run = Path("runs/a")
     try:
         wait_for(lambda: any(run.glob("checkpoints/step_*")) and is_running(run))
@@ -68,7 +72,7 @@ def test_a_run_that_trains_records_the_results_itself(cli: Cli, tmp_path: Path) 
         assert not ask_for_nonsense(run)
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     assert [each["eval/loss"] for each in evaluations(run)] == [1.5, 2.0] and not pending(run)
 
 
@@ -76,9 +80,8 @@ def ask_for_nonsense(run: Path) -> bool:
     """A request that would write what no reader of metrics expects is refused, and the run goes
     on.
     """
-    answer = wait_for_answer(
-        run, ask(run, {"evaluation": {"step": 1, "scores": [{"crc": "0"}]}}), 30
-    )
+    request = ask(run, {"evaluation": {"step": 1, "scores": [{"crc": "0"}]}})
+    answer = wait_for_answer(run, request, PATIENCE)
     assert answer is not None and "no results of an evaluation" in answer[1]
     return answer[0]
 
