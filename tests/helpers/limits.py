@@ -18,6 +18,7 @@ LIMITS = {
     "characters encoded as one": ["fp4train.data.encoding.LONGEST"],
     "calls in a tracker's queue": ["fp4train.track.tracker.CAPACITY"],
     "seconds to import wandb": ["fp4train.track.config.IMPORT_SECONDS"],
+    "seconds for an answer of wandb's server": ["fp4train.track.wandb.PROBE_SECONDS"],
     "seconds for a line of metrics": ["fp4train.track.metrics.WAIT_SECONDS"],
     "seconds for the last metrics": ["fp4train.track.metrics.END_SECONDS"],
     "seconds to read requests": ["fp4train.run.record.inbox.WAIT_SECONDS"],
