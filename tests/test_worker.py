@@ -17,7 +17,7 @@ def test_calls_are_done_in_order_and_a_failure_stops_none() -> None:
     each = Worker("x", lambda error: failed.append(str(error)))
     for number in range(5):
         each.put(lambda n=number: done.append(1 // (n - 2)))
-    assert each.leave(10) and len(done) == 4 and failed == ["integer division or modulo by zero"]
+    assert each.leave(60) and len(done) == 4 and failed == ["integer division or modulo by zero"]
     assert not each.put(lambda: None), "it takes no more"
 
 
@@ -39,7 +39,7 @@ def test_a_full_queue_refuses() -> None:
     begun.wait(60)
     assert [each.put(lambda: None) for _ in range(3)] == [True, True, False]
     go_on.set()
-    assert each.leave(10)
+    assert each.leave(60)
 
 
 def test_an_idle_thread_ends_and_the_next_call_begins_another(
@@ -49,7 +49,7 @@ def test_an_idle_thread_ends_and_the_next_call_begins_another(
     threads: list[threading.Thread] = []
     each = Worker("x", lambda error: None)
     for _ in range(2):
-        assert each.put(lambda: threads.append(threading.current_thread())) and each.wait(10)
-        threads[-1].join(10)
+        assert each.put(lambda: threads.append(threading.current_thread())) and each.wait(60)
+        threads[-1].join(60)
         assert not threads[-1].is_alive()
     assert threads[0] is not threads[1]

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from command_line import PATIENCE
 
 from fp4train.data import DataError, Feed, Loader, TokenArray, permute
 
@@ -198,7 +199,7 @@ def test_no_thread_is_left() -> None:
     feed.close()
     for thread in threading.enumerate():
         if thread.name.startswith("feed"):
-            thread.join(5)
+            thread.join(PATIENCE)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
 
 

@@ -20,6 +20,7 @@ LIMITS = {
     "seconds to import wandb": ["fp4train.track.config.IMPORT_SECONDS"],
     "seconds for an answer of wandb's server": ["fp4train.track.wandb.PROBE_SECONDS"],
     "seconds for a line of metrics": ["fp4train.track.metrics.WAIT_SECONDS"],
+    "seconds until an idle thread ends": ["fp4train.worker.IDLE_SECONDS"],
     "seconds for the last metrics": ["fp4train.track.metrics.END_SECONDS"],
     "seconds to read requests": ["fp4train.run.record.inbox.WAIT_SECONDS"],
     "seconds for a checkpoint": ["fp4train.run.supervise.saving.WAIT_SECONDS"],

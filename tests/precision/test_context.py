@@ -120,7 +120,7 @@ def test_threads_in_a_decorated_function_return_to_their_own_contexts_in_whateve
     @autocast(NVFP4())  # type: ignore[operator]
     def decorated(entered: threading.Event, leaves: threading.Event) -> None:
         entered.set()
-        assert leaves.wait(10)
+        assert leaves.wait(60)
 
     def first() -> None:
         decorated(first_entered, second_entered)
@@ -129,7 +129,7 @@ def test_threads_in_a_decorated_function_return_to_their_own_contexts_in_whateve
 
     def second() -> None:
         with autocast(MXFP8()):
-            assert first_entered.wait(10)
+            assert first_entered.wait(60)
             decorated(second_entered, first_left)
             found = current()
             seen["second"] = found and found.recipe

@@ -16,6 +16,7 @@ import torch
 import yaml
 from command_line import PATIENCE, Cli, before_steps, events, lines, losses, recorded
 from families import BEYOND_LLAMA, tiny_run
+from limits import set_limit
 from unused_wandb import forget_wandb
 
 import fp4train.train as loop
@@ -95,12 +96,15 @@ def test_compiling_without_a_compiler_is_refused_before_the_run_begins(
     assert not Path("runs/a/config.yaml").exists()
 
 
-def test_a_run_that_has_ended_leaves_no_thread_in_its_process(cli: Cli) -> None:
+def test_a_run_that_has_ended_leaves_no_thread_in_its_process(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limit(monkeypatch, "seconds until an idle thread ends", 3 * PATIENCE)
     earlier = set(threading.enumerate())
     assert cli("run.name=a").code == 0
     for thread in set(threading.enumerate()) - earlier:
         if thread.name != "tqdm_monitor":  # of the bars of a process, which keeps it
-            thread.join(1.0)
+            thread.join(PATIENCE)
             assert not thread.is_alive(), thread.name
 
 
