@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.quantize import QuantSpec, quantizer
+from fp4train.shards import local
 from fp4train.text import check_least
 
 SEEN = "seen"
@@ -108,7 +109,7 @@ def follow(
 
     Args:
         paths: paths of the weights; changed here, and empty between two watches.
-        watched: the weights that the optimizer has stepped.
+        watched: the weights that the optimizer has stepped, whole on each rank.
         done: optimizer steps done, this one included.
         failed: bool [], the step changed no weight since its gradients are not finite.
 
@@ -126,7 +127,7 @@ def follow(
     count = torch.zeros((), device=failed.device)
     total = 0
     for name, weight, quantised in watched:
-        now = weight.detach()
+        now = local(weight.detach())
         if since == 0:
             zeros = torch.zeros_like(now)
             paths[name] = {SEEN: now.clone(), MOVED: zeros, JUMPED: zeros.clone()}
@@ -141,7 +142,7 @@ def follow(
         if ending:
             # 0 ≥ 0 is no oscillation: a weight that did not move, though its block's scale may have
             reset = (state[JUMPED] >= settings.ratio * state[MOVED]) & (state[MOVED] > 0)
-            weight.copy_(torch.where(reset, value, now))
+            now.copy_(torch.where(reset, value, now))
             count = count + reset.sum()
             total = total + reset.numel()
     if not ending:

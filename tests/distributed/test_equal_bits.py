@@ -84,6 +84,16 @@ def test_replicas_are_two_microbatches_as_shards_are(ranks: Ranks) -> None:
 
 
 @pytest.mark.long
+def test_replicas_reset_the_weights_that_oscillate_as_one_rank_does(ranks: Ranks) -> None:
+    watch = ("oscillation.every=2", "oscillation.watch=1", "oscillation.ratio=1.1")
+    options = ("recipe=mxfp8", "policy=all", *watch)
+    ranks.train(2, "replicas", *options, "parallel.dp_replicate=2")
+    one = ranks.reference("train.microbatch=2", *options)
+    assert any(line.get("train/oscillating") for line in ranks.losses(one))
+    ranks.same(one, "replicas")
+
+
+@pytest.mark.long
 def test_the_same_mesh_gives_the_same_bits_and_goes_on_in_them(ranks: Ranks) -> None:
     """With recomputed blocks, accumulated microbatches and measured steps."""
     options = (
