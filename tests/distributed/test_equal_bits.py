@@ -84,12 +84,14 @@ def test_replicas_are_two_microbatches_as_shards_are(ranks: Ranks) -> None:
 
 
 @pytest.mark.long
-def test_replicas_reset_the_weights_that_oscillate_as_one_rank_does(ranks: Ranks) -> None:
-    watch = ("oscillation.every=2", "oscillation.watch=1", "oscillation.ratio=1.1")
-    options = ("recipe=mxfp8", "policy=all", *watch)
-    ranks.train(2, "replicas", *options, "parallel.dp_replicate=2")
+def test_replicas_reset_the_weights_that_oscillate_and_resume_in_a_watch(ranks: Ranks) -> None:
+    watch = ("oscillation.every=3", "oscillation.watch=2", "oscillation.ratio=1.1")
+    options = ("recipe=mxfp8", "policy=all", "train.steps=6", *watch)
     one = ranks.reference("train.microbatch=2", *options)
     assert any(line.get("train/oscillating") for line in ranks.losses(one))
+    replicas = ("parallel.dp_replicate=2", "checkpoint.every=3", *options)
+    ranks.train(2, "replicas", *replicas, patch=DIES_AT_3)
+    ranks.train(2, "replicas", *replicas)
     ranks.same(one, "replicas")
 
 

@@ -23,6 +23,7 @@ from fp4train.optim.oscillation import (
 from fp4train.run.finite import first_non_finite
 from fp4train.run.queued import Step
 from fp4train.run.state.base import RunState, Trained, check_tensor
+from fp4train.shards import local
 
 
 class Oscillation(RunState):
@@ -67,7 +68,7 @@ class Oscillation(RunState):
         """See `RunState.load`."""
         device = next(self.run.model.parameters()).device
         self.paths = {
-            name: {entry: tensor.to(device) for entry, tensor in path.items()}
+            name: {entry: local(tensor).to(device) for entry, tensor in path.items()}
             for name, path in saved.items()
         }
 
