@@ -125,6 +125,22 @@ def sbatch(tmp_path: Path) -> Start:
     return start
 
 
+HELD_AT_8 = '''#!{python}
+"""`python -m fp4train`, whose steps after the eighth wait until the job has had its signal."""
+import os, sys, time
+import fp4train.train as loop
+from fp4train.cli import main
+original = loop.train_step
+def train_step(run, recipe):
+    while run.step >= 8 and not os.path.exists("signalled"):
+        time.sleep(0.02)
+    return original(run, recipe)
+loop.train_step = train_step
+assert sys.argv[1:3] == ["-m", "fp4train"]
+main(sys.argv[3:])
+'''
+
+
 def ended(job: "subprocess.Popen[str]") -> tuple[int, str]:
     try:
         out, err = job.communicate(timeout=240)
@@ -156,7 +172,10 @@ def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_the_same_bi
     """As those of two ranks of one machine."""
     given = ("train.steps=30", "eval.every=0", "policy.last=0")
     options = ranks.tiny("device=cpu", *given)
-    job = sbatch(*options, "run.name=slurm", nodes=2)
+    held = tmp_path / "bin/held"
+    held.write_text(HELD_AT_8.format(python=sys.executable))
+    held.chmod(0o755)
+    job = sbatch(*options, "run.name=slurm", nodes=2, PYTHON=str(held))
     run = tmp_path / "runs/slurm"
     metrics = run / "metrics.jsonl"
     wait_for(
@@ -168,6 +187,7 @@ def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_the_same_bi
     number = getattr(signal, f"SIG{header('signal').partition('@')[0]}")
     for task in (tmp_path / "tasks").read_text().split():
         os.kill(int(task), number)
+    (tmp_path / "signalled").touch()
     code, said = ended(job)
     assert code == 0 and "goes back into the queue" in said, said
     assert re.fullmatch(r"requeue \d+\n", (tmp_path / "scontrol.log").read_text())
