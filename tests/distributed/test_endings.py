@@ -319,11 +319,59 @@ def test_a_rank_that_is_killed_is_named_by_another_and_ends_all(ranks: Ranks, ra
     ranks.same(ranks.reference("train.microbatch=2"), "a")
 
 
+HANGS = """
+import time
+from datetime import timedelta
+import torch
+import torch.distributed.distributed_c10d as c10d
+import fp4train.parallel.launch as launch
+import fp4train.train as loop
+from fp4train.parallel.world import World
+
+TIMEOUT = timedelta(seconds=200)
+within, fail, train_step = launch.within, World.fail, loop.train_step
+
+def shorten_timeouts():
+    for group in c10d._world.pg_map:
+        backend = group._get_backend(torch.device("cpu"))
+        if backend.options._timeout == TIMEOUT:
+            c10d._set_pg_timeout(timedelta(seconds=4), group)
+
+def shortened_at_3(run, recipe):
+    if run.step == 3:
+        shorten_timeouts()
+    return train_step(run, recipe)
+
+def fail_in_turn(world, error):
+    store = world.meeting.store
+    store.set(f"lost/{rank}", "")
+    if "imed out" in str(error):
+        store.wait([f"lost/{each}" for each in range(3) if each != HANGING], TIMEOUT)
+    elif isinstance(error, RuntimeError):
+        store.wait(["word"], TIMEOUT)
+    fail(world, error)
+
+launch.within = lambda seconds, ask, otherwise: within(200, ask, otherwise)
+World.fail = fail_in_turn
+loop.train_step = shortened_at_3
+"""
+"""The groups whose timeout is that of the configuration have a shorter one from the step at which
+the rank HANGING hangs. The first rank that it ends breaks the connections of others, which may see
+that before their own time is over: who has timed out speaks, when all have noticed.
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_hangs_is_named_by_one_of_those_that_waited(ranks: Ranks, rank: int) -> None:
-    options = ("run.name=a", "parallel.timeout=4", "parallel.dp_replicate=3", "train.batch_size=3")
-    job = ranks.start(3, *options, patch=fails_at_3(rank, "time.sleep(30); os._exit(0)"))
+    options = (
+        "run.name=a",
+        "parallel.timeout=200",
+        "parallel.dp_replicate=3",
+        "train.batch_size=3",
+    )
+    patch = "\n".join([f"HANGING = {rank}", HANGS, fails_at_3(rank, "time.sleep(1000)")])
+    job = ranks.start(3, *options, patch=patch)
     said = [
         line
         for text in job.wait().err
@@ -333,32 +381,56 @@ def test_a_rank_that_hangs_is_named_by_one_of_those_that_waited(ranks: Ranks, ra
     assert len(said) == 1, said
     assert (
         f" lost rank {rank} on " in said[0]
-        and ", which did not answer within parallel.timeout=4 s" in said[0]
+        and ", which did not answer within parallel.timeout=200 s" in said[0]
     )
+
+
+STOPS = """
+import os, time
+from fp4train.parallel import attendance
+
+attendance.BEAT_SECONDS, attendance.SILENT_SECONDS = 0.2, 1.5
+say = attendance.Attendance._say
+
+def say_if_asked(self, now):
+    if os.path.exists(f"ask{rank}"):
+        say(self, now)
+        if rank == STOPPED:
+            os.remove(f"ask{rank}")
+
+def stop():
+    os.kill(os.getpid(), 19)
+    while os.path.exists(f"ask{rank}"):
+        time.sleep(0.01)
+
+attendance.Attendance._say = say_if_asked
+"""
+"""A rank that waits for a processor gives no signs, either: ranks look at the signs while the file
+askRANK is there, the rank STOPPED once.
+"""
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_is_stopped_is_named_while_the_others_wait(ranks: Ranks, rank: int) -> None:
     """Rank 0 keeps the store: where it is stopped, nothing in there answers. Who goes on costs
-    nothing.
+    nothing, and names nobody.
     """
-    quick = (
-        "import fp4train.parallel.attendance as a\na.BEAT_SECONDS, a.SILENT_SECONDS = 0.2, 1.5\n"
-    )
-    stops = fails_at_3(rank, "os.kill(os.getpid(), 19)")
-    job = ranks.start(2, "run.name=a", patch=quick + stops)
+    patch = "\n".join([f"STOPPED = {rank}", STOPS, fails_at_3(rank, "stop()")])
+    job = ranks.start(2, "run.name=a", patch=patch)
+    state = Path(f"/proc/{job.processes[rank]}/stat")
+    ranks.until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+    asks = [ranks.folder / f"ask{number}" for number in range(2)]
+    asks[1 - rank].touch()
     told = ranks.folder / f"rank{1 - rank}.err"
-    named = f"rank {rank} on "
-    ranks.until(
-        lambda: (
-            told.exists() and f"{named}" in told.read_text() and "no sign for" in told.read_text()
-        )
-    )
+    ranks.until(lambda: "no sign for" in told.read_text())
+    asks[1 - rank].unlink()
+    asks[rank].touch()
     os.kill(job.processes[rank], signal.SIGCONT)
     ended = job.wait()
     assert ended.codes == [0, 0], ended.err
     (line,) = [line for line in ended.err[1 - rank].splitlines() if "no sign for" in line]
-    assert named in line and "the others wait for it, up to parallel.timeout=1800 s" in line
+    assert f"rank {rank} on " in line
+    assert "the others wait for it, up to parallel.timeout=1800 s" in line
     assert "no sign for" not in ended.err[rank]
 
 
