@@ -331,6 +331,24 @@ print(count + 1)
 
 
 @needs_triton
+def test_codes_behind_the_groups_of_a_transform_are_those_of_zero_in_the_interpreter() -> None:
+    """Blocks of 32 over groups of 16 neighbours, which end in the midst of the last block."""
+    code = """
+import torch
+from fp4train.quantize import Hadamard, QuantSpec, quantizer
+x = torch.randn(9, 40, generator=torch.Generator().manual_seed(0))
+for scale in ("fp32", "e8m0"):
+    signs = Hadamard(signs="random", seed=3)
+    spec = QuantSpec(element="e4m3", block=(1, 32), scale=scale, global_scale=None, hadamard=signs)
+    ours, theirs = (quantizer(spec, "cpu", kernel).codes(x) for kernel in ("triton", "reference"))
+    assert torch.equal(ours.codes, theirs.codes), (ours.codes - theirs.codes).nonzero()
+print("equal")
+"""
+    run = interpreted("-c", code)
+    assert run.stdout.strip() == "equal", run.stdout + run.stderr
+
+
+@needs_triton
 def test_fp8_per_tensor_and_row_are_decoded_after_the_triton_kernels_in_the_interpreter() -> None:
     """Backward decodes what forward kept: A100s emulate FP8, and there is no decoding kernel for
     these specs.

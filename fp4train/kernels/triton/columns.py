@@ -75,7 +75,23 @@ def load_columns(
         if V.draws_signs:
             signs = drawn_signs(words, V)
         x = transform(x, signs, V)
+        N: tl.constexpr = V.n * V.parts
+        if V.size < N:
+            x = within_groups(x, group, cols, V)
     return x, row, group
+
+
+@triton.jit
+def within_groups(x, group, cols, V: tl.constexpr):
+    """`x` with zeros behind the last whole group of the transform, where a block is padded: those
+    of the transform have signs.
+    """
+    N: tl.constexpr = V.n * V.parts
+    width = (cols + V.size - 1) // V.size * V.size
+    y = ()
+    for i in tl.static_range(N):
+        y = y + (tl.where((group * N + i < width)[:, None], x[i], 0.0),)
+    return y
 
 
 @triton.jit
