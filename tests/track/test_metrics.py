@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import PATIENCE
 from forked import forked
 from limits import set_limit
 
@@ -346,7 +347,9 @@ def test_an_unwritable_folder_is_a_user_error(tmp_path: Path) -> None:
         MetricsLog(tmp_path / "run" / "metrics.jsonl")
 
 
-def test_a_kill_loses_nothing_that_was_logged(path: Path) -> None:
+def test_a_kill_loses_nothing_that_was_logged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limit(monkeypatch, "seconds for a line of metrics", PATIENCE)
+
     def logs() -> None:
         log = MetricsLog(path)
         for step in range(1, 51):
