@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fp4train.checkpoint import ALONE, CheckpointGroup
 from fp4train.errors import LostError, UserError, user_errors
@@ -117,6 +118,9 @@ class World:
             grid = init_device_mesh(
                 device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, TENSOR)
             )
+            # groups of a mesh have torch's own timeout: 10 minutes with NCCL, 30 with gloo
+            for group in grid.get_all_groups():
+                _set_pg_timeout(timeout, group)
             if mesh.pipeline > 1:
                 pipeline = grid.get_group(STAGES)
             else:

@@ -2,6 +2,7 @@
 leaves it whole.
 """
 
+import json
 import os
 import random
 import signal
@@ -383,6 +384,31 @@ def test_a_rank_that_hangs_is_named_by_one_of_those_that_waited(ranks: Ranks, ra
         f" lost rank {rank} on " in said[0]
         and ", which did not answer within parallel.timeout=200 s" in said[0]
     )
+
+
+TELLS_TIMEOUTS = """
+import json
+import torch
+import torch.distributed.distributed_c10d as c10d
+import fp4train.train as loop
+train_step = loop.train_step
+def told(run, recipe):
+    backends = [group._get_backend(torch.device("cpu")) for group in c10d._world.pg_map]
+    seconds = [backend.options._timeout.total_seconds() for backend in backends]
+    with open(f"timeouts{rank}.json", "w") as file:
+        json.dump(seconds, file)
+    return train_step(run, recipe)
+loop.train_step = told
+"""
+
+
+def test_every_group_of_ranks_waits_as_long_as_the_configuration_says(ranks: Ranks) -> None:
+    """Those of the mesh too, which torch makes, and those of stages and shards of one rank."""
+    options = ("parallel.pp=2", "parallel.timeout=200", "train.steps=1", "phases=none")
+    ranks.train(2, "a", *options, "train.microbatch=1", "eval.every=0", patch=TELLS_TIMEOUTS)
+    for rank in range(2):
+        timeouts = json.loads((ranks.folder / f"timeouts{rank}.json").read_text())
+        assert len(timeouts) > 4 and set(timeouts) == {200.0}
 
 
 STOPS = """
