@@ -89,16 +89,20 @@ def in_gemms(gemms: Sequence[str], recipe: Recipe, other: Recipe) -> Recipe:
         if recipe.quantised:
             return recipe.with_high_precision(*gemms)
         return recipe
-    fprop, dgrad, wgrad = (other if gemm in gemms else _part(recipe, gemm) for gemm in GEMMS)
+    parts = {gemm: other if gemm in gemms else _part(recipe, gemm) for gemm in GEMMS}
     kept = tuple(gemm for gemm in recipe.high_precision if gemm not in gemms)
-    return Mixed(fprop=fprop, dgrad=dgrad, wgrad=wgrad, dtype=recipe.dtype, high_precision=kept)
+    if isinstance(recipe, Mixed):  # what belongs to the layer stays, as its outlier channels
+        return replace(recipe, **parts, high_precision=kept, backward="quantised")
+    return Mixed(**parts, dtype=recipe.dtype, high_precision=kept)
 
 
 def _part(recipe: Recipe, gemm: str) -> Recipe:
     """The recipe of one GEMM, without the exceptions in `high_precision`."""
-    part: Recipe = getattr(recipe, gemm) if isinstance(recipe, Mixed) else recipe
-    if part is recipe:
-        return replace(part, high_precision=())
+    if not isinstance(recipe, Mixed):
+        return replace(recipe, high_precision=())
+    if recipe.backward != "quantised" and gemm != "fprop":
+        return replace(recipe.fprop, high_precision=(), backward=recipe.backward)
+    part: Recipe = getattr(recipe, gemm)
     return part
 
 

@@ -231,6 +231,10 @@ class Recipe:
                 "outliers: delayed scaling has one history per tensor, not one per part of "
                 "its channels; held scales one amax"
             )
+        try:
+            self.of_outliers()
+        except ValueError as error:
+            raise ValueError(f"outliers.recipe: {error}") from error
 
     def _check_fused(self, w: QuantSpec | None) -> None:
         if not self.fused_scales:
@@ -265,11 +269,12 @@ class Recipe:
         if self.outliers is None:
             return None
         part = self.outliers.recipe
+        dequantised = self.backward != "quantised" and part.operands()["fprop"].quantised
         return dataclasses.replace(
             part,
             dtype=self.dtype,
             high_precision=(*part.high_precision, *self.high_precision),
-            backward=self.backward if part.operands()["fprop"].quantised else part.backward,
+            backward=self.backward if dequantised else part.backward,
         )
 
     def check_part(self, gemm: str) -> None:

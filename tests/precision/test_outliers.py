@@ -25,6 +25,7 @@ from fp4train.precision import (
     Layer,
     LayerPolicy,
     Mixed,
+    Operands,
     OutlierChannels,
     Plan,
     Recipe,
@@ -36,6 +37,7 @@ from fp4train.precision import (
     wire_form,
 )
 from fp4train.precision.plan import plan
+from fp4train.quantize import Hadamard, QuantSpec
 from fp4train.run.checks import never_chosen
 from fp4train.run.graphs import check_plan
 from fp4train.run.record.journal import Journal, read_journal
@@ -49,6 +51,8 @@ def channels(**values: Any) -> OutlierChannels:
     return OutlierChannels(**{"recipe": MXFP8(), **values})
 
 
+TURNED = QuantSpec(hadamard=Hadamard())
+TRANSFORMED = Custom(fprop=Operands(first=TURNED, second=TURNED))
 WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "all channels": (
         lambda: channels(share=1.0),
@@ -101,6 +105,11 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "delayed scaling has one history",
     ),
+    "a dequantised backward of transformed outliers": (
+        lambda: NVFP4(backward="dequantised", outliers=channels(recipe=TRANSFORMED)),
+        ValueError,
+        "outliers.recipe: Custom: w of dgrad: dequantised=True",
+    ),
     "a part of one GEMM": (
         lambda: Mixed(fprop=RECIPE),
         ValueError,
@@ -115,6 +124,12 @@ def test_what_cannot_be_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+def test_outlier_channels_have_the_backward_pass_that_their_recipe_names() -> None:
+    part = MXFP8(backward="dequantised")
+    apart = NVFP4(outliers=channels(recipe=part)).of_outliers()
+    assert apart is not None and apart.table() == part.table()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,23 @@
 """Phases and swaps: the recipe in force at every step."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from fp4train.precision import BF16, FP16, FP32, MXFP8, NVFP4, Mixed, Phase, Swap, Timeline
+from fp4train.precision import (
+    BF16,
+    FP16,
+    FP32,
+    MXFP8,
+    NVFP4,
+    Mixed,
+    OutlierChannels,
+    Phase,
+    Residual,
+    Swap,
+    Timeline,
+)
 
 COOLDOWN = Phase(start="cooldown", recipe=BF16(), gemms=["fprop"])
 COOLDOWN_ALL = Phase(start="cooldown", recipe=BF16())
@@ -130,6 +143,32 @@ def test_single_gemms_can_change_to_a_quantised_recipe() -> None:
         == "Mixed(fprop=NVFP4, dgrad=MXFP8, wgrad=MXFP8) with fprop in BF16"
     )
     assert timeline.recipe_at(30).table() == MXFP8().table()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"fused_scales": True},
+        {"centred": ("x", "dy")},
+        {"residual": Residual()},
+        {"outliers": OutlierChannels(recipe=MXFP8())},
+    ],
+    ids=str,
+)
+def test_what_belongs_to_a_layer_stays_where_single_gemms_of_it_change(fields: dict) -> None:
+    mixed = Mixed(fprop=NVFP4(), dgrad=NVFP4(), wgrad=NVFP4(), **fields)
+    phase = Phase(start=20, recipe=MXFP8(), gemms=["wgrad"])
+    timeline = Timeline(recipe=mixed, steps=100, phases=[phase])
+    assert timeline.recipe_at(20) == replace(mixed, wgrad=MXFP8())
+
+
+def test_a_dequantised_backward_stays_in_the_gemms_that_do_not_change() -> None:
+    parts = {"fprop": NVFP4(), "dgrad": NVFP4(), "wgrad": NVFP4()}
+    phase = Phase(start=20, recipe=MXFP8(), gemms=["wgrad"])
+    for recipe in (Mixed(**parts, backward="dequantised"), NVFP4(backward="dequantised")):
+        table = Timeline(recipe=recipe, steps=100, phases=[phase]).recipe_at(20).table()
+        assert table["dgrad"] == recipe.table()["dgrad"] and table["dgrad"].dequantised
+        assert table["wgrad"] == MXFP8().table()["wgrad"]
 
 
 def test_high_precision_for_single_gemms_means_the_dtype_of_the_run() -> None:
