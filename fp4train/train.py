@@ -193,6 +193,7 @@ def enter_stretch(run: Run, previous: PlannedStretch | None) -> PlannedStretch:
     if stretch is previous:
         return stretch
     run.apply(stretch)
+    begin_loss_scale(run, stretch.recipe)
     if previous is None or (stretch.recipe, stretch.reason) != (previous.recipe, previous.reason):
         if previous is not None:  # the plan that was just printed says it for the start
             _log.info("step %d: %s (%s)", run.step, stretch.recipe.name, stretch.reason)
@@ -200,3 +201,16 @@ def enter_stretch(run: Run, previous: PlannedStretch | None) -> PlannedStretch:
             run.step + 1, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason}
         )
     return stretch
+
+
+def begin_loss_scale(run: Run, recipe: Recipe) -> None:
+    """The initial loss scale where the coming step is the first one of a recipe that has one; 1
+    where it is the first one of a recipe that has none.
+    """
+    if run.step == 0:
+        return
+    scaling = recipe.loss_scaling
+    before = run.timeline.recipe_at(run.step - 1).loss_scaling
+    if (scaling is None) != (before is None):
+        run.loss_scale = scaling.initial if scaling else 1.0
+        run.good_steps = 0

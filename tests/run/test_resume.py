@@ -217,6 +217,21 @@ def test_a_recipe_given_with_resume_is_a_swap_that_is_recorded_and_kept(
     assert "steps 2–5: MXFP8 (swap at step 2)" in Path("runs/a/plan.txt").read_text()
 
 
+def test_a_loss_scale_begins_with_the_first_recipe_that_has_one_and_goes_with_it(
+    cli: Cli, stop_at: StopAt
+) -> None:
+    """By a swap, and a resume of it in its first step and after; the cooldown is in BF16."""
+    stop_at(2)
+    options = ["phases=cooldown_bf16", "phases.cooldown.start=5", "checkpoint.every=1"]
+    assert cli("run.name=a", "recipe=nvfp4", *options).code == 137
+    stop_at(3)
+    assert cli("resume=runs/a", "recipe=nvfp4_ue5m3").code == 137
+    stop_at(-1)
+    assert cli("resume=runs/a").code == 0
+    scales = [values[3] for values in losses("runs/a").values()]
+    assert scales == [None, None, 65536.0, 65536.0, 65536.0, None]
+
+
 def test_a_swap_to_a_finished_run_changes_nothing(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=2")
     assert "is finished" in cli("resume=runs/a", "recipe=mxfp8").out
