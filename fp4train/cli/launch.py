@@ -49,7 +49,7 @@ def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
     if asked_for & overrides.SWEEP and asked_for & _SHOW:
         raise UserError("--cfg shows one configuration, not a sweep's: leave out -m")
     resumed = overrides.resumed_run(arguments)
-    if resumed == "resume=":
+    if resumed is not None and not resumed.removeprefix("resume=").strip("'\" "):
         raise UserError("resume= names no run: resume=RUN")
     _refuse_empty_sources(arguments)
     if resumed and asked_for & _SHOW:

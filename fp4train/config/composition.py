@@ -30,6 +30,15 @@ from fp4train.errors import UserError, user_errors
 from fp4train.sealed import CONFIG
 from fp4train.text import first_few, near_miss
 
+_HYDRAS_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    AssertionError,
+    AttributeError,
+    ValueError,
+)
+"""What Hydra raises where a setting of its own has a value that it did not expect."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
@@ -223,8 +232,10 @@ def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
             with open_dict(composition):
                 del composition["hydra"]
             return composition
-    except (HydraException, OmegaConfBaseException) as error:
+    except _HYDRAS_ERRORS as error:
         settings = [word for word in words if word.lstrip("+~").startswith("hydra")]
+        if not settings and not isinstance(error, (HydraException, OmegaConfBaseException)):
+            raise
         if settings == words and len(words) == 1:
             raise UserError(
                 f"{words[0]}: Hydra has no such setting ({overrides.first_lines(error)})"
@@ -272,9 +283,12 @@ def _set_keys(
             added = []
     except UserError:  # a class that is not there is reported where it is bound
         added = []
-    for word in missing:
-        if word in strange or word.key_or_group in added:
+    for word in assignments:
+        # unknown keys within a mapping are found where it is bound
+        section = isinstance(word.value(), dict) and word.key_or_group in have
+        if section or word in strange or word.key_or_group in added:
             word.type = OverrideType.FORCE_ADD
+        _check_shape(word, _value_at(composition, word.key_or_group))
     try:
         ConfigLoaderImpl._apply_overrides_to_config(words, composition)
     except (HydraException, OmegaConfBaseException) as error:
@@ -288,6 +302,22 @@ def _set_keys(
             of_others = _check_options(unknown[0], choices)
             raise foreign.unknown_key(unknown[0], [*have, *added], of_others) from error
         raise UserError(overrides.first_lines(error)) from error
+
+
+def _check_shape(word: Override, current: Any) -> None:
+    """Refuse a list in the place of a section, and a mapping in the place of a list.
+
+    Args:
+        current: what the configuration has under the key.
+    """
+    key = word.key_or_group
+    if OmegaConf.is_dict(current) and isinstance(word.value(), list):
+        raise UserError(
+            f"{word.input_line}: {key} is a section, and its keys are set one by one: "
+            f"{key}.KEY=VALUE"
+        )
+    if OmegaConf.is_list(current) and isinstance(word.value(), dict):
+        raise UserError(f"{word.input_line}: {key} is a list: {key}=[…]")
 
 
 def _check_options(key: str, choices: Mapping[str, str]) -> dict[str, str]:
@@ -377,6 +407,8 @@ def _check_word(word: Override, groups: Mapping[str, list[str]], sweep: bool) ->
         )
     if word.is_delete() and key in {field.name for field in fields(Config)} and key not in groups:
         raise UserError(f"{line}: a run needs {key}; {key}.KEY=VALUE sets its keys")
+    if key.startswith("hydra.sweeper.params") and word.value() is not None:
+        raise UserError(f"{line}: the values of a sweep are written KEY=A,B, with -m")
     if key.startswith("hydra"):
         if key in ("hydra/launcher", "hydra/sweeper") and not str(word.value()).startswith("basic"):
             raise UserError(

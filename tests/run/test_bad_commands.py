@@ -46,6 +46,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         (["recipe", "bf16"], "unknown verb 'recipe'; did you mean recipe=bf16?"),
         (["resume", "runs/a"], "unknown verb 'resume'; did you mean resume=runs/a?"),
         (["resume="], "resume= names no run"),
+        (["resume=''"], "resume= names no run"),
         (["--recipe=bf16"], "--recipe=bf16: keys are written without dashes, recipe=bf16"),
         (["--recipe", "bf16"], "--recipe: keys are written without dashes, recipe=…"),
         (["-train.steps=5"], "keys are written without dashes, train.steps=5"),

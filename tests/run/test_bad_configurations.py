@@ -60,6 +60,8 @@ WRONG = {
     "no checkpoints kept": (["checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1"),
     "a negative seed": (["run.seed=-1"], "run.seed=-1"),
     "an empty name": (["run.name=''"], "run.name must not be empty"),
+    "an empty directory": (["run.dir="], "run.dir= is empty: give a path; . is the working"),
+    "an empty folder for second copies": (["checkpoint.also=''"], "checkpoint.also= is empty"),
     "a name that leads out of the runs": (
         ["run.name=../x"],
         "run.name='../x' must name a folder among the runs",
@@ -90,6 +92,27 @@ WRONG = {
     ),
     "a model taken out": (["~model"], "~model: a run needs a model; model=NAME chooses another"),
     "a setting that Hydra lacks": (["hydra.foo=1"], "hydra.foo=1: Hydra has no such setting"),
+    "all of Hydra's settings taken out": (["hydra=null"], "hydra=null: Hydra has no such setting"),
+    "a log of Hydra's taken out": (
+        ["hydra/job_logging=null"],
+        "hydra/job_logging=null: Hydra has no such setting",
+    ),
+    "a sweep in Hydra's words": (
+        ["hydra.sweeper.params.run.seed=1"],
+        "hydra.sweeper.params.run.seed=1: the values of a sweep are written KEY=A,B, with -m",
+    ),
+    "a list for a section": (
+        ["train=[1,2]"],
+        "train=[1,2]: train is a section, and its keys are set one by one: train.KEY=VALUE",
+    ),
+    "a mapping for a list": (
+        ["policy.keep={mlp: 1}"],
+        "policy.keep={mlp: 1}: policy.keep is a list: policy.keep=[…]",
+    ),
+    "a section with an unknown key": (
+        ["train={steps: 2, batch: 1}"],
+        "unknown key 'train.batch'; did you mean 'train.batch_size'?",
+    ),
     "a setting of Hydra for its logs": (
         ["hydra/job_logging=none"],
         "hydra/job_logging=none: this setting of Hydra changes nothing of a run: leave it out",
