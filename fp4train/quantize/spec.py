@@ -97,9 +97,9 @@ class QuantSpec:
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then
         rounded to E4M3.
     rounding: nearest; nearest_away (ties away from zero); stochastic, or stochastic_1 to
-        stochastic_15 with so many random bits; or eden: elements to nearest after a random Hadamard
-        transform, with corrected block scales rounded stochastically (see `rounding.py`); or one of
-        a plugin.
+        stochastic_15 with so many random bits; or eden: elements to nearest after a Hadamard
+        transform with signs="step", with corrected block scales rounded stochastically (see
+        `rounding.py`); or one of a plugin.
         Those that draw random bits need a RandomKey when quantising.
     hadamard: transform along the blocked axis before the amax; another orthogonal one (a Rotation,
         or a Transform of a plugin) can replace it.
@@ -307,6 +307,11 @@ class QuantSpec:
                 raise ValueError(
                     f"rounding='eden': hadamard={transform} must be a Hadamard whose size is "
                     "a multiple of the block"
+                )
+            if transform.signs != "step":
+                raise ValueError(
+                    f"rounding='eden': hadamard.signs={transform.signs!r}: its error averages to "
+                    "zero over transforms, and these signs are the same in every step; use 'step'"
                 )
         if isinstance(transform, Hadamard) and transform.signs == "step" and not self.random:
             raise ValueError(

@@ -127,7 +127,7 @@ def test_a_cpu_tensor_is_refused_with_the_reason() -> None:
             "scale='if4' with block=(1, 64): the kernels take N",
         ),
         (
-            QuantSpec(rounding="eden", hadamard=Hadamard(size=128), global_bound=256),
+            QuantSpec(rounding="eden", hadamard=Hadamard(size=128, signs="step"), global_bound=256),
             "rounding='eden' has no Triton kernel (known: nearest, nearest_away, stochastic, sto",
         ),
         (

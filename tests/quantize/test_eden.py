@@ -35,6 +35,11 @@ KEY = RandomKey(seed=3, step=7, layer=11, operand=4)
             "scale='e4m3'",
         ),
         ({"rounding": "eden", "hadamard": Hadamard(), "guard": 1.1}, "up to 1.0625"),
+        ({"rounding": "eden", "hadamard": Hadamard()}, "the same in every step; use 'step'"),
+        (
+            {"rounding": "eden", "hadamard": Hadamard(signs="random", seed=3)},
+            "hadamard.signs='random': its error averages to zero over transforms",
+        ),
         ({"rounding": "stochastic", "guard": 1.05}, "up to 1.0"),
         ({"hadamard": Hadamard(signs="step")}, "no RandomKey to draw signs from"),
         (

@@ -7,7 +7,8 @@ recipe of fewer operands, and every other layer has its plan in high precision. 
 blocks stay in high precision, as in training.
 
 The Hadamard transform of wgrad cancels only if both operands have it. An operand that is quantised
-alone is therefore quantised without the transform; wgrad as a whole has it. Where backward takes
+alone is therefore quantised without the transform; wgrad as a whole has it. MS-EDEN is nothing
+without its transform: its operands are measured in their GEMM, and not alone. Where backward takes
 the values of the codes of an operand of fprop, it does so where that operand is quantised alone.
 """
 
@@ -23,6 +24,8 @@ from fp4train.precision import FP32, Custom, LayerPolicy, Recipe, Residual, Time
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import PlannedStretch, make_plan
+from fp4train.quantize import QuantSpec
+from fp4train.quantize.rounding import EDEN
 
 EVERY_LAYER = LayerPolicy(first=0, last=0)
 """Every layer of the blocks follows the recipe."""
@@ -130,8 +133,10 @@ class RecipeParts:
             )
         self._alone = _operands_alone(recipe)
         self.operands = list(self._alone)
-        """The operands that the recipe quantises: "fprop.x"."""
-        self.gemms = list(dict.fromkeys(operand.partition(".")[0] for operand in self.operands))
+        """The operands that the recipe quantises and that can be quantised alone: "fprop.x"."""
+        specs = _operand_specs(recipe)
+        self.gemms = list(dict.fromkeys(operand.partition(".")[0] for operand in specs))
+        self._together = [operand for operand in specs if operand not in self._alone]
 
     def resolved(
         self, recipe: Recipe, policy: LayerPolicy = EVERY_LAYER
@@ -153,7 +158,17 @@ class RecipeParts:
         return plan.stretches[0].layers
 
     def all(self, *, cells: bool) -> Iterator[RecipePart]:
-        """The parts to measure, in the order in which they are."""
+        """The parts to measure, in the order in which they are.
+
+        Raises:
+            UserError: `cells`, and an operand cannot be quantised alone.
+        """
+        if cells and self._together:
+            raise UserError(
+                f"cells=true: {', '.join(self._together)} of recipe={self.recipe.name} are rounded "
+                "by MS-EDEN, which is nothing without the transform of both operands: none can be "
+                "quantised alone. Use cells=false"
+            )
         yield self._part(WHOLE, self.recipe, self._whole)
         yield self._part(NOTHING, self.recipe, self._high)
         of_the_run = self.resolved(self.recipe, self.subject.run.config.policy)
@@ -206,27 +221,39 @@ def _residual_of(recipe: Recipe, gemm: str, name: str) -> Residual | None:
     return replace(residual, tensors=(name,))
 
 
+def _operand_specs(recipe: Recipe) -> dict[str, QuantSpec]:
+    """Operand → its spec, of the operands that `recipe` quantises."""
+    return {
+        f"{gemm}.{name}": spec
+        for gemm, pair in recipe.table().items()
+        for spec, name in zip((pair.first, pair.second), OPERANDS[gemm], strict=True)
+        if spec is not None
+    }
+
+
 def _operands_alone(recipe: Recipe) -> dict[str, Recipe]:
-    """Operand → the recipe that quantises this one alone, of the operands that `recipe`
-    quantises.
+    """Operand → the recipe that quantises this one alone, of the operands that `recipe` quantises
+    and that need no transform.
     """
     alone: dict[str, Recipe] = {}
-    for gemm, pair in recipe.table().items():
-        for which, name in zip(("first", "second"), OPERANDS[gemm], strict=True):
-            if (spec := getattr(pair, which)) is not None:
-                pairs: dict[str, Any] = dict.fromkeys(GEMMS, HIGH_PRECISION)
-                if gemm == "fprop":
-                    pairs |= {
-                        backward: replace(operands, first=None, accumulator="auto")
-                        for backward, operands in recipe.table().items()
-                        if operands.why_derived is not None and OPERANDS[backward][1] == name
-                    }
-                pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
-                alone[f"{gemm}.{name}"] = Custom(
-                    label=f"{gemm}.{name} alone",
-                    dtype=recipe.dtype,
-                    centred=tuple(tensor for tensor in recipe.centred if tensor == name),
-                    residual=_residual_of(recipe, gemm, name),
-                    **pairs,
-                )
+    for operand, spec in _operand_specs(recipe).items():
+        if spec.rounding == EDEN.name:
+            continue
+        gemm, name = operand.split(".")
+        pairs: dict[str, Any] = dict.fromkeys(GEMMS, HIGH_PRECISION)
+        if gemm == "fprop":
+            pairs |= {
+                backward: replace(operands, first=None, accumulator="auto")
+                for backward, operands in recipe.table().items()
+                if operands.why_derived is not None and OPERANDS[backward][1] == name
+            }
+        which = ("first", "second")[OPERANDS[gemm].index(name)]
+        pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
+        alone[operand] = Custom(
+            label=f"{operand} alone",
+            dtype=recipe.dtype,
+            centred=tuple(tensor for tensor in recipe.centred if tensor == name),
+            residual=_residual_of(recipe, gemm, name),
+            **pairs,
+        )
     return alone

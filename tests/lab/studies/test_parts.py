@@ -8,7 +8,7 @@ from subjects import subject_of
 from fp4train.errors import UserError
 from fp4train.lab.studies import RecipePart, RecipeParts
 from fp4train.lab.studies.parts import EVERY_LAYER
-from fp4train.precision import BF16, MXFP8, NVFP4, LayerPolicy, Recipe
+from fp4train.precision import BF16, MXFP8, NVFP4, LayerPolicy, QuartetII, Recipe
 
 OPERANDS = ["fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"]
 
@@ -78,6 +78,20 @@ def test_an_operand_alone_keeps_its_spec_but_for_the_transform(trained: Path) ->
         together.block,
         together.rounding,
     )
+
+
+def test_operands_of_ms_eden_are_measured_with_their_gemm(trained: Path) -> None:
+    """Without a transform, which is that of both operands, there is no MS-EDEN."""
+    parts, found = parts_of(trained, QuartetII())
+    assert parts.gemms == ["fprop", "dgrad", "wgrad"]
+    assert parts.operands == ["fprop.x", "fprop.w"]
+    assert {name for name in found if name.startswith("gemm/")} == {
+        "gemm/fprop",
+        "gemm/dgrad",
+        "gemm/wgrad",
+    }
+    with pytest.raises(UserError, match=r"dgrad\.dy, dgrad\.w, wgrad\.dy, wgrad\.x of recipe"):
+        parts_of(trained, QuartetII(), cells=True)
 
 
 def test_an_operand_alone_is_dequantised_in_backward_where_the_recipe_does_so(
