@@ -190,9 +190,9 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
     )
     # read anew: the optimizer takes the moments themselves, and a fork changes them
     run.restore(subject.start)
-    scaling = config.recipe.loss_scaling
-    if subject.run.config.recipe.loss_scaling is None or scaling is None:
-        run.loss_scale = scaling.initial if scaling else 1.0
+    loss_scale = subject.loss_scale(config.recipe, run.loss_scale)
+    if loss_scale != run.loss_scale:
+        run.loss_scale = loss_scale
         run.good_steps = 0
     if settings.schedule == "linear":
         run.step = 0

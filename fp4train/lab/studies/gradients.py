@@ -36,6 +36,7 @@ from fp4train.models.common import StreamTerms, summed
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
+from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.run.finite import first_non_finite
 from fp4train.run.step import eagerly, microbatch_share, microbatches, step_rows
 from fp4train.run.supervise.guard import first_non_finite_output
@@ -45,6 +46,10 @@ KEPT_BYTES = 1 << 30
 
 Vector = dict[str, Tensor]
 """A gradient by layer."""
+
+
+class NotFiniteError(UserError):
+    """The gradients of a pass are not finite."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class GradientMeter:
             subject.run.loss_scale,
         )
         self._scaling = subject.run.scaling()
+        self._loss_scale = 1.0
+        """That of the part that is measured, if its recipe has one."""
         self._known: OrderedDict[int, Pass] = OrderedDict()
         self._last = find_blocks(subject.run.model)[-1]
 
@@ -89,6 +96,7 @@ class GradientMeter:
         Raises:
             UserError: a loss or gradient is not finite.
         """
+        self._loss_scale = self.subject.loss_scale(part.stretch.recipe, self._before[-1])
         scaling = self._begin(part, batches.start)
         values: dict[str, list[Any]] = {
             key: [] for key in ("error", "variance", "cosine", "loss", "output", "layers")
@@ -210,7 +218,7 @@ class GradientMeter:
         if part.stretch.recipe.loss_scaling is None:
             run.loss_scale = 1.0
         else:
-            run.loss_scale = max(self._before[-1], 1.0)
+            run.loss_scale = self._loss_scale
         run.plan = Plan(
             stretches=(replace(part.stretch, stop=run.step + 1),),
             policy=run.config.policy,
@@ -231,6 +239,27 @@ class GradientMeter:
         return run.scaling()
 
     def _pass(self, part: RecipePart, batch: int) -> Pass:
+        """A pass with the largest loss scale, from the present one down, whose gradients are
+        finite: training skips steps until it has that.
+        """
+        run = self.subject.run
+        loss_scaling = part.stretch.recipe.loss_scaling
+        scaling = run.scaling()
+        while True:
+            try:
+                return self._pass_at_scale(part, batch)
+            except NotFiniteError:
+                if loss_scaling is None or run.loss_scale <= SMALLEST_LOSS_SCALE:
+                    raise
+            run.loss_scale, _ = loss_scaling.update(run.loss_scale, 0, finite=False)
+            self._loss_scale = run.loss_scale
+            run.load_scaling(scaling)
+
+    def _pass_at_scale(self, part: RecipePart, batch: int) -> Pass:
+        """
+        Raises:
+            NotFiniteError: the gradients are not finite, and the loss is.
+        """
         run = self.subject.run
         model = self.subject.run.model
         recipe = run.plan.stretches[0].recipe
@@ -261,7 +290,7 @@ class GradientMeter:
         if not math.isfinite(_squared(gradient)):
             # Backward reaches the last layers first.
             bad_layer = first_non_finite({name: gradient[name] for name in reversed(self.layers)})
-            raise UserError(
+            raise NotFiniteError(
                 f"{where}: the gradient of {bad_layer or 'the layers together'} is not finite"
             )
         model.zero_grad(set_to_none=True)

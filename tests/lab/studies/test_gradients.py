@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fp4train.errors import UserError
 from fp4train.lab.studies import GradientMeter, RecipePart, RecipeParts, Subject
 from fp4train.nn import Linear, convert
-from fp4train.precision import NVFP4, FP8Delayed
+from fp4train.precision import NVFP4, Custom, FP8Delayed, LossScaling, Operands
+from fp4train.quantize import QuantSpec
 
 
 def opened(
@@ -132,6 +133,29 @@ def test_delayed_scales_begin_each_pass_with_what_an_earlier_one_has_seen(traine
     assert gradients.measure(whole, range(2)) == values
     gradients.end()
     assert all(not state for state in subject.run.scaling().values())
+
+
+def test_a_recipe_has_its_initial_loss_scale_or_the_largest_one_whose_gradients_are_finite(
+    trained: Path,
+) -> None:
+    """The run had none. With a small one blocks of dy are zero under UE5M3 scales alone."""
+    narrow = QuantSpec(scale="ue5m3", global_scale=None)
+    errors = []
+    for initial, dy in ((2.0**-10, narrow), (2.0**16, narrow), (2.0**130, QuantSpec())):
+        recipe = Custom(
+            dgrad=Operands(first=dy),
+            wgrad=Operands(first=dy),
+            scaling=LossScaling(initial=initial),
+        )
+        subject = subject_of(trained)
+        parts = RecipeParts(subject, recipe, repeats=1)
+        gradients = GradientMeter(subject, parts.reference, list(parts.layers))
+        part = next(part for part in parts.all(cells=False) if part.name == "everything")
+        errors.append(gradients.measure(part, range(2))["error"])
+        gradients.end()
+        assert subject.run.loss_scale == 1.0
+    assert min(errors[0]) > 0.5
+    assert max(errors[1]) < 0.01 and max(errors[2]) < 0.01
 
 
 def test_a_weight_that_is_not_finite_is_named(trained: Path) -> None:
