@@ -160,9 +160,12 @@ class PackedModel:
             dtype = FP8 if form.weight == "NVFP4" else torch.uint8
             yield self._tensor(packed, "weight_scale", (n, k // form.group), dtype, pieces)
         else:
-            shape: tuple[int, ...] = (n, 1) if compressed else (n,)
+            shape: tuple[int, ...] = (n, 1)
             if spec.block[0] not in (1, None):
                 shape = (-(-n // 128), -(-k // 128))
+            elif not compressed:
+                shape = (n,)
+                pieces = partial(self._pieces, packed, _scale_per_row)
             yield self._tensor(packed, "weight_scale", shape, torch.float32, pieces)
         if form.weight == "NVFP4":
             name = "weight_global_scale" if compressed else "weight_scale_2"
@@ -220,6 +223,11 @@ def _scales(q: Quantized) -> Tensor:
     if q.spec.scale_format == E4M3_SCALE:
         return scales.view(FP8)
     return scales
+
+
+def _scale_per_row(q: Quantized) -> Tensor:
+    """The scales of rows [R], without the axis of their blocks."""
+    return q.scales.squeeze(1)
 
 
 def rows_of(model: StoredModel, stored: str) -> Iterator[Tensor]:

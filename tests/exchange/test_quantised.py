@@ -260,6 +260,7 @@ def test_modelopt_decodes_our_fp8(
         ).dequantize()
         assert torch.equal(theirs, wanted), layer
         assert (f"{module}.input_scale" in found) == (recipe == "fp8_current")
+    assert verify(tmp_path / "a", run).equal
 
 
 def test_codes_in_several_files_are_those_of_one(train: Train, tmp_path: Path) -> None:
