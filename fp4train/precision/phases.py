@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fp4train.backends.table import GEMMS
 from fp4train.precision.recipe import Recipe
@@ -89,7 +90,9 @@ def in_gemms(gemms: Sequence[str], recipe: Recipe, other: Recipe) -> Recipe:
         if recipe.quantised:
             return recipe.with_high_precision(*gemms)
         return recipe
-    parts = {gemm: other if gemm in gemms else _part(recipe, gemm) for gemm in GEMMS}
+    parts: dict[str, Any] = {
+        gemm: other if gemm in gemms else _part(recipe, gemm) for gemm in GEMMS
+    }
     kept = tuple(gemm for gemm in recipe.high_precision if gemm not in gemms)
     if isinstance(recipe, Mixed):  # what belongs to the layer stays, as its outlier channels
         return replace(recipe, **parts, high_precision=kept, backward="quantised")

@@ -247,8 +247,11 @@ def _operands_alone(recipe: Recipe) -> dict[str, Recipe]:
                 for backward, operands in recipe.table().items()
                 if operands.why_derived is not None and OPERANDS[backward][1] == name
             }
-        which = ("first", "second")[OPERANDS[gemm].index(name)]
-        pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
+        plain = replace(spec, hadamard=None)
+        if OPERANDS[gemm][0] == name:
+            pairs[gemm] = Operands(first=plain)
+        else:
+            pairs[gemm] = Operands(second=plain)
         alone[operand] = Custom(
             label=f"{operand} alone",
             dtype=recipe.dtype,
