@@ -420,7 +420,8 @@ class LossScaling:
 
     The loss is multiplied by the scale before backward and gradients are divided by it. A step
     whose gradients are not finite is skipped and the scale multiplied by `backoff`; after
-    `interval` good steps it is multiplied by `growth`.
+    `interval` good steps it is multiplied by `growth`. With growth=1 it does not grow: scales that
+    saturate instead of overflowing (UE5M3) say nothing of one that is too large.
     """
 
     initial: float = 65536.0
@@ -440,8 +441,8 @@ class LossScaling:
     def __post_init__(self) -> None:
         if not self.initial > 0:
             raise ValueError(f"initial={self.initial} must be > 0")
-        if not self.growth > 1:
-            raise ValueError(f"growth={self.growth} must be > 1")
+        if not self.growth >= 1:
+            raise ValueError(f"growth={self.growth} must be >= 1")
         if not 0 < self.backoff < 1:
             raise ValueError(f"backoff={self.backoff} must lie between 0 and 1")
         check_least(self, "", "interval")

@@ -4,9 +4,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from fp4train.config import CONFIGS, RECIPES, composition, overrides, plain
+from fp4train.config import CONFIGS, RECIPES, composition, overrides, plain, to_config
 from fp4train.errors import UserError
+from fp4train.quantize import RandomKey, quantize
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,3 +104,20 @@ def test_the_plugins_of_a_command(arguments: list[str], names: list[str]) -> Non
 def test_what_is_no_list_of_plugins(argument: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         overrides.plugins(["-m", argument])
+
+
+def test_a_loss_scale_grows_in_no_recipe_whose_gradients_saturate() -> None:
+    """After 50,000 steps it were 2^41, which makes gradients of 1e-6 too large for UE5M3 scales
+    alone, and nothing overflows that would lower it.
+    """
+    recipe = to_config(composition.compose(["recipe=nvfp4_ue5m3", "run.name=x"])).recipe
+    dy = recipe.table()["dgrad"].first
+    assert dy is not None and recipe.loss_scaling is not None
+    scale = recipe.loss_scaling.initial
+    good_steps = 0
+    for _ in range(50_000):
+        scale, good_steps = recipe.loss_scaling.update(scale, good_steps, finite=True)
+    gradient = 1e-6 * torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    key = RandomKey(seed=0, step=0, layer=0, operand=2)
+    error = quantize(gradient * scale, dy, key=key).dequantize() / scale - gradient
+    assert error.norm() < 0.2 * gradient.norm()

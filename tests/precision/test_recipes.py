@@ -248,7 +248,7 @@ def test_recipes_compare_by_value_and_print(recipe: Recipe) -> None:
         (lambda: FP8Block(element="e3m2"), "element='e3m2'"),
         (lambda: Mixed(fprop=FP32()), "dtype='bfloat16'.*float32"),
         (lambda: LossScaling(initial=0), "initial=0"),
-        (lambda: LossScaling(growth=1), "growth=1"),
+        (lambda: LossScaling(growth=0.5), "growth=0.5"),
         (lambda: LossScaling(backoff=1), "backoff=1"),
         (lambda: LossScaling(interval=0), "interval=0"),
     ],
