@@ -68,7 +68,15 @@ class GatedMLP(FusedLayers):
     def why_never(self) -> str | None:
         if getattr(self.owner, "kernel", "") != self.kind:
             return f"no kernel computes {type(self.owner).__name__}"
-        return super().why_never()
+        reason = super().why_never()
+        if reason is None and self._biased:
+            return "the gradients of the biases of its layers need the values of dy, not its codes"
+        return reason
+
+    @property
+    def _biased(self) -> bool:
+        """Whether gate or up has a bias that is trained."""
+        return any(layer.bias is not None and layer.bias.requires_grad for layer in self.writers)
 
     def forward(self, x: Tensor) -> Tensor | None:
         """y [..., N] of x [..., K]; None: the codes cannot be made here.
@@ -124,7 +132,7 @@ class GatedMLP(FusedLayers):
             self.asked = True
         if not self.enabled or not (normed or x.requires_grad):
             return None
-        if any(layer.bias is not None and layer.bias.requires_grad for layer in self.writers):
+        if self._biased:
             return None
         return self.ready(x)
 

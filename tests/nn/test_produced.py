@@ -433,6 +433,17 @@ def test_a_subclass_that_computes_otherwise_inherits_no_kernels() -> None:
     assert block.attention_in.why_never() is None
 
 
+def test_a_gated_mlp_with_biases_writes_its_product_and_the_plan_says_so() -> None:
+    mlp = SwiGLU(64, 96)
+    mlp.up = torch.nn.Linear(64, 96)
+    f4.convert(mlp)
+    assert mlp.fused.why_never() == (
+        "the gradients of the biases of its layers need the values of dy, not its codes"
+    )
+    mlp.up.bias.requires_grad_(False)
+    assert mlp.fused.why_never() is None
+
+
 def test_a_layer_of_experts_gets_true_tensors_whoever_reads_them() -> None:
     shape = MixtureOfExperts(
         width=64, layers=1, heads=2, experts=ExpertShape(count=2, top=1, hidden=32, shared=1)
