@@ -61,7 +61,9 @@ class Checked:
 def check(subject: Subject) -> Checked:
     """Audit all layers of a subject in the step that it would do next."""
     run = subject.run
-    run.apply(run.plan.at(run.step))
+    stretch = run.plan.at(run.step)
+    run.apply(stretch)
+    run.loss_scale = subject.loss_scale(stretch.recipe, run.loss_scale)
     count = _layers_at_once(run)
     results = [
         result

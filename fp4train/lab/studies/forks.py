@@ -50,7 +50,7 @@ from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.timeline import build_timeline
-from fp4train.train import train_step
+from fp4train.train import begin_loss_scale, train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,8 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
     )
     # read anew: the optimizer takes the moments themselves, and a fork changes them
     run.restore(subject.start)
-    loss_scale = subject.loss_scale(config.recipe, run.loss_scale)
+    recipe = branch.plan.stretches[0].recipe
+    loss_scale = subject.loss_scale(recipe, run.loss_scale)
     if loss_scale != run.loss_scale:
         run.loss_scale = loss_scale
         run.good_steps = 0
@@ -216,8 +217,10 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     try:
         for _ in range(settings.steps):
             if (now := run.plan.at(run.step)) is not stretch:
+                run.apply(now)
+                if stretch is not None:
+                    begin_loss_scale(run, now.recipe)
                 stretch = now
-                run.apply(stretch)
             step = train_step(run, stretch.recipe)
             run.step = run.step + 1
             run.mid_update = False

@@ -25,7 +25,9 @@ from fp4train.lab.studies import (
     sweep_axes,
 )
 from fp4train.lab.studies.forks import begin, branch, fork
+from fp4train.precision import Recipe
 from fp4train.run.record.directory import read_config
+from fp4train.run.run import Run
 
 LINEAR = ForkSettings(steps=3, schedule="linear", lr=3e-3, batches=1)
 
@@ -158,6 +160,22 @@ def test_a_float16_fork_of_a_bf16_run_has_a_loss_scale_of_its_own(
         ).loss_scale
         == 1
     )
+
+
+def test_a_loss_scale_of_a_fork_ends_with_the_recipe_that_has_it(
+    trained: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales = []
+    step = forks.train_step
+
+    def noting(run: Run, recipe: Recipe) -> Any:
+        scales.append(run.loss_scale)
+        return step(run, recipe)
+
+    monkeypatch.setattr(forks, "train_step", noting)
+    words = ("recipe=nvfp4_ue5m3", "phases=cooldown_bf16", "phases.cooldown.start=2")
+    fork(subject, branch(subject, candidate(trained, *words), LINEAR), LINEAR, 0)
+    assert scales == [65536.0, 65536.0, 1.0]
 
 
 def test_candidates_that_compute_the_same_have_the_same_signature(
