@@ -12,6 +12,7 @@ from fp4train.precision.plan import PlannedStretch
 from fp4train.run.determinism import seed_model
 from fp4train.run.evaluate import check_evaluation, evaluate
 from fp4train.run.host import CollectorBetweenSteps
+from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.observe import queue_statistics, watching
 from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.run import Run
@@ -201,16 +202,3 @@ def enter_stretch(run: Run, previous: PlannedStretch | None) -> PlannedStretch:
             run.step + 1, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason}
         )
     return stretch
-
-
-def begin_loss_scale(run: Run, recipe: Recipe) -> None:
-    """The initial loss scale where the coming step is the first one of a recipe that has one; 1
-    where it is the first one of a recipe that has none.
-    """
-    if run.step == 0:
-        return
-    scaling = recipe.loss_scaling
-    before = run.timeline.recipe_at(run.step - 1).loss_scaling
-    if (scaling is None) != (before is None):
-        run.loss_scale = scaling.initial if scaling else 1.0
-        run.good_steps = 0

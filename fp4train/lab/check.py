@@ -21,6 +21,7 @@ from fp4train.lab.studies import Subject
 from fp4train.nn.planned import PlannedLayer
 from fp4train.run.determinism import seed_model
 from fp4train.run.host import free_memory
+from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.run import Run
 from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses
 from fp4train.run.supervise.audit_room import needed
@@ -63,7 +64,7 @@ def check(subject: Subject) -> Checked:
     run = subject.run
     stretch = run.plan.at(run.step)
     run.apply(stretch)
-    run.loss_scale = subject.loss_scale(stretch.recipe, run.loss_scale)
+    begin_loss_scale(run, stretch.recipe)
     count = _layers_at_once(run)
     results = [
         result

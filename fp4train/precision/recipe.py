@@ -420,8 +420,8 @@ class LossScaling:
 
     The loss is multiplied by the scale before backward and gradients are divided by it. A step
     whose gradients are not finite is skipped and the scale multiplied by `backoff`; after
-    `interval` good steps it is multiplied by `growth`. With growth=1 it does not grow: scales that
-    saturate instead of overflowing (UE5M3) say nothing of one that is too large.
+    `interval` good steps it is multiplied by `growth`. With growth=1 it only comes back to `initial`
+    then: scales that saturate instead of overflowing (UE5M3) say nothing of one that is too large.
     """
 
     initial: float = 65536.0
@@ -435,7 +435,11 @@ class LossScaling:
             return max(scale * self.backoff, SMALLEST_LOSS_SCALE), 0
         good_steps += 1
         if good_steps == self.interval:
-            return (scale * self.growth, 0)
+            if self.growth == 1:
+                grown = self.initial
+            else:
+                grown = scale * self.growth
+            return (grown, 0)
         return (scale, good_steps)
 
     def __post_init__(self) -> None:

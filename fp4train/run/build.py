@@ -278,7 +278,6 @@ def assemble(
     if pipeline is not None:
         pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
-    scaling = config.recipe.loss_scaling
     return Run(
         config=config,
         directory=config.run.dir,
@@ -290,7 +289,8 @@ def assemble(
         timeline=timeline,
         plan=plan,
         step=0,
-        loss_scale=scaling.initial if scaling else 1.0,
+        loss_scale=1.0,
+        loss_scaling=None,
         good_steps=0,
         fingerprint=fingerprint,
         folder=Folder.open(config.run.dir, create=True),

@@ -83,6 +83,8 @@ class Run:
         equip: makes what works on the run (`Equipment`), whose parts become attributes.
 
     Attributes:
+        loss_scaling: fields of the recipe's loss scaling under which `loss_scale` was reached; None:
+            of none, and it is 1.
         record: the run's record of itself; empty until it begins.
     """
 
@@ -97,6 +99,7 @@ class Run:
     plan: Plan
     step: int
     loss_scale: float
+    loss_scaling: Mapping[str, Any] | None
     good_steps: int
     fingerprint: str
     folder: Folder

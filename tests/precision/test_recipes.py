@@ -423,3 +423,5 @@ def test_the_loss_scale_backs_off_and_grows() -> None:
     assert scaling.update(8.0, 0, finite=True) == (8.0, 1)
     assert scaling.update(8.0, 2, finite=True) == (16.0, 0)
     assert scaling.update(2.0**-24, 0, finite=False) == (2.0**-24, 0), "it never reaches zero"
+    stays = LossScaling(initial=8.0, interval=3, growth=1)
+    assert stays.update(2.0, 2, finite=True) == (8.0, 0), "it comes back after it backed off"

@@ -228,8 +228,37 @@ def test_a_loss_scale_begins_with_the_first_recipe_that_has_one_and_goes_with_it
     assert cli("resume=runs/a", "recipe=nvfp4_ue5m3").code == 137
     stop_at(-1)
     assert cli("resume=runs/a").code == 0
-    scales = [values[3] for values in losses("runs/a").values()]
-    assert scales == [None, None, 65536.0, 65536.0, 65536.0, None]
+    assert loss_scales() == [None, None, 65536.0, 65536.0, 65536.0, None]
+
+
+def loss_scales() -> list[float | None]:
+    """The loss scale of each step."""
+    return [values[3] for values in losses("runs/a").values()]
+
+
+def test_a_loss_scale_begins_anew_where_a_run_is_continued_past_its_cooldown(cli: Cli) -> None:
+    """The steps before have another recipe in the longer run than the one that they ran in."""
+    cooldown = ("phases=cooldown_bf16", "phases.cooldown.start=2")
+    assert cli("run.name=a", "recipe=nvfp4_ue5m3", "train.steps=3", *cooldown).code == 0
+    assert cli("resume=runs/a", "train.steps=5", "phases=none").code == 0
+    assert loss_scales() == [65536.0, 65536.0, None, 65536.0, 65536.0]
+
+
+def test_a_loss_scale_begins_anew_where_another_loss_scaling_begins(cli: Cli) -> None:
+    recipe = "recipe=nvfp4_ue5m3"
+    assert cli("run.name=a", recipe, "recipe.scaling.initial=4", "train.steps=2").code == 0
+    assert cli("resume=runs/a", recipe, "train.steps=4").code == 0
+    assert loss_scales() == [4.0, 4.0, 65536.0, 65536.0]
+
+
+def test_a_phase_from_the_first_step_on_has_its_loss_scale(cli: Cli) -> None:
+    scaled = (
+        "{_target_: fp4train.precision.Custom,"
+        " scaling: {_target_: fp4train.precision.LossScaling, initial: 8.0}}"
+    )
+    phase = ("phases=cooldown_bf16", "phases.cooldown.start=0", f"phases.cooldown.recipe={scaled}")
+    assert cli("run.name=a", "recipe=nvfp4", "train.steps=2", *phase).code == 0
+    assert loss_scales() == [8.0, 8.0]
 
 
 def test_a_swap_to_a_finished_run_changes_nothing(cli: Cli) -> None:

@@ -43,6 +43,7 @@ from fp4train.precision.layers import Layer, find_layers
 from fp4train.run.build import build_plan
 from fp4train.run.command import Command
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
+from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.queued import Step, Values
 from fp4train.run.record.directory import read_config
 from fp4train.run.record.trust import check_paths, saved_with
@@ -50,7 +51,7 @@ from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.timeline import build_timeline
-from fp4train.train import begin_loss_scale, train_step
+from fp4train.train import train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +191,6 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
     )
     # read anew: the optimizer takes the moments themselves, and a fork changes them
     run.restore(subject.start)
-    recipe = branch.plan.stretches[0].recipe
-    loss_scale = subject.loss_scale(recipe, run.loss_scale)
-    if loss_scale != run.loss_scale:
-        run.loss_scale = loss_scale
-        run.good_steps = 0
     if settings.schedule == "linear":
         run.step = 0
     return run
@@ -217,10 +213,9 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     try:
         for _ in range(settings.steps):
             if (now := run.plan.at(run.step)) is not stretch:
-                run.apply(now)
-                if stretch is not None:
-                    begin_loss_scale(run, now.recipe)
                 stretch = now
+                run.apply(stretch)
+                begin_loss_scale(run, stretch.recipe)
             step = train_step(run, stretch.recipe)
             run.step = run.step + 1
             run.mid_update = False

@@ -38,6 +38,7 @@ from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.run.finite import first_non_finite
+from fp4train.run.loss_scale import coming_loss_scale
 from fp4train.run.step import eagerly, microbatch_share, microbatches, step_rows
 from fp4train.run.supervise.guard import first_non_finite_output
 
@@ -48,8 +49,8 @@ Vector = dict[str, Tensor]
 """A gradient by layer."""
 
 
-class NotFiniteError(UserError):
-    """The gradients of a pass are not finite."""
+class GradientOverflowError(UserError):
+    """The gradients of a pass are not finite, and its loss is."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class GradientMeter:
         Raises:
             UserError: a loss or gradient is not finite.
         """
-        self._loss_scale = self.subject.loss_scale(part.stretch.recipe, self._before[-1])
+        self.subject.run.loss_scale = self._before[-1]
+        self._loss_scale = coming_loss_scale(self.subject.run, part.stretch.recipe)
         scaling = self._begin(part, batches.start)
         values: dict[str, list[Any]] = {
             key: [] for key in ("error", "variance", "cosine", "loss", "output", "layers")
@@ -245,20 +247,28 @@ class GradientMeter:
         run = self.subject.run
         loss_scaling = part.stretch.recipe.loss_scaling
         scaling = run.scaling()
+        known_to_end = False
         while True:
             try:
                 return self._pass_at_scale(part, batch)
-            except NotFiniteError:
+            except GradientOverflowError:
                 if loss_scaling is None or run.loss_scale <= SMALLEST_LOSS_SCALE:
                     raise
-            run.loss_scale, _ = loss_scaling.update(run.loss_scale, 0, finite=False)
+            too_large = run.loss_scale
+            if not known_to_end:  # a number that is not finite at any scale is told at once
+                run.load_scaling(scaling)
+                run.loss_scale = SMALLEST_LOSS_SCALE
+                self._pass_at_scale(part, batch)
+                known_to_end = True
+            run.loss_scale, _ = loss_scaling.update(too_large, 0, finite=False)
             self._loss_scale = run.loss_scale
             run.load_scaling(scaling)
 
     def _pass_at_scale(self, part: RecipePart, batch: int) -> Pass:
-        """
+        """A pass with the loss scale that the run has.
+
         Raises:
-            NotFiniteError: the gradients are not finite, and the loss is.
+            GradientOverflowError: the gradients are not finite, and the loss is.
         """
         run = self.subject.run
         model = self.subject.run.model
@@ -290,8 +300,10 @@ class GradientMeter:
         if not math.isfinite(_squared(gradient)):
             # Backward reaches the last layers first.
             bad_layer = first_non_finite({name: gradient[name] for name in reversed(self.layers)})
-            raise NotFiniteError(
+            at_scale = f" at the loss scale {run.loss_scale:g}" if run.loss_scale != 1 else ""
+            raise GradientOverflowError(
                 f"{where}: the gradient of {bad_layer or 'the layers together'} is not finite"
+                f"{at_scale}"
             )
         model.zero_grad(set_to_none=True)
         return Pass(total, gradient, torch.cat(outputs) if outputs else None)

@@ -29,7 +29,6 @@ from fp4train.config.binding import default_of, differing_keys, flattened
 from fp4train.errors import UserError
 from fp4train.keys import MayDiffer, in_sections
 from fp4train.parallel.world import World
-from fp4train.precision import Recipe
 from fp4train.run.build import assemble
 from fp4train.run.command import Command
 from fp4train.run.find import check_source, find_checkpoint
@@ -85,17 +84,6 @@ class Subject:
         if self.source is None:
             return self.title
         return self.source.name
-
-    def loss_scale(self, recipe: Recipe, reached: float) -> float:
-        """The loss scale with which `recipe` goes on from here: `reached`, that of the checkpoint,
-        if the last step of the run had one, else the initial one; 1 of a recipe that has none.
-        """
-        scaling = recipe.loss_scaling
-        if scaling is None:
-            return 1.0
-        if self.step == 0 or self.run.timeline.recipe_at(self.step - 1).loss_scaling is None:
-            return scaling.initial
-        return reached
 
     @property
     def studies(self) -> Path:

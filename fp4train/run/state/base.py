@@ -38,6 +38,7 @@ class Trained(Protocol):
     step: int
     failed: Tensor | None
     loss_scale: float
+    loss_scaling: Mapping[str, Any] | None
     good_steps: int
     divergence: Divergence
     record: RunRecord

@@ -6,23 +6,29 @@ from dataclasses import asdict
 from typing import Any
 
 from fp4train.config.binding import bind
+from fp4train.run.loss_scale import fields_of
 from fp4train.run.state.base import PlainState
 from fp4train.run.supervise.loss_history import Divergence
 
 SCALE = "scale"
+SCALING = "scaling"
 GOOD_STEPS = "good_steps"
 
 
 class LossScale(PlainState):
-    """The factor of the loss under `recipe.loss_scaling`, and the good steps since it last
-    changed.
+    """The factor of the loss, the `recipe.loss_scaling` under which it was reached, and the good
+    steps since it last changed.
     """
 
     key = "loss_scale"
 
     def saved(self) -> Mapping[str, Any]:
         """See `RunState.saved`."""
-        return {SCALE: self.run.loss_scale, GOOD_STEPS: self.run.good_steps}
+        return {
+            SCALE: self.run.loss_scale,
+            SCALING: self.run.loss_scaling,
+            GOOD_STEPS: self.run.good_steps,
+        }
 
     def check(self, saved: Any) -> None:
         """See `RunState.check`."""
@@ -40,6 +46,10 @@ class LossScale(PlainState):
         """See `RunState.load`."""
         self.run.loss_scale = float(saved[SCALE])
         self.run.good_steps = saved[GOOD_STEPS]
+        if SCALING in saved:
+            self.run.loss_scaling = saved[SCALING]
+        elif self.run.loss_scale != 1:  # an older checkpoint, which does not say
+            self.run.loss_scaling = fields_of(self.run.config.recipe.loss_scaling)
 
 
 class LossHistory(PlainState):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
+from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.queued import Step, StepListener, Values
 from fp4train.run.supervise.guard import NonFiniteError, blame
 
@@ -103,6 +104,7 @@ class Ledger:
         run.step = step.index
         run.failed = None
         run.load_scaling(step.scaling)
+        begin_loss_scale(run, step.recipe)  # a phase may have begun since
         run.optimizer.zero_grad(set_to_none=True)
         if math.isfinite(loss):
             bad = run.world.least(

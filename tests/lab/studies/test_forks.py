@@ -149,21 +149,24 @@ def test_a_fork_that_diverges_says_where(trained: Path, subject: Subject) -> Non
     )
 
 
-def test_a_float16_fork_of_a_bf16_run_has_a_loss_scale_of_its_own(
-    trained: Path, subject: Subject
-) -> None:
-    run = begin(subject, branch(subject, candidate(trained, "recipe=fp16"), LINEAR), LINEAR, 0)
-    assert run.loss_scale > 1
-    assert (
-        begin(
-            subject, branch(subject, candidate(trained, "recipe=bf16"), LINEAR), LINEAR, 0
-        ).loss_scale
-        == 1
-    )
-
-
-def test_a_loss_scale_of_a_fork_ends_with_the_recipe_that_has_it(
-    trained: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("recipe=fp16",), [65536.0, 65536.0, 65536.0]),
+        (("recipe=bf16",), [1.0, 1.0, 1.0]),
+        (
+            ("recipe=nvfp4_ue5m3", "phases=cooldown_bf16", "phases.cooldown.start=2"),
+            [65536.0, 65536.0, 1.0],
+        ),
+    ],
+    ids=["FP16", "BF16", "a phase in BF16"],
+)
+def test_a_fork_has_the_loss_scale_of_its_own_recipes(
+    words: tuple[str, ...],
+    expected: list[float],
+    trained: Path,
+    subject: Subject,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scales = []
     step = forks.train_step
@@ -173,9 +176,8 @@ def test_a_loss_scale_of_a_fork_ends_with_the_recipe_that_has_it(
         return step(run, recipe)
 
     monkeypatch.setattr(forks, "train_step", noting)
-    words = ("recipe=nvfp4_ue5m3", "phases=cooldown_bf16", "phases.cooldown.start=2")
     fork(subject, branch(subject, candidate(trained, *words), LINEAR), LINEAR, 0)
-    assert scales == [65536.0, 65536.0, 1.0]
+    assert scales == expected
 
 
 def test_candidates_that_compute_the_same_have_the_same_signature(
