@@ -342,9 +342,8 @@ def resolve(
             why = f"{kept}; {why}"
         if operands.why_derived is not None and operands.quantised:
             why += f"; {OPERANDS[name][1]}: {operands.why_derived}"
-        why += fused_note(layer, layer_recipe, name) + input_note(
-            alike, layer_recipe, name, chosen, device
-        )
+        why += fused_note(layer, layer_recipe, name, of_run=recipe.fused_scales)
+        why += input_note(alike, layer_recipe, name, chosen, device)
         why += sums_note(operands, name, chosen, device)
         marks = {"divided": name in divided, "grouped": grouped}
         gemms[name] = Gemm(
@@ -360,16 +359,22 @@ def resolve(
     )
 
 
-def fused_note(layer: Layer, recipe: Recipe, gemm: str) -> str:
-    """Note on a GEMM whose weight has the scale of its group, behind its reason in a plan; "": it
-    has not.
+def fused_note(layer: Layer, recipe: Recipe, gemm: str, *, of_run: bool = False) -> str:
+    """Note on a GEMM whose weight has the scale of its group, or has its own where the run's recipe
+    has fused scales, behind its reason in a plan; "": neither.
+
+    Args:
+        recipe: the recipe of the layer.
+        of_run: whether the run's recipe has fused scales.
     """
     if gemm == "wgrad":
         w = None
     else:
         w = recipe.table()[gemm].second
-    if not (recipe.fused_scales and layer.fused) or w is None or not has_tensor_amax(w):
+    if not layer.fused or w is None or not has_tensor_amax(w):
         return ""
+    if not recipe.fused_scales:
+        return "; a scale of its own" if of_run else ""
     return f"; {', '.join(name.rpartition('.')[2] for name in layer.fused)} share a scale"
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4train.backends.table import GEMMS
-from fp4train.precision.recipe import Recipe
+from fp4train.precision.recipe import OutlierChannels, Recipe, why_not_shared
 from fp4train.precision.recipes import Mixed
 
 MOST_PHASES = 256
@@ -85,6 +85,12 @@ class Phase:
 def in_gemms(gemms: Sequence[str], recipe: Recipe, other: Recipe) -> Recipe:
     """`recipe`, with `gemms` in `other` instead; if that quantises nothing, they run in the dtype
     of `recipe`.
+
+    What belongs to the layer stays, as its outlier channels. Fused scales end where the weights of
+    fprop have no scale to share any more.
+
+    Raises:
+        ValueError: something else that belongs to the layer cannot stay.
     """
     if not other.quantised:
         if recipe.quantised:
@@ -94,19 +100,47 @@ def in_gemms(gemms: Sequence[str], recipe: Recipe, other: Recipe) -> Recipe:
         gemm: other if gemm in gemms else _part(recipe, gemm) for gemm in GEMMS
     }
     kept = tuple(gemm for gemm in recipe.high_precision if gemm not in gemms)
-    if isinstance(recipe, Mixed):  # what belongs to the layer stays, as its outlier channels
-        return replace(recipe, **parts, high_precision=kept, backward="quantised")
-    return Mixed(**parts, dtype=recipe.dtype, high_precision=kept)
+    weights = parts["fprop"].table()["fprop"].second
+    fused_scales = recipe.fused_scales and why_not_shared(weights) is None
+    try:
+        if not isinstance(recipe, Mixed):
+            return Mixed(
+                **parts, dtype=recipe.dtype, high_precision=kept, fused_scales=fused_scales
+            )
+        return replace(
+            recipe,
+            **parts,
+            high_precision=kept,
+            fused_scales=fused_scales,
+            outliers=_outliers(recipe),
+            backward="quantised",
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{'+'.join(gemms)} in {other.name} cannot be combined with {recipe.name} in the other "
+            f"GEMMs ({error})"
+        ) from error
 
 
 def _part(recipe: Recipe, gemm: str) -> Recipe:
-    """The recipe of one GEMM, without the exceptions in `high_precision`."""
+    """The recipe of one GEMM, without the exceptions in `high_precision`, and without fused scales,
+    which belong to the layer.
+    """
     if not isinstance(recipe, Mixed):
-        return replace(recipe, high_precision=())
+        return replace(recipe, high_precision=(), fused_scales=False)
     if recipe.backward != "quantised" and gemm != "fprop":
         return replace(recipe.fprop, high_precision=(), backward=recipe.backward)
     part: Recipe = getattr(recipe, gemm)
     return part
+
+
+def _outliers(recipe: Recipe) -> OutlierChannels | None:
+    """The outlier channels of `recipe`, whose own recipe names the backward pass that they have."""
+    apart = recipe.of_outliers()
+    if recipe.outliers is None or apart is None:
+        return None
+    own = replace(recipe.outliers.recipe, backward=apart.backward)
+    return replace(recipe.outliers, recipe=own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +245,19 @@ class Timeline:
                     what = "+".join(phase.gemms)
                 else:
                     what = "all GEMMs"
-                changed = phase.apply(recipe)
+                try:
+                    changed = phase.apply(recipe)
+                except ValueError as error:
+                    raise ValueError(
+                        f"phase {phase.start}, after {reason}: {error}: give the phase a recipe of "
+                        "all three GEMMs (gemms=null), or leave it out; phases=none leaves out all, "
+                        "also with resume=RUN"
+                    ) from error
                 if changed != recipe:
-                    recipe = changed
                     reason = f"phase {phase.start}: {what} in {phase.recipe.name}"
+                    if phase.gemms and recipe.fused_scales and not changed.fused_scales:
+                        reason += ", without fused scales"
+                    recipe = changed
         return recipe, reason
 
     def stretches(self) -> list[Stretch]:

@@ -162,9 +162,15 @@ class LayerPolicy:
                 gemm for gemm in GEMMS if self.keep and self.why_kept(layer, gemm) is not None
             ]
             gemms = tuple(gemm for gemm in kept_gemms if gemm not in recipe.high_precision)
-            if gemms:
+            if not gemms:
+                return recipe
+            try:
                 return in_gemms(gemms, recipe, replace(self.recipe_for_kept, dtype=recipe.dtype))
-            return recipe
+            except ValueError as error:
+                raise ValueError(
+                    f"policy.keep: {layer.name}: {error}: keep the whole layer, or keep its GEMMs "
+                    "in high precision (policy.recipe_for_kept: BF16)"
+                ) from error
         kept = BF16() if layer.block is None else self.recipe_for_kept
         return _with_exceptions_of(recipe, kept)
 

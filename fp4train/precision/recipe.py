@@ -54,6 +54,21 @@ def by_tensor(
     }
 
 
+def why_not_shared(w: QuantSpec | None) -> str | None:
+    """Why weights that fprop quantises as `w` can share no scale: what their recipe does, as a
+    predicate; None: they can.
+    """
+    if w is None:
+        return "quantises no weight in fprop"
+    if w.held is not None:
+        return "holds the scale of each weight by itself"
+    if w.delayed is not None:
+        return "takes the scale of each weight from a history of its own"
+    if not has_tensor_amax(w):
+        return "has no scale of a whole weight, as it is, in fprop"
+    return None
+
+
 BACKWARDS = ("quantised", "dequantised")
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -239,16 +254,8 @@ class Recipe:
     def _check_fused(self, w: QuantSpec | None) -> None:
         if not self.fused_scales:
             return
-        why = None
-        if w is None:
-            why = "quantises no weight in fprop"
-        elif w.held is not None:
-            why = "holds the scale of each weight by itself"
-        elif w.delayed is not None:
-            why = "takes the scale of each weight from a history of its own"
-        elif not has_tensor_amax(w):
-            why = "has no scale of a whole weight, as it is, in fprop"
-        elif self.outliers is not None:
+        why = why_not_shared(w)
+        if why is None and self.outliers is not None:
             why = "quantises the outlier channels of each weight apart"
         if why is not None:
             raise ValueError(

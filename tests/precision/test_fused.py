@@ -21,6 +21,7 @@ from fp4train.precision import (
     Mixed,
     OutlierChannels,
     Recipe,
+    Residual,
     find_layers,
     fused_note,
     resolve,
@@ -186,3 +187,21 @@ def test_the_recipe_is_named_by_it_and_keeps_it_in_its_variants() -> None:
         layers["blocks.0.mlp.up"].fused
         and layers["blocks.0.mlp.up"].dgrad.operands.second.scale == "e8m0"
     )
+
+
+def test_gemms_that_a_policy_keeps_in_a_recipe_without_such_a_scale_run_and_the_plan_says_so() -> (
+    None
+):
+    keep = ["gate:fprop", "up:fprop"]
+    kept = LayerPolicy(last=0, keep=keep, recipe_for_kept=MXFP8())
+    recipe = Mixed(fprop=NVFP4(), dgrad=NVFP4(), wgrad=NVFP4(), fused_scales=True)
+    resolved = plan(llama(), recipe, kept)
+    up = resolved.stretches[0].layers["blocks.0.mlp.up"]
+    assert up.fused == () and up.dgrad.operands.second == NVFP4().table()["dgrad"].second
+    assert up.dgrad.why.endswith("; a scale of its own") and "scale" not in up.fprop.why
+    residual = Mixed(fprop=NVFP4(), residual=Residual())
+    kept = LayerPolicy(last=0, keep=["gate:wgrad"], recipe_for_kept=NVFP4(backward="dequantised"))
+    with pytest.raises(
+        ValueError, match=r"policy.keep: blocks.0.mlp.gate: wgrad in NVFP4 with.*ke"
+    ):
+        plan(llama(), residual, kept)

@@ -11,6 +11,7 @@ from fp4train.precision import (
     FP32,
     MXFP8,
     NVFP4,
+    FP8Delayed,
     Mixed,
     OutlierChannels,
     Phase,
@@ -169,6 +170,46 @@ def test_a_dequantised_backward_stays_in_the_gemms_that_do_not_change() -> None:
         table = Timeline(recipe=recipe, steps=100, phases=[phase]).recipe_at(20).table()
         assert table["dgrad"] == recipe.table()["dgrad"] and table["dgrad"].dequantised
         assert table["wgrad"] == MXFP8().table()["wgrad"]
+
+
+def test_fused_scales_end_where_the_weights_of_fprop_have_none_to_share() -> None:
+    mixed = Mixed(fprop=NVFP4(), dgrad=NVFP4(), wgrad=NVFP4(), fused_scales=True)
+    phase = Phase(start=20, recipe=MXFP8(), gemms=["fprop"])
+    for recipe in (mixed, NVFP4(fused_scales=True)):
+        before, after = Timeline(recipe=recipe, steps=100, phases=[phase]).stretches()
+        assert before.recipe.fused_scales
+        assert after.recipe == Mixed(fprop=MXFP8(), dgrad=NVFP4(), wgrad=NVFP4())
+        assert after.reason == "phase 20: fprop in MXFP8, without fused scales"
+
+
+def test_a_phase_that_a_layer_cannot_follow_is_named_with_what_helps() -> None:
+    parts = {"fprop": NVFP4(), "dgrad": NVFP4(), "wgrad": NVFP4()}
+    outliers = OutlierChannels(recipe=MXFP8())
+    for fields, other, why in (
+        ({"residual": Residual()}, NVFP4(backward="dequantised"), "residual: Mixed has a dequant"),
+        ({"outliers": outliers}, FP8Delayed(), "outliers: delayed scaling has one history"),
+    ):
+        phase = Phase(start=20, recipe=other, gemms=["wgrad"])
+        swap = Swap(step=3, recipe=Mixed(**parts, **fields), name="own")
+        with pytest.raises(ValueError, match=why) as refused:
+            Timeline(recipe=BF16(), steps=100, phases=[phase], swaps=[swap])
+        said = str(refused.value)
+        assert said.startswith("phase 20, after swap at step 3: wgrad in ")
+        assert "phases=none leaves out all, also with resume=RUN" in said
+        whole = replace(phase, gemms=None)
+        Timeline(recipe=BF16(), steps=100, phases=[whole], swaps=[swap])
+
+
+def test_outlier_channels_keep_a_dequantised_backward_where_single_gemms_change() -> None:
+    parts = {"fprop": NVFP4(), "dgrad": NVFP4(), "wgrad": NVFP4()}
+    mixed = Mixed(**parts, backward="dequantised", outliers=OutlierChannels(recipe=MXFP8()))
+    phase = Phase(start=20, recipe=NVFP4(), gemms=["wgrad"])
+    changed = Timeline(recipe=mixed, steps=100, phases=[phase]).recipe_at(20)
+    before = mixed.of_outliers()
+    apart = changed.of_outliers()
+    assert before is not None and apart is not None
+    assert apart.table()["dgrad"].dequantised and apart.table() == before.table()
+    assert changed.table()["dgrad"].dequantised and not changed.table()["wgrad"].dequantised
 
 
 def test_high_precision_for_single_gemms_means_the_dtype_of_the_run() -> None:
