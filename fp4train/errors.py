@@ -11,6 +11,11 @@ from typing import Any
 LAST_READER = "2144e3d1 (November 26, 2026)"
 """The last commit that reads files of all older forms."""
 
+LAST_WITH_OLDER_RECIPES = "50266320 (November 28, 2026)"
+"""The last commit that takes recipes that this one refuses: MS-EDEN under signs that stay, delayed
+scaling of a transformed tensor, two kinds of history of one tensor.
+"""
+
 
 NEW_RUN = "begin a new run (another run.name, or run.overwrite=true)"
 
@@ -40,6 +45,26 @@ class OlderForm(UserError):
         super().__init__(
             f"{path} is of an older fp4train: it {difference}, which this one does not read. "
             f"Go on with the commit {LAST_READER}, the last that reads it, or {cure}"
+        )
+
+
+class OlderRecipe(UserError):
+    """What a run has on record, with a recipe that this fp4train refuses.
+
+    Args:
+        path: the file that holds it, in the run's directory.
+        what: what is refused: "phases".
+        why: why it is refused.
+        cure: advice on what else one can do, but for a new run.
+    """
+
+    def __init__(self, path: Path, what: str, why: str, cure: str = "") -> None:
+        super().__init__(
+            f"{path}: this fp4train refuses {what} ({why}). If an older one took it, go on with "
+            f"the commit {LAST_WITH_OLDER_RECIPES}, the last that takes MS-EDEN under signs that "
+            "stay, and delayed scaling of transformed tensors or with two histories of one; "
+            f"{cure and f'{cure}; '}or begin a new run with its weights (init={path.parent} "
+            "run.name=NAME recipe=NAME)"
         )
 
 

@@ -231,6 +231,7 @@ def _resumed_settings(composition: Composed) -> Command:
     except UserError as error:
         if str(error).endswith(MISSING_KEY):
             raise UserError(f"{source / run_directory.CONFIG}: {error}; put it back") from error
+        run_directory.check_recipes(saved_values, source)
         raise
     return Command(
         config=config,

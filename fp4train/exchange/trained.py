@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp4train import checkpoint
 from fp4train.checkpoint.layout import WEIGHTS, key_of
 from fp4train.checkpoint.source import WeightSource
-from fp4train.config import Config, to_config
+from fp4train.config import Config, plain, to_config
 from fp4train.config.composition import compose
 from fp4train.config.from_folder import with_folder
 from fp4train.config.overrides import quoted
@@ -185,6 +185,7 @@ def load_trained(
         return _of_folder(source)
     paths = paths or {}
     cfg = saved_with(run_directory.read_config(source), source, step, paths)
+    run_directory.check_recipes(plain(cfg), source)
     config = to_config(cfg)
     kernels = config.train.kernels.replace("liger", "auto")  # where they do not run, too
     config = replace(

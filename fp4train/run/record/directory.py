@@ -25,19 +25,22 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from fp4train import checkpoint, files, sealed
+from fp4train.config.binding import bind
 from fp4train.config.plugins import check_targets, walk
 from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.data.template import KEPT as TEMPLATE
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import OlderRecipe, UserError, user_errors
 from fp4train.files import Folder
 from fp4train.paths import split_weights
+from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.run.record.generation import GENERATION
 from fp4train.sealed import config_parts, saved_config
 from fp4train.text import first_few
@@ -233,6 +236,25 @@ def read_config(run: Path) -> DictConfig:
                 f"{path} cannot be read as a configuration: it holds a {type(value).__name__}"
             )
     return OmegaConf.create(saved)
+
+
+_WITH_RECIPES: Mapping[str, tuple[Any, str]] = {
+    "recipe": (Recipe, "put another recipe into that file"),
+    "phases": (Mapping[str, Phase], "give phases=none with resume=RUN"),
+    "policy": (LayerPolicy, "give policy=NAME with resume=RUN"),
+}
+"""Section of a configuration that holds recipes → its type, and what helps where it is refused."""
+
+
+def check_recipes(saved: Mapping[str, Any], run: Path) -> None:
+    """Raises OlderRecipe: the saved configuration of `run` holds a recipe that is refused."""
+    for section, (kind, cure) in _WITH_RECIPES.items():
+        if section not in saved:
+            continue
+        try:
+            bind(saved[section], kind, section)
+        except UserError as error:
+            raise OlderRecipe(run / CONFIG, section, str(error), cure) from error
 
 
 def identity(run: Path) -> str | None:

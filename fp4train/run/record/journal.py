@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp4train.config.binding import bind, complete, flattened
+from fp4train.config.plugins import check_targets
 from fp4train.config.schema import Config
-from fp4train.errors import OlderForm, UserError, user_errors
+from fp4train.errors import OlderForm, OlderRecipe, UserError, user_errors
 from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.precision.plan import Plan
@@ -376,7 +377,16 @@ def read_swaps(run: Path) -> list[Swap]:
 
     Raises:
         UserError: its journal cannot be read, or one is no recipe.
+        OlderRecipe: one is a recipe that is refused.
     """
-    entries = swaps(read_journal(run))
-    with user_errors(UserError, before=f"{run / HISTORY} cannot be read: "):
-        return [RecipeChoice(entry["name"], entry["recipe"]).at(entry["step"]) for entry in entries]
+    path = run / HISTORY
+    read = []
+    for entry in swaps(read_journal(run)):
+        with user_errors(UserError, before=f"{path} cannot be read: "):
+            check_targets(entry["recipe"], "recipe")
+        try:
+            read.append(RecipeChoice(entry["name"], entry["recipe"]).at(entry["step"]))
+        except UserError as error:
+            what = f"the recipe of the swap to {entry['name']} at step {entry['step']}"
+            raise OlderRecipe(path, what, str(error)) from error
+    return read

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from command_line import PATIENCE, Cli, StopAt, events, lines, losses, recorded, wait_for
 
 import fp4train.run.supervise.agreement as agreement
+from fp4train.errors import LAST_WITH_OLDER_RECIPES
+from fp4train.precision import MXFP8
 from fp4train.sealed import LogWriter, sealed
 
 STEADY = ("phases=none", "schedule=constant")
@@ -341,3 +344,63 @@ def test_a_run_that_has_lost_its_history_does_not_say_that_nothing_was_swapped(
     assert shown.out.startswith(
         "runs/a/history.jsonl is missing or empty: which swaps took effect in 2 steps is not"
     )
+
+
+def test_recorded_recipes_that_are_refused_are_told_with_the_commit_that_takes_them(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.trained("run.name=a", "train.steps=2", "recipe=mxfp8", *STEADY)
+    cli.trained("run.name=b", "train.steps=2", "recipe=bf16", *STEADY)
+    assert cli("resume=runs/b", "train.steps=3", "recipe=mxfp8").code == 0
+
+    def refuse(recipe: Any) -> None:
+        raise ValueError("two kinds of history")
+
+    monkeypatch.setattr(MXFP8, "__post_init__", refuse)
+    last = f"go on with the commit {LAST_WITH_OLDER_RECIPES}, the last that takes MS-EDEN"
+    said = cli("resume=runs/b", "train.steps=4").message
+    assert said.startswith(
+        "runs/b/history.jsonl: this fp4train refuses the recipe of the swap to mxfp8 at step 2 ("
+    )
+    assert "two kinds of history" in said and last in said
+    said = cli("resume=runs/a", "train.steps=3").message
+    assert said.startswith("runs/a/config.yaml: this fp4train refuses recipe (")
+    assert "two kinds of history" in said and last in said
+    assert "put another recipe into that file" in said
+    begun = "init=runs/b run.name=NAME recipe=NAME"
+    assert begun in cli("resume=runs/b", "train.steps=4").message
+    assert cli("init=runs/b", "run.name=c", "recipe=bf16", "train.steps=1").code == 0
+    path = Path("runs/a/config.yaml")
+    values = yaml.safe_load(path.read_text())
+    values["recipe"] = {"_target_": "fp4train.precision.BF16"}
+    values["phases"] = {
+        "late": {
+            "_target_": "fp4train.precision.Phase",
+            "start": 2,
+            "recipe": {"_target_": "fp4train.precision.MXFP8"},
+        }
+    }
+    path.write_text(yaml.safe_dump(values))
+    said = cli("resume=runs/a", "train.steps=3", *cli.paths).message
+    assert said.startswith("runs/a/config.yaml: this fp4train refuses phases (phases.late.recipe")
+    assert "give phases=none with resume=RUN" in said
+    assert cli("resume=runs/a", "train.steps=3", "phases=none", *cli.paths).code == 0
+
+
+def test_a_run_whose_phase_is_refused_goes_on_without_phases(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=2", "recipe=nvfp4", *STEADY)
+    path = Path("runs/a/config.yaml")
+    values = yaml.safe_load(path.read_text())
+    target = "fp4train.precision."
+    parts = {gemm: {"_target_": f"{target}NVFP4"} for gemm in ("fprop", "dgrad", "wgrad")}
+    residual = {"_target_": f"{target}Residual"}
+    values["recipe"] = {"_target_": f"{target}Mixed", "residual": residual, **parts}
+    wgrad = {"_target_": f"{target}NVFP4", "backward": "dequantised"}
+    values["phases"] = {
+        "late": {"_target_": f"{target}Phase", "start": 1, "gemms": ["wgrad"], "recipe": wgrad}
+    }
+    path.write_text(yaml.safe_dump(values))
+    said = cli("resume=runs/a", "train.steps=3", *cli.paths).message
+    assert said.startswith("phase 1, after recipe: wgrad in NVFP4 with dequantised backward")
+    assert "phases=none leaves out all, also with resume=RUN" in said
+    assert cli("resume=runs/a", "train.steps=3", "phases=none", *cli.paths).code == 0
