@@ -41,6 +41,9 @@ class LossScale(PlainState):
             raise ValueError(f"its loss scale is {scale!r}")
         if type(count) is not int or count < 0:
             raise ValueError(f"its number of good steps is {count!r}")
+        scaling = saved.get(SCALING)
+        if scaling is not None and not isinstance(scaling, dict):
+            raise ValueError(f"its loss scaling is {scaling!r}")
 
     def load(self, saved: Any) -> None:
         """See `RunState.load`."""
