@@ -33,7 +33,7 @@ wandb = pytest.importorskip("wandb")
 
 KEY = "0" * 40
 
-PATIENCE = 30.0
+SERVICE_SECONDS = 30.0
 """Seconds for wandb's service, which answers in one, to start and end a run; on a machine in use it
 may take more than the default, and would be left behind.
 """
@@ -122,13 +122,13 @@ def test_not_logged_in_is_offline_quietly_and_a_resume_continues_the_run(
 ) -> None:
     wandb_at(None)
     caplog.set_level(logging.INFO, logger="fp4train")
-    first, _ = train(tmp_path, WandbTracking(timeout=PATIENCE))
+    first, _ = train(tmp_path, WandbTracking(timeout=SERVICE_SECONDS))
     assert first._run.offline
     assert "not logged in" in caplog.text and "wandb sync" in caplog.text
     assert {r.levelname for r in ours(caplog)} == {"INFO"}
-    again, _ = train(tmp_path, WandbTracking(timeout=PATIENCE), resume_step=3)
+    again, _ = train(tmp_path, WandbTracking(timeout=SERVICE_SECONDS), resume_step=3)
     assert again._run.id == first._run.id
-    fresh, _ = train(tmp_path, WandbTracking(timeout=PATIENCE))
+    fresh, _ = train(tmp_path, WandbTracking(timeout=SERVICE_SECONDS))
     assert fresh._run.id != first._run.id
     # its service writes the files on its own time, and has written them when it has ended
     wandb.teardown()
@@ -141,31 +141,36 @@ def test_not_logged_in_is_offline_quietly_and_a_resume_continues_the_run(
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 12
 
 
-def test_an_unreachable_server_costs_less_than_seconds(
+def test_an_unreachable_server_leaves_the_run_offline(
     tmp_path: Path,
     wandb_at: Callable[[str | None], None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    set_limit(monkeypatch, "seconds for an answer of wandb's server", PATIENCE)
+    set_limit(monkeypatch, "seconds for an answer of wandb's server", SERVICE_SECONDS)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         wandb_at(f"http://127.0.0.1:{unused.getsockname()[1]}")
-        part, seconds = train(tmp_path, WandbTracking(timeout=PATIENCE))
-    assert part._run.offline and seconds < 30
+        part, _ = train(tmp_path, WandbTracking(timeout=SERVICE_SECONDS))
+    assert part._run.offline
     assert [r.levelname for r in ours(caplog)] == ["WARNING"] and "unreachable" in caplog.text
 
 
 @pytest.mark.long
 def test_a_server_that_never_answers_costs_seconds(
-    tmp_path: Path, wandb_at: Callable[[str | None], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    wandb_at: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """2 seconds for an answer, and at most 10 for each of the start and the end offline."""
+    set_limit(monkeypatch, "seconds for an answer of wandb's server", 2.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(50)
         wandb_at(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        part, seconds = train(tmp_path, WandbTracking(timeout=PATIENCE))
-    assert part._run.offline and seconds < 30, "wandb itself would wait for 90"
+        part, seconds = train(tmp_path, WandbTracking(timeout=10))
+    assert part._run.offline and seconds < 60, "wandb itself would wait for 90"
     assert "did not answer" in caplog.text or "unreachable" in caplog.text
 
 
@@ -187,14 +192,14 @@ def test_a_server_that_refuses_the_run_leaves_it_offline_also_when_resumed(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    set_limit(monkeypatch, "seconds for an answer of wandb's server", PATIENCE)
+    set_limit(monkeypatch, "seconds for an answer of wandb's server", SERVICE_SECONDS)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Useless) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         wandb_at(f"http://127.0.0.1:{server.server_address[1]}")
-        part, seconds = train(tmp_path, WandbTracking(timeout=PATIENCE))
-        again, _ = train(tmp_path, WandbTracking(timeout=PATIENCE), resume_step=3)
+        part, _ = train(tmp_path, WandbTracking(timeout=SERVICE_SECONDS))
+        again, _ = train(tmp_path, WandbTracking(timeout=SERVICE_SECONDS), resume_step=3)
         server.shutdown()
-    assert part._run.offline and seconds < 30
+    assert part._run.offline
     assert again._run.id == part._run.id
     assert (
         all("wandb is offline" in r.getMessage() for r in ours(caplog)) and len(ours(caplog)) == 2
@@ -212,7 +217,7 @@ def test_offline_is_kept_to_even_where_a_server_would_answer(
 
     monkeypatch.setattr("fp4train.track.wandb._why_unreachable", fail)
     wandb_at("http://127.0.0.1:9")
-    part, _ = train(tmp_path, WandbTracking(mode="offline", timeout=PATIENCE))
+    part, _ = train(tmp_path, WandbTracking(mode="offline", timeout=SERVICE_SECONDS))
     assert part._run.offline
 
 
@@ -227,7 +232,7 @@ def test_what_wandb_was_told_in_its_own_settings_is_no_warning(
     wandb_at("http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_MODE", value)
     caplog.set_level(logging.INFO, logger="fp4train")
-    part, _ = train(tmp_path, WandbTracking(timeout=PATIENCE))
+    part, _ = train(tmp_path, WandbTracking(timeout=SERVICE_SECONDS))
     assert part._run.offline and "wandb is offline (asked for)" in caplog.text
     assert {r.levelname for r in ours(caplog)} == {"INFO"}
 
@@ -245,7 +250,7 @@ def test_wandb_switched_off_or_misconfigured_by_its_own_settings_leaves_the_metr
 ) -> None:
     wandb_at(None)
     monkeypatch.setenv(name, value)
-    tracker = WandbTracking(timeout=PATIENCE).build(tmp_path, "name", {})
+    tracker = WandbTracking(timeout=SERVICE_SECONDS).build(tmp_path, "name", {})
     tracker.log(1, {"train/loss": 1.0})
     tracker.finish()
     assert "wandb is switched off" in caplog.text
