@@ -449,7 +449,8 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
             return str(node)
     if isinstance(node, str) and Path in options:
         if not node.strip():  # as an unset variable of a shell leaves it
-            raise UserError(f"{path}= is empty: give a path; . is the working directory")
+            none = f", or {path}=null" if NoneType in options else ""
+            raise UserError(f"{path} is empty: give a path{none}; . is the working directory")
         return Path(node)
     shown = repr(node)
     if node is None:

@@ -289,6 +289,10 @@ def _set_keys(
         if section or word in strange or word.key_or_group in added:
             word.type = OverrideType.FORCE_ADD
         _check_shape(word, _value_at(composition, word.key_or_group))
+    for word in words:
+        key = word.key_or_group
+        if word.is_delete() and key in have and _value_at(composition, key) is None:
+            raise UserError(f"{word.input_line}: {key} is null, and cannot be taken out")
     try:
         ConfigLoaderImpl._apply_overrides_to_config(words, composition)
     except (HydraException, OmegaConfBaseException) as error:
@@ -409,6 +413,8 @@ def _check_word(word: Override, groups: Mapping[str, list[str]], sweep: bool) ->
         raise UserError(f"{line}: a run needs {key}; {key}.KEY=VALUE sets its keys")
     if key.startswith("hydra.sweeper.params") and word.value() is not None:
         raise UserError(f"{line}: the values of a sweep are written KEY=A,B, with -m")
+    if key == "hydra.sweeper.params" and word.is_delete():
+        raise UserError(f"{line}: an experiment's sweep is left out by {key}=null")
     if key.startswith("hydra"):
         if key in ("hydra/launcher", "hydra/sweeper") and not str(word.value()).startswith("basic"):
             raise UserError(
@@ -423,7 +429,7 @@ def _check_word(word: Override, groups: Mapping[str, list[str]], sweep: bool) ->
     if key in groups:
         if word.is_delete():
             raise UserError(
-                f"{line}: a run needs a {key.split('/')[-1]}; {key}=NAME chooses another"
+                f"{line}: the option of a group cannot be taken out; {key}=NAME chooses another"
             )
         if word.is_sweep_override():
             values = [v.partition("=")[2] for v in _values(word)]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli
+import yaml
+from command_line import Cli, losses
 
 from fp4train.errors import UserError
 from fp4train.run.record.directory import LOCK, locked
@@ -60,8 +61,11 @@ WRONG = {
     "no checkpoints kept": (["checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1"),
     "a negative seed": (["run.seed=-1"], "run.seed=-1"),
     "an empty name": (["run.name=''"], "run.name must not be empty"),
-    "an empty directory": (["run.dir="], "run.dir= is empty: give a path; . is the working"),
-    "an empty folder for second copies": (["checkpoint.also=''"], "checkpoint.also= is empty"),
+    "an empty directory": (["run.dir="], "run.dir is empty: give a path; . is the working"),
+    "an empty folder for second copies": (
+        ["checkpoint.also=''"],
+        "checkpoint.also is empty: give a path, or checkpoint.also=null",
+    ),
     "a name that leads out of the runs": (
         ["run.name=../x"],
         "run.name='../x' must name a folder among the runs",
@@ -90,7 +94,14 @@ WRONG = {
         ["model.width=1000000", "model.heads=2"],
         "of float32, and this machine has ",
     ),
-    "a model taken out": (["~model"], "~model: a run needs a model; model=NAME chooses another"),
+    "a model taken out": (
+        ["~model"],
+        "~model: the option of a group cannot be taken out; model=NAME chooses another",
+    ),
+    "a key taken out that is null": (
+        ["~checkpoint.also=0"],
+        "~checkpoint.also=0: checkpoint.also is null, and cannot be taken out",
+    ),
     "a setting that Hydra lacks": (["hydra.foo=1"], "hydra.foo=1: Hydra has no such setting"),
     "all of Hydra's settings taken out": (["hydra=null"], "hydra=null: Hydra has no such setting"),
     "a log of Hydra's taken out": (
@@ -100,6 +111,10 @@ WRONG = {
     "a sweep in Hydra's words": (
         ["hydra.sweeper.params.run.seed=1"],
         "hydra.sweeper.params.run.seed=1: the values of a sweep are written KEY=A,B, with -m",
+    ),
+    "a sweep taken out in Hydra's words": (
+        ["-m", "experiment=nvfp4_ablations", "~hydra.sweeper.params"],
+        "~hydra.sweeper.params: an experiment's sweep is left out by hydra.sweeper.params=null",
     ),
     "a list for a section": (
         ["train=[1,2]"],
@@ -306,6 +321,13 @@ def test_a_name_may_be_nested_and_another_place_is_the_directorys_to_say(cli: Cl
         "elsewhere/a",
         "runs/study/a",
     ]
+
+
+def test_keys_of_a_section_are_set_together(cli: Cli) -> None:
+    assert cli("run.name=a", "train={steps: 2, on_divergence: stop}", "eval.every=0").code == 0
+    assert sorted(losses("runs/a")) == [1, 2]
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    assert saved["train"]["on_divergence"] == "stop" and saved["train"]["batch_size"] == 4
 
 
 def test_a_key_that_only_the_class_has_can_be_set(cli: Cli) -> None:

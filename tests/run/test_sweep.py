@@ -9,6 +9,7 @@ import yaml
 from command_line import STEADY, Cli
 
 from fp4train.cli.console import kept_console
+from fp4train.config.composition import composed
 from fp4train.lab.analysis import training_loss
 
 
@@ -30,6 +31,13 @@ def test_runs_that_differ_in_their_seed_are_averaged_below_the_jobs(cli: Cli) ->
 def test_a_sweep_without_seeds_has_no_means(cli: Cli) -> None:
     ended = cli("-m", "recipe=bf16,mxfp8", "run.name=s", "train.steps=1", *STEADY)
     assert ended.code == 0 and "deviation over seeds" not in ended.out
+
+
+@pytest.mark.parametrize("word", ["hydra.sweeper.params=null", "~hydra.sweeper.params.recipe"])
+def test_the_sweep_of_an_experiment_can_be_left_out(word: str) -> None:
+    command = ["-m", "experiment=nvfp4_ablations", "run.seed=0,1"]
+    assert [point.point for point in composed([*command, word])] == ["run.seed=0", "run.seed=1"]
+    assert len(list(composed(command))) == 10
 
 
 @pytest.mark.parametrize(
