@@ -118,7 +118,8 @@ class World:
             grid = init_device_mesh(
                 device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, TENSOR)
             )
-            # groups of a mesh have torch's own timeout: 10 minutes with NCCL, 30 with gloo
+            # groups of a mesh have torch's own timeout: 10 minutes with NCCL, 30 with gloo; torch
+            # has no public call that changes it
             for group in grid.get_all_groups():
                 _set_pg_timeout(timeout, group)
             if mesh.pipeline > 1:

@@ -440,8 +440,10 @@ class CpuRequantizer(Quantizer):
         super().__init__(spec)
         assert spec.requantises is not None
         # where a factor multiplies the values, their product is what is rounded
-        alone = spec.requantises.outer is not None or spec.requantises.global_scale is None
-        self._first = CpuQuantizer(spec.requantises, machine, to_bf16=alone)
+        values_are_final = (
+            spec.requantises.outer is not None or spec.requantises.global_scale is None
+        )
+        self._first = CpuQuantizer(spec.requantises, machine, to_bf16=values_are_final)
         self._last = CpuQuantizer(replace(spec, requantises=None), machine)
 
     def codes(

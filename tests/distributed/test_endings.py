@@ -253,7 +253,7 @@ def told(ended: Any, *, by: int) -> str:
     lines = [
         [line for line in text.splitlines() if line.startswith("fp4train: ")] for text in ended.err
     ]
-    assert [len(each) for each in lines] == [int(rank == by) for rank in range(len(lines))], (
+    assert [len(texts) for texts in lines] == [int(rank == by) for rank in range(len(lines))], (
         ended.err
     )
     assert "Traceback" not in ended.err[by]
@@ -347,7 +347,7 @@ def fail_in_turn(world, error):
     store = world.meeting.store
     store.set(f"lost/{rank}", "")
     if "imed out" in str(error):
-        store.wait([f"lost/{each}" for each in range(3) if each != HANGING], TIMEOUT)
+        store.wait([f"lost/{other}" for other in range(3) if other != HANGING], TIMEOUT)
     elif isinstance(error, RuntimeError):
         store.wait(["word"], TIMEOUT)
     fail(world, error)
@@ -537,7 +537,7 @@ def test_the_lead_decides_whether_this_user_wrote_a_configuration(ranks: Ranks) 
     said = ranks(
         2, "resume=runs/a", "train.steps=2", XDG_STATE_HOME=str(ranks.folder / "other{rank}")
     ).message
-    assert "names paths outside of the run" in said and all(each in said for each in named)
+    assert "names paths outside of the run" in said and all(option in said for option in named)
     for options, state in ((), "state{rank}"), (named, "other{rank}"):
         steps = f"train.steps={2 + len(options)}"
         ended = ranks(2, "resume=runs/a", steps, *options, XDG_STATE_HOME=str(ranks.folder / state))

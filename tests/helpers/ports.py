@@ -4,7 +4,8 @@ later: until then nobody else may take it.
 A process owns a block of ports: it keeps the first one bound until it ends, so that no other
 process owns the same block. The blocks are below those that the system hands out itself, to
 connections and to listeners at port 0, gloo's among them, and below those of tests/distributed/
-test_slurm.py's jobs (20,000 to 28,999).
+test_slurm.py's jobs (20,000 to 28,999). Only the process itself asks for ports: a fork that asked
+would go through the same ports, from a copy of the process's iterator.
 """
 
 import socket

@@ -83,8 +83,8 @@ def load_columns(
 
 @triton.jit
 def within_groups(x, group, cols, V: tl.constexpr):
-    """`x` with zeros behind the last whole group of the transform, where a block is padded: those
-    of the transform have signs.
+    """`x` with zeros behind the last group of the transform that has a column of x, where a block
+    is padded: those of the transform have signs.
     """
     N: tl.constexpr = V.n * V.parts
     width = (cols + V.size - 1) // V.size * V.size

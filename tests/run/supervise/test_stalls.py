@@ -37,7 +37,8 @@ class Stall:
     answers lasts as long as the machine takes.
 
     Args:
-        thread: name of the thread's `Worker`. limit: its limit.
+        thread: name of the thread's `Worker`.
+        limit: name of its limit, as in `set_limit`.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, thread: str, limit: str) -> None:
@@ -64,8 +65,8 @@ class Stall:
                 self.outlasted = self._lasts
                 self._ended.set()
 
-        for each in ("seconds to read requests", "seconds for a line of metrics"):
-            set_limit(monkeypatch, each, WAIT if each == limit else PATIENCE)
+        for name in ("seconds to read requests", "seconds for a line of metrics"):
+            set_limit(monkeypatch, name, WAIT if name == limit else PATIENCE)
         monkeypatch.setattr(Worker, "wait", wait)
         before_steps(monkeypatch, follow)
 
