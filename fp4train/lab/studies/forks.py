@@ -112,9 +112,9 @@ def checkpoint_command(source: Path, step: int, paths: Mapping[str, str | None])
         UserError: see `check_paths`.
     """
     saved = plain(read_config(source))
-    check_recipes(saved, source)
     cfg = saved_with(OmegaConf.create(saved), source, step, paths)
     check_paths(cfg, paths)
+    check_recipes(saved, source)
     return Command.of(cfg, saved)
 
 
