@@ -53,7 +53,7 @@ class OlderRecipe(UserError):
 
     Args:
         path: the file that holds it, in the run's directory.
-        what: what is refused: "phases".
+        what: name of the part that is refused: "phases".
         why: why it is refused.
         cure: advice on what else one can do, but for a new run.
     """

@@ -312,7 +312,7 @@ def _check_shape(word: Override, current: Any) -> None:
     """Refuse a list in the place of a section, and a mapping in the place of a list.
 
     Args:
-        current: what the configuration has under the key.
+        current: the value that the configuration has under the key.
     """
     key = word.key_or_group
     if OmegaConf.is_dict(current) and isinstance(word.value(), list):
