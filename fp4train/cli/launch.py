@@ -227,11 +227,11 @@ def _resumed_settings(composition: Composed) -> Command:
             "take it out of that file to go on without it"
         )
     try:
-        config = to_config(saved)
+        with run_directory.recipes_of(source, saved_values):
+            config = to_config(saved)
     except UserError as error:
         if str(error).endswith(MISSING_KEY):
             raise UserError(f"{source / run_directory.CONFIG}: {error}; put it back") from error
-        run_directory.check_recipes(saved_values, source)
         raise
     return Command(
         config=config,

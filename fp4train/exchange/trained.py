@@ -185,8 +185,8 @@ def load_trained(
         return _of_folder(source)
     paths = paths or {}
     cfg = saved_with(run_directory.read_config(source), source, step, paths)
-    run_directory.check_recipes(plain(cfg), source)
-    config = to_config(cfg)
+    with run_directory.recipes_of(source, plain(cfg)):
+        config = to_config(cfg)
     kernels = config.train.kernels.replace("liger", "auto")  # where they do not run, too
     config = replace(
         config, train=replace(config.train, compile=False, cuda_graph=False, kernels=kernels)

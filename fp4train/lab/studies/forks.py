@@ -45,7 +45,7 @@ from fp4train.run.command import Command
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
 from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.queued import Step, Values
-from fp4train.run.record.directory import check_recipes, read_config
+from fp4train.run.record.directory import read_config, recipes_of
 from fp4train.run.record.trust import check_paths, saved_with
 from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
@@ -114,8 +114,8 @@ def checkpoint_command(source: Path, step: int, paths: Mapping[str, str | None])
     saved = plain(read_config(source))
     cfg = saved_with(OmegaConf.create(saved), source, step, paths)
     check_paths(cfg, paths)
-    check_recipes(saved, source)
-    return Command.of(cfg, saved)
+    with recipes_of(source, saved):
+        return Command.of(cfg, saved)
 
 
 def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings) -> Branch:

@@ -33,7 +33,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fp4train import checkpoint, files, sealed
-from fp4train.config.binding import bind
+from fp4train.config.binding import MISSING_KEY, bind
 from fp4train.config.plugins import check_targets, walk
 from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.data.template import KEPT as TEMPLATE
@@ -246,15 +246,26 @@ _WITH_RECIPES: Mapping[str, tuple[Any, str]] = {
 """Section of a configuration that holds recipes → its type, and what helps where it is refused."""
 
 
-def check_recipes(saved: Mapping[str, Any], run: Path) -> None:
-    """Raises OlderRecipe: the saved configuration of `run` holds a recipe that is refused."""
-    for section, (kind, cure) in _WITH_RECIPES.items():
-        if section not in saved:
-            continue
-        try:
-            bind(saved[section], kind, section)
-        except UserError as error:
-            raise OlderRecipe(run / CONFIG, section, str(error), cure) from error
+@contextmanager
+def recipes_of(run: Path, saved: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which the saved configuration of `run` is bound.
+
+    Raises:
+        OlderRecipe: that failed, and the configuration holds a recipe that is refused.
+    """
+    try:
+        yield
+    except UserError as failure:
+        if str(failure).endswith(MISSING_KEY):
+            raise
+        for section, (kind, cure) in _WITH_RECIPES.items():
+            if section not in saved:
+                continue
+            try:
+                bind(saved[section], kind, section)
+            except UserError as error:
+                raise OlderRecipe(run / CONFIG, section, str(error), cure) from error
+        raise
 
 
 def identity(run: Path) -> str | None:
