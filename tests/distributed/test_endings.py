@@ -2,7 +2,6 @@
 leaves it whole.
 """
 
-import json
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from command_line import recorded
-from patches import ASKS_FOR_MXFP8
+from patches import ASKS_FOR_MXFP8, fails_at_3, told
 
 Ranks = Any
 
@@ -223,12 +222,6 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(
     ranks.same(whole, "a")
 
 
-def fails_at_3(rank: int, what: str) -> str:
-    patch = "import os, time, fp4train.train as loop\noriginal = loop.train_step\n"
-    patch += f"def step(run, recipe):\n    if run.step == 3 and rank == {rank}:\n        {what}\n"
-    return patch + "    return original(run, recipe)\nloop.train_step = step"
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_rank_ends_all_in_seconds_with_its_name(ranks: Ranks, rank: int) -> None:
@@ -246,18 +239,6 @@ def test_an_error_on_one_rank_ends_all_in_seconds_with_its_name(ranks: Ranks, ra
     assert ended.codes == [1, 1] and ended.seconds < 60
     ranks.train(2, "a", "checkpoint.every=2")
     ranks.same(ranks.reference("train.microbatch=2"), "a")
-
-
-def told(ended: Any, *, by: int) -> str:
-    """The one message of a job, and that no other rank gave one."""
-    lines = [
-        [line for line in text.splitlines() if line.startswith("fp4train: ")] for text in ended.err
-    ]
-    assert [len(texts) for texts in lines] == [int(rank == by) for rank in range(len(lines))], (
-        ended.err
-    )
-    assert "Traceback" not in ended.err[by]
-    return str(lines[by][0])
 
 
 OWN_CACHE = "import fp4train.data.source as s\nreal = s.cached_tokens\n"
@@ -320,160 +301,6 @@ def test_a_rank_that_is_killed_is_named_by_another_and_ends_all(ranks: Ranks, ra
     ranks.same(ranks.reference("train.microbatch=2"), "a")
 
 
-HANGS = """
-import time
-from datetime import timedelta
-import torch
-import torch.distributed.distributed_c10d as c10d
-import fp4train.parallel.launch as launch
-import fp4train.train as loop
-from fp4train.parallel.world import World
-
-TIMEOUT = timedelta(seconds=200)
-within, fail, train_step = launch.within, World.fail, loop.train_step
-
-def shorten_timeouts():
-    for group in c10d._world.pg_map:
-        backend = group._get_backend(torch.device("cpu"))
-        if backend.options._timeout == TIMEOUT:
-            c10d._set_pg_timeout(timedelta(seconds=4), group)
-
-def shortened_at_3(run, recipe):
-    if run.step == 3:
-        shorten_timeouts()
-    return train_step(run, recipe)
-
-def fail_in_turn(world, error):
-    store = world.meeting.store
-    store.set(f"lost/{rank}", "")
-    if "imed out" in str(error):
-        store.wait([f"lost/{other}" for other in range(3) if other != HANGING], TIMEOUT)
-    elif isinstance(error, RuntimeError):
-        store.wait(["word"], TIMEOUT)
-    fail(world, error)
-
-launch.within = lambda seconds, ask, otherwise: within(200, ask, otherwise)
-World.fail = fail_in_turn
-loop.train_step = shortened_at_3
-"""
-"""The groups whose timeout is that of the configuration have a shorter one from the step at which
-the rank HANGING hangs. The first rank that it ends breaks the connections of others, which may see
-that before their own time is over: who has timed out speaks, when all have noticed.
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_hangs_is_named_by_one_of_those_that_waited(ranks: Ranks, rank: int) -> None:
-    options = (
-        "run.name=a",
-        "parallel.timeout=200",
-        "parallel.dp_replicate=3",
-        "train.batch_size=3",
-    )
-    patch = "\n".join([f"HANGING = {rank}", HANGS, fails_at_3(rank, "time.sleep(1000)")])
-    job = ranks.start(3, *options, patch=patch)
-    said = [
-        line
-        for text in job.wait().err
-        for line in text.splitlines()
-        if line.startswith("fp4train: ")
-    ]
-    assert len(said) == 1, said
-    assert (
-        f" lost rank {rank} on " in said[0]
-        and ", which did not answer within parallel.timeout=200 s" in said[0]
-    )
-
-
-TELLS_TIMEOUTS = """
-import json
-import torch
-import torch.distributed.distributed_c10d as c10d
-import fp4train.train as loop
-train_step = loop.train_step
-def told(run, recipe):
-    backends = [group._get_backend(torch.device("cpu")) for group in c10d._world.pg_map]
-    seconds = [backend.options._timeout.total_seconds() for backend in backends]
-    with open(f"timeouts{rank}.json", "w") as file:
-        json.dump(seconds, file)
-    return train_step(run, recipe)
-loop.train_step = told
-"""
-
-
-def test_every_group_of_ranks_waits_as_long_as_the_configuration_says(ranks: Ranks) -> None:
-    """Those of the mesh too, which torch makes, and those of stages and shards of one rank."""
-    options = ("parallel.pp=2", "parallel.timeout=200", "train.steps=1", "phases=none")
-    ranks.train(2, "a", *options, "train.microbatch=1", "eval.every=0", patch=TELLS_TIMEOUTS)
-    for rank in range(2):
-        timeouts = json.loads((ranks.folder / f"timeouts{rank}.json").read_text())
-        assert len(timeouts) > 4 and set(timeouts) == {200.0}
-
-
-STOPS = """
-import os, time
-from fp4train.parallel import attendance
-
-attendance.BEAT_SECONDS, attendance.SILENT_SECONDS = 0.2, 1.5
-say = attendance.Attendance._say
-
-def say_if_asked(self, now):
-    if os.path.exists(f"ask{rank}"):
-        say(self, now)
-        if rank == STOPPED:
-            os.remove(f"ask{rank}")
-
-def stop():
-    os.kill(os.getpid(), 19)
-    while os.path.exists(f"ask{rank}"):
-        time.sleep(0.01)
-
-attendance.Attendance._say = say_if_asked
-"""
-"""A rank that waits for a processor gives no signs, either: ranks look at the signs while the file
-askRANK is there, the rank STOPPED once.
-"""
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_rank_that_is_stopped_is_named_while_the_others_wait(ranks: Ranks, rank: int) -> None:
-    """Rank 0 keeps the store: where it is stopped, nothing in there answers. Who goes on costs
-    nothing, and names nobody.
-    """
-    patch = "\n".join([f"STOPPED = {rank}", STOPS, fails_at_3(rank, "stop()")])
-    job = ranks.start(2, "run.name=a", patch=patch)
-    state = Path(f"/proc/{job.processes[rank]}/stat")
-    ranks.until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
-    asks = [ranks.folder / f"ask{number}" for number in range(2)]
-    asks[1 - rank].touch()
-    told = ranks.folder / f"rank{1 - rank}.err"
-    ranks.until(lambda: "no sign for" in told.read_text())
-    asks[1 - rank].unlink()
-    asks[rank].touch()
-    os.kill(job.processes[rank], signal.SIGCONT)
-    ended = job.wait()
-    assert ended.codes == [0, 0], ended.err
-    (line,) = [line for line in ended.err[1 - rank].splitlines() if "no sign for" in line]
-    assert f"rank {rank} on " in line
-    assert "the others wait for it, up to parallel.timeout=1800 s" in line
-    assert "no sign for" not in ended.err[rank]
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_rank_that_does_not_come_is_named_after_a_bounded_time(ranks: Ranks, rank: int) -> None:
-    patch = (
-        "import os\nimport fp4train.parallel.launch as m\nm.PATIENCE = 2.0\nif rank == "
-        f"{rank}:\n    os._exit(9)"
-    )
-    ended = ranks(2, "run.name=a", patch=patch)
-    assert ended.codes == ([75, 9] if rank else [9, 75]) and ended.seconds < 60
-    assert ("rank 1 did not come to" if rank else "rank 1 of 2 does not reach rank 0 at") in told(
-        ended, by=1 - rank
-    )
-    assert "within 2 s" in told(ended, by=1 - rank)
-
-
 KILLS = int(os.environ.get("FP4TRAIN_KILLS", "3"))
 """Random moments at which a rank is killed; docs/scale.md says how many were tried by hand."""
 
@@ -496,12 +323,6 @@ def test_a_rank_killed_at_any_moment_costs_no_bit(ranks: Ranks, seed: int) -> No
     if any(job.wait().codes):
         ranks.train(2, "killed", "checkpoint.every=3", *long)
     ranks.same(ranks.reference("train.microbatch=2", *long), "killed")
-
-
-@pytest.mark.long
-def test_a_rank_that_hangs_is_found_with_its_stack(ranks: Ranks) -> None:
-    ended = ranks(2, "run.name=a", "train.step_timeout=6", patch=fails_at_3(1, "time.sleep(1000)"))
-    assert all(ended.codes) and "in step" in ended.err[1] and "Thread 0x" in ended.err[1]
 
 
 @pytest.mark.long

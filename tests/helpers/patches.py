@@ -1,4 +1,6 @@
-"""Code that a rank of a job runs first (`Ranks`), which several tests use."""
+"""Code that a rank of a job runs first (`Ranks`), and what it says, which several tests use."""
+
+from typing import Any
 
 DIES_AT_3 = """
 import fp4train.train as loop
@@ -31,3 +33,22 @@ GRAPHS = (
 """With train.compile=true blocks are traced as ever, and their graphs run kernel by kernel:
 inductor takes long.
 """
+
+
+def fails_at_3(rank: int, what: str) -> str:
+    """Code that does `what` on `rank` before the fourth step."""
+    patch = "import os, time, fp4train.train as loop\noriginal = loop.train_step\n"
+    patch += f"def step(run, recipe):\n    if run.step == 3 and rank == {rank}:\n        {what}\n"
+    return patch + "    return original(run, recipe)\nloop.train_step = step"
+
+
+def told(ended: Any, *, by: int) -> str:
+    """The one message of a job, and that no other rank gave one."""
+    lines = [
+        [line for line in text.splitlines() if line.startswith("fp4train: ")] for text in ended.err
+    ]
+    assert [len(texts) for texts in lines] == [int(rank == by) for rank in range(len(lines))], (
+        ended.err
+    )
+    assert "Traceback" not in ended.err[by]
+    return str(lines[by][0])
