@@ -37,6 +37,17 @@ def test_two_ranks_round_moments_of_bf16_as_two_microbatches_do(ranks: Ranks) ->
     ranks.same(ranks.reference("train.microbatch=2", *options), "two")
 
 
+@pytest.mark.parametrize("cut", ["dp_shard", pytest.param("dp_replicate", marks=pytest.mark.long)])
+def test_two_ranks_descend_and_resume_as_two_microbatches_do(ranks: Ranks, cut: str) -> None:
+    """Of SGD, whose means of gradients go to one rank after half of the steps."""
+    options = ("recipe=bf16", "optim=sgd", "optim.lr=0.02")
+    mesh = (f"parallel.{cut}=2", "checkpoint.every=2")
+    ranks.train(2, "two", *options, *mesh, patch=DIES_AT_3)
+    ended = ranks(1, "resume=runs/two", f"parallel.{cut}=1", "train.microbatch=2")
+    assert ended.codes == [0], ended.err
+    ranks.same(ranks.reference("train.microbatch=2", *options), "two")
+
+
 def test_with_the_defaults_two_ranks_are_two_microbatches_while_gradients_are_clipped(
     ranks: Ranks,
 ) -> None:

@@ -240,6 +240,40 @@ def test_sgd_decays_matrices_only_and_its_constants_reach_torch() -> None:
     )
 
 
+def test_sgd_has_no_momentum_of_a_first_step_that_is_skipped() -> None:
+    """torch's would be memory that nothing wrote."""
+    model = nn.Linear(64, 64)
+    optimizer = SGD().build(model)
+    before = copy.deepcopy(model.state_dict())
+    model(torch.ones(2, 64)).sum().backward()
+    written = [torch.full((64, 64), 7.0) for _ in range(50)]
+    del written
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    for state in optimizer.state.values():
+        assert not state["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_takes_the_steps_of_torch(nesterov: bool) -> None:
+    torch.manual_seed(0)
+    ours = nn.Linear(32, 32)
+    theirs = copy.deepcopy(ours)
+    optimizers = (
+        SGD(lr=0.5, momentum=0.8, nesterov=nesterov).build(ours),
+        torch.optim.SGD(theirs.parameters(), lr=0.5, momentum=0.8, nesterov=nesterov, fused=True),
+    )
+    for _ in range(3):
+        x = torch.randn(4, 32)
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[name])
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
