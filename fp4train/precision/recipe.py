@@ -334,8 +334,17 @@ class Recipe:
     @property
     def loss_scaling(self) -> LossScaling | None:
         """How the loss is scaled before backward; None for dtypes whose range needs no scaling."""
-        if self.dtype == "float16":
+        if self.stated_scaling is None and self.dtype == "float16":
             return LossScaling()
+        return self.stated_scaling
+
+    @property
+    def stated_scaling(self) -> LossScaling | None:
+        """The loss scaling that the recipe, or a part of it, states, whatever its dtype needs; None:
+        none does.
+        """
+        if self.outliers is not None:
+            return self.outliers.recipe.stated_scaling
         return None
 
     @property

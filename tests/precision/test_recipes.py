@@ -30,6 +30,7 @@ from fp4train.precision import (
     LossScaling,
     Mixed,
     Operands,
+    OutlierChannels,
     Recipe,
     recipes,
 )
@@ -415,6 +416,19 @@ def test_a_custom_table_has_a_loss_scale_where_it_asks_for_one() -> None:
     assert Custom(scaling=own).loss_scaling == own and Custom().loss_scaling is None
     assert Custom(dtype="float16").loss_scaling == LossScaling()
     assert Mixed(fprop=BF16(), dgrad=Custom(scaling=own), wgrad=BF16()).loss_scaling == own
+
+
+def test_a_loss_scaling_is_taken_from_a_part_however_deep_it_is() -> None:
+    stated = LossScaling(initial=8.0)
+    inner = Mixed(fprop=NVFP4(), dgrad=Custom(scaling=stated), wgrad=BF16())
+    assert Mixed(fprop=BF16(), dgrad=inner, wgrad=BF16()).loss_scaling == stated
+    assert Mixed(fprop=Mixed(dgrad=inner)).loss_scaling == stated
+    assert Mixed(fprop=Mixed()).loss_scaling is None
+    apart = OutlierChannels(recipe=Custom(scaling=stated))
+    assert NVFP4(outliers=apart).loss_scaling == stated
+    in_fp16 = {gemm: MXFP8(dtype="float16") for gemm in ("fprop", "dgrad", "wgrad")}
+    nested = Mixed(**{**in_fp16, "fprop": Mixed(**in_fp16, dtype="float16")}, dtype="float16")
+    assert nested.loss_scaling == LossScaling()
 
 
 def test_the_loss_scale_backs_off_and_grows() -> None:

@@ -30,5 +30,5 @@ class FP16(Recipe):
     scaling: LossScaling = field(default_factory=LossScaling)
 
     @property
-    def loss_scaling(self) -> LossScaling | None:
+    def stated_scaling(self) -> LossScaling | None:
         return self.scaling

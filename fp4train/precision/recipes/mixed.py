@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from fp4train.backends.table import GEMMS, HIGH_PRECISION, Operands
 from fp4train.precision.recipe import LossScaling, Recipe
-from fp4train.precision.recipes.high import BF16, FP16
+from fp4train.precision.recipes.high import BF16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +35,12 @@ class Mixed(Recipe):
         )
 
     @property
-    def loss_scaling(self) -> LossScaling | None:
-        """Loss scaling of the first part that defines one."""
-        parts = (self.fprop, self.dgrad, self.wgrad)
-        gemm_scalings = [
-            part.scaling
-            for part in parts
-            if isinstance(part, FP16 | Custom) and part.scaling is not None
-        ]
-        if gemm_scalings:
-            return gemm_scalings[0]
-        return super().loss_scaling
+    def stated_scaling(self) -> LossScaling | None:
+        """Loss scaling of the first part that states one."""
+        for part in (self.fprop, self.dgrad, self.wgrad):
+            if part.stated_scaling is not None:
+                return part.stated_scaling
+        return super().stated_scaling
 
     def operands(self) -> dict[str, Operands]:
         dtypes = {getattr(self, g).dtype for g in GEMMS}
@@ -89,8 +84,8 @@ class Custom(Recipe):
         return self.label + self._exceptions()
 
     @property
-    def loss_scaling(self) -> LossScaling | None:
-        return self.scaling or super().loss_scaling
+    def stated_scaling(self) -> LossScaling | None:
+        return self.scaling or super().stated_scaling
 
     def operands(self) -> dict[str, Operands]:
         return {g: getattr(self, g) for g in GEMMS}
