@@ -15,8 +15,8 @@ from fp4train.config.command_line import CommandLine
 from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.record import MEASUREMENTS
 from fp4train.lab.studies.subject import STUDIES, Subject, digest
-from fp4train.precision import Timeline
-from fp4train.precision.plan import Plan
+from fp4train.precision import LossScaling, Timeline
+from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.text import check_choice, check_least
 
 MOST = 10_000
@@ -132,10 +132,11 @@ class Branch:
     @property
     def signature(self) -> tuple[object, ...]:
         """The computation, whatever the recipes are called: equal for candidates whose forks are
-        equal.
+        equal. Forks of older records that scale the loss have another one: they may have had
+        another scale.
         """
         return tuple(
-            (stretch.start, stretch.stop, stretch.recipe.dtype, name, *gemm)
+            (stretch.start, stretch.stop, stretch.recipe.dtype, name, *gemm, *_scaled(stretch))
             for stretch in self.plan.stretches
             for name, layer in stretch.layers.items()
             for gemm in layer.computation
@@ -145,6 +146,12 @@ class Branch:
     def key(self) -> str:
         """The name of its forks in a record, whatever the candidate is called."""
         return digest(self.signature)[:16]
+
+
+def _scaled(stretch: PlannedStretch) -> tuple[LossScaling, ...]:
+    """How the loss is scaled in a stretch; empty: it is not."""
+    scaling = stretch.recipe.loss_scaling
+    return () if scaling is None else (scaling,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,10 @@ MEASUREMENTS = "measurements.jsonl"
 REMEDY = "remove the file to measure anew"
 FORMAT = 3
 """The number of the format; it grows when an earlier record would be read wrongly."""
+LOSS_SCALE = "loss_scale"
+"""The loss scale that gradients are measured with, in the identity of a study whose recipe has a
+loss scaling.
+"""
 SHOWN = 4
 LENGTH = 24
 """Differences that a message names, and characters of a value in it."""
@@ -97,6 +101,13 @@ class StudyRecord:
             )
         old = flattened(recorded)
         new = flattened(expected)
+        if {LOSS_SCALE: new.get(LOSS_SCALE), **old} == new != old:
+            raise UserError(
+                f"{self.path} is the record of an older fp4train, which does not say with which "
+                f"loss scale it measured gradients; here it is {expected[LOSS_SCALE]:g}. Figures of "
+                "two loss scales are not compared: remove the file to measure anew, or give this "
+                "study another folder, out=…"
+            )
         if other := [key for key in {**new, **old} if old.get(key) != new.get(key)]:
             shown = "; ".join(_difference(key, old, new) for key in other[:SHOWN])
             raise UserError(

@@ -24,9 +24,10 @@ from fp4train.lab.studies.parts import (
     RecipePart,
     RecipeParts,
 )
-from fp4train.lab.studies.record import Reading, Shown, StudyRecord
+from fp4train.lab.studies.record import LOSS_SCALE, Reading, Shown, StudyRecord
 from fp4train.lab.studies.subject import Subject, described
 from fp4train.precision import LayerPolicy, Recipe
+from fp4train.run.loss_scale import coming_loss_scale
 from fp4train.text import check_least
 
 GROUP = 4
@@ -61,12 +62,15 @@ class Effort:
 
 def identity_of(subject: Subject, recipe: Recipe, effort: Effort) -> dict[str, Any]:
     """The identity with which the record of the study must agree."""
-    return {
+    identity = {
         "study": "sensitivity",
         **subject.identity,
         "recipe": described(recipe),
         "repeats": effort.repeats,
     }
+    if recipe.loss_scaling is not None:
+        identity[LOSS_SCALE] = coming_loss_scale(subject.run, recipe)
+    return identity
 
 
 def groups_of(subject: Subject, effort: Effort) -> list[range]:

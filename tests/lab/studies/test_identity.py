@@ -13,7 +13,7 @@ from fp4train.errors import UserError
 from fp4train.lab.studies import Base, Effort, ForkSettings, RecipeParts, open_record, open_subject
 from fp4train.lab.studies.sensitivity import identity_of
 from fp4train.lab.studies.subject import described, digest
-from fp4train.precision import MXFP4, NVFP4, LayerPolicy
+from fp4train.precision import FP16, MXFP4, NVFP4, LayerPolicy
 from fp4train.quantize import QuantSpec
 from fp4train.run.command import Command
 from fp4train.run.record import directory as run_directory
@@ -118,3 +118,21 @@ def test_a_policy_has_the_same_key_in_a_record_whatever_options_are_added(traine
     parts = RecipeParts(subject_of(trained), NVFP4(), repeats=1)
     one, two = (parts.under(LayerPolicy(first=first, last=0), "chosen") for first in (0, 0.5))
     assert one.key != two.key and digest(one.policy)[:12] in one.key
+
+
+def test_a_study_of_an_older_fp4train_with_another_loss_scale_is_not_gone_on_with(
+    trained: Path, tmp_path: Path
+) -> None:
+    """Its record does not say which scale it had. One of a recipe without loss scaling goes on."""
+    subject = subject_of(trained)
+    effort = Effort(batches=1, repeats=2)
+    scaled = identity_of(subject, FP16(), effort)
+    older = {key: value for key, value in scaled.items() if key != "loss_scale"}
+    with open_record(tmp_path, older, subject.step):
+        pass
+    with (
+        pytest.raises(UserError, match=r"with which loss scale .* here it is 65536\. .* out=…"),
+        open_record(tmp_path, scaled, subject.step),
+    ):
+        pass
+    assert "loss_scale" not in identity_of(subject, NVFP4(), effort)
