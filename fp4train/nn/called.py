@@ -58,13 +58,14 @@ def check_called(
     # another layer that was called shares it
     missed = [layer for layer in missed if layer.weight not in multiplied]
     if bypassed := [layer.layer.name for layer in missed if trained(layer)]:
+        kept = ",".join(dict.fromkeys(map(_suffix, bypassed)))
         raise UserError(
             f"{first_few(bypassed, _NAMED)}: planned in {quantised[bypassed[0]]} and not "
             "called in the first step, but "
             "the weight has a gradient. Other code multiplies it in high precision (a fused "
             "kernel, a router)"
             f"{elsewhere}. Call the layer instead, or plan it in high precision: "
-            f"policy.keep=[{_suffix(bypassed[0])}]"
+            f"policy.keep=[{kept}]"
         )
     if missed:
         _log.warning(

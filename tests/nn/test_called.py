@@ -50,6 +50,20 @@ def test_a_weight_that_other_code_multiplies_is_an_error_that_names_layer_and_fi
         checked(nn.ModuleList([Mixer(False), Mixer(True)]))
 
 
+class Unplanned(Mixer):
+    """Multiplies both of its weights itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, self.in_proj.weight).relu(), self.out_proj.weight)
+
+
+def test_the_fix_names_each_kind_of_layer_that_other_code_multiplies() -> None:
+    blocks = nn.ModuleList([Unplanned(True), Unplanned(True)])
+    with pytest.raises(UserError, match=r"policy\.keep=\[in_proj,out_proj\]$"):
+        checked(blocks)
+    checked(blocks, LayerPolicy(last=0, keep=["in_proj", "out_proj"]))
+
+
 def test_the_fix_that_the_error_names_works() -> None:
     checked(nn.ModuleList([Mixer(False), Mixer(True)]), LayerPolicy(last=0, keep=["out_proj"]))
 
