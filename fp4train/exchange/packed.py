@@ -116,6 +116,25 @@ class PackedModel:
         return sorted(layers for layers in groups if not names.issuperset(layers))
 
     @property
+    def unserved(self) -> list[str]:
+        """What fprop of a packed layer does to x in training, and no serving software does, in
+        words.
+        """
+        words = dict[str, None]()
+        for matrix in self.layers.values():
+            plan = self.stretch.layers[matrix.layer.name]
+            x = plan.fprop.operands.first
+            if x is None:
+                continue
+            if "x" in plan.recipe.centred:
+                words["fprop quantises x without its mean over tokens"] = None
+            if plan.recipe.residual is not None and "x" in plan.recipe.residual.tensors:
+                words["fprop multiplies what the codes of x leave, too"] = None
+            if x.four_over_six is not None:
+                words["fprop scales each block of x to 6 or to 4"] = None
+        return list(words)
+
+    @property
     def bytes_per_weight(self) -> float:
         """Bytes of codes and scales for each quantised weight."""
         sizes = [

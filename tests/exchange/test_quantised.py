@@ -293,6 +293,35 @@ def test_both_configurations_of_modelopt_name_the_format_and_what_is_kept(
     assert {*inner["ignore"]} == kept | {"lm_head"}
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("recipe=averis",), "fprop quantises x without its mean over tokens"),
+        pytest.param(
+            ("recipe=flux_residual",),
+            "fprop multiplies what the codes of x leave, too",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ("recipe=nvfp4", "recipe.four_over_six=all", "recipe.hadamard=false"),
+            "fprop scales each block of x to 6 or to 4",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_an_export_says_what_serving_software_does_not_do_to_activations(
+    train: Train, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    measures = quantised.Measures(losses=False)
+    run = train(*SHORT, *words)
+    made = export_quantised(run, tmp_path / "a", "compressed-tensors", measures=measures)
+    (note,) = (note for note in made.notes if "Serving software quantises x as it is" in note)
+    assert said in note
+    plain = train(*SHORT, "recipe=nvfp4")
+    made = export_quantised(plain, tmp_path / "b", "compressed-tensors", measures=measures)
+    assert not any("as it is" in note for note in made.notes)
+
+
 # -- what cannot be --------------------------------------------------------------------------------
 
 
