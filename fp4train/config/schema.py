@@ -113,7 +113,7 @@ class TrainSettings:
             batches since (`run/supervise/divergence.py`).
         rewinds: number of times that a run goes back; the next divergence ends it.
         ema: decay per step of an exponential moving average of the weights, between 0 and 1
-            (`run/state/average.py`): evaluated beside them, saved, and named RUN:ema. None: none is
+            (`run/state/ema.py`): evaluated beside them, saved, and named RUN:ema. None: none is
             kept.
     """
 

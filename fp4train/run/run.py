@@ -336,6 +336,7 @@ class Run:
             UserError: a tensor of it does not fit or is not finite, or it was trained on other data
                 or by another teacher.
         """
+        self.step = saved.step  # states are checked and loaded for it
         try:
             tables = [
                 saved_part(saved, state.key, self.model, self.inventory) for state in self.states
@@ -344,7 +345,6 @@ class Run:
                 state.check(table)
             for state, table in zip(self.states, tables, strict=True):
                 state.load(table)
-            self.step = saved.step
             data = saved.state["data"]
         except (
             LookupError,

@@ -4,27 +4,33 @@ Saving, restoring, resharding, the stages of a pipeline, checks and the plan's m
 list.
 """
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from fp4train.config import Config
-from fp4train.run.state.average import Average
 from fp4train.run.state.base import RunState, Trained
+from fp4train.run.state.ema import ExponentialAverage
 from fp4train.run.state.layers import LayerStates
 from fp4train.run.state.moments import Moments
 from fp4train.run.state.numbers import LossHistory, LossScale
 from fp4train.run.state.oscillation import Oscillation
-from fp4train.run.state.weights import ModelWeights
+from fp4train.run.state.weights import ModelWeights, OtherWeights
 
 STATES: tuple[type[RunState], ...] = (
     ModelWeights,
     Moments,
     LayerStates,
     Oscillation,
-    Average,
+    ExponentialAverage,
     LossScale,
     LossHistory,
 )
 """All states, in the order in which they are checked, restored, and follow a step."""
+WEIGHT_KINDS: Mapping[str, type[OtherWeights]] = {
+    state.key: state for state in STATES if issubclass(state, OtherWeights)
+}
+"""Kinds of weights that a run may keep beside the trained ones, RUN:KIND, and their states."""
 
 
 def states_of(run: Trained) -> list[RunState]:
@@ -48,7 +54,7 @@ def how_to_have(kind: str, config: Config | None = None) -> str:
     Returns:
         "; a run with train.ema=0.999 keeps ema"; empty where no option does, or the run has it.
     """
-    for state in STATES:
-        if state.file == kind and state.option and not (config and state.used(config)):
-            return f"; a run with {state.option} keeps {kind}"
-    return ""
+    state = WEIGHT_KINDS.get(kind)
+    if state is None or (config and state.used(config)):
+        return ""
+    return f"; a run with {state.option} keeps {kind}"

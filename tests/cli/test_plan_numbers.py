@@ -41,7 +41,7 @@ def test_a_model_that_is_large_for_its_tokens_is_counted_in_billions(
     [
         ("", "weights and moments"),
         ("optim=sgd optim.momentum=0", "weights"),
-        ("train.ema=0.9", "weights, moments and average of weights"),
+        ("train.ema=0.9", "weights, moments and exponential average of weights"),
     ],
 )
 def test_the_states_of_a_checkpoint_are_listed_as_a_sentence(

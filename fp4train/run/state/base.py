@@ -63,13 +63,11 @@ class RunState(ABC):
         file: the kind of file of its tensors. One that stands for weights of the model has files of
             its own, so that they are read alone (RUN@STEP:KIND); their kind is its key.
         title: its name in a plan's memory, which no other state has.
-        option: a setting of a run that has it, where not every run has.
     """
 
     key: ClassVar[str]
     file: ClassVar[str] = TENSORS
     title: ClassVar[str] = ""
-    option: ClassVar[str] = ""
 
     def __init__(self, run: Trained) -> None:
         self.run = run
@@ -92,7 +90,8 @@ class RunState(ABC):
 
     @abstractmethod
     def check(self, saved: Any) -> None:
-        """Compare what `saved_part` read with this run; nothing is changed.
+        """Compare what `saved_part` read with this run; nothing is changed. `run.step` is that
+        of the checkpoint.
 
         Raises:
             ValueError: it does not fit, or is not finite; the message names the first tensor.
@@ -100,7 +99,7 @@ class RunState(ABC):
 
     @abstractmethod
     def load(self, saved: Any) -> None:
-        """Take over what `check` accepted."""
+        """Take over what `check` accepted; `run.step` is that of the checkpoint."""
 
     def must_be_finite(self, path: str) -> bool:
         """Whether a checkpoint is worthless if the tensor of this path below `key` is not

@@ -1,10 +1,10 @@
-"""The weights of a model, with its buffers; the biases that balance experts, which follow the load
-after each step, are among them.
+"""The weights of a model, with its buffers, as they are trained, and others that a run keeps beside
+them. The biases that balance experts, which follow the load after each step, are among the buffers.
 """
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from fp4train.run.experts import Routed, even_out
 from fp4train.run.finite import first_non_finite
 from fp4train.run.queued import Step
 from fp4train.run.state.base import RunState, Trained, check_tensor
+from fp4train.shards import like, local
 
 
 class WeightState(RunState):
@@ -49,6 +50,40 @@ class WeightState(RunState):
     def must_be_finite(self, path: str) -> bool:
         """Parameters must be; buffers may hold what was not computed yet."""
         return path in self._parameters
+
+
+class OtherWeights(WeightState):
+    """Weights that a run keeps beside the trained ones: evaluated as `val/loss_KEY`, and named
+    RUN:KEY wherever weights are named. Files of a checkpoint have the key as their kind, too.
+
+    Attributes:
+        option: a setting of a run that keeps them.
+    """
+
+    option: ClassVar[str]
+
+    def __init__(self, run: Trained) -> None:
+        super().__init__(run)
+        self.parts: dict[str, Tensor] = {}
+        """This rank's part (`shards.local`) of each parameter, by name; buffers are the model's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of a model with these weights."""
+        table = self.run.model.state_dict()
+        names = {id(p): name for name, p in self.run.model.named_parameters()}
+        for name, parameter in self.run.model.named_parameters(remove_duplicate=False):
+            if (part := self.parts.get(names[id(parameter)])) is not None:
+                table[name] = like(parameter, part)
+        return table
+
+    def load(self, saved: Any) -> None:
+        """See `RunState.load`."""
+        parameters = self.run.model.named_parameters()
+        self.parts = {name: local(saved[name]).to(p.device) for name, p in parameters}
+
+    def weights(self) -> Mapping[str, Tensor] | None:
+        """See `RunState.weights`; None before there are any."""
+        return self.parts or None
 
 
 class ModelWeights(WeightState):
