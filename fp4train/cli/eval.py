@@ -5,7 +5,8 @@ FOLDER is a model of Hugging Face, for task= and text=.
 
   recipe=A,B       and recipe.KEY=VALUE, policy=NAME; the default is high precision, and the recipe that the forward
                    pass was trained in
-  step=200         the checkpoint, as RUN@200; the default is the newest. RUN:ema is the run's average of weights
+  step=200         the checkpoint, as RUN@200; the default is the newest
+{kinds}
   batches=8        of held-out text; the default is the run's, which gives its val/loss
   text=PATH        instead of held-out text: a text file, or those of a folder
   task=NAME        tasks of lm_eval, or a YAML file of your own; several are separated by commas
@@ -24,11 +25,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from fp4train.cli.output import print_screen
-from fp4train.cli.trained import KEYS, with_model
+from fp4train.cli.trained import KEYS, with_model, with_weight_kinds
 from fp4train.config.command_line import CommandLine, Count, WholeNumber, read_line
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange import NamedRecipe, Score, TrainedModel, held_out
 from fp4train.exchange.evaluation import record, texts
+
+__doc__ = with_weight_kinds(__doc__)
 
 COUNTS = ("tokens", "bytes", "documents")
 _OF = {

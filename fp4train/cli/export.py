@@ -6,7 +6,8 @@ A run as a folder that other software loads: configuration, weights, tokenizer a
   to=compressed-tensors, to=modelopt  the codes and scales of NVFP4, MXFP8 or FP8 that training used, for vLLM, SGLang
                                       and TensorRT-LLM
   out=FOLDER       a new folder; it is whole, or not there
-  step=200         the checkpoint, as RUN@200; the default is the newest. RUN:ema is the run's average of weights
+  step=200         the checkpoint, as RUN@200; the default is the newest
+{kinds}
   dtype=float32    of the weights: float32 keeps every bit, bf16 rounds to half the size; of codes bf16 is the default,
                    for what is in high precision
   shard=5GB        largest file of weights
@@ -29,12 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.cli.output import fitted
-from fp4train.cli.trained import source_named
+from fp4train.cli.trained import source_named, with_weight_kinds
 from fp4train.config.command_line import CommandLine, Count, WholeNumber, read_line
 from fp4train.exchange import Measures, export_huggingface, export_quantised
 from fp4train.exchange.huggingface import DTYPES
 from fp4train.lab.studies import study_progress
 from fp4train.text import check_choice
+
+__doc__ = with_weight_kinds(__doc__)
 
 TARGETS = ("hf", "compressed-tensors", "modelopt")
 _OF_CODES = ("stretch", "calibrate", "losses")

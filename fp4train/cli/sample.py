@@ -9,7 +9,8 @@ Text that the model of a run, or of a Hugging Face folder, writes after a prompt
   top_p=0.9        only the most likely tokens that together have this probability
   seed=0           of the random numbers: the same command writes the same text
   recipe=bf16      and recipe.KEY=VALUE, policy=NAME; the default is the recipe that the forward pass was trained in
-  step=200         the checkpoint, as RUN@200; the default is the newest. RUN:ema is the run's average of weights
+  step=200         the checkpoint, as RUN@200; the default is the newest
+{kinds}
   plugins=[NAME]   packages of the classes of your own that the run uses
   --json           as data, with the token ids
 """
@@ -20,12 +21,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from fp4train.cli.trained import KEYS, with_model
+from fp4train.cli.trained import KEYS, with_model, with_weight_kinds
 from fp4train.config.command_line import CommandLine, WholeNumber, read_line
 from fp4train.data.tokens import begin_of_document
 from fp4train.errors import UserError
 from fp4train.exchange import NamedRecipe, Sampling, TextStream, TrainedModel, generate
 from fp4train.text import counted
+
+__doc__ = with_weight_kinds(__doc__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from fp4train.errors import user_errors
 from fp4train.exchange import NamedRecipe, TrainedModel, load_trained
 from fp4train.lab.studies import Axis, candidates, sweep_axes
 from fp4train.precision import LayerPolicy, Recipe
+from fp4train.run.states import WEIGHT_KINDS
 
 Task = Callable[[TrainedModel, Sequence[NamedRecipe]], int]
 """Work of a verb on a model and the recipes that are named, of which there may be none; gives the
@@ -18,6 +19,17 @@ exit code.
 
 KEYS = ("recipe", "policy", "plugins")
 """Sections of a run that these verbs take."""
+
+
+def with_weight_kinds(help_screen: str | None) -> str:
+    """The help of a verb, with a line about each kind of weights that a run may keep beside the
+    trained ones, in the place of the line {kinds}.
+    """
+    lines = [
+        f"  {f'RUN:{kind}':<16} the run's {state.title}, kept with {state.option}"
+        for kind, state in WEIGHT_KINDS.items()
+    ]
+    return (help_screen or "").replace("{kinds}", "\n".join(lines))
 
 
 def source_named(word: object, step: int | None) -> WeightSource:

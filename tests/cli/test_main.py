@@ -19,6 +19,7 @@ from fp4train.cli.help import options_of
 from fp4train.cli.main import USAGE, VERBS
 from fp4train.errors import UserError
 from fp4train.formats import ELEMENT_FORMATS
+from fp4train.run.states import WEIGHT_KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +96,13 @@ def test_help_of_a_verb_lists_its_own_options(
     )
     assert not run("help", verb)
     assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("verb", ["export", "eval", "sample"])
+def test_help_of_a_verb_that_takes_weights_lists_their_kinds(verb: str) -> None:
+    shown = help_of(verb)
+    assert all(f"\n  RUN:{kind} " in shown for kind in WEIGHT_KINDS)
+    assert "{" not in shown
 
 
 def test_help_alone_is_the_usage_and_of_no_verb_an_error(
