@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fp4train import sealed
 from fp4train.checkpoint import model_folder
-from fp4train.checkpoint.layout import WEIGHTS
+from fp4train.checkpoint.layout import WEIGHTS, key_of
 from fp4train.paths import split_weights
 
 
@@ -63,6 +63,11 @@ class WeightSource:
     def at(self, step: int) -> WeightSource:
         """The same weights at another step."""
         return replace(self, step=step)
+
+    @property
+    def key(self) -> str:
+        """The key of the state of a checkpoint that has the weights."""
+        return key_of(self.kind)
 
     @property
     def resume_words(self) -> list[str]:

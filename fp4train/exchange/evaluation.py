@@ -232,7 +232,7 @@ def record(trained: TrainedModel, scores: Sequence[Score]) -> str:
     source = trained.source
     if not os.access(source, os.W_OK):
         return f"{source} cannot be written: not recorded"
-    of = "" if trained.kind == WEIGHTS else f" of {trained.kind}"
+    of = "" if trained.weights.kind == WEIGHTS else f" of {trained.weights.kind}"
     entries = [
         {
             "task": f"{s.task}{of}",

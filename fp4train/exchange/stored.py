@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fp4train import checkpoint
-from fp4train.checkpoint.layout import key_of
 from fp4train.checkpoint.source import WeightSource
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.config import Config, to_config
@@ -94,7 +93,7 @@ class StoredModel:
 
     def path(self, name: str) -> str:
         """The path in the checkpoint of the tensor that the model calls `name`."""
-        return f"{key_of(self.source.kind)}/{checkpoint.escaped(name)}"
+        return f"{self.source.key}/{checkpoint.escaped(name)}"
 
     def described(self) -> dict[str, Any]:
         """The `config.json`, without dtype and ids of tokens.
@@ -187,7 +186,7 @@ def open_stored(named: WeightSource | Path) -> StoredModel:
     check_belongs(saved, run, mend=False)
     with user_errors(ValueError, before=f"{run}: "):
         described = family.names_of(config.model)
-    above = f"{key_of(source.kind)}/"
+    above = f"{source.key}/"
     expected = {
         f"{above}{checkpoint.escaped(parameter)}": theirs for parameter, theirs in described.items()
     }

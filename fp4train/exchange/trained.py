@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from fp4train import checkpoint
-from fp4train.checkpoint.layout import WEIGHTS, key_of
 from fp4train.checkpoint.source import WeightSource
 from fp4train.config import Config, plain, to_config
 from fp4train.config.composition import compose
@@ -57,9 +56,7 @@ class TrainedModel:
     """The weights of a run at one of its checkpoints.
 
     Args:
-        source: run directory, or folder.
-        step: number of optimizer steps done; None: it is of a folder.
-        kind: kind of the weights (`WeightSource`).
+        weights: source of the weights, with their step; of a folder there is no step.
         model: model in evaluation mode.
         tokenizer: tokenizer of its text; None for token files that came without one.
         vocab_size: number of ids that the tokenizer has; the model's head may have more, which stand for
@@ -69,9 +66,8 @@ class TrainedModel:
         cfg: configuration of the run as it was saved, with the paths that the command line gives.
     """
 
-    source: Path
+    weights: WeightSource
     config: Config
-    step: int | None
     model: nn.Module = field(repr=False)
     tokenizer: Tokenizer | None = field(repr=False)
     vocab_size: int
@@ -79,7 +75,16 @@ class TrainedModel:
     device: torch.device
     cfg: DictConfig = field(repr=False)
     paths: Mapping[str, str | None]
-    kind: str = WEIGHTS
+
+    @property
+    def source(self) -> Path:
+        """The run directory, or the folder."""
+        return self.weights.path
+
+    @property
+    def step(self) -> int | None:
+        """Number of optimizer steps done; None: it is of a folder."""
+        return self.weights.step
 
     @property
     def high_precision(self) -> NamedRecipe:
@@ -136,10 +141,7 @@ class TrainedModel:
     @property
     def title(self) -> str:
         """The origin of the model: the run and its step, or the folder."""
-        kind = "" if self.kind == WEIGHTS else f", {self.kind}"
-        if self.step is None:
-            return str(self.source)
-        return f"{self.source} at step {self.step}{kind}"
+        return self.weights.title
 
     @property
     def context(self) -> int:
@@ -203,14 +205,12 @@ def load_trained(
     model = build_model(config, vocab_size, device)
     strange = (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError)
     with user_errors(*strange, before=f"{stored.path} does not fit the model of {source}: "):
-        saved = saved_part(stored, key_of(weights.kind), model)
+        saved = saved_part(stored, weights.key, model)
         check_weights(model, saved)
     load_weights(model, saved)
     return TrainedModel(
-        source=source,
+        weights=weights.at(stored.step),
         config=config,
-        step=stored.step,
-        kind=weights.kind,
         model=model.eval(),
         tokenizer=tokenizer,
         vocab_size=vocab_size,
@@ -247,15 +247,15 @@ def _of_folder(folder: Path) -> TrainedModel:
     else:
         cfg.train.seq_len = min(int(positions), CONTEXT)
     config = to_config(cfg)
-    weights = open_source(WeightSource(path=folder), config.model)
+    source = WeightSource(path=folder)
+    weights = open_source(source, config.model)
     tokenizer = _of_texts(config.data.tokenizer)  # type: ignore[attr-defined]
     device = choose_device(config.device)
     model = build_model(config, tokenizer.vocab_size, device)
     weights.load(model)
     return TrainedModel(
-        source=folder,
+        weights=source,
         config=config,
-        step=None,
         model=model.eval(),
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size,

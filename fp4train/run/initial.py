@@ -119,7 +119,7 @@ def open_source(
     ):
         run = run_directory.require_run(path)
     saved = load(run / run_directory.CHECKPOINTS, source.step, ranks=ranks, verify=verify)
-    return RunWeights(saved, layout.key_of(source.kind))
+    return RunWeights(saved, source.key)
 
 
 def _folder_of(file: Path) -> str:
