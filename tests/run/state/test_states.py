@@ -70,7 +70,7 @@ def test_states_are_checked_and_loaded_for_the_step_of_the_checkpoint(
     steps: list[int] = []
     for method in ("check", "load"):
         monkeypatch.setattr(LossHistory, method, lambda state, saved: steps.append(state.run.step))
-    cli.trained("resume=runs/a", "resume_step=2", "run.name=b")
+    assert cli("resume=runs/a", "resume_step=2", "run.name=b").code == 0
     assert steps == [2, 2]
 
 
