@@ -31,9 +31,9 @@ class LightningPrecision(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         sums = trainer.accumulate_grad_batches * trainer.world_size > 1
-        estimated = trainer.estimated_stepping_batches
-        steps = int(estimated) if 0 < estimated < math.inf else None
-        self.precision.attach(pl_module, steps=steps, sums=sums, entrances=entrances_of(pl_module))
+        self.precision.attach(
+            pl_module, steps=_steps_of(trainer), sums=sums, entrances=entrances_of(pl_module)
+        )
         self.precision.step = trainer.global_step
         for optimizer in trainer.optimizers:
             self.precision.count(optimizer)
@@ -49,3 +49,15 @@ class LightningPrecision(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.precision.load_state_dict(state_dict)
+
+
+def _steps_of(trainer: Trainer) -> int | None:
+    """Number of optimizer steps of the run, as `global_step` counts them; None: not known.
+
+    Lightning's estimate counts batches. A batch has a step of each of several optimizers, or as many
+    as the training step makes.
+    """
+    estimated = trainer.estimated_stepping_batches
+    if len(trainer.optimizers) > 1 and estimated != trainer.max_steps:
+        return None
+    return int(estimated) if 0 < estimated < math.inf else None

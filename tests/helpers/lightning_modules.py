@@ -33,3 +33,22 @@ class Parts(Module):
     def training_step(self, batch: Any, index: int) -> Tensor:
         hidden = self.model.model(input_ids=batch["input_ids"])[0]
         return self.model.lm_head(hidden).square().mean()  # type: ignore[operator, no-any-return]
+
+
+class Pair(L.LightningModule):
+    """Two models with an optimizer each, which a training step moves one after the other."""
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.models = nn.ModuleList(models)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizers: Any = self.optimizers()
+        for model, optimizer in zip(self.models, optimizers, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(model(**batch).loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [adamw(model) for model in self.models]

@@ -11,6 +11,7 @@ from small_transformers import COOLDOWN, PHASES, POLICY, STEPS, framework, llama
 
 from fp4train.errors import UserError
 from fp4train.integrations import LightningPrecision
+from fp4train.precision import BF16, Phase
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers:UserWarning",  # the rows are made in no time
@@ -95,3 +96,21 @@ def test_a_training_step_past_the_parts_is_named_by_the_guard(tmp_path: Path) ->
 def test_a_module_that_is_not_converted_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"call model = fp4train\.convert\(model\)"):
         train("nvfp4", 1, tmp_path, module=modules().Module(llama(convert=False)))
+
+
+def test_steps_of_several_optimizers_are_known_from_max_steps_alone() -> None:
+    """Lightning counts each optimizer's step, and its estimate of their number one per batch."""
+    lightning = framework("lightning.pytorch")
+    half = Phase(start=0.5, recipe=BF16())
+    callback = LightningPrecision("mxfp8", policy=None, phases=[half])
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    quiet |= {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(max_steps=4, callbacks=[callback], **quiet)
+    trainer.fit(modules().Pair([llama(), llama()]), Batches())
+    assert trainer.global_step == 4
+    assert callback.precision.plan is not None
+    assert [stretch.start for stretch in callback.precision.plan.stretches] == [0, 2]
+    callback = LightningPrecision("mxfp8", policy=None, phases=[half])
+    trainer = lightning.Trainer(max_epochs=1, callbacks=[callback], **quiet)
+    with pytest.raises(UserError, match=r"does not know its number of steps.*max_steps"):
+        trainer.fit(modules().Pair([llama(), llama()]), Batches())
