@@ -69,6 +69,8 @@ class Format:
             `ModelOptFp8MoEMethod` takes one scale per weight, also where `quant_algo` says that
             rows have their own.
         group: number of in features that share a scale, a divisor of the layer's; 1: any number.
+        x_group: number of values of an activation that share a scale, a divisor of the layer's in
+            features, as kernels that quantise them ask; 1: any number.
     """
 
     weight: str
@@ -78,6 +80,7 @@ class Format:
     static: bool = False
     modelopt_experts: bool = True
     group: int = 1
+    x_group: int = 1
 
     @property
     def name(self) -> str:
@@ -148,6 +151,7 @@ FORMATS = (
             _args(8, "group", group_size=128) | {"dynamic": True},
         ),
         modelopt=None,
+        x_group=128,
     ),
 )
 

@@ -345,9 +345,10 @@ def _why_not(layer: Layer, spec: QuantSpec, form: Format, rows: list[int]) -> st
     """Part of a layer's matrices, with so many rows each, that does not fit `form`, in words;
     None: all fit.
     """
-    if layer.in_features % form.group:
+    group = max(form.group, form.x_group)
+    if layer.in_features % group:
         return (
-            f"{layer.in_features} in features, which the groups of {form.group} that share a "
+            f"{layer.in_features} in features, which the groups of {group} that share a "
             f"scale in {form.name} "
             "must fill"
         )

@@ -90,7 +90,14 @@ def transformers_loss(
         count = min(batches, max(1, loader.batches_per_epoch))
         total = 0.0
         for tokens, targets in map(loader.batch, range(count)):
-            with torch.no_grad():
+            with (
+                torch.no_grad(),
+                user_errors(
+                    Exception,
+                    before=f"loss=: transformers does not run {folder}: ",
+                    message=one_line,
+                ),
+            ):
                 logits = model(input_ids=tokens).logits.float()
             total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
     return total / count, count * settings.batch_size * settings.seq_len

@@ -142,11 +142,12 @@ def test_what_a_hybrid_keeps_is_loaded_by_the_names_that_transformers_gives_it(
 def test_fp8_blocks_are_those_of_serving_software(
     train: Train, served: Served, tmp_path: Path
 ) -> None:
-    """128×128, the last ones not full where that is the last of the layers that are multiplied as
-    one.
-    """
+    """Transformers multiplies them, too, with activations in groups of 128."""
     run = train("train.steps=2", "recipe=fp8_block", *FP8_BLOCKS)
     export_quantised(run, tmp_path / "a", "compressed-tensors")
+    loss, _ = transformers_loss(tmp_path / "a", load_trained(run), 1, compressed=True)
+    (score,) = held_out(load_trained(run), [load_trained(run).own], 1)
+    assert loss == pytest.approx(score.values["loss"], abs=5e-3)
     model = served(tmp_path / "a", dequantize=True)
     own = weights(run)
     spec = to_config(run_directory.read_config(run)).recipe.table()["fprop"].second

@@ -102,13 +102,18 @@ def test_an_export_says_which_server_lacks_its_format(
             r"blocks\.0\.mlp\.gate has 192 rows, .* blocks\.0\.mlp\.up as one, and refuse the "
             r"folder",
         ),
+        (
+            ("model.width=160",),
+            r"blocks\.0\.attention\.wq has 160 in features, which the groups of 128 .* must fill",
+        ),
     ],
 )
 def test_fp8_blocks_that_servers_refuse_are_refused_by_layer_and_number(
     train: Train, command: Command, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     """As vLLM 0.33 and SGLang 0.5.23 say: `output_partition_size = 64 is not divisible by … block_n
-    = 128`.
+    = 128`, and where they quantise activations, `the last dimension … must be divisible by
+    group_size`.
     """
     given = {word.partition("=")[0] for word in words}
     sizes = [word for word in FP8_BLOCKS if word.partition("=")[0] not in given]

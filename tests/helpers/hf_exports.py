@@ -17,15 +17,13 @@ from fp4train.run.record import directory as run_directory
 Train = Callable[..., Path]
 Command = Callable[..., str]
 FP8_BLOCKS = (
-    "model.width=160",
+    "model.width=256",
     "model.hidden=256",
     "model.layers=2",
     "model.head_dim=128",
     "model.kv_heads=1",
 )
-"""Sizes whose blocks of 128 rows are full in all but the last of the layers that servers multiply
-as one.
-"""
+"""Sizes whose blocks of 128×128 are full."""
 FILES = {"README.md", "config.json", "fp4train.json", "generation_config.json", WEIGHTS}
 
 
