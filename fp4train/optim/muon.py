@@ -6,6 +6,7 @@ A matrix moves along its momentum with all singular values brought near one. The
 rate serves both.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -115,7 +116,17 @@ class Joined(torch.optim.Optimizer):
             part.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        """Let each part load its own, of which it may keep some in a dtype of its own."""
+        groups = iter(state_dict["param_groups"])
+        for part in self._parts:
+            own = list(islice(groups, len(part.param_groups)))
+            numbers = {number for group in own for number in group["params"]}
+            state = {n: entries for n, entries in state_dict["state"].items() if n in numbers}
+            part.load_state_dict({"state": state, "param_groups": own})
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        self.state = defaultdict(
+            dict, {p: part.state[p] for part in self._parts for p in part.state}
+        )
         self._share()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -203,13 +203,16 @@ def test_muons_step_is_orthogonal_and_of_the_size_of_adamws() -> None:
     assert 0.5 < float(sizes.median()) < float(sizes.max()) < 1.4
 
 
-def test_the_parts_of_muon_keep_one_state_and_the_rate_of_the_schedule_after_a_restore() -> None:
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_the_parts_of_muon_keep_one_state_and_the_rate_of_the_schedule_after_a_restore(
+    moments: str,
+) -> None:
     def trained(
         state: dict[str, object] | None, steps: int
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 16))
-        optimizer = Muon().build(model)
+        optimizer = Muon(moments=moments).build(model)
         if state is not None:
             model.load_state_dict(state["model"])  # type: ignore[arg-type]
             optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
