@@ -35,7 +35,7 @@ from fp4train.parallel.gather_items import (
     codes_of_shard,
 )
 from fp4train.parallel.world import SHARD, World
-from fp4train.precision.context import backward_pass, current
+from fp4train.precision.context import backward_pass, current, state
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Quantized, RunStep
@@ -145,6 +145,10 @@ class WeightGather(ReceivedWeight):
         """The tensors that this rank sends, and its items with their tensors."""
         if backward_pass() == -1:
             items = self.forward
+            if state().replay.records:
+                # What is recomputed in backward needs there what forward needs. Each rank sends
+                # it along, also where no token of its own reaches an expert.
+                self.backward += tuple(item for item in items if item not in self.backward)
         else:
             items = self.backward
         sent = {item: self._make(item) for item in map(self._known, items)}
@@ -235,7 +239,7 @@ class WeightGather(ReceivedWeight):
         values = self._arrived(torch.float32, *((torch.bfloat16,) if self.rounds else ()))
         if values is not None:
             return values.to(torch.float32, copy=True)
-        # Recomputed blocks need in backward what forward needs: from now on it is sent along.
+        # A part of a block that is recomputed: from now on what forward needs is sent along.
         self._repeats = self._repeats or backward_pass() != -1
         return self.ranks.gather_rows(self.shard.detach())
 

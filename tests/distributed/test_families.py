@@ -101,6 +101,25 @@ def test_shards_and_stages_are_one_rank(ranks: Ranks, recipe: str, family: str) 
         ranks.same(reference, key)
 
 
+def test_recomputed_experts_without_tokens_on_a_rank_are_sent_along(ranks: Ranks) -> None:
+    """Forward and backward multiply other codes of the weights, in blocks of rows and of columns;
+    eight tokens on each rank reach half of the experts at most.
+    """
+    options = (
+        *RUNS["moe"],
+        "model.experts.count=16",
+        "model.experts.top=1",
+        "model.recompute=true",
+        "recipe=mxfp8",
+        "recipe.two_d_weights=false",
+        "policy=all",
+        "train.seq_len=4",
+        "train.steps=2",
+    )
+    ranks.train(2, "two", *options, "parallel.dp_shard=2")
+    ranks.same(ranks.reference(*options), "two")
+
+
 @pytest.mark.parametrize("family", KINDS)
 def test_outlier_channels_are_those_of_one_rank_on_shards_and_refused_elsewhere(
     ranks: Ranks, family: str
