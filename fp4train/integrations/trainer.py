@@ -6,15 +6,25 @@ callback the folder that it resumes from.
 """
 
 import base64
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from fp4train.errors import UserError
 from fp4train.integrations.loop import Precision, on_cpu
+from fp4train.nn.planned import PlannedLayer
+from fp4train.text import first_few
+
+_SAMPLED = 8
+"""Elements of each layer's weight that a checkpoint's record of this callback holds."""
+_NAMED = 4
+"""Most layers that a message names."""
 
 
 class TrainerPrecision(TrainerCallback, ExportableState):
@@ -30,6 +40,7 @@ class TrainerPrecision(TrainerCallback, ExportableState):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.precision = Precision(*arguments, **options)
+        self._layers: list[PlannedLayer] = []
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if model is not None:  # with model_init there is none yet
@@ -40,6 +51,7 @@ class TrainerPrecision(TrainerCallback, ExportableState):
     ) -> None:
         sums = args.gradient_accumulation_steps * args.world_size > 1
         self.precision.attach(model, steps=state.max_steps, sums=sums)
+        self._layers = self.precision.check(model)
         if state.global_step:
             self._load(state.stateful_callbacks.get(type(self).__name__))
         self.precision.step = state.global_step
@@ -63,14 +75,19 @@ class TrainerPrecision(TrainerCallback, ExportableState):
             tensors = base64.b64encode(save(on_cpu(state_dict))).decode()
         else:
             tensors = ""
-        return {"args": state_dict["settings"], "attributes": {"tensors": tensors}}
+        weights = base64.b64encode(save(_samples(self._layers))).decode()
+        return {
+            "args": state_dict["settings"],
+            "attributes": {"tensors": tensors, "weights": weights},
+        }
 
     def _load(self, saved: Any) -> None:
         """Take over what `state` gave, read again; None: the checkpoint is of a run without
         fp4train.
 
         Raises:
-            UserError: it is damaged, or of several callbacks of this class.
+            UserError: it is damaged, or of several callbacks of this class; or the model has other
+                weights than the checkpoint.
         """
         if saved is None:
             return
@@ -81,6 +98,9 @@ class TrainerPrecision(TrainerCallback, ExportableState):
             tensors: dict[str, Any] = {}
             if encoded:
                 tensors = load(base64.b64decode(encoded, validate=True))
+            samples: dict[str, Tensor] = {}
+            if sampled := saved["attributes"].get("weights"):  # of earlier versions there are none
+                samples = load(base64.b64decode(sampled, validate=True))
             for name, tensor in tensors.items():
                 layer, _, key = name.rpartition("/")
                 layers.setdefault(layer, {})[key] = tensor
@@ -92,4 +112,36 @@ class TrainerPrecision(TrainerCallback, ExportableState):
             raise UserError(
                 f"trainer_state.json: the state of {type(self).__name__} {what} ({error})"
             ) from error
+        _check_weights(self._layers, samples)
         self.precision.load_state_dict({"step": 0, "layers": layers, "settings": settings})
+
+
+def _samples(layers: Iterable[PlannedLayer]) -> dict[str, Tensor]:
+    """Some elements of each layer's weight, in float32 on the CPU, by the layer's name."""
+    weights = {layer.layer.name: layer.weight.detach().reshape(-1) for layer in layers}
+    return {
+        name: weight[:: -(-weight.numel() // _SAMPLED)].clone().float().cpu()
+        for name, weight in weights.items()
+    }
+
+
+def _check_weights(layers: Iterable[PlannedLayer], samples: dict[str, Tensor]) -> None:
+    """UserError where layers have other weights than the checkpoint that the Trainer has loaded.
+
+    The Trainer looks up tensors of a checkpoint by the names of the model's parameters. Weights that
+    `save_pretrained` renames, such as Mixtral's experts and GPT-NeoX's head, stay as they are then,
+    with a warning. (Source: transformers 5.23, `Trainer._load_from_checkpoint`.)
+    """
+    dtypes = {layer.layer.name: layer.weight.dtype for layer in layers}
+    strange = [
+        name
+        for name, sample in _samples(layers).items()
+        if name in samples and not torch.equal(sample, samples[name].to(dtypes[name]).float())
+    ]
+    if strange:
+        raise UserError(
+            f"{first_few(strange, _NAMED)}: other weights than in the checkpoint. transformers' "
+            "Trainer does not load what it saves under other names (Mixtral's experts, GPT-NeoX's "
+            "head): make the model by from_pretrained of the checkpoint's folder, convert it, and "
+            "resume again"
+        )

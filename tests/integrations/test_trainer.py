@@ -18,6 +18,7 @@ from small_transformers import (
     COOLDOWN,
     PHASES,
     POLICY,
+    SIZES,
     STEPS,
     Rows,
     adamw,
@@ -26,6 +27,7 @@ from small_transformers import (
     same,
 )
 
+import fp4train as f4
 import fp4train.integrations as integrations
 from fp4train.errors import UserError
 from fp4train.integrations import TrainerPrecision
@@ -37,9 +39,16 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def train(folder: Path, recipe: str = "nvfp4", *, resume: str | None = None, **options: Any) -> Any:
+def train(
+    folder: Path,
+    recipe: str = "nvfp4",
+    *,
+    resume: str | None = None,
+    model: Any = None,
+    **options: Any,
+) -> Any:
     """A Trainer after `STEPS` steps."""
-    model = llama()
+    model = llama() if model is None else model
     transformers = framework("transformers.trainer")
     args = transformers.TrainingArguments(
         **{
@@ -114,6 +123,30 @@ def test_a_trainer_that_restores_its_callbacks_makes_the_same_one_again(
         restore_callback_states_from_checkpoint=True,
     )
     assert same(resumed.model, whole("fp8_delayed").model)
+
+
+def mixtral() -> Any:
+    """Two blocks of experts, not converted."""
+    transformers = framework("transformers")
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)
+    )
+
+
+def test_weights_that_the_trainer_leaves_out_of_a_resume_are_named_and_the_fix_resumes(
+    tmp_path: Path,
+) -> None:
+    """`save_pretrained` writes Mixtral's experts one by one, and the Trainer looks for them by the
+    model's names.
+    """
+    whole = train(tmp_path, model=f4.convert(mixtral()))
+    checkpoint = f"{tmp_path}/checkpoint-3"
+    with pytest.raises(UserError, match=r"0\.mlp\.experts\.gate_up, .*: other weights than in the"):
+        train(tmp_path / "resumed", model=f4.convert(mixtral()), resume=checkpoint)
+    loaded = framework("transformers").MixtralForCausalLM.from_pretrained(checkpoint)
+    resumed = train(tmp_path / "resumed", model=f4.convert(loaded), resume=checkpoint)
+    assert same(resumed.model, whole.model)
 
 
 def test_their_switch_for_checkpointing_changes_no_bit_and_stays_json(
