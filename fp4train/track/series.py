@@ -2,8 +2,8 @@
 
 Smoothing is the trailing mean over 2 % of the logged losses of a run, and over at least 10. At the
 start, where the loss falls fast, the window is a tenth of the points so far. Runs of equal length
-have equal windows. The "training loss" of a run is the last value of that mean, wherever it is
-named.
+have equal windows; gaps between runs of other lengths are of means over the window of the shortest.
+The "training loss" of a run is the last value of that mean, wherever it is named.
 """
 
 from collections.abc import Mapping
@@ -54,10 +54,15 @@ class Series:
         """Number of points that the last value of `smoothed` averages."""
         return min(max(len(self) - 1, 0) // 10 + 1, self.window)
 
-    def smoothed(self) -> "Series":
-        """Trailing mean; NaN if its window has a value that is not finite."""
+    def smoothed(self, window: int | None = None) -> "Series":
+        """Trailing mean; NaN if its window has a value that is not finite.
+
+        Args:
+            window: points that a value averages at most; None: the window of this series.
+        """
         index = np.arange(len(self))
-        start = index + 1 - np.minimum(index // 10 + 1, self.window)
+        most = self.window if window is None else window
+        start = index + 1 - np.minimum(index // 10 + 1, most)
         finite = np.isfinite(self.values)
         total = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
         bad = np.concatenate([[0], np.cumsum(~finite)])

@@ -66,6 +66,7 @@ from fp4train.lab.analysis.history import (
     History as History,
     Series as Series,
     common_step as common_step,
+    common_window as common_window,
     read_history as read_history,
     seed_groups as seed_groups,
     training_loss as training_loss,

@@ -28,6 +28,7 @@ from fp4train.lab.analysis.history import (
     History,
     Series,
     common_step,
+    common_window,
     configuration,
     names_of,
     read_history,
@@ -60,7 +61,11 @@ class Comparison:
         """The loss that the gap is of, ``val/loss`` or ``train/loss``, and the step that it is
         at.
         """
-        self.losses = losses = [loss_at(history, self.key, self.step) for history in histories]
+        self.window = common_window(histories)
+        """Steps over which the training losses of gaps and curves are smoothed at most."""
+        self.losses = losses = [
+            loss_at(history, self.key, self.step, self.window) for history in histories
+        ]
         """That loss of each run, nats per token."""
         self.seed_groups = seed_groups(histories)
         """Runs that differ in run.seed only: seed → index of the run."""
@@ -78,6 +83,8 @@ class Comparison:
         """The keys in which configurations differ, with the value of each run; empty where one is
         not known.
         """
+        self.tokenizers_differ = any(key.startswith("data.tokenizer.") for key in self.differing)
+        """Whether losses per token are of tokens of different kinds."""
 
     def render(self, width: int | None = None) -> str:
         """The tables as aligned text, in lines of `width` characters (None: of any), and the
@@ -153,10 +160,10 @@ class Comparison:
         if len(self.histories) == 1:
             return one_run(self.histories[0])
         keys = ("train/loss", "val/loss")
-        reference = [self.histories[0].loss(key) for key in keys]
+        reference = [self.histories[0].loss(key, self.window) for key in keys]
         losses: list[Losses] = []
         for history, row in zip(self.histories, self.rows, strict=True):
-            train, validation = series = [history.loss(key) for key in keys]
+            train, validation = series = [history.loss(key, self.window) for key in keys]
             losses.append(
                 Losses(
                     name=row.name,

@@ -122,6 +122,6 @@ def _mean(values: list[float]) -> tuple[float, float | None]:
     return float(np.mean(values)), deviation
 
 
-def loss_at(history: History, key: str, step: int) -> float:
-    """A loss of a run at one of its steps."""
-    return float(history.loss(key).at(np.array([step]))[0])
+def loss_at(history: History, key: str, step: int, window: int) -> float:
+    """A loss of a run at one of its steps; that of training is smoothed over `window`."""
+    return float(history.loss(key, window).at(np.array([step]))[0])

@@ -8,6 +8,7 @@ start one, also in a resumed run. Losses of training are smoothed (`fp4train.tra
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -76,10 +77,10 @@ class History:
                 by_step[line["step"]] = float(value)
         return Series.by_step(by_step)
 
-    def loss(self, key: str) -> Series:
-        """A series of losses; those of training are smoothed."""
+    def loss(self, key: str, window: int | None = None) -> Series:
+        """A series of losses; those of training are smoothed, over `window` (None: the run's own)."""
         if key == "train/loss":
-            return self.series(key).smoothed()
+            return self.series(key).smoothed(window)
         return self.series(key)
 
     def bands(self) -> list[Band]:
@@ -159,6 +160,13 @@ def common_step(histories: list[History]) -> tuple[str, int]:
         for steps in [history.series("train/loss").steps]
     )
     raise UserError(f"these runs have no step in common: {ranges}")
+
+
+def common_window(histories: Iterable[History]) -> int:
+    """The window over which the training losses of several runs are smoothed alike: the smallest of
+    theirs. A trailing mean over more steps lags behind, which would look like a gap.
+    """
+    return min(history.series("train/loss").window for history in histories)
 
 
 def training_loss(run: Path) -> TrainingLoss | None:

@@ -15,7 +15,7 @@ from functools import reduce
 import numpy as np
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis import RecipeRow, Series, common_step, seed_groups
+from fp4train.lab.analysis import RecipeRow, Series, common_step, common_window, seed_groups
 from fp4train.lab.analysis.history import Floats
 from fp4train.lab.analysis.over_steps import Losses
 from fp4train.lab.report.sources import RunSource
@@ -143,26 +143,31 @@ def recipe_rows(groups: Sequence[SeedGroup]) -> list[RecipeRow]:
 
 def gap_at(reference: SeedGroup, group: SeedGroup, key: str, step: int) -> Estimate:
     """The gap in per cent at one step that all runs have."""
-    base = _values(reference, key, step)
-    return _gap(reference, group, base, _values(group, key, step))
+    window = _window([reference, group])
+    base = _values(reference, key, step, window)
+    return _gap(reference, group, base, _values(group, key, step, window))
 
 
 def loss_at(group: SeedGroup, key: str, step: int) -> Estimate:
     """The loss of a group at one step that all its runs have."""
-    return _loss(_values(group, key, step))
+    return _loss(_values(group, key, step, _window([group])))
 
 
-def _values(group: SeedGroup, key: str, step: int) -> Floats:
-    return np.array(
-        [source.metrics.loss(key).at(np.array([float(step)]))[0] for source in group.sources]
-    )
+def _window(groups: Sequence[SeedGroup]) -> int:
+    return common_window(source.metrics for group in groups for source in group.sources)
+
+
+def _values(group: SeedGroup, key: str, step: int, window: int) -> Floats:
+    losses = [source.metrics.loss(key, window) for source in group.sources]
+    return np.array([series.at(np.array([float(step)]))[0] for series in losses])
 
 
 def _common(groups: Sequence[SeedGroup], key: str) -> tuple[Floats, list[Floats]]:
     """(Steps that all runs have, at most `POINTS` of them, the last included; the losses [run,
     step] of each group).
     """
-    series = [[source.metrics.loss(key) for source in group.sources] for group in groups]
+    window = _window(groups)
+    series = [[source.metrics.loss(key, window) for source in group.sources] for group in groups]
     steps = reduce(np.intersect1d, [run.steps for runs in series for run in runs])
     if len(steps):
         steps = steps[

@@ -12,6 +12,8 @@ import yaml
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.errors import UserError
 from fp4train.lab.analysis import PICTURE, colour_of, compare, line_of
+from fp4train.lab.report import gap_at, gap_curve, read_sources
+from fp4train.lab.report.groups import group
 from fp4train.track import MetricsLog
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -351,3 +353,35 @@ def test_what_was_quantised_stands_beside_the_recipe(tmp_path: Path) -> None:
     lines = compare([a, b], lambda run: 0.0 if run == b else 0.834).render().splitlines()
     assert lines[0].split()[:3] == ["run", "recipe", "quantised"]
     assert " 83%" in lines[2] and " nothing" in lines[3]
+
+
+def test_equal_losses_of_runs_of_other_lengths_have_no_gap(tmp_path: Path) -> None:
+    """The mean over the last 80 steps of a falling loss is above that over the last 10."""
+    runs = []
+    for steps in (400, 4000):
+        log = MetricsLog(tmp_path / str(steps) / "metrics.jsonl")
+        for step in range(1, steps + 1):
+            log.log(step, {"train/loss": 5 - step / 1000, "precision/recipe": "A"})
+        log.finish()
+        runs.append(tmp_path / str(steps))
+    short_and_long = compare(runs)
+    assert (short_and_long.key, short_and_long.step) == ("train/loss", 400)
+    assert short_and_long.rows[1].gap == 0
+    long_and_short = compare(runs[::-1])
+    assert long_and_short.rows[1].gap == 0
+    assert long_and_short.losses == short_and_long.losses
+    assert "gap: training loss (mean of at most 10 steps) against 400" in short_and_long.render()
+    first, second = group(read_sources(runs)[0])
+    assert gap_at(first, second, "train/loss", 400).mean == 0
+    assert not gap_curve(first, second, "train/loss").values.any()
+
+
+def test_losses_per_token_of_other_tokenizers_are_named_no_measure(tmp_path: Path) -> None:
+    tokenizers = {"a": "fp4train.data.tokenizers.Bytes", "b": "fp4train.data.tokenizers.ByteBPE"}
+    for name, target in tokenizers.items():
+        run = write_run(tmp_path / name, 2.0)
+        configuration = {"data": {"tokenizer": {"_target_": target}}, "run": {"seed": 0}}
+        (run / "config.yaml").write_text(yaml.safe_dump(configuration))
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert "the tokenizers differ: a loss per token" in compare([a, b]).render()
+    assert "the tokenizers differ" not in compare([a, a]).render()
