@@ -11,6 +11,7 @@ Change the recipe of a run, at once if it is running. Without recipe= it lists t
 Exit code: 0 accepted (or, where no process trains, left for the next resume), 1 refused, 2 no answer yet.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,9 @@ def _swap(run: Path, line: SwapOptions) -> int:
         raise UserError("swap needs recipe=NAME, once")
     (command,) = composed([*line.flags, *line.chosen])
     recipe = plain(command.cfg)["recipe"]
+    name = _name(names[0], line.chosen)
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
-    RecipeChoice(names[0], recipe).at(0)
+    RecipeChoice(name, recipe).at(0)
     saved = run_directory.read_config(run)
     steps = saved.train.steps
     if at is not None and at >= steps:
@@ -81,11 +83,21 @@ def _swap(run: Path, line: SwapOptions) -> int:
     if not run_directory.is_running(run):
         # what the process that resumes the run would refuse
         timeline = build_timeline(to_config(saved), run)
-        with_swap(timeline, RecipeChoice(names[0], recipe).at(done if at is None else at))
+        with_swap(timeline, RecipeChoice(name, recipe).at(done if at is None else at))
     more = " train.steps=…" if done >= steps else ""
-    when = f"recipe {names[0]} " + ("at the next step" if at is None else f"at step {at}")
+    when = f"recipe {name} " + ("at the next step" if at is None else f"at step {at}")
     later = f"{when}; no process trains in {run} now, it is picked up on resume={run}{more}"
-    return _ask(run, {"recipe": recipe, "name": names[0], "at": at}, wait, when, later)
+    return _ask(run, {"recipe": recipe, "name": name, "at": at}, wait, when, later)
+
+
+def _name(option: str, chosen: Iterable[str]) -> str:
+    """The name of a swap: the option, and the keys of the recipe that the command sets, "nvfp4
+    (high_precision=[dgrad])".
+    """
+    keys = [word.removeprefix("recipe.") for word in chosen if word.startswith("recipe.")]
+    if not keys:
+        return option
+    return f"{option} ({', '.join(keys)})"
 
 
 def _ask(run: Path, body: dict[str, Any], wait: float, what: str, later: str) -> int:

@@ -245,6 +245,11 @@ def test_a_running_process_is_swapped_from_another_terminal(cli: Cli) -> None:
             and "runs/a refuses recipe fp16 at the next step: a float16 run" in refused.message
         )
         assert cli.raw("swap", "runs/a", "recipe=mxfp8", "at=99999").code == 0
+        one_gemm = ("recipe=nvfp4", "recipe.high_precision=[dgrad]", "at=99998")
+        answer = cli.raw("swap", "runs/a", *one_gemm).out
+        assert "accepted, recipe nvfp4 (high_precision=[dgrad]) from step 99998 on" in answer
+        assert "nvfp4 (high_precision=[dgrad])" in cli.raw("swap", "runs/a").out
+        assert cli.raw("swap", "runs/a", "cancel=99998").code == 0
         listed = cli.raw("swap", "runs/a").out
         assert "bf16    took effect" in listed and re.search(
             r"99999  mxfp8   recorded +cancel=99999", listed
