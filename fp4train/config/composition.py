@@ -20,11 +20,12 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from fp4train.checkpoint.source import WeightSource
 from fp4train.config import foreign, overrides
 from fp4train.config.binding import complete, key_fields
-from fp4train.config.folders import CONFIGS, own_options, register_recipes
+from fp4train.config.folders import CONFIGS, own_options, register_recipes, yaml_problem
 from fp4train.config.schema import Config, keys, plain
 from fp4train.errors import UserError, user_errors
 from fp4train.sealed import CONFIG
@@ -232,6 +233,13 @@ def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
             with open_dict(composition):
                 del composition["hydra"]
             return composition
+    except MarkedYAMLError as error:
+        name = "a file of options"
+        if error.problem_mark is not None and Path(error.problem_mark.name).is_file():
+            name = error.problem_mark.name
+        raise UserError(f"{name} cannot be read: {yaml_problem(error)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"a file of options is not UTF-8 text: {error}") from error
     except _HYDRAS_ERRORS as error:
         settings = [word for word in words if word.lstrip("+~").startswith("hydra")]
         if not settings and not isinstance(error, (HydraException, OmegaConfBaseException)):

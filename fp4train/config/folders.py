@@ -15,7 +15,7 @@ from typing import Any, Self
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from fp4train.errors import UserError
 from fp4train.sealed import CONFIG_LIMIT
@@ -112,9 +112,10 @@ def register_file(group: str, path: Path) -> str:
         body = OmegaConf.load(path)
     except FileNotFoundError:
         raise UserError(f"{group}={path}: there is no such file") from None
+    except YAMLError as error:
+        raise UserError(f"{group}={path} cannot be read: {yaml_problem(error)}") from error
     except (
         OSError,
-        YAMLError,
         OmegaConfBaseException,
         UnicodeDecodeError,
         RecursionError,
@@ -147,6 +148,13 @@ def _registered(group: str) -> dict[str, str]:
         for name, node in nodes
         if str(getattr(node, "provider", None)).startswith(_FILE)
     }
+
+
+def yaml_problem(error: YAMLError) -> str:
+    """What is wrong in a YAML file, and in which line."""
+    if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
+        return first_line(error)
+    return f"line {error.problem_mark.line + 1}: {error.problem}"
 
 
 def check_size(path: Path) -> None:

@@ -121,3 +121,20 @@ def test_a_loss_scale_grows_in_no_recipe_whose_gradients_saturate() -> None:
     key = RandomKey(seed=0, step=0, layer=0, operand=2)
     error = quantize(gradient * scale, dy, key=key).dequantize() / scale - gradient
     assert error.norm() < 0.2 * gradient.norm()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"a: [1\n", r"cannot be read: line 2: expected ',' or '\]'"),
+        (b"a: 1\n b: 2\n", r"cannot be read: line 2: mapping values"),
+        (b"a: \xff\n", "a file of options is not UTF-8 text"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_named_with_the_line(
+    tmp_path: Path, text: bytes, message: str
+) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "house.yaml").write_bytes(text)
+    with pytest.raises(UserError, match=message):
+        list(composition.composed(["recipe=house", "--config-dir", str(tmp_path)]))
