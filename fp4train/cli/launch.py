@@ -5,7 +5,7 @@ and binds it once; with -m each point of the sweep does.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.output import explained
-from fp4train.config import overrides, plugins
+from fp4train.config import foreign, overrides, plugins
 from fp4train.config.binding import MISSING_KEY, bind, unknown_keys
 from fp4train.config.composition import Composed, check_flags, composed
 from fp4train.config.from_folder import with_folder
-from fp4train.config.schema import Config, plain, to_config
+from fp4train.config.schema import Config, keys, plain, take_over, to_config
 from fp4train.errors import UserError
 from fp4train.hardware import memory_asked
 from fp4train.run.command import Command as Command
@@ -212,10 +212,10 @@ def _resumed_settings(composition: Composed) -> Command:
         saved.resume_step = None
         saved.plugins = list(plugins.named())
         for key in changed:
-            if key.split(".")[0] != "recipe":
-                OmegaConf.update(
-                    saved, key, OmegaConf.select(resolved, key), merge=False, force_add=True
-                )
+            if key.split(".")[0] == "recipe" or take_over(saved, resolved, key):
+                continue
+            if not any(key.startswith(f"{section}.") for section in changed):
+                raise foreign.unknown_key(key, list(keys(plain(saved))))
         # In its own directory, unless a new name asks for a branch of the run.
         if {"run.name", "run.dir"} & set(changed):
             saved.run.dir = resolved.run.dir
@@ -230,9 +230,10 @@ def _resumed_settings(composition: Composed) -> Command:
         with run_directory.recipes_of(source, saved_values):
             config = to_config(saved)
     except UserError as error:
-        if str(error).endswith(MISSING_KEY):
-            raise UserError(f"{source / run_directory.CONFIG}: {error}; put it back") from error
-        raise
+        if not str(error).endswith(MISSING_KEY):
+            raise
+        missing = str(error).removesuffix(MISSING_KEY)
+        raise UserError(_of_missing(missing, saved_values, changed, source)) from error
     return Command(
         config=config,
         cfg=saved,
@@ -240,6 +241,26 @@ def _resumed_settings(composition: Composed) -> Command:
         swap=swap,
         named=changed,
         point=composition.point,
+    )
+
+
+def _of_missing(key: str, saved: Mapping[str, Any], changed: Sequence[str], source: Path) -> str:
+    """The message about a key that is missing where a run goes on.
+
+    Args:
+        saved: the configuration of the run.
+        changed: the keys that the command sets or takes out.
+        source: the run.
+    """
+    if key in changed:
+        return f"~{key}: a run needs {key}; {key}=VALUE sets it"
+    section = key.rpartition(".")[0]
+    set_there = [name for name in changed if name.startswith(f"{section}.")]
+    in_file = any(name.startswith(f"{section}.") for name in keys(saved))
+    if not set_there or (in_file and key not in keys(saved)):
+        return f"{source / run_directory.CONFIG}: {key}{MISSING_KEY}; put it back"
+    return (
+        f"{set_there[0]}: there is no {section} that it could change; a new one needs {key}=…, too"
     )
 
 

@@ -464,7 +464,10 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
             f"{path}={shown}: an option of a group in a group is chosen with a slash, "
             f"{group}=NAME ({names})"
         )
-    raise UserError(f"{path}={shown} must be {_allowed(options)}")
+    empty = ""
+    if node is None and any(map(_is_sequence, options)):
+        empty = f": {path}=[] is an empty one"
+    raise UserError(f"{path}={shown} must be {_allowed(options)}{empty}")
 
 
 def _allowed(options: tuple[Any, ...]) -> str:

@@ -26,7 +26,7 @@ from fp4train.checkpoint.source import WeightSource
 from fp4train.config import foreign, overrides
 from fp4train.config.binding import complete, key_fields
 from fp4train.config.folders import CONFIGS, own_options, register_recipes, yaml_problem
-from fp4train.config.schema import Config, keys, plain
+from fp4train.config.schema import Config, is_entry, keys, plain, take_out
 from fp4train.errors import UserError, user_errors
 from fp4train.sealed import CONFIG
 from fp4train.text import first_few, near_miss
@@ -39,6 +39,9 @@ _HYDRAS_ERRORS = (
     ValueError,
 )
 """What Hydra raises where a setting of its own has a value that it did not expect."""
+
+_ONE_AFTER_ANOTHER = ("hydra/launcher", "hydra/sweeper")
+"""Groups of Hydra's whose option is fixed: the points of a sweep run here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +84,7 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
     words = overrides.parse(arguments)
     for word in words:
         _check_word(word, groups, sweep)
-    changed = tuple(
-        overrides.dotted(word) for word in words if not word.key_or_group.startswith("hydra")
-    )
+    changed = tuple(overrides.dotted(word) for word in words if not overrides.is_hydras(word))
     axes = {word.get_key_element(): _values(word) for word in words}
     swept = {
         overrides.dotted(word): str(word.input_line) for word in words if word.is_sweep_override()
@@ -93,9 +94,7 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         if sweep:
             point_words = overrides.parse(list(lines))
         chosen = [
-            word
-            for word in point_words
-            if word.key_or_group in groups or word.key_or_group.startswith("hydra")
+            word for word in point_words if word.key_or_group in groups or overrides.is_hydras(word)
         ]
         composition = _composition([str(word.input_line) for word in chosen], folders)
         _refuse_idle(chosen)
@@ -246,7 +245,8 @@ def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
             raise
         if settings == words and len(words) == 1:
             raise UserError(
-                f"{words[0]}: Hydra has no such setting ({overrides.first_lines(error)})"
+                f"{words[0]}: Hydra has no such setting or value, and no setting of Hydra's "
+                "changes a run: leave it out"
             ) from error
         for setting in settings:
             _composition([setting], ())  # names the one at fault
@@ -277,12 +277,15 @@ def _set_keys(
     """
     body = plain(composition, resolve=False)
     have = list(keys(body))
+    for word in words:
+        if is_entry(word.key_or_group) and word.value() is None:
+            word.type = OverrideType.DEL
     assignments = [word for word in words if word.type == OverrideType.CHANGE]
-    strange = [
-        word
-        for word in assignments
-        if elsewhere is not None and word.key_or_group.startswith(elsewhere)
-    ]
+
+    def kept_elsewhere(word: Override) -> bool:
+        return elsewhere is not None and word.key_or_group.startswith(elsewhere)
+
+    strange = [word for word in assignments if kept_elsewhere(word)]
     missing = [word for word in assignments if word in strange or word.key_or_group not in have]
     try:
         if missing:
@@ -297,6 +300,10 @@ def _set_keys(
         if section or word in strange or word.key_or_group in added:
             word.type = OverrideType.FORCE_ADD
         _check_shape(word, _value_at(composition, word.key_or_group))
+    for word in words:
+        if word.is_delete() and kept_elsewhere(word):
+            take_out(composition, word.key_or_group)
+    words = [word for word in words if not (word.is_delete() and kept_elsewhere(word))]
     for word in words:
         key = word.key_or_group
         if word.is_delete() and key in have and _value_at(composition, key) is None:
@@ -413,22 +420,15 @@ def _check_word(word: Override, groups: Mapping[str, list[str]], sweep: bool) ->
         "hydra.job.name",
     ):
         ours = "run.name" if key == "hydra.job.name" else "run.dir"
+        value = "…" if word.value() is None else word.value()
         raise UserError(
             f"{line}: the {ours.partition('.')[2].replace('dir', 'directory')} of a run is "
-            f"{ours}={word.value()}"
+            f"{ours}={value}"
         )
     if word.is_delete() and key in {field.name for field in fields(Config)} and key not in groups:
         raise UserError(f"{line}: a run needs {key}; {key}.KEY=VALUE sets its keys")
-    if key.startswith("hydra.sweeper.params") and word.value() is not None:
-        raise UserError(f"{line}: the values of a sweep are written KEY=A,B, with -m")
-    if key == "hydra.sweeper.params" and word.is_delete():
-        raise UserError(f"{line}: an experiment's sweep is left out by {key}=null")
-    if key.startswith("hydra"):
-        if key in ("hydra/launcher", "hydra/sweeper") and not str(word.value()).startswith("basic"):
-            raise UserError(
-                f"{line}: Hydra has no such setting (the points of a sweep run here, one "
-                "after another)"
-            )
+    if overrides.is_hydras(word):
+        _check_hydras(word)
         return
     if word.is_sweep_override() and not sweep:
         raise UserError(
@@ -447,12 +447,32 @@ def _check_word(word: Override, groups: Mapping[str, list[str]], sweep: bool) ->
             foreign.check_option(key, value, groups[key])
 
 
+def _check_hydras(word: Override) -> None:
+    """Refuse settings of Hydra that fp4train has another word for, or nothing of."""
+    key = word.key_or_group
+    line = word.input_line
+    value = word.value()
+    if key == "hydra.searchpath":
+        raise UserError(f"{line}: a folder of your own options is named by --config-dir FOLDER")
+    if f"{key}.".startswith("hydra.sweeper.params.") and value is not None:
+        raise UserError(f"{line}: the values of a sweep are written KEY=A,B, with -m")
+    if key == "hydra.sweeper.params" and word.is_delete():
+        raise UserError(f"{line}: an experiment's sweep is left out by {key}=null")
+    if key.startswith("hydra.sweeper.params.") and not word.is_delete():
+        swept = key.removeprefix("hydra.sweeper.params.")
+        raise UserError(f"{line}: ~{key} leaves {swept} out of an experiment's sweep")
+    if key in _ONE_AFTER_ANOTHER and not str(value).startswith("basic"):
+        raise UserError(
+            f"{line}: Hydra has no such setting (the points of a sweep run here, one after another)"
+        )
+
+
 def _refuse_idle(words: Iterable[Override]) -> None:
     """Refuse settings of Hydra that change nothing here: of its jobs, logs and folders."""
     for word in words:
-        if word.key_or_group.startswith("hydra") and not word.key_or_group.startswith(
-            ("hydra.searchpath", "hydra.sweeper", "hydra/sweeper", "hydra/launcher")
-        ):
+        key = word.key_or_group
+        sweep = f"{key}.".startswith("hydra.sweeper.params.")
+        if overrides.is_hydras(word) and not sweep and key not in _ONE_AFTER_ANOTHER:
             raise UserError(
                 f"{word.input_line}: this setting of Hydra changes nothing of a run: leave it out"
             )

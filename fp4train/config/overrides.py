@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str]) -> list[Override]:
             # The directories of a sweep have "=" in their names, which Hydra's grammar requires to
             # be quoted.
             override = parser.parse_override(quoted("resume", word.removeprefix("resume=")))
-        if override.package is not None and not override.key_or_group.startswith("hydra"):
+        if override.package is not None and not is_hydras(override):
             plain_word = word.replace(f"@{override.package}", "", 1)
             raise UserError(
                 f"{word!r}: a group has one place in the configuration, without @: {plain_word}"
@@ -125,6 +125,8 @@ def _refused(word: str, error: Exception) -> UserError:
     why = first_lines(error).partition(" expecting ")[0]
     if odd := re.search(r"token recognition error at: '(.)", why):
         key, _, value = word.partition("=")
+        if odd[1] not in value:
+            return UserError(f"{word!r}: {key} is no key; write key=value")
         return UserError(
             f"{word!r}: a value with the character {odd[1]} needs quotes: '{key}=\"{value}\"'"
         )
@@ -132,6 +134,11 @@ def _refused(word: str, error: Exception) -> UserError:
         f"{shortened(word, 100)!r}: {why}; write key=value, and quote values with special "
         "characters"
     )
+
+
+def is_hydras(override: Override) -> bool:
+    """Whether an override is a setting of Hydra's."""
+    return re.split("[./]", override.key_or_group)[0] == "hydra"
 
 
 def dotted(override: Override) -> str:

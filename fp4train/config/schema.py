@@ -8,9 +8,9 @@ works with typed objects only.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fp4train.audit.settings import AuditSettings
@@ -377,3 +377,41 @@ def plain(cfg: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
 def keys(node: Mapping[str, Any]) -> Iterator[str]:
     """The dotted keys of all values in a plain configuration; a list is one value."""
     return (where for where, *_ in walk(node) if "[" not in where)
+
+
+def take_over(target: DictConfig, source: DictConfig, key: str) -> bool:
+    """Let `target` have what `source` has under a full key; where that has no such key, let it have
+    none either.
+
+    Returns:
+        Whether one of them had the key.
+    """
+    if not _has(source, key):
+        return take_out(target, key)
+    value = OmegaConf.select(source, key)
+    OmegaConf.update(target, key, value, merge=False, force_add=True)
+    return True
+
+
+def take_out(cfg: DictConfig, key: str) -> bool:
+    """Take a full key out of a configuration, if it is there; returns whether it was."""
+    if not _has(cfg, key):
+        return False
+    section, _, name = key.rpartition(".")
+    with open_dict(cfg):
+        del (OmegaConf.select(cfg, section) if section else cfg)[name]
+    return True
+
+
+def _has(cfg: DictConfig, key: str) -> bool:
+    """Whether a configuration has a full key, null or not."""
+    section, _, name = key.rpartition(".")
+    values = OmegaConf.select(cfg, section) if section else cfg
+    return OmegaConf.is_dict(values) and name in values
+
+
+def is_entry(key: str) -> bool:
+    """Whether a full key names an entry of a section that has any number of them: a phase."""
+    section, _, name = key.partition(".")
+    kind = get_type_hints(Config).get(section)
+    return bool(name) and "." not in name and get_origin(kind) is Mapping

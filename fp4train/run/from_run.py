@@ -9,7 +9,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fp4train.checkpoint.source import WeightSource
 from fp4train.config.binding import bind, path_values
-from fp4train.config.schema import Config, plain
+from fp4train.config.foreign import unknown_key
+from fp4train.config.schema import Config, keys, plain, take_over
 from fp4train.data.source import planned_vocab_size
 from fp4train.data.tokens import TokenizerConfig
 from fp4train.errors import UserError
@@ -44,15 +45,17 @@ def with_run(cfg: DictConfig, saved: Mapping[str, Any], changed: Sequence[str]) 
 
     Args:
         saved: the run's configuration (`saved_configuration`).
+
+    Raises:
+        UserError: a key of the model that it has not is taken out.
     """
     combined = OmegaConf.create(plain(cfg))
     with open_dict(combined):
         if "model" not in changed:
             combined.model = saved["model"]
             for key in changed:
-                if key.startswith("model."):
-                    value = OmegaConf.select(cfg, key)
-                    OmegaConf.update(combined, key, value, merge=False, force_add=True)
+                if key.startswith("model.") and not take_over(combined, cfg, key):
+                    raise unknown_key(key, list(keys(plain(combined))))
         if isinstance(saved.get("data"), dict):
             section = saved["data"].get("tokenizer")
         else:

@@ -116,6 +116,36 @@ WRONG = {
         ["-m", "experiment=nvfp4_ablations", "~hydra.sweeper.params"],
         "~hydra.sweeper.params: an experiment's sweep is left out by hydra.sweeper.params=null",
     ),
+    "a swept key of Hydra's that is null": (
+        ["-m", "experiment=nvfp4_ablations", "hydra.sweeper.params.recipe=null"],
+        "~hydra.sweeper.params.recipe leaves recipe out of an experiment's sweep",
+    ),
+    "a folder in Hydra's words": (
+        ["hydra.searchpath=[x]"],
+        "hydra.searchpath=[x]: a folder of your own options is named by --config-dir FOLDER",
+    ),
+    "a value that a setting of Hydra's cannot have": (
+        ["hydra.mode=x"],
+        "hydra.mode=x: Hydra has no such setting or value, and no setting of Hydra's changes a run",
+    ),
+    "the sweeper of Hydra": (
+        ["hydra.sweeper.max_batch_size=3"],
+        "hydra.sweeper.max_batch_size=3: this setting of Hydra changes nothing of a run: leave it",
+    ),
+    "a folder of Hydra's left out": (
+        ["hydra.output_subdir=null"],
+        "hydra.output_subdir=null: the directory of a run is run.dir=…",
+    ),
+    "a key that begins like Hydra's": (["hydrax=3"], "unknown key 'hydrax'"),
+    "a key that ends with a dot": (["hydra.=3"], "'hydra.=3': hydra. is no key; write key=value"),
+    "a list that is null": (
+        ["policy.keep=null"],
+        "policy.keep=null must be a list: policy.keep=[] is an empty one",
+    ),
+    "a phase left out that is not there": (
+        ["phases.late=null"],
+        "unknown key 'phases.late' (known: cooldown)",
+    ),
     "a list for a section": (
         ["train=[1,2]"],
         "train=[1,2]: train is a section, and its keys are set one by one: train.KEY=VALUE",

@@ -352,3 +352,47 @@ def test_data_may_move(cli: Cli, tmp_path: Path) -> None:
     own.unlink()
     assert "own.txt" in cli("resume=runs/a", "train.steps=2").message
     assert cli("resume=runs/a", "train.steps=2", f"data.path={cli.text}").code == 0
+
+
+@pytest.mark.parametrize("word", ["phases.cooldown=null", "~phases.cooldown", "phases=none"])
+def test_a_run_goes_on_without_a_phase_that_is_left_out(cli: Cli, word: str) -> None:
+    late = ("phases=cooldown_bf16", "phases.cooldown.start=3")
+    cli.trained("run.name=a", "train.steps=2", "schedule=constant", "schedule.warmup=0", *late)
+    assert cli("resume=runs/a", "train.steps=4", word).code == 0
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    assert saved["phases"] == {}
+    assert [values[-1] for values in losses("runs/a").values()] == ["NVFP4"] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["phases.late.gemms=null"],
+            "phases.late.gemms: there is no phases.late that it could change; a new one needs "
+            "phases.late.start=…, too",
+        ),
+        (
+            ["phases=none", "phases.cooldown.start=3"],
+            "phases.cooldown.start: there is no phases.cooldown that it could change; a new one "
+            "needs phases.cooldown.recipe=…, too",
+        ),
+        (["phases.late=null"], "unknown key 'phases.late' (known: cooldown)"),
+        (["~policy.lst"], "unknown key 'policy.lst'; did you mean 'policy.last'?"),
+        (["~eval.every"], "~eval.every: a run needs eval.every; eval.every=VALUE sets it"),
+    ],
+)
+def test_what_a_resume_cannot_leave_out_is_said_of_the_command_and_not_of_the_file(
+    cli: Cli, words: list[str], message: str
+) -> None:
+    cli.trained("run.name=a", "train.steps=2", "schedule=constant", "schedule.warmup=0")
+    assert cli("resume=runs/a", "train.steps=4", *words).message.startswith(message)
+
+
+def test_keys_that_a_resume_leaves_out_have_their_defaults(cli: Cli) -> None:
+    kept = ("policy.last=1", "phases.cooldown.gemms=[fprop]")
+    run = cli.trained("run.name=a", "train.steps=2", "schedule=constant", *kept)
+    words = ("~policy.last", "~phases.cooldown.gemms")
+    assert cli("resume=runs/a", "run.name=b", "train.steps=3", *words).code == 0
+    saved = yaml.safe_load((run.parent / "b/config.yaml").read_text())
+    assert "last" not in saved["policy"] and "gemms" not in saved["phases"]["cooldown"]

@@ -20,7 +20,7 @@ from fp4train.config.binding import bind
 from fp4train.config.composition import sections
 from fp4train.config.foreign import check_option
 from fp4train.config.overrides import groups, parse
-from fp4train.config.schema import Config
+from fp4train.config.schema import Config, is_entry
 from fp4train.errors import UserError
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import near_miss
@@ -167,7 +167,10 @@ def _with(sections: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     if not dot:
         return dict(value)
     changed = OmegaConf.create(dict(sections[section]))
-    OmegaConf.update(changed, subkey, value, merge=False, force_add=True)
+    if value is None and is_entry(key):
+        changed.pop(subkey, None)
+    else:
+        OmegaConf.update(changed, subkey, value, merge=False, force_add=True)
     updated = OmegaConf.to_container(changed)
     assert isinstance(updated, dict)
     return {str(name): setting for name, setting in updated.items()}
