@@ -9,6 +9,7 @@ import llama_steps
 import pytest
 import torch
 import torch.distributed as dist
+from families import SMALL_SHAPES
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,6 @@ from torch.distributed.tensor import DTensor
 import fp4train as f4
 from fp4train.checkpoint import read_header, write_parts
 from fp4train.models.common import multiplications
-from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.llama import Llama
@@ -362,15 +362,12 @@ def test_whole_parameters_are_counted_once_in_a_sum_over_the_ranks(mesh: DeviceM
     assert found["embed.weight"] == found["blocks.0.attention.wo.weight"] == 1
 
 
-MULTIPLYING = {family.name: family.small for family in families()}
-
-
-@pytest.mark.parametrize("family", MULTIPLYING)
+@pytest.mark.parametrize("family", SMALL_SHAPES)
 def test_tensor_parallel_ranks_divide_blocks_over_stages_as_one_rank_does(
     family: str, mesh: DeviceMesh
 ) -> None:
     with torch.device("meta"):
-        model = f4.convert(MULTIPLYING[family].build(vocab_size=64, seq_len=96))
+        model = f4.convert(SMALL_SHAPES[family].build(vocab_size=64, seq_len=96))
     whole = [multiplications(each, 96) for each in model.children()]
     assert [multiplications(each, 96) for each in cut_tensors(model, mesh).children()] == whole
 

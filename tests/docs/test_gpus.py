@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+from configured import composed_of, recipe_named
 from gpu_check import PARTS
 from gpu_parts import nine_steps
 
 from fp4train import backends
 from fp4train.backends import Table
-from fp4train.config import composition, to_config
 from fp4train.hardware import Device
 from fp4train.precision import Layer, Recipe
 
@@ -27,7 +27,7 @@ def rows(header: str) -> list[list[str]]:
 
 
 def recipe_of(name: str) -> Recipe:
-    return to_config(composition.compose([f"recipe={name}"])).recipe
+    return recipe_named(name)
 
 
 def runs(table: Table, backend: str, device: Device) -> bool:
@@ -79,4 +79,4 @@ def test_the_keys_of_the_page_are_keys_of_a_run() -> None:
     switches = [re.findall(r"`([^`]+)`", row[0])[0] for row in rows("key | what it does")]
     assert len(switches) > 4
     for switch in switches:
-        composition.compose([switch])
+        composed_of(switch)

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from configured import shape_of
 from family_models import parameters
 from family_pages import check_commands, listed_keys
 from shown import DOCS
 
-from fp4train.config import to_config
-from fp4train.config.composition import compose
 from fp4train.models.common import DecoderShape, PreNormShape, RotaryShape
 from fp4train.models.hybrid import Hybrid
 from fp4train.models.hyena import Hyena
@@ -77,7 +76,7 @@ def test_the_sizes_are_those_of_the_files() -> None:
     files = [*folder.glob("llama_*.yaml"), *folder.glob("olmo2_*.yaml")]
     assert {name for name, *_ in rows} == {path.stem for path in files}
     for name, count, unit, layers, width, vocabulary in rows:
-        shape = to_config(compose([f"model={name}", "run.name=a"])).model
+        shape = shape_of(name)
         assert (shape.layers, shape.width) == (int(layers), int(width))
         found = parameters(shape, int(vocabulary.replace(",", ""))) / {"M": 1e6, "B": 1e9}[unit]
         assert f"{found:.{len(count.partition('.')[2])}f}" == count, name

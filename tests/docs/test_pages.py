@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from configured import points_of
 from shown import commands as shown_commands, write_shown
 
 from fp4train import backends
 from fp4train.cli import help as screens, main
 from fp4train.cli.main import VERBS
-from fp4train.config import bind, composition, own_options
+from fp4train.config import bind, own_options
 from fp4train.data import Chat, Dna, HuggingFace, Mixture, Stdlib, Text, Tokens
 from fp4train.data.tokenizers import BytePairs
 from fp4train.lab.doctor.report import HEADER
@@ -81,7 +82,7 @@ def test_commands_name_existing_options_and_keys(page: str) -> None:
         if words[0] == "help":
             assert screens.of_words(words[1:], VERBS)
         else:
-            list(composition.composed(words[1:] if words[0] in VERBS else words))
+            assert points_of(words[1:] if words[0] in VERBS else words)
 
 
 def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy() -> None:
@@ -94,7 +95,7 @@ def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy
     choices = re.search(r"^\| `backend=` \|.*$", page, re.MULTILINE)
     assert choices and set(backends.CHOICES) <= set(re.findall(r"\w+", choices[0]))
     keys = [key for key in first_cells("configuration.md", "key") if re.fullmatch(r"[\w.]+=", key)]
-    list(composition.composed([f"{key}null" for key in keys if "." in key]))
+    assert points_of([f"{key}null" for key in keys if "." in key])
 
 
 def test_data_names_every_key_of_a_source_and_every_source() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configured import config_of, points_of
 
 from fp4train.cli.help import options_of
 from fp4train.cli.main import VERBS
-from fp4train.config import composition, overrides, to_config
+from fp4train.config import overrides
 from fp4train.exchange import LAYOUTS
 
 ROOT = Path(__file__).parents[2]
@@ -52,11 +53,8 @@ def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str])
         if verb != "help":
             own += options_of(verb)
     flags, words = overrides.flags_and_words(words)
-    list(
-        composition.composed(
-            [*flags, *(word for word in words if "=" in word and word.partition("=")[0] not in own)]
-        )
-    )
+    keys = [word for word in words if "=" in word and word.partition("=")[0] not in own]
+    assert points_of([*flags, *keys])
 
 
 def test_links_and_pictures_of_the_readme_exist() -> None:
@@ -69,10 +67,6 @@ def test_the_readme_links_every_page_of_the_documentation() -> None:
     assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
-def run_of(*words: str) -> Any:
-    return to_config(composition.compose(list(words)))
-
-
 def cools_fprop_down(config: Any) -> bool:
     return [phase.gemms for phase in config.phases.values()] == [("fprop",)]
 
@@ -80,11 +74,13 @@ def cools_fprop_down(config: Any) -> bool:
 HERE: dict[str, tuple[str, Callable[[], bool]]] = {
     "NVFP4 training": (
         "any machine, by emulation",
-        lambda: run_of().recipe.name == "NVFP4" and run_of("backend=emulate").backend == "emulate",
+        lambda: (
+            config_of().recipe.name == "NVFP4" and config_of("backend=emulate").backend == "emulate"
+        ),
     ),
     "BF16 for fprop alone from a step on": (
         "yes, the default",
-        lambda: cools_fprop_down(run_of()),
+        lambda: cools_fprop_down(config_of()),
     ),
     "another recipe for a running job": ("yes", lambda: "swap" in VERBS),
     "which layers and recipes cost how much, with tests": (
@@ -93,12 +89,12 @@ HERE: dict[str, tuple[str, Callable[[], bool]]] = {
     ),
     "live steps audited by an independent reference, faults named": (
         "yes",
-        lambda: run_of().audit.every is None and "check" in VERBS,
+        lambda: config_of().audit.every is None and "check" in VERBS,
     ),
     "export of packed NVFP4": ("yes", lambda: {"modelopt", "compressed-tensors"} <= set(LAYOUTS)),
     "context and expert parallelism, profiler": (
         "no",
-        lambda: not {"cp", "ep"} & set(vars(run_of().parallel)) and "profile" not in VERBS,
+        lambda: not {"cp", "ep"} & set(vars(config_of().parallel)) and "profile" not in VERBS,
     ),
 }
 """What the table of the README says that this has, or lacks, and what shows it."""
@@ -119,4 +115,4 @@ def test_the_table_of_what_others_lack_says_of_this_what_it_has() -> None:
 def test_the_cooldown_that_the_readme_calls_the_default_is_it() -> None:
     said = " ".join(README.split())
     assert "A cooldown of fprop alone is the default here" in said
-    assert cools_fprop_down(run_of())
+    assert cools_fprop_down(config_of())

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import pytest
+from configured import recipe_named
 from shown import DOCS, SMALL, commands, table
 
 from fp4train.cli import main
-from fp4train.config import bind
-from fp4train.config.composition import named
 from fp4train.lab.ledger import ledger, markdown
-from fp4train.precision import Recipe
 from fp4train.quantize.triton_steps import why_not_steps
 
 TEXT = (DOCS / "recipes.md").read_text(encoding="utf-8")
@@ -22,7 +20,7 @@ def test_the_page_shows_the_ledger() -> None:
 def test_the_page_names_the_recipes_that_the_reference_quantises_on_gpus() -> None:
     without = set()
     for name in {entry.recipe for entry in ledger()}:
-        recipe = bind(named("recipe", name), Recipe, "recipe")
+        recipe = recipe_named(name)
         if any(why_not_steps(spec) is not None for spec in recipe.table().specs()):
             without.add(name)
     assert without == {name.strip("`") for name, _ in table("recipes.md", "without a kernel")}

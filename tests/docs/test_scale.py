@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from configured import points_of
 from shown import SMALL
 from torch.distributed.run import get_args_parser
 
 from fp4train.cli import main
-from fp4train.config import composition
 from fp4train.errors import LostError
 from fp4train.parallel import Parallel
 
@@ -41,7 +41,7 @@ def runs_here(words: list[str]) -> bool:
 def check_torchrun(words: list[str]) -> None:
     read = get_args_parser().parse_args(words)
     assert read.module and read.training_script == "fp4train"
-    list(composition.composed(read.training_script_args))
+    assert points_of(read.training_script_args)
 
 
 def test_every_command_is_of_a_program_that_is_checked_here() -> None:
@@ -99,7 +99,7 @@ def test_sbatch_is_given_options_that_it_has() -> None:
     for words in found:
         place = words.index("scripts/slurm.sbatch")
         assert {word for word in words[1:place] if word.startswith("-")} <= SBATCH
-        list(composition.composed(words[place + 1 :]))
+        assert points_of(words[place + 1 :])
 
 
 def test_it_says_which_network_ranks_take_and_what_launchers_start_again() -> None:

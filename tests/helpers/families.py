@@ -4,8 +4,8 @@ without an entry here, where its `model=NAME_tiny` builds at the width and numbe
 
 from dataclasses import fields
 
-from fp4train.config import to_config
-from fp4train.config.composition import compose
+from configured import config_of
+
 from fp4train.models import Architecture
 from fp4train.models.families import Family, families
 
@@ -44,6 +44,8 @@ def _tiny(family: Family) -> tuple[str, ...]:
 
 TINY_RUNS = {family.name: _tiny(family) for family in families()}
 """By the family's name."""
+SMALL_SHAPES = {family.name: family.small for family in families()}
+"""Small shapes of every family (`Family.small`), by its name."""
 BEYOND_LLAMA = tuple(name for name in TINY_RUNS if name != "llama")
 """Families that have other blocks than a llama, which the other tests train."""
 
@@ -57,5 +59,4 @@ def tiny_run(family: str, *words: str) -> tuple[str, ...]:
 
 def tiny_shape(family: str, *words: str) -> Architecture:
     """The `model=…` of a family's run."""
-    shape: Architecture = to_config(compose([*tiny_run(family, *words), "run.name=a"])).model
-    return shape
+    return config_of(*tiny_run(family, *words)).model

@@ -12,11 +12,9 @@ from fp4train.quantize.triton_steps import why_not_steps
 CASES = """
 import torch
 from dataclasses import replace
+from configured import recipe_named
 from gpu_cases import IN_STEPS, Case, content
 from gpu_kernels import check
-from fp4train.config import bind
-from fp4train.config.composition import named
-from fp4train.precision import Recipe
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, Rotation, quantizer
 from fp4train.quantize.triton_limits import why_not_spec
 
@@ -24,7 +22,7 @@ KEY = RandomKey(seed=2**63 + 5, step=77, layer=9, operand=3, row_offset=5, col_o
 recipes = ("mxfp4_backward", "tetrajet_v2", "tetrajet_v2_outliers")
 specs = []
 for name in recipes:
-    recipe = bind(named("recipe", name), Recipe, "recipe")
+    recipe = recipe_named(name)
     specs += recipe.table().specs()
     if recipe.outliers is not None:
         specs += recipe.of_outliers().table().specs()

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from configured import config_of, policy_named, recipe_named
 from families import TINY_RUNS, tiny_shape
 from lengths import long_but
 from torch import nn
 
 import fp4train as f4
-from fp4train.config import bind, own_options, plain
-from fp4train.config.composition import compose, named
+from fp4train.config import own_options
 from fp4train.errors import UserError
 from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
 from fp4train.lab.studies import candidates, sweep_axes
-from fp4train.precision import BF16, Layer, LayerPolicy, Recipe, find_layers
+from fp4train.precision import BF16, Layer, LayerPolicy, find_layers
 from fp4train.quantize import RandomKey, quantize
 
 ENTRIES = ledger()
@@ -35,15 +35,11 @@ ENTRY = {
 }
 
 
-def recipe(name: str) -> Recipe:
-    return bind(named("recipe", name), Recipe, "recipe")
-
-
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.recipe} {entry.source}")
 def test_the_words_of_an_entry_are_a_command(entry: PublishedRecipe) -> None:
     assert entry.recipe in own_options()["recipe"]
     assert any(word.startswith("policy=") for word in entry.words)
-    assert plain(compose([f"recipe={entry.recipe}", *entry.words, "run.name=x"]))
+    assert config_of(f"recipe={entry.recipe}", *entry.words)
 
 
 SWITCH = {"flux_residual": "cooldown_fprop"}
@@ -56,8 +52,8 @@ def test_an_entry_says_its_phases_and_trains_without_any_that_its_source_has_not
 ) -> None:
     (phases,) = (word for word in entry.words if word.partition("=")[0] == "phases")
     assert phases == f"phases={SWITCH.get(entry.recipe, 'none')}"
-    config = plain(compose([f"recipe={entry.recipe}", *entry.words, "run.name=x"]))
-    assert bool(config["phases"]) == (entry.recipe in SWITCH)
+    config = config_of(f"recipe={entry.recipe}", *entry.words)
+    assert bool(config.phases) == (entry.recipe in SWITCH)
 
 
 @pytest.mark.parametrize("name", long_but(SHORT, RECIPES))
@@ -65,7 +61,7 @@ def test_a_recipe_of_the_ledger_trains_and_shows_its_plan(name: str) -> None:
     """Three steps with the public API: the loss falls, and is not that of BF16 in every bit."""
     losses_of = {}
     policy = LayerPolicy(last=0)
-    for form in (recipe(name), BF16()):
+    for form in (recipe_named(name), BF16()):
         torch.manual_seed(0)
         model = f4.convert(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -82,8 +78,8 @@ def test_a_recipe_of_the_ledger_trains_and_shows_its_plan(name: str) -> None:
     assert quantised[2] < quantised[0] < 2
     assert quantised != high
     assert quantised == pytest.approx(high, rel=0.1)
-    plan = str(f4.plan(model, recipe(name), policy))
-    elements = {spec.element.upper() for spec in recipe(name).table().specs()}
+    plan = str(f4.plan(model, recipe_named(name), policy))
+    elements = {spec.element.upper() for spec in recipe_named(name).table().specs()}
     assert elements and all(element in plan for element in elements)
 
 
@@ -95,17 +91,16 @@ def test_every_recipe_of_the_ledger_is_a_candidate_of_one_ranking(small_run: Pat
 
 
 def test_policies_of_papers_keep_what_they_say() -> None:
-    kept = bind(named("policy", "mfu_last4"), LayerPolicy, "policy")
+    kept = policy_named("mfu_last4")
     assert kept.count("last", 32) == 4
-    policy = bind(named("policy", "nemotron3"), LayerPolicy, "policy")
+    policy = policy_named("nemotron3")
     assert policy.count("last", 88) == 14 and policy.keep == ("class:*Attention",)
     assert [entry.layers for entry in policy.recipes] == [("out_proj",)]
 
 
 def policy_of(entry: PublishedRecipe) -> LayerPolicy:
     """The policy of an entry's command."""
-    config = plain(compose([f"recipe={entry.recipe}", *entry.words, "run.name=x"]))
-    return bind(config["policy"], LayerPolicy, "policy")
+    return config_of(f"recipe={entry.recipe}", *entry.words).policy
 
 
 @pytest.mark.parametrize(
@@ -165,7 +160,7 @@ def test_weights_in_four_bits_are_those_of_mlps_and_experts_in_every_family(
     name: str, family: str
 ) -> None:
     (entry,) = (entry for entry in ENTRIES if entry.recipe == name)
-    policy, form = policy_of(entry), recipe(name)
+    policy, form = policy_of(entry), recipe_named(name)
     with torch.device("meta"):
         model = tiny_shape(family).build(vocab_size=64, seq_len=32)
     layers = [found for found in find_layers(model).values() if found.block is not None]
@@ -197,8 +192,10 @@ def test_the_ledger_alone_says_what_is_mirrored(name: str) -> None:
 def test_both_forms_of_ufp4_have_the_same_codes_and_values() -> None:
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     key = RandomKey(seed=0, step=1, layer=2, operand=3)
-    for gemm, operands in recipe("ufp4_e1m2").table().items():
-        for fine, wide in zip(operands.both, recipe("ufp4_int4").table()[gemm].both, strict=True):
+    for gemm, operands in recipe_named("ufp4_e1m2").table().items():
+        for fine, wide in zip(
+            operands.both, recipe_named("ufp4_int4").table()[gemm].both, strict=True
+        ):
             assert fine is not None and wide is not None
             assert 4 * fine.format.max == wide.format.max
             quarters, integers = (quantize(x, spec, key=key) for spec in (fine, wide))

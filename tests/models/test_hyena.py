@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from configured import shape_of
 from family_models import FamilyChecks, check_drawn, parameters
 from golden import REDUCED
 from safetensors import safe_open
 from torch import Tensor
 
 import fp4train as f4
-from fp4train.config import to_config
-from fp4train.config.composition import compose
 from fp4train.models.families import family_for
 from fp4train.models.hyena import FilterShape, Hyena, HyenaModel
 from fp4train.optim import keep_bounds
@@ -226,7 +225,7 @@ def test_the_published_configuration_of_evo2_1b_is_that_of_its_preset() -> None:
         "rotary_emb_scaling_factor": 1,
     }
     family = family_for(published)
-    preset = to_config(compose(["model=evo2_1b", "run.name=a"])).model
+    preset = shape_of("evo2_1b")
     assert family.shape_of(published) == replace(preset, recompute=False, max_positions=8192)
     written = family.config_of(preset, vocab_size=512, seq_len=8192)
     other = {key for key in published.keys() & written.keys() if published[key] != written[key]}

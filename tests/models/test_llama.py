@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from configured import shape_of
 from family_models import FamilyChecks
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.config import bind
-from fp4train.config.composition import compose
 from fp4train.models import Architecture
 from fp4train.models.common import Attention, pre_norm_parameters, rope_angles, rotate
 from fp4train.models.llama import Llama, LlamaModel
@@ -230,8 +228,7 @@ VOCABULARY = {"tiny": 257, "30m": 257, "125m": 50304, "350m": 64000}
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_named_sizes_have_the_parameters_they_are_named_after(size: str) -> None:
-    cfg = compose([f"model=llama_{size}"])
-    shape = bind(OmegaConf.to_container(cfg.model, resolve=True), Llama, "model")
+    shape = shape_of(f"llama_{size}")
     assert isinstance(shape, Llama)
     with torch.device("meta"):
         model = shape.build(vocab_size=VOCABULARY.get(size, 128256), seq_len=8)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from configured import shape_of
 from family_models import FamilyChecks, parameters
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.config import composition, to_config
 from fp4train.models.common import DROPPED, Balance, ExpertShape
 from fp4train.models.common.experts import ExpertLayer
 from fp4train.models.families import family_for, family_of
@@ -163,7 +163,7 @@ def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module]) -> No
 
 
 def test_the_small_mixture_is_written_as_a_model_that_transformers_has() -> None:
-    shape = to_config(composition.compose(["model=moe_tiny"])).model
+    shape = shape_of("moe_tiny")
     written = family_of(shape).config_of(shape, vocab_size=128, seq_len=64)
     assert written["model_type"] == "glm4_moe"
     assert written["architectures"] == ["Glm4MoeForCausalLM"]
@@ -464,7 +464,7 @@ def test_the_published_sizes() -> None:
         ("30b_a3b", 151936, (30.5, 3.35)),
         ("671b", 129280, (671.3, 37.8)),
     ):
-        shape = to_config(composition.compose([f"model=moe_{name}", "run.name=x"])).model
+        shape = shape_of(f"moe_{name}")
         with torch.device("meta"):
             groups = weight_groups(f4.convert(shape.build(vocab_size=vocabulary, seq_len=64)))
         found = [

@@ -13,15 +13,13 @@ from typing import Any
 import adding
 import pytest
 import torch
+from configured import recipe_named
 from covering import COVERING
 from linear_layers import own_channels
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.backends import widens
-from fp4train.config import bind
-from fp4train.config.composition import compose
 from fp4train.nn import Experts, LayerShard, Linear
 from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.parameters import ParameterSpec, Split
@@ -37,10 +35,7 @@ ROWS = sum(COUNTS) + 6
 @cache
 def recipe_of(name: str) -> Recipe:
     """A recipe by its name; outlier channels are chosen in the first step, a few of the K."""
-    recipe = bind(
-        OmegaConf.to_container(compose([f"recipe={name}"]).recipe, resolve=True), Recipe, "recipe"
-    )
-    assert isinstance(recipe, Recipe)
+    recipe = recipe_named(name)
     if recipe.outliers is None:
         return recipe
     return replace(recipe, outliers=replace(recipe.outliers, start=0, steps=1, multiple=8))

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from configured import shape_of
+from families import SMALL_SHAPES
 from lengths import long_but
 from torch import nn
 
 import fp4train as f4
-from fp4train.config import to_config
-from fp4train.config.composition import compose
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.workload import Workload
 from fp4train.models.common import multiplications
-from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid
 from fp4train.parallel import Parallel
 from fp4train.parallel.held import Inventory
@@ -26,7 +25,6 @@ from fp4train.parallel.stages import cut_of, cut_stages
 from fp4train.parallel.world import World
 from fp4train.precision import BF16, Timeline, find_layers, make_plan
 
-FAMILIES = {family.name: family.small for family in families()}
 NO_STATE = Inventory(state=frozenset(), layers={}, sources=(), modules=())
 
 
@@ -49,9 +47,9 @@ def run_of(model: nn.Module, parallel: Parallel, time: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("time", long_but([4096], [64, 4096]))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SMALL_SHAPES)
 def test_a_run_and_its_plan_divide_blocks_equally(family: str, time: int) -> None:
-    model = built(FAMILIES[family], time)
+    model = built(SMALL_SHAPES[family], time)
     layers = find_layers(model).values()
     device = Device.elsewhere(find_gpu("H100"))
     plan = make_plan(layers, Timeline(recipe=BF16(), steps=1), None, tokens=time, device=device)
@@ -89,7 +87,7 @@ def test_published_numbers_of_blocks_that_ranks_do_not_divide_are_shared_by_cost
     """The head weighs as much as several blocks of the hybrid, and about as much as one of the
     largest Llama.
     """
-    shape = to_config(compose([f"model={name}", "run.name=a"])).model
+    shape = shape_of(name)
     with torch.device("meta"):
         model = f4.convert(shape.build(vocab_size=vocabulary, seq_len=4096))
     divided = run_of(model, Parallel(pp=len(blocks)), 4096)

@@ -8,11 +8,11 @@ import re
 
 import pytest
 import torch
+from configured import config_of
 from covering import COVERING, parts
 from omegaconf import OmegaConf
 
 from fp4train.config import RECIPES, bind
-from fp4train.config.composition import compose
 from fp4train.kernels import cpu
 from fp4train.precision import (
     BF16,
@@ -77,10 +77,7 @@ def changes(a: Recipe, b: Recipe) -> dict[tuple[str, str], set[str]]:
 
 
 def from_file(name: str, *overrides: str) -> Recipe:
-    cfg = compose([f"recipe={name}", *overrides])
-    recipe = bind(OmegaConf.to_container(cfg.recipe, resolve=True), Recipe, "recipe")
-    assert isinstance(recipe, Recipe)
-    return recipe
+    return config_of(f"recipe={name}", *overrides).recipe
 
 
 def test_the_printed_table_of_nvfp4_is_that_of_the_design() -> None:

@@ -6,10 +6,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from configured import composed_of, config_of
 from torch import nn
 
-from fp4train.config import TrainSettings, to_config
-from fp4train.config.composition import compose
+from fp4train.config import TrainSettings
 from fp4train.errors import UserError
 from fp4train.models.llama import Llama
 from fp4train.parallel import Mesh
@@ -57,10 +57,9 @@ def test_a_gpu_draws_by_counter_itself(
         build, "build_model", lambda config, size, on: built.append(on.type) or nn.Linear(2, 2)
     )
     monkeypatch.setattr(build, "why_not_deferred", lambda model: None)
-    cfg = compose(["model=llama_tiny", f"model.draw={draw}", "device=cpu"])
-    _, deferred = build.built_or_deferred(
-        to_config(cfg), 257, World(device=torch.device(device)), True
-    )  # type: ignore[arg-type]
+    config = config_of("model=llama_tiny", f"model.draw={draw}", "device=cpu")
+    world = World(device=torch.device(device))
+    _, deferred = build.built_or_deferred(config, 257, world, True)
     assert (built, deferred) == (["meta"] if waits else [device], waits)
 
 
@@ -70,7 +69,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused_before_weights_are_opened(
     """To verify those of a large model takes minutes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(find, "open_init", Mock(side_effect=AssertionError))
-    cfg = compose(["run.name=a", "train.batch_size=3", "train.microbatch=null", "device=cpu"])
+    cfg = composed_of("run.name=a", "train.batch_size=3", "train.microbatch=null", "device=cpu")
     world = World(device=torch.device("cpu"), mesh=Mesh(shard=2))
     with pytest.raises(UserError, match=r"train\.batch_size=3 is not divisible by 2 data ranks"):
         find.find_origin(Command.of(cfg), world)

@@ -5,6 +5,7 @@ allocates nothing.
 import pytest
 import torch
 from command_line import Cli
+from configured import composed_of
 from lengths import long_but
 from memory import most_memory
 
@@ -14,7 +15,6 @@ from fp4train.config import (
     Config,
     bind,
     complete,
-    composition,
     overrides,
     plain,
     to_config,
@@ -62,7 +62,7 @@ def test_all_yaml_files_of_the_tree_are_covered() -> None:
 @pytest.mark.parametrize("option", long_but(SHORT, OPTIONS))
 def test_it_is_planned_and_means_the_same_with_its_defaults_written_out(option: str) -> None:
     phases = ["phases=none"] if option == "recipe=fp16" else []
-    composed = composition.compose([option, *GIVEN.get(option, []), *phases, "run.name=x"])
+    composed = composed_of(option, *GIVEN.get(option, []), *phases, "run.name=x")
     node = plain(composed)
     assert list(unknown_keys(node, Config)) == []
     assert bind(complete(node, Config), Config, "") == bind(node, Config, "")
@@ -77,7 +77,7 @@ def test_it_is_planned_and_means_the_same_with_its_defaults_written_out(option: 
 
 
 def test_defaults_are_written_out_as_the_classes_have_them() -> None:
-    node = plain(composition.compose(["run.name=x"]))
+    node = plain(composed_of("run.name=x"))
     for section in ("model", "data", "optim", "schedule", "recipe", "policy", "track"):
         node[section] = {"_target_": node[section]["_target_"]}
     written = complete(node, Config)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from configured import points_of
 
 from fp4train.checkpoint import ALONE
 from fp4train.cli.launch import settings
-from fp4train.config.composition import composed
 from fp4train.data import find_template, planned_vocab_size
 from fp4train.errors import DataError, UserError
 from fp4train.run.build import build_model
@@ -85,7 +85,7 @@ def test_a_damaged_folder_is_loaded_or_refused(
     folder = tmp_path / "folder"
     draw = random.Random(seed)
     shutil.copytree(folders["llama"], folder)
-    made = next(iter(composed(["data=text", "data.path=none", f"init={folder}"])))
+    (point,) = points_of(["data=text", "data.path=none", f"init={folder}"])
     ends: Counter[str] = Counter()
     for _ in range(240 if seed else 80):
         shutil.rmtree(folder)
@@ -101,7 +101,7 @@ def test_a_damaged_folder_is_loaded_or_refused(
             draw,
         )
         try:
-            config = settings(made).config
+            config = settings(point).config
             init = open_init(config, ALONE)
             assert init is not None
             init.load(build_model(config, planned_vocab_size(config.data), torch.device("cpu")))
@@ -114,7 +114,8 @@ def test_a_damaged_folder_is_loaded_or_refused(
 def begin(folder: Path, run: Path) -> object:
     """The configuration of a run that begins with a folder."""
     words = ["data=text", "data.path=none", f"init={folder}"]
-    return settings(next(iter(composed(words)))).config
+    (point,) = points_of(words)
+    return settings(point).config
 
 
 def template(folder: Path, run: Path) -> object:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Before, Cli, losses
+from configured import shape_of
 from covering import COVERING
 from families import BEYOND_LLAMA, tiny_run, tiny_shape
 from hf_folders import change_table, write_evo2
@@ -18,8 +19,6 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import fp4train
-from fp4train.config import to_config
-from fp4train.config.composition import compose
 from fp4train.precision import find_layers
 from fp4train.run.record.directory import read_config
 
@@ -192,7 +191,7 @@ def test_a_run_measures_its_utilisation_by_the_flop_of_its_plan(
 )
 def test_the_layers_of_a_published_size_are_all_of_its_matrices(name: str, family: str) -> None:
     """Those that a plan lists."""
-    shape = to_config(compose([f"model={name}", "run.name=a"])).model
+    shape = shape_of(name)
     with torch.device("meta"):
         model = fp4train.convert(shape.build(vocab_size=320, seq_len=32))
     matrices = {

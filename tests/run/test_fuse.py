@@ -12,12 +12,12 @@ import liger_on_cpu
 import pytest
 import torch
 from command_line import Cli, losses
+from configured import config_of
 from lengths import long_but
 from pretended import Machine
 
 import fp4train as f4
-from fp4train.config import TrainSettings, to_config
-from fp4train.config.composition import compose
+from fp4train.config import TrainSettings
 from fp4train.errors import UserError
 from fp4train.exchange import load_trained
 from fp4train.hardware import Device, find_gpu
@@ -287,7 +287,7 @@ def test_a_run_with_them_resumes_to_the_bit_and_is_read_where_they_do_not_run(
 
 def test_a_model_that_gets_its_memory_after_it_was_built_runs_in_them() -> None:
     """On several ranks, from a folder of weights, and where a GPU draws the weights itself."""
-    config = to_config(compose(["model=llama_tiny", "model.draw=counter", "device=cpu"]))
+    config = config_of("model=llama_tiny", "model.draw=counter", "device=cpu")
     built, deferred = built_or_deferred(config, 257, World(device=torch.device("cuda")), True)
     assert (
         deferred

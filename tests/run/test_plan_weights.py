@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Cli
+from configured import config_of
 from lengths import long_but
 from torch import nn
 
 import fp4train as f4
-from fp4train.config import composition, to_config
 from fp4train.nn import WeightGroup, weight_groups
 from fp4train.precision import find_layers
 from fp4train.run.build import build_model
@@ -25,7 +25,7 @@ ROWS = 512
 
 
 def planned(name: str) -> nn.Module:
-    config = to_config(composition.compose([f"model={name}", "run.name=x", "train.seq_len=64"]))
+    config = config_of(f"model={name}", "train.seq_len=64")
     return build_model(config, ROWS, torch.device("meta"))
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Cli, Outcome
+from configured import config_of
 from lengths import long_but
 
-from fp4train.config import CONFIGS, composition, to_config
+from fp4train.config import CONFIGS
 from fp4train.run.build import build_model
 
 PRESETS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*_fineweb.yaml"))
@@ -65,7 +66,7 @@ def planned(cli: Cli, plans: dict[str, Outcome]) -> Callable[[str], Outcome]:
 def test_a_preset_has_the_tokens_of_its_source_and_is_planned_without_a_network(
     planned: Callable[[str], Outcome], name: str
 ) -> None:
-    config = to_config(composition.compose([f"experiment={name}"]))
+    config = config_of(f"experiment={name}")
     assert config.train.steps * config.train.tokens == pytest.approx(
         TOKENS[name.removesuffix("_fineweb")], rel=0.01
     )
@@ -88,7 +89,7 @@ RATES = {
 def test_the_first_lines_of_a_preset_and_of_its_plan_say_what_it_is(
     planned: Callable[[str], Outcome], name: str
 ) -> None:
-    config = to_config(composition.compose([f"experiment={name}"]))
+    config = config_of(f"experiment={name}")
     short = name.removesuffix("_fineweb")
     first = (CONFIGS / "experiment" / f"{name}.yaml").read_text("utf-8").splitlines()[1]
     ((size, unit),) = re.findall(r"^# ([\d.]+) ([MB]) parameters", first)

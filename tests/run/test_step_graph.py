@@ -16,11 +16,11 @@ import pytest
 import torch
 import yaml
 from command_line import Before, Cli, StopAt, events, losses, steps
+from configured import config_of
 from recorder_on_cpu import RecorderOnCpu
 from torch import nn
 
-from fp4train.config import bind, to_config
-from fp4train.config.composition import compose
+from fp4train.config import bind
 from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.precision import BF16, NVFP4, Layer, Recipe, Timeline, make_plan
@@ -300,5 +300,5 @@ def test_a_run_whose_audits_let_no_step_be_replayed_is_warned(
     options = (*SMALL, "recipe=bf16", "phases=none", "eval.every=0", f"audit.every={every}")
     assert cli("run.name=a", *options).code == 0
     assert any(recorder.replays for recorder in recorders) is not warns
-    config = to_config(compose([*options, "train.cuda_graph=true"]))
+    config = config_of(*options, "train.cuda_graph=true")
     assert (never_replayed(config, "cuda") is not None) is warns

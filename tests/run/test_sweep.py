@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import yaml
 from command_line import STEADY, Cli
+from configured import points_of
 
 from fp4train.cli.console import kept_console
-from fp4train.config.composition import composed
 from fp4train.lab.analysis import training_loss
 
 
@@ -36,8 +36,8 @@ def test_a_sweep_without_seeds_has_no_means(cli: Cli) -> None:
 @pytest.mark.parametrize("word", ["hydra.sweeper.params=null", "~hydra.sweeper.params.recipe"])
 def test_the_sweep_of_an_experiment_can_be_left_out(word: str) -> None:
     command = ["-m", "experiment=nvfp4_ablations", "run.seed=0,1"]
-    assert [point.point for point in composed([*command, word])] == ["run.seed=0", "run.seed=1"]
-    assert len(list(composed(command))) == 10
+    assert [point.point for point in points_of([*command, word])] == ["run.seed=0", "run.seed=1"]
+    assert len(points_of(command)) == 10
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from configured import shape_of
 
-from fp4train.config import to_config
-from fp4train.config.composition import compose
 from fp4train.nn import PlannedLayer
 from fp4train.precision import BF16
 
@@ -59,7 +58,7 @@ def test_the_bare_loop_of_a_mixture_multiplies_layers_of_torch_alone(script: Mod
     """With the weights of the experts, and in float32 their loss, in every bit."""
     steps = importlib.import_module("benchmark_steps")
     sizes = ("model.width=32", "model.layers=2", "model.experts.count=4", "model.experts.hidden=16")
-    shape = to_config(compose(["model=moe_tiny", *sizes, "run.name=a"])).model
+    shape = shape_of("moe_tiny", *sizes)
     model = shape.build(vocab_size=60, seq_len=16)
     tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(0))
     expected = model(tokens, tokens)

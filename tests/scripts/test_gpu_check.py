@@ -19,10 +19,9 @@ import gpu_first
 import gpu_profile
 import gpu_runs
 import pytest
+from configured import points_of
 from gpu_check import PARTS, Check, Step
 from pretended import Machine
-
-from fp4train.config import composition
 
 SCRIPT = Path(gpu_check.__file__).with_suffix(".sh")
 
@@ -117,7 +116,7 @@ def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> 
         line for line in (tmp_path / "out/x-hours.sh").read_text().splitlines() if "recipe=" in line
     ]
     assert len(hours) == 12
-    list(composition.composed(words_of(hours[0].split("else", 1)[1].rstrip("; fi"))))
+    assert points_of(words_of(hours[0].split("else", 1)[1].rstrip("; fi")))
 
 
 @pytest.fixture

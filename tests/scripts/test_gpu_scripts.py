@@ -13,10 +13,10 @@ import gpu_cases
 import gpu_launched
 import pytest
 import torch
+from configured import points_of
 from pretended import Machine
 from recorded_products import Recorder
 
-from fp4train.config import composition
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed
 from fp4train.quantize import Decoded, QuantSpec
 
@@ -242,7 +242,7 @@ def test_recorded_steps_are_compared_step_by_step(
 ) -> None:
     script = load("gpu_graph")
     for keys in script.CASES.values():
-        list(composition.composed([*script.OPTIONS, *keys, "train.cuda_graph=true"]))
+        assert points_of([*script.OPTIONS, *keys, "train.cuda_graph=true"])
     lines = [
         {
             "step": i,

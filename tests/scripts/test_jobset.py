@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
+from configured import points_of
 
-from fp4train.config import bind, composition
+from fp4train.config import bind
 from fp4train.parallel import Parallel
 
 FILE = Path(__file__).parents[2] / "scripts" / "jobset.yaml"
@@ -233,4 +234,4 @@ def test_its_command_is_one_that_torchrun_and_fp4train_read() -> None:
         and read.training_script == "fp4train"
         and read.training_script_args == pod["args"]
     )
-    list(composition.composed(pod["args"]))
+    assert points_of(pod["args"])

@@ -11,8 +11,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-
-from fp4train.config import composition
+from configured import points_of
 
 ROOT = Path(__file__).resolve().parents[2]
 END = 256
@@ -107,7 +106,7 @@ def test_the_run_of_the_benchmark_is_as_short_and_as_far_below_the_markov_models
 def test_the_commands_of_the_benchmark_are_valid() -> None:
     page = (ROOT / "benchmarks" / "dna.md").read_text()
     (command,) = re.findall(r"^fp4train (model=.*)$", page, re.MULTILINE)
-    assert len(list(composition.composed(shlex.split(command)))) == 1
+    assert len(points_of(shlex.split(command))) == 1
     assert [
         line
         for line in re.findall(r"^python (\S+)", page, re.MULTILINE)

@@ -10,13 +10,12 @@ from types import ModuleType
 import pytest
 import torch
 from command_line import TINY
+from configured import recipe_named
 
 from fp4train.cli import main
-from fp4train.config import bind
-from fp4train.config.composition import named
 from fp4train.lab.ledger import ledger
 from fp4train.lab.studies import open_checkpoint
-from fp4train.precision import FP32, Recipe, Timeline
+from fp4train.precision import FP32, Timeline
 from fp4train.run.build import build_plan
 from fp4train.run.evaluate import microbatch_losses
 
@@ -181,6 +180,6 @@ def test_a_recipe_is_left_out_where_no_fork_comes_to_what_tells_it_from_another(
 ) -> None:
     end = max(case.step for case in script.CASES) + int(script.FORKS["steps"])
     for name in dict.fromkeys(entry.recipe for entry in ledger()):
-        channels = bind(named("recipe", name), Recipe, "recipe").outliers
+        channels = recipe_named(name).outliers
         late = channels is not None and channels.start + channels.steps > end
         assert late == (name in script.LEFT_OUT)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import SMALL_SHAPES
 from family_models import parameters
 from llama_shapes import STATES
 
@@ -19,7 +20,6 @@ from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
 from fp4train.lab.costs.rows import layer_costs
 from fp4train.lab.costs.weights import tensor_traffic
 from fp4train.lab.costs.workload import Workload
-from fp4train.models.families import families
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
@@ -65,10 +65,7 @@ def test_a_scan_costs_its_products_forward_and_twice_backward() -> None:
     assert found.backward.flops == pytest.approx(2 * found.forward.flops)
 
 
-SHAPES = {family.name: family.small for family in families()}
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", SMALL_SHAPES.values(), ids=SMALL_SHAPES)
 def test_a_block_multiplies_its_weights_and_what_its_own_code_does_besides(shape: Any) -> None:
     """Counted while the code runs, but for the transforms of x and of y of long convolutions: each
     of n places has 2.5·log2(n) operations. A router's weight is multiplied there, too.

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from configured import composed_of
 from made import LAYERS, write_history, write_ranking, write_run, write_sensitivity
 from omegaconf import OmegaConf
 from report_page import links, report
 
 from fp4train.config import plain, to_config
-from fp4train.config.composition import compose
 from fp4train.data import planned_vocab_size
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.analysis import VARIABLES
@@ -200,7 +200,7 @@ def test_the_styles_know_every_colour_of_the_figures() -> None:
 def test_a_gpu_has_the_predicted_time_of_the_plan_and_what_cannot_be_estimated_is_named(
     tmp_path: Path,
 ) -> None:
-    cfg = plain(compose(["run.name=a", "recipe=nvfp4", "model=llama_30m"]))
+    cfg = plain(composed_of("run.name=a", "recipe=nvfp4", "model=llama_30m"))
     config = to_config(OmegaConf.create(cfg))
     run = write_run(tmp_path / "a", seed=0)
     other = write_run(tmp_path / "b", seed=1)

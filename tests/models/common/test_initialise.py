@@ -10,14 +10,12 @@ from statistics import NormalDist
 
 import pytest
 import torch
+from configured import shape_of
 from hypothesis import given, strategies as st
 from limits import set_limit
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.config import bind
-from fp4train.config.composition import compose
 from fp4train.models.common import (
     DecoderShape,
     FamilyDecoder,
@@ -114,10 +112,7 @@ def test_no_two_parameters_of_the_largest_preset_share_a_key() -> None:
 
 
 def preset(size: str) -> Llama:
-
-    shape = bind(
-        OmegaConf.to_container(compose([f"model=llama_{size}"]).model, resolve=True), Llama, "model"
-    )
+    shape = shape_of(f"llama_{size}")
     assert isinstance(shape, Llama)
     return shape
 

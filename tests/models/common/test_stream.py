@@ -4,17 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from families import SMALL_SHAPES
 from torch import Tensor, nn
 
 from fp4train.models.common import Stage, StreamTerms, summed
-from fp4train.models.families import families
 from fp4train.models.llama import Llama
 from fp4train.precision import FP32, autocast
 
 TOKENS = torch.randint(60, (2, 8), generator=torch.Generator().manual_seed(1))
 SMALL: dict[str, Any] = {"width": 16, "heads": 2, "hidden": 16}
 LLAMA = Llama(layers=3, **SMALL)
-FAMILIES = {family.name: family.small for family in families()}
 
 
 def model(shape: Any = LLAMA) -> Any:
@@ -31,7 +30,7 @@ def trained(built: nn.Module) -> dict[str, Tensor]:
     return {"loss": loss} | {name: grad for name, grad in gradients.items() if grad is not None}
 
 
-@pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("shape", SMALL_SHAPES.values(), ids=SMALL_SHAPES)
 def test_blocks_that_hand_on_both_terms_train_as_those_that_hand_on_their_sum(shape: Any) -> None:
     """A hook on a block gets both terms, and may return their sum."""
     streams: list[StreamTerms] = []
