@@ -8,7 +8,7 @@ from torch import nn
 
 from fp4train.nn.conversion import report
 from fp4train.nn.fused_weights import FusedWeights
-from fp4train.nn.linear import Linear, TransposedLinear
+from fp4train.nn.linear import Linear, LinearLayer, TransposedLinear
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.transformers_experts import hold_experts
 from fp4train.precision.layers import Layer, find_layers, is_uninitialised
@@ -42,7 +42,7 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """
     layers = _checked_layers(model)
     modules = dict(model.named_modules())
-    converted: dict[nn.Module, Linear] = {}
+    converted: dict[nn.Module, LinearLayer] = {}
     for name, layer in layers.items():
         module = modules[name]
         if isinstance(module, PlannedLayer):
@@ -104,7 +104,7 @@ def _checked_layers(model: nn.Module) -> dict[str, Layer]:
 # Subclasses of nn.Linear, and Conv1D
 
 
-def _class_for(kind: type[nn.Module], name: str, module: nn.Module) -> type[Linear]:
+def _class_for(kind: type[nn.Module], name: str, module: nn.Module) -> type[LinearLayer]:
     """The class of fp4train's layer that is also a subclass of `kind`."""
     theirs = {
         key for base in kind.__mro__ if base not in nn.Linear.__mro__ for key in vars(base)
@@ -123,30 +123,31 @@ def _needed() -> frozenset[str]:
     """Attribute names of fp4train's layer that nn.Linear does not have."""
     ours, plain = (kind(1, 1, device="meta") for kind in (Linear, nn.Linear))
     return frozenset(
-        {*vars(Linear), *vars(PlannedLayer), *vars(ours)} - {*vars(nn.Linear), *vars(plain)}
+        {*vars(Linear), *vars(LinearLayer), *vars(PlannedLayer), *vars(ours)}
+        - {*vars(nn.Linear), *vars(plain)}
     )
 
 
 @cache
-def _subclass(kind: type[nn.Module]) -> type[Linear]:
+def _subclass(kind: type[nn.Module]) -> type[LinearLayer]:
     if kind is nn.Linear:
         return Linear
 
-    def reduce(self: Linear, protocol: Any) -> tuple[Any, ...]:
+    def reduce(self: LinearLayer, protocol: Any) -> tuple[Any, ...]:
         # Pickle cannot import this class by name; it is made again from `kind`.
         return _new, (kind,), *super(subclass, self).__reduce_ex__(max(2, int(protocol)))[2:]
 
     if issubclass(kind, nn.Linear):
-        ours = Linear
+        ours: type[LinearLayer] = Linear
     else:
         ours = TransposedLinear
-    subclass: type[Linear] = type(
+    subclass: type[LinearLayer] = type(
         kind.__name__, (ours, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce}
     )
     return subclass
 
 
-def _new(kind: type[nn.Module]) -> Linear:
+def _new(kind: type[nn.Module]) -> LinearLayer:
     subclass = _subclass(kind)  # type: ignore[arg-type]
     return subclass.__new__(subclass)
 

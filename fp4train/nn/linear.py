@@ -8,7 +8,7 @@ What it shares with groups of weights is in `planned.py`, the support for torch.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,42 +20,13 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layers import Layer
 
 
-class Linear(PlannedLayer, nn.Linear):
-    """`nn.Linear` that runs in the recipe of the surrounding `autocast`, and as `nn.Linear` outside
-    it.
+class LinearLayer(PlannedLayer):
+    """A layer of one weight, whatever class it replaces."""
 
-    Parameters and state dict are those of `nn.Linear`. Inputs are [..., in_features]. The output
-    has the input's dtype, or that of torch.autocast if it is on; the GEMMs run in the recipe's
-    dtype.
-
-    Args:
-        layer: name and position in the model, set by `convert`; they key the random bits and the
-            policy.
-        backend: "te" (Transformer Engine), "native" (torch's scaled_mm), "emulate", "reference"
-            (exact, slow), or "auto": TE if it can run the recipe, else native products if the GPU
-            has them, else emulation. A named backend that cannot run a recipe raises ValueError
-            when the recipe is resolved.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        layer: Layer | None = None,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        alone = Layer(
-            name="linear", in_features=in_features, out_features=out_features, block=0, blocks=1
-        )
-        self._begin(layer or alone, backend)
+    bias: Tensor | None
 
     @classmethod
-    def from_linear(cls, linear: nn.Module, layer: Layer, backend: str) -> Linear:
+    def from_linear(cls, linear: nn.Module, layer: Layer, backend: str) -> Self:
         """A replacement for `linear` with its parameters, hooks, training flag and other
         attributes.
         """
@@ -116,8 +87,46 @@ class Linear(PlannedLayer, nn.Linear):
         return f"{super().extra_repr()}, backend={self.backend}"
 
 
-class TransposedLinear(Linear):
-    """A layer that stores its weight as [in_features, out_features]: `Conv1D` of transformers."""
+class Linear(LinearLayer, nn.Linear):  # type: ignore[misc]  # its bias may be None
+    """`nn.Linear` that runs in the recipe of the surrounding `autocast`, and as `nn.Linear` outside
+    it.
+
+    Parameters and state dict are those of `nn.Linear`. Inputs are [..., in_features]. The output
+    has the input's dtype, or that of torch.autocast if it is on; the GEMMs run in the recipe's
+    dtype.
+
+    Args:
+        layer: name and position in the model, set by `convert`; they key the random bits and the
+            policy.
+        backend: "te" (Transformer Engine), "native" (torch's scaled_mm), "emulate", "reference"
+            (exact, slow), or "auto": TE if it can run the recipe, else native products if the GPU
+            has them, else emulation. A named backend that cannot run a recipe raises ValueError
+            when the recipe is resolved.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        layer: Layer | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        alone = Layer(
+            name="linear", in_features=in_features, out_features=out_features, block=0, blocks=1
+        )
+        self._begin(layer or alone, backend)
+
+
+class TransposedLinear(LinearLayer):
+    """A layer that stores its weight as [in_features, out_features]: `Conv1D` of transformers.
+
+    It is no `nn.Linear`, so that other code, such as peft, knows how the weight lies.
+    """
 
     transposed = True
 

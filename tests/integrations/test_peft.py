@@ -90,3 +90,29 @@ def test_peft_and_the_trainer_import_beside_transformer_engine_without_kernels()
     program = f"import os, fp4train.integrations, peft; from transformers import Trainer; {check}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("options", [{"init_lora_weights": False}, {"use_dora": True}])
+def test_a_converted_conv1d_is_one_for_peft_which_merges_adapters_into_it(
+    options: dict[str, Any],
+) -> None:
+    """GPT-2's weights are [in, out]: peft transposes what it adds to them."""
+    transformers, peft = framework("transformers"), framework("peft")
+    shape = {"vocab_size": 128, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 32}
+    tokens = torch.arange(32)[None]
+
+    def merged(*, convert: bool) -> Any:
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(**shape, bos_token_id=1, eos_token_id=2)
+        base = transformers.GPT2LMHeadModel(config)
+        torch.manual_seed(1)
+        names = ["c_attn", "c_proj"]  # one square, one not
+        adapters = peft.LoraConfig(r=4, target_modules=names, fan_in_fan_out=True, **options)
+        model = peft.get_peft_model(f4.convert(base) if convert else base, adapters)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.1)
+        return model.merge_and_unload().eval()
+
+    assert torch.equal(merged(convert=True)(tokens).logits, merged(convert=False)(tokens).logits)

@@ -11,7 +11,7 @@ from compiled_layers import needs_graphs
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.nn import Linear
+from fp4train.nn.linear import LinearLayer
 from fp4train.precision import BF16, MXFP8, NVFP4, LayerPolicy, OutlierChannels, Recipe, autocast
 
 
@@ -88,9 +88,10 @@ def test_conversion_shares_the_weights_and_keeps_the_names_and_shapes_of_the_sta
     assert all(model.get_parameter(name) is p for name, p in before.items())
     assert {name: p.shape for name, p in model.state_dict().items()} == shapes
     layer = model[0].up
-    assert isinstance(layer, Linear) and isinstance(layer, Conv1D)
+    assert isinstance(layer, LinearLayer) and isinstance(layer, Conv1D)
+    assert not isinstance(layer, nn.Linear), "other code would take its weight for [out, in]"
     assert (layer.in_features, layer.out_features) == (32, 96)
-    assert [layer.layer.block for layer in model.modules() if isinstance(layer, Linear)] == [
+    assert [layer.layer.block for layer in model.modules() if isinstance(layer, LinearLayer)] == [
         0,
         0,
         1,
@@ -130,7 +131,7 @@ def test_the_codes_of_a_weight_are_made_once_in_a_step() -> None:
             super().append(form)
 
     for layer in model.modules():
-        if isinstance(layer, Linear):
+        if isinstance(layer, LinearLayer):
             layer.forms._forms = Counted()
     for _ in range(3):
         step(model, NVFP4(), 0)
@@ -158,4 +159,4 @@ def test_another_class_of_that_name_is_not_taken_for_it() -> None:
     other = type("Conv1D", (nn.Module,), {"__module__": "lab"})()
     other.weight = nn.Parameter(torch.ones(32, 32))
     model = f4.convert(nn.Sequential(nn.Linear(32, 32), other))
-    assert not isinstance(model[1], Linear)
+    assert not isinstance(model[1], LinearLayer)
