@@ -6,6 +6,7 @@ The sections `model` and `data.tokenizer` are made of the folder's `config.json`
 """
 
 import dataclasses
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from fp4train.config.schema import keys, plain
 from fp4train.data.tokenizers import Bytes, Pretrained
 from fp4train.errors import UserError, user_errors
 from fp4train.models.families import Family, family_for
+
+_log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -106,6 +109,8 @@ def _tokenizer(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, An
         return None  # the data are ids of tokens
     named = any(key == "data.tokenizer" or key.startswith("data.tokenizer.") for key in changed)
     if named and configured.get("name") != MISSING:
+        if model_folder.has_file(folder, TOKENIZER) and "name" not in configured:
+            warn_of_other_tokens(str(cfg.init))
         return None
     if not model_folder.has_file(folder, TOKENIZER):
         if not named and model_of(folder)[0].reads_bytes:
@@ -134,6 +139,16 @@ def _tokenizer(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, An
             f"data.tokenizer.name={folder}"
         )
     return section | more
+
+
+def warn_of_other_tokens(init: str) -> None:
+    """Say that a run begins with the embedding of another tokenizer's tokens."""
+    _log.warning(
+        "init=%s brings a tokenizer, and the command names one of another kind: unless both give "
+        "a text the same ids, embedding and head begin with the rows of other tokens; without "
+        "data/tokenizer=… the run has the tokenizer of its weights",
+        init,
+    )
 
 
 def _end(folder: Path) -> str | None:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from fp4train.checkpoint.source import WeightSource
 from fp4train.config.binding import bind, path_values
 from fp4train.config.foreign import unknown_key
+from fp4train.config.from_folder import warn_of_other_tokens
 from fp4train.config.schema import Config, keys, plain, take_over
 from fp4train.data.source import planned_vocab_size
 from fp4train.data.tokens import TokenizerConfig
@@ -63,7 +64,16 @@ def with_run(cfg: DictConfig, saved: Mapping[str, Any], changed: Sequence[str]) 
         named = any(key == "data.tokenizer" or key.startswith("data.tokenizer.") for key in changed)
         if section and "tokenizer" in combined.data and not named and not _names_paths(section):
             combined.data.tokenizer = section
+        elif named and _kind(section) not in ("", _kind(plain(combined)["data"].get("tokenizer"))):
+            warn_of_other_tokens(str(cfg.init))
     return combined
+
+
+def _kind(section: Any) -> str:
+    """The name of the class that a section is of; empty where it names none."""
+    if not isinstance(section, dict):
+        return ""
+    return str(section.get("_target_", "")).rpartition(".")[2]
 
 
 def check_model(config: Config, cfg: DictConfig, saved: Mapping[str, Any], option: str) -> None:

@@ -162,7 +162,11 @@ def instance(lm_eval: object, context: str, answer: str) -> object:
 
 @pytest.mark.parametrize("data", ["text", "another tokenizer"])
 def test_end_ids_and_settings_of_a_folder_come_back(
-    exported: tuple[Path, Path], train: Train, tmp_path: Path, data: str
+    exported: tuple[Path, Path],
+    train: Train,
+    tmp_path: Path,
+    data: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = Path(shutil.copytree(exported[0], tmp_path / "chat"))
     settings = {
@@ -179,6 +183,10 @@ def test_end_ids_and_settings_of_a_folder_come_back(
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 8]}))
     words = ("data/tokenizer=bytes",) if data == "another tokenizer" else ()
     run = train(f"init={folder}", "train.steps=2", *words)
+    warned = (
+        "brings a tokenizer, and the command names one of another kind" in capsys.readouterr().err
+    )
+    assert warned == bool(words)
     shutil.rmtree(folder)
     export_huggingface(run, tmp_path / "again")
     again = json.loads((tmp_path / "again/generation_config.json").read_text())

@@ -418,6 +418,15 @@ def test_another_tokenizer_than_the_runs_is_refused_with_the_words_to_leave_out(
     )
 
 
+def test_another_tokenizer_whose_ids_fit_is_a_warning(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=1")
+    warning = "init=runs/a brings a tokenizer, and the command names one of another kind"
+    bpe = ("data/tokenizer=bpe", "data.tokenizer.vocab_size=300")
+    assert warning in cli("plan", "init=runs/a", *bpe).err
+    assert warning not in cli("plan", "init=runs/a", "data/tokenizer=bytes").err
+    assert warning not in cli("plan", "init=runs/a").err
+
+
 def test_a_plan_counts_the_ids_of_the_tokenizer_that_a_run_has(cli: Cli) -> None:
     """A tokenizer that was trained on a short text has fewer ids than it may have; so have the
     weights.
