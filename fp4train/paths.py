@@ -37,6 +37,8 @@ class NamesDestination:
     """Marks a text that says where data of the run are sent."""
 
 
+RUNS = Path("runs")
+"""The folder of the runs that `run.name=` names."""
 INIT_KEYS = ("init", "init_step")
 """Keys of a configuration that name the weights that a run begins with."""
 _OF_WEIGHTS = re.compile(r"(.+?)(?:@(\d{1,18}))?(?::([a-z]\w*))?", re.ASCII | re.DOTALL)

@@ -464,10 +464,21 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
             f"{path}={shown}: an option of a group in a group is chosen with a slash, "
             f"{group}=NAME ({names})"
         )
-    empty = ""
+    hint = _written(options)
     if node is None and any(map(_is_sequence, options)):
-        empty = f": {path}=[] is an empty one"
-    raise UserError(f"{path}={shown} must be {_allowed(options)}{empty}")
+        hint = f": {path}=[] is an empty one"
+    raise UserError(f"{path}={shown} must be {_allowed(options)}{hint}")
+
+
+def _written(options: tuple[Any, ...]) -> str:
+    """How a configuration writes an object of the first class of `options`; empty where all are
+    values.
+    """
+    for kind in options:
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and _fields(kind):
+            keys = "".join(f", {name}: …" for name in _fields(kind))
+            return f"; one is written {{_target_: {_full_name(kind)}{keys}}}"
+    return ""
 
 
 def _allowed(options: tuple[Any, ...]) -> str:

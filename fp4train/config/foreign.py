@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from fp4train.config.folders import own_options
 from fp4train.errors import UserError
 from fp4train.parallel.config import why_absent
 from fp4train.text import near_miss, nearest
@@ -68,9 +69,13 @@ def check_option(group: str, option: str, options: list[str]) -> None:
     """
     if option in options or (group == "experiment" and option in ("null", "None")):
         return
+    if "/" in group or group == "experiment":
+        yours = ""
+    else:
+        yours = f"; one of your own: {group}=FILE.yaml, or --config-dir FOLDER"
     raise UserError(
         f"{group}={option}: there is no such {group}{option_suggestion(group, option, options)} "
-        f"(known: {', '.join(options)})"
+        f"(known: {', '.join(options)}{yours})"
     )
 
 
@@ -126,6 +131,9 @@ def _named(key: str | None, elsewhere: Mapping[str, str]) -> str:
     """ "; did you mean 'data.path'? (data=text has it)"; empty where no key is meant."""
     if key is None:
         return ""
+    group = key.replace(".", "/")
+    if group != key and group in own_options():
+        key = group
     hint = f"; did you mean {key!r}?"
     if key in elsewhere:
         return f"{hint} ({elsewhere[key]})"

@@ -130,6 +130,8 @@ def _refused(word: str, error: Exception) -> UserError:
         return UserError(
             f"{word!r}: a value with the character {odd[1]} needs quotes: '{key}=\"{value}\"'"
         )
+    if word.endswith(","):
+        return UserError(f"{shortened(word, 100)!r}: a list of values has no spaces, KEY=A,B")
     return UserError(
         f"{shortened(word, 100)!r}: {why}; write key=value, and quote values with special "
         "characters"

@@ -124,6 +124,11 @@ def verify(folder: Path, source: WeightSource | Path, *, stretch: int | None = N
     """
     if not is_model_folder(folder):
         run = WeightSource.of(source).path
+        if is_model_folder(run):
+            raise UserError(
+                f"{folder} is no exported folder, and {run} is one, which stands first: fp4train "
+                f"verify {run} against={folder}"
+            )
         if folder.is_dir():
             why = f"it has no {CONFIG}"
         elif folder.exists():

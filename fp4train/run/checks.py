@@ -323,7 +323,11 @@ def warn_of_few_steps(config: Config) -> None:
         start = phase.step(steps, cooldown)
         if start is None:
             _log.warning(
-                "phase %s never starts: %s has no cooldown", name, type(config.schedule).__name__
+                "phase %s never starts: %s has no cooldown; phases.%s.start=0.8 names a share of "
+                "the steps, phases=none says that none is meant",
+                name,
+                type(config.schedule).__name__,
+                name,
             )
         elif start >= steps:
             _log.warning(

@@ -231,21 +231,27 @@ def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resumin
     use = MayDiffer.RESUMED if resuming else MayDiffer.REPEATED
     allowed = differing_keys(plain(cfg), Config, use)
     gone = set(unknown_keys(saved, Config))
+    differences = {
+        key: values
+        for key, values in journal.changes(journal.flat(saved), journal.flat(plain(cfg))).items()
+        if not in_sections(key, allowed)
+    }
     changed = [
         f"{key}: {was} → {'no longer an option' if key in gone else now}"
-        for key, (was, now) in journal.changes(
-            journal.flat(saved), journal.flat(plain(cfg))
-        ).items()
-        if not in_sections(key, allowed)
+        for key, (was, now) in differences.items()
     ]
     if changed:
         shown = "; ".join(changed[:4]) + ("; …" if len(changed) > 4 else "")
-        advice = (
-            "this would be another run"
-            if resuming
-            else "choose another run.name, or run.overwrite=true to start over: "
-            "run.name=NAME writes to runs/NAME"
-        )
+        if resuming:
+            advice = "this would be another run"
+        else:
+            advice = (
+                "choose another run.name, or run.overwrite=true to start over: "
+                "run.name=NAME writes to runs/NAME"
+            )
+            if set(differences) == {"train.steps"}:
+                _, steps = differences["train.steps"]
+                advice = f"resume={run} train.steps={steps} goes on to that step; else {advice}"
         message = f"{run} belongs to another configuration ({shown}): {advice}"
         raise UserError(message) if resuming else OtherRunError(message)
     _check_edits(run, saved, journal.flat(plain(cfg)))

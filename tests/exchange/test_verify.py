@@ -238,7 +238,9 @@ def test_a_module_is_a_line_of_80_columns_and_its_differences_stand_below(
 def test_a_run_directory_is_no_exported_folder(
     exported: Callable[[str], tuple[Path, Path]], command: Command
 ) -> None:
-    _, run = exported("modelopt")
+    folder, run = exported("modelopt")
+    said = command("verify", run, f"against={folder}", code=1)
+    assert f"{folder} is one, which stands first: fp4train verify {folder} against={run}" in said
     said = command("verify", run, f"against={run}", code=1)
     assert f"{run} is no exported folder: it has no config.json" in said
     metrics = run / "metrics.jsonl"

@@ -62,7 +62,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
             "recipe=bf16,mxfp8 holds several values: -m sweeps over them",
         ),
         (["policy.keep=a,b"], "a list has brackets, policy.keep=[…]"),
-        (["-m", "recipe=bf16,"], "'recipe=bf16,': mismatched input '<EOF>'; write key=value"),
+        (["-m", "recipe=bf16,"], "'recipe=bf16,': a list of values has no spaces, KEY=A,B"),
         (["lr=0.1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
         (
             ["train.lr=0.1"],
@@ -120,6 +120,8 @@ def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
     said = cli.raw("compare", "runs/a", "runs/aa").message
     assert said == "runs/aa is not a run directory: there is no such folder; did you mean 'a'?"
     assert "it is a file" in cli.raw("compare", "runs/a", "runs/a/metrics.jsonl").message
+    for words in (["resume=a"], ["swap", "a"], ["compare", "a", "runs/a"]):
+        assert cli.raw(*words).message.endswith("; did you mean runs/a?")
     Path("t.txt").write_text("text")
     for verb in (["swap", "t.txt"], ["plan", "t.txt"], ["resume=t.txt"]):
         assert "t.txt is not a run directory (it is a file)" in cli.raw(*verb).message

@@ -20,6 +20,15 @@ WRONG = {
         "recipe=nvfp5: there is no such recipe; did you mean 'nvfp4'? (known: alto_mxfp4",
     ),
     "an unknown model": (["model=llama_tinny"], "did you mean 'llama_tiny'?"),
+    "a recipe of one's own": (
+        ["recipe=house"],
+        "; one of your own: recipe=FILE.yaml, or --config-dir FOLDER)",
+    ),
+    "a group without its section": (["tokenizer=bpe"], "did you mean 'data/tokenizer'?"),
+    "a number for an object": (
+        ["recipe.outliers=3"],
+        "one is written {_target_: fp4train.precision.recipe.OutlierChannels, ",
+    ),
     "no recipe at all": (["recipe=null"], "there is no such recipe"),
     "an unknown key": (["train.stepz=5"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
     "an unknown section": (
@@ -313,6 +322,8 @@ def test_a_refused_start_says_nothing_of_its_schedule(cli: Cli) -> None:
     ended = cli("run.name=a", "phases.cooldown.start=6", "train.seq_len=100000")
     assert ended.code == 1 and "never starts" not in ended.err
     assert "never starts" in cli("run.name=a", "phases.cooldown.start=6").err
+    cosine = cli("run.name=b", "schedule=cosine").err
+    assert "Cosine has no cooldown; phases.cooldown.start=0.8 names a share of the steps" in cosine
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ import numpy as np
 
 from fp4train.audit.fault import AUDIT
 from fp4train.errors import UserError
-from fp4train.paths import INIT_KEYS
+from fp4train.paths import INIT_KEYS, RUNS
 from fp4train.sealed import CONFIG, saved_config
 from fp4train.text import near_miss
 from fp4train.track.config import METRICS
@@ -127,6 +127,8 @@ def read_history(run: Path) -> History:
             why = "it is a file"
         else:
             why = f"there is no such folder{near_miss(run.name, beside)}"
+            if (RUNS / run / METRICS).is_file():
+                why = f"there is no such folder; did you mean {RUNS / run}?"
         raise UserError(f"{run} is not a run directory: {why}")
     if not (run / METRICS).exists():
         raise UserError(f"{run} is not a run directory: it has no {METRICS}")

@@ -39,7 +39,7 @@ from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.errors import OlderRecipe, UserError, user_errors
 from fp4train.files import Folder
-from fp4train.paths import split_weights
+from fp4train.paths import RUNS, split_weights
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.run.record.generation import GENERATION
 from fp4train.sealed import config_parts, saved_config
@@ -209,6 +209,8 @@ def require_run(run: Path) -> Path:
         why = "it is a file"
     else:
         why = f"it has no {CONFIG}"
+    if not run.exists() and (RUNS / run / CONFIG).is_file():
+        neighbours = f"; did you mean {RUNS / run}?"
     raise UserError(f"{run} is not a run directory ({why}){neighbours}")
 
 

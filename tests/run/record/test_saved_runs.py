@@ -21,6 +21,9 @@ def test_a_run_of_another_configuration_is_left_alone(cli: Cli) -> None:
         in said
     )
     assert "choose another run.name, or run.overwrite=true" in said
+    assert "goes on to that step" not in said
+    longer = cli("run.name=a", "train.steps=2").message
+    assert "(train.steps: 1 → 2): resume=runs/a train.steps=2 goes on to that step" in longer
     assert {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()} == before
     assert cli("run.name=a", "train.steps=2", "model.hidden=96", "run.overwrite=true").code == 0
     assert sorted(losses("runs/a")) == [1, 2]
