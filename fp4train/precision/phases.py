@@ -211,12 +211,14 @@ class Timeline:
         changes = [p.recipe for p in self.phases if p.gemms is None] + [
             s.recipe for s in self.swaps
         ]
-        dtypes = {self.recipe.dtype, *(recipe.dtype for recipe in changes)}
-        if "float16" in dtypes and len(dtypes) > 1:
-            raise ValueError(
-                "a float16 run has a loss scale and stays float16: phases and swaps cannot "
-                "change its dtype"
-            )
+        for recipe in changes:
+            if recipe.dtype != self.recipe.dtype and "float16" in (recipe.dtype, self.recipe.dtype):
+                raise ValueError(
+                    "a float16 run has a loss scale and stays float16, and no other run becomes "
+                    f"one: {recipe.name} in a phase or swap has dtype={recipe.dtype}, "
+                    f"{self.recipe.name} of the run has dtype={self.recipe.dtype}; give the phase "
+                    "or swap a recipe of that dtype, or leave it out"
+                )
         self.stretches()  # refuses now a phase that cannot be combined with the recipe before it
 
     def recipe_at(self, step: int) -> Recipe:

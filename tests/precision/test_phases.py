@@ -221,7 +221,8 @@ def test_high_precision_for_single_gemms_means_the_dtype_of_the_run() -> None:
 
 
 def test_a_float16_run_cannot_leave_its_dtype() -> None:
-    with pytest.raises(ValueError, match="float16 run has a loss scale"):
+    told = "float16 run has a loss scale.* BF16 in a phase or swap has dtype=bfloat16, FP16"
+    with pytest.raises(ValueError, match=told):
         Timeline(recipe=FP16(), steps=100, cooldown=80, phases=[COOLDOWN_ALL])
     with pytest.raises(ValueError, match="float16 run has a loss scale"):
         Timeline(recipe=BF16(), steps=100).with_swap(Swap(step=3, recipe=FP16(), name="fp16"))
