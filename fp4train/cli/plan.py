@@ -35,6 +35,7 @@ from fp4train.nn.conversion import weight_groups
 from fp4train.nn.fused_layers import outlines
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
 from fp4train.precision.plan import Plan
+from fp4train.precision.recipe import Recipe
 from fp4train.precision.report import render, summarise
 from fp4train.run.checks import (
     check_oscillation,
@@ -254,12 +255,29 @@ def _show(
         config=config,
         history=run_directory.HISTORY,
         gemms=gemms,
+        further=further_recipes(config),
         groups=weight_groups(model),
         option=lambda group, setting: option_of(group, type(setting)),
         short=short,
         states=states,
         **values,
     )
+
+
+def further_recipes(config: Config) -> dict[str, Recipe]:
+    """Key → the recipe that quantises there, beside the run's: those of layers and of phases."""
+    by_key = {
+        f"policy.recipes, {', '.join(entry.layers)}": entry.recipe
+        for entry in config.policy.recipes
+    }
+    by_key["policy.recipe_for_kept"] = config.policy.recipe_for_kept
+    for name, phase in config.phases.items():
+        by_key[f"phases.{name}"] = phase.recipe
+    return {
+        key: recipe
+        for key, recipe in by_key.items()
+        if recipe.quantised and recipe != config.recipe
+    }
 
 
 def _checkpoint(model: nn.Module, config: Config) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Numbers on the screens of `fp4train plan` are read without counting digits."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +50,19 @@ def test_the_states_of_a_checkpoint_are_listed_as_a_sentence(
 ) -> None:
     assert run("plan", "model=llama_tiny", *words.split()) == 0
     assert f" MB ({kept}); main memory" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_operands_of_every_recipe_of_a_plan_are_listed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """E4M3·E4M3 in a row is MXFP8 or FP8 per tensor: the operands of both are told."""
+    (tmp_path / "mixed.yaml").write_text(
+        "_target_: fp4train.precision.LayerPolicy\n"
+        "recipes:\n"
+        "- {layers: [wq, wk], recipe: {_target_: fp4train.precision.MXFP8}}\n"
+        "- {layers: [mlp.up], recipe: {_target_: fp4train.precision.NVFP4}}\n"
+    )
+    assert run("plan", "recipe=nvfp4", f"policy={tmp_path / 'mixed.yaml'}") == 0
+    shown = capsys.readouterr().out
+    assert "policy.recipes, wq, wk: MXFP8\nGEMM " in shown
+    assert shown.count("\nGEMM ") == 2, "the run's own recipe and high precision are not repeated"
