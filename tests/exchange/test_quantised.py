@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import folder_names
 from hf_exports import FP8_BLOCKS, SHORT, Command, Train, amaxes, module_of, weights
 from lengths import long_but
 from safetensors.torch import load_file
@@ -23,7 +24,6 @@ from fp4train.exchange import (
     transformers_loss,
     verify,
 )
-from fp4train.models.families import family_of
 from fp4train.precision import NVFP4
 from fp4train.quantize import has_tensor_amax, quantize
 from fp4train.run.record import directory as run_directory
@@ -103,7 +103,7 @@ def test_biases_norms_of_heads_and_a_head_of_its_own_stay_in_high_precision(
     joint = amaxes(weights(run))
     theirs = dict(model.named_parameters())
     shape = to_config(run_directory.read_config(run)).model
-    for name, module in family_of(shape).names_of(shape).items():
+    for name, module in folder_names(shape).items():
         layer = name.removesuffix(".weight")
         wanted = own[layer].bfloat16()
         if layer in joint:

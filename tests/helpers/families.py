@@ -2,12 +2,14 @@
 without an entry here, where its `model=NAME_tiny` builds at the width and number of blocks of others.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 from configured import config_of
 
 from fp4train.models import Architecture
-from fp4train.models.families import Family, families
+from fp4train.models.families import Family, families, family_of
 
 SIZES = {"width": 32, "layers": 2, "hidden": 64}
 WORDS: dict[str, tuple[str, ...]] = {
@@ -46,6 +48,8 @@ TINY_RUNS = {family.name: _tiny(family) for family in families()}
 """By the family's name."""
 SMALL_SHAPES = {family.name: family.small for family in families()}
 """Small shapes of every family (`Family.small`), by its name."""
+MODEL_TYPES = sorted(kind for family in families() for kind in family.model_types)
+"""All `model_type` of folders that a family reads."""
 BEYOND_LLAMA = tuple(name for name in TINY_RUNS if name != "llama")
 """Families that have other blocks than a llama, which the other tests train."""
 
@@ -60,3 +64,8 @@ def tiny_run(family: str, *words: str) -> tuple[str, ...]:
 def tiny_shape(family: str, *words: str) -> Architecture:
     """The `model=…` of a family's run."""
     return config_of(*tiny_run(family, *words)).model
+
+
+def folder_names(shape: Architecture) -> Mapping[str, Any]:
+    """Name in a model's state dict → that in a Hugging Face folder (`Family.names_of`)."""
+    return family_of(shape).names_of(shape)

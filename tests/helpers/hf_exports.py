@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from command_line import lines
+from families import folder_names
 from torch import Tensor
 
 from fp4train import checkpoint
 from fp4train.checkpoint.model_folder import WEIGHTS
 from fp4train.config import to_config
-from fp4train.models.families import family_of
 from fp4train.run.record import directory as run_directory
 
 Train = Callable[..., Path]
@@ -67,6 +67,4 @@ def amaxes(found: dict[str, Tensor], block: int = 0) -> dict[str, Tensor]:
 
 def module_of(run: Path, layer: str) -> str:
     config = to_config(run_directory.read_config(run))
-    return str(family_of(config.model).names_of(config.model)[f"{layer}.weight"]).removesuffix(
-        ".weight"
-    )
+    return str(folder_names(config.model)[f"{layer}.weight"]).removesuffix(".weight")

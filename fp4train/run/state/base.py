@@ -62,7 +62,7 @@ class RunState(ABC):
         key: its name in a checkpoint.
         file: the kind of file of its tensors. One that stands for weights of the model has files of
             its own, so that they are read alone (RUN@STEP:KIND); their kind is its key.
-        title: its name in a plan's memory, which no other state has.
+        title: its name in a plan's memory and in help, which no other state has.
     """
 
     key: ClassVar[str]
