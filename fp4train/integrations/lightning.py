@@ -35,14 +35,20 @@ class LightningPrecision(Callback):
             pl_module, steps=_steps_of(trainer), sums=sums, entrances=entrances_of(pl_module)
         )
         self.precision.step = trainer.global_step
+        # of several, the first one may step before the layers of another have been called
+        alone = len(trainer.optimizers) == 1
         for optimizer in trainer.optimizers:
-            self.precision.count(optimizer)
+            self.precision.count(optimizer, check=alone)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # a loss scale may have skipped a step, which Lightning counts
         self.precision.step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if len(trainer.optimizers) > 1:
+            self.precision.check_called()
 
     def state_dict(self) -> dict[str, Any]:
         return self.precision.state_dict()

@@ -327,9 +327,20 @@ class Precision:
         self.check_called()
         self.step += 1
 
-    def count(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the steps of `optimizer` from now on, in place of calls of `stepped`."""
-        self._handles.append(optimizer.register_step_post_hook(lambda *_: self.stepped()))
+    def count(self, optimizer: torch.optim.Optimizer, *, check: bool = True) -> None:
+        """Count the steps of `optimizer` from now on, in place of calls of `stepped`.
+
+        Args:
+            check: False: its step is not the end of a pass of the whole model, and the loop calls
+                `check_called` itself.
+        """
+
+        def stepped(*_: object) -> None:
+            if check:
+                self.check_called()
+            self.step += 1
+
+        self._handles.append(optimizer.register_step_post_hook(stepped))
 
     def state_dict(self) -> dict[str, Any]:
         """State for a resume: the step, the states of layers (amax histories), the settings."""

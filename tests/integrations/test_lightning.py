@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_transformers import COOLDOWN, PHASES, POLICY, STEPS, framework, llama, loader, same
 
 from fp4train.errors import UserError
@@ -96,6 +97,28 @@ def test_a_training_step_past_the_parts_is_named_by_the_guard(tmp_path: Path) ->
 def test_a_module_that_is_not_converted_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"call model = fp4train\.convert\(model\)"):
         train("nvfp4", 1, tmp_path, module=modules().Module(llama(convert=False)))
+
+
+def test_the_guard_waits_for_all_of_several_optimizers(caplog: pytest.LogCaptureFixture) -> None:
+    """The first one steps before the second model is called."""
+    lightning = framework("lightning.pytorch")
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    quiet |= {"enable_progress_bar": False, "enable_model_summary": False}
+
+    def fit(pair: Any) -> None:
+        callback = LightningPrecision("mxfp8", policy=None)
+        lightning.Trainer(max_steps=2, callbacks=[callback], **quiet).fit(pair, Batches())
+
+    with caplog.at_level("WARNING", "fp4train"):
+        fit(modules().Pair([llama(), llama()]))
+    assert not caplog.records
+    bypassed = llama()
+    head = bypassed.lm_head
+    bypassed.lm_head = torch.nn.Module()
+    bypassed.lm_head.forward = lambda x: x @ head.weight.T  # type: ignore[method-assign]
+    bypassed.unused = head
+    with pytest.raises(UserError, match=r"models\.1\.unused: planned in MXFP8 and not called"):
+        fit(modules().Pair([llama(), bypassed]))
 
 
 def test_steps_of_several_optimizers_are_known_from_max_steps_alone() -> None:
