@@ -200,9 +200,12 @@ def _resumed_settings(composition: Composed) -> Command:
     if "init" in changed and resolved.init != saved.get("init"):
         raise UserError("resume=… goes on with a run, init=… begins one: leave one of them out")
     swap = None
+    options = [key for key in changed if key.startswith("recipe.")]
     if "recipe" in changed:
-        swap = RecipeChoice(composition.choices["recipe"], plain(resolved)["recipe"])
-    elif options := [key for key in changed if key.startswith("recipe.")]:
+        swap = RecipeChoice.chosen(
+            composition.choices["recipe"], plain(resolved)["recipe"], options
+        )
+    elif options:
         raise UserError(
             f"resume=… {options[0]}=… is a swap: name its recipe, too (recipe=NAME {options[0]}=…)"
         )

@@ -11,7 +11,6 @@ Change the recipe of a run, at once if it is running. Without recipe= it lists t
 Exit code: 0 accepted (or, where no process trains, left for the next resume), 1 refused, 2 no answer yet.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +69,10 @@ def _swap(run: Path, line: SwapOptions) -> int:
     if len(names) != 1:
         raise UserError("swap needs recipe=NAME, once")
     (command,) = composed([*line.flags, *line.chosen])
-    recipe = plain(command.cfg)["recipe"]
-    name = _name(names[0], line.chosen)
+    options = [key for key in command.changed if key.startswith("recipe.")]
+    choice = RecipeChoice.chosen(names[0], plain(command.cfg)["recipe"], options)
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
-    RecipeChoice(name, recipe).at(0)
+    choice.at(0)
     saved = run_directory.read_config(run)
     steps = saved.train.steps
     if at is not None and at >= steps:
@@ -83,21 +82,11 @@ def _swap(run: Path, line: SwapOptions) -> int:
     if not run_directory.is_running(run):
         # what the process that resumes the run would refuse
         timeline = build_timeline(to_config(saved), run)
-        with_swap(timeline, RecipeChoice(name, recipe).at(done if at is None else at))
+        with_swap(timeline, choice.at(done if at is None else at))
     more = " train.steps=…" if done >= steps else ""
-    when = f"recipe {name} " + ("at the next step" if at is None else f"at step {at}")
+    when = f"recipe {choice.name} " + ("at the next step" if at is None else f"at step {at}")
     later = f"{when}; no process trains in {run} now, it is picked up on resume={run}{more}"
-    return _ask(run, {"recipe": recipe, "name": name, "at": at}, wait, when, later)
-
-
-def _name(option: str, chosen: Iterable[str]) -> str:
-    """The name of a swap: the option, and the keys of the recipe that the command sets, "nvfp4
-    (high_precision=[dgrad])".
-    """
-    keys = [word.removeprefix("recipe.") for word in chosen if word.startswith("recipe.")]
-    if not keys:
-        return option
-    return f"{option} ({', '.join(keys)})"
+    return _ask(run, {"recipe": choice.recipe, "name": choice.name, "at": at}, wait, when, later)
 
 
 def _ask(run: Path, body: dict[str, Any], wait: float, what: str, later: str) -> int:

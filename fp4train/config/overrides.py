@@ -127,6 +127,10 @@ def _refused(word: str, error: Exception) -> UserError:
         key, _, value = word.partition("=")
         if odd[1] not in value:
             return UserError(f"{word!r}: {key} is no key; write key=value")
+        if value.startswith("~/"):
+            return UserError(
+                f"{word!r}: the shell leaves ~ after = as it is; write {key}=$HOME{value[1:]}"
+            )
         return UserError(
             f"{word!r}: a value with the character {odd[1]} needs quotes: '{key}=\"{value}\"'"
         )

@@ -191,6 +191,7 @@ WRONG = {
         "data.path=a.jsonl data.column=text",
     ),
     "records in a .json file": (["data.path=a.json"], "data.path=a.json holds records"),
+    "a path from home": (["data.path=~/texts"], "write data.path=$HOME/texts"),
     "a name without its quotes": (
         ["run.name=ünï"],
         """a value with the character ü needs quotes: 'run.name="ünï"'""",

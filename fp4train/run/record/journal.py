@@ -73,6 +73,23 @@ class RecipeChoice(NamedTuple):
     name: str
     recipe: dict[str, Any]
 
+    @classmethod
+    def chosen(cls, option: str, recipe: dict[str, Any], keys: Iterable[str]) -> RecipeChoice:
+        """An option with the keys of the recipe that a command sets, "recipe.high_precision" among
+        others: "nvfp4 (high_precision=[dgrad])".
+        """
+        options = []
+        for key in keys:
+            value: Any = recipe
+            for part in key.split(".")[1:]:
+                value = value.get(part) if isinstance(value, dict) else None
+            if isinstance(value, list):
+                value = f"[{', '.join(map(str, value))}]"
+            options.append(f"{key.removeprefix('recipe.')}={as_written(value)}")
+        if options:
+            option = f"{option} ({', '.join(options)})"
+        return cls(option, recipe)
+
     def at(self, step: int) -> Swap:
         """The swap to it at `step`.
 

@@ -72,6 +72,13 @@ def test_a_later_request_for_the_same_step_replaces_the_earlier(
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4", "NVFP4", "MXFP8(element=hybrid)"]
 
 
+def test_a_resume_names_its_swap_with_the_keys_of_the_recipe(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
+    one_gemm = ("recipe=nvfp4", "recipe.high_precision=[dgrad]")
+    assert cli("resume=runs/a", "train.steps=3", *one_gemm).code == 0
+    assert "2     nvfp4 (high_precision=[dgrad])  took effect" in cli.raw("swap", "runs/a").out
+
+
 BF16 = {"_target_": "fp4train.precision.BF16"}
 NOW = {"name": "x", "at": None}
 REQUESTS = {
