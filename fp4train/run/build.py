@@ -44,6 +44,7 @@ from fp4train.run.origin import Origin
 from fp4train.run.produced import with_sources
 from fp4train.run.record import directory as run_directory
 from fp4train.run.run import Equipment, Run
+from fp4train.run.state.moments import group_values
 from fp4train.run.states import states_of
 from fp4train.run.step import EagerSteps
 from fp4train.run.supervise.run_audits import RunAudits
@@ -284,6 +285,7 @@ def assemble(
         device=world.device,
         model=model,
         optimizer=optimizer,
+        built_groups=group_values(optimizer),
         train_data=train_data,
         val_data=val_data,
         timeline=timeline,

@@ -67,6 +67,8 @@ class Run:
 
     Args:
         model: the model; in a pipeline the part of it that this rank holds.
+        built_groups: values of the optimizer's groups of parameters as it was built
+            (`state.moments.group_values`).
         folder: the run's directory, open: whatever happens to its path, the files go there.
         multiplied: forward multiplications per token of the whole model
             (`models.common.cut.multiplied`).
@@ -93,6 +95,7 @@ class Run:
     device: torch.device
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    built_groups: list[dict[str, Any]]
     train_data: Loader
     val_data: Loader
     timeline: Timeline

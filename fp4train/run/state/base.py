@@ -34,6 +34,7 @@ class Trained(Protocol):
     config: Config
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    built_groups: list[dict[str, Any]]
     plan: Plan
     step: int
     failed: Tensor | None

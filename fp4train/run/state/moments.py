@@ -1,11 +1,16 @@
 """The moments of the optimizer, by parameter, and which parameters have weight decay.
 
+An optimizer may count its steps elsewhere than in the state of its parameters: in its groups of
+parameters, whose values are constants otherwise, or in its state under keys of its own. Values of
+groups that it changed since it was built are saved with each parameter of the group.
+
 A moment of another shape would make torch's fused optimizers read memory that is not theirs, and
 one of another dtype would be taken in silence: both are refused before anything is taken over.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from copy import deepcopy
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +19,34 @@ from fp4train.config import Config
 from fp4train.optim import DECAYS, moment_bytes
 from fp4train.run.finite import first_non_finite
 from fp4train.run.state.base import RunState, Trained, check_tensor
+
+GROUP: Final = "param_group"
+"""Entry of a parameter: the values of its group that the optimizer changed."""
+BESIDE: Final = ""
+"""Entry beside those of parameters: what the optimizer keeps under other keys."""
+_SET: Final = frozenset(("params", "lr"))
+"""Entries of a group that are not the optimizer's to change: every step sets the rate."""
+
+
+def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Copies of the values of each group of parameters, without parameters and rate."""
+    return [
+        {key: copied(value) for key, value in group.items() if key not in _SET}
+        for group in optimizer.param_groups
+    ]
+
+
+def put_back(optimizer: torch.optim.Optimizer, values: list[dict[str, Any]]) -> None:
+    """Give each group of parameters the values that `group_values` gave."""
+    for group, saved in zip(optimizer.param_groups, values, strict=True):
+        for key in set(group) - set(saved) - _SET:
+            del group[key]
+        group |= {key: copied(value) for key, value in saved.items()}
+
+
+def copied(value: Any) -> Any:
+    """A copy of numbers, texts, tensors, and tables and lists of them; other objects themselves."""
+    return deepcopy(value) if isinstance(value, (Tensor, list, tuple, dict)) else value
 
 
 class Moments(RunState):
@@ -36,22 +69,33 @@ class Moments(RunState):
 
     def saved(self) -> Mapping[str, Any]:
         """See `RunState.saved`."""
-        moments = self.run.optimizer.state_dict()["state"]
+        state = self.run.optimizer.state_dict()["state"]
         decays = self._decays()
-        return {
-            name: {**moments.get(number, {}), DECAYS: decays[name]}
+        changes = self._changed_values()
+        table = {
+            name: {**state.get(number, {}), DECAYS: decays[name], **changes.get(name, {})}
             for number, name in enumerate(self.names)
         }
+        beside = {key: entry for key, entry in state.items() if not isinstance(key, int)}
+        return {**table, BESIDE: beside} if beside else table
 
     def check(self, saved: Any) -> None:
         """See `RunState.check`."""
         if not isinstance(saved, dict) or not all(isinstance(e, dict) for e in saved.values()):
             raise ValueError("it holds no state of an optimizer")
         decays = self._decays()
-        if strange := sorted(set(saved) ^ set(decays)):
+        if strange := sorted((set(saved) - {BESIDE}) ^ set(decays)):
             have = "it has" if strange[0] in saved else "it lacks"
             raise ValueError(f"its optimizer has other parameters: {have} {strange[0]}")
-        for name, entries in saved.items():
+        beside = saved.get(BESIDE, {})
+        for key in self.run.optimizer.state:
+            if not isinstance(key, Tensor) and key not in beside:
+                raise ValueError(f"it lacks what the optimizer keeps under {key!r}")
+        for name in decays:
+            entries = saved[name]
+            group = entries.get(GROUP, {})
+            if not isinstance(group, dict) or _SET & set(group):
+                raise ValueError(f"it has strange values of the group of {name}")
             if entries.get(DECAYS) != decays[name]:
                 raise ValueError(
                     f"its optimizer chose otherwise whether {name} has weight decay: the code that "
@@ -64,16 +108,39 @@ class Moments(RunState):
     def load(self, saved: Any) -> None:
         """See `RunState.load`."""
         optimizer = self.run.optimizer
-        constants = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         moments = {number: _moments(saved[name]) for number, name in enumerate(self.names)}
         state = {number: entries for number, entries in moments.items() if entries}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        for group, values in zip(optimizer.param_groups, constants, strict=True):
-            group |= values
+        rates = [group["lr"] for group in optimizer.param_groups]
+        beside = copied(saved.get(BESIDE, {}))
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {**state, **beside}})
+        put_back(optimizer, self.run.built_groups)
+        names = iter(self.names)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            of_group = [next(names) for _ in group["params"]]
+            changes = saved[of_group[0]].get(GROUP, {}) if of_group else {}
+            group |= {key: _placed(value, group.get(key)) for key, value in changes.items()}
+            group["lr"] = rate
 
     def must_be_finite(self, path: str) -> bool:
         """All moments must be."""
         return True
+
+    def _changed_values(self) -> dict[str, dict[str, Any]]:
+        """Parameter → the entry of what changed in its group since the optimizer was built."""
+        names = iter(self.names)
+        changes: dict[str, dict[str, Any]] = {}
+        for group, built in zip(
+            self.run.optimizer.param_groups, self.run.built_groups, strict=True
+        ):
+            changed = {
+                key: value
+                for key, value in group.items()
+                if key not in _SET and not (key in built and _same(value, built[key]))
+            }
+            of_group = [next(names) for _ in group["params"]]
+            if changed:
+                changes |= {name: {GROUP: changed} for name in of_group}
+        return changes
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.run.optimizer.param_groups for p in group["params"]]
@@ -111,4 +178,21 @@ class Moments(RunState):
 
 
 def _moments(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entries.items() if key != DECAYS}
+    return {key: value for key, value in entries.items() if key not in (DECAYS, GROUP)}
+
+
+def _same(value: Any, built: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(built, Tensor):
+        return value.dtype == built.dtype and torch.equal(value, built)
+    if isinstance(value, (list, tuple)) and isinstance(built, (list, tuple)):
+        return len(value) == len(built) and all(map(_same, value, built))
+    if isinstance(value, dict) and isinstance(built, dict):
+        return value.keys() == built.keys() and all(_same(value[k], built[k]) for k in value)
+    return value is built or (type(value) is type(built) and bool(value == built))
+
+
+def _placed(value: Any, built: Any) -> Any:
+    """A saved value of a group, a tensor on the device of that of the built optimizer."""
+    if isinstance(value, Tensor) and isinstance(built, Tensor):
+        return value.to(built.device)
+    return copied(value)

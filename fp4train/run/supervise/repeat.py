@@ -6,8 +6,9 @@ the second result, which is that of a run that repeats nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from fp4train.parallel.weights import changed
 from fp4train.precision import Recipe
 from fp4train.run.determinism import seed_model
 from fp4train.run.experts import Routed
+from fp4train.run.state.moments import copied, group_values, put_back
 from fp4train.run.step import step_rows
 from fp4train.run.supervise.audit_failures import AuditFailures
 from fp4train.run.supervise.sums import BitSums, state_sums
@@ -26,7 +28,6 @@ from fp4train.text import first_line
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
-
 
 STEPS: Final = "repeated steps"
 
@@ -61,7 +62,7 @@ class RepeatedSteps:
             state = {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
         if not run.world.everywhere(state is not None) or state is None:
             return None  # a step is the work of all ranks
-        moments = {parameter: set(entries) for parameter, entries in run.optimizer.state.items()}
+        numbers = OptimizerNumbers.of(run.optimizer)
         scaling = run.scaling()
         failed = None if run.failed is None else run.failed.clone()
         sums = None
@@ -75,25 +76,20 @@ class RepeatedSteps:
             self.failures.add(STEPS, first_line(error))
             self.every = 0
         finally:
-            self._take_back(state, moments, scaling, failed)
+            self._take_back(state, numbers, scaling, failed)
         return sums
 
     def _take_back(
         self,
         state: dict[str, Tensor],
-        moments: Mapping[Tensor, Set[str]],
+        numbers: OptimizerNumbers,
         scaling: dict[str, dict[str, Tensor]],
         failed: Tensor | None,
     ) -> None:
         """Put the run back before the step."""
         run = self.run
+        numbers.put_back(run.optimizer)
         self._write_back(state)
-        for parameter, entries in list(run.optimizer.state.items()):
-            if parameter not in moments:
-                del run.optimizer.state[parameter]
-                continue
-            for key in set(entries) - moments[parameter]:
-                del entries[key]
         run.load_scaling(scaling)
         run.failed = failed
         run.mid_update = False
@@ -120,3 +116,49 @@ class RepeatedSteps:
             if name in state:
                 local(tensor).copy_(state[name])
         changed(self.run.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerNumbers:
+    """What an optimizer keeps beside the numbers in the tensors of its parameters.
+
+    Args:
+        by_parameter: parameter → its entries, of which tensors are the optimizer's own.
+        beside: entries under keys that are no parameters.
+        groups: values of the groups of parameters (`group_values`).
+    """
+
+    by_parameter: Mapping[Tensor, Mapping[str, Any]]
+    beside: Mapping[Any, Any]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerNumbers:
+        """Copies of the numbers that an optimizer has now."""
+        state = optimizer.state.items()
+        return cls(
+            by_parameter={
+                parameter: {
+                    key: value if isinstance(value, Tensor) else copied(value)
+                    for key, value in entries.items()
+                }
+                for parameter, entries in state
+                if isinstance(parameter, Tensor)
+            },
+            beside={key: copied(value) for key, value in state if not isinstance(key, Tensor)},
+            groups=group_values(optimizer),
+        )
+
+    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer these numbers again, and take away what came after them."""
+        for key, entries in list(optimizer.state.items()):
+            if key not in self.by_parameter:
+                del optimizer.state[key]
+                continue
+            saved = self.by_parameter[key]
+            for entry in set(entries) - set(saved):
+                del entries[entry]
+            for entry, value in saved.items():
+                entries[entry] = value if isinstance(value, Tensor) else copied(value)
+        optimizer.state.update({key: copied(value) for key, value in self.beside.items()})
+        put_back(optimizer, self.groups)
