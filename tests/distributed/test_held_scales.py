@@ -2,6 +2,7 @@
 whole, and a run resumes to the bit.
 """
 
+import struct
 from typing import Any
 
 import pytest
@@ -45,3 +46,24 @@ def test_layers_that_are_cut_train_as_whole_ones(ranks: Ranks) -> None:
         for name in ("one", "tp")
     ]
     assert measured[0] and measured[0] == measured[1]
+
+
+@pytest.mark.parametrize("cut", ["dp_shard", "dp_replicate"])
+def test_data_ranks_hold_the_largest_amax_of_their_first_microbatches(
+    ranks: Ranks, cut: str
+) -> None:
+    """One rank measures the first of two microbatches, two ranks measure both: the amax of x in
+    the first block, whose values no scale has changed yet, is not smaller.
+    """
+    options = (*write_held(ranks.folder), "train.steps=4", "eval.every=0")
+    ranks.train(1, "one", *options, "train.microbatch=2")
+    ranks.train(2, "two", *options, f"parallel.{cut}=2")
+    one = [line["train/loss"] for line in ranks.losses("one")]
+    two = [line["train/loss"] for line in ranks.losses("two")]
+    assert two != one and two == pytest.approx(one, rel=2e-3)
+    ranks.train(1, "one-step", *options, "train.microbatch=2", "train.steps=1")
+    ranks.train(2, "two-step", *options, f"parallel.{cut}=2", "train.steps=1")
+    name = "scaling/blocks.0.attention.wq/held.amax.x"
+    (first,) = struct.unpack("f", ranks.state("one-step")[name])
+    (largest,) = struct.unpack("f", ranks.state("two-step")[name])
+    assert largest >= first
