@@ -94,12 +94,24 @@ def reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
+def in_words(error: BaseException, before: str = "") -> str:
+    """Message of an error; of the operating system without its number, and with the file's name
+    where `before` does not say it.
+    """
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    name = error.filename
+    if name is None or str(name) in before:
+        return error.strerror
+    return f"{name}: {error.strerror}"
+
+
 @contextmanager
 def user_errors(
     *kinds: type[Exception],
     before: str = "",
     after: str = "",
-    message: Callable[[Any], object] = str,
+    message: Callable[[Any], object] | None = None,
     raised: type[UserError] = UserError,
 ) -> Iterator[None]:
     """A context whose errors of these kinds are the user's to correct.
@@ -107,7 +119,7 @@ def user_errors(
     Args:
         kinds: classes of the errors.
         before, after: texts around the error's message.
-        message: function from the error to its message.
+        message: function from the error to its message; None: `in_words`.
         raised: class of the error that is raised in its place.
 
     Raises:
@@ -116,7 +128,8 @@ def user_errors(
     try:
         yield
     except kinds as error:
-        raise raised(f"{before}{message(error)}{after}") from error
+        text = in_words(error, before) if message is None else message(error)
+        raise raised(f"{before}{text}{after}") from error
 
 
 data_errors = partial(user_errors, raised=DataError)

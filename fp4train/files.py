@@ -111,6 +111,19 @@ class Folder:
         status = self.status(name)
         return status is not None and stat.S_ISDIR(status.st_mode)
 
+    def kind(self, name: str) -> str:
+        """The kind of an entry in words: "a pipe"; empty if there is none."""
+        status = self.status(name)
+        if status is None:
+            return ""
+        kinds = {
+            stat.S_IFREG: "a file",
+            stat.S_IFLNK: "a link",
+            stat.S_IFDIR: "a folder",
+            stat.S_IFIFO: "a pipe",
+        }
+        return kinds.get(stat.S_IFMT(status.st_mode), "a device")
+
     def folder(self, name: str, *, create: bool = False) -> Folder:
         """A folder in it; never one that a link leads to. `create` makes a missing one, durably."""
         if create:
@@ -217,8 +230,12 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """Remove a file, link or pipe; a missing one is no error."""
-        with suppress(FileNotFoundError):
+        try:
             os.unlink(_checked(name), dir_fd=self.descriptor)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise self._explained(name, error, "a file") from None
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder and all that is in it, links themselves and never where they lead;
@@ -272,16 +289,9 @@ class Folder:
         return type(error)(error.errno, error.strerror, self._at(name))
 
     def _strange(self, name: str, expected: str) -> NotPlain:
-        status = self.status(name)
-        kinds = ((stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"))
-        mode = 0 if status is None else status.st_mode
-        kind = next(
-            (text for is_kind, text in kinds if is_kind(mode)),
-            "a file" if stat.S_ISREG(mode) else "a device",
-        )
         return NotPlain(
             errno.EINVAL,
-            f"it is {kind}, not {expected}; links are not followed here",
+            f"it is {self.kind(name)}, not {expected}; links are not followed here",
             self._at(name),
         )
 

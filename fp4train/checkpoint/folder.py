@@ -45,7 +45,7 @@ from fp4train.checkpoint.layout import ALONE, CheckpointGroup, opened_folder
 from fp4train.checkpoint.reading import StoredTensors, Unusable, read
 from fp4train.checkpoint.tree import JSON
 from fp4train.checkpoint.writing import KINDS, Writing
-from fp4train.errors import UserError
+from fp4train.errors import UserError, in_words
 from fp4train.files import Folder
 from fp4train.shards import TensorShard
 
@@ -149,7 +149,7 @@ def save(
         with suppress(UserError):
             there = steps(place)
         raise CheckpointError(
-            f"checkpoint of step {step} not written to {place}: {error}. Earlier checkpoints "
+            f"checkpoint of step {step} not written to {place}: {in_words(error)}. Earlier checkpoints "
             f"are untouched: {_list(there)}."
         ) from error
     return place / layout.directory_name(step)
@@ -200,7 +200,7 @@ def load(
         except Unusable as reason:
             problem = str(reason)
         except OSError as error:
-            problem = f"unreadable ({error})"
+            problem = f"unreadable ({in_words(error)})"
         except UserError as error:
             newer = str(error)
         if newer := ranks.agree(newer):
@@ -305,7 +305,7 @@ def _directories(folder: Path) -> dict[int, str]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        raise UserError(f"{folder} cannot be read: {error}") from error
+        raise UserError(f"{folder} cannot be read: {in_words(error, str(folder))}") from error
 
 
 def _steps_in(folder: Folder) -> dict[int, str]:

@@ -24,7 +24,7 @@ from fp4train.checkpoint import layout
 from fp4train.checkpoint.layout import STATE, VERSION, CheckpointGroup
 from fp4train.checkpoint.tensors import Box, checksum, read_box, read_header
 from fp4train.checkpoint.tree import JSON, from_strict
-from fp4train.errors import OlderForm, UserError
+from fp4train.errors import OlderForm, UserError, in_words
 from fp4train.files import Folder, parent
 from fp4train.sealed import checksum as checksum_of
 from fp4train.shards import RowOrder, like, shard_of
@@ -246,7 +246,7 @@ def read(
     except json.JSONDecodeError as error:
         raise Unusable(f"{STATE} is damaged (not JSON: {error})") from error
     except (OSError, LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
-        raise Unusable(f"unreadable ({type(error).__name__}: {error})") from error
+        raise Unusable(f"unreadable ({type(error).__name__}: {in_words(error)})") from error
 
 
 def _file(folder: Folder, name: str, described: Mapping[str, Any], *, verify: bool) -> File:

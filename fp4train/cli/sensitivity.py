@@ -29,7 +29,7 @@ from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.launch import Command, launch
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.command_line import Amount, CommandLine, Count, WholeNumber, read_line
-from fp4train.errors import UserError
+from fp4train.errors import UserError, in_words
 from fp4train.hardware import find_gpu
 from fp4train.lab.analysis import save
 from fp4train.lab.studies import (
@@ -213,7 +213,7 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
         save(figure, figures.STUDY, folder / "sensitivity.png")
     except (OSError, UserError) as error:
         raise UserError(
-            f"{folder}: the results cannot be written ({error}); what is on record is kept, "
+            f"{folder}: the results cannot be written ({in_words(error)}); what is on record is kept, "
             "and the same command goes on when there is room"
         ) from error
     return [str(folder / name) for name in WRITTEN if name != POLICY or policy is not None]

@@ -34,7 +34,7 @@ from fp4train.cli.sweep import SweepJob, table
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.schema import Config, plain
-from fp4train.errors import LostError, OtherRunError, UserError
+from fp4train.errors import LostError, OtherRunError, UserError, in_words
 from fp4train.lab.analysis import curves, heatmap, training_loss
 from fp4train.optim import Optimizer
 from fp4train.optim.schedule import Schedule
@@ -308,7 +308,7 @@ def _draw(directory: Path) -> str:
             return f"{drawn}, {heatmap.draw_statistics(directory)}"
         return drawn
     except (UserError, OSError) as error:
-        return f"; no curves ({error})"
+        return f"; no curves ({in_words(error)})"
 
 
 def _summary(directory: Path, result: Result) -> str:

@@ -19,7 +19,7 @@ from fp4train import files
 from fp4train.data.answers import AnswerFinder
 from fp4train.data.files import existing_path
 from fp4train.data.rendering import Message, Renderer
-from fp4train.errors import DataError, data_errors, reason
+from fp4train.errors import DataError, data_errors, in_words, reason
 from fp4train.text import first_line
 
 CHATML = (
@@ -177,7 +177,7 @@ def kept_template(run_dir: Path) -> ChatTemplate | None:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"the run's {KEPT} in {run_dir} cannot be read: {error}. Use another run.name."
+            f"the run's {KEPT} in {run_dir} cannot be read: {in_words(error, KEPT)}. Use another run.name."
         ) from error
 
 

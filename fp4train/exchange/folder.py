@@ -20,7 +20,7 @@ from torch import Tensor
 from fp4train import files
 from fp4train.checkpoint.model_folder import INDEX, WEIGHTS
 from fp4train.checkpoint.tensors import StreamedTensor, write_tensors
-from fp4train.errors import UserError
+from fp4train.errors import UserError, in_words
 from fp4train.files import Folder, write_all
 
 SHARD_BYTES = 5_000_000_000
@@ -54,7 +54,7 @@ def new_export(out: Path) -> Iterator[Folder]:
         ) from error
     except OSError as error:
         raise UserError(
-            f"out={out} is not written: {error}. There is no folder of that name"
+            f"out={out} is not written: {in_words(error)}. There is no folder of that name"
         ) from error
 
 

@@ -58,6 +58,7 @@ PLAN = "plan.txt"
 OLD_SWAPS = "swaps.json"
 """The swaps of a run of an older fp4train, which is refused, or replaced."""
 LOCK = ".lock"
+_NO_LOCK = ". It is no lock of fp4train's: remove it"
 HEARTBEAT = "heartbeat.json"
 HISTORY = "history.jsonl"
 ASIDE = ".new"
@@ -103,7 +104,10 @@ def locked(
         UserError: another process holds it, or it cannot be written.
     """
     missing = [path for path in (run, *run.parents) if not path.exists()]
-    with user_errors(OSError, before=f"{run} cannot be written: "):
+    with (
+        user_errors(OSError, before=f"{run} cannot be written: "),
+        user_errors(files.NotPlain, before=f"{run / LOCK}: ", after=_NO_LOCK),
+    ):
         folder, descriptor, earlier_files = _locked_folder(run, taken)
     try:
         with suppress(OSError):
@@ -163,12 +167,11 @@ def is_running(run: Path) -> bool:
         UserError: the lock is no regular file.
     """
     try:
-        with Folder.open(run) as folder:
+        strange = user_errors(files.NotPlain, before=f"{run / LOCK}: ", after=_NO_LOCK)
+        with strange, Folder.open(run) as folder:
             descriptor = folder.descriptor_of(LOCK)
     except FileNotFoundError:
         return False
-    except files.NotPlain as error:
-        raise UserError(str(error)) from error
     except OSError:
         return True
     try:
@@ -198,7 +201,7 @@ def require_run(run: Path) -> Path:
     ):
         raise UserError(f"{run} is not a run directory, it lies in one: {above}")
     if run.parent.is_dir():
-        runs = sorted(p.parent.name for p in run.parent.glob(f"*/{CONFIG}"))
+        runs = sorted(p.parent.name for p in run.parent.glob(f"*/{CONFIG}") if p.is_file())
     else:
         runs = []
     if runs:
@@ -207,11 +210,20 @@ def require_run(run: Path) -> Path:
         neighbours = ""
     if run.exists() and not run.is_dir():
         why = "it is a file"
+    elif kind := _kind_of_config(run):
+        why = f"its {CONFIG} is {kind}, not a file: put the run's own back"
     else:
         why = f"it has no {CONFIG}"
     if not run.exists() and (RUNS / run / CONFIG).is_file():
         neighbours = f"; did you mean {RUNS / run}?"
     raise UserError(f"{run} is not a run directory ({why}){neighbours}")
+
+
+def _kind_of_config(run: Path) -> str:
+    """The kind of what has the name of a run's configuration, in words; empty: there is nothing."""
+    with suppress(OSError), Folder.open(run) as folder:
+        return folder.kind(CONFIG)
+    return ""
 
 
 def read_config(run: Path) -> DictConfig:

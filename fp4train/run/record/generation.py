@@ -14,7 +14,7 @@ from typing import Any
 from fp4train import files, foreign_json
 from fp4train.checkpoint.model_folder import CONFIG, has_file, read_config, read_table
 from fp4train.data.tokenizers import Pretrained
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import UserError, in_words, user_errors
 from fp4train.files import Folder
 from fp4train.text import shortened
 
@@ -111,7 +111,7 @@ def kept_generation(run: Path) -> GenerationSettings:
         return GenerationSettings()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{run / GENERATION} cannot be read: {error}. Put it back, or remove it"
+            f"{run / GENERATION} cannot be read: {in_words(error, str(run / GENERATION))}. Put it back, or remove it"
         ) from error
     return settings
 

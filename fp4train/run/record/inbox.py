@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import UserError, in_words, user_errors
 from fp4train.files import Folder
 from fp4train.run.record.directory import REQUESTS, is_running
 from fp4train.run.record.journal import Journal
@@ -272,7 +272,7 @@ class Inbox:
         except OSError as error:
             with suppress(OSError):
                 self._folder.rename(REQUESTS, f"{REQUESTS}.refused")
-            self._found.append(SwapRequest("", None, f"requests cannot be read: {error}"))
+            self._found.append(SwapRequest("", None, f"requests cannot be read: {in_words(error)}"))
             return
         with requests:
             for name in [name for name in requests.names() if name.endswith((".json", ".taken"))][
@@ -309,7 +309,7 @@ def _taken(requests: Folder, name: str, key: str) -> SwapRequest:
         raise
     except (OSError, ValueError, RecursionError) as error:
         _set_aside(requests, taken if requests.status(taken) is not None else name)
-        return SwapRequest(key, None, f"request {key}.json cannot be read: {error}")
+        return SwapRequest(key, None, f"request {key}.json cannot be read: {in_words(error)}")
 
 
 def _set_aside(requests: Folder, name: str) -> None:

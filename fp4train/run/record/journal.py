@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from fp4train.config.binding import bind, complete, flattened
 from fp4train.config.plugins import check_targets
 from fp4train.config.schema import Config
-from fp4train.errors import OlderForm, OlderRecipe, UserError, user_errors
+from fp4train.errors import OlderForm, OlderRecipe, UserError, in_words, user_errors
 from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.precision.plan import Plan
@@ -277,7 +277,7 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
         return [], 0
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read: {error}; move it away to go on without the record"
+            f"{path} cannot be read: {in_words(error, str(path))}; move it away to go on without the record"
         ) from error
     for number, raw in enumerate(complete, start=1):
         try:

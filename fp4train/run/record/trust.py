@@ -32,7 +32,7 @@ from fp4train.config.overrides import as_typed
 from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.data.tokens import Piece, Tokenizer
-from fp4train.errors import OlderForm, UserError, user_errors
+from fp4train.errors import OlderForm, UserError, in_words, user_errors
 from fp4train.files import Folder, write_all
 from fp4train.keys import in_sections
 from fp4train.paths import lies_in
@@ -273,7 +273,7 @@ def _why_foreign(run: Path) -> str | None:
     except FileNotFoundError:  # nothing is signed on this machine yet
         same = False
     except OSError as error:
-        return f"cannot be told to be yours ({error})"
+        return f"cannot be told to be yours ({in_words(error)})"
     if same:
         return None
     return "has the signature of another user or another machine"

@@ -225,7 +225,7 @@ def test_the_key_is_the_users_alone_and_defaults_need_none(
     key.chmod(0o644)
     said = cli.raw("resume=runs/a", "train.steps=2").message
     assert (
-        "cannot be told to be yours" in said and f"others can read it: remove it: '{key}'" in said
+        f"cannot be told to be yours ({key}: " in said and "others can read it: remove it)" in said
     )
     shutil.rmtree(tmp_path / "state")
     default = ("run.name=b", "train.steps=1", "data=stdlib", *STEADY)
