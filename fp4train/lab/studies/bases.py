@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ from fp4train.run.host import choose_device
 from fp4train.run.record import directory as run_directory
 from fp4train.text import counted
 
+_log = logging.getLogger(__name__)
+
+LOW_RATE = 0.1
+"""Share of a run's largest learning rate below which forks are said to move little."""
 CandidatesOf = Callable[[Mapping[str, Any]], list[RecipeCandidate]]
 """Function from the sections of a run, as plain values, to the candidates at its checkpoints."""
 
@@ -106,7 +111,7 @@ def _configured(request: ForkRequest, source: Path, step: int) -> _Checkpoint:
         source=source,
         step=step,
         command=command,
-        settings=_settings(request, command.config, step),
+        settings=_settings(request, command.config, source, step),
     )
 
 
@@ -158,7 +163,26 @@ def _open(
     )
 
 
-def _settings(request: ForkRequest, config: Config, step: int) -> ForkSettings:
+def _warn_of_low_rate(config: Config, source: Path, step: int, lr: float) -> None:
+    """Say that forks of a checkpoint from the end of a cooldown train with next to no rate."""
+    cooldown = config.schedule.cooldown_start(config.train.steps)
+    if cooldown is None or step <= cooldown or lr > LOW_RATE * config.optim.lr:
+        return
+    kept = checkpoint.steps(source / run_directory.CHECKPOINTS)
+    earlier = [saved for saved in kept if saved <= cooldown]
+    other = f"step={earlier[-1]} is from before the cooldown" if earlier else "lr=… sets another"
+    _log.warning(
+        "%s, step %d is from the cooldown: forks begin at a learning rate of %.3g, and the run's "
+        "largest is %.3g; they move little, and so do gaps (%s)",
+        source,
+        step,
+        lr,
+        config.optim.lr,
+        other,
+    )
+
+
+def _settings(request: ForkRequest, config: Config, source: Path, step: int) -> ForkSettings:
     left = config.train.steps - step
     own_schedule = request.schedule == "own"
     if own_schedule and left < 1:
@@ -183,6 +207,7 @@ def _settings(request: ForkRequest, config: Config, step: int) -> ForkSettings:
         steps = 24
     if request.lr is None:
         lr = learning_rate(config, min(step, config.train.steps - 1))
+        _warn_of_low_rate(config, source, step, lr)
     else:
         lr = request.lr
     with user_errors(ValueError):

@@ -86,6 +86,16 @@ def test_a_ranking_is_a_table_a_file_and_a_picture(cli: Cli, trained: Path) -> N
     assert numbers(Path("second")) == found
 
 
+@pytest.mark.usefixtures("pretend")
+def test_a_checkpoint_from_the_end_of_a_cooldown_is_a_warning(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=40", "checkpoint.every=1", "schedule.warmup=0")
+    late = cli.raw("rank", "runs/a", *FAST[:-1])
+    assert late.code == 0 and "step 40 is from the cooldown: forks begin at a" in late.err
+    assert "(step=32 is from before the cooldown)" in late.err
+    early = cli.raw("rank", "runs/a", *FAST[:-1], "step=32")
+    assert early.code == 0 and "from the cooldown" not in early.err
+
+
 @pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_the_saved_configuration_of_a_run_is_read_once(
