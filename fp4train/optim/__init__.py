@@ -4,6 +4,7 @@ share.
 A new optimizer is one dataclass like AdamW, and one YAML in the group `optim`.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -121,6 +122,36 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             f"{type(model).__name__} has no parameter that requires a gradient: nothing to optimise"
         )
     return parameters
+
+
+def check_built(optimizer: object, model: nn.Module, builder: str) -> None:
+    """Whether `build` of the class `builder` gave what a run can train with.
+
+    Raises:
+        ValueError: it is no optimizer, its step takes arguments, or it has other parameters than
+            the model's.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"{builder}.build gave an object of {type(optimizer).__name__}; it must return a "
+            "torch.optim.Optimizer over parameters of the model"
+        )
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"{builder}.build gave {type(optimizer).__name__}, whose step cannot be called without "
+            f"arguments ({error}): a run computes loss and gradients once, and then calls step(). "
+            "Take an optimizer that needs no closure"
+        ) from error
+    known = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"{builder}.build gave an optimizer of a tensor {list(parameter.shape)} that is "
+                    "no parameter of the model: give it those of model.parameters()"
+                )
 
 
 def moment_bytes(optim: Optimizer, model: nn.Module) -> int:

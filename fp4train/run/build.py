@@ -24,7 +24,7 @@ from fp4train.models.weightless import build_weightless
 from fp4train.nn import convert
 from fp4train.nn.fused_layers import outlines
 from fp4train.nn.planned import PlannedLayer
-from fp4train.optim import keep_bounds
+from fp4train.optim import check_built, keep_bounds
 from fp4train.parallel.agree import check_same
 from fp4train.parallel.fsdp import distribute, share_tensors
 from fp4train.parallel.held import Inventory
@@ -275,6 +275,7 @@ def assemble(
             materialise(model, world.device, seed=config.run.seed, draw=draw, whole=full_model)
     with user_errors(ValueError):
         optimizer = config.optim.build(model)
+        check_built(optimizer, model, type(config.optim).__name__)
     keep_bounds(optimizer, model, largest_values(full_model))
     if pipeline is not None:
         pipeline.copy_tied()

@@ -1,7 +1,11 @@
-"""Parameter groups of AdamW, and the shapes of the schedules."""
+"""Parameter groups of AdamW, the shapes of the schedules, and optimizers that no run can train
+with.
+"""
 
 import copy
 import math
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ from torch import nn
 
 from fp4train.models.llama import Llama
 from fp4train.nn import Experts
-from fp4train.optim import WSD, Constant, Constants, Cosine, Schedule
+from fp4train.optim import WSD, Constant, Constants, Cosine, Schedule, check_built
 from fp4train.optim.adamw import AdamW
 from fp4train.optim.muon import Muon
 from fp4train.optim.sgd import SGD
@@ -328,3 +332,29 @@ def test_adamw_updates_two_parts_of_a_multiple_of_16_elements_as_it_does_the_who
         ]
         ends.append(torch.cat([torch.stack(each) for each in held], 1))
     assert torch.equal(*ends)
+
+
+FIT_FOR_NO_RUN: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "no optimizer": (lambda model: None, "an object of NoneType; it must return a torch.optim"),
+    "a closure": (lambda model: torch.optim.LBFGS(model.parameters()), "that needs no closure"),
+    "foreign parameters": (
+        lambda model: torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0),
+        "a tensor [3] that is no parameter of the model: give it those of model.parameters()",
+    ),
+}
+
+
+@pytest.mark.parametrize(("built", "message"), FIT_FOR_NO_RUN.values(), ids=FIT_FOR_NO_RUN)
+def test_what_no_run_can_train_with_is_refused(
+    built: Callable[[nn.Module], object], message: str
+) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        check_built(built(model), model, "House")
+    assert str(refused.value).startswith("House.build gave ")
+
+
+def test_all_optimizers_of_fp4train_are_fit_for_a_run() -> None:
+    model = llama()
+    for optim in (AdamW(), AdamW(moments="bfloat16"), Muon(), SGD()):
+        check_built(optim.build(model), model, type(optim).__name__)
