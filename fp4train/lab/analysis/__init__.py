@@ -44,6 +44,7 @@ from fp4train.lab.analysis.figure import (
     inline_svg as inline_svg,
     line_of as line_of,
     lines_within as lines_within,
+    loss_axis as loss_axis,
     loss_limits as loss_limits,
     new_figure as new_figure,
     save as save,

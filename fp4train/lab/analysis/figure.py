@@ -73,6 +73,8 @@ LABEL: Any = {"fontsize": WORDS}
 LONGEST = 240
 """Characters of a name, of which a longer one has its start and its end."""
 DASHED = (0, (4, 3))
+EVEN = 20.0
+"""Ratio of the ends of a logarithmic axis up to which evenly spaced numbers do not run together."""
 """The look of lines at single steps."""
 CHARACTERS = 14
 """Characters of words in an inch."""
@@ -351,11 +353,9 @@ def colour_bar(axes: Axes, image: Any, **options: Any) -> Any:
 
 
 def logarithmic(axes: Axes, *, fine: bool) -> None:
-    """A logarithmic y axis with plain numbers: evenly spaced ones (`fine`), or 1, 2, 5 of each
-    decade.
-    """
+    """A logarithmic y axis with plain numbers: evenly spaced ones (`fine`), or those of `decades`."""
     from matplotlib.ticker import (
-        LogLocator,
+        FuncFormatter,
         MaxNLocator,
         NullFormatter,
         NullLocator,
@@ -365,20 +365,36 @@ def logarithmic(axes: Axes, *, fine: bool) -> None:
     axes.set_yscale("log")
     if fine:
         axes.yaxis.set_major_locator(MaxNLocator(9))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
     else:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_major_locator(decades())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def decades(**options: Any) -> Any:
+    """Where numbers stand on a logarithmic axis: at 1, 2, 5 of each decade, over more than three
+    decades at some powers of ten.
+    """
+    from matplotlib.ticker import LogLocator
+
+    class Decades(LogLocator):
+        def tick_values(self, vmin: float, vmax: float) -> Any:
+            self.set_params(subs=(1.0, 2.0, 5.0) if vmax <= 1000 * vmin else (1.0,))
+            return super().tick_values(vmin, vmax)
+
+    return Decades(**options)
 
 
 def loss_axis(axes: Axes, title: str, curves: Sequence[Floats]) -> None:
     """The y axis of losses: logarithmic where all are positive, within `loss_limits`."""
     style(axes, title)
-    if all((values[np.isfinite(values)] > 0).all() for values in curves):
-        logarithmic(axes, fine=True)
-    if limits := loss_limits(curves):
+    limits = loss_limits(curves)
+    if limits is not None:
         axes.set_ylim(*limits)
+    if all((values[np.isfinite(values)] > 0).all() for values in curves):
+        logarithmic(axes, fine=limits is None or limits[1] <= EVEN * limits[0])
 
 
 def loss_limits(curves: Sequence[Floats]) -> tuple[float, float] | None:

@@ -21,6 +21,7 @@ from fp4train.lab.analysis.figure import (
     NARROW,
     Draw,
     colour_bar,
+    decades,
     name_lines,
     new_figure,
     plain,
@@ -270,8 +271,6 @@ def draw_maps(
     """
 
     def draw(width: float) -> Figure:
-        from matplotlib.ticker import LogLocator
-
         narrow = width <= NARROW
         down = -(-len(maps) // (1 if narrow else columns))
         across = -(-len(maps) // down)
@@ -308,7 +307,7 @@ def draw_maps(
             form = "%g" if ratio else None
             bar = colour_bar(axes, image, pad=0.02, fraction=0.06, format=form, extend=ends)
             if ratio:
-                bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+                bar.ax.yaxis.set_major_locator(decades(numticks=8))
                 bar.ax.minorticks_off()
         return figure
 

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
 from fp4train.lab.analysis import (
@@ -15,6 +17,7 @@ from fp4train.lab.analysis import (
     inches_of,
     inline_svg,
     lines_within,
+    loss_axis,
     new_figure,
     save,
     style,
@@ -73,3 +76,21 @@ def test_a_folded_name_is_whole_and_within_its_room(name: str, room: int) -> Non
     lines = fold(name, room)
     assert "".join(lines).replace(" ", "") == name.replace(" ", "")
     assert max(map(len, lines), default=0) <= room
+
+
+@pytest.mark.parametrize("highest", [5.2, 11.0, 80.0, 3e3, 6e8, 2e30])
+@pytest.mark.parametrize("lowest", [5.0, 1.3, 0.02])
+def test_the_numbers_at_an_axis_of_losses_stand_apart(lowest: float, highest: float) -> None:
+    """Of a run that diverged, too."""
+    figure = new_figure(WIDE, 3.2)
+    axes = figure.subplots()
+    losses = np.array([lowest, highest])
+    axes.plot([0, 1], losses)
+    loss_axis(axes, "loss", [losses])
+    low, high = axes.get_ylim()
+    numbers = [tick for tick in axes.yaxis.get_majorticklocs() if low <= tick <= high]
+    heights = [axes.transData.transform((0, number))[1] * 72 / figure.dpi for number in numbers]
+    assert len(heights) >= 3 and np.diff(heights).min() > 8, numbers
+    figure.canvas.draw()
+    words = [label.get_text() for label in axes.yaxis.get_majorticklabels()]
+    assert axes.yaxis.get_offset_text().get_text() == "" and len(set(words)) == len(words)
