@@ -20,10 +20,15 @@ from fp4train.errors import UserError
 from fp4train.exchange import activations
 from fp4train.exchange.evaluation import held_out
 from fp4train.exchange.folder import SHARD_BYTES, Tell, new_export, silent, write_json
-from fp4train.exchange.formats import MODELOPT, configuration, modelopt_configuration
+from fp4train.exchange.formats import (
+    COMPRESSED_TENSORS,
+    MODELOPT,
+    configuration,
+    modelopt_configuration,
+)
 from fp4train.exchange.huggingface import SPELLED, Exported, write_model
 from fp4train.exchange.packed import PackedModel, pack
-from fp4train.exchange.servers import not_served
+from fp4train.exchange.servers import not_in_transformers, not_served
 from fp4train.exchange.stored import open_stored
 from fp4train.exchange.trained import NamedRecipe, load_trained
 from fp4train.text import counted, screen
@@ -118,10 +123,22 @@ def export_quantised(
             f"{packed.format.name}, {packed.bytes_per_weight:.4f} bytes each; the rest in "
             f"{SPELLED[dtype]}.",
             loaded=_LOADED[layout],
-            notes=[*notes, *not_served(packed.format, layout)],
+            notes=[*notes, *not_served(packed.format, layout), *_not_loaded(packed)],
             shard=shard,
             tell=tell,
         )
+
+
+def _not_loaded(packed: PackedModel) -> list[str]:
+    """A sentence where transformers reads the layout, and does not load these codes."""
+    if packed.layout != COMPRESSED_TENSORS:
+        return []
+    codes = not_in_transformers(
+        packed.model.described()["model_type"],
+        [layer.module for layer in packed.layers.values()],
+        four_bits=any(layer.spec.format.bits == 4 for layer in packed.layers.values()),
+    )
+    return [] if codes is None else [f"transformers does not load {codes}."]
 
 
 def _measured(

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fp4train.checkpoint.model_folder import read_config
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange.evaluation import data_of, held_out
 from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT
+from fp4train.exchange.servers import not_in_transformers
 from fp4train.exchange.trained import TrainedModel, load_trained
 from fp4train.exchange.verify import Verified
 from fp4train.text import printable, shortened
@@ -41,10 +43,16 @@ def served_losses(
             "to=compressed-tensors has the same "
             "codes, and vLLM runs both"
         )
-    if verified.layout != "hf" and any(".experts." in layer.module for layer in verified.layers):
-        raise UserError(
-            f"loss={batches}: transformers does not load the codes of experts; vLLM runs the folder"
+    if verified.layout == COMPRESSED_TENSORS:
+        codes = not_in_transformers(
+            str(read_config(verified.folder).get("model_type")),
+            [layer.module for layer in verified.layers],
+            four_bits=any("weight_packed" in layer.parts for layer in verified.layers),
         )
+        if codes is not None:
+            raise UserError(
+                f"loss={batches}: transformers does not load {codes}; the folder is for vLLM"
+            )
     trained = load_trained(verified.source, paths)
     loss, tokens = transformers_loss(
         verified.folder, trained, batches, compressed=verified.layout == COMPRESSED_TENSORS

@@ -5,6 +5,7 @@ They choose by the configuration of a folder: vLLM in `compressed_tensors.py`
 in `configs/model_config.py`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT, Format
@@ -56,3 +57,22 @@ def not_served(form: Format, layout: str) -> list[str]:
         for server in SERVERS
         if lacking(server, form, layout)
     ]
+
+
+def not_in_transformers(model_type: str, modules: Iterable[str], *, four_bits: bool) -> str | None:
+    """The codes of a folder of compressed-tensors that transformers 5.23 does not load; None: it
+    loads them.
+
+    Its class of Mamba-2 draws initial values for `out_proj.weight`, which codes of four bits
+    replace.
+
+    Args:
+        model_type: that of the folder's `config.json`.
+        modules: names of the folder's modules.
+        four_bits: whether the codes have four bits.
+    """
+    if any(".experts." in module for module in modules):
+        return "the codes of experts"
+    if model_type == "mamba2" and four_bits:
+        return "codes of four bits of Mamba-2"
+    return None

@@ -349,6 +349,24 @@ def test_the_loss_in_transformers_stands_beside_the_runs(
     )
 
 
+@pytest.mark.long
+def test_codes_that_transformers_does_not_load_are_told(
+    train: Train, command: Command, tmp_path: Path
+) -> None:
+    """Its class of Mamba-2 reads weights before codes of four bits; those of eight it loads."""
+    sizes = ("model=hybrid_tiny", "model.width=64", "model.pattern=M", "model.scan.heads=2")
+    short = ("train.steps=1", "policy=all", "phases=none")
+    said = "transformers does not load codes of four bits of Mamba-2"
+    for recipe in ("nvfp4", "mxfp8"):
+        run = train(*sizes, *short, f"recipe={recipe}")
+        folder = tmp_path / recipe
+        words = ("to=compressed-tensors", f"out={folder}", "losses=false")
+        four_bits = recipe == "nvfp4"
+        assert (said in command("export", run, *words).replace("\n", " ")) is four_bits
+        shown = command("verify", folder, f"against={run}", "loss=1", code=int(four_bits))
+        assert (said in shown) is four_bits and ("the folder in transformers" in shown) != four_bits
+
+
 def cut(folder: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
