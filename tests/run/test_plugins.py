@@ -121,6 +121,13 @@ def test_a_saved_run_needs_its_plugins_named_again(cli: Cli, command: list[str])
     assert not imported() and sorted(losses("runs/a")) == [1, 2]
 
 
+def test_a_run_with_a_plugin_is_overwritten_by_one_without(cli: Cli) -> None:
+    assert cli(*OWN, "model=own", "run.name=a", "train.steps=2").code == 0
+    sys.modules.pop("ownlab")
+    assert cli("run.name=a", "train.steps=1", "run.overwrite=true").code == 0
+    assert not imported() and sorted(losses("runs/a")) == [1]
+
+
 def test_swapping_a_run_with_a_plugin_names_it_too(cli: Cli, stop_at: StopAt) -> None:
     stop_at(1)
     assert (

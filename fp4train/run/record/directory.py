@@ -355,10 +355,9 @@ def _check_ours(folder: Folder) -> None:
     """Refuse to replace what fp4train did not write, or what lies elsewhere."""
     if not folder.has_file(CONFIG):
         return
-    saved = read_config(folder.path)
+    saved = saved_config(folder.path / CONFIG)  # of any plugin: nothing is built from it
     if not all(
-        isinstance(saved.get(section), DictConfig)
-        for section in ("run", "train", "recipe", "model")
+        isinstance(saved.get(section), dict) for section in ("run", "train", "recipe", "model")
     ):
         raise UserError(
             f"{folder.path / CONFIG} is not the configuration of a run of fp4train: "
