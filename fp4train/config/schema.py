@@ -81,9 +81,10 @@ class TrainSettings:
         seq_len: tokens per sequence.
         compile: whether torch.compile fuses the operations between the GEMMs of each block.
             Compiling takes a minute or more on a CPU. It saved 7 % of a BF16 step and 4 % of an
-            NVFP4 step of llama_30m (2 cores, 2048 tokens). Fused operations round less often, so
-            losses differ in the last digits from those of a run without it. Layers that share an
-            input (queries, keys and values) quantise it once per layer.
+            NVFP4 step of llama_30m (2 cores, 2048 tokens). Fused operations round less often, and
+            layers in high precision round dw of each microbatch to their dtype, so losses differ in
+            the last digits from those of a run without it. Layers that share an input (queries,
+            keys and values) quantise it once per layer.
         step_timeout: seconds after which a step that does not end ends the run, with the stacks of
             all threads on standard error; evaluations, checkpoints and the compiler's work count as
             part of their step. 0: never.

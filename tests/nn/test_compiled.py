@@ -45,6 +45,24 @@ def test_a_whole_model_is_one_graph_with_the_bits_of_eager_mode_in_every_recipe(
         assert same(ours, step(model, model, recipe, *data, at=at, policy=policy)), recipe
 
 
+def test_high_precision_alone_rounds_dw_of_a_microbatch() -> None:
+    """In eager mode both are float32."""
+    torch.manual_seed(0)
+    layers = f4.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)))
+    for layer in layers:
+        layer.sum_gradients(True)  # type: ignore[operator]
+    compiled = torch.compile(layers, backend="aot_eager", fullgraph=True)
+    x = torch.randn(32, 32)
+    rounded = []
+    for model in (layers, compiled):
+        layers.zero_grad()
+        with autocast(NVFP4(), policy=LayerPolicy(keep=("1",))):
+            model(x).square().sum().backward()
+        gradients = [layer.weight.grad for layer in layers]
+        rounded.append([torch.equal(dw, dw.bfloat16().float()) for dw in gradients])  # type: ignore[arg-type, union-attr]
+    assert rounded == [[False, False], [False, True]]
+
+
 def test_a_change_of_recipe_step_or_seed_compiles_nothing_as_long_as_the_routes_stay() -> None:
     model = llama()
     data = tokens()
