@@ -295,7 +295,11 @@ class GradientMeter:
         for name in self.layers:
             grad = self._linears[name].weight.grad
             if grad is None:
-                raise UserError(f"{where}: {name} gets no gradient; is its weight frozen?")
+                raise UserError(
+                    f"{where}: {name} gets no gradient; is its weight frozen? The study compares "
+                    "the gradients of all layers that the recipe quantises. fp4train rank compares "
+                    "recipes by the losses of forks, of frozen weights, too"
+                )
             gradient[name] = grad.detach().float() / run.loss_scale
         if not math.isfinite(_squared(gradient)):
             # Backward reaches the last layers first.
