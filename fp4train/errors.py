@@ -2,6 +2,9 @@
 traceback.
 """
 
+import errno
+import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -104,6 +107,44 @@ def in_words(error: BaseException, before: str = "") -> str:
     if name is None or str(name) in before:
         return error.strerror
     return f"{name}: {error.strerror}"
+
+
+def with_cure(error: OSError, path: Path, denied: Path | None = None) -> OSError:
+    """An error of the same class about the file or folder `path`, with what to do.
+
+    Args:
+        denied: what has no permission for it: the folder where a name is made or removed; None:
+            `path`, or the folder that it lies in where that is closed.
+    """
+    text = error.strerror
+    if isinstance(error, PermissionError):
+        text = _denied(path if denied is None else denied)
+    elif isinstance(error, NotADirectoryError):
+        text = "it, or what it lies in, is a file, not a folder: remove that, or use another name"
+    elif error.errno == errno.ELOOP:
+        text = "it is a link that leads to itself: remove it"
+    return type(error)(error.errno, text, str(path))
+
+
+def _denied(path: Path) -> str:
+    """What denies access to `path`, and what allows it."""
+    for place in (path, *path.parents):
+        try:
+            status = os.stat(place)
+        except OSError:  # there is no such thing, or the folder that it lies in is closed
+            continue
+        if stat.S_ISDIR(status.st_mode):
+            rights = "rwx"
+            needed = os.R_OK | os.W_OK | os.X_OK
+        else:
+            rights = "rw"
+            needed = os.R_OK | os.W_OK
+        if os.access(place, needed, effective_ids=True):
+            break
+        if status.st_uid == os.geteuid():
+            return f"permission denied: allow it with chmod u+{rights} {place}"
+        return f"permission denied: {place} belongs to another user, who can allow it"
+    return "permission denied"
 
 
 @contextmanager

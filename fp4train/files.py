@@ -31,6 +31,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
+from fp4train.errors import with_cure
+
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 PIECE = 1 << 20
@@ -71,9 +73,12 @@ class Folder:
         missing ones.
         """
         path = Path(path)
-        if create:
-            _make(path)
-        return cls(path, os.open(path, _FOLDER))
+        try:
+            if create:
+                _make(path)
+            return cls(path, os.open(path, _FOLDER))
+        except OSError as error:
+            raise with_cure(error, path) from None
 
     def __enter__(self) -> Folder:
         return self
@@ -90,7 +95,10 @@ class Folder:
 
     def names(self) -> list[str]:
         """All names in it, sorted."""
-        return sorted(os.listdir(self.descriptor))
+        try:
+            return sorted(os.listdir(self.descriptor))
+        except OSError as error:
+            raise with_cure(error, self.path) from None
 
     def empty(self) -> bool:
         """Whether there is nothing in it but what killed processes left."""
@@ -102,6 +110,8 @@ class Folder:
             return os.stat(_checked(name), dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise self._explained(name, error, "a file") from None
 
     def has_file(self, name: str) -> bool:
         status = self.status(name)
@@ -114,23 +124,15 @@ class Folder:
     def kind(self, name: str) -> str:
         """The kind of an entry in words: "a pipe"; empty if there is none."""
         status = self.status(name)
-        if status is None:
-            return ""
-        kinds = {
-            stat.S_IFREG: "a file",
-            stat.S_IFLNK: "a link",
-            stat.S_IFDIR: "a folder",
-            stat.S_IFIFO: "a pipe",
-        }
-        return kinds.get(stat.S_IFMT(status.st_mode), "a device")
+        return "" if status is None else _kind(status)
 
     def folder(self, name: str, *, create: bool = False) -> Folder:
         """A folder in it; never one that a link leads to. `create` makes a missing one, durably."""
-        if create:
-            with suppress(FileExistsError):
-                os.mkdir(_checked(name), dir_fd=self.descriptor)
-                self.sync()
         try:
+            if create:
+                with suppress(FileExistsError):
+                    os.mkdir(_checked(name), dir_fd=self.descriptor)
+                    self.sync()
             return Folder(
                 self.path / name,
                 os.open(_checked(name), _FOLDER | os.O_NOFOLLOW, dir_fd=self.descriptor),
@@ -224,9 +226,11 @@ class Folder:
 
     def rename(self, old: str, new: str) -> None:
         """Give a thing in it another name; a file of that name is replaced."""
-        os.rename(
-            _checked(old), _checked(new), src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor
-        )
+        names = _checked(old), _checked(new)
+        try:
+            os.rename(*names, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        except OSError as error:
+            raise with_cure(error, self.path / new, self.path) from None
 
     def remove(self, name: str) -> None:
         """Remove a file, link or pipe; a missing one is no error."""
@@ -234,6 +238,8 @@ class Folder:
             os.unlink(_checked(name), dir_fd=self.descriptor)
         except FileNotFoundError:
             return
+        except PermissionError as error:
+            raise with_cure(error, self.path / name, self.path) from None
         except OSError as error:
             raise self._explained(name, error, "a file") from None
 
@@ -248,15 +254,24 @@ class Folder:
             raise self._strange(name, "a folder")
         with self.folder(name) as inner:
             for entry in inner.names():
-                if inner.has_folder(entry):
-                    inner.remove_folder(entry)
-                else:
-                    inner.remove(entry)
+                inner.remove_all(entry)
         self.remove_empty(name)
+
+    def remove_all(self, name: str) -> None:
+        """Remove what has the name: a folder with all that is in it, or a thing of any other
+        kind.
+        """
+        if self.has_folder(name):
+            self.remove_folder(name)
+        else:
+            self.remove(name)
 
     def remove_empty(self, name: str) -> None:
         """Remove a folder that holds nothing; one that does is an error."""
-        os.rmdir(_checked(name), dir_fd=self.descriptor)
+        try:
+            os.rmdir(_checked(name), dir_fd=self.descriptor)
+        except OSError as error:
+            raise with_cure(error, self.path / name, self.path) from None
 
     def remove_litter(self) -> None:
         """Remove temporary files that killed processes left; one that may still be written is
@@ -283,17 +298,32 @@ class Folder:
         return str(self.path / name)
 
     def _explained(self, name: str, error: OSError, expected: str) -> OSError:
-        """ELOOP and ENOTDIR of a link, ENXIO of a pipe: in words."""
+        """The error about an entry in words: of what kind it is, or who may use it."""
         if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENODEV):
             return self._strange(name, expected)
-        return type(error)(error.errno, error.strerror, self._at(name))
+        return with_cure(error, self.path / name)
 
     def _strange(self, name: str, expected: str) -> NotPlain:
-        return NotPlain(
-            errno.EINVAL,
-            f"it is {self.kind(name)}, not {expected}; links are not followed here",
-            self._at(name),
-        )
+        kind = self.kind(name)
+        if kind == "a link":
+            contrast = "and links are not followed here"
+        else:
+            contrast = f"not {expected}"
+        noun = expected.removeprefix("a ")
+        text = f"it is {kind}, {contrast}: remove it, or put the {noun} itself back"
+        return NotPlain(errno.EINVAL, text, self._at(name))
+
+
+def _kind(status: os.stat_result) -> str:
+    """The kind of a thing in words."""
+    kinds = {
+        stat.S_IFREG: "a file",
+        stat.S_IFLNK: "a link",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(status.st_mode), "a device")
 
 
 def _checked(name: str) -> str:

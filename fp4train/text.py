@@ -13,6 +13,8 @@ from itertools import chain, islice, zip_longest
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from fp4train.errors import in_words
+
 if TYPE_CHECKING:
     from jinja2 import Environment
 
@@ -43,7 +45,7 @@ def first_line(error: BaseException) -> str:
 
     Python's limit on digits is told without its advice to programmers.
     """
-    line = next(iter(str(error).strip().splitlines()), "")
+    line = next(iter(in_words(error).strip().splitlines()), "")
     if isinstance(error, ValueError) and "set_int_max_str_digits" in line:
         return f"an integer has more than {sys.get_int_max_str_digits():,} digits"
     return line or type(error).__name__

@@ -200,7 +200,7 @@ def load(
         except Unusable as reason:
             problem = str(reason)
         except OSError as error:
-            problem = f"unreadable ({in_words(error)})"
+            problem = in_words(error)
         except UserError as error:
             newer = str(error)
         if newer := ranks.agree(newer):
@@ -242,7 +242,7 @@ def newest_state(folder: Path) -> dict[str, JSON]:
             with opened_folder(folder) as opened, opened.folder(name) as checkpoint:
                 state = read(checkpoint, step, None)[1]
         except (Unusable, OSError) as error:
-            skipped.append((folder / name, str(error)))
+            skipped.append((folder / name, in_words(error)))
             continue
         _warn(skipped, folder / name)
         return state
@@ -277,7 +277,7 @@ def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | Non
             try:
                 # first out of sight: a kill meanwhile leaves no damaged checkpoint
                 opened.rename(there[step], doomed)
-                opened.remove_folder(doomed)
+                opened.remove_all(doomed)
             except OSError as error:
                 _log.warning(
                     "old checkpoint %s could not be removed: %s", opened.path / there[step], error
@@ -312,7 +312,7 @@ def _steps_in(folder: Folder) -> dict[int, str]:
     names: dict[int, str] = {}
     for name in folder.names():  # ".old_..." sorts before "step_...", which therefore wins
         match = layout.NAME.fullmatch(name.removeprefix(layout.REPLACED))
-        if match and folder.has_folder(name):
+        if match:  # a thing of another kind, too: `load` says that it is no checkpoint
             names[int(match[1])] = name
     return names
 

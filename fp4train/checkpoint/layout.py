@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from fp4train import files
+from fp4train.errors import in_words
 from fp4train.files import Folder
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class CheckpointGroup:
             result = task()
         except Exception as error:
             raised = error
-            failure = str(error) or type(error).__name__
+            failure = in_words(error) or type(error).__name__
         if problem := self.agree(failure):
             raise OSError(problem) from raised
         return result

@@ -245,8 +245,10 @@ def read(
         raise Unusable(f"{STATE} is damaged (not text)") from error
     except json.JSONDecodeError as error:
         raise Unusable(f"{STATE} is damaged (not JSON: {error})") from error
-    except (OSError, LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
-        raise Unusable(f"unreadable ({type(error).__name__}: {in_words(error)})") from error
+    except OSError as error:
+        raise Unusable(in_words(error)) from error
+    except (LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
+        raise Unusable(f"unreadable ({type(error).__name__}: {error})") from error
 
 
 def _file(folder: Folder, name: str, described: Mapping[str, Any], *, verify: bool) -> File:

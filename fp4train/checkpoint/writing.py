@@ -151,17 +151,17 @@ def _replace(folder: Folder, temporary: str, name: str) -> None:
     after a kill.
     """
     aside = layout.REPLACED + name
-    if folder.has_folder(name):
+    if folder.status(name) is not None:
         folder.rename(name, aside)
     try:
         folder.rename(temporary, name)
     except OSError:
-        if folder.has_folder(aside):
+        if folder.status(aside) is not None:
             folder.rename(aside, name)
         raise
     folder.sync()
     with suppress(OSError):
-        folder.remove_folder(aside)
+        folder.remove_all(aside)
 
 
 def _clean(folder: Folder) -> None:
@@ -171,11 +171,11 @@ def _clean(folder: Folder) -> None:
     for entry in folder.names():
         if entry.startswith(layout.LEFTOVER):
             with suppress(OSError):
-                folder.remove_folder(entry)
+                folder.remove_all(entry)
         elif entry.startswith(layout.REPLACED):
             name = entry.removeprefix(layout.REPLACED)
-            if folder.has_folder(name):
+            if folder.status(name) is not None:
                 with suppress(OSError):
-                    folder.remove_folder(entry)
+                    folder.remove_all(entry)
             else:
                 folder.rename(entry, name)

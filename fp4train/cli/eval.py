@@ -77,7 +77,13 @@ def main(arguments: list[str]) -> int:
         began = time.perf_counter()
         scores = list(_scores(trained, named or default_recipes, line))
         seconds = time.perf_counter() - began
-        note = record(trained, scores) if line.record else ""
+        note = ""
+        unrecorded = None
+        try:
+            if line.record:
+                note = record(trained, scores)
+        except UserError as error:  # the scores are shown first
+            unrecorded = error
         if line.as_data:
             about = {"run": str(trained.source), "step": trained.step, "seconds": round(seconds, 3)}
             print(json.dumps({**about, "scores": [asdict(score) for score in scores]}))
@@ -90,6 +96,8 @@ def main(arguments: list[str]) -> int:
                 shown=_shown,
                 note=note,
             )
+        if unrecorded is not None:
+            raise UserError(f"the scores are not recorded: {unrecorded}") from unrecorded
         return 0
 
     return with_model(line, line.step, task)

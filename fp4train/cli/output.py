@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
-from fp4train.errors import UserError
+from fp4train.errors import UserError, in_words
 from fp4train.text import printable, screen, wrapped
 
 HANGING = 4
@@ -77,6 +77,11 @@ class _Handler(logging.Handler):
             prefix = ""
         else:
             prefix = f"{record.levelname.lower()}: "
+        if isinstance(record.args, tuple):
+            said = " ".join(str(part) for part in record.args if not isinstance(part, OSError))
+            record.args = tuple(
+                in_words(part, said) if isinstance(part, OSError) else part for part in record.args
+            )
         with suppress(OSError):  # a terminal that was closed is no reason to end a run
             tqdm.write(message(prefix + record.getMessage(), sys.stderr), file=sys.stderr)
 

@@ -21,7 +21,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -250,7 +250,9 @@ def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result
                 *(fitted(line) for line in (*run.gathers(), *layers, run.audits.described)),
             ]
         )
-        _log.info("%s\nevery layer and GEMM: %s\n", summary, run.directory / run_directory.PLAN)
+        plan = run.directory / run_directory.PLAN
+        where = f"\nevery layer and GEMM: {plan}" if plan.is_file() else ""
+        _log.info("%s%s\n", summary, where)
         if isinstance(origin, Continued):
             _log.info("going on from step %d of %s", run.step, origin.source)
         try:
@@ -302,13 +304,18 @@ def _draw(directory: Path) -> str:
     """
     if not (directory / METRICS).exists():
         return "; no curves, because track=none keeps no metrics"
+    drawn = f"; {_drawn(curves.draw_curves, directory, 'curves')}"
+    if (directory / STATISTICS).exists():
+        drawn += f", {_drawn(heatmap.draw_statistics, directory, 'picture of statistics')}"
+    return drawn
+
+
+def _drawn(draw: Callable[[Path], Path], directory: Path, what: str) -> str:
+    """The picture that was drawn, or why there is none."""
     try:
-        drawn = f"; {curves.draw_curves(directory)}"
-        if (directory / STATISTICS).exists():
-            return f"{drawn}, {heatmap.draw_statistics(directory)}"
-        return drawn
+        return str(draw(directory))
     except (UserError, OSError) as error:
-        return f"; no curves ({in_words(error)})"
+        return f"no {what} ({in_words(error)})"
 
 
 def _summary(directory: Path, result: Result) -> str:

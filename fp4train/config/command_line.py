@@ -174,7 +174,7 @@ def read_line(
         _check_run_keys(line, names)
         on_run: dict[str, Any] = {}
     else:
-        on_run = _words_on_run(line, names, keys, paths=paths)
+        on_run = _words_on_run(line, names, keys, help_screen, paths=paths)
     for option in fields(kind):
         if option.name in names and option.name not in values and option.default is MISSING:
             explanation = _explanation(help_screen, option.name)
@@ -216,7 +216,12 @@ def _check_run_keys(line: CommandLine, names: Sequence[str]) -> None:
 
 
 def _words_on_run(
-    line: CommandLine, names: Sequence[str], keys: Collection[str], *, paths: bool
+    line: CommandLine,
+    names: Sequence[str],
+    keys: Collection[str],
+    help_screen: str | None,
+    *,
+    paths: bool,
 ) -> dict[str, Any]:
     """What a command says about runs, as fields of its `CommandLine`; see `read_line`."""
     flags = overrides.other_flags(line.flags) if "plugins" in keys else line.flags
@@ -230,6 +235,11 @@ def _words_on_run(
         section = key.partition(".")[0]
         if section in keys and section != "plugins":
             chosen.append(str(override.input_line))
+        elif paths and key == "data":
+            raise UserError(
+                f"{override.input_line}: {line.verb} takes the source of data of the run; its "
+                f"paths are given as data.path=…{_explanation(help_screen, 'text')}"
+            )
         elif paths and section in _SECTIONS and isinstance(override.value(), str | None):
             named_paths[key] = override.value()
         elif key not in keys:
@@ -258,13 +268,15 @@ def _value(word: str, text: str, hint: Any, key: str) -> Any:
         return text
     if Path in types:
         return Path(text)
+    bounds = mark_of(hint, Within)
+    if bounds is not None and text.startswith("+"):
+        raise UserError(f"{word} must be {bounds.must}, without a sign: {key}={text[1:]}")
     (override,) = overrides.parse([word])
     node = override.value()
     if override.is_sweep_override():
         with user_errors(HydraException, before=f"{word}: ", after="; write plain values"):
             node = list(override.sweep_iterator())
     value = bind(node, hint, key)
-    bounds = mark_of(hint, Within)
     if bounds is not None and value is not None and not bounds.least <= value <= bounds.most:
         raise UserError(f"{word} must be {bounds.must}")
     return value

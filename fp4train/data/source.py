@@ -106,8 +106,9 @@ def planned_vocab_size(source: Source, rows: int | None = None, run: Path | None
     tokenizer = getattr(source, "tokenizer", None)
     if tokenizer is None:
         raise DataError(
-            f"{type(source).__name__} has neither vocab_size nor tokenizer: the vocabulary is "
-            "unknown"
+            f"{type(source).__name__} has neither vocab_size nor tokenizer: a source of "
+            "data of one's own needs one of these fields, so that its vocabulary is known: its "
+            "number of token ids, or a configuration of a tokenizer"
         )
     if isinstance(tokenizer, BytePairs):
         return tokenizer.vocab_size

@@ -180,11 +180,17 @@ def _is_run(directory: Path) -> bool:
     """
     if (directory / run_directory.CONFIG).is_file():
         return True
+    kind = run_directory.kind_of_config(directory)
+    if kind:
+        without = (
+            f"and its {run_directory.CONFIG} is {kind}, not a file: put the run's own back, or"
+        )
+    else:
+        without = f"but no {run_directory.CONFIG}:"
     for name in run_directory.PARTS:
         if (directory / name).exists():
             raise UserError(
-                f"{directory} holds {name} but no {run_directory.CONFIG}: choose another "
-                "run.name or run.dir"
+                f"{directory} holds {name} {without} choose another run.name or run.dir"
             )
     return False
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from fp4train import checkpoint
 from fp4train.audit.fault import AUDIT, AUDIT_FAULT
-from fp4train.errors import UserError, in_words
+from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.lab.analysis import (
     ROUTINE,
@@ -263,5 +263,5 @@ def _try(read: Callable[[], T], problems: list[str], default: T) -> T:
     try:
         return read()
     except UNREADABLE as error:
-        problems.append(in_words(error) if isinstance(error, OSError) else first_line(error))
+        problems.append(first_line(error))
         return default

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4train.config.binding import MISSING_KEY
-from fp4train.errors import UserError
+from fp4train.errors import UserError, in_words
 from fp4train.files import Folder
 from fp4train.lab.studies.findings import Finding, Judgement
 from fp4train.lab.studies.intervals import CONFIDENCE, Estimate
@@ -262,21 +262,22 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
         if top.status(STUDIES) is None:
             return Studies()
         with top.folder(STUDIES) as studies:
-            names = [name for name in studies.names() if studies.has_folder(name)]
+            names = [name for name in studies.names() if not studies.has_file(name)]
             if len(names) > MOST:
                 problems.append(
                     f"{run / STUDIES}: the first {MOST} of {len(names)} studies are shown"
                 )
             for name in names[:MOST]:
-                with studies.folder(name) as folder:
-                    file = next((file for file in _RESULTS if folder.has_file(file)), None)
-                    if file is None:
-                        problems.append(f"{folder.path} has no result: the study is not finished")
-                        continue
-                    try:
+                path = run / STUDIES / name
+                try:
+                    with studies.folder(name) as folder:
+                        file = next((file for file in _RESULTS if folder.status(file)), None)
+                        if file is None:
+                            problems.append(f"{path} has no result: the study is not finished")
+                            continue
                         results[file].append(bound(_parsed(top, folder, file), _RESULTS[file]))
-                    except (OSError, ValueError, UserError, RecursionError) as error:
-                        problems.append(f"{folder.path} cannot be read{_why(error)}")
+                except (OSError, ValueError, UserError, RecursionError) as error:
+                    problems.append(f"{path} cannot be read{_why(error)}")
     sensitivities, rankings, gates = results.values()
     return Studies(sensitivities=sensitivities, rankings=rankings, gates=gates)
 
@@ -285,6 +286,8 @@ def _why(error: Exception) -> str:
     """Why a result cannot be read, as the end of a sentence."""
     if isinstance(error, RecursionError):
         return ": its JSON is nested too deep"
+    if isinstance(error, OSError):
+        return f" ({in_words(error)})"
     if not isinstance(error, UserError):
         return f" ({type(error).__name__}: {error})"
     key = str(error).removesuffix(MISSING_KEY)

@@ -58,7 +58,6 @@ PLAN = "plan.txt"
 OLD_SWAPS = "swaps.json"
 """The swaps of a run of an older fp4train, which is refused, or replaced."""
 LOCK = ".lock"
-_NO_LOCK = ". It is no lock of fp4train's: remove it"
 HEARTBEAT = "heartbeat.json"
 HISTORY = "history.jsonl"
 ASIDE = ".new"
@@ -104,10 +103,7 @@ def locked(
         UserError: another process holds it, or it cannot be written.
     """
     missing = [path for path in (run, *run.parents) if not path.exists()]
-    with (
-        user_errors(OSError, before=f"{run} cannot be written: "),
-        user_errors(files.NotPlain, before=f"{run / LOCK}: ", after=_NO_LOCK),
-    ):
+    with user_errors(OSError, before=f"{run} cannot be written: "):
         folder, descriptor, earlier_files = _locked_folder(run, taken)
     try:
         with suppress(OSError):
@@ -164,11 +160,10 @@ def is_running(run: Path) -> bool:
     """Whether a process holds the lock of `run`.
 
     Raises:
-        UserError: the lock is no regular file.
+        UserError: the lock is no regular file, or one that this user may not read.
     """
     try:
-        strange = user_errors(files.NotPlain, before=f"{run / LOCK}: ", after=_NO_LOCK)
-        with strange, Folder.open(run) as folder:
+        with user_errors(files.NotPlain, PermissionError), Folder.open(run) as folder:
             descriptor = folder.descriptor_of(LOCK)
     except FileNotFoundError:
         return False
@@ -210,7 +205,7 @@ def require_run(run: Path) -> Path:
         neighbours = ""
     if run.exists() and not run.is_dir():
         why = "it is a file"
-    elif kind := _kind_of_config(run):
+    elif kind := kind_of_config(run):
         why = f"its {CONFIG} is {kind}, not a file: put the run's own back"
     else:
         why = f"it has no {CONFIG}"
@@ -219,7 +214,7 @@ def require_run(run: Path) -> Path:
     raise UserError(f"{run} is not a run directory ({why}){neighbours}")
 
 
-def _kind_of_config(run: Path) -> str:
+def kind_of_config(run: Path) -> str:
     """The kind of what has the name of a run's configuration, in words; empty: there is nothing."""
     with suppress(OSError), Folder.open(run) as folder:
         return folder.kind(CONFIG)

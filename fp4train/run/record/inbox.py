@@ -270,9 +270,11 @@ class Inbox:
         except FileNotFoundError:
             return
         except OSError as error:
+            problem = f"requests cannot be read: {in_words(error)}"
             with suppress(OSError):
                 self._folder.rename(REQUESTS, f"{REQUESTS}.refused")
-            self._found.append(SwapRequest("", None, f"requests cannot be read: {in_words(error)}"))
+                problem += f"; it has the name {REQUESTS}.refused now"
+            self._found.append(SwapRequest("", None, problem))
             return
         with requests:
             for name in [name for name in requests.names() if name.endswith((".json", ".taken"))][
@@ -286,8 +288,10 @@ class Inbox:
                     self._found.append(_taken(requests, name, key))
 
     def _remove(self, key: str) -> None:
+        if not key:
+            return
         with self._folder.folder(REQUESTS) as requests:
-            if key and requests.status(f"{key}.taken") is not None:
+            if requests.status(f"{key}.taken") is not None:
                 _set_aside(requests, f"{key}.taken")
 
 

@@ -277,7 +277,8 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
         return [], 0
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read: {in_words(error, str(path))}; move it away to go on without the record"
+            f"{path} cannot be read: {in_words(error, str(path))}; without it the run goes on, "
+            "but what ran before is not on record"
         ) from error
     for number, raw in enumerate(complete, start=1):
         try:

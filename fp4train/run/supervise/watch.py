@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fp4train.files import NotPlain
 from fp4train.run.record.directory import HEARTBEAT, LOCK, is_running
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Watch:
         self._end = threading.Event()
         self._beat_at = -BEAT_SECONDS
         self._reported: int | None = None
+        self._strange_beat = False
+        """Whether it was said that no heartbeat can be written."""
         self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -154,8 +157,14 @@ class Watch:
                 "host": socket.gethostname(),
                 "process": os.getpid(),
             }
-            with suppress(OSError):
+            try:
                 run.folder.write(HEARTBEAT, (json.dumps(beat) + "\n").encode(), sync=False)
+            except NotPlain as error:
+                if not self._strange_beat:
+                    _log.warning("%s cannot be written: %s", run.directory / HEARTBEAT, error)
+                self._strange_beat = True
+            except OSError:  # a full disk, or one that is away: the next beat may be written
+                pass
 
 
 def _path(descriptor: int) -> Path | str:

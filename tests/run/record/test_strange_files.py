@@ -1,61 +1,183 @@
 """Things of other kinds under the names of a run's files: each is named with its kind and a way on."""
 
+import ctypes
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from command_line import Cli
 
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        descriptor = os.open(path.parent, os.O_PATH)  # the name of a socket is short
+        listener.bind(f"/proc/self/fd/{descriptor}/{path.name}")
+        os.close(descriptor)
+
+
 KINDS: dict[str, Callable[[Path], object]] = {
     "a folder": lambda path: path.mkdir(),
     "a link": lambda path: path.symlink_to("nowhere"),
     "a pipe": os.mkfifo,
+    "a socket": make_socket,
 }
+ENDLESS = "a link to /dev/zero"
 
 
 def put(path: Path, kind: str) -> None:
-    path.unlink()
-    KINDS[kind](path)
+    """Put a thing of this kind in the place of a file, or of a folder that is empty."""
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+    if kind == ENDLESS:
+        path.symlink_to("/dev/zero")
+    else:
+        KINDS[kind](path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def told(kind: str, expected: str = "file") -> str:
+    """What is said of it."""
+    if "link" in kind:
+        begin = "it is a link, and links are not followed here"
+    else:
+        begin = f"it is {kind}, not a {expected}"
+    return f"{begin}: remove it, or put the {expected} itself back"
+
+
+@pytest.fixture
+def without_privileges() -> Iterator[None]:
+    """Root's right to open every file is put away, if this is root."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    rights = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, rights) == 0
+    effective = rights[0]
+    rights[0] = effective & ~0b110
+    assert libc.capset(header, rights) == 0
+    yield
+    rights[0] = effective
+    assert libc.capset(header, rights) == 0
+
+
+@pytest.mark.parametrize("kind", [*KINDS, ENDLESS])
 def test_a_lock_of_another_kind_is_named_with_what_to_do(cli: Cli, kind: str) -> None:
     run = cli.trained("run.name=a", "train.steps=2")
     put(run / ".lock", kind)
-    told = f"runs/a/.lock: it is {kind}, not a file; links are not followed here. It is no lock of "
-    for command in (["eval", "runs/a"], ["resume=runs/a", "train.steps=3", *cli.paths]):
-        message = cli.raw(*command).message
-        assert message.startswith(told) and message.endswith("fp4train's: remove it")
+    evaluated = cli.raw("eval", "runs/a")
+    assert evaluated.message == f"the scores are not recorded: runs/a/.lock: {told(kind)}"
+    resumed = cli.raw("resume=runs/a", "train.steps=3", *cli.paths)
+    assert resumed.message == f"runs/a cannot be written: runs/a/.lock: {told(kind)}"
+    assert cli.raw("swap", "runs/a", "recipe=bf16").message == f"runs/a/.lock: {told(kind)}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_configuration_of_another_kind_is_named_by_every_verb(cli: Cli, kind: str) -> None:
     run = cli.trained("run.name=a", "train.steps=2")
     put(run / "config.yaml", kind)
-    told = (
-        f"runs/a is not a run directory (its config.yaml is {kind}, not a file: put the run's own"
-    )
+    why = f"runs/a is not a run directory (its config.yaml is {kind}, not a file: put the run's own"
     for command in (["eval"], ["sample", "prompt=a"], ["plan"], ["swap"]):
         message = cli.raw(command[0], "runs/a", *command[1:]).message
-        assert message.startswith(told) and "runs holds a" not in message
+        assert message.startswith(why) and "runs holds a" not in message
+    again = cli("run.name=a", "train.steps=2").message
+    assert f"and its config.yaml is {kind}, not a file: put the run's own back" in again
 
 
 def test_a_folder_in_the_place_of_a_record_is_named_where_a_run_is_replaced(cli: Cli) -> None:
     run = cli.trained("run.name=a", "train.steps=2")
     put(run / "history.jsonl", "a folder")
     message = cli("run.name=a", "train.steps=2", "run.overwrite=true").message
-    assert message.startswith(
-        "run.overwrite=true: runs/a/history.jsonl: it is a folder, not a file"
-    )
+    assert message == f"run.overwrite=true: runs/a/history.jsonl: {told('a folder')}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_number_of_an_error_is_in_what_is_said_of_a_record(cli: Cli, kind: str) -> None:
+@pytest.mark.parametrize("name", ["history.jsonl", "metrics.jsonl", "checkpoints"])
+@pytest.mark.parametrize("kind", ["a pipe", ENDLESS])
+def test_records_of_another_kind_are_named_by_what_reads_them(
+    cli: Cli, kind: str, name: str
+) -> None:
     run = cli.trained("run.name=a", "train.steps=2")
-    put(run / "history.jsonl", kind)
-    message = cli.raw("plan", "runs/a").message
-    assert message.startswith(
-        f"runs/a/history.jsonl cannot be read: it is {kind}, not a file; links are not followed "
-        "here; move it away"
-    )
+    if name == "checkpoints":
+        os.rename(run / name, "elsewhere")
+    put(run / name, kind)
+    expected = "folder" if name == "checkpoints" else "file"
+    why = f"runs/a/{name} cannot be read: {told(kind, expected)}"
+    for command in (["sample", "runs/a", "prompt=a"], ["check", "runs/a"]):
+        assert cli.raw(*command).message.startswith(why)
+
+
+def test_a_file_without_permission_is_named_with_the_command_that_gives_it(
+    cli: Cli, without_privileges: None
+) -> None:
+    run = cli.trained("run.name=a", "train.steps=2")
+    checkpoint = "checkpoints/step_00000002"
+    for name, rights in (
+        ("config.yaml", "rw"),
+        ("history.jsonl", "rw"),
+        ("metrics.jsonl", "rw"),
+        (f"{checkpoint}/weights.safetensors", "rw"),
+        (checkpoint, "rwx"),
+        ("checkpoints", "rwx"),
+    ):
+        mode = (run / name).stat().st_mode
+        (run / name).chmod(0)
+        message = cli.raw("sample", "runs/a", "prompt=a").message
+        assert f"permission denied: allow it with chmod u+{rights} runs/a/{name}" in message
+        assert "Errno" not in message
+        (run / name).chmod(mode)
+    (run / ".lock").chmod(0)
+    message = cli.raw("swap", "runs/a", "recipe=bf16").message
+    assert message == "runs/a/.lock: permission denied: allow it with chmod u+rw runs/a/.lock"
+
+
+def test_a_file_under_the_name_of_a_checkpoint_is_passed_over_with_a_warning_and_replaced(
+    cli: Cli,
+) -> None:
+    run = cli.trained("run.name=a", "train.steps=4", "checkpoint.every=2")
+    for name in ("state.json", "weights.safetensors", "tensors.safetensors"):
+        (run / "checkpoints/step_00000004" / name).unlink()
+    put(run / "checkpoints/step_00000004", "a pipe")
+    resumed = cli.raw("resume=runs/a", *cli.paths)
+    assert resumed.code == 0
+    assert f"runs/a/checkpoints/step_00000004: {told('a pipe', 'folder')}" in resumed.err
+    assert (run / "checkpoints/step_00000004/state.json").is_file()
+
+
+def test_what_is_written_for_readers_alone_costs_a_warning_that_names_it(cli: Cli) -> None:
+    run = cli.trained("run.name=a", "train.steps=2")
+    names = ("console.log", "plan.txt", "heartbeat.json")
+    for name in names:
+        put(run / name, "a folder")
+    (run / "swap_requests").write_text("")
+    resumed = cli.raw("resume=runs/a", "train.steps=3", *cli.paths)
+    assert resumed.code == 0
+    shown = resumed.err + resumed.out
+    for name in names:
+        assert f"runs/a/{name}" in shown
+    assert shown.count(told("a folder")) == len(names)
+    assert "every layer and GEMM" not in shown
+    requests = f"runs/a/swap_requests: {told('a file', 'folder')}"
+    assert f"{requests}; it has the name swap_requests.refused now" in resumed.err
+    assert "Errno" not in resumed.err and "No such file" not in resumed.err
+
+
+def test_a_study_of_another_kind_leaves_the_other_studies_in_a_report(cli: Cli) -> None:
+    run = cli.trained("run.name=a", "train.steps=2")
+    (run / "studies").mkdir()
+    put(run / "studies/first", "a link")
+    (run / "studies/second").mkdir()
+    reported = cli.raw("report", "runs/a", "out=report.html")
+    assert reported.code == 0
+    why = f"runs/a/studies/first: {told('a link', 'folder')}"
+    assert f"runs/a/studies/first cannot be read ({why})" in reported.err
+    assert "runs/a/studies/second has no result" in reported.err
+
+
+def test_a_step_with_a_sign_and_a_source_of_data_are_refused_with_what_is_meant(cli: Cli) -> None:
+    cli.trained("run.name=a", "train.steps=2")
+    message = cli.raw("swap", "runs/a", "recipe=bf16", "at=+100").message
+    assert message.startswith("at=+100 must be a whole number from 0, without a sign: at=100")
+    message = cli.raw("eval", "runs/a", "data=text").message
+    assert message.startswith("data=text: eval takes the source of data of the run; its paths are")
+    assert "text=PATH" in message
