@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 LAST_READER = "2144e3d1 (November 26, 2026)"
 """The last commit that reads files of all older forms."""
@@ -94,13 +96,14 @@ def named(error: BaseException) -> str:
 
 def reason(error: Exception) -> str:
     """Message of an error of the operating system, without its number and the file's name."""
-    return str(getattr(error, "strerror", None) or error)
+    return str(getattr(_cured(error), "strerror", None) or error)
 
 
 def in_words(error: BaseException, before: str = "") -> str:
     """Message of an error; of the operating system without its number, and with the file's name
     where `before` does not say it.
     """
+    error = _cured(error)
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     name = error.filename
@@ -118,7 +121,7 @@ def with_cure(error: OSError, path: Path, denied: Path | None = None) -> OSError
     """
     text = error.strerror
     if isinstance(error, PermissionError):
-        text = _denied(path if denied is None else denied)
+        text = _denied(path if denied is None else denied) or text
     elif isinstance(error, NotADirectoryError):
         text = "it, or what it lies in, is a file, not a folder: remove that, or use another name"
     elif error.errno == errno.ELOOP:
@@ -126,8 +129,19 @@ def with_cure(error: OSError, path: Path, denied: Path | None = None) -> OSError
     return type(error)(error.errno, text, str(path))
 
 
+def _cured(error: E) -> E | OSError:
+    """The error; one of permissions as the system says it, with what to do."""
+    if (
+        isinstance(error, PermissionError)
+        and isinstance(error.filename, str)
+        and error.strerror == os.strerror(error.errno or 0)
+    ):
+        return with_cure(error, Path(error.filename))
+    return error
+
+
 def _denied(path: Path) -> str:
-    """What denies access to `path`, and what allows it."""
+    """What denies access to `path`, and what allows it; empty where that cannot be told."""
     for place in (path, *path.parents):
         try:
             status = os.stat(place)
@@ -144,7 +158,7 @@ def _denied(path: Path) -> str:
         if status.st_uid == os.geteuid():
             return f"permission denied: allow it with chmod u+{rights} {place}"
         return f"permission denied: {place} belongs to another user, who can allow it"
-    return "permission denied"
+    return ""
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
-from fp4train.errors import UserError, in_words
+from fp4train.errors import UserError, in_words, reason
 from fp4train.text import printable, screen, wrapped
 
 HANGING = 4
@@ -124,7 +124,7 @@ def explained(task: Callable[[], int]) -> int:
 
 def of_system(error: OSError) -> str:
     """Message of an error of the operating system: the file, and what is wrong."""
-    return f"{error.filename or 'a file'}: {error.strerror or error}"
+    return f"{error.filename or 'a file'}: {reason(error)}"
 
 
 def terminal_width() -> int:
