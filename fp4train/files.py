@@ -306,11 +306,11 @@ class Folder:
     def _strange(self, name: str, expected: str) -> NotPlain:
         kind = self.kind(name)
         if kind == "a link":
-            contrast = "and links are not followed here"
+            and_links = ", and links are not followed here"
         else:
-            contrast = f"not {expected}"
+            and_links = ""
         noun = expected.removeprefix("a ")
-        text = f"it is {kind}, {contrast}: remove it, or put the {noun} itself back"
+        text = f"it is {kind}, not {expected}{and_links}: remove it, or put the {noun} itself back"
         return NotPlain(errno.EINVAL, text, self._at(name))
 
 

@@ -41,7 +41,7 @@ def strange(run: Path, kind: str, victim: Path) -> None:
             server.bind(str(thing))
 
 
-@pytest.mark.parametrize("kind", ["a link", "a pipe", "a folder", "a device"])
+@pytest.mark.parametrize("kind", ["a link", "a pipe", "a folder", "a socket"])
 def test_what_is_no_regular_file_is_neither_read_nor_opened(
     run: Path, victim: Path, kind: str
 ) -> None:

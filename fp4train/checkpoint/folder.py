@@ -149,8 +149,8 @@ def save(
         with suppress(UserError):
             there = steps(place)
         raise CheckpointError(
-            f"checkpoint of step {step} not written to {place}: {in_words(error)}. Earlier checkpoints "
-            f"are untouched: {_list(there)}."
+            f"checkpoint of step {step} not written to {place}: {in_words(error, str(place))}. "
+            f"Earlier checkpoints are untouched: {_list(there)}."
         ) from error
     return place / layout.directory_name(step)
 
@@ -269,7 +269,7 @@ def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | Non
     What cannot be removed is reported.
     """
     with opened_folder(folder) as opened:
-        there = _steps_in(opened)
+        there = {step: name for step, name in _steps_in(opened).items() if opened.has_folder(name)}
         past = sorted(step for step in there if step <= newest)
         stay = {*past[-keep:], *(beside(past) if beside and past else ())}
         for step in sorted(set(there) - stay):
@@ -277,7 +277,7 @@ def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | Non
             try:
                 # first out of sight: a kill meanwhile leaves no damaged checkpoint
                 opened.rename(there[step], doomed)
-                opened.remove_all(doomed)
+                opened.remove_folder(doomed)
             except OSError as error:
                 _log.warning(
                     "old checkpoint %s could not be removed: %s", opened.path / there[step], error

@@ -103,8 +103,21 @@ def test_a_damaged_version_digit_is_damage_and_no_newer_fp4train(tmp_path: Path)
 def test_foreign_directories_are_no_checkpoints(tmp_path: Path) -> None:
     save_steps(tmp_path, 10)
     (tmp_path / "step_abc").mkdir()
-    (tmp_path / "step_00000099").write_text("a file")
     assert steps(tmp_path) == [10]
+
+
+def test_a_file_under_the_name_of_a_checkpoint_is_passed_over_and_pushes_out_no_good_one(
+    tmp_path: Path,
+) -> None:
+    save_steps(tmp_path, 10)
+    (tmp_path / "step_00000099").write_text("a file")
+    checkpoint = load(tmp_path)
+    assert checkpoint.step == 10
+    assert "it is a file, not a folder: remove it" in checkpoint.skipped[0][1]
+    save_steps(tmp_path, 100, keep=2)
+    assert steps(tmp_path) == [10, 99, 100]
+    save_steps(tmp_path, 99, keep=2)
+    assert load(tmp_path, step=99).step == 99
 
 
 def no_space(*_: object, **__: object) -> None:

@@ -41,7 +41,7 @@ def put(path: Path, kind: str) -> None:
 def told(kind: str, expected: str = "file") -> str:
     """What is said of it."""
     if "link" in kind:
-        begin = "it is a link, and links are not followed here"
+        begin = f"it is a link, not a {expected}, and links are not followed here"
     else:
         begin = f"it is {kind}, not a {expected}"
     return f"{begin}: remove it, or put the {expected} itself back"
