@@ -117,31 +117,37 @@ class TrainerPrecision(TrainerCallback, ExportableState):
 
 
 def _samples(layers: Iterable[PlannedLayer]) -> dict[str, Tensor]:
-    """Some elements of each layer's weight, in float32 on the CPU, by the layer's name."""
+    """Some elements of each layer's weight, on the CPU, by the layer's name."""
     weights = {layer.layer.name: layer.weight.detach().reshape(-1) for layer in layers}
     return {
-        name: weight[:: -(-weight.numel() // _SAMPLED)].clone().float().cpu()
+        name: weight[:: -(-weight.numel() // _SAMPLED)].clone().cpu()
         for name, weight in weights.items()
     }
 
 
 def _check_weights(layers: Iterable[PlannedLayer], samples: dict[str, Tensor]) -> None:
     """UserError where layers have other weights than the checkpoint that the Trainer has loaded.
+    Weights that were made again in another dtype, of a base model under adapters, are the same.
 
-    The Trainer looks up tensors of a checkpoint by the names of the model's parameters. Weights that
-    `save_pretrained` renames, such as Mixtral's experts and GPT-NeoX's head, stay as they are then,
-    with a warning. (Source: transformers 5.23, `Trainer._load_from_checkpoint`.)
+    The Trainer looks up tensors of a checkpoint by the names of the model's parameters. Weights
+    that `save_pretrained` renames, such as Mixtral's experts and GPT-NeoX's head, stay as they are
+    then, with a warning. (Source: transformers 5.23, `Trainer._load_from_checkpoint`.)
     """
-    dtypes = {layer.layer.name: layer.weight.dtype for layer in layers}
     strange = [
         name
         for name, sample in _samples(layers).items()
-        if name in samples and not torch.equal(sample, samples[name].to(dtypes[name]).float())
+        if name in samples and not _same(sample, samples[name])
     ]
     if strange:
         raise UserError(
             f"{first_few(strange, _NAMED)}: other weights than in the checkpoint. transformers' "
             "Trainer does not load what it saves under other names (Mixtral's experts, GPT-NeoX's "
             "head): make the model by from_pretrained of the checkpoint's folder, convert it, and "
-            "resume again"
+            "resume again. Under adapters of peft, which it saves alone, make the base model with "
+            "the weights that it had"
         )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether values are equal in the dtype of one of the two."""
+    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)

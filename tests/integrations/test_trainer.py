@@ -149,6 +149,25 @@ def test_weights_that_the_trainer_leaves_out_of_a_resume_are_named_and_the_fix_r
     assert same(resumed.model, whole.model)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_a_base_model_under_adapters_may_be_loaded_in_another_dtype_and_not_be_another(
+    tmp_path: Path,
+) -> None:
+    peft = framework("peft")
+
+    def adapted(dtype: torch.dtype, *, scale: float = 1.0) -> Any:
+        base = llama().to(dtype)
+        base.model.layers[0].mlp.up_proj.weight.data.mul_(scale)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+
+    train(tmp_path, model=adapted(torch.bfloat16))
+    checkpoint = f"{tmp_path}/checkpoint-3"
+    train(tmp_path / "float32", model=adapted(torch.float32), resume=checkpoint)
+    other = adapted(torch.bfloat16, scale=2.0)
+    with pytest.raises(UserError, match=r"up_proj: other weights .* make the base model with the"):
+        train(tmp_path / "other", model=other, resume=checkpoint)
+
+
 def test_their_switch_for_checkpointing_changes_no_bit_and_stays_json(
     whole: Any, tmp_path: Path
 ) -> None:
