@@ -111,14 +111,15 @@ class Moments(RunState):
         moments = {number: _moments(saved[name]) for number, name in enumerate(self.names)}
         state = {number: entries for number, entries in moments.items() if entries}
         rates = [group["lr"] for group in optimizer.param_groups]
-        beside = copied(saved.get(BESIDE, {}))
+        built = {key: optimizer.state[key] for key in optimizer.state if not torch.is_tensor(key)}
+        beside = placed(saved.get(BESIDE, {}), built, self.run.world.device)
         optimizer.load_state_dict({**optimizer.state_dict(), "state": {**state, **beside}})
         put_back(optimizer, self.run.built_groups)
         names = iter(self.names)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             of_group = [next(names) for _ in group["params"]]
             changes = saved[of_group[0]].get(GROUP, {}) if of_group else {}
-            group |= {key: _placed(value, group.get(key)) for key, value in changes.items()}
+            group |= placed(changes, group, self.run.world.device)
             group["lr"] = rate
 
     def must_be_finite(self, path: str) -> bool:
@@ -191,8 +192,22 @@ def _same(value: Any, built: Any) -> bool:
     return value is built or (type(value) is type(built) and bool(value == built))
 
 
-def _placed(value: Any, built: Any) -> Any:
-    """A saved value of a group, a tensor on the device of that of the built optimizer."""
-    if isinstance(value, Tensor) and isinstance(built, Tensor):
-        return value.to(built.device)
-    return copied(value)
+def placed(value: Any, built: Any, device: torch.device) -> Any:
+    """A copy of a saved value, with each tensor where `built`, that of the built optimizer, has it.
+    What the built optimizer does not have yet goes to `device`; numbers (0-D) of it stay on the
+    host, where they serve tensors of every device.
+    """
+    if isinstance(value, Tensor):
+        if isinstance(built, Tensor):
+            return value.to(built.device, copy=True)
+        return value.to(device if value.dim() else "cpu", copy=True)
+    if isinstance(value, dict):
+        table = built if isinstance(built, dict) else {}
+        return {key: placed(entry, table.get(key), device) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        entries = built if isinstance(built, (list, tuple)) else ()
+        return type(value)(
+            placed(entry, entries[place] if place < len(entries) else None, device)
+            for place, entry in enumerate(value)
+        )
+    return value

@@ -11,6 +11,7 @@ import torch
 from command_line import STEADY, Cli, events, losses
 
 from fp4train import checkpoint
+from fp4train.run.state.moments import placed
 
 LAB = """
 from dataclasses import dataclass
@@ -103,3 +104,18 @@ def test_a_checkpoint_without_what_an_optimizer_keeps_beside_is_refused(cli: Cli
     words = ("resume=runs/a", "resume_step=2", "run.name=b", "optim.beside=true")
     message = cli(*COUNTING[:3], *words).message
     assert "does not fit this model: it lacks what the optimizer keeps under 'all'" in message
+
+
+def test_tensors_of_an_optimizer_go_where_the_built_one_has_them() -> None:
+    """Those that it makes later go to the run's device, but for numbers."""
+    there = torch.device("meta")
+    saved = {
+        "mean": torch.ones(3),
+        "history": [torch.ones(()), 7],
+        "later": (torch.ones(2), torch.ones(())),
+    }
+    built = {"mean": torch.zeros(3), "history": [torch.zeros((), device=there)]}
+    tensors = placed(saved, built, there)
+    devices = [tensors["mean"], tensors["history"][0], *tensors["later"]]
+    assert [tensor.device.type for tensor in devices] == ["cpu", "meta", "meta", "cpu"]
+    assert tensors["history"][1] == 7 and tensors["mean"] is not saved["mean"]
