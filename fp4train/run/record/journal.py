@@ -75,14 +75,19 @@ class RecipeChoice(NamedTuple):
 
     @classmethod
     def chosen(cls, option: str, recipe: dict[str, Any], keys: Iterable[str]) -> RecipeChoice:
-        """An option with the keys of the recipe that a command sets, "recipe.high_precision" among
-        others: "nvfp4 (high_precision=[dgrad])".
+        """An option with the keys of the recipe that a command sets or takes out,
+        "recipe.high_precision" among others: "nvfp4 (high_precision=[dgrad], ~hadamard)".
         """
         options = []
         for key in keys:
-            value: Any = recipe
-            for part in key.split(".")[1:]:
-                value = value.get(part) if isinstance(value, dict) else None
+            section, _, name = key.rpartition(".")
+            holder: Any = recipe
+            for part in section.split(".")[1:]:
+                holder = holder.get(part) if isinstance(holder, dict) else None
+            if not isinstance(holder, dict) or name not in holder:
+                options.append(f"~{key.removeprefix('recipe.')}")
+                continue
+            value = holder[name]
             if isinstance(value, list):
                 value = f"[{', '.join(map(str, value))}]"
             options.append(f"{key.removeprefix('recipe.')}={as_written(value)}")

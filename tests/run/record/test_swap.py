@@ -74,9 +74,15 @@ def test_a_later_request_for_the_same_step_replaces_the_earlier(
 
 def test_a_resume_names_its_swap_with_the_keys_of_the_recipe(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=2", *STEADY)
-    one_gemm = ("recipe=nvfp4", "recipe.high_precision=[dgrad]")
-    assert cli("resume=runs/a", "train.steps=3", *one_gemm).code == 0
-    assert "2     nvfp4 (high_precision=[dgrad])  took effect" in cli.raw("swap", "runs/a").out
+    words = (
+        "recipe=nvfp4",
+        "recipe.high_precision=[dgrad]",
+        "recipe.outliers=null",
+        "~recipe.guard",
+    )
+    assert cli("resume=runs/a", "train.steps=3", *words).code == 0
+    name = "nvfp4 (high_precision=[dgrad], outliers=null, ~guard)"
+    assert f"2     {name}  took effect" in cli.raw("swap", "runs/a").out
 
 
 BF16 = {"_target_": "fp4train.precision.BF16"}
