@@ -213,7 +213,7 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
         save(figure, figures.STUDY, folder / "sensitivity.png")
     except (OSError, UserError) as error:
         raise UserError(
-            f"{folder}: the results cannot be written ({in_words(error)}); what is on record is kept, "
-            "and the same command goes on when there is room"
+            f"{folder}: the results cannot be written ({in_words(error)}); what is on record is "
+            "kept, and the same command goes on when there is room"
         ) from error
     return [str(folder / name) for name in WRITTEN if name != POLICY or policy is not None]

@@ -177,7 +177,8 @@ def kept_template(run_dir: Path) -> ChatTemplate | None:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"the run's {KEPT} in {run_dir} cannot be read: {in_words(error, KEPT)}. Use another run.name."
+            f"the run's {KEPT} in {run_dir} cannot be read: {in_words(error, KEPT)}. Use another "
+            "run.name."
         ) from error
 
 

@@ -20,17 +20,16 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """Turn every `nn.Linear` inside `model` into `fp4train.nn.Linear`, in place, and return the
     model.
 
-    So does every `Conv1D` of transformers (GPT-2), whose weight stays [in_features, out_features].
-    The experts of its mixtures (Mixtral, Qwen3-MoE, gpt-oss) are multiplied by planned layers; see
-    `transformers_experts.py`.
+    A `Conv1D` of transformers (GPT-2) becomes a planned layer that is still a `Conv1D`: its weight
+    stays [in_features, out_features]. The experts of its mixtures (Mixtral, Qwen3-MoE, gpt-oss) are
+    multiplied by planned layers; see `transformers_experts.py`.
 
     Parameters are shared, not copied: an existing optimizer stays valid, tied weights stay tied.
-        Hooks and the keys of
-    the state dict stay the same. If `model` is itself an `nn.Linear`, its replacement is returned.
-    A subclass of `nn.Linear` stays an instance of its class; it is not converted if its forward may
-    differ. Layers that are already converted are kept, with updated positions in the model. If
-    matrix weights are not converted, one warning says how many and where; `fp4train.conversion`
-    lists them.
+    Hooks and the keys of the state dict stay the same. If `model` is itself an `nn.Linear`, its
+    replacement is returned. A subclass of `nn.Linear` stays an instance of its class; it is not
+    converted if its forward may differ. Layers that are already converted are kept, with updated
+    positions in the model. If matrix weights are not converted, one warning says how many and
+    where; `fp4train.conversion` lists them.
 
     Args:
         backend: backend of the GEMMs, see `fp4train.nn.Linear`.

@@ -110,8 +110,9 @@ def kept_generation(run: Path) -> GenerationSettings:
     except FileNotFoundError:
         return GenerationSettings()
     except (OSError, ValueError, LookupError, TypeError) as error:
+        path = run / GENERATION
         raise UserError(
-            f"{run / GENERATION} cannot be read: {in_words(error, str(run / GENERATION))}. Put it back, or remove it"
+            f"{path} cannot be read: {in_words(error, str(path))}. Put it back, or remove it"
         ) from error
     return settings
 
