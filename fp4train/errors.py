@@ -124,6 +124,8 @@ def with_cure(error: OSError, path: Path, denied: Path | None = None) -> OSError
         text = _denied(path if denied is None else denied) or text
     elif isinstance(error, NotADirectoryError):
         text = "it, or what it lies in, is a file, not a folder: remove that, or use another name"
+    elif isinstance(error, FileNotFoundError) and path.is_symlink():
+        text = "it is a link that leads nowhere: remove it"
     elif error.errno == errno.ELOOP:
         text = "it is a link that leads to itself: remove it"
     return type(error)(error.errno, text, str(path))

@@ -87,7 +87,7 @@ def baseline_first(runs: Sequence[Path], baseline: Path | None) -> list[Path]:
     """The runs with the one that gaps are to at the beginning; None: they stay as they are."""
     if baseline is None:
         return list(runs)
-    return [baseline, *(run for run in runs if run.resolve() != baseline.resolve())]
+    return [baseline, *(run for run in runs if os.path.realpath(run) != os.path.realpath(baseline))]
 
 
 def parse(arguments: Sequence[str]) -> list[Override]:

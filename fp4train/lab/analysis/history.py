@@ -125,6 +125,8 @@ def read_history(run: Path) -> History:
             beside = []
         if run.exists():
             why = "it is a file"
+        elif run.is_symlink():
+            why = "it is a link that leads nowhere"
         else:
             why = f"there is no such folder{near_miss(run.name, beside)}"
             if (RUNS / run / METRICS).is_file():

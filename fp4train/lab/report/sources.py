@@ -2,6 +2,7 @@
 is used.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -184,12 +185,12 @@ def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
     """
     histories: list[History] = []
     left_out: list[str] = []
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for path in paths:
-        if path.resolve() in seen:
+        if os.path.realpath(path) in seen:
             left_out.append(f"{path} is named twice, or under two names")
             continue
-        seen.add(path.resolve())
+        seen.add(os.path.realpath(path))
         problems: list[str] = []
         history = _try(partial(_metrics, path), problems, None)
         if history is None:

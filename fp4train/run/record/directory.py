@@ -205,6 +205,8 @@ def require_run(run: Path) -> Path:
         neighbours = ""
     if run.exists() and not run.is_dir():
         why = "it is a file"
+    elif run.is_symlink() and not run.exists():
+        why = "it is a link that leads nowhere"
     elif kind := kind_of_config(run):
         why = f"its {CONFIG} is {kind}, not a file: put the run's own back"
     else:

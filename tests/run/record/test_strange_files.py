@@ -181,3 +181,18 @@ def test_a_step_with_a_sign_and_a_source_of_data_are_refused_with_what_is_meant(
     message = cli.raw("eval", "runs/a", "data=text").message
     assert message.startswith("data=text: eval takes the source of data of the run; its paths are")
     assert "text=PATH" in message
+
+
+@pytest.mark.parametrize("target", ["nowhere", "a"])
+def test_a_link_that_leads_nowhere_in_the_place_of_a_run_is_called_one(
+    cli: Cli, target: str
+) -> None:
+    Path("runs").mkdir()
+    Path("runs/a").symlink_to(target)
+    for command in (["report", "runs/a", "out=page.html"], ["compare", "runs/a", "runs/b"]):
+        message = cli.raw(*command).message
+        assert "runs/a is not a run directory: it is a link that leads nowhere" in message
+    message = cli.raw("plan", "runs/a").message
+    assert message == "runs/a is not a run directory (it is a link that leads nowhere)"
+    message = cli("run.name=a", "train.steps=1").message
+    assert message.startswith("runs/a cannot be written: it is a link that leads ")
