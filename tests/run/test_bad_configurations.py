@@ -27,7 +27,15 @@ WRONG = {
     "a group without its section": (["tokenizer=bpe"], "did you mean 'data/tokenizer'?"),
     "a number for an object": (
         ["recipe.outliers=3"],
-        "one is written {_target_: fp4train.precision.recipe.OutlierChannels, ",
+        "one is written {_target_: fp4train.precision.OutlierChannels, ",
+    ),
+    "a name for a recipe in a section": (
+        ["phases=cooldown_bf16", "phases.cooldown.recipe=mxfp8"],
+        "must be a Recipe; one is written with its class, {_target_: fp4train.precision.MXFP8}",
+    ),
+    "a number for a recipe": (
+        ["policy.recipe_for_kept=3"],
+        "must be a Recipe; one is written with its class, {_target_: fp4train.precision.",
     ),
     "no recipe at all": (["recipe=null"], "there is no such recipe"),
     "an unknown key": (["train.stepz=5"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
