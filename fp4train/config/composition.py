@@ -302,6 +302,9 @@ def _set_keys(
         _check_shape(word, _value_at(composition, word.key_or_group))
     for word in words:
         if word.is_delete() and kept_elsewhere(word):
+            if word.value() is not None:  # which the other configuration may not have
+                key = word.key_or_group
+                raise UserError(f"{word.input_line}: a key of a run is taken out by ~{key} alone")
             take_out(composition, word.key_or_group)
     words = [word for word in words if not (word.is_delete() and kept_elsewhere(word))]
     for word in words:
