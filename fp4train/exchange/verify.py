@@ -28,7 +28,7 @@ from fp4train.checkpoint.model_folder import (
 from fp4train.checkpoint.reading import StoredTensors
 from fp4train.checkpoint.source import WeightSource
 from fp4train.checkpoint.tensors import StreamedTensor
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.exchange.folder import write_json
 from fp4train.exchange.foreign import SETTINGS, UNREAD, foreign_files
 from fp4train.exchange.formats import LAYOUTS, MODELOPT, configuration, modelopt_configuration
@@ -159,7 +159,11 @@ def verify(folder: Path, source: WeightSource | Path, *, stretch: int | None = N
         raise UserError(
             f"{folder}: dtype={config.get('dtype')!r} in config.json is none of {', '.join(DTYPES)}"
         )
-    packed = None if layout == "hf" else pack(model, layout, stretch)
+    packed = None
+    if layout != "hf":
+        before = f"{folder} has codes that an export of this run does not write: "
+        with user_errors(UserError, before=before):
+            packed = pack(model, layout, stretch)
     comparison = _Comparison(
         folder=folder, tensors=tensors, model=model, packed=packed, dtype=dtype
     )

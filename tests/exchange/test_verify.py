@@ -15,6 +15,7 @@ from hf_exports import Command, Train
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fp4train.errors import UserError
 from fp4train.exchange import Measures, Verified, export_quantised, verify
 
 Change = Callable[[dict[str, Tensor]], None]
@@ -321,6 +322,16 @@ def test_the_codes_of_another_run_are_none_of_this_one(
     other = train("recipe=nvfp4", "run.seed=1")
     result = verify(folder, other)
     assert len(found(result)) >= 15
+
+
+def test_a_run_whose_codes_no_export_writes_is_named_with_the_reason(
+    exported: Callable[[str], tuple[Path, Path]], train: Train
+) -> None:
+    folder, _ = exported("modelopt")
+    other = train("recipe=bf16")
+    why = r" has codes that an export of this run does not write: .* quantised no weight of fprop"
+    with pytest.raises(UserError, match=re.escape(str(folder)) + why):
+        verify(folder, other)
 
 
 def test_a_folder_of_weights_is_verified_too(
