@@ -33,7 +33,7 @@ from fp4train.parallel.world import World
 from fp4train.run.record.journal import Journal
 from fp4train.run.record.run_record import RunRecord
 from fp4train.run.state.base import RunState, saved_part
-from fp4train.run.state.moments import Moments
+from fp4train.run.state.moments import Moments, group_values
 from fp4train.run.state.weights import ModelWeights
 from fp4train.track import NullTracker
 
@@ -79,7 +79,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[RunState]:
-    run: Any = SimpleNamespace(model=model, optimizer=optimizer, inventory=None)
+    run: Any = SimpleNamespace(
+        model=model,
+        optimizer=optimizer,
+        built_groups=group_values(optimizer),
+        inventory=None,
+        world=SimpleNamespace(device=torch.device("cpu")),
+    )
     return [ModelWeights(run), Moments(run)]
 
 

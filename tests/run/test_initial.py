@@ -289,7 +289,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
                        "the file"),
         ("llama", text("model.safetensors", "no"), "is no whole safetensors file: its header "
                                                    "does not fit into it"),
-        ("llama", link("model.safetensors"), "it is a link, not a file; .* copy the files: cp -rL"),
+        ("llama", link("model.safetensors"), "it is a link, not a file, .* copy the files: cp -rL"),
         ("llama", link("config.json"), "it is a link, not a file"),
         ("llama", link("tokenizer.json"), "it is a link, not a file"),
         ("llama", weight(lambda w: w.update({UP: w[UP].to(torch.int8)})), f"{UP} is of torch.int8; weights are"),
