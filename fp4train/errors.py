@@ -116,8 +116,8 @@ def with_cure(error: OSError, path: Path, denied: Path | None = None) -> OSError
     """An error of the same class about the file or folder `path`, with what to do.
 
     Args:
-        denied: what has no permission for it: the folder where a name is made or removed; None:
-            `path`, or the folder that it lies in where that is closed.
+        denied: file or folder that lacks the permission, such as the folder where a name is made
+            or removed; None: `path`, or the folder that it lies in where that is closed.
     """
     text = error.strerror
     if isinstance(error, PermissionError):
