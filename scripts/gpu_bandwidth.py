@@ -35,12 +35,8 @@ from fp4train.backends.scaled import ScaledProducts
 from fp4train.hardware import Device
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.precision.layers import Layer
-from fp4train.quantize import Decoded, RandomKey, produced, triton as kernels
+from fp4train.quantize import Decoded, triton as kernels
 
-Pair = tuple[kernels.TritonQuantizer, kernels.TritonQuantizer]
-"""Quantisers of x and of x.T."""
-Keys = list[tuple[RandomKey | None, ...]]
-"""For every result of a source the keys of both forms."""
 TARGET = 0.75
 FEW = (
     "amax",
@@ -51,10 +47,8 @@ FEW = (
     "nvfp4 codes of both forms, and amaxes",
     "mxfp8 codes of both forms",
     "fp8 tensor codes of both forms, and amax",
-    "fp8 tensor codes of norm of a sum",
-    "fp8 tensor codes of gradients",
 )
-"""Kernels of `--few`: of emulation, of products of codes, and of norms and gates."""
+"""Kernels of `--few`: of emulation, and of products of codes."""
 SIZE = 16384
 TINY = 64
 """Rows and columns of the timed tensors, and those of a dry run."""
@@ -133,35 +127,6 @@ def timings(x: Tensor) -> list[Timing]:
     ) -> object:
         return row.with_columns(column, x, key, given, key, given, *codes)
 
-    # of their own memory, which no cache holds after x was read
-    second, third = x.clone(), x.clone()
-
-    # The tensors that x is made of, read twice where an amax comes first, and the codes of all
-    # results.
-    weight = x[0].clone()
-    rstd = torch.empty(len(x), device=x.device)
-    norm = produced.SourceTensors("norm", (x, weight, rstd), 1e-5)
-    summed = norm._replace(tensors=(torch.empty_like(x), weight, rstd, x, second))
-    gate = produced.SourceTensors("gate", (x, second))
-    gradients = produced.SourceTensors("gradients", (x, second, third))
-    backward = partial(produced.norm_backward, x, second, weight, rstd)
-    none: Keys = [(None, None)]
-    drawn: Keys = [(key, key)] * 2
-    made: list[tuple[str, Pair, Keys, produced.SourceTensors, int]] = [
-        ("nvfp4", (nvfp4, had), none, norm, 2 * plain + 2 * codes4),
-        ("nvfp4", (nvfp4, had), none, summed, 4 * plain + 2 * codes4),
-        ("nvfp4", (nvfp4, had), none, gate, 4 * plain + 2 * codes4),
-        ("nvfp4 stochastic", random, drawn, gradients, 6 * plain + 4 * codes4),
-        ("mxfp8", (mxfp8, mxfp8), none, norm, plain + 2 * codes8),
-        ("mxfp8", (mxfp8, mxfp8), none, summed, 3 * plain + 2 * codes8),
-        ("mxfp8", (mxfp8, mxfp8), none, gate, 2 * plain + 2 * codes8),
-        ("mxfp8", (mxfp8, mxfp8), drawn, gradients, 3 * plain + 4 * codes8),
-        ("fp8 tensor", (tensor8, tensor8), none, norm, 2 * plain + 2 * n),
-        ("fp8 tensor", (tensor8, tensor8), none, summed, 4 * plain + 2 * n),
-        ("fp8 tensor", (tensor8, tensor8), none, gate, 4 * plain + 2 * n),
-        ("fp8 tensor", (tensor8, tensor8), drawn, gradients, 6 * plain + 4 * n),
-    ]
-
     return [
         Timing("amax", lambda: nvfp4.amax(x), plain),
         Timing("amax hadamard, columns", lambda: had.amax(x.T), plain),
@@ -217,21 +182,6 @@ def timings(x: Tensor) -> list[Timing]:
             "fp8 tensor codes of both forms, and amax",
             lambda: both(tensor8, tensor8, None),
             2 * plain + 2 * n,
-        ),
-        *(
-            Timing(
-                f"{name} codes of {source.kind}{of_sum}",
-                partial(produced.produce, *pair, source, keys),
-                moved,
-            )
-            for name, pair, keys, source, moved in made
-            for of_sum in [" of a sum" * (source is summed)]
-        ),
-        Timing("gradients of norm", backward, int(produced.NORM_BACKWARD * n)),
-        Timing(
-            "gradients of norm, one added",
-            partial(backward, added_MK=third),
-            int((produced.NORM_BACKWARD + produced.ADDED) * n),
         ),
         Timing("fp8 tensor codes", lambda: tensor8.codes(x, None, amax), plain + n),
         Timing("fp8 tensor values", lambda: tensor8.values(x, None, amax), 2 * plain),

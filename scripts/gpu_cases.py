@@ -122,34 +122,10 @@ PAIRS = (
 )
 """Specs of the row-wise and the column-wise form of a tensor, whose codes one kernel makes."""
 
-_MXFP8 = ("mxfp8 e4m3", "mxfp8 e4m3")
-_FP8 = ("fp8 tensor e4m3", "fp8 tensor e4m3")
-PRODUCED = {
-    "norm": (("nvfp4", "nvfp4 hadamard"), _MXFP8, ("nvfp4", "nvfp4"), _FP8),
-    "norm of a sum": (("nvfp4", "nvfp4 hadamard"), _MXFP8, _FP8),
-    "root": (("nvfp4", "nvfp4 hadamard"), _MXFP8, _FP8),
-    "gate": (("nvfp4", "nvfp4 hadamard"), _MXFP8, ("mxfp4 even", "mxfp4 hadamard 32"), _FP8),
-    "gradients": (
-        ("nvfp4 stochastic", "nvfp4 hadamard stochastic"),
-        _MXFP8,
-        ("mxfp8 e4m3", "mxfp8 e4m3 stochastic"),
-        _FP8,
-    ),
-}
-"""Sources of a tensor that is quantised where it is made (`quantize/produced.py`), and specs of
-both its forms.
-"""
-
-BACKWARD = {"gradients of norm": False, "gradients of norm, one added": True}
-"""Whether the backward pass of a norm adds another gradient to that of its input."""
-
 
 @dataclass(frozen=True)
 class Case:
-    """One tensor under one spec, or its codes by `spec` and those of its transpose by `column`; of
-    a `source` x is what that is made of: the first tensor, and below it the second. Of `BACKWARD`
-    these are dy and h; nothing is quantised.
-    """
+    """One tensor under one spec, or its codes by `spec` and those of its transpose by `column`."""
 
     name: str
     x: Tensor
@@ -157,7 +133,6 @@ class Case:
     key: RandomKey | None
     amax: Tensor | None
     column: QuantSpec | None = None
-    source: str | None = None
 
 
 def content(kind: str, rows: int, cols: int, seed: int) -> Tensor:
@@ -224,7 +199,7 @@ def one_form(
 def cases(
     *, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch.dtype]
 ) -> Iterator[Case]:
-    """Every spec by itself, the pairs of both forms, and what is quantised where it is made."""
+    """Every spec by itself, and the pairs of both forms."""
     yield from one_form(SPECS, shapes, kinds, dtypes)
     count = 3 * len(shapes) * len(SPECS)
     for row, column in PAIRS:
@@ -241,19 +216,3 @@ def cases(
             )
             amax = torch.tensor(3.0) if SPECS[row].delayed else None
             yield Case(label, x, SPECS[row], KEY, amax, SPECS[column])
-    for source, pairs in PRODUCED.items():
-        for row, column in pairs:
-            for rows, cols in shapes:
-                kind = kinds[count % len(kinds)]
-                count += 1
-                x = content(
-                    kind, 2 * rows, cols, zlib.crc32(f"{source}{row}{rows}{cols}".encode())
-                ).bfloat16()
-                label = f"{row}, and {column} of x.T, of {source} | {rows}x{cols} {kind}"
-                yield Case(label, x, SPECS[row], KEY, None, SPECS[column], source)
-    for name in BACKWARD:
-        for rows, cols in shapes:
-            x = content(
-                "normal", 2 * rows, cols, zlib.crc32(f"{name}{rows}{cols}".encode())
-            ).bfloat16()
-            yield Case(f"{name} | {rows}x{cols} normal", x, QuantSpec(), None, None, source=name)

@@ -4,9 +4,8 @@
 
 Every kernel runs against the readable reference, computed on the CPU: codes, scales, amax, values and decoded values,
 over specs, shapes, dtypes, strides and bad input; one tensor of more than 2^31 elements, some rows of it (left out by
---no-large or too little memory). Gradients of a norm may differ from autograd's in float64 by what their rounding
-allows. Any other difference ends the run with status 1. `--launched` checks what training runs launch alone
-(`gpu_launched.py`), `--pieces` what recipes of research add.
+--no-large or too little memory). Any difference ends the run with status 1. `--launched` checks what training runs
+launch alone (`gpu_launched.py`), `--pieces` what recipes of research add.
 
 Compiling takes most of the time: Triton's ptxas needs 4 to 20 s for some kernels. So the cases are shared out among as
 many processes as there are cores, which compile into one cache folder (TRITON_CACHE_DIR) and write each case to
@@ -33,17 +32,15 @@ from typing import Any
 
 import gpu_stand_ins
 import torch
-from gpu_cases import BACKWARD, IN_STEPS, KEY, PIECES, SPECS, Case, cases, one_form
+from gpu_cases import IN_STEPS, KEY, PIECES, SPECS, Case, cases, one_form
 from gpu_launched import launched_cases
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from fp4train.quantize import (
     Decoded,
     Quantized,
     QuantSpec,
     RandomKey,
-    produced,
     reference,
     triton as kernels,
 )
@@ -88,10 +85,6 @@ def check(case: Case, device: str) -> dict[str, str]:
     amax = None if case.amax is None else case.amax.to(device)
     if reason := kernels.why_not(case.spec, x.device.type) or kernels.why_not_tensor(x):
         return {"why_not": reason}
-    if case.source in BACKWARD:
-        return check_backward(x, adds=BACKWARD[case.source])
-    if case.source is not None:
-        return check_produced(case, x, case.source)
     if case.column is not None:
         return check_both(case, x, amax, case.column)
     quantizer = kernels.make(case.spec)
@@ -170,83 +163,6 @@ def check_values(
             found["scale of columns"] = difference(column_form.scale, columns.scale)
         assert isinstance(column_form, Quantized) is codes
     return {what: text for what, text in found.items() if text is not None}
-
-
-def check_produced(case: Case, x: Tensor, name: str) -> dict[str, str]:
-    """Differences between the codes that are made of a source and those of the reference, of the
-    tensor in BF16 that torch computes from it on the CPU; of the sum that a norm is of; and of a
-    norm the relative error of its factors, where it is above 2^-21. Squares whose sum is infinite
-    in float32 give a factor of 0, as in torch.
-    """
-    assert case.column is not None
-    first, second = x.tensor_split(2)
-    weight = torch.linspace(-2, 2, x.shape[1], device=x.device)
-    rstd = torch.empty(len(first), device=x.device)
-    norm = (
-        (first, weight, rstd)
-        if name != "norm of a sum"
-        else (torch.empty_like(first), weight, rstd, first, second)
-    )
-    tensors = {"gate": (first, second), "gradients": (second, first, first.flip(0))}.get(name, norm)
-    source = produced.SourceTensors(
-        name.partition(" ")[0], tensors, 1e-5 if tensors is norm else 0.0
-    )
-    keys = [
-        (KEY.replace(layer=7 + i), KEY.replace(operand=4, layer=7 + i))
-        for i in range(source.results)
-    ]
-    row, column = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, case.column))
-    made = produced.produce(row, column, source, keys)
-    found: dict[str, str] = {}
-    there = source._replace(tensors=tuple(each.cpu() for each in source.tensors))
-    if (
-        name == "norm of a sum"
-        and (unlike := difference(norm[0], first.cpu() + second.cpu())) is not None
-    ):
-        found["sum"] = unlike
-    for values, forms, key in zip(there.values(), made, keys, strict=True):
-        wanted = (
-            reference.quantize(values, case.spec, key=key[0]),
-            reference.quantize(values.T, case.column, key=key[1]),
-        )
-        found |= differences(forms, wanted)
-    mean = norm[0].cpu().double().square().sum(1).float() / first.shape[1]
-    exact = 1 / (mean.double().sqrt() + 1e-5) if name == "root" else (mean.double() + 1e-5).rsqrt()
-    error = rstd.cpu() / exact - 1  # NaN of 0 and 0
-    if tensors is norm and bool((error.abs() > 2**-21).any()):
-        found["rstd"] = f"relative errors up to {float(error.abs().max())}"
-    return found
-
-
-def check_backward(x: Tensor, *, adds: bool) -> dict[str, str]:
-    """Gradients of a norm, dh with another one added if `adds`, that are further from those of
-    autograd in float64 than their rounding takes them: dweight in float32 by 2^-20 of its largest
-    number, dh in BF16 by 2^-8, the sum by 2^-8 of its largest number more, as it is rounded again.
-
-    With ε = 0.1 dh is more than a difference of rounding errors where the norm is of a single
-    feature, too.
-    """
-    dy, h = x.tensor_split(2)
-    weight = torch.linspace(-2, 2, x.shape[1], device=x.device)
-    rstd = (h.float().square().mean(1) + 0.1).rsqrt()
-    added = dy.flip(0) if adds else None
-    dh, dweight = produced.norm_backward(dy, h, weight, rstd, added_MK=added)
-    exact = h.cpu().double().requires_grad_(), weight.cpu().bfloat16().double().requires_grad_()
-    torch.autograd.backward(rms_norm(exact[0], exact[1].shape, exact[1], 0.1), dy.cpu().double())
-    wanted, wanted_dweight = (each.grad for each in exact)
-    assert wanted is not None and wanted_dweight is not None
-    dh_bound = 2**-8 * wanted.abs().max()
-    dweight_bound = 2**-20 * wanted_dweight.abs().max()
-    if added is not None:
-        wanted = wanted + added.cpu()
-        dh_bound += 2**-8 * wanted.abs().max()
-    found: dict[str, str] = {}
-    pairs = {"dh": (dh, wanted, dh_bound), "dweight": (dweight, wanted_dweight, dweight_bound)}
-    for name, (ours, theirs, bound) in pairs.items():
-        error = (ours.cpu() - theirs).abs().max()
-        if not error <= bound:  # as of NaN
-            found[name] = f"errors up to {float(error)}, not {float(bound)}"
-    return found
 
 
 def differences(made: Iterable[object], wanted: Iterable[Quantized]) -> dict[str, str]:

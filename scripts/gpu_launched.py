@@ -1,9 +1,8 @@
 """The cases of what a training run launches, derived from the recipes: `gpu_kernels.py --launched` checks them on a
 GPU, and a cache of compiled kernels holds theirs.
 
-Of each recipe: x and dy in BF16 and w in float32, along the features and, as a view, along the tokens; x and dy in both
-forms by one kernel; norms, gates and their gradients, quantised where they are made; and the backward pass of norms.
-One shape is of whole tiles, the other one ends within a tile, a row and a block.
+Of each recipe: x and dy in BF16 and w in float32, along the features and, as a view, along the tokens; and x and dy in
+both forms by one kernel. One shape is of whole tiles, the other one ends within a tile, a row and a block.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 
 import torch
-from gpu_cases import BACKWARD, KEY, Case, content
+from gpu_cases import KEY, Case, content
 
 from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe
 from fp4train.quantize import QuantSpec
@@ -27,8 +26,6 @@ RECIPES: dict[str, Recipe] = {
     "fp8_delayed": FP8Delayed(),
 }
 SHAPES: Shapes = ((256, 512), (33, 70))
-SOURCES = {"x": ("norm", "norm of a sum", "gate"), "dy": ("gradients",)}
-"""Operand → the sources from which kernels make it."""
 
 
 def launched_cases(shapes: Shapes = SHAPES) -> list[Case]:
@@ -40,8 +37,6 @@ def launched_cases(shapes: Shapes = SHAPES) -> list[Case]:
         for name, recipe in RECIPES.items():
             for kind, case in recipe_cases(name, recipe, shape):
                 cases.setdefault((kind, shape), case)
-        for name in BACKWARD:
-            cases[name, shape] = of_backward(name, shape)
     return list(cases.values())
 
 
@@ -64,8 +59,6 @@ def recipe_cases(
             yield (spec, strides, dtype), of_one_form(label, spec, strides, dtype, shape)
         if operand != "w" and has_pair_kernel(row, column):
             yield (row, column), of_both_forms(label, row, column, shape)
-            for source in SOURCES[operand] if row.delayed is None else ():
-                yield (row, column, source), of_source(name, row, column, source, shape)
 
 
 def of_one_form(
@@ -86,23 +79,6 @@ def of_both_forms(label: str, row: QuantSpec, column: QuantSpec, shape: tuple[in
     name = f"{label}, both forms | {shape[0]}x{shape[1]}"
     x = content("wide", *shape, zlib.crc32(name.encode())).bfloat16()
     return Case(name, x, row, KEY, delayed_amax(row), column)
-
-
-def of_source(
-    recipe: str, row: QuantSpec, column: QuantSpec, source: str, shape: tuple[int, int]
-) -> Case:
-    """A tensor that is quantised where it is made."""
-    rows, cols = shape
-    name = f"{recipe} of {source} | {rows}x{cols}"
-    x = content("normal", 2 * rows, cols, zlib.crc32(name.encode())).bfloat16()
-    return Case(name, x, row, KEY, None, column, source)
-
-
-def of_backward(name: str, shape: tuple[int, int]) -> Case:
-    """The gradient of a norm's output and, below it, the norm's input."""
-    rows, cols = shape
-    x = content("normal", 2 * rows, cols, zlib.crc32(name.encode())).bfloat16()
-    return Case(f"{name} | {rows}x{cols}", x, QuantSpec(), None, None, source=name)
 
 
 def delayed_amax(spec: QuantSpec) -> torch.Tensor | None:

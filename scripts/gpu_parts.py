@@ -17,8 +17,7 @@ PARTS = {
     "deterministic, recompute",
     "kernels": "bandwidth of the Triton kernels beside that of a device copy; their bits "
     "against the reference",
-    "te": "Transformer Engine beside the emulation: reference, kernels, given norms and "
-    "weights, experts",
+    "te": "Transformer Engine beside the emulation: reference, kernels, given weights, experts",
     "native": "`fp4train doctor`; `scaled_mm`, and `scaled_grouped_mm` of experts, against "
     "the emulation",
     "profile": "where a step of llama_1b goes: kernels, host beside GPU, memory, attention; "
@@ -116,9 +115,7 @@ def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Ite
         asks = (
             "y, dx and dw of Transformer Engine's reference modules (reference), its kernels "
             "in 20 recipes (native), "
-            "with norms and gates (given) and weights (weights) that fp4train's kernels "
-            "quantise, and "
-            "their times (time)"
+            "with weights that fp4train's kernels quantise (weights), and their times (time)"
         )
         yield Step(name="te", asks=asks, words=("te_selfcheck.py", *results("te.json")))
         asks = (

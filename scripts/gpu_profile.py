@@ -3,7 +3,7 @@
     python scripts/gpu_profile.py --out NAME-profile.json [--nine] [--dry-run]
 
 For BF16, FP8 and NVFP4, each eager, compiled and recorded, with 16,384 tokens in one and in eight microbatches; on
-Blackwell NVFP4 also on torch's products, with and without norms and gates that are quantised where they are made:
+Blackwell NVFP4 also on torch's products:
 
     step ms           median of steps that are waited for
     host ms           of that, until the host has queued the step; near `step ms` the GPU waits for the host
@@ -56,13 +56,8 @@ MODES: dict[str, tuple[str, ...]] = {
     "compiled": ("train.compile=true",),
     "recorded": ("train.cuda_graph=true",),
 }
-NATIVE = {
-    "native": ("backend=native",),
-    "native, norms and gates in BF16": ("backend=native", "train.kernels=torch"),
-}
-"""Modes of GPUs whose products take NVFP4's codes: with and without norms and gates quantised where
-they are made.
-"""
+NATIVE = {"native": ("backend=native",)}
+"""The mode of GPUs whose products take NVFP4's codes."""
 EMULATED = {"emulated": ("backend=emulate",)}
 SWAPPED = ("eager", "emulated", "native")
 """Modes that differ in their plan alone, so that one model runs them in turn."""

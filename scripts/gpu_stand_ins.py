@@ -200,10 +200,7 @@ def te_layers(script: Any) -> Iterator[None]:
         "a second emulated layer, whose random bits differ, runs in the place of Transformer "
         "Engine's"
     )
-    announce(
-        "emulation multiplies in the place of Transformer Engine's reference modules, norms "
-        "and gates"
-    )
+    announce("emulation multiplies in the place of Transformer Engine's reference modules")
     announce("torch multiplies by decoded codes of a weight in the place of Transformer Engine")
     layers = script.layers
 
@@ -226,7 +223,6 @@ def te_layers(script: Any) -> Iterator[None]:
         "milliseconds": milliseconds,
     }
     stand_ins_of_given: dict[str, Any] = {
-        "BACKEND": "emulate",
         "TEExecutor": _DecodedWeight,
         "TRANSFORMER_ENGINE": SimpleNamespace(why_values=lambda *_: None),
     }

@@ -2,18 +2,16 @@
 
     python scripts/te_selfcheck.py [--out selfcheck.json] [--size 4096] [--no-timing] [--dry-run]
 
-Five parts, each skipped with the reason where this machine cannot run it:
+Four parts, each skipped with the reason where this machine cannot run it:
 
 1. reference   TE's own pure-torch NVFP4 quantiser and block-by-block GEMM (any GPU that runs TE, Hopper too): y, dx and
                dw in float32 equal fp4train's to 1e-6 of their norm; and the same through TE's Linear layer in BF16.
 2. native      each recipe on TE's kernels against emulation: operands rounded to nearest agree to 1e-2 of the norm: the
                same codes, another order of accumulation, BF16 output. Stochastic rounding draws other random bits, so
                there the distance from the unquantised product must agree with emulation's to 10 %.
-3. given       gradients of a small Llama on TE whose norms and gates fp4train's kernels quantise, to 10 % of the norm
-               those of one whose norms and gates TE quantises: norms round otherwise (te_given.py).
-4. weights     y, dx and dw of a layer whose weight fp4train's kernels quantise, as shards send it, equal in every bit
+3. weights     y, dx and dw of a layer whose weight fp4train's kernels quantise, as shards send it, equal in every bit
                those of one whose weight TE quantises; stochastic rounding, of dy, is left out.
-5. time        of a forward and backward pass: TE, emulation, and torch in BF16.
+4. time        of a forward and backward pass: TE, emulation, and torch in BF16.
 
 Exit code 0: everything that ran agrees; 1: something does not; 3: nothing could run, and why.
 """
@@ -276,7 +274,7 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
 
 
 def measure(problem: Problem, recipes: Mapping[str, Recipe] = RECIPES) -> Iterator[dict[str, Any]]:
-    """Part 6: every recipe that runs on TE here, each as it is measured; what fails has its error
+    """Part 4: every recipe that runs on TE here, each as it is measured; what fails has its error
     for a time.
     """
     ours, theirs = layers(problem)
@@ -357,7 +355,7 @@ def compared(
         out: the result as JSON, written anew after each row: a crash of a kernel, which no
             exception tells, leaves what was found before.
     """
-    from te_given import ROUNDED, check_given, check_weights
+    from te_given import check_weights
 
     rows: list[Row] = []
     times: list[dict[str, Any]] = []
@@ -372,15 +370,13 @@ def compared(
     rows += guarded("reference", "NVFP4", lambda: check_reference(small))
     write()
     parts = (
-        ("native", check_native, {name: name for name in RECIPES}),
-        ("given", check_given, {name: name for name in ROUNDED}),
-        ("weights", check_weights, {name: name for name in RECIPES}),
+        ("native", check_native),
+        ("weights", check_weights),
     )
-    for part, check, names in parts:
-        for name, of in names.items():
-            if of in recipes:
-                rows += guarded(part, name, partial(checked, part, check, name, recipes[of], small))
-                write()
+    for part, check in parts:
+        for name, recipe in recipes.items():
+            rows += guarded(part, name, partial(checked, part, check, name, recipe, small))
+            write()
     try:
         for time in measure(timed, recipes) if timed is not None else ():
             times.append(time)
