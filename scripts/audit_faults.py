@@ -1,19 +1,23 @@
 """Plant faults in live runs, audit the runs, and write the table of what was found and named.
 
-python scripts/audit_faults.py [--out FILE] [WORD…]
+    python scripts/audit_faults.py [--out FILE] [WORD…]
 
 Each fault is planted into a run of its own, of the default model with two blocks and of experts;
-words choose the faults whose names have one of them. `audit_clean.py` makes runs without a fault.
+words choose the faults whose names have one of them. `fp4train check` audits runs without a fault.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
+import logging
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +26,34 @@ import audit_planting as planting
 import audit_run_faults as run_faults
 import torch
 from audit_run_faults import Plant, after_step, flipped
-from audit_runs import DENSE, EXPERTS, SMALL, run
 
-LAYERS = ("audit.every=1", "audit.sums=0", "audit.repeat=0")
-SUMS = ("audit.every=0", "audit.sums=1", "audit.repeat=0")
-MODELS = {"dense": DENSE, "experts": EXPERTS}
+from fp4train.cli import main
+
+SMALL = (
+    "train.steps=18",
+    "train.batch_size=4",
+    "train.microbatch=2",
+    "train.seq_len=64",
+    "eval.every=0",
+    "eval.batches=1",
+    "checkpoint.every=6",
+    "checkpoint.keep=9",
+    "track=jsonl",
+    "phases=none",
+    "schedule=constant",
+    "schedule.warmup=0",
+    "data=text",
+    "data.path=text.txt",
+    "recipe=nvfp4",
+    "run.name=a",
+)
+MODELS = {"dense": ("model.layers=2",), "experts": ("model=moe_tiny", "model.layers=2")}
+AUDITS = {
+    "layers": ("audit.every=1", "audit.sums=0", "audit.repeat=0"),
+    "sums": ("audit.every=0", "audit.sums=1", "audit.repeat=0"),
+    "repeat": ("audit.every=0", "audit.sums=0", "audit.repeat=1"),
+}
+SHOWN = {"layers": "audit.every=1", "sums": "audit.sums=1", "repeat": "audit.repeat=1"}
 WEIGHT = {
     "dense": "model/blocks.0.attention.wk.weight",
     "experts": "model/blocks.1.mlp.down.weight",
@@ -37,7 +64,7 @@ MOMENT = {
     "experts": "optimizer/blocks.1.mlp.down.weight/exp_avg",
 }
 NORM = "model/blocks.0.attention_norm.weight"
-REPEAT = ("audit.every=0", "audit.sums=0", "audit.repeat=1")
+HEADS = ("fault", "list", "model", "audit", "found", "named", "what was said first")
 
 
 @dataclass(frozen=True)
@@ -45,25 +72,20 @@ class Case:
     """A fault to plant.
 
     Args:
-        name: its name; source: "field" or "memory", the list that has it.
+        name: its name.
+        source: the list that has it: "field", "memory" or "program".
         plant: makes the context in which a run has it.
-        by: the audit that is to find it.
+        audit: the key of `AUDITS` that is to find it.
         words: words that a fault that names it has, or those for each model; empty: none names it.
-        options: options of the run besides.
-        patch: the program that plants it in each of two ranks; empty: the run has one rank.
+        policy: the policy of the run.
     """
 
     name: str
     source: str
     plant: Plant
-    by: Sequence[str]
+    audit: str
     words: str | Mapping[str, str] = ""
-    options: tuple[str, ...] = ("policy=all",)
-    patch: str = ""
-
-
-def operand(change: planting.Change) -> Plant:
-    return lambda: planting.planted_operand(change)
+    policy: str = "all"
 
 
 def cases() -> Iterator[Case]:
@@ -74,66 +96,54 @@ def cases() -> Iterator[Case]:
             plant = operand(change)
             if "zero block scale" in name:
                 plant = _in_small_blocks(plant)
-            yield Case(name, "field", plant, LAYERS, words)
-    yield Case("BF16 on the wire", "field", run_faults.rounded_weights, LAYERS, "rounded to BF16")
-    stale = "weight of the step before"
-    yield Case(
-        "a weight cached from the step before", "field", planting.stale_weights, LAYERS, stale
-    )
-    yield Case(
-        "a layer not called",
-        "field",
-        lambda: after_step(run_faults.bypass, 1),
-        LAYERS,
-        "did not call",
-    )
-    kept = ("policy=last15",)
-    words = "another plan"
+            yield Case(name, "field", plant, "layers", words)
+    rounded = run_faults.rounded_weights
+    yield Case("BF16 on the wire", "field", rounded, "layers", "rounded to BF16")
+    name = "a weight cached from the step before"
+    yield Case(name, "field", planting.stale_weights, "layers", "weight of the step before")
+    name = "a layer not called"
+    yield Case(name, "field", lambda: after_step(run_faults.bypass, 1), "layers", "did not call")
     name = "a layer quantised that the policy keeps"
-    yield Case(name, "field", run_faults.without_policy, LAYERS, words, kept)
-    yield Case("a weight bit flipped", "field", flipped(15), SUMS, WEIGHT)
+    yield Case(name, "field", run_faults.without_policy, "layers", "another plan", "last15")
+    yield Case("a weight bit flipped", "field", flipped(15), "sums", WEIGHT)
+    yield from memory_cases()
+    for name, (gemm, spoil, words) in planting.PRODUCT_FAULTS.items():
+        plant = _product(gemm, spoil)
+        yield Case(f"{name}, in one step", "memory", _once(plant), "repeat")
+        yield Case(f"{name}, in every step", "program", plant, "layers", words)
+    for name in once:
+        change, words = planting.OPERAND_FAULTS[name]
+        yield Case(f"{name}, in one step", "memory", _once(operand(change)), "repeat")
+        yield Case(f"{name}, in every step", "program", operand(change), "layers", words)
+    yield Case("one token", "memory", run_faults.other_token, "repeat")
+
+
+def memory_cases() -> Iterator[Case]:
+    """Faults of the state, which happen once."""
     for bit in (29, 27, 25, 23, 22, 12):
-        yield Case(f"weight bit {bit}", "memory", flipped(bit), SUMS, WEIGHT)
-    yield Case("weight sign", "memory", flipped(31), SUMS, WEIGHT)
-    yield Case("weight bit 30, which overflows", "memory", flipped(30), SUMS, WEIGHT)
+        yield Case(f"weight bit {bit}", "memory", flipped(bit), "sums", WEIGHT)
+    yield Case("weight sign", "memory", flipped(31), "sums", WEIGHT)
+    yield Case("weight bit 30, which overflows", "memory", flipped(30), "sums", WEIGHT)
     for bit in (23, 30):
         plant = flipped(bit, run_faults.norm_weight)
-        yield Case(f"a norm's weight, bit {bit}", "memory", plant, SUMS, NORM)
-    yield Case("a moment, bit 28", "memory", flipped(28, run_faults.moment), SUMS, MOMENT)
-    yield Case("moments zeroed", "memory", run_faults.zeroed_moment, SUMS, MOMENT)
+        yield Case(f"a norm's weight, bit {bit}", "memory", plant, "sums", NORM)
+    yield Case("a moment, bit 28", "memory", flipped(28, run_faults.moment), "sums", MOMENT)
+    yield Case("moments zeroed", "memory", run_faults.zeroed_moment, "sums", MOMENT)
     plant = run_faults.filled(float("nan"))
-    yield Case("a weight that is not a number", "memory", plant, SUMS, WEIGHT)
+    yield Case("a weight that is not a number", "memory", plant, "sums", WEIGHT)
     plant = run_faults.filled(float("inf"), run_faults.moment)
-    yield Case("an infinite moment", "memory", plant, SUMS, MOMENT)
-    for name, (gemm, spoil, _) in planting.PRODUCT_FAULTS.items():
-        plant = _product(gemm, spoil)
-        yield Case(f"{name}, in one step", "memory", _once(plant), REPEAT)
-        words = planting.PRODUCT_FAULTS[name][2]
-        yield Case(f"{name}, in every step", "program", plant, LAYERS, words)
-    for name in once:
-        plant = operand(planting.OPERAND_FAULTS[name][0])
-        words = planting.OPERAND_FAULTS[name][1]
-        yield Case(f"{name}, in one step", "memory", _once(plant), REPEAT)
-        yield Case(f"{name}, in every step", "program", plant, LAYERS, words)
-    yield Case("one token", "memory", run_faults.other_token, REPEAT)
-    yield Case(
-        "a rate ten times too high for a step", "memory", run_faults.higher_rate, SUMS, "schedule"
-    )
-    yield Case(
-        "a step of the optimizer left out", "memory", run_faults.left_out, SUMS, "changed no weight"
-    )
+    yield Case("an infinite moment", "memory", plant, "sums", MOMENT)
+    name = "a rate ten times too high for a step"
+    yield Case(name, "memory", run_faults.higher_rate, "sums", "schedule")
+    name = "a step of the optimizer left out"
+    yield Case(name, "memory", run_faults.left_out, "sums", "changed no weight")
     for kind in ("model", "optimizer"):
-        plant = _copy_of(kind)
-        yield Case(f"a bit of the copy that is saved: {kind}", "memory", plant, SUMS, "other bits")
-    yield Case(
-        "a replica that drifts",
-        "memory",
-        nullcontext,
-        SUMS,
-        "differ between the replicas",
-        ("policy=all", "parallel.dp_replicate=2"),
-        run_faults.DRIFTING_REPLICA,
-    )
+        name = f"a bit of the copy that is saved: {kind}"
+        yield Case(name, "memory", _copy_of(kind), "sums", "other bits")
+
+
+def operand(change: planting.Change) -> Plant:
+    return lambda: planting.planted_operand(change)
 
 
 def _product(gemm: str, change: Any) -> Plant:
@@ -157,17 +167,39 @@ def tried(case: Case, model: str) -> tuple[bool, bool, str]:
     `MODELS`.
     """
     try:
-        options = (*SMALL, *MODELS[model], "recipe=nvfp4", *case.options, *case.by)
-        finding = run(options, case.plant, ranks=2 if case.patch else 1, patch=case.patch)
+        options = (*SMALL, *MODELS[model], f"policy={case.policy}", *AUDITS[case.audit])
+        sentences, failed = audited(options, case.plant)
     except RuntimeError as error:
         return False, False, f"the run itself fails: {error}"
-    sentences = finding.sentences
     words = case.words if isinstance(case.words, str) else case.words[model]
     named = [text for text in sentences if words and words in text]
-    if case.by == REPEAT:
-        named = []  # that bits differ, and not why
-    told = next(iter(named or sentences), "; ".join(finding.failed))
+    told = next(iter(named or sentences), "; ".join(failed))
     return bool(sentences), bool(named), told
+
+
+def audited(options: Sequence[str], plant: Plant) -> tuple[list[str], list[str]]:
+    """(faults that audits of a run named, why audits failed), of a run in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 2000)
+        printed = io.StringIO()
+        with (
+            contextlib.suppress(SystemExit),
+            plant(),
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+        ):
+            main([*options])
+        logging.disable(logging.NOTSET)
+        lines = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
+    faults = [
+        f"{line['layer']} {line['gemm']} {line['operand']}: {line['what']}: "
+        f"{', '.join(line['hypotheses'])}"
+        for line in lines
+        if line.get("event") == "audit fault"
+    ]
+    refused = [line["reason"] for line in lines if line.get("event") == "checkpoint failed"]
+    failed = [line["reason"] for line in lines if line.get("event") == "audit failed"]
+    return [*faults, *refused], failed
 
 
 def table(words: Sequence[str]) -> str:
@@ -176,37 +208,29 @@ def table(words: Sequence[str]) -> str:
     for case in cases():
         if words and not any(word in case.name for word in words):
             continue
-        for name in MODELS:
+        for model in MODELS:
             began = time.perf_counter()
-            found, named, told = tried(case, name)
-            by = case.by[("every", "sums", "repeat").index(_audit_of(case))]
-            row = (case.name, case.source, name, by, _word(found), _word(named), told[:150])
+            found, named, told = tried(case, model)
+            answers = ["yes" if holds else "no" for holds in (found, named)]
+            row = (case.name, case.source, model, SHOWN[case.audit], *answers, told[:150])
             rows.append(row)
             print(row, f"{time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    heads = ("fault", "list", "model", "audit", "found", "named", "what was said first")
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    lines = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
     lines.append("")
     for kind in ("field", "memory", "program"):
-        for of_model in ("dense", "experts"):
-            of_list = [row for row in rows if row[1] == kind and row[2] == of_model]
-            counts = [sum(row[at] == "yes" for row in of_list) for at in (4, 5)]
-            lines.append(
-                f"- {kind}, {of_model}: {len(of_list)} faults, {counts[0]} found, {counts[1]} named"
-            )
+        for model in MODELS:
+            of_list = [row for row in rows if row[1:3] == (kind, model)]
+            found_count, named_count = (sum(row[at] == "yes" for row in of_list) for at in (4, 5))
+            counts = f"{len(of_list)} faults, {found_count} found, {named_count} named"
+            lines.append(f"- {kind}, {model}: {counts}")
     return "\n".join(lines)
 
 
-def _audit_of(case: Case) -> str:
-    return {LAYERS: "every", SUMS: "sums", REPEAT: "repeat"}[tuple(case.by)]  # type: ignore[index]
-
-
-def _word(holds: bool) -> str:
-    return "yes" if holds else "no"
-
-
 def script(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("words", nargs="*")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args(arguments)

@@ -26,23 +26,6 @@ STEP = 4
 """Step after or in which faults that happen once do."""
 
 Plant = Callable[[], AbstractContextManager[Any]]
-DRIFTING_REPLICA = """
-import os, torch
-import fp4train.train as loop
-from fp4train.shards import local
-
-original = loop.train_step
-
-def train_step(run, recipe):
-    step = original(run, recipe)
-    if run.step == 4 and os.environ["RANK"] == "1":
-        weight = local(next(run.model.parameters())).detach()
-        weight.view(torch.int32).view(-1)[3] ^= 1 << 9
-    return step
-
-loop.train_step = train_step
-"""
-"""A program that changes one bit of one weight on the second of two ranks."""
 
 
 # -- faults of programs that are planted elsewhere than in operands --------------------------------
