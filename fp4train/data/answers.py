@@ -17,12 +17,15 @@ begins the next message is what ends it (GLM-4).
 An answer without text may change what stands around it. It is learned as the template writes it,
 "(none)" in its place too, where that stands between what the template writes around an answer
 with text. One that the template leaves out has no place.
+
+Answers that are not to be learned are told by words at the ends of the contents: an answer in the
+text belongs to the message whose word stands in it.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from fp4train.data.frames import ANSWERS, Frames, Gap, Markers, Words, says_something
 from fp4train.data.rendering import Message, Renderer
@@ -31,7 +34,7 @@ _MARKER = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]|\[\|[^\s|\[\]]{1,32}\|\]"
 """What separates messages in templates whose tokenizer has no such token."""
 _KEPT = 256
 """Sequences of roles whose surroundings are kept."""
-VERSION = 2
+VERSION = 3
 """Part of the key of cached conversations: another number where equal conversations give other
 answers, texts or sequences.
 """
@@ -121,6 +124,41 @@ class AnswerFinder:
                 "data.template=FILE.jinja"
             )
         return Conversation(text, tuple(spans))
+
+    def without(
+        self, conversation: Conversation, messages: Sequence[Message], unlearned: Container[int]
+    ) -> Conversation:
+        """The conversation without the answers that are not to be learned.
+
+        Args:
+            messages: its messages, with all their keys.
+            unlearned: numbers of those that are not.
+
+        Raises:
+            ValueError: the template writes a key beside role and content, or leaves the answers
+                without places of their own.
+        """
+        words = Words(messages, self.renderer.source)
+        rendered = self.renderer.render([(words.append(messages), False)])[0]
+        texts, numbers = words.split(rendered.text)
+        if "".join(texts) != conversation.text:
+            keys = {key: None for message in messages for key in message}
+            raise ValueError(
+                f"{self.renderer.name} writes other text where messages have the keys "
+                f"{', '.join(keys)}: leave out those that it reads beside role and content"
+            )
+        places = list(zip(accumulate(map(len, texts)), numbers, strict=False))
+        learned: list[Span] = []
+        for span in conversation.answers:
+            flags = {number not in unlearned for number in _speakers(span, places, messages)}
+            if len(flags) != 1:
+                raise ValueError(
+                    f"{self.renderer.name} writes answers that are learned and others that are "
+                    "not as one: give another one, data.template=FILE.jinja"
+                )
+            if flags == {True}:
+                learned.append(span)
+        return Conversation(conversation.text, tuple(learned))
 
     def _check_marks(self, messages: Sequence[Message]) -> None:
         """Refuse a template whose marks enclose nothing of what any answer says: words in the place
@@ -256,6 +294,25 @@ class AnswerFinder:
         end = len(gap) - len(last)
         spans.append((min(start, end), end + frames.ending(frame.answers[-1], last)))
         return spans
+
+
+def _speakers(
+    span: Span, places: Sequence[tuple[int, int]], messages: Sequence[Message]
+) -> list[int]:
+    """The numbers of the messages that a part of a text may belong to: those whose contents end in
+    it, or, where none does, the answers from the message before it to the one behind.
+
+    Args:
+        places: where the content of each message ends, and the number of the message.
+    """
+    start, end = span
+    if inside := [number for place, number in places if start < place <= end]:
+        return inside
+    before = [number for place, number in places if place <= start]
+    behind = [number for place, number in places if place > end]
+    first = before[-1] if before else 0
+    last = behind[0] if behind else len(messages) - 1
+    return [number for number in range(first, last + 1) if messages[number]["role"] == ANSWERS]
 
 
 def _roles(messages: Sequence[Message]) -> Roles:

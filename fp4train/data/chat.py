@@ -6,7 +6,8 @@ A record, in JSON, Parquet or Arrow, has a `column` with messages, each with a r
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
 
 A chat template makes text of them (`template.py`), which is encoded as one; the loss is that of the
-answers alone, with what ends each (`answers.py`). Each conversation lies whole in a sequence of
+answers alone, with what ends each (`answers.py`), without those that a key of their message takes
+out, such as "weight": 0. Each conversation lies whole in a sequence of
 train.seq_len tokens (`packing.py`), and attends to itself alone (`train.document_mask`).
 """
 
@@ -56,8 +57,22 @@ _RENDERED = ("tools", "documents", "functions", "system", "chat_template_kwargs"
 """Keys of a record, beside the messages, that templates write, or that say what the first message
 should.
 """
+_LOSS_KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask")
+"""Keys of a message that say whether it is learned: 1 or true, 0 or false."""
+_NOTES = (
+    "at author conversation cost count country created date finish hash hashed header id "
+    "identifier idx index ip lang language latency length message meta metadata model name "
+    "nickname number origin parent provider quality rank rating reason redacted score seed "
+    "source speaker state status stop time timestamp token tokens toxic turn uid updated "
+    "url usage user username uuid version"
+)
+"""Words of the keys that a message may have beside: they say what it is, not what is learned."""
+_WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")
 _EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
 _HALF = re.compile("[\ud800-\udfff]")
+
+_Talk = tuple[list[dict[str, Any]], set[int]]
+"""The messages of a record, and the numbers of those that a key takes out of the loss."""
 
 PARTS = 3
 """Arrays of a cached entry: ids, which are scored, and which end a document within a
@@ -109,7 +124,7 @@ class _Conversations:
         self.settings = settings
         self.paths = paths
         self.template = template
-        self.rendered = {*_RENDERED, *template.names} - {settings.column, "messages"}
+        self.rendered = {*_RENDERED, *_LOSS_KEYS, *template.names} - {settings.column, "messages"}
         self.count = sum(1 for _ in _talks(paths, settings.column, self.rendered))
         if self.count < 2:
             raise DataError(
@@ -143,8 +158,8 @@ class _Conversations:
 
     def _texts(self) -> Iterator[Piece]:
         finder = self.template.finder()
-        for at, messages in self._messages(range(self.count), ()):
-            yield Piece(_conversation(finder, messages, at).text)
+        for at, talk in self._talks(range(self.count), ()):
+            yield Piece(_conversation(finder, talk, at).text)
 
     def _part(
         self, name: str, numbers: range, tokenizer: Tokenizer, seq_len: int
@@ -168,8 +183,8 @@ class _Conversations:
             special = (*getattr(tokenizer, "special_tokens", ()), *markers)
             finder = self.template.finder(special)
             learned = (
-                _learned(tokenizer, _conversation(finder, messages, at), at)
-                for at, messages in self._messages(numbers, special)
+                _learned(tokenizer, _conversation(finder, talk, at), at)
+                for at, talk in self._talks(numbers, special)
             )
             yield from pack(learned, tokenizer.end_of_document, seq_len, dtype)
 
@@ -181,16 +196,14 @@ class _Conversations:
         array = TokenArray(ids, tokenizer.vocab_size, name, scored=scored, inner_ends=inner)
         return array, scored
 
-    def _messages(
-        self, numbers: range, special: Sequence[str]
-    ) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    def _talks(self, numbers: range, special: Sequence[str]) -> Iterator[tuple[str, _Talk]]:
         """The place and the messages of the conversations of these `numbers`."""
         column = self.settings.column
         for number, (at, record) in enumerate(_talks(self.paths, column, self.rendered)):
             if number in numbers:
                 with data_errors(ValueError, RecursionError, before=f"{at}: "):
-                    messages = _messages(record, column, self.rendered, special)
-                yield at, messages
+                    talk = _talk(record, column, self.rendered, special)
+                yield at, talk
 
 
 def _talks(
@@ -239,9 +252,7 @@ def _likely(columns: Sequence[str]) -> str:
     return "none holds messages"
 
 
-def _messages(
-    record: Any, column: str, rendered: Container[str], special: Sequence[str]
-) -> list[dict[str, str]]:
+def _talk(record: Any, column: str, rendered: Container[str], special: Sequence[str]) -> _Talk:
     """The messages of a record.
 
     Raises:
@@ -258,7 +269,12 @@ def _messages(
             f'it has no "{column}"; its keys: {", ".join(record) or "none"} ({likely})'
         )
     _refuse_repeated("it", record, [column])
-    if unread := [key for key, value in record.items() if key in rendered and value not in _EMPTY]:
+    unread = [
+        key
+        for key, value in record.items()
+        if key in rendered and value not in _EMPTY and not (key in _LOSS_KEYS and value == 1)
+    ]
+    if unread:
         raise ValueError(
             f'it has "{unread[0]}" beside "{column}", which is not supported: only messages '
             "are read. Leave it out, or write it into a message"
@@ -270,35 +286,79 @@ def _messages(
             messages = parsed(messages)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'"{column}" holds no list of messages')
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
+    unlearned = set()
+    for number, message in enumerate(messages):
+        place = f"message {number + 1}"
+        _check_message(place, message, special)
+        if not _is_learned(place, message):
+            unlearned.add(number)
+    return [_without_empty(message) for message in messages], unlearned
+
+
+def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without keys that say nothing."""
+    return {
+        key: value
+        for key, value in message.items()
+        if key in ("role", "content") or value not in _EMPTY
+    }
+
+
+def _check_message(place: str, message: Any, special: Sequence[str]) -> None:
+    """Refuse what is no message, spells what separates messages, or has keys that are not read.
+
+    Args:
+        place: its number, for messages.
+    """
+    if not isinstance(message, dict) or not all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    ):
+        raise ValueError(
+            f"{place} is no object with a role and a content, both of them text; "
+            f"{_parts_of(message)}"
+        )
+    _refuse_repeated(place, message, ["role", "content", *_LOSS_KEYS])
+    text = message["role"] + message["content"]
+    separating = [
+        token for token in special if message["role"] != ANSWERS or not _encloses(token, special)
+    ]
+    if spelt := [token for token in separating if token in text]:
+        raise ValueError(f"{place} spells {spelt[0]}, which separates messages")
+    if lone := _HALF.search(text):
+        raise ValueError(f"{place} holds half of a UTF-16 pair, {lone[0]!a}, which is no character")
+    for key in _without_empty(message):
+        words = {word.lower() for word in _WORD.findall(key)}
+        known = key in ("role", "content", *_LOSS_KEYS) or (words and words <= {*_NOTES.split()})
+        if not known:
             raise ValueError(
-                f"message {number} is no object with a role and a content, both of them text; "
-                f"{_parts_of(message)}"
+                f"{place} has {key!r}, which is not supported: only role, content, and a weight of "
+                "0 or 1 are"
             )
-        _refuse_repeated(f"message {number}", message, ["role", "content"])
-        if more := [
-            key for key, value in message.items() if key not in ("role", "content") and value
-        ]:
+
+
+def _is_learned(place: str, message: Mapping[str, Any]) -> bool:
+    """Whether no key of a message takes it out of the loss.
+
+    Raises:
+        ValueError: a key says something else, two disagree, or it is no answer that is to be
+            learned.
+    """
+    flags = {key: message[key] for key in _LOSS_KEYS if message.get(key) is not None}
+    for key, value in flags.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
             raise ValueError(
-                f"message {number} has {more[0]!r}, which is not supported: only role and "
-                "content are"
+                f'{place} has "{key}": {value!r}, and a message is learned (1 or true) or not (0 or '
+                "false)"
             )
-        text = message["role"] + message["content"]
-        separating = [
-            token
-            for token in special
-            if message["role"] != ANSWERS or not _encloses(token, special)
-        ]
-        if spelt := [token for token in separating if token in text]:
-            raise ValueError(f"message {number} spells {spelt[0]}, which separates messages")
-        if lone := _HALF.search(text):
-            raise ValueError(
-                f"message {number} holds half of a UTF-16 pair, {lone[0]!a}, which is no character"
-            )
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    if len(set(flags.values())) > 1:
+        listing = ", ".join(f'"{key}": {value!r}' for key, value in flags.items())
+        raise ValueError(f"{place} has {listing}: nobody says which is meant. Write it with one")
+    if 1 in flags.values() and message["role"] != ANSWERS:
+        raise ValueError(
+            f'{place}, of the role "{message["role"]}", has "{next(iter(flags))}", as if it were to '
+            f'be learned, and only messages of the role "{ANSWERS}" are: leave it out'
+        )
+    return 0 not in flags.values()
 
 
 def _refuse_repeated(place: str, value: dict[str, Any], keys: Sequence[str]) -> None:
@@ -335,11 +395,14 @@ def _encloses(token: str, special: Sequence[str]) -> bool:
     )
 
 
-def _conversation(
-    finder: AnswerFinder, messages: Sequence[Mapping[str, str]], at: str
-) -> Conversation:
+def _conversation(finder: AnswerFinder, talk: _Talk, at: str) -> Conversation:
+    messages, unlearned = talk
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     with data_errors(ValueError, before=f"{at}: "):
-        return finder.find(messages)
+        conversation = finder.find(plain)
+        if messages == plain:
+            return conversation
+        return finder.without(conversation, messages, unlearned)
 
 
 def _learned(tokenizer: Tokenizer, conversation: Conversation, at: str) -> Learned:

@@ -49,6 +49,16 @@ class Words:
                 replaced[number] = {**message, "content": f"{self._stem}{number}e"}
         return replaced
 
+    def append(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, each with its word at the end of what its content says."""
+        marked = list(messages)
+        for number, message in enumerate(messages):
+            if says_something(message):
+                text = message["content"].rstrip()
+                spaces = message["content"][len(text) :]
+                marked[number] = {**message, "content": f"{text}{self._stem}{number}e{spaces}"}
+        return marked
+
     def split(self, text: str) -> tuple[list[str], list[int]]:
         """The texts between words, and the numbers of the messages that the words stand for."""
         parts = self._word.split(text)

@@ -143,7 +143,7 @@ def environment(now: datetime) -> ImmutableSandboxedEnvironment:
 def render(
     template: Template,
     generation: Generation,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     prompt: bool,
     variables: dict[str, str],
 ) -> tuple[str, list[tuple[int, int]]]:
@@ -154,7 +154,7 @@ def render(
     """
     generation.marks = []
     generation.written = 0
-    spoken = sum(len(text) for message in messages for text in message.values())
+    spoken = sum(len(message[key]) for message in messages for key in ("role", "content"))
     most = min(CHARACTERS, AROUND + AROUND_EACH * len(messages) + TIMES * spoken)
     values = {
         **variables,

@@ -60,9 +60,9 @@ def pack(
             ids = ids[:seq_len]
             scored = scored[:seq_len]
             cut += 1
-            if not scored.any():
-                dropped += 1
-                continue
+        if not scored.any():
+            dropped += 1
+            continue
         inner = ids == end
         inner[-1] = False
         fitting = [number for number, left in room.items() if left >= len(ids)]
@@ -77,7 +77,7 @@ def pack(
         sequences[number].append(np.stack((ids, scored, inner)).astype(dtype))
         if number in room:
             room[number] -= len(ids)
-    if cut:
+    if cut or dropped:
         text = (
             "%d conversations are longer than train.seq_len=%d and lose their ends; %d with no "
             "answer left are dropped"
@@ -85,7 +85,8 @@ def pack(
         _log.warning(text, cut, seq_len, dropped)
     if not sequences:
         raise DataError(
-            f"no answer lies within train.seq_len={seq_len} tokens: choose a larger one"
+            f"no answer lies within train.seq_len={seq_len} tokens, of those that are to be "
+            "learned: choose a larger one"
         )
     packed = np.full(len(sequences) * seq_len + 1, end, dtype=dtype)
     answers = np.zeros_like(packed)

@@ -16,7 +16,7 @@ from fp4train.errors import DataError, data_errors, reason
 
 WORKER = Path(__file__).with_name("jinja_worker.py")
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Renderer:
         )
         answer = b""
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         if answer:

@@ -324,6 +324,113 @@ def test_broken_lines_are_refused_with_their_number(tmp_path: Path, line: str, s
     assert not list((tmp_path / "cache").glob("*.bin"))
 
 
+def turns(*marks: dict[str, Any]) -> dict[str, Any]:
+    """A conversation of a question and an answer for each table of keys beside role and content."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "brief"}]
+    for number, keys in enumerate(marks):
+        messages.append({"role": "user", "content": f"q{number}"})
+        messages.append({"role": "assistant", "content": f"a{number}", **keys})
+    return {"messages": messages}
+
+
+def answers_of(path: Path, **changes: Any) -> list[str]:
+    """The text that is learned of each training conversation."""
+    run = path.with_name(f"run {Path(changes.get('template', '')).stem}")
+    data = source(path, **changes).build(run, 400, 0)
+    return [answers.replace("<|im_end|>\n", ";") for _, answers in documents(data.train)]
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "training", "trainable", "loss_mask"])
+@pytest.mark.parametrize(("no", "yes"), [(0, 1), (0.0, 1.0), (False, True)])
+def test_a_turn_that_its_key_takes_out_is_not_learned(
+    tmp_path: Path, key: str, no: object, yes: object
+) -> None:
+    talks = [
+        turns({key: no}, {key: yes}, {key: no}, {}),
+        turns({key: None}, {key: no}),
+        turns({key: no}, {}, {key: yes, "name": "b"}),
+    ]
+    learned = ["a1;a3;", "a0;", "a1;a2;"] * 3
+    assert answers_of(write(tmp_path / "a.jsonl", talks * 4)) == learned
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(talks * 4), tmp_path / "a.parquet")
+    assert answers_of(tmp_path / "a.parquet") == learned
+
+
+def test_a_conversation_of_which_nothing_is_learned_is_left_out(tmp_path: Path) -> None:
+    talks = [turns({"weight": 0}), turns({}), turns({"weight": 0}, {"train": False})] * 4
+    assert answers_of(write(tmp_path / "a.jsonl", talks)) == ["a0;"] * 3
+    with pytest.raises(
+        DataError, match=r"no answer lies within .* of those that are to be learned"
+    ):
+        answers_of(write(tmp_path / "b.jsonl", [turns({"weight": 0})] * 4))
+
+
+def test_marked_answers_and_answers_in_a_row_are_taken_out(tmp_path: Path) -> None:
+    tools = [
+        {"role": "system", "content": "s", "weight": 0},
+        {"role": "user", "content": "q", "trainable": False},
+        {"role": "assistant", "content": "call", "weight": 0},
+        {"role": "tool", "content": "4", "loss_mask": 0},
+        {"role": "assistant", "content": " it is four ", "weight": 0},
+        {"role": "assistant", "content": "four"},
+    ]
+    path = write(tmp_path / "a.jsonl", [{"messages": tools}] * 4)
+    assert answers_of(path) == ["four;"] * 3
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }};{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert answers_of(path, template=str(tmp_path / "own.jinja")) == ["four;"] * 3
+    (tmp_path / "one.jinja").write_text(
+        "{% generation %}{% for m in messages %}{{ m.content }};{% endfor %}{% endgeneration %}"
+    )
+    with pytest.raises(DataError, match=r"line 1: .*learned and others that are not as one"):
+        answers_of(path, template=str(tmp_path / "one.jinja"))
+
+
+NOTES = {
+    **{"name": "bob", "id": 7, "timestamp": 1.5, "createdAt": "today", "parent_message_id": None},
+    **{"model": "x", "metadata": {"a": [1]}, "toxic": False, "token_count": 0, "tool_calls": []},
+}
+
+
+def test_keys_that_no_template_reads_change_nothing(tmp_path: Path) -> None:
+    assert answers_of(write(tmp_path / "a.jsonl", [turns(NOTES)] * 4)) == ["a0;"] * 3
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}{% if m.name %} ({{ m.name }}){% endif %}: "
+        "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    with pytest.raises(DataError, match=r"line 1: .*own\.jinja writes other text where .* name"):
+        answers_of(tmp_path / "a.jsonl", template=str(tmp_path / "own.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("role", "keys", "said"),
+    [
+        ("assistant", {"weight": 0.5}, 'message 1 has "weight": 0.5, and a message is learned'),
+        ("assistant", {"loss": "no"}, "message 1 has \"loss\": 'no', and"),
+        ("assistant", {"loss_mask": [0, 1]}, r'message 1 has "loss_mask": \[0, 1\], and'),
+        ("assistant", {"weight": 1, "train": False}, '"weight": 1, "train": False: nobody says'),
+        ("assistant", {"masked": False}, "message 1 has 'masked', which is not supported"),
+        ("assistant", {"reasoning_content": "hm"}, "has 'reasoning_content', which is not"),
+        ("user", {"weight": 1}, 'message 1, of the role "user", has "weight", as if it were'),
+    ],
+)
+def test_a_key_that_cannot_be_obeyed_is_refused_by_name(
+    tmp_path: Path, role: str, keys: dict[str, Any], said: str
+) -> None:
+    other = {"role": role, "content": "x", **keys}
+    record = {"messages": [other, *TALKS[0]["messages"]]}
+    with pytest.raises(DataError, match=f"line 1: .*{said}"):
+        answers_of(write(tmp_path / "a.jsonl", [record, *TALKS]))
+
+
+def test_a_weight_of_a_whole_record_is_refused_unless_it_is_one(tmp_path: Path) -> None:
+    answers_of(write(tmp_path / "a.jsonl", [record | {"weight": 1.0} for record in TALKS]))
+    with pytest.raises(DataError, match='line 2: it has "weight" beside "messages"'):
+        answers_of(write(tmp_path / "b.jsonl", [TALKS[0], TALKS[1] | {"weight": 0}]))
+
+
 def in_parquet(path: Path) -> None:
     rows = [{"tools": None, "system": ""} | record for record in TALKS]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)

@@ -5,7 +5,7 @@ it the answers; what is refused is refused with its reason.
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,13 @@ class Pair:
         text: transformers' text; None: it refuses the conversation.
         marks: characters [start, end) that its `{% generation %}` marks.
         learned: what is learned; text: why it is refused.
+        without: what is learned without each of the answers.
     """
 
     text: str | None
     marks: list[tuple[int, int]]
     learned: Conversation | str
+    without: list[Conversation] = field(default_factory=list)
 
 
 def pairs_of(source: str, finder: AnswerFinder) -> dict[str, Pair]:
@@ -106,11 +108,17 @@ def pairs_of(source: str, finder: AnswerFinder) -> dict[str, Pair]:
             marks = [tuple(span) for span in (spans or [[]])[0]]
         except TemplateError:
             pass
+        without = []
         try:
             learned = finder.find(messages)
+            without = [
+                finder.without(learned, messages, {number})
+                for number, message in enumerate(messages)
+                if message["role"] == "assistant"
+            ]
         except ValueError as error:
             learned = str(error)
-        pairs[name] = Pair(text, marks, learned)
+        pairs[name] = Pair(text, marks, learned, without)
     return pairs
 
 
@@ -215,3 +223,15 @@ def test_every_answer_is_learned_whole(table: Mapping[tuple[str, str], Pair]) ->
                 other["content"] for other in CONVERSATIONS[key[1]] if other["role"] == "assistant"
             }:
                 assert not words or words not in text, key
+
+
+def test_each_answer_can_be_left_out_alone(table: Mapping[tuple[str, str], Pair]) -> None:
+    for key, pair in table.items():
+        if not isinstance(pair.learned, Conversation):
+            continue
+        left_out = [set(pair.learned.answers) - set(part.answers) for part in pair.without]
+        answers = [message for message in CONVERSATIONS[key[1]] if message["role"] == "assistant"]
+        assert sorted(span for spans in left_out for span in spans) == [*pair.learned.answers], key
+        for message, spans in zip(answers, left_out, strict=True):
+            text = "".join(pair.learned.text[start:end] for start, end in sorted(spans))
+            assert message["content"].split("</think>")[-1].strip() in text, key
