@@ -23,7 +23,7 @@ class PublishedFigure:
     Args:
         what: the quantity that was measured.
         published: the value of the paper, with its unit.
-        here: the value of scripts/published_figures.py; None: nothing here computes it.
+        here: the value of scripts/paper/published_figures.py; None: nothing here computes it.
     """
 
     what: str

@@ -22,7 +22,7 @@ SNIPPET = re.compile(
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
-        "draw_numerics", ROOT / "scripts" / "draw_numerics.py"
+        "draw_numerics", ROOT / "scripts" / "paper" / "draw_numerics.py"
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

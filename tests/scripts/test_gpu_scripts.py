@@ -200,7 +200,7 @@ def test_block_scaled_products_are_compared_as_on_a_gpu(monkeypatch: pytest.Monk
     assert len(names) >= 8
 
 
-TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.glob("*.py"))}
+TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.rglob("*.py"))}
 PROGRAMS = [
     p
     for p, text in TEXTS.items()

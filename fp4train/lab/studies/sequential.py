@@ -17,7 +17,7 @@ largest deviate of all pairs that are not yet told apart (step-down max-T, Westf
 Pairs that do not contain the reference count with `WEIGHT` times their deviate: comparisons with
 the reference come first, and one test holds for them and all others together. Where the losses of
 three and more equal candidates are skewed, their differences do not flip together exactly;
-scripts/simulate_ranking.py measures what that does: the test errs on the safe side.
+scripts/paper/simulate_ranking.py measures what that does: the test errs on the safe side.
 
 A **look** is a table: all candidates that the record of a checkpoint holds, with the forks that
 there are at that moment. More forks and other candidates make another look; the same table,

@@ -1,4 +1,4 @@
-"""The test of a gate: its errors for differences of every kind (scripts/simulate_gate.py), and what
+"""The test of a gate: its errors for differences of every kind (scripts/paper/simulate_gate.py), and what
 cannot change them.
 """
 

@@ -1,5 +1,5 @@
 """Comparisons that are looked at more than once: what they promise, by simulation
-(scripts/simulate_ranking.py).
+(scripts/paper/simulate_ranking.py).
 """
 
 import math

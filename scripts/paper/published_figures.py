@@ -1,11 +1,10 @@
 """Figures that papers give of formats and roundings, beside what fp4train's quantisers make of them, on a CPU.
 
-    python scripts/published_figures.py [--out benchmarks/published_figures.md] [--run RUN]
+    python scripts/paper/published_figures.py [--out benchmarks/published_figures.md]
 
 Prints the table, and writes it to the file. Each figure is the mean of PARTS draws, or of those of its source. The
 table says of each whether it rounds to the published one, lies as near as one draw would (half a unit of the last
-digit and two deviations of a draw), or is not reproduced, and what is known of the difference. With --run, a run
-directory, the share of the mean over tokens in x of each layer is added.
+digit and two deviations of a draw), or is not reproduced, and what is known of the difference.
 """
 
 from __future__ import annotations
@@ -27,23 +26,15 @@ from figure_measures import (
     crossover,
     e4m3_above,
     error_split,
-    float_scaled,
-    laplace,
     lossless_blocks,
-    mx,
-    normal,
     power_of_two_above,
     qsnr_gap,
-    shares_of_the_mean,
-    shrinkage,
     squared_error,
 )
 
 from fp4train.formats import get_format
 from fp4train.quantize import QuantSpec
 
-EARLIER = "an earlier script of this project"
-"""The source of figures that no paper gives: made with other code, before that of this package."""
 COTCODEC = "cotcodec, crest_prediction.py"
 """A script of github.com/Kevin-Liu-01/cotcodec, and its record."""
 ALTO = "ALTO, Table 1"
@@ -113,25 +104,10 @@ def result(figure: Figure) -> Result:
     return Result(figure=figure, here=fmean(draws), deviation=deviation)
 
 
-def by_block(shares: Sequence[tuple[str, float]]) -> list[str]:
-    """Shares of layers as a table, a row for each block; layers that read the same x once."""
-    table: dict[str, dict[str, float]] = {}
-    for name, share in shares:
-        block, _, layer = name.removeprefix("blocks.").partition(".")
-        row = table.setdefault(block, {})
-        if share not in row.values():
-            row[layer] = share
-    columns = list(dict.fromkeys(layer for row in table.values() for layer in row))
-    lines = [f"| block | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for block, row in table.items():
-        cells = [f"{row[layer]:.1f} %" if layer in row else "" for layer in columns]
-        lines.append(f"| {block} | {' | '.join(cells)} |")
-    return lines
-
-
 def figures() -> list[Figure]:
     """All of them, in the order of the table."""
     rows = AltoTable()
+    stochastic = QuantSpec(rounding="stochastic")
     four_over_six = QuantSpec(four_over_six="mse", global_bound=256)
     return [
         *(
@@ -141,58 +117,15 @@ def figures() -> list[Figure]:
                 published=published,
                 digits=1,
                 unit="e-3",
-                measure=squared_error(normal, spec),
+                measure=squared_error(spec),
             )
             for what, published, spec in (
                 ("1×16 nearest", 9.0, QuantSpec()),
                 ("four over six, MSE, bound 256", 7.6, four_over_six),
                 ("four over six, MAE, bound 256", 7.8, replace(four_over_six, four_over_six="mae")),
                 ("16×16 nearest", 12.4, QuantSpec(block=(16, 16))),
-                ("1×16 stochastic", 18.8, QuantSpec(rounding="stochastic")),
-            )
-        ),
-        Figure(
-            source="2601.22813",
-            what="MSE of N(0, 1), 1×16 stochastic, guard 16/17",
-            published=23.5,
-            digits=1,
-            unit="e-3",
-            measure=squared_error(normal, QuantSpec(rounding="stochastic", guard=16 / 17)),
-        ),
-        *(
-            Figure(
-                source=EARLIER,
-                what=f"MSE of {element.upper()}, float32 scale per 16, {name}",
-                published=published,
-                digits=digits,
-                unit="e-3",
-                measure=squared_error(draw, float_scaled(element, 16)),
-            )
-            for element, name, published, digits, draw in (
-                ("int4", "N(0, 1)", 7.26, 2, normal),
-                ("e2m1", "N(0, 1)", 8.86, 2, normal),
-                ("int4", "Laplace", 20.4, 1, laplace),
-                ("e2m1", "Laplace", 16.6, 1, laplace),
-            )
-        ),
-        *(
-            Figure(
-                source=EARLIER,
-                what=f"shrinkage of N(0, 1), {what}",
-                published=published,
-                digits=2,
-                unit=" %",
-                measure=shrinkage(spec),
-            )
-            for what, published, spec in (
-                ("E2M1, float32 scale per 16", -0.42, float_scaled("e2m1", 16)),
-                ("INT4, float32 scale per 16", 0.06, float_scaled("int4", 16)),
-                ("NVFP4 1×16", -0.45, QuantSpec()),
-                ("NVFP4 16×16", -0.92, QuantSpec(block=(16, 16))),
-                ("four over six", -0.34, four_over_six),
-                ("MXFP4 rceil", -0.99, mx("e2m1", 32, "rceil")),
-                ("MXFP4 even", -1.02, mx("e2m1", 32, "even")),
-                ("MXFP4 floor", -1.95, mx("e2m1", 32, "floor")),
+                ("1×16 stochastic", 18.8, stochastic),
+                ("1×16 stochastic, guard 16/17", 23.5, replace(stochastic, guard=16 / 17)),
             )
         ),
         *(
@@ -301,28 +234,18 @@ def table(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def _counts(results: Sequence[Result]) -> str:
-    """ "Of 26 figures 17 round to the published one, …"."""
+def report(results: Sequence[Result]) -> str:
     verdicts = Counter(entry.verdict for entry in results)
-    return (
-        f"{len(results)} figures: {verdicts[ROUNDED]} round to the published one, {verdicts[SCATTER]} more lie within "
-        f"the scatter of a draw, {verdicts[MISSED]} are not reproduced"
-    )
-
-
-def report(results: Sequence[Result], run: Path | None) -> str:
-    published = [entry for entry in results if entry.figure.source != EARLIER]
-    earlier = [entry for entry in results if entry.figure.source == EARLIER]
     lines = [
         "# Published figures",
         "",
-        f"By `python scripts/published_figures.py` on a CPU: the mean of {PARTS} draws of 1024 × 1024 values, or of "
-        "the draws of the source where its program says them (cotcodec); ± is the standard deviation of a draw. "
+        f"By `python scripts/paper/published_figures.py` on a CPU: the mean of {PARTS} draws of 1024 × 1024 values, or "
+        "of the draws of the source where its program says them (cotcodec); ± is the standard deviation of a draw. "
         "The published ones are draws, too, so beside those that round to the same digits the table tells which "
         f"lie within half a unit of the last digit and {DEVIATIONS} deviations.",
         "",
-        f"- Papers and programs, {_counts(published)}.",
-        f"- {EARLIER[0].upper()}{EARLIER[1:]}, {_counts(earlier)}.",
+        f"{len(results)} figures: {verdicts[ROUNDED]} round to the published one, {verdicts[SCATTER]} more lie within "
+        f"the scatter of a draw, {verdicts[MISSED]} are not reproduced.",
         "",
         *table(results),
         "",
@@ -341,16 +264,6 @@ def report(results: Sequence[Result], run: Path | None) -> str:
     for rounding in ("rceil", "even", "floor"):
         shares = " | ".join(f"{share:.1f} %" for share in error_split(rounding))
         lines.append(f"| {rounding} | {shares} |")
-    if run is not None:
-        lines += [
-            "",
-            "## The share of the mean",
-            "",
-            f"The part of the energy of x that its mean over the tokens of a batch has "
-            f"([2603.10444](https://arxiv.org/abs/2603.10444)), in {run.name}, at its newest checkpoint.",
-            "",
-            *by_block(shares_of_the_mean(run)),
-        ]
     return "\n".join(lines) + "\n"
 
 
@@ -359,9 +272,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/published_figures.md"))
-    parser.add_argument("--run", type=Path)
     args = parser.parse_args()
-    text = report([result(figure) for figure in figures()], args.run)
+    text = report([result(figure) for figure in figures()])
     print(text)
     args.out.write_text(text, encoding="utf-8")
 

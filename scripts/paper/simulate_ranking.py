@@ -1,6 +1,6 @@
 """Simulate `fp4train rank` without training, and print what its tests promise: false findings, power, intervals.
 
-    python scripts/simulate_ranking.py [--trials 1000] [--parts errors asking power found t spread]
+    python scripts/paper/simulate_ranking.py [--trials 1000] [--parts errors asking power found t spread]
 
 The tests are those of the package (`sequential.compare`, `looks.Looks`); the losses are drawn. A fork has what its seed
 does to all candidates, and noise of its own by candidate: Gaussian, lognormal, exponential, or small with a large spike

@@ -1,6 +1,6 @@
 """Draw the pictures of docs/numerics.md with the package's own quantisers.
 
-    python scripts/draw_numerics.py [DIRECTORY]
+    python scripts/paper/draw_numerics.py [DIRECTORY]
 
     e2m1_grid.png            the fifteen values of E2M1, rounding to nearest, and the relative error
     stochastic_rounding.png  the mean of many roundings, the bias of a clipped block maximum, and the guarded scale
@@ -30,7 +30,7 @@ from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, random_b
 from fp4train.quantize.rounding import round_to_values
 from fp4train.quantize.transform import transform
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 MAGNITUDES = value_table(E2M1)[:8]
 GUARD = 16 / 17
 

@@ -1,6 +1,6 @@
 """What a Markov model of DNA reaches on the bases that a run holds out: nats per base, by the order of the model.
 
-    python scripts/markov_entropy.py FASTA [--orders 0 2 5 8 10] [--val 0.05] [--run RUN --picture FILE.png]
+    python scripts/paper/markov_entropy.py FASTA [--orders 0 2 5 8 10] [--val 0.05] [--run RUN --picture FILE.png]
 
 The bases are those of `data=dna data.path=FASTA data.val=…` with its other defaults. A model of order k counts in the
 training bases which letter follows each k letters, with half a count for each letter that it has not seen there

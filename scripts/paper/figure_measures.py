@@ -1,4 +1,4 @@
-"""Measures of formats, roundings and recipes on drawn values, for scripts/published_figures.py.
+"""Measures of formats, roundings and recipes on drawn values, for scripts/paper/published_figures.py.
 
 Most take what they measure, and give a function of the seed of a draw.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,16 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train import checkpoint
 from fp4train.config.binding import bind
 from fp4train.config.composition import named
 from fp4train.formats import ElementFormat, e8m0_decode, e8m0_encode, get_format, get_scale_format
-from fp4train.lab.studies import open_checkpoint
 from fp4train.precision import Custom, LayerPolicy, Operands, Recipe
 from fp4train.quantize import Quantized, QuantSpec, RandomKey, quantize
 from fp4train.quantize.rounding import round_to_values
-from fp4train.run.evaluate import microbatch_losses
-from fp4train.run.record.directory import CHECKPOINTS
 
 PARTS = 4
 """Draws of a figure."""
@@ -38,12 +33,6 @@ def generator(seed: int) -> torch.Generator:
 
 def normal(seed: int) -> Tensor:
     return torch.randn(SHAPE, generator=generator(seed))
-
-
-def laplace(seed: int) -> Tensor:
-    """Values of the Laplace distribution with mean |x| of 1."""
-    uniform = torch.rand(SHAPE, generator=generator(seed), dtype=torch.float64) - 0.5
-    return (-uniform.sign() * torch.log1p(-2 * uniform.abs())).float()
 
 
 def mx(element: str, columns: int, rounding: str) -> QuantSpec:
@@ -66,23 +55,12 @@ def values(x: Tensor, spec: QuantSpec, seed: int = 0) -> Tensor:
     return quantize(x, spec, key=key).dequantize()
 
 
-def squared_error(draw: Callable[[int], Tensor], spec: QuantSpec) -> Callable[[int], float]:
-    """Mean squared error, in thousandths."""
+def squared_error(spec: QuantSpec) -> Callable[[int], float]:
+    """Mean squared error of N(0, 1), in thousandths."""
 
     def measure(seed: int) -> float:
-        x = draw(seed)
+        x = normal(seed)
         return 1e3 * (values(x, spec, seed) - x).square().mean().item()
-
-    return measure
-
-
-def shrinkage(spec: QuantSpec) -> Callable[[int], float]:
-    """⟨x, q⟩ / ⟨x, x⟩ − 1 of N(0, 1), in percent."""
-
-    def measure(seed: int) -> float:
-        x = normal(seed).double()
-        q = values(normal(seed), spec).double()
-        return float(100 * ((x * q).sum() / x.square().sum() - 1))
 
     return measure
 
@@ -335,50 +313,17 @@ def decibels(here: Tensor, high: Tensor) -> float:
     return 10 * math.log10(here.float().square().sum() / noise)
 
 
-def error_split(rounding: str, x: Tensor | None = None) -> list[float]:
+def error_split(rounding: str) -> list[float]:
     """The parts of MXFP4's error: the power of two, the dead zone and the grid, as shares of its
-    energy in percent, which add up to 100.
+    energy on N(0, 1) in percent, which add up to 100.
 
     The dead zone and the grid are the error under a float32 scale that maps a block's maximum to 6,
     of the elements that become zero and of the others; the power of two is what is left.
-
-    Args:
-        x: what is quantised; None: N(0, 1).
     """
-    if x is None:
-        x = torch.cat([normal(seed) for seed in range(PARTS)])
+    x = torch.cat([normal(seed) for seed in range(PARTS)])
     energy = (values(x, mx("e2m1", 32, rounding)) - x).square().sum()
     exact = values(x, float_scaled("e2m1", 32))
     error = (exact - x).square()
     zero = 100 * (error[exact == 0].sum() / energy).item()
     grid = 100 * (error[exact != 0].sum() / energy).item()
     return [100 - zero - grid, zero, grid]
-
-
-def share_of_the_mean(x: Tensor) -> float:
-    """The part of the energy of x [M, K] that its mean over M has, in percent."""
-    return 100 * (x.mean(0).square().sum() / x.square().sum(1).mean()).item()
-
-
-def shares_of_the_mean(run: Path) -> list[tuple[str, float]]:
-    """Layer → the part of the energy of x, of a validation batch, that its mean over tokens has, in
-    percent.
-    """
-    subject = open_checkpoint(run, checkpoint.steps(run / CHECKPOINTS)[-1])
-    shares: dict[str, float] = {}
-
-    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            x = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float()
-            shares.setdefault(name, share_of_the_mean(x))
-
-        return record
-
-    handles = [
-        subject.run.model.get_submodule(name).register_forward_hook(recorder(name))
-        for name in subject.run.layers
-    ]
-    microbatch_losses(subject.run, subject.run.plan.stretches[0])
-    for handle in handles:
-        handle.remove()
-    return list(shares.items())

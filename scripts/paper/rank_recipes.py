@@ -1,6 +1,6 @@
 """Rank recipes on checkpoints of small models, and write the tables to benchmarks/recipe_ranking.md.
 
-    python scripts/rank_recipes.py [--runs runs] [--out FILE.md] [--cases CASE…] [--bases N] [--ledger]
+    python scripts/paper/rank_recipes.py [--runs runs] [--out FILE.md] [--cases CASE…] [--bases N] [--ledger]
         [words of `fp4train rank`]
 
 With --ledger the candidates are BF16, MXFP8 and the recipes of `fp4train recipes` but those of LEFT_OUT.
@@ -120,8 +120,8 @@ CASES = (
 INTRODUCTION = """# Ranking of the recipes
 
 Paired forks (`fp4train rank`, [docs/ranking.md](../docs/ranking.md)) of the default model, 1.2 M parameters: validation
-loss in the recipe minus that of BF16, in nats per token. By `python scripts/rank_recipes.py{words}` on {machine}, torch
-{torch}.
+loss in the recipe minus that of BF16, in nats per token. By `python scripts/paper/rank_recipes.py{words}` on {machine},
+torch {torch}.
 
 What it shows: which formats cost how much on these checkpoints in {steps} steps. What it cannot show: techniques that
 matter at 12 B parameters and a trillion tokens are not told apart at this size, and what adds up over a long run is not

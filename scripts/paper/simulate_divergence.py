@@ -1,6 +1,6 @@
 """False alarms of the divergence rule on simulated losses that fall from 5.5 to 1.5 nats, by kind.
 
-    python scripts/simulate_divergence.py [RUNS]         # of 2,000 steps each; the default is 500
+    python scripts/paper/simulate_divergence.py [RUNS]         # of 2,000 steps each; the default is 500
 
 Prints a table in Markdown: of each kind of noise, spikes, and changes of phase and of rate, in how
 many runs the rule of `run/supervise/loss_history.py` tells a divergence.

@@ -1,6 +1,6 @@
 """Simulate `fp4train gate` without training, and print what its test promises: both errors, number of forks.
 
-    python scripts/simulate_gate.py [--trials 2000] [--parts errors checkpoints dependent forks]
+    python scripts/paper/simulate_gate.py [--trials 2000] [--parts errors checkpoints dependent forks]
 
 The test is that of the package (`betting.decisions`), with the default bound of ten margins; differences are drawn. A
 sequence of 300 pairs is looked at after every pair: a verdict that falls at any time counts. Differences have the mean
