@@ -14,9 +14,8 @@ not match its JSON is built anew. One that belongs to another user is not read, 
 user's own is made beside it, as HASH-UID.
 
 A token file that somebody else keeps, and that may be read-only, is read once per run: its digest
-is kept in the run's directory with the size, the time of the last change and the inode of the file,
-and read anew where one of them differs. Reading runs at the speed of the disk, or of SHA-256, 0.3
-to 2 GB/s per core.
+is kept in the run's directory with the stamp of the file (`stored.py`), and read anew where that
+differs. Reading runs at the speed of the disk, or of SHA-256, 0.3 to 2 GB/s per core.
 """
 
 import errno
@@ -259,7 +258,7 @@ def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]
     on_disk = dict(kept)
     for file in token_files:
         name = str(file.path.resolve())
-        stamp = dict(zip(("bytes", "changed", "inode"), file.stamp, strict=True))
+        stamp = dict(zip(("bytes", "written", "inode", "changed"), file.stamp, strict=True))
         entry = kept.get(name)
         if isinstance(entry, dict) and stamp.items() <= entry.items() and "sha256" in entry:
             file.digest = str(entry["sha256"])

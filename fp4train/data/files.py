@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fp4train.data.compressed import plain_name, unpacked
 from fp4train.data.containers import HEAD, TAIL, container
+from fp4train.data.stored import Stamp, stamp_of
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.text import first_few, nearest
@@ -357,16 +358,14 @@ _KINDS = (
 )
 
 
-def stamp(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of each file: what tokenised data is known by without reading
-    the files again.
+def stamp(paths: Sequence[Path]) -> list[tuple[str, Stamp]]:
+    """Name and stamp of each file: what tokenised data is known by without reading the files
+    again.
     """
     with data_errors(
         OSError, message=lambda error: f"{error.filename} cannot be read: {error.strerror}"
     ):
-        return [
-            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths
-        ]
+        return [(str(path.resolve()), stamp_of(path.stat())) for path in paths]
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:

@@ -7,7 +7,7 @@ the file was when it was opened:
 | file | compared |
 |---|---|
 | an entry of the token cache | the CRC-32 of each `BLOCK` that is read, with that of when all of it was checked |
-| a token file of the user's | size and time of change after each read; where they differ, the digest of all of it |
+| a token file of the user's | its stamp after each read; where it differs, the digest of all of it |
 """
 
 import os
@@ -129,8 +129,14 @@ def checksums(data: bytes | memoryview) -> npt.NDArray[np.uint32]:
     )
 
 
-Stamp = tuple[int, int, int]
-"""Size, time of change and inode."""
+Stamp = tuple[int, int, int, int]
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """Size, time of the last write, inode and time of any change of a file: another file, or other
+    bytes whose time was set back, have another one.
+    """
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
 
 
 @dataclass(eq=False)
@@ -149,8 +155,7 @@ class WatchedFile(IdFile):
         self.stamp = self._stamp()
 
     def _stamp(self) -> Stamp:
-        status = os.fstat(self.descriptor)
-        return status.st_size, status.st_mtime_ns, status.st_ino
+        return stamp_of(os.fstat(self.descriptor))
 
     def checked(self, first: int, size: int) -> bytes:
         data = self.raw(first, size)

@@ -1,7 +1,7 @@
 """`data=text data.path=FILE_OR_FOLDER`: UTF-8 text files, one document per file, in the order of
 their names.
 
-Tokenised once into the cache, known there by the files' names, sizes and times of change.
+Tokenised once into the cache, known there by the files' names and stamps (`stored.py`).
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ from fp4train.data.tokens import Borders, TokenData, check_val, hold_out, token_
 from fp4train.errors import DataError
 from fp4train.paths import CacheFolder, DataPaths
 
-SUFFIXES = (".bin", ".npy")
+SUFFIXES = (".bin", ".npy", ".ds")
 """Of the files of a folder that are read."""
 
 
@@ -109,7 +109,7 @@ class Tokens:
                     "it out"
                 )
             return table_ids(files, self.column, self.vocab_size, self.cache_dir)
-        return StoredIds([open_tokens(file, self.dtype, key) for file in files])
+        return StoredIds([open_tokens(file, self.dtype, self.vocab_size, key) for file in files])
 
 
 def _token_files(named: Sequence[str], key: str) -> list[Path]:

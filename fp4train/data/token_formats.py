@@ -7,7 +7,11 @@ r"""What token files say of themselves.
 | Megatron | PREFIX.bin: raw ids; PREFIX.idx: `MMIDIDX`, 2 zero bytes, uint64 version = 1, uint8 code of the type, \
 uint64 number of sequences n, uint64 number of documents m, int32 lengths [n], int64 offsets [n],
 int64 documents [m] |
+| datatrove | FILE.ds: raw ids; FILE.ds.metadata: TOKENIZER`|`bytes of an id, in the next line the number of ids |
 | nanoGPT, OLMo, dolma | raw ids, whatever the file is called |
+
+Raw ids of which nothing says the type are uint16 where the vocabulary fits into it, else uint32; they
+are refused where every second one is far smaller than the others, as halves of a wider type are.
 
 All but NumPy's, which says it itself, are little-endian. Megatron's sequences lie one after another
 in the .bin file, so that the stream is the file itself. A header is believed where the file has the
@@ -42,6 +46,8 @@ LLMC_OTHERS = {
     20240522: "questions of an evaluation",
 }
 LENGTHS_AT_ONCE = 1 << 20
+_FAR = 16
+"""How many times larger the low half of an id is than its high half, at the largest of many ids."""
 _WRITE_RAW = "Write its ids as a raw array: numpy.asarray(ids, dtype='uint32').tofile('train.bin')"
 
 
@@ -54,11 +60,11 @@ class IdLayout:
     count: int | None = None
 
 
-def open_tokens(path: Path, dtype: str | None, key: str) -> WatchedFile:
+def open_tokens(path: Path, dtype: str | None, vocab_size: int, key: str) -> WatchedFile:
     """The ids of a token file of any of the formats.
 
     Args:
-        dtype: type of the ids of a file that does not say it; None: uint16.
+        dtype: type of the ids of a file that does not say it; None: that of the vocabulary.
 
     Raises:
         DataError: it is no token file, or not as its header says.
@@ -86,7 +92,10 @@ def open_tokens(path: Path, dtype: str | None, key: str) -> WatchedFile:
             "data.dtype out."
         )
     file.untyped = layout.dtype is None
-    file.dtype = layout.dtype or np.dtype(dtype or "uint16").newbyteorder("<")
+    unsaid = dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")
+    file.dtype = layout.dtype or np.dtype(unsaid).newbyteorder("<")
+    if file.untyped and dtype is None:
+        _check_width(file)
     file.offset = layout.offset
     ids, remainder = divmod(size - layout.offset, file.dtype.itemsize)
     file.count = ids if layout.count is None else layout.count
@@ -106,6 +115,9 @@ def _layout(path: Path, head: bytes, size: int) -> IdLayout | None:
         return _numpy_layout(path, size)
     if (index := path.with_suffix(".idx")).is_file():
         return IdLayout(np.dtype(_megatron_dtype(index, size)).newbyteorder("<"), 0)
+    metadata = path.with_name(f"{path.name}.metadata")
+    if path.suffix == ".ds" and metadata.is_file():
+        return IdLayout(np.dtype(f"<u{_datatrove_width(metadata, size)}"), 0)
     if len(head) < 12:
         return None
     magic, version, tokens = struct.unpack("<iii", head[:12])
@@ -216,6 +228,20 @@ def _megatron_dtype(index: Path, size: int) -> str:
     return MEGATRON_CODES[code]
 
 
+def _datatrove_width(metadata: Path, size: int) -> int:
+    """The bytes of an id, checked against the size of the token file."""
+    with data_errors(OSError, ValueError, before=f"{metadata} cannot be read: "):
+        first, count, *_ = metadata.read_text(encoding="utf-8").split("\n")
+        width = size // max(int(count), 1)
+    said = first.rpartition("|")[2]
+    if width not in (2, 4) or width * int(count) != size or said not in (first, str(width)):
+        raise DataError(
+            f"{metadata} counts {count} ids ({first}), but the file beside it has {size:,} bytes: "
+            "one of the two is cut off or belongs to another"
+        )
+    return width
+
+
 def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str | None) -> None:
     """Refuse what is no raw array of ids.
 
@@ -245,22 +271,34 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
             f"{path} is text, no array of token ids. data=text data.path={path} reads text, "
             "and data.dtype=uint8 takes each byte as an id"
         )
-    halves = np.frombuffer(head[: len(head) // 8 * 8], "<u2").reshape(-1, 4)
-    if dtype is not None or len(halves) < 16:
+
+
+def _check_width(file: WatchedFile) -> None:
+    """Refuse ids that are halves of wider ones: at the beginning, in the middle and at the end
+    every second one is far smaller than the others.
+    """
+    size = file.count
+    starts = (0, size // 16 * 8, max(size - HEAD, 0) // 8 * 8)
+    head = b"".join(file.raw(start, min(HEAD, size - start) // 8 * 8) for start in starts)
+    ids = np.frombuffer(head, file.dtype)
+    if len(ids) < 3 * 64:
         return
-    low = halves[:, 0::2].any()
-    high = halves[:, 1::2].any()
-    if high and not low:
-        likely = ">u4" if halves[:, 1].any() else ">i8"
+    name = file.dtype.name
+    first, second = (int(ids[place::2].max()) for place in (0, 1))
+    least = min(first, second)
+    small = f"{file.path}: every second {name} is {f'at most {least}' if least else 0}"
+    quads = np.frombuffer(head, "<u2").reshape(-1, 4)
+    if second and first <= second // _FAR:
+        likely = ">u4" if quads[:, 1].any() else ">i8"
         raise DataError(
-            f"{path}: every second uint16 is 0, the first among them, as in an array of "
+            f"{small}, the first among them, as in an array of "
             f"{np.dtype(likely).name} whose high bytes come first. Write its ids with the low "
-            f"bytes first: numpy.fromfile('{path.name}', '{likely}').astype('<u4')"
-            ".tofile('train.bin'). data.dtype=uint16 takes it as it is"
+            f"bytes first: numpy.fromfile('{file.path.name}', '{likely}').astype('<u4')"
+            f".tofile('train.bin'). data.dtype={name} takes it as it is"
         )
-    if low and not high:
-        likely = "uint32" if halves[:, 2].any() else "int64"
+    if first and second <= first // _FAR:
+        likely = "uint32" if quads[:, 2].any() else "int64"
         raise DataError(
-            f"{path}: every second uint16 is 0, as in an array of {likely}: give its type, "
-            f"data.dtype={likely}, or data.dtype=uint16 if that is right"
+            f"{small}, as in an array of {likely}: give its type, "
+            f"data.dtype={likely}, or data.dtype={name} if that is right"
         )

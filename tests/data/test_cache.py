@@ -17,8 +17,9 @@ LINES = "".join(f"line {number} of the text, and what it says\n" for number in r
 
 
 def build(folder: Path) -> TokenData:
-    (folder / "a.txt").write_text(LINES)
-    os.utime(folder / "a.txt", ns=(1, 1))
+    if not (folder / "a.txt").exists():
+        (folder / "a.txt").write_text(LINES)
+        os.utime(folder / "a.txt", ns=(1, 1))
     return Text(path=str(folder / "a.txt"), cache_dir=str(folder / "cache")).build(
         folder / "run", 64, 0
     )
@@ -69,6 +70,22 @@ def test_a_row_that_is_read_is_the_text_that_was_tokenised_or_an_error(
             assert np.array_equal(loader.rows(position, 1)[0][0], good[position])
     path.write_bytes(before)
     assert len(build(folder).train) == size
+
+
+@pytest.mark.parametrize("way", ["written in place", "put in its place"])
+def test_another_text_of_equal_path_size_and_time_is_tokenised_anew(
+    tmp_path: Path, way: str
+) -> None:
+    old = build(tmp_path)
+    text = tmp_path / "a.txt"
+    if way == "put in its place":
+        text.rename(tmp_path / "old.txt")
+    text.write_text(LINES.upper())
+    os.utime(text, ns=(1, 1))
+    new = build(tmp_path)
+    assert new.fingerprint != old.fingerprint
+    assert build(tmp_path).fingerprint == new.fingerprint
+    assert len(list((tmp_path / "cache").glob("*.bin"))) == 2
 
 
 @pytest.mark.parametrize("left", [0, 1, BLOCK - 1, BLOCK, 100_000])

@@ -91,7 +91,7 @@ def test_empty_files_missing_files_and_folders_are_refused(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"Did you mean .*train\.bin\?"):
         build(tmp_path / "trains.bin")
     with pytest.raises(
-        DataError, match=r"every file in it with one of the suffixes \.bin, \.npy is empty"
+        DataError, match=r"every file in it with one of the suffixes \.bin, \.npy, \.ds is empty"
     ):
         build(tmp_path)
     with pytest.raises(DataError, match=r"data\.val_path=.* does not exist"):
@@ -180,12 +180,14 @@ def test_one_changed_token_anywhere_gives_another_fingerprint(tmp_path: Path) ->
     path = tmp_path / "train.bin"
     ids = np.arange(200_000, dtype=np.uint16) % 500
     ids.tofile(path)
+    os.utime(path, ns=(1, 1))
     first = build(path).fingerprint
     assert build(path).fingerprint == first
     for place in (70, 100_001, 199_990):
         changed = ids.copy()
         changed[place] ^= 1
         changed.tofile(path)
+        os.utime(path, ns=(1, 1))
         assert build(path).fingerprint != first, f"token {place}"
 
 

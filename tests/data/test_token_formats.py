@@ -423,6 +423,60 @@ def test_ids_whose_high_bytes_come_first_are_not_taken_for_uint16_unasked(
     assert len(as_asked) == np.dtype(dtype).itemsize // 2 * len(IDS)
 
 
+LARGE = np.random.default_rng(2).integers(0, 100_278, 300_000)
+
+
+@pytest.mark.parametrize("name", ["part-0-00000.npy", "train.bin", "000_tok.ds"])
+def test_raw_ids_of_a_large_vocabulary_have_four_bytes(tmp_path: Path, name: str) -> None:
+    LARGE.astype("<u4").tofile(tmp_path / name)
+    assert np.array_equal(everything(build(tmp_path / name, vocab_size=100_278)), LARGE)
+    assert np.array_equal(everything(build(tmp_path, vocab_size=100_278)), LARGE)
+    (LARGE % 65536).astype("<u2").tofile(tmp_path / name)
+    with pytest.raises(DataError, match=r"vocabulary has 100278 ids .* or set data\.dtype"):
+        build(tmp_path / name, vocab_size=100_278)
+    (LARGE % 65535).astype("<u2").tofile(tmp_path / name)
+    assert len(everything(build(tmp_path / name, vocab_size=65536))) == len(LARGE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "said"),
+    [
+        ("<u4", 65_536, r"every second uint16 is at most 1, as in an array of uint32: .*=uint32"),
+        ("<i8", 65_536, r"every second uint16 is at most 1, as in an array of int64"),
+        ("<i8", 100_278, r"every second uint32 is 0, as in an array of int64: .*data\.dtype=int64"),
+        (">u4", 65_536, r"every second uint16 is at most 256, the first among them, .*'>u4'"),
+        (">i8", 100_278, r"every second uint32 is 0, the first among them"),
+    ],
+)
+@pytest.mark.parametrize("zeros", [0, 1 << 15], ids=["at the beginning", "behind zeros"])
+def test_ids_of_another_width_are_never_read_in_silence(
+    tmp_path: Path, dtype: str, vocab_size: int, said: str, zeros: int
+) -> None:
+    ids = np.concatenate([np.zeros(zeros, int), LARGE])
+    ids.astype(dtype).tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=said):
+        build(tmp_path / "train.bin", vocab_size=vocab_size)
+
+
+def test_metadata_of_datatrove_says_the_width(tmp_path: Path) -> None:
+    path = tmp_path / "000_tok.ds"
+    metadata = tmp_path / "000_tok.ds.metadata"
+    ids = LARGE % 500
+    ids.astype("<u4").tofile(path)
+    for text in ("gpt2|4\n300000\n300 KT", "gpt2\n300000\n300 KT"):
+        metadata.write_text(text)
+        assert np.array_equal(everything(build(path)), ids)
+    with pytest.raises(DataError, match=r"data\.dtype=uint16, but .* says that it holds uint32"):
+        build(path, dtype="uint16")
+    for text in ("gpt2|2\n300000\n", "gpt2|4\n299999\n", "gpt2|8\n150000\n", "gpt2|4\n0\n"):
+        metadata.write_text(text)
+        with pytest.raises(DataError, match=r"metadata counts \d+ ids .* has 1,200,000 bytes"):
+            build(path)
+    metadata.write_text("gpt2")
+    with pytest.raises(DataError, match=r"000_tok\.ds\.metadata cannot be read"):
+        build(path)
+
+
 def test_bytes_of_text_are_ids_where_they_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "bytes.bin").write_text("to be or not to be, " * 100)
     data = build(tmp_path / "bytes.bin", vocab_size=256, dtype="uint8", val=100)
