@@ -20,7 +20,7 @@ from torch import Tensor
 from fp4train.audit.call import ObservedCall, Product, kept, kept_or_none
 from fp4train.audit.observed import ObservedBackend, ObservedTerms
 from fp4train.audit.terms import RESIDUAL_CHANNELS
-from fp4train.audit.whole_layers import ObservedTorchLayer, observed_backend_layer
+from fp4train.audit.whole_layers import ObservedBackendLayer, ObservedTorchLayer
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.protocol import NotShownError
 from fp4train.nn.call import LayerCall
@@ -31,7 +31,6 @@ from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.terms import TermGemms
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
-from fp4train.nn.fused_norm import MadeForms
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import backward_pass
@@ -39,7 +38,6 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.shards import is_sharded
 from fp4train.text import first_line
 
-MADE_IN_CODES: Final = "a norm or a gate makes its codes"
 ADDED_TERMS: Final = "its sum is added to that of other calls"
 FUSED_ELSEWHERE: Final = "fused scales of weights that other ranks share"
 
@@ -165,7 +163,7 @@ class Observer:
         if isinstance(executor, ChannelParts):
             return ObservedParts(executor, self)
         if isinstance(executor, BackendLayer):
-            return observed_backend_layer(executor, self)
+            return ObservedBackendLayer(executor, self)
         if isinstance(executor, TorchLayer):
             observed = self._watched(ObservedTorchLayer(executor, self), executor)
         else:
@@ -197,7 +195,6 @@ class Observer:
 
     def _watched(self, observed: Any, executor: Executor) -> Any:
         runs: Any = type(executor)
-        observed.watched = True
         observed.forward = _Forward(self, observed, runs.forward)
         observed.backward = _Backward(self, observed, runs.backward)
         return observed
@@ -318,15 +315,11 @@ class Observer:
 
     def forward(self, run: Callable[..., tuple[Tensor, Saved]], *arguments: Any) -> Any:
         """Run a forward pass, and keep its tensors."""
-        executor, x_MK, w_NK, bias_N, call, *more = arguments
+        executor, x_MK, w_NK, bias_N, call = arguments
         with self.guarding():
             self._now = self.begin(executor, x_MK, w_NK, bias_N, call)
             if self._now is not None:
                 self._now.forget("fprop")  # of a pass that is recomputed
-            if self._now is not None and more and more[0] is not None:
-                self._now.x = _values_of(more[0])  # in its place is another tensor
-                if self._now.x is None:
-                    self._now.hidden["x"] = MADE_IN_CODES
         try:
             y_MN, saved = run(*arguments)
         finally:
@@ -337,7 +330,7 @@ class Observer:
                 record.y = kept(y_MN)
         return y_MN, saved
 
-    def backward(self, run: Callable[..., Gradients], *arguments: Any, **options: Any) -> Gradients:
+    def backward(self, run: Callable[..., Gradients], *arguments: Any) -> Gradients:
         """Run a backward pass, and keep its tensors."""
         executor, dy_MN, _saved, call, *more = arguments
         record = next((record for _, of, record in self._kept if of is call), None)
@@ -349,17 +342,12 @@ class Observer:
             with self.guarding():
                 record.dw_before = kept_or_none(total)
         try:
-            gradients = run(*arguments, **options)
+            gradients = run(*arguments)
         finally:
             self._now = None
         if record is not None:
             with self.guarding():
-                if len(more) > 1 and more[1] is not None:
-                    record.dy = _values_of(more[1])  # in its place is another tensor
-                    if record.dy is None:
-                        record.hidden["dy"] = MADE_IN_CODES
-                else:
-                    record.dy = kept(dy_MN)
+                record.dy = kept(dy_MN)
                 record.returned = True
                 record.dx = kept_or_none(gradients[0])
                 record.dw = kept_or_none(gradients[1] if total is None else total)
@@ -367,11 +355,6 @@ class Observer:
                     record.dw = None
                     record.unseen["wgrad"] = ADDED_TERMS
         return gradients
-
-
-def _values_of(codes_of: Any) -> Tensor | None:
-    """The values of a tensor that a norm or a gate makes in codes; None: nobody has them."""
-    return codes_of.values() if isinstance(codes_of, MadeForms) else None
 
 
 def _first_feature(executor: Executor) -> int:
@@ -395,8 +378,8 @@ class _Forward:
 class _Backward(_Forward):
     """The backward pass of an observed executor."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._observer.backward(self._run, self._executor(), *arguments, **options)
+    def __call__(self, *arguments: Any) -> Any:
+        return self._observer.backward(self._run, self._executor(), *arguments)
 
 
 class ObservedParts(ChannelParts):

@@ -8,10 +8,9 @@ dy arrives to the last product that is wanted.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,20 +27,12 @@ from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import Executor
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 
-CODES_ALONE: Final = "its x exists in codes alone, which a norm or a gate makes"
-"""Why a layer of a backend is not observed that reads a norm or gate."""
-GRADIENT_IN_CODES: Final = "its dy exists in codes alone, which a gate makes"
-"""Why a layer of a backend is not observed whose y a gate takes."""
-
 
 class CallRecorder(Protocol):
     """Keeps the record of one call of a layer (`audit.observe.Observer`)."""
 
     def guarding(self) -> AbstractContextManager[None]:
         """A context in which tensors are kept; a failure ends the observation alone."""
-
-    def hide(self, reason: str) -> None:
-        """Note why the layer cannot be observed."""
 
     def begin(
         self,
@@ -80,43 +71,29 @@ class ObservedTorchLayer(TorchLayer):
         return passed(y_MN, record, "dy", guarding)
 
 
-def observed_backend_layer(executor: BackendLayer, observer: CallRecorder) -> BackendLayer:
-    """A copy of the executor, of the same class: norms and gates give it codes as before."""
-    observed: Any = copy.copy(executor)
-    observed.multiplied = ObservedProducts(executor, observer)
-    return observed  # type: ignore[no-any-return]
-
-
-class ObservedProducts:
-    """`BackendLayer.multiplied` of a layer whose backend shows what it multiplies."""
+class ObservedBackendLayer(BackendLayer):
+    """A layer whose backend shows what it multiplies."""
 
     def __init__(self, executor: BackendLayer, observer: CallRecorder) -> None:
-        self._executor = executor
+        self.__dict__.update(executor.__dict__)
         self._observer = observer
 
-    def __call__(
-        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall, readers: int
-    ) -> Tensor:
-        """As of the executor; an x that exists in codes alone is not kept."""
-        run = self._executor.multiplied
+    def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall) -> Tensor:
         if not torch.is_grad_enabled():
-            return run(x_MK, w, bias, call, readers)
-        if type(x_MK) not in (Tensor, torch.nn.Parameter):
-            self._observer.hide(CODES_ALONE)
-            return run(x_MK, w, bias, call, readers)
+            return super().__call__(x_MK, w, bias, call)
         guarding = self._observer.guarding
         record = passes = None
         with guarding():
-            record = self._observer.begin(self._executor, x_MK, w, bias, None)
+            record = self._observer.begin(self, x_MK, w, bias, None)
             if record is not None:
                 gradients = {"dgrad": x_MK, "wgrad": w}
                 gemms = {gemm for gemm, tensor in gradients.items() if tensor.requires_grad}
-                passes = ShownPasses(record, guarding, self._executor.backend, gemms)
+                passes = ShownPasses(record, guarding, self.backend, gemms)
         if record is None or passes is None:
-            return run(x_MK, w, bias, call, readers)
+            return super().__call__(x_MK, w, bias, call)
         x_MK = passed(x_MK, record, "dx", guarding)
         with passes.forward():
-            y_MN = run(x_MK, w, bias, call, readers)
+            y_MN = super().__call__(x_MK, w, bias, call)
         with guarding():
             record.y = kept(y_MN)
         return passed(y_MN, record, "dy", guarding, passes.backward)

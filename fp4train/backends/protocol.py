@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import Quantized, QuantSpec, RunStep
+from fp4train.quantize import QuantSpec, RunStep
 from fp4train.quantize.quantized import Prepared as Prepared
 
 if TYPE_CHECKING:
@@ -178,63 +178,6 @@ class ExpertKernels(LayerState, Protocol):
         """
 
 
-CodePair: TypeAlias = tuple[Quantized, Quantized]
-"""Codes of both forms of x or dy, row-wise and column-wise, with scales in tiles."""
-
-
-class Sources(Protocol):
-    """x and dy of a backend's layers that are quantised where they are made: by norms, gates and
-    their gradients.
-
-    Their codes are made elsewhere and `given`, or a kernel of the backend makes them. Matrices are
-    BF16 and contiguous.
-
-    tokens: x and dy have a multiple of so many.
-    """
-
-    tokens: int
-
-    def why_not_given(self, table: Table, *, here: bool = True) -> str | None:
-        """Why layers that run `table` do not take codes that are made elsewhere; None: they do.
-
-        here: with the backend as it is on this machine; else as the newest is.
-        """
-
-    def turned(self, table: Table) -> bool:
-        """Whether the column-wise codes that are given lie as x does, [M, K], and not
-        transposed.
-        """
-
-    def given(self, forms: CodePair, shape: Sequence[int]) -> Tensor:
-        """x or dy of this shape from its codes, as the backend's own tensor in BF16; as a gradient
-        it is dy's.
-        """
-
-    def close(self, codes: Sequence[Tensor]) -> None:
-        """Drop what no backward pass needs of x, the backend's own tensors, which layers were
-        called with.
-        """
-
-    def why_no_norm(self, table: Table, *, here: bool = True) -> str | None:
-        """Why the backend's kernel of RMSNorm does not write the codes of layers that run `table`
-        alone, without writing the result in BF16; None: it does.
-
-        here: see `why_not_given`.
-        """
-
-    def norm(
-        self, h_MK: Tensor, weight_K: Tensor, eps: float, table: Table
-    ) -> tuple[Tensor, Tensor]:
-        """(x, the RMSNorm of h, as the backend's own tensor; 1/√(mean + ε) of each token,
-        float32).
-        """
-
-    def norm_backward(
-        self, dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of h and of the weight."""
-
-
 class NotShownError(Exception):
     """What a backend multiplied cannot be shown; the message says why."""
 
@@ -285,12 +228,10 @@ class LayerBackend(Protocol):
 
     name: value of `backend=`, and key in the cache of `Readers` of what it shares; title: name in
         messages.
-    sources: x and dy that norms and gates quantise.
     """
 
     name: str
     title: str
-    sources: Sources
 
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         """Why it cannot run `table` in a layer of this shape on `device`; None if it can."""

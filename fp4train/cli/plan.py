@@ -32,7 +32,6 @@ from fp4train.config.schema import Config
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn.conversion import weight_groups
-from fp4train.nn.fused_layers import outlines
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
 from fp4train.precision.plan import Plan
 from fp4train.precision.recipe import Recipe
@@ -47,7 +46,6 @@ from fp4train.run.find import find_source, start_step
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
 from fp4train.run.planned import plan_on, planned_model
-from fp4train.run.produced import produced_by, with_sources
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
@@ -216,8 +214,6 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
             estimate(plan, gpu, microbatches=config.train.microbatches).render(width),
             render_step(on_one_gpu, plan, width),
         ]
-    plan = with_sources(plan, outlines(model), config.train, device.type, gpu=gpu)
-    sentences += produced_by(plan, device.type)
     sentences.append(Coverage.of(config, model).described(plan, Mesh()))
     _show(
         config,

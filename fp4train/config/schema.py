@@ -100,12 +100,11 @@ class TrainSettings:
         kernels: kernels of norms, gates, rotations and the loss of the head: "torch"; "liger", its
             kernels for GPUs, an error where they do not run; "auto", liger's where they run
             (`models/common/liger.py`), and on a CPU C kernels of norms, gates and rotations, with
-            which losses differ in no digit (`models/common/on_cpu.py`). Except with "torch", norms
-            and gates of which all readers multiply codes are quantised where they are made on a GPU
-            (`nn/fused_layers.py`), products add up dw over microbatches, which "torch" leaves to
-            autograd (`Executor.adds`), and AdamW's kernel clips, for which "torch" has a pass of
-            its own (`run/step.py`). Losses differ in the last digits there. With train.compile the
-            compiler has the blocks, and liger's what lies outside of them.
+            which losses differ in no digit (`models/common/on_cpu.py`). Except with "torch",
+            products on a GPU add up dw over microbatches, which "torch" leaves to autograd
+            (`Executor.adds`), and AdamW's kernel clips, for which "torch" has a pass of its own
+            (`run/step.py`). Losses differ in the last digits there. With train.compile the compiler
+            has the blocks, and liger's what lies outside of them.
         document_mask: whether tokens attend within their own document alone, where several are
             packed into a sequence (arXiv:2407.21783, section 3.2). Positions count from the start
             of the sequence; only distances matter.

@@ -9,12 +9,6 @@ from fp4train.nn.conversion import (
 from fp4train.nn.convert import convert as convert
 from fp4train.nn.engine import Executor as Executor, LayerFunction as LayerFunction
 from fp4train.nn.experts import Experts as Experts
-from fp4train.nn.fused_layers import FusedLayers as FusedLayers
-from fp4train.nn.fused_norm import (
-    KernelNorm as KernelNorm,
-    MadeForms as MadeForms,
-    NormedCall as NormedCall,
-)
 from fp4train.nn.gathered import Gathered as Gathered
 from fp4train.nn.held_amaxes import HeldAmax as HeldAmax, HeldAmaxes as HeldAmaxes
 from fp4train.nn.layer_shard import Cut as Cut, LayerShard as LayerShard

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import LayerState, Prepared
-from fp4train.nn.engine import Executor, Nodes, sum_so_far
+from fp4train.nn.engine import Executor
 from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.held_amaxes import HeldAmaxes
 from fp4train.nn.ranks import Ranks
@@ -147,22 +147,18 @@ class LayerCall:
     def wants(
         self, needs_grad: Sequence[bool], x: Tensor, w: Tensor, bias: Tensor | None = None
     ) -> None:
-        """Let backward compute the gradients of those of x, w and bias that need one."""
+        """See `engine.Call`."""
         self.gradients = GradientDtypes(
             x.dtype if needs_grad[0] else None,
             w.dtype if needs_grad[1] else None,
             bias.dtype if bias is not None and needs_grad[2] else None,
         )
 
-    def summed(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        """The weight as `sum_so_far` takes it."""
+    def summed(self, w: Tensor) -> Tensor:
+        """See `engine.Call`."""
         if self.parameter is not None and is_sharded(self.parameter):
             return self.parameter
         return w
-
-    def sums(self, summed: Tensor, nodes: Nodes) -> Tensor | None:
-        """The sum to which the product adds dw; None: autograd has dw. See `engine.Call`."""
-        return None if self.gradients.w is None else sum_so_far(summed, nodes[1][0])
 
     def amax(
         self,
@@ -221,11 +217,9 @@ class GroupCall:
         self.gradients = self.calls[0].gradients
         self.shape = w_ENK.shape
 
-    def summed(self, x: Tensor, w_ENK: Tensor, bias: Tensor | None) -> Tensor | None:
-        """See `LayerCall.summed`; autograd adds the gradients of experts that ranks cut."""
+    def summed(self, w_ENK: Tensor) -> Tensor | None:
+        """See `engine.Call`; autograd adds the gradients of experts that ranks cut."""
         return w_ENK if self.calls[0].executor.adds else None
-
-    sums = LayerCall.sums
 
     def used(self) -> Iterator[tuple[LayerCall, slice]]:
         """The calls that are made, each with its rows of x."""

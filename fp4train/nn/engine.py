@@ -1,10 +1,10 @@
 """What the plan of a layer becomes (`Executor`), and the one autograd function of planned layers.
 
-A node of the graph runs a `Call`: the products of one layer, of a group of weights, or of the layers
-around a fused norm or gate. What these need comes with the call; the function knows no layer. It
-saves tensors through autograd, so hooks on saved tensors and autograd's checks apply, and refuses
-second derivatives. Other autograd functions of this folder make no products: they pass weights on
-(`ValuesFunction`) and sort rows by expert (`_Dispatch`, `_Combine`).
+A node of the graph runs a `Call`: the products of one layer, or of a group of weights. What these
+need comes with the call; the function knows no layer. It saves tensors through autograd, so hooks on
+saved tensors and autograd's checks apply, and refuses second derivatives. Other autograd functions
+of this folder make no products: they pass weights on (`ValuesFunction`) and sort rows by expert
+(`_Dispatch`, `_Combine`).
 """
 
 from __future__ import annotations
@@ -31,42 +31,25 @@ Saved = Sequence[Quantized | Tensor | None]
 """What backward needs of a forward pass: codes, tensors, or None for what it does not need."""
 PreparedPair = tuple[Prepared | None, Prepared | None]
 """The row-wise and the column-wise form of x or dy; None for what is not asked for."""
-CodesOf = Callable[[Tensor, Any, bool, bool], PreparedPair]
-"""A function of a tensor, its call, and whether the row-wise and the column-wise form are wanted."""
 SavedKinds = list[tuple[Any, ...] | None]
 """The rest of each quantised operand, without its tensors; None: it is a tensor, or is not
 saved.
-"""
-Nodes = Sequence[tuple[Node | None, int]]
-"""Nodes of autograd's graph to which the gradients of some tensors go, None for those that need
-none, each with the number of the gradient among the node's.
 """
 _TENSORS = len(Quantized._fields) - 2
 """Tensors of a `Quantized`."""
 
 
 class Call(Protocol):
-    """What one node computes.
-
-    executor: what runs its products, `forward(*tensors, call)` → (outputs, what backward needs) and
-        `backward(*gradients, saved, call, sums)` → gradients of the tensors, on tensors of its
-        `device`; it `adds` where products of the backward pass add dw to `sums`.
-    """
+    """What one node computes: the products that `executor`, a `ProductExecutor`, runs."""
 
     @property
     def executor(self) -> Any: ...
 
-    def wants(self, needs_grad: Sequence[bool], *tensors: Any) -> None:
-        """Note the tensors of which backward computes gradients."""
+    def wants(self, needs_grad: Sequence[bool], x: Tensor, w: Tensor, bias: Tensor | None) -> None:
+        """Let backward compute the gradients of those of x, w and bias that need one."""
 
-    def summed(self, *tensors: Any) -> Any:
-        """The weights among the tensors, as `sums` takes them, if products add to their sums."""
-
-    def sums(self, summed: Any, nodes: Nodes) -> Any:
-        """The sums to which products of this backward pass add dw (`sum_so_far`).
-
-        nodes: those of the tensors.
-        """
+    def summed(self, w: Tensor) -> Tensor | None:
+        """The weight as `sum_so_far` takes it; None: autograd adds its gradients up."""
 
 
 GradientSum = Literal["product", "autograd"] | None
@@ -123,7 +106,6 @@ class Executor(ABC):
         states: names of the layer's states that it needs.
         counted: whether its calls have a place among the tokens of a step.
         tokens: number of ranks that the tokens of x are cut over.
-        watched: whether an audit keeps the tensors of its passes.
     """
 
     kinds: ClassVar[tuple[type[LayerState], ...]] = ()
@@ -132,7 +114,6 @@ class Executor(ABC):
     adds = False
     counted = True
     tokens = 1
-    watched = False
 
     def __init__(
         self,
@@ -209,34 +190,37 @@ class Executor(ABC):
 
 
 class LayerFunction(torch.autograd.Function):
-    """The outputs of (a call, its tensors)."""
+    """y [M, N] of a call, x [M, K], its weight and bias."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
-        call.wants(ctx.needs_input_grad[1:], *tensors)
-        outputs, saved = call.executor.forward(*tensors, call)
+    def forward(ctx: Any, call: Call, x_MK: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        needs_grad = ctx.needs_input_grad[1:]
+        call.wants(needs_grad, x_MK, w, bias)
+        products: ProductExecutor = call.executor
+        y_MN, saved = products.forward(x_MK, w, bias, call)
         saved_tensors, ctx.kinds = flatten(saved)
         ctx.save_for_backward(*saved_tensors)
-        if isinstance(outputs, tuple):
-            ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.summed = call.summed(*tensors) if call.executor.adds else None
-        return outputs
+        ctx.summed = call.summed(w) if products.adds and needs_grad[1] else None
+        return y_MN
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Any, ...]:
         # Gradients are enabled only where the graph is kept (create_graph). Others skip the refusal,
         # which takes 3 % of the host's time for a native layer.
         if torch.is_grad_enabled():
-            return _once(ctx, *gradients)
+            return _once(ctx, dy_MN)
         call: Call = ctx.call
-        products = call.executor
+        products: ProductExecutor = call.executor
         saved = unflatten(ctx.saved_tensors, ctx.kinds)
-        sums = None if ctx.summed is None else call.sums(ctx.summed, ctx.next_functions)
+        total = None
+        if ctx.summed is not None:
+            of_w, _ = ctx.next_functions[1]
+            total = sum_so_far(ctx.summed, of_w)
         if not torch_autocasts(products.device):
-            return (None, *products.backward(*gradients, saved, call, sums))
+            return (None, *products.backward(dy_MN, saved, call, total))
         with without_torchs_autocast(products.device):
-            return (None, *products.backward(*gradients, saved, call, sums))
+            return (None, *products.backward(dy_MN, saved, call, total))
 
 
 apply: Callable[..., Any] = super(torch.autograd.Function, LayerFunction).apply
@@ -266,14 +250,8 @@ class ProductExecutor(Executor):
         w: Tensor,
         bias: Tensor | None,
         call: Any,
-        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
-        """(y, what backward needs: the weight where dgrad takes it, and the forms of x).
-
-        Args:
-            codes_of: function that makes both forms of x, for an executor that takes codes
-                (`fused_layers.taking_codes`); None: it makes them itself.
-        """
+        """(y, what backward needs: the weight where dgrad takes it, and the forms of x)."""
 
     @abstractmethod
     def backward(
@@ -282,7 +260,6 @@ class ProductExecutor(Executor):
         saved: Saved,
         call: Any,
         total: Tensor | None = None,
-        codes_of: CodesOf | None = None,
     ) -> Gradients:
         """The gradients that `call` wants.
 
@@ -290,7 +267,6 @@ class ProductExecutor(Executor):
             saved: the second result of `forward`.
             total: sum to which dw is added, float32, if the executor `adds`; it is not returned
                 then.
-            codes_of: codes of dy, as those of x for `forward`.
         """
 
 

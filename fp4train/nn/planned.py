@@ -313,19 +313,13 @@ class PlannedLayer(nn.Module):
             x_MK = input.reshape(shape[:-1].numel(), self.in_features)
         return x_MK, autocast, (*shape[:-1], self.out_features)
 
-    def call_in(
-        self, now: State, executor: Executor, tokens: int, *, placed: bool = False
-    ) -> LayerCall:
+    def call_in(self, now: State, executor: Executor, tokens: int) -> LayerCall:
         """The coming call of `executor` with so many tokens of this rank; inside a recomputed
         region, that of the first pass.
-
-        Args:
-            placed: whether it has a place among the tokens of the step although the executor does
-                not count them.
         """
         context = now.context
         assert context is not None
-        if not (executor.counted or placed):
+        if not executor.counted:
             return self.new_call(context, executor, 0, training=False)
         training = torch.is_grad_enabled()
         tokens *= executor.tokens
@@ -397,8 +391,8 @@ class PlannedLayer(nn.Module):
         Args:
             in_product: whether the products that make them may add them to the sum; else autograd
                 does. It does so after `scaled_mm` in any case, and for transposed weights, outlier
-                channels, weights with hooks, experts that ranks cut, gated MLPs whose layers are one
-                call (`GatedMLP`), FP32, and high precision under torch.compile.
+                channels, weights with hooks, experts that ranks cut, FP32, and high precision under
+                torch.compile.
         """
         if sums:
             self._sums = "product" if in_product else "autograd"

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from fp4train.nn.fused_layers import SourceOutline, outlines
 from fp4train.precision.layers import Layer
 
 
@@ -32,7 +31,6 @@ class Inventory:
     Args:
         state: keys of its state dict.
         layers: its linear layers, by name.
-        sources: its norms and gates that may quantise their results.
         modules: names of all its modules, in the order in which their forward passes end.
         tied: name of a copy on the last stage → name of the weight on the first.
         parameters: number of all elements.
@@ -40,7 +38,6 @@ class Inventory:
 
     state: frozenset[str]
     layers: Mapping[str, Layer]
-    sources: tuple[SourceOutline, ...]
     modules: tuple[str, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
     parameters: int = 0
@@ -54,7 +51,6 @@ class Inventory:
         return cls(
             state=frozenset(model.state_dict()),
             layers=layers,
-            sources=outlines(model),
             modules=modules_in_order(model),
             tied=tied,
             parameters=count,

@@ -27,7 +27,6 @@ from fp4train.precision.layers import (
 from fp4train.precision.phases import Phase as Phase, Swap as Swap, Timeline as Timeline
 from fp4train.precision.plan import (
     Plan as Plan,
-    PlannedSource as PlannedSource,
     PlannedStretch as PlannedStretch,
     make_plan as make_plan,
 )

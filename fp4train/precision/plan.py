@@ -27,47 +27,12 @@ from fp4train.text import step_span
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedSource:
-    """A norm or gate whose result may be quantised where it is made (`nn/fused_layers.py`).
-
-    Args:
-        kind: "norm", "root" or "gate" (`quantize.produced.SourceTensors`).
-        why_written: reason why its result is written in BF16; None: layers get its codes.
-        readers: names of the layers that get x from it in codes.
-        writers: names of the layers that get dy from it in codes.
-        by_backend: whether a backend's own kernel makes them.
-    """
-
-    kind: str
-    why_written: str | None = None
-    readers: Sequence[str] = ()
-    writers: Sequence[str] = ()
-    by_backend: bool = False
-
-    @property
-    def adds(self) -> bool:
-        """Whether its kernel also adds what a layer returns to the residual stream."""
-        return self.why_written is None and self.kind != "gate" and not self.by_backend
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlannedStretch(Stretch):
-    """Steps [start, stop) of a run in which `recipe` is in force, the reason, the plan of each
-    layer by name, and that of each norm and gate, where a run plans these.
+    """Steps [start, stop) of a run in which `recipe` is in force, the reason, and the plan of each
+    layer by name.
     """
 
     layers: Mapping[str, LayerPlan] = field(repr=False)
-    sources: Mapping[str, PlannedSource] = field(default_factory=dict, repr=False)
-
-    @property
-    def readers_of_codes(self) -> set[str]:
-        """The layers whose x norms and gates quantise."""
-        return {layer for source in self.sources.values() for layer in source.readers}
-
-    @property
-    def writers_of_sources(self) -> set[str]:
-        """The layers whose dy gates quantise."""
-        return {layer for source in self.sources.values() for layer in source.writers}
 
     @property
     def title(self) -> str:

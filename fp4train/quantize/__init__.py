@@ -9,11 +9,6 @@ from fp4train.quantize.layout import (
     to_torch as to_torch,
 )
 from fp4train.quantize.position import Position as Position, RunStep as RunStep
-from fp4train.quantize.produced import (
-    SourceTensors as SourceTensors,
-    norm_backward as norm_backward,
-    produce as produce,
-)
 from fp4train.quantize.quantized import Decoded as Decoded, Quantized as Quantized, turned as turned
 from fp4train.quantize.quantizer import (
     PairQuantizer as PairQuantizer,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ class Launch:
 
     dtypes: those in which the kernel reads and writes its pointers, where they are not those of the
         tensors; single bytes are uint8.
-    groups: numbers of successive pointers that the kernel takes as one argument, a tuple of more
-        than one; what is left comes as it is.
     compiled: the launcher of what Triton compiled, by what it specialises a kernel for beyond the
         plan: classes of the words, alignment of the pointers. Later launches call it (2 µs of the
         host) and not the JIT (7 to 11 µs).
@@ -30,7 +27,6 @@ class Launch:
     constants: dict[str, Any]
     warps: int = 4
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
-    groups: tuple[int, ...] = ()
     compiled: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def __call__(self, *pointers: Tensor, words: tuple[int | Tensor, ...] = ()) -> Any:
@@ -44,7 +40,7 @@ class Launch:
                 return self(*pointers, words=words)
         key = (*map(type, words), *[pointer.data_ptr() % 16 for pointer in pointers])
         if (launch := self.compiled.get(key)) is not None:
-            return launch(*self.grouped(pointers), *self.sizes, *words, *self.constants.values())
+            return launch(*pointers, *self.sizes, *words, *self.constants.values())
         run, seen = self.kernel[(self.programs,)], self.seen(pointers)  # type: ignore[index]
         arguments = (*seen, *self.sizes, *words)
         options = self.constants | {"num_warps": self.warps, "enable_fp_fusion": False}
@@ -58,20 +54,7 @@ class Launch:
         """The pointers' arguments in the dtypes that the kernel is compiled for; a compiled one
         takes addresses.
         """
-        return self.grouped(
-            [
-                x.view(self.dtypes.get(i, torch.uint8 if x.itemsize == 1 else x.dtype))
-                for i, x in enumerate(pointers)
-            ]
-        )
-
-    def grouped(self, pointers: Sequence[Tensor]) -> Sequence[Any]:
-        """The arguments that the kernel takes for its pointers."""
-        if not self.groups:
-            return pointers
-        left = iter(pointers)
-        sets = [tuple(islice(left, count)) for count in self.groups]
         return [
-            arguments_of_set if len(arguments_of_set) > 1 else arguments_of_set[0]
-            for arguments_of_set in sets
-        ] + list(left)
+            x.view(self.dtypes.get(i, torch.uint8 if x.itemsize == 1 else x.dtype))
+            for i, x in enumerate(pointers)
+        ]

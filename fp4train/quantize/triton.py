@@ -290,7 +290,7 @@ class TritonQuantizer(Quantizer):
         tiled = (self._tiled, column._tiled)
         codes = row_codes, column_codes
         plan: triton_launch.BothPlan | None
-        plan = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled, None, False, codes)
+        plan = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled, codes)
         if plan is None or words is None:
             return None
         row_needs, column_needs = plan.needs

@@ -180,13 +180,10 @@ def plan_both(
     x_MK: Tensor,
     column: QuantSpec,
     tiled: tuple[bool, bool],
-    place: tuple[int, int] | None = None,
-    turned: bool = False,
     codes: tuple[bool, bool] = (True, True),
 ) -> BothPlan | None:
-    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled, turned: see
-    `Variant`; turned for codes of a byte. place: features, and blocks of tokens, of a program, if
-    not those of `column_tile`. codes: whether each form is made as codes, else as values.
+    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled: see
+    `Variant`. codes: whether each form is made as codes, else as values.
     """
     from fp4train.kernels.triton.both import amax_both, quantize_both
 
@@ -195,7 +192,7 @@ def plan_both(
     tokens, features = x_MK.shape
     n = row.block[1] or LANES
     m = column.block[1] or LANES
-    tile_rows, tile_blocks = place = place or column_tile(m, column)
+    tile_rows, tile_blocks = place = column_tile(m, column)
     programs = _cdiv(features, tile_rows) * _cdiv(tokens, tile_blocks * m)
     groups = _cdiv(features, n), _cdiv(tokens, m)
     packed = [spec.format.packed for spec in (row, column)]
@@ -210,7 +207,7 @@ def plan_both(
     by_rows = _quantizing(
         row, x_MK.dtype, (tile_blocks * m, tile_rows // n), blocks=blocks, **its[0]
     )
-    by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", turned=turned, **its[1])
+    by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", **its[1])
     warps = tile_rows * tile_blocks * m // 1024
     words = torch.uint8
     if blocks == "rows16":
@@ -219,7 +216,7 @@ def plan_both(
         words = torch.int32
     dtypes = {2: words} if codes[0] else {}
     if codes[1]:
-        dtypes[4] = torch.uint8 if turned else torch.int64
+        dtypes[4] = torch.int64
     launch = Launch(
         quantize_both,
         programs,
@@ -238,10 +235,7 @@ def plan_both(
     rooms = _rooms(
         row, (tokens, groups[0] * n // (1 + packed[0])), (tokens, groups[0]), x_MK, tiled[0]
     )
-    if turned:
-        stored = (tokens, features)
-    else:
-        stored = (features, groups[1] * m // (1 + packed[1]))
+    stored = (features, groups[1] * m // (1 + packed[1]))
     rooms += _rooms(column, stored, (features, groups[1]), x_MK, tiled[1])
     if not codes[0]:
         rooms[0] = partial(
@@ -255,20 +249,20 @@ def plan_both(
     return BothPlan(measure, needs, launch, rooms)
 
 
-def plan_turned(
-    spec: QuantSpec, x_MK: Tensor, given: bool, enters: bool, place: tuple[int, int] = (64, 16)
-) -> QuantizePlan:
-    """Codes by one float32 scale, and their transpose. given, enters: see `Variant`. place: tokens,
-    and groups of eight features, of a program.
-    """
+TURNED_TILE: Final = 64, 16
+"""Tokens, and groups of eight features, of a program of `plan_turned`."""
+
+
+def plan_turned(spec: QuantSpec, x_MK: Tensor, given: bool, enters: bool) -> QuantizePlan:
+    """Codes by one float32 scale, and their transpose. given, enters: see `Variant`."""
     from fp4train.kernels.triton.both import quantize_turned
 
     tokens, features = x_MK.shape
     contiguous = _is_strided(x_MK)
-    tile_rows, tile_blocks = place
+    tile_rows, tile_blocks = TURNED_TILE
     programs = _cdiv(tokens, tile_rows) * _cdiv(features, LANES * tile_blocks)
     variant = _quantizing(
-        spec, x_MK.dtype, place, blocks="whole", output="codes", given=given, enters=enters
+        spec, x_MK.dtype, TURNED_TILE, blocks="whole", output="codes", given=given, enters=enters
     )
     sizes = (tokens, features, features if contiguous else x_MK.stride(0))
     launch = Launch(quantize_turned, programs, sizes, {"V": variant}, 8, {5: torch.int32})

@@ -37,7 +37,6 @@ class Variant:
     n: columns of a block; height: its rows. tile_rows, tile_blocks: rows, and blocks of each, of a
         program.
     tiled: whether scales are stored in tiles of 128x4.
-    turned: whether codes of columns are stored as x lies, [tokens, features], and not transposed.
     mantissa, min_exponent, max_exponent, code_bits: of the element format, code_bits without the
         sign.
     largest, nan_code: its largest value and the code of NaN; nan_value: what rounds to that code;
@@ -76,7 +75,6 @@ class Variant:
     output: str = "values"
     height: int = 1
     tiled: bool = False
-    turned: bool = False
     mantissa: int = 0
     min_exponent: int = 0
     max_exponent: int = 0

@@ -22,7 +22,6 @@ from fp4train.models.common.cut import StageCut, multiplied
 from fp4train.models.common.initialise import materialise, why_not_deferred
 from fp4train.models.weightless import build_weightless
 from fp4train.nn import convert
-from fp4train.nn.fused_layers import outlines
 from fp4train.nn.planned import PlannedLayer
 from fp4train.optim import check_built, keep_bounds
 from fp4train.parallel.agree import check_same
@@ -41,7 +40,6 @@ from fp4train.run.graphs import check_plan, never_replayed, recorded
 from fp4train.run.host import choose_device
 from fp4train.run.observe import hooks
 from fp4train.run.origin import Origin
-from fp4train.run.produced import with_sources
 from fp4train.run.record import directory as run_directory
 from fp4train.run.run import Equipment, Run
 from fp4train.run.state.moments import group_values
@@ -240,7 +238,6 @@ def assemble(
         plan = build_plan(
             config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline
         )
-        plan = with_sources(plan, outlines(model), config.train, world.device.type)
         checks.check_oscillation(config, plan)
         if world.mesh.pipeline == 1:
             cut = None

@@ -1,6 +1,5 @@
 """Kernels of what lies between the products of a model: torch's operators, Liger's, C kernels, or
-torch.compile's for blocks; and norms and gates whose results are quantised where they are made
-(`run/produced.py`).
+torch.compile's for blocks.
 """
 
 import importlib
@@ -16,9 +15,7 @@ from fp4train.errors import UserError
 from fp4train.kernels import cpu
 from fp4train.models.common import liger, on_cpu
 from fp4train.models.common.operators import operations_of, use
-from fp4train.nn.fused_layers import fused_layers
 from fp4train.precision.layers import find_blocks
-from fp4train.run.produced import why_not_own_kernels, why_not_produced
 
 _log = logging.getLogger(__name__)
 
@@ -112,18 +109,13 @@ def kernels_of_layers(model: nn.Module, device: str, *, deterministic: bool) -> 
 
 def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
     """Liger's kernels, or C kernels, where `train.kernels` asks for them and they run; of compiled
-    blocks the compiler fuses. Norms and gates get what quantises their results, where the plan of a
-    stretch allows it.
+    blocks the compiler fuses.
     """
     used, reason = kernels_of(train, device)
     if _in_c(train, device):
         use(model, on_cpu.CpuOperators())
     if used:
         liger.use_liger(model, spare=find_blocks(model) if train.compile else [])
-    if why_not_produced(train, device) is None:
-        for fused in fused_layers(model):
-            fused.enabled = fused.why_never() is None
-            fused.why_not_own = why_not_own_kernels(device)
     if device == "cuda" and train.kernels != "torch":
         _log.info("%s", reason)
 

@@ -25,7 +25,6 @@ from fp4train.precision import Recipe
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.determinism import seed_model
 from fp4train.run.experts import Routed
-from fp4train.run.produced import check_asked
 from fp4train.run.queued import Numbers, Queued, Step, Values
 from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses
 from fp4train.track.statistics import GRADIENT, OPERAND, Statistics
@@ -211,7 +210,7 @@ def _norm(gradient: NDArray[Any]) -> float:
 
 def check_layers(run: Run, step: Step) -> None:
     """Check after the first step that each layer that the plan quantises was called in it
-    (`nn.called`), and each norm and gate that may quantise its result asked to.
+    (`nn.called`).
 
     Raises:
         UserError: other code multiplies the weight of a planned layer; on every rank.
@@ -225,4 +224,3 @@ def check_layers(run: Run, step: Step) -> None:
         check_called(
             run.plan, run.planned_layers, called, lambda layer: id(layer.weight) in trained
         )
-    check_asked(run.model)

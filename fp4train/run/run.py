@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +21,6 @@ from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.formats import BF16
 from fp4train.hardware import detect, peak_flops
-from fp4train.nn.fused_layers import SourceOutline, outlines
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.held import Inventory, modules_in_order
 from fp4train.parallel.pipeline import Pipeline
@@ -248,13 +247,6 @@ class Run:
         if self.pipeline is None:
             return find_layers(self.model)
         return self.pipeline.inventory.layers
-
-    @property
-    def sources(self) -> Sequence[SourceOutline]:
-        """The norms and gates of the whole model that may quantise their results."""
-        if self.pipeline is None:
-            return outlines(self.model)
-        return self.pipeline.inventory.sources
 
     def place_of(self, module: str) -> int:
         """The place of a module in the forward pass of the whole model; of another name, after all

@@ -23,7 +23,7 @@ import llama_steps
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from fp4train.nn.executors import CutGemms
+from fp4train.nn.executors.cut import CutGemms, GatheredForms
 from fp4train.nn import Ranks
 from fp4train.parallel.tensor import cut_tensors, set_data_ranks
 
@@ -31,7 +31,9 @@ made = CutGemms.__init__
 
 def sending_activations(self, *arguments, **options):
     made(self, *arguments, **options)
-    self.sent = None
+    for forms in (self.x, self.dy):
+        if isinstance(forms, GatheredForms):
+            forms.sent = None
 
 data = int(arguments[1])
 mesh = init_device_mesh("cpu", (data, world // data), mesh_dim_names=("dp", "tp"))

@@ -3,7 +3,6 @@ writes and returns.
 
 It overwrites what the real one overwrites, which is what a caller can get wrong:
     ops/rms_norm.py LigerRMSNormFunction    in_place=True: dx lies in the memory of dy; "gemma": all in float32
-    ops/fused_add_rms_norm.py LigerFusedAddRMSNormFunction   one gradient, in one tensor, is that of both terms
     ops/swiglu.py swiglu_backward           the gradients lie in the memory of gate and up, which backward saved
     ops/rope.py rope_forward, rope_backward q and k, dq and dk in their own memory, if transposed
     they are contiguous
@@ -58,37 +57,6 @@ class LigerRMSNormFunction(torch.autograd.Function):
         dx = (rstd * (m - n * (m * n).mean(-1, keepdim=True))).to(x.dtype)
         dw = (dy.float() * n).flatten(0, -2).sum(0).to(w.dtype)
         return (dy.copy_(dx) if ctx.in_place else dx), dw, None, None, None, None, None
-
-
-class LigerFusedAddRMSNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        r: Tensor,
-        w: Tensor,
-        eps: float,
-        offset: float,
-        mode: str,
-        in_place: bool,
-    ) -> Any:
-        assert mode == "gemma" and x.shape == r.shape and x.dtype == r.dtype and not in_place
-        noted("sum and norm", x)
-        total = x + r
-        rstd = (total.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-        ctx.save_for_backward(total, w, rstd)
-        ctx.offset = offset
-        return (total.float() * rstd * (offset + w.float())).to(x.dtype), total
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, d_total: Tensor) -> Any:
-        total, w, rstd = ctx.saved_tensors
-        noted("sum and norm backward", dy)
-        m = dy.float() * (ctx.offset + w.float())
-        n = total.float() * rstd
-        dx = (rstd * (m - n * (m * n).mean(-1, keepdim=True)) + d_total.float()).to(total.dtype)
-        dw = (dy.float() * n).flatten(0, -2).sum(0).to(w.dtype)
-        return dx, dx, dw, None, None, None, None
 
 
 class LigerSiLUMulFunction(torch.autograd.Function):
@@ -220,7 +188,6 @@ def modules() -> dict[str, ModuleType]:
     )
     for each in (
         LigerRMSNormFunction,
-        LigerFusedAddRMSNormFunction,
         LigerSiLUMulFunction,
         LigerRopeFunction,
     ):

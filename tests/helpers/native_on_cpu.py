@@ -31,9 +31,7 @@ LIBRARY = torch.library.Library("fp4train_tests", "DEF")
 WORK: list[Callable[..., Any]] = []
 """What the operators do, of each call."""
 WRITES: dict[tuple[str, str], tuple[int, ...]] = {}
-"""The places of the pointers that a kernel writes to, by its name, constants and groups of
-pointers.
-"""
+"""The places of the pointers that a kernel writes to, by its name and constants."""
 
 
 def install() -> None:
@@ -102,7 +100,7 @@ def written_by(
     """The places of the pointers to which the kernel writes: a first launch, on copies, says where
     it does.
     """
-    key = self.kernel.fn.__name__, repr((self.constants, self.groups))
+    key = self.kernel.fn.__name__, repr(self.constants)
     if key in WRITES:
         return WRITES[key]
     stored: list[tuple[int, int]] = []

@@ -26,7 +26,6 @@ PROGRAMS = {
     "backends/te/te_experts_on_cpu.py": "one test starts it",
     "backends/te/te_host_on_cpu.py": "one test and a script start it",
     "backends/te/te_on_cpu.py": "one test starts it",
-    "backends/te/te_produced_on_cpu.py": "one test starts it",
     "backends/te/te_products_on_cpu.py": "two of these and a patch of ranks import it",
     "backends/te/te_readers_on_cpu.py": "part of te_steps_on_cpu.py",
     "backends/te/te_server.py": "the conftest beside it starts it",

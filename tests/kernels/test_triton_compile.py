@@ -23,11 +23,8 @@ from fp4train.quantize import (
     PairQuantizer,
     QuantSpec,
     RandomKey,
-    SourceTensors,
     TritonQuantizer,
     Variant,
-    norm_backward,
-    produce,
     quantize,
     triton_launch,
 )
@@ -82,19 +79,6 @@ def step_adamw() -> object:
     )
 
 
-def of(
-    kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False, sums: bool = False
-) -> object:
-    """Codes of both forms of what is made from a source; turned: as Transformer Engine takes them;
-    sums: of a sum.
-    """
-    norm = (_x(), torch.zeros(1024), torch.zeros(256), *((_x(), _x()) if sums else ()))
-    tensors = {"gate": (_x(), _x()), "gradients": (_x(), _x(), _x())}.get(kind, norm)
-    quantizers = TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles
-    source = SourceTensors(kind, tensors, 1e-5 if tensors is norm else 0.0)
-    return produce(*quantizers, source, [(KEY, KEY)] * source.results, turned)
-
-
 CALLS: dict[str, Callable[[], object]] = {
     "nvfp4 codes": lambda: TritonQuantizer(NVFP4).codes(_x()),
     "nvfp4 stochastic values": lambda: TritonQuantizer(STOCHASTIC).values(_x(), KEY),
@@ -116,50 +100,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "fp8 codes of both forms": lambda: both(FP8, FP8),
     "fp8 codes of both forms, delayed": lambda: both(DELAYED, DELAYED),
     "fp8 codes of both forms of float32, delayed": lambda: both(DELAYED, DELAYED, torch.float32),
-    "norm: nvfp4 codes of both forms": lambda: of("norm", NVFP4, QuantSpec(hadamard=Hadamard())),
-    "norm: mxfp8 codes of both forms": lambda: of("norm", MXFP8, MXFP8),
-    "gate: nvfp4 codes of both forms": lambda: of("gate", NVFP4, QuantSpec(hadamard=Hadamard())),
-    "gate: mxfp8 codes of both forms": lambda: of("gate", MXFP8, MXFP8),
-    "gradients of gate and up: nvfp4 codes of both forms": lambda: of(
-        "gradients", STOCHASTIC, WGRAD
-    ),
-    "gradients of gate and up: mxfp8 codes of both forms": lambda: of("gradients", MXFP8, MXFP8),
-    "norm: mxfp8 codes of both forms, as x lies": lambda: of("norm", MXFP8, MXFP8, True),
-    "gate: mxfp8 codes of both forms, as x lies": lambda: of("gate", MXFP8, MXFP8, True),
-    "gradients of gate and up: mxfp8 codes of both forms, as x lies": lambda: of(
-        "gradients", MXFP8, MXFP8, True
-    ),
-    "norm, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256)),
-    "root: mxfp8 codes of both forms": lambda: of("root", MXFP8, MXFP8),
-    "norm: fp8 codes of both forms": lambda: of("norm", FP8, FP8),
-    "gate: fp8 codes of both forms": lambda: of("gate", FP8, FP8),
-    "gradients of gate and up: fp8 codes of both forms": lambda: of("gradients", FP8, FP8),
-    "root, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256), 1e-6),
-    "norm of a sum: nvfp4 codes of both forms": lambda: of(
-        "norm", NVFP4, QuantSpec(hadamard=Hadamard()), sums=True
-    ),
-    "norm of a sum: mxfp8 codes of both forms": lambda: of("norm", MXFP8, MXFP8, sums=True),
-    "norm of a sum: mxfp8 codes of both forms, as x lies": lambda: of(
-        "norm", MXFP8, MXFP8, True, sums=True
-    ),
-    "norm of a sum: fp8 codes of both forms": lambda: of("norm", FP8, FP8, sums=True),
-    "norm of a stream, backward": lambda: norm_backward(
-        _x(), _x(), torch.zeros(1024), torch.zeros(256), added_MK=_x()
-    ),
 }
 
-WITHIN_OTHERS = {
-    "norm: mxfp8 codes of both forms",
-    "gate: mxfp8 codes of both forms",
-    "gradients of gate and up: mxfp8 codes of both forms",
-    "norm: mxfp8 codes of both forms, as x lies",
-    "gate: mxfp8 codes of both forms, as x lies",
-    "norm of a sum: mxfp8 codes of both forms",
-}
-"""What compiles no function that others do not: what is made from a source is computed as in NVFP4,
-MXFP8's codes are those of "root", a sum is that of "norm of a sum … as x lies", and stored as x
-lies are codes of gradients, which take most registers.
-"""
 OF_CODES = {"nvfp4": 100, "mxfp8": 100, "fp8": 90}
 """The GPU whose tensor cores multiply the codes; others are compiled for the oldest that is
 supported.
@@ -167,7 +109,6 @@ supported.
 COMPILED = [
     (name, next((sm for codes, sm in OF_CODES.items() if re.search(rf"\b{codes}\b", name)), 80))
     for name in CALLS
-    if name not in WITHIN_OTHERS
 ]
 
 
@@ -219,26 +160,10 @@ def functions() -> dict[str, Any]:
 
 
 def test_kernels_and_their_functions_have_few_parameters() -> None:
-    """What a launch passes is looked at by Triton in Python, one parameter after the other. A tuple
-    of pointers counts as one parameter here, though Triton looks at each pointer in it.
-    """
+    """What a launch passes is looked at by Triton in Python, one parameter after the other."""
     found = {name: len(each.arg_names) for name, each in functions().items()}
-    wanted = {
-        "quantize",
-        "quantize_both",
-        "quantize_turned",
-        "quantize_produced",
-        "turned_produced",
-        "decode_blocks",
-    }
-    wanted |= {
-        "amax_tensor",
-        "amax_rows",
-        "amax_columns",
-        "amax_both",
-        "amax_produced",
-        "norm_backward",
-    }
+    wanted = {"quantize", "quantize_both", "quantize_turned", "decode_blocks"}
+    wanted |= {"amax_tensor", "amax_rows", "amax_columns", "amax_both"}
     assert wanted <= found.keys()
     assert max(found.values()) <= 20, found
 
@@ -298,39 +223,6 @@ def test_codes_of_both_forms_move_hardly_more_bytes_than_the_least(
     arguments = [each for launch in launches_of(lambda: both(*specs)) for each in launch.arguments]
     moved = sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor))
     assert moved <= 1.15 * least * _x().numel()
-
-
-@pytest.mark.parametrize(
-    ("call", "least"),
-    [
-        ("norm: nvfp4 codes of both forms", 2 + 2 + 2 * (1 / 2 + 1 / 16)),
-        ("norm: mxfp8 codes of both forms", 2 + 2 * (1 + 1 / 32)),
-        ("gate: nvfp4 codes of both forms", 4 + 4 + 2 * (1 / 2 + 1 / 16)),
-        ("gate: mxfp8 codes of both forms", 4 + 2 * (1 + 1 / 32)),
-        ("gradients of gate and up: nvfp4 codes of both forms", 6 + 6 + 4 * (1 / 2 + 1 / 16)),
-        ("gradients of gate and up: mxfp8 codes of both forms", 6 + 4 * (1 + 1 / 32)),
-        ("norm: fp8 codes of both forms", 2 + 2 + 2),
-        ("gate: fp8 codes of both forms", 4 + 4 + 2),
-        ("gradients of gate and up: fp8 codes of both forms", 6 + 6 + 4),
-        ("norm, backward", 6),
-        ("norm of a sum: nvfp4 codes of both forms", 4 + 2 + 2 + 2 * (1 / 2 + 1 / 16)),
-        ("norm of a sum: mxfp8 codes of both forms", 4 + 2 + 2 * (1 + 1 / 32)),
-        ("norm of a sum: fp8 codes of both forms", 4 + 2 + 2 + 2),
-        ("norm of a stream, backward", 8),
-    ],
-)
-def test_what_is_quantised_where_it_is_made_moves_hardly_more_bytes_than_the_least(
-    call: str, least: float
-) -> None:
-    """Bytes per element of the result, or of one of two: its sources once for amaxes and once for
-    codes, and the codes; of a sum its terms, the sum, and the sum again where an amax comes first.
-    A launch moves each tensor once: the strip of tokens of a norm, and a tile that two programs
-    read, are cached.
-    """
-    passed = [each for launch in launches_of(CALLS[call]) for each in launch.arguments]
-    tensors = [part for each in passed for part in (each if isinstance(each, tuple) else (each,))]
-    moved = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
-    assert 0 < moved <= 1.15 * least * _x().numel()
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,7 @@ from fp4train.quantize import (
     Delayed,
     QuantSpec,
     RandomKey,
-    SourceTensors,
     TritonQuantizer,
-    norm_backward,
-    produce,
     quantize,
 )
 
@@ -134,19 +131,6 @@ def both(
     return Case(pair(row, column), {"x": bf16(64, 96), **tensors}, call)
 
 
-def source(
-    kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False, **tensors: Tensor
-) -> Case:
-    eps = 1e-5 if kind in ("norm", "root") else 0.0
-
-    def call(made: Pair, **tensors: Tensor) -> object:
-        found = SourceTensors(kind, tuple(tensors.values()), eps)
-        keys = tuple(KEY if spec.random else None for spec in (row, column))
-        return produce(*made, found, [keys] * found.results, turned)
-
-    return Case(pair(row, column), tensors, call)
-
-
 def adamw() -> Case:
     def call(_: None, weight: Tensor, found_inf: Tensor, counters: Tensor) -> None:
         moments = (
@@ -163,22 +147,6 @@ def adamw() -> Case:
     return Case(
         lambda: None, {"weight": torch.zeros(64, 96), "found_inf": ONE, "counters": COUNTERS}, call
     )
-
-
-def backward(outside: float) -> Case:
-    tensors = {
-        "dy": bf16(64, 96),
-        "h": bf16(64, 96),
-        "weight": torch.zeros(96),
-        "rstd": torch.zeros(64),
-    }
-
-    def call(
-        _: None, dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, added: Tensor | None = None
-    ) -> object:
-        return norm_backward(dy, h, weight, rstd, outside, added)
-
-    return Case(lambda: None, tensors | {"added": bf16(64, 96)}, call)
 
 
 def product(adds: bool, library: bool, **tensors: Tensor) -> Case:
@@ -216,10 +184,6 @@ def product(adds: bool, library: bool, **tensors: Tensor) -> Case:
 
 ONE = torch.zeros(())
 COUNTERS = torch.zeros(8, dtype=torch.int32)
-NORM = {"h": bf16(64, 96), "weight": torch.zeros(96), "rstd": torch.zeros(64)}
-SUM = NORM | {"x": bf16(64, 96), "change": bf16(64, 96)}
-GATE = {"gate": bf16(64, 96), "up": bf16(64, 96)}
-GRADIENTS = {"dh": bf16(64, 96)} | GATE
 RECIPES = {"nvfp4": NVFP4().table(), "mxfp8": MXFP8().table(), "fp8": FP8Current().table()}
 X = {name: (table["fprop"].first, table["wgrad"].second) for name, table in RECIPES.items()}
 DY = {name: (table["dgrad"].first, table["wgrad"].first) for name, table in RECIPES.items()}
@@ -251,16 +215,6 @@ CASES: dict[str, Case] = {
     "values and codes, nvfp4": both(*X["nvfp4"], (False, True)),
     "both forms, fp8": both(FP8, FP8, amax=ONE),
     "both forms, fp8 delayed": both(DELAYED, DELAYED, amax=ONE, newest=torch.zeros(())),
-    **{f"norm, {name}": source("norm", *specs, **NORM) for name, specs in X.items()},
-    "norm, mxfp8, as x lies": source("norm", *X["mxfp8"], True, **NORM),
-    **{f"root, {name}": source("root", *specs, **NORM) for name, specs in X.items()},
-    **{f"norm of a sum, {name}": source("norm", *specs, **SUM) for name, specs in X.items()},
-    **{f"gate, {name}": source("gate", *specs, **GATE) for name, specs in X.items()},
-    **{
-        f"gradients, {name}": source("gradients", *specs, **GRADIENTS) for name, specs in DY.items()
-    },
-    "norm, backward": backward(0.0),
-    "root, backward": backward(1e-6),
     "a step of adamw": adamw(),
     "product, scales of tensors": product(False, False, second=ONE),
     "product, scales of rows": product(False, False, second=torch.zeros(64, 1)),
@@ -348,11 +302,6 @@ SHORT = (
     "both forms, nvfp4",
     "both forms, mxfp8",
     "both forms, fp8",
-    "norm of a sum, nvfp4",
-    "root, fp8",
-    "gate, nvfp4",
-    "gradients, mxfp8",
-    "norm, backward",
     "a step of adamw",
     "product, scales of rows",
     "product, added after cuBLAS",

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fp4train.models.common import RopeScaling, stage_cut, tensor_cut, why_not_deferred
 from fp4train.models.families import Family, families, family_for, family_of
 from fp4train.models.llama import Llama
-from fp4train.nn import FusedLayers
 
 FORWARD = 1e-5
 
@@ -314,5 +313,3 @@ def test_the_table_of_a_family_says_everything_of_its_parameters(family: Family)
     cut, stages = tensor_cut(model), stage_cut(model)
     assert cut.out and cut.in_ and cut.vocabulary == ("embed", "head") and cut.counts
     assert stages is not None and (stages.first, stages.last) == (("embed",), ("norm", "head"))
-    parts = model.blocks[0].modules()
-    assert any(part.readers for part in parts if isinstance(part, FusedLayers))

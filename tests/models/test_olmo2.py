@@ -49,9 +49,10 @@ def test_attention_and_mlp_read_the_stream_and_add_vectors_of_the_length_of_thei
         model = built()
         angles = model.positions(0, 40, torch.float32)
         stream = 100 * torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(1))
-        after_attention, change = block(stream, *angles)
-    assert inputs["attention"] is stream and inputs["mlp"] is after_attention
-    for added, length in ((after_attention - stream, 3.0), (change, 0.5)):
+        after_mlp = block(stream, *angles)
+    after_attention = inputs["mlp"]
+    assert inputs["attention"] is stream
+    for added, length in ((after_attention - stream, 3.0), (after_mlp - after_attention, 0.5)):
         root_mean_square = added.square().mean(-1).sqrt()
         torch.testing.assert_close(
             root_mean_square, torch.full_like(root_mean_square, length), rtol=1e-3, atol=0

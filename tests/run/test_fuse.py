@@ -13,25 +13,19 @@ import pytest
 import torch
 from command_line import Cli, losses
 from configured import config_of
-from lengths import long_but
 from pretended import Machine
 
 import fp4train as f4
 from fp4train.config import TrainSettings
 from fp4train.errors import UserError
 from fp4train.exchange import load_trained
-from fp4train.hardware import Device, find_gpu
 from fp4train.kernels import cpu
 from fp4train.models.common import OF_TORCH, Liger, Operation, on_cpu
 from fp4train.models.common.on_cpu import CpuOperators
 from fp4train.models.llama import Llama
-from fp4train.models.moe import ExpertShape, MixtureOfExperts
-from fp4train.nn.fused_layers import outlines
 from fp4train.parallel.world import World
-from fp4train.precision import NVFP4, Timeline, find_layers, make_plan
 from fp4train.run.build import built_or_deferred
 from fp4train.run.fuse import fuse, kernels_of_layers
-from fp4train.run.produced import produced_by, with_sources
 
 
 @pytest.fixture(autouse=True)
@@ -148,116 +142,6 @@ def test_a_run_on_a_cpu_has_c_kernels_unless_torchs_or_the_compilers_are_asked_f
     built = model()
     fuse(built, settings, "cpu")
     assert built.norm.operators is OF_TORCH
-
-
-def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_and_why_others_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    built = f4.convert(
-        Llama(width=64, layers=2, heads=2, kv_heads=1, hidden=96).build(vocab_size=60, seq_len=32)
-    )
-    timeline = Timeline(recipe=NVFP4(), steps=1)
-    device = Device.elsewhere(find_gpu("B200"))
-    plan = make_plan(
-        find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native"
-    )
-    settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
-    Machine(monkeypatch).quantises_by_triton()
-
-    def said(**changed: Any) -> list[str]:
-        planned = with_sources(plan, outlines(built), replace(settings, **changed), "cuda")
-        return produced_by(planned, "cuda")
-
-    made = "norms and gates are quantised where they are made"
-    each = "attention_norm, mlp_norm, mlp of block"
-    adds = "; these norms also add what a layer returns to the residual stream."
-    all_six = f"6 {made} ({each}s 0–1), and not written in BF16{adds}"
-    assert said() == [all_six]
-    assert "train.kernels=torch asks for torch's operators" in said(kernels="torch")[0]
-    assert "the compiler has the blocks" in said(compile=True)[0]
-
-
-def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_where_they_are_made(
-    cli: Cli,
-) -> None:
-    shape = ("gpu=B200", "model.width=128", "model.hidden=384", "model.layers=4", "train.steps=100")
-    each = "(attention_norm, mlp_norm, mlp of blocks 0–3)"
-    said = cli("plan", *shape, "policy=all", "phases=cooldown_bf16").out
-    assert f"steps 0–79: 12 norms and gates are quantised where they are made {each}" in said
-    assert (
-        f"steps 80–99: 12 norms and gates write BF16 {each}: a layer is in high precision and "
-        "needs values, not codes." in said
-    )
-
-
-@pytest.mark.parametrize("gpu", long_but(["H100"], ["H100", "H200"]))
-def test_the_plan_for_a_gpu_where_two_kernels_are_faster_than_one_says_so(
-    cli: Cli, gpu: str
-) -> None:
-    shape = (f"gpu={gpu}", "model.width=128", "model.hidden=384", "model.layers=4")
-    said = cli("plan", *shape, "backend=native", "recipe=fp8_current", "policy=all").out
-    assert "norms and gates write BF16" in said and "take less time than one" in said
-    assert "quantised where they are made" not in said
-
-
-def test_the_plan_blames_a_product_in_high_precision_before_the_kernels_of_transformer_engine(
-    cli: Cli,
-) -> None:
-    shape = ("gpu=B200", "model.width=128", "model.hidden=384", "model.layers=4", "train.steps=100")
-    each = "12 norms and gates write BF16 (attention_norm, mlp_norm, mlp of blocks 0–3)"
-    for recipe in ("nvfp4", "fp8_current"):
-        plan = (*shape, "policy=all", "backend=te", f"recipe={recipe}")
-        said = cli("plan", *plan, "phases=cooldown_fprop").out
-        assert (
-            f"steps 80–99: {each}: a GEMM of a layer is in high precision and needs the "
-            "values of x." in said
-        )
-    norms = (
-        "steps 0–79: 8 norms and gates write BF16 (attention_norm, mlp_norm of blocks 0–3): a "
-        "layer: "
-    )
-    assert (
-        f"{norms}Transformer Engine's kernel of a norm writes BF16, then quantises (fp8_current)."
-        in said
-    )
-
-
-def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The norm of a layer of experts stays: its router takes it in float32."""
-    shape = MixtureOfExperts(
-        width=64, layers=2, dense=1, heads=2, kv_heads=1, experts=ExpertShape(shared=1)
-    )
-    built = f4.convert(shape.build(vocab_size=60, seq_len=32))
-    timeline = Timeline(recipe=NVFP4(), steps=1)
-    device = Device.elsewhere(find_gpu("B200"))
-    plan = make_plan(
-        find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native"
-    )
-    settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
-    Machine(monkeypatch).quantises_by_triton()
-    planned = with_sources(plan, outlines(built), settings, "cuda")
-    assert planned.stretches[0].sources["blocks.1.mlp_norm"].why_written == (
-        "Router reads the same values, and takes no codes"
-    )
-    shared = "blocks.1.mlp.shared"
-    stretch = planned.stretches[0]
-    of_norms = {"blocks.0.mlp.gate", "blocks.0.mlp.up"}
-    assert of_norms <= stretch.readers_of_codes and f"{shared}.down" in stretch.readers_of_codes
-    assert stretch.writers_of_sources == {*of_norms, f"{shared}.gate", f"{shared}.up"}
-    assert not {f"{shared}.gate", "blocks.1.mlp.gate_up"} & stretch.readers_of_codes
-    assert produced_by(planned, "cuda") == [
-        "5 norms and gates are quantised where they are made (attention_norm, mlp_norm, mlp "
-        "of block 0; "
-        "attention_norm, mlp.shared of block 1), and not written in BF16; these norms also "
-        "add what a layer returns "
-        "to the residual stream.",
-        "1 norms and gates write BF16 (mlp_norm of block 1): Router reads the same "
-        "values, and takes no codes.",
-    ]
-    fuse(built, settings, "cuda")
-    assert built.blocks[1].attention_in.enabled and not built.blocks[1].mlp_in.enabled
 
 
 def test_asked_for_by_name_on_a_cpu_they_are_refused(cli: Cli) -> None:

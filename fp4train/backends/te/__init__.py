@@ -4,7 +4,7 @@
     quantizers     one quant spec → the TE quantiser that computes exactly it, and the factory for TE's `CustomRecipe`
     translate      a table of six operands → a TE recipe object, or why TE cannot run it
     executor       a layer's GEMMs on TE's kernels; `fp4train.nn.Linear` holds one
-    given          x and dy that norms and gates quantise, as TE's tensors
+    shared_input   an x that several layers read, quantised once for all of them
     weights        weights that shards gather as codes, as TE's tensors
     experts        those of a layer of experts
     observed       what TE's GEMMs multiply, shown to an audit
@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fp4train.backends.protocol import ForeignLinear, Multiplied, ProductWatcher, Sources
+from fp4train.backends.protocol import ForeignLinear, Multiplied, ProductWatcher
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.backends.te.availability import why_not_device as why_not_device
 from fp4train.backends.te.executor import TEExecutor as TEExecutor, region as region
 from fp4train.backends.te.experts import TEExperts as TEExperts
 from fp4train.backends.te.foreign import foreign_linear
-from fp4train.backends.te.given import TESources
 from fp4train.backends.te.observed import Watcher, why_not_shown
 from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
 from fp4train.backends.te.translate import (
@@ -47,7 +46,6 @@ class TransformerEngine:
 
     name = "te"
     title = "Transformer Engine"
-    sources: Sources = TESources()
 
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         return why_not(table, layer, device)

@@ -29,7 +29,7 @@ from torch import Tensor
 from fp4train.backends.protocol import LayerState, Prepared, Readers
 from fp4train.backends.table import Table
 from fp4train.backends.te.availability import pytorch_module
-from fp4train.backends.te.given import QuantisedInput
+from fp4train.backends.te.shared_input import QuantisedInput
 from fp4train.backends.te.translate import dequantises, shares_codes, to_te
 from fp4train.backends.te.weights import given_weight
 from fp4train.quantize import RunStep

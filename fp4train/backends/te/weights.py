@@ -6,7 +6,8 @@ no workspace was saved). In a call whose weight is gathered as codes `GivenWeigh
 place of that quantiser: it reads no values, and gives in each pass the one form that the pass
 multiplies, as TE's own kind of tensor (tensor/storage):
 
-    NVFP4, MXFP8     as given.py has x and dy, of one form; the scale of a square block is that of each of its rows
+    NVFP4            codes [N, K] or of wᵀ, two in a byte; scales in tiles, each row of a square block with its scale
+    MXFP8            codes [N, K] in both forms; scales in tiles
     FP8 per tensor   codes [N, K], or those of wᵀ where the GPU multiplies x·wᵀ only; one float32 scale
     FP8 in blocks    codes [N, K] or of wᵀ; float32 scales, rows filled up to 4, those of 1×128 blocks transposed
     high precision   values, in passes of a recipe of single quantisers
@@ -29,7 +30,7 @@ from fp4train.quantize import Decoded, Quantized, tiled_scales
 
 def in_tiles(form: Quantized, *, column: bool) -> dict[str, Any]:
     """One form of NVFP4 or MXFP8 by TE's names. Scales are uint8 [rows, blocks of a row], filled up
-    to tiles, in whose order they lie; MXFP8's codes lie [M, K] in both forms, and its scales have
+    to tiles, in whose order they lie; MXFP8's codes lie [N, K] in both forms, and its scales have
     the shape of that.
     """
     way = "columnwise" if column else "rowwise"

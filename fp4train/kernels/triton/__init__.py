@@ -6,9 +6,7 @@ levels.py     HiF4's exponents, and the grids that IF4's blocks choose          
 extents.py    largest magnitudes of what shares a scale above block scales
 quantize.py   the kernel that quantises; blocks along contiguous columns: 1xN, NVFP4's packed codes, NxN, one scale per
               tensor or row; decoding; largest magnitude of a tensor or of its rows
-both.py       codes of both forms of a tensor from one read of it, or of what it is computed from
-sources.py    what it may be computed from: norms, gates, gradients of gates        (device functions)
-norm.py       the backward pass of RMSNorm
+both.py       codes of both forms of a tensor from one read of it
 adamw.py      one step of AdamW with moments in BF16
 columns.py    1xN blocks along a strided axis (a transposed view), with the Hadamard transform and its amax
 

@@ -35,16 +35,12 @@ from fp4train.kernels.triton.levels import (
     takes_integers,
 )
 from fp4train.kernels.triton.scale import block_scales, outer_amax, outer_scales, place_of_scale
-from fp4train.kernels.triton.sources import read
 
 
 @triton.jit
-def load_tokens(
-    x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr
-):
+def load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
     """(the N neighbours of the blocks of tile `place`: a tuple of float32 [tile_blocks, tile_rows];
-    row, block of the row). Tiles lie across the rows first. S: what x_ptr points to, see
-    sources.py. N neighbours are V.parts blocks.
+    row, block of the row). Tiles lie across the rows first. N neighbours are V.parts blocks.
     """
     N: tl.constexpr = V.n * V.parts
     row = (place % tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
@@ -56,20 +52,15 @@ def load_tokens(
     for i in tl.static_range(N):
         token = (group * N + i)[:, None]
         here = offset + tl.cast(x_col_stride, tl.int64) * i
-        x = x + (
-            read(
-                x_ptr, here, token, token < cols, row[None, :], (row < rows)[None, :], S, V.hardware
-            ),
-        )
+        mask = (token < cols) & (row < rows)[None, :]
+        x = x + (rounding.as_float(tl.load(x_ptr + here, mask=mask, other=0.0)),)
     return x, row, group
 
 
 @triton.jit
-def load_columns(
-    x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, words, V: tl.constexpr, S: tl.constexpr
-):
+def load_columns(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, words, V: tl.constexpr):
     """`load_tokens`, transformed if V.size; words: those of random bits, for signs that are drawn."""
-    x, row, group = load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V, S)
+    x, row, group = load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V)
     if V.size > 0:
         signs = (0, 0)
         if V.draws_signs:
@@ -161,7 +152,7 @@ def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: t
     transform. See quantize.py and extents.py.
     """
     x, row, _ = load_columns(
-        x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, 0, V, "none"
+        x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, 0, V
     )
     m = tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0)
     if V.outer == "extent":
@@ -191,16 +182,15 @@ def quantize_columns(
     out_col_stride,
     words,
     V: tl.constexpr,
-    S: tl.constexpr,
 ):
     """1xN blocks of tile `place`, the arguments as in quantize.py. Packed words are int64 (16
-    codes) and codes int64 (8 codes, the first in the lowest byte), or bytes if they are stored as x
-    lies; values fill whole groups of the transform.
+    codes) and codes int64 (8 codes, the first in the lowest byte); values fill whole groups of the
+    transform.
     """
     N: tl.constexpr = V.n
     PARTS: tl.constexpr = V.parts
     x, row, group = load_columns(
-        pointers[0], place, rows, cols, tiles, x_stride, x_col_stride, words, V, S
+        pointers[0], place, rows, cols, tiles, x_stride, x_col_stride, words, V
     )
     for part in tl.static_range(PARTS):
         block = ()
@@ -313,10 +303,6 @@ def quantize_blocks(
                 v = rounding.as_bf16(v, V.hardware)
             out = out_ptr + out_row + (col.to(tl.int64) * out_col_stride)[:, None]
             tl.store(out, v, mask=(col < width)[:, None] & (row < rows)[None, :])
-        elif V.turned:
-            code, col = rounding.element_codes(t, r, limit, V).to(tl.uint8), group * N + i
-            mask = (col < cols)[:, None] & (row < rows)[None, :]
-            tl.store(out_ptr + (col.to(tl.int64) * rows)[:, None] + row[None, :], code, mask=mask)
         else:
             if V.step > 0.0:
                 code = integer_codes(t, r, marked, limit, V)
@@ -326,7 +312,7 @@ def quantize_blocks(
             if i % PER_WORD == PER_WORD - 1:
                 packed = packed + (word.to(tl.int64, bitcast=True),)
                 word = tl.zeros((BLOCKS, ROWS), tl.uint64)
-    if V.output != "values" and not V.turned:
+    if V.output != "values":
         WORDS: tl.constexpr = N // PER_WORD
         start = out_ptr + out_row + (group * WORDS)[:, None]
         if WORDS == 4:  # 32 bytes of a block: brought side by side, to be stored as one piece

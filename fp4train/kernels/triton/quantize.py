@@ -38,7 +38,6 @@ from fp4train.kernels.triton.scale import (
     outer_scales,
     place_of_scale,
 )
-from fp4train.kernels.triton.sources import read
 
 
 @triton.jit
@@ -57,14 +56,12 @@ def columns_of(eight):
 
 
 @triton.jit
-def load_eights(x_ptr, row, eight, rows, cols, x_stride, V: tl.constexpr, S: tl.constexpr):
-    """float32 [A, G, 8] of rows [A] and groups of eight columns [A or 1, G]; 0 outside of x. S:
-    what x_ptr points to, see sources.py.
-    """
+def load_eights(x_ptr, row, eight, rows, cols, x_stride):
+    """float32 [A, G, 8] of rows [A] and groups of eight columns [A or 1, G]; 0 outside of x."""
     col = columns_of(eight)
     offset = (row.to(tl.int64) * x_stride)[:, None, None] + col
-    row = row[:, None, None]
-    return read(x_ptr, offset, row, row < rows, col, col < cols, S, V.hardware)
+    mask = (row < rows)[:, None, None] & (col < cols)
+    return rounding.as_float(tl.load(x_ptr + offset, mask=mask, other=0.0))
 
 
 @triton.jit
@@ -139,13 +136,12 @@ def quantize_rows(
     out_stride,
     words,
     V: tl.constexpr,
-    S: tl.constexpr,
 ):
     """1xN blocks of tile `place`; column stride 1."""
     x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
     row, group = blocks_of(place, tiles, V)
     eight = group[:, None] * (V.n // 8) + tl.arange(0, V.n // 8)[None, :]
-    x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V, S)
+    x = load_eights(x_ptr, row, eight, rows, cols, x_stride)
     s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row, group, group, groups, place, rows, V)
     stored, encode, decode = block_scales(
         rounding.largest_along(rounding.largest_of_eight(x), 1), s_enc, s_dec, V
@@ -172,7 +168,6 @@ def quantize_rows16(
     out_stride,
     words,
     V: tl.constexpr,
-    S: tl.constexpr,
 ):
     """1x16 E2M1 blocks, output "packed": int64 words of sixteen codes, [rows, groups].
 
@@ -186,8 +181,8 @@ def quantize_rows16(
     row, group = blocks_of(place, tiles, V)
     eight = (group * 2)[:, None]
     x = (
-        load_eights(x_ptr, row, eight, rows, cols, x_stride, V, S),
-        load_eights(x_ptr, row, eight + 1, rows, cols, x_stride, V, S),
+        load_eights(x_ptr, row, eight, rows, cols, x_stride),
+        load_eights(x_ptr, row, eight + 1, rows, cols, x_stride),
     )
     block = group[:, None]
     s_enc, s_dec = outer_scales(
@@ -225,7 +220,7 @@ def quantize_squares(
     row = tile_row * V.n + tl.arange(0, V.n)
     group = tile_col * V.tile_blocks + tl.arange(0, V.tile_blocks)
     eight = (tile_col * (V.tile_blocks * EIGHTS) + tl.arange(0, V.tile_blocks * EIGHTS))[None, :]
-    x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V, "none")
+    x = load_eights(x_ptr, row, eight, rows, cols, x_stride)
     place = tl.program_id(0)
     first_row = tl.zeros_like(group) + tile_row * V.n
     s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, first_row, 0, group, groups, place, rows, V)
@@ -262,7 +257,7 @@ def quantize_whole(
     tile_col = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
     eight = (tile_col * V.tile_blocks + tl.arange(0, V.tile_blocks))[None, :]
-    x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V, "none")
+    x = load_eights(x_ptr, row, eight, rows, cols, x_stride)
     if V.outer == "row":
         scale, inverse = float_scales(tl.load(amax_ptr + row, mask=row < rows, other=0.0), V)
         if tile_col == 0:
@@ -317,7 +312,6 @@ def quantize(
     pointers = (x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr)
     words = (key0, key1, counter2, counter3, col_group, row_offset)
     place = tl.program_id(0)
-    S: tl.constexpr = "none"
     if V.blocks == "columns":
         quantize_columns(
             pointers,
@@ -332,14 +326,11 @@ def quantize(
             out_col_stride,
             words,
             V,
-            S,
         )
     elif V.blocks == "rows":
-        quantize_rows(pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V, S)
+        quantize_rows(pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V)
     elif V.blocks == "rows16":
-        quantize_rows16(
-            pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V, S
-        )
+        quantize_rows16(pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V)
     elif V.blocks == "squares":
         quantize_squares(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V)
     else:

@@ -172,10 +172,6 @@ class _Kernels(Liger, TorchFunctionMode):
     def rms_norm(self, x: Tensor, *_: object) -> Any:
         return _RUN(self.counter, [torch.empty_like(x)], [x], x)
 
-    def add_rms_norm(self, x: Tensor, change: Tensor, *_: object) -> Any:
-        total = torch.empty_like(x)
-        return _RUN(self.counter, [torch.empty_like(x), total], [total], x, change)
-
     def silu_product(self, gate: Tensor, up: Tensor) -> Any:
         return _RUN(self.counter, [torch.empty_like(gate)], [gate, up], gate, up)
 
@@ -217,17 +213,14 @@ class BlockCost:
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         counter = kernels.counter = _WorkCounter()
         with torch.enable_grad(), hooks, kernels, counter:
-            terms = tree_leaves(type(block).forward(block, x, *arguments))
+            outputs = tree_leaves(type(block).forward(block, x, *arguments))
         self.forward = counter.work
         """Work of the operations between the products, forward."""
-        # A block may return the terms of the stream. The next norm adds them up, and in OLMo 2 an
-        # operator, which is counted alike.
-        self.forward.kernels += 3 * _bytes(terms[1:])
         self.backward = PassWork(attention=BACKWARD_OF_ATTENTION * self.forward.attention)
         """Work of the operations between the products, backward."""
         counter.work = self.backward
         with counter:
-            torch.autograd.backward(terms, [torch.empty_like(term) for term in terms])
+            torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
         kernels.counter = _WorkCounter()  # what follows the block is none of its work
         for tensor in (*arguments, *block.parameters()):
             kept.pop(_storage(tensor), None)

@@ -41,7 +41,7 @@ FUSED: Final = 0.5
 """Share of the bytes counted between GEMMs that compiled blocks move, at the speed of a copy:
 assumed, chains of two operations become one."""
 
-EAGER: Final = 0.39
+EAGER: Final = 0.4
 """Speed of torch's operators between GEMMs over that of a copy, where each is a kernel by itself.
 Calibrated: the least squares of the logarithms of three published eager steps (torchtitan on H100,
 and two of arXiv:2610.00053). It stands for all that other people's eager code takes beyond the

@@ -32,7 +32,6 @@ from fp4train.errors import UserError
 from fp4train.lab.studies.parts import CELL, LAYER, RecipePart
 from fp4train.lab.studies.record import Reading
 from fp4train.lab.studies.subject import Subject
-from fp4train.models.common import StreamTerms, summed
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
@@ -319,9 +318,7 @@ class GradientMeter:
 
         def keep(module: object, args: object, output: object) -> None:
             hidden = output
-            if isinstance(output, StreamTerms):
-                hidden = summed(output)
-            elif isinstance(output, tuple) and output:
+            if isinstance(output, tuple) and output:
                 hidden = output[0]
             if isinstance(hidden, Tensor) and hidden.dim() > 0:
                 outputs.append(hidden.detach().float().flatten())

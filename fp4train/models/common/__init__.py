@@ -45,6 +45,7 @@ from fp4train.models.common.layers import (
     FeaturesNorm as FeaturesNorm,
     RMSNorm as RMSNorm,
     RopeScaling as RopeScaling,
+    SharedNorm as SharedNorm,
     attention_parameters as attention_parameters,
     rope_angles as rope_angles,
 )
@@ -81,10 +82,4 @@ from fp4train.models.common.router import (
 from fp4train.models.common.shape import (
     DecoderShape as DecoderShape,
     check_pattern as check_pattern,
-)
-from fp4train.models.common.stream import (
-    StreamNorm as StreamNorm,
-    StreamTerms as StreamTerms,
-    handed_on as handed_on,
-    summed as summed,
 )

@@ -26,7 +26,6 @@ from fp4train.models.common.liger import Liger
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.common.operators import Fusible
 from fp4train.models.common.shape import DecoderShape
-from fp4train.models.common.stream import StreamTerms, summed
 from fp4train.nn.ranks import all_rows, local, summed_over, with_summed_gradient
 from fp4train.parameters import ParameterSpec
 from fp4train.precision.context import activation_dtype
@@ -41,9 +40,8 @@ class Decoder(Fusible, nn.Module):
     As a stage of a pipeline (`stage`) all but the first take the residual stream, and all but the
     last give it.
 
-    A block is called with the residual stream (a tensor, or the `StreamTerms` that the block before
-    returned), what `positions` gives, what the cache keeps of it (or None), and, where documents
-    are told apart, which tokens each one sees (`document_mask`).
+    A block is called with the residual stream, what `positions` gives, what the cache keeps of it
+    (or None), and, where documents are told apart, which tokens each one sees (`document_mask`).
     """
 
     shape: DecoderShape
@@ -118,22 +116,18 @@ class Decoder(Fusible, nn.Module):
             ]
             input = torch.where(input < 0, ~input, input)
         x = self.enter(input)
-        stream: Tensor | StreamTerms = x
         arguments: tuple[Any, ...] = self.positions(start, end, x.dtype)
         if cache is not None:
             for block, kept in zip(self.blocks, cache.blocks, strict=True):
-                stream = block(stream, *arguments, kept)
+                x = block(x, *arguments, kept)
             cache.seen = end
-            return self.leave(summed(stream), targets_BT, time)
+            return self.leave(x, targets_BT, time)
         if divided:
             arguments = (*arguments, None, document_mask(*borders))
         recomputes = self.recomputes and self.training
-        for block in self.blocks:  # of recomputed ones the input is kept: one tensor
-            if recomputes:
-                stream = recompute(block, summed(stream), *arguments)
-            else:
-                stream = block(stream, *arguments)
-        return self.leave(summed(stream), targets_BT, time, teacher)
+        for block in self.blocks:
+            x = recompute(block, x, *arguments) if recomputes else block(x, *arguments)
+        return self.leave(x, targets_BT, time, teacher)
 
     def enter(self, input: Tensor) -> Tensor:
         """The residual stream before the blocks; `input` is tokens [B, T], or on a later stage the

@@ -102,9 +102,6 @@ class ExpertLayer(nn.Module):
         self.gate_up = Experts(shape.count, width, 2 * shape.hidden, per_token=shape.top)
         self.down = Experts(shape.count, shape.hidden, width, per_token=shape.top)
         self.shared = SwiGLU(width, shape.shared * shape.hidden) if shape.shared else None
-        self.input_layers: tuple[str, ...] = ("router", "gate_up")
-        if self.shared is not None:
-            self.input_layers += ("shared.gate", "shared.up")
 
     def forward(self, x_BTD: Tensor, time: int | None = None) -> Tensor:
         """y of x [B, T, D] or, where tensor-parallel ranks share the tokens, of this rank's [B·T /

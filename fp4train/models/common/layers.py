@@ -19,42 +19,37 @@ from torch import Tensor, nn
 
 from fp4train.backends import widened
 from fp4train.models.common.cache import KeyValues, seen_mask
-from fp4train.models.common.cut import shared_by, summed_statistic
-from fp4train.models.common.liger import Liger
+from fp4train.models.common.cut import TokenRanks, shared_by, summed_statistic
 from fp4train.models.common.operators import Fusible, Operation
-from fp4train.models.common.stream import StreamNorm, StreamTerms
-from fp4train.nn.fused_layers import watched
-from fp4train.nn.normed_linears import Mixer
 from fp4train.parameters import ParameterSpec, Split, inside, linear, norm
 
 
-class RMSNorm(Fusible, StreamNorm, kernel="norm"):
+class SharedNorm(nn.RMSNorm):
+    """A norm whose whole weight each tensor-parallel rank has."""
+
+    tensor: TokenRanks | None = None
+    """The tensor-parallel ranks; with `sequence` they normalise other tokens."""
+
+    @property
+    def used_weight(self) -> Tensor:
+        """The weight, whose gradient is summed over ranks that normalise other tokens."""
+        if self.tensor is None:
+            return self.weight
+        return shared_by(self.tensor, self.weight)
+
+
+class RMSNorm(Fusible, SharedNorm):
     """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16
     activations stay BF16.
     """
 
-    def normalised(self, x: Tensor) -> Tensor:
-        return self.operators.rms_norm(x, self._weight(x.dtype), self.eps)
-
-    def of_stream(self, stream: Tensor | StreamTerms) -> tuple[Tensor, Tensor]:
-        if (
-            not isinstance(stream, StreamTerms)
-            or not isinstance(self.operators, Liger)
-            or self.kernel != "norm"
-            or self.eps is None
-            or watched(self)
-        ):
-            return super().of_stream(stream)
-        return self.operators.add_rms_norm(*stream, self._weight(stream.x.dtype), self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of x [..., width]."""
+        return self.operators.rms_norm(x, self.used_weight.to(x.dtype), self.eps)
 
     def fp4train_operations(self) -> Sequence[Operation]:
         """Itself."""
         return (Operation(kind="norm", width=self.weight.shape[-1]),)
-
-    def _weight(self, dtype: torch.dtype) -> Tensor:
-        return (self.weight if self.tensor is None else shared_by(self.tensor, self.weight)).to(
-            dtype
-        )
 
 
 class FeaturesNorm(RMSNorm):
@@ -62,15 +57,16 @@ class FeaturesNorm(RMSNorm):
     normalises its own by the mean square of all.
     """
 
-    def normalised(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of x [..., width], of which a rank has its own features."""
         if self.tensor is None:
-            return super().normalised(x)
+            return super().forward(x)
         ranks = self.tensor.ranks
         x_float32 = x.float()
         squares = summed_statistic(x_float32.square().sum(-1, keepdim=True), ranks)
         mean = squares / (x.shape[-1] * ranks.size)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        normalised = x_float32 * torch.rsqrt(mean + eps) * self._weight(x.dtype).float()
+        normalised = x_float32 * torch.rsqrt(mean + eps) * self.used_weight.to(x.dtype).float()
         return normalised.to(x.dtype)
 
     def fp4train_operations(self) -> Sequence[Operation]:
@@ -164,7 +160,7 @@ def attention_parameters(name: str, stored: str, *, qk_norm: bool = False) -> li
     return [*inside(name, stored, weights + norms if qk_norm else weights)]
 
 
-class Attention(Fusible, Mixer):
+class Attention(Fusible, nn.Module):
     """softmax(q·kᵀ/√E + causal mask)·v, with the heads combined by `wo`: x [B, T, D] → [B, T, D].
 
     The four projections are linear layers, which `fp4train.convert` replaces; the products of
@@ -179,8 +175,6 @@ class Attention(Fusible, Mixer):
         qk_norm: ε of an RMSNorm over each head of queries and keys before their rotation, as in
             Qwen3; None: no norm.
     """
-
-    input_layers = ("wq", "wk", "wv")
 
     def __init__(
         self,
@@ -219,11 +213,9 @@ class Attention(Fusible, Mixer):
             return q_BTHE, k_BTHE
         return self.q_norm(q_BTHE), self.k_norm(k_BTHE)
 
-    def mixed(
+    def forward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        x: Tensor,
         cos_TE: Tensor | None,
         sin_TE: Tensor | None,
         cache: KeyValues | None = None,
@@ -231,14 +223,14 @@ class Attention(Fusible, Mixer):
         *,
         time: int | None = None,
     ) -> Tensor:
-        """Attention of queries, keys and values within each sequence; `cos_TE` and `sin_TE` are
-        those of `rope_angles` for its T positions; None: heads are not rotated, and there are `time`
-        positions.
+        """Attention within each sequence; `cos_TE` and `sin_TE` are those of `rope_angles` for its
+        T positions; None: heads are not rotated, and there are `time` positions.
 
         With a cache the tokens follow those in it, attend to them too, and are added to it. With a
         mask, bool [B, 1, T, T], a token attends to those that the mask says. If tensor-parallel
         ranks share the tokens, x and the result are this rank's rows [B·T / p, D].
         """
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
         if time is None:
             if cos_TE is None:
                 time = q.shape[1]

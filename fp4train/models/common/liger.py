@@ -4,17 +4,14 @@ NVIDIA GPUs.
 | part | kernels | bytes per BF16 element | least |
 |---|---|---|---|
 | RMSNorm | one each way, float32 inside and rounded once, as F.rms_norm | 4 + 6 | 4 + 6 |
-| x + y, then RMSNorm | one each way | 8 + 8 | 8 + 8 |
 | silu(gate) ⊙ up | one each way; backward makes silu again and writes over gate and up | 6 + 10 | 6 + 10 |
 | rotary embedding | one each way for queries and keys, in their own memory | 4 + 4 | 4 + 4 |
 | cross-entropy | loss and gradient of a chunk of logits in one, in their own memory | 6 | 4 |
 
-"8 + 8": forward reads both terms and writes sum and norm; backward reads the gradients of both and
-the sum, and writes the one gradient of both terms. The least is each input read and each result
-written once. Cross-entropy takes 1.5 times that: the gradient needs the whole row's sum, and a row
-of 128 k BF16 logits, 256 kB, is more than a multiprocessor holds (228 kB on SM 9.0 and 10.0), so it
-is read twice, the second time from the L2 cache at best. torch's operators move 52 bytes per logit
-(`loss.LOGIT_BYTES`), and 10 + 12 per element of a sum and its norm.
+The least is each input read and each result written once. Cross-entropy takes 1.5 times that: the
+gradient needs the whole row's sum, and a row of 128 k BF16 logits, 256 kB, is more than a
+multiprocessor holds (228 kB on SM 9.0 and 10.0), so it is read twice, the second time from the L2
+cache at best. torch's operators move 52 bytes per logit (`loss.LOGIT_BYTES`).
 
 Products are not theirs: a recipe's layers stay as they are, and the head is multiplied as before,
 in high precision. Results differ from torch's operators in the last digits, since sums have another
@@ -46,7 +43,6 @@ BEFORE = (0, 9)
 MOVED: Final = MappingProxyType(
     {
         "rms_norm": (4, 6),
-        "add_rms_norm": (8, 8),
         "silu_product": (6, 10),
         "rotate": (4, 4),
         "cross_entropy": (6, 0),
@@ -71,7 +67,6 @@ class Liger(Operators):
     def __init__(self) -> None:
         ops: Any = import_module("liger_kernel.ops")
         self._norm = ops.LigerRMSNormFunction
-        self._sum_norm = ops.LigerFusedAddRMSNormFunction
         self._product = ops.LigerSiLUMulFunction
         self._rotation = ops.LigerRopeFunction
         self._loss: Any = import_module("liger_kernel.ops.cross_entropy").liger_cross_entropy_kernel
@@ -84,15 +79,6 @@ class Liger(Operators):
         # others may read, rows.
         y: Tensor = self._norm.apply(x, weight_D, eps, 0.0, "gemma", False, None)
         return y
-
-    def add_rms_norm(
-        self, x: Tensor, change: Tensor, weight_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """(The norm of x + change as `rms_norm` has it, x + change rounded to their dtype). One
-        shape and dtype.
-        """
-        y, total = self._sum_norm.apply(change, x, weight_D, eps, 0.0, "gemma", False)
-        return y, total
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Operators`. Backward writes the gradients over both, which nothing else may need

@@ -24,9 +24,6 @@ from fp4train.models.common.layers import (
 )
 from fp4train.models.common.operators import Fusible, Operation
 from fp4train.models.common.shape import DecoderShape
-from fp4train.models.common.stream import StreamTerms, handed_on
-from fp4train.nn.gated_mlp import GatedMLP
-from fp4train.nn.normed_linears import Mixer, NormedLinears
 from fp4train.parameters import Computed, ParameterSpec, Split, inside, linear, norm
 
 MOST_LAYERS = 4096
@@ -117,24 +114,17 @@ def rotary_ends(shape: RotaryShape, *, copied: bool = False) -> list[ParameterSp
     )
 
 
-class SwiGLU(Fusible, Mixer, kernel="gate"):
+class SwiGLU(Fusible, nn.Module):
     """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
-
-    input_layers = ("gate", "up")
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
-        self.fused = GatedMLP(self)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        y: Tensor | None = self.fused(x_BTD) if self.fused.enabled else None
-        return super().forward(x_BTD) if y is None else y
-
-    def mixed(self, gate: Tensor, up: Tensor) -> Tensor:
-        y: Tensor = self.down(self.operators.silu_product(gate, up))
+        y: Tensor = self.down(self.operators.silu_product(self.gate(x_BTD), self.up(x_BTD)))
         return y
 
     def fp4train_operations(self) -> Sequence[Operation]:
@@ -179,9 +169,7 @@ class PreNormBlock(Fusible, nn.Module):
             qkv_bias=qkv_bias,
             qk_norm=shape.norm_eps if shape.qk_norm else None,
         )
-        self.attention_in = NormedLinears(self, "attention_norm", "attention")
         self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
-        self.mlp_in = NormedLinears(self, "mlp_norm", "mlp")
         self.mlp = mlp
 
     def fp4train_operations(self) -> Sequence[Operation]:
@@ -190,15 +178,15 @@ class PreNormBlock(Fusible, nn.Module):
 
     def forward(
         self,
-        stream: Tensor | StreamTerms,
+        x_BTD: Tensor,
         cos_TE: Tensor,
         sin_TE: Tensor,
         cache: KeyValues | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor | StreamTerms:
-        y_BTD, x_BTD = self.attention_in(stream, cos_TE, sin_TE, cache, mask)
-        y_BTD, x_BTD = self.mlp_in(StreamTerms(x_BTD, y_BTD))
-        return handed_on(x_BTD, y_BTD)
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, cache, mask)
+        y_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return y_BTD
 
 
 class RotaryDecoder(FamilyDecoder):

@@ -24,7 +24,6 @@ from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import first_of_document, short_convolution
 from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.operators import Operation
-from fp4train.nn.normed_linears import Mixer
 
 STEP = (1e-3, 0.1)
 """The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section
@@ -154,7 +153,7 @@ class ScanState:
         self.window_BKC: Tensor | None = None
 
 
-class Mamba2(HoldsParts, Mixer):
+class Mamba2(HoldsParts, nn.Module):
     """out_proj(norm(scan(silu(conv(x, B, C))) ⊙ silu(z))), with z, x, B, C and dt from in_proj: [B,
     T, D] → [B, T, D].
 
@@ -173,8 +172,6 @@ class Mamba2(HoldsParts, Mixer):
         kernels: "auto": those of mamba-ssm where they can be used (`scan_kernels.py`); "torch":
             none.
     """
-
-    input_layers = ("in_proj",)
 
     def __init__(
         self,
@@ -237,9 +234,9 @@ class Mamba2(HoldsParts, Mixer):
         per_token = self.chunk * (self.conv1d.weight.shape[0] + inner) // 2 + 2 * inner * self.state
         return -(-time // self.chunk) * self.chunk * per_token // time
 
-    def mixed(
+    def forward(
         self,
-        projected_BTN: Tensor,
+        x: Tensor,
         time: int,
         kept: ScanState | None = None,
         mask_BTT: Tensor | None = None,
@@ -248,10 +245,11 @@ class Mamba2(HoldsParts, Mixer):
         begins where it does.
 
         Args:
-            projected_BTN: output of in_proj, of all tokens also where tensor-parallel ranks share
-                those of x and of the result [B·T / p, D].
+            x: [B, T, D]; where tensor-parallel ranks share the tokens, x and the result are this
+                rank's rows [B·T / p, D], and in_proj gives those of all.
             time: T.
         """
+        projected_BTN = self.in_proj(x)
         document_BT = first_of_document(mask_BTT)
         inner = self.heads * self.head_dim
         mixed_size = sum(self.mixed_sizes)

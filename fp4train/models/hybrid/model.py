@@ -36,14 +36,11 @@ from fp4train.models.common import (
     FamilyDecoder,
     KeyValues,
     RMSNorm,
-    StreamTerms,
     attention_parameters,
     check_pattern,
-    handed_on,
 )
 from fp4train.models.common.scan import STEP, Mamba2, ScanState, step_before_softplus
 from fp4train.models.common.scan_kernels import CHOICES
-from fp4train.nn.normed_linears import Mixer, NormedLinears
 from fp4train.parameters import (
     ONES,
     Initial,
@@ -189,18 +186,16 @@ class Hybrid(DecoderShape):
         return HybridModel(self, vocab_size, seq_len)
 
 
-class SquaredReluMLP(Mixer):
+class SquaredReluMLP(nn.Module):
     """w_down·relu(w_up·x)²."""
-
-    input_layers = ("up",)
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def mixed(self, up: Tensor) -> Tensor:
-        out: Tensor = self.down(F.relu(up).square())
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.relu(self.up(x)).square())
         return out
 
 
@@ -223,22 +218,23 @@ class HybridBlock(nn.Module):
             )
         else:
             self.mixer = SquaredReluMLP(shape.width, shape.hidden)
-        self.mixer_in = NormedLinears(self, "norm", "mixer")
 
     def forward(
         self,
-        stream: Tensor | StreamTerms,
+        x_BTD: Tensor,
         time: int,
         kept: Any = None,
         mask_BTT: Tensor | None = None,
-    ) -> Tensor | StreamTerms:
+    ) -> Tensor:
+        n_BTD = self.norm(x_BTD)
+        y_BTD: Tensor
         if self.kind == "-":
-            y, x_BTD = self.mixer_in(stream)
+            y_BTD = self.mixer(n_BTD)
         elif self.kind == "M":
-            y, x_BTD = self.mixer_in(stream, time, kept, mask_BTT)
+            y_BTD = self.mixer(n_BTD, time, kept, mask_BTT)
         else:
-            y, x_BTD = self.mixer_in(stream, None, None, kept, mask_BTT, time=time)
-        return handed_on(x_BTD, y)
+            y_BTD = self.mixer(n_BTD, None, None, kept, mask_BTT, time=time)
+        return x_BTD + y_BTD
 
     def cache(self, length: int) -> KeyValues | ScanState | None:
         """An empty cache for up to `length` tokens."""

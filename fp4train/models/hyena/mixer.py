@@ -33,7 +33,6 @@ from fp4train.models.common.convolution import (
     transformed,
     with_window,
 )
-from fp4train.nn.normed_linears import Mixer
 from fp4train.parameters import (
     ZEROS,
     Normal,
@@ -138,12 +137,10 @@ class ConvolutionState:
         self.state_BCN: Tensor | None = None
 
 
-class GatedConvolution(HoldsParts, Mixer):
+class GatedConvolution(HoldsParts, nn.Module):
     """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]. Tensor-parallel ranks have channels of
     their own.
     """
-
-    input_layers = ("in_proj",)
 
     def __init__(self, width: int, kind: str, filters: FilterShape) -> None:
         super().__init__()
@@ -170,9 +167,9 @@ class GatedConvolution(HoldsParts, Mixer):
             return 0
         return self.out_proj.weight.shape[1] * transformed(time, taps)
 
-    def mixed(
+    def forward(
         self,
-        projected: Tensor,
+        x: Tensor,
         time: int,
         kept: ConvolutionState | None = None,
         mask_BTT: Tensor | None = None,
@@ -181,10 +178,11 @@ class GatedConvolution(HoldsParts, Mixer):
         where it does.
 
         Args:
-            projected: output of in_proj, of all tokens also where tensor-parallel ranks share
-                those of x and of the result [B·T / p, D].
+            x: [B, T, D]; where tensor-parallel ranks share the tokens, x and the result are this
+                rank's rows [B·T / p, D], and in_proj gives those of all.
             time: T.
         """
+        projected = self.in_proj(x)
         document_BT = first_of_document(mask_BTT)
         features, window = short_convolution(
             projected.float().view(-1, time, projected.shape[-1]),
@@ -240,7 +238,7 @@ class GatedConvolution(HoldsParts, Mixer):
         return y
 
 
-class FusedAttention(Mixer):
+class FusedAttention(nn.Module):
     """Causal attention with rotary positions: [B, T, D] → [B, T, D]. The rows of one weight make q,
     k and v: those of the first head, then those of the second.
 
@@ -249,8 +247,6 @@ class FusedAttention(Mixer):
         heads: their number.
         head_dim: elements of a head.
     """
-
-    input_layers = ("qkv",)
 
     def __init__(self, *, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -263,9 +259,9 @@ class FusedAttention(Mixer):
         """Multiplications per token of q·kᵀ and p·v, half of each square."""
         return self.out_proj.weight.shape[1] * time
 
-    def mixed(
+    def forward(
         self,
-        heads: Tensor,
+        x: Tensor,
         cos_TE: Tensor,
         sin_TE: Tensor,
         kept: KeyValues | None,
@@ -276,7 +272,7 @@ class FusedAttention(Mixer):
         are this rank's rows [B·T / p, D].
         """
         time = cos_TE.shape[0]
-        heads = heads.view(-1, time, self.heads, 3, self.head_dim)
+        heads = self.qkv(x).view(-1, time, self.heads, 3, self.head_dim)
         q, k, v = heads.transpose(1, 2).unbind(-2)
         q = rotate(q, cos_TE, sin_TE)
         k = rotate(k, cos_TE, sin_TE)

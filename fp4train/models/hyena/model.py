@@ -31,12 +31,9 @@ from fp4train.models.common import (
     DecoderShape,
     KeyValues,
     RotaryDecoder,
-    StreamNorm,
-    StreamTerms,
+    SharedNorm,
     check_pattern,
     gated_mlp_parameters,
-    handed_on,
-    shared_by,
 )
 from fp4train.models.hyena.mixer import (
     KINDS,
@@ -45,7 +42,6 @@ from fp4train.models.hyena.mixer import (
     FusedAttention,
     GatedConvolution,
 )
-from fp4train.nn.normed_linears import Mixer, NormedLinears
 from fp4train.parameters import ParameterSpec, inside, norm
 from fp4train.text import check_choice, check_least
 
@@ -125,22 +121,20 @@ class Hyena(DecoderShape):
         return HyenaModel(self, vocab_size, seq_len)
 
 
-class RootNorm(StreamNorm, kernel="root"):
+class RootNorm(SharedNorm):
     """w ⊙ x / (√(mean(x²)) + ε), computed in float32: ε is outside of the root."""
 
-    def normalised(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of x [..., width]."""
         assert self.eps is not None
         wide = x.float()
         root = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
-        weight = self.weight if self.tensor is None else shared_by(self.tensor, self.weight)
-        y: Tensor = (weight * (wide / (root + self.eps))).to(x.dtype)
+        y: Tensor = (self.used_weight * (wide / (root + self.eps))).to(x.dtype)
         return y
 
 
-class HyenaMLP(Mixer):
+class HyenaMLP(nn.Module):
     """w_down·(a(w_gate·x) ⊙ w_up·x); a is GELU, or nothing."""
-
-    input_layers = ("gate", "up")
 
     def __init__(self, width: int, hidden: int, *, gelu: bool) -> None:
         super().__init__()
@@ -149,8 +143,9 @@ class HyenaMLP(Mixer):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def mixed(self, gate: Tensor, up: Tensor) -> Tensor:
-        out: Tensor = self.down((F.gelu(gate) if self.gelu else gate) * up)
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        out: Tensor = self.down((F.gelu(gate) if self.gelu else gate) * self.up(x))
         return out
 
 
@@ -168,25 +163,24 @@ class HyenaBlock(nn.Module):
             )
         else:
             self.mixer = GatedConvolution(shape.width, self.kind, shape.filters)
-        self.mixer_in = NormedLinears(self, "norm", "mixer")
         self.mlp_norm = RootNorm(shape.width, eps=shape.norm_eps)
         self.mlp = HyenaMLP(shape.width, shape.hidden, gelu=index == 0 or shape.gelu == "all")
-        self.mlp_in = NormedLinears(self, "mlp_norm", "mlp")
 
     def forward(
         self,
-        stream: Tensor | StreamTerms,
+        x_BTD: Tensor,
         cos_TE: Tensor,
         sin_TE: Tensor,
         kept: Any = None,
         mask_BTT: Tensor | None = None,
-    ) -> Tensor | StreamTerms:
+    ) -> Tensor:
+        n_BTD = self.norm(x_BTD)
         if self.kind == "*":
-            y, x_BTD = self.mixer_in(stream, cos_TE, sin_TE, kept, mask_BTT)
+            x_BTD = x_BTD + self.mixer(n_BTD, cos_TE, sin_TE, kept, mask_BTT)
         else:
-            y, x_BTD = self.mixer_in(stream, cos_TE.shape[0], kept, mask_BTT)
-        y, x_BTD = self.mlp_in(StreamTerms(x_BTD, y))
-        return handed_on(x_BTD, y)
+            x_BTD = x_BTD + self.mixer(n_BTD, cos_TE.shape[0], kept, mask_BTT)
+        y_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return y_BTD
 
     def cache(self, length: int) -> KeyValues | ConvolutionState:
         """An empty cache for up to `length` tokens."""

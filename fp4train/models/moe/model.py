@@ -27,10 +27,8 @@ from fp4train.models.common import (
     PreNormBlock,
     PreNormShape,
     Routers,
-    StreamTerms,
     SwiGLU,
     gated_mlp_parameters,
-    handed_on,
     pre_norm_parameters,
     rotary_ends,
 )
@@ -103,17 +101,16 @@ class ExpertBlock(PreNormBlock):
 
     def forward(
         self,
-        stream: Tensor | StreamTerms,
+        x_BTD: Tensor,
         cos_TE: Tensor,
         sin_TE: Tensor,
         cache: KeyValues | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor | StreamTerms:
-        y_BTD, x_BTD = self.attention_in(stream, cos_TE, sin_TE, cache, mask)
-        # `mlp_in` would do the same, since the router takes no codes, in one compiled graph more
-        n_BTD, x_BTD = self.mlp_norm.of_stream(StreamTerms(x_BTD, y_BTD))
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, cache, mask)
         # tensor-parallel ranks may have a share of the tokens, which does not tell T
-        return handed_on(x_BTD, self.mlp(n_BTD, cos_TE.shape[0]))
+        y_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD), cos_TE.shape[0])
+        return y_BTD
 
 
 class MixtureModel(AttentionDecoder):

@@ -30,13 +30,10 @@ from fp4train.models.common import (
     Operation,
     RMSNorm,
     RotaryShape,
-    StreamTerms,
     SwiGLU,
     attention_parameters,
     gated_mlp_parameters,
-    handed_on,
     rotary_ends,
-    summed,
 )
 from fp4train.parameters import Initial, Normal, ParameterSpec, Split, Spread, inside, norm
 from fp4train.text import check_least
@@ -127,15 +124,15 @@ class Olmo2Block(Fusible, nn.Module):
 
     def forward(
         self,
-        stream: Tensor | StreamTerms,
+        x_BTD: Tensor,
         cos_TE: Tensor,
         sin_TE: Tensor,
         cache: KeyValues | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor | StreamTerms:
-        x_BTD = summed(stream)
+    ) -> Tensor:
         x_BTD = x_BTD + self.attention_norm(self.attention(x_BTD, cos_TE, sin_TE, cache, mask))
-        return handed_on(x_BTD, self.mlp_norm(self.mlp(x_BTD)))
+        y_BTD: Tensor = x_BTD + self.mlp_norm(self.mlp(x_BTD))
+        return y_BTD
 
 
 class Olmo2Model(AttentionDecoder):

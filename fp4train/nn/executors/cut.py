@@ -21,14 +21,12 @@ and keeps only a rank's own tokens of q(xᵀ) for backward.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import EAGER, CodesOf, Gradients, PreparedPair, Saved
+from fp4train.nn.engine import EAGER, Gradients, PreparedPair, Saved
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import Ranks, local
@@ -69,36 +67,122 @@ class SummedProduct:
         return SummedProduct(backend, self._ranks, self._sequence)
 
 
+class GatheredForms(TensorForms):
+    """Both forms of all tokens of x, of which each rank has its own.
+
+    Args:
+        whole: forms of the gathered tensor.
+        sent: forms of this rank's tokens, which are sent as codes; None: the tensor itself is
+            gathered.
+        device: device type of the codes.
+    """
+
+    __slots__ = ("device", "ranks", "sent")
+
+    def __init__(
+        self, whole: TensorForms, sent: TensorForms | None, ranks: Ranks, device: str
+    ) -> None:
+        for name in TensorForms.__slots__:
+            setattr(self, name, getattr(whole, name))
+        self.sent = sent
+        self.ranks = ranks
+        self.device = device
+
+    def sends_codes(self, tokens: int) -> bool:
+        """Whether so many tokens of a rank are sent as codes: they are whole blocks of both forms,
+        and whole groups of rows that share a scale.
+        """
+        if self.sent is None:
+            return False
+        if not whole_blocks(self.sent.row.spec, tokens, columns=False):
+            return False
+        return self.sent.values is not None or whole_blocks(self.sent.column.spec, tokens)
+
+    def prepare(
+        self, x_MK: Tensor, call: LayerCall, row: bool = True, column: bool = True
+    ) -> PreparedPair:
+        """The forms of all tokens; where codes are sent, the column-wise form of this rank's:
+        backward sends it.
+        """
+        if self.sent is None or not self.sends_codes(len(x_MK)):
+            return super().prepare(self.gathered(x_MK, call), call, row, column)
+        of_row, of_column = self.sent.prepare(x_MK, call, row, column)
+        return self.received(of_row, codes=self.row.codes), of_column
+
+    def gathered(self, x_MK: Tensor, call: LayerCall) -> Tensor:
+        """x of all tokens; layers that read the same tensor gather it once."""
+        shared = call.shared
+        seen = None if shared is None else shared.get("gathered")
+        if seen is not None and seen[0] == x_MK._version and seen[1].is_set_to(x_MK):
+            all_tokens: Tensor = seen[2]
+            return all_tokens
+        all_tokens = self.ranks.gather_rows(x_MK)
+        if shared is not None and not x_MK.is_inference():
+            shared["gathered"] = (x_MK._version, x_MK, all_tokens)
+        return all_tokens
+
+    def received(
+        self, part: Prepared | None, *, codes: bool, along_tokens: bool = False
+    ) -> Prepared | None:
+        """A form of all tokens from the codes that each rank made of its own."""
+        if part is None:
+            return None
+        assert isinstance(part, Quantized)
+        all_codes = gathered(part, self.ranks, along_tokens=along_tokens)
+        if codes:
+            return all_codes
+        return quantizer(all_codes.spec, self.device).decode(all_codes)
+
+
+class GatheredGradients(GatheredForms):
+    """Both forms of all tokens of dy, which one layer reads."""
+
+    __slots__ = ()
+
+    def prepare(
+        self, x_MK: Tensor, call: LayerCall, row: bool = True, column: bool = True
+    ) -> PreparedPair:
+        of_row, of_column = super().prepare(x_MK, call, row, column)
+        if self.sends_codes(len(x_MK)):
+            of_column = self.received(of_column, codes=self.column.codes, along_tokens=True)
+        return of_row, of_column
+
+    def gathered(self, x_MK: Tensor, call: LayerCall) -> Tensor:
+        return self.ranks.gather_rows(x_MK)
+
+
 class CutGemms(Gemms):
     """The GEMMs of a layer's shard, and the collectives around them."""
 
     def build(self) -> None:
         super().build()
-        plan = self.plan
         shard = self.shard
         assert shard is not None and shard.tensor is not None
         self.ranks = shard.tensor
         self.cut = shard.cut
         self.sequence = shard.sequence
         self.tokens = shard.tokens
-        self.sent: TensorForms | None = None
-        """x ("out") or dy ("in") of this rank's tokens, sent as codes; None: the tensor itself is
-        gathered.
-        """
         if self.cut == "out":
             self.dgrad = SummedProduct(self.dgrad, self.ranks, self.sequence)  # type: ignore[assignment]
-            row = plan.sources["fprop", "x"]
-            column = plan.sources["wgrad", "x"]
-            coded = row.spec is not None
         else:
             self.fprop = SummedProduct(self.fprop, self.ranks, self.sequence)  # type: ignore[assignment]
-            row = plan.sources["dgrad", "dy"]
-            column = plan.sources["wgrad", "dy"]
-            coded = row.spec is not None and column.spec is not None
-        if self.sequence and coded:
-            self.sent = TensorForms((row, column), (True, True), self.device, shard, tokens=True)
+        if self.sequence and self.cut == "out":
+            self.x = GatheredForms(self.x, self._sent("fprop", "x"), self.ranks, self.device)
+        elif self.sequence:
+            sent = self._sent("dgrad", "dy")
+            if sent is not None and sent.column.spec is None:
+                sent = None
+            self.dy = GatheredGradients(self.dy, sent, self.ranks, self.device)
         self.counted = self.device != "meta"  # there shapes are enough
         self.route = EAGER  # collectives, and tokens whose number changes
+
+    def _sent(self, gemm: str, tensor: str) -> TensorForms | None:
+        """The forms of this rank's tokens as codes; None: the row-wise form has none."""
+        row = self.plan.sources[gemm, tensor]
+        if row.spec is None:
+            return None
+        forms = row, self.plan.sources["wgrad", tensor]
+        return TensorForms(forms, (True, True), self.device, self.shard, tokens=True)
 
     def takes_call(self, w: Tensor) -> bool:
         return self.counted
@@ -121,100 +205,24 @@ class CutGemms(Gemms):
             return y_MN.narrow(0, 0, y_MN.shape[0] // self.tokens)
         return y_MN
 
-    def forward(
-        self,
-        x_MK: Tensor,
-        w_NK: Tensor,
-        bias_N: Tensor | None,
-        call: LayerCall,
-        codes_of: CodesOf | None = None,
-    ) -> tuple[Tensor, Saved]:
-        of_rank = x_MK = x_MK.to(self.dtype)
-        if self.cut == "out" and self.sequence:
-            if self._sends_codes(x_MK.shape[0]):
-                codes_of = self._send_x
-            else:
-                x_MK = self._gathered(x_MK, call.shared)
-        y_MN, saved = super().forward(x_MK, w_NK, bias_N, call, codes_of)
-        if self.keeps_x and call.gradients.w is not None:
-            saved = saved[0], of_rank
-        return y_MN, saved
-
-    def _sends_codes(self, tokens: int) -> bool:
-        """Whether so many tokens of a rank are sent as codes: they are whole blocks of both forms,
-        and whole groups of rows that share a scale.
-        """
-        if self.sent is None:
-            return False
-        if not whole_blocks(self.sent.row.spec, tokens, columns=False):
-            return False
-        return self.sent.values is not None or whole_blocks(self.sent.column.spec, tokens)
-
-    def _keeps_own(self, tokens: int) -> bool:
-        """Whether backward has the codes of this rank's share of so many tokens of x."""
-        return self.sequence and self._sends_codes(tokens // self.tokens)
-
-    def _gathered(self, x_MK: Tensor, shared: dict[str, Any] | None) -> Tensor:
-        """x of all tokens; layers that read the same tensor gather it once."""
-        seen = None if shared is None else shared.get("gathered")
-        if seen is not None and seen[0] == x_MK._version and seen[1].is_set_to(x_MK):
-            all_tokens: Tensor = seen[2]
-            return all_tokens
-        all_tokens = self.ranks.gather_rows(x_MK)
-        if shared is not None and not x_MK.is_inference():
-            shared["gathered"] = (x_MK._version, x_MK, all_tokens)
-        return all_tokens
-
-    def _send_x(self, x_MK: Tensor, call: LayerCall, row: bool, column: bool) -> PreparedPair:
-        """The row-wise form of all tokens, and the column-wise form of this rank's: backward sends
-        it.
-        """
-        assert self.sent is not None
-        of_row, of_column = self.sent.prepare(x_MK, call, row, column)
-        return self._received(of_row, codes=self.fprop.takes_codes), of_column
-
-    def _send_dy(self, dy_MN: Tensor, call: LayerCall, row: bool, column: bool) -> PreparedPair:
-        """The two prepared forms of all tokens."""
-        assert self.sent is not None
-        of_row, of_column = self.sent.prepare(dy_MN, call, row, column)
-        of_row = self._received(of_row, codes=self.dgrad.takes_codes)
-        return of_row, self._received(of_column, codes=self.wgrad.takes_codes, along_tokens=True)
-
-    def _received(
-        self, part: Prepared | None, *, codes: bool, along_tokens: bool = False
-    ) -> Prepared | None:
-        """A form of all tokens from the codes that each rank made of its own."""
-        if part is None:
-            return None
-        assert isinstance(part, Quantized)
-        all_codes = gathered(part, self.ranks, along_tokens=along_tokens)
-        if codes:
-            return all_codes
-        return quantizer(all_codes.spec, self.device).decode(all_codes)
-
     def backward(
         self,
         dy_MN: Tensor,
         saved: Saved,
         call: LayerCall,
         total: Tensor | None = None,
-        codes_of: CodesOf | None = None,
     ) -> Gradients:
-        dy = dy_MN.to(self.dtype)
         w_NK, x = saved
-        if self.sequence and self.cut == "in":
-            if self._sends_codes(dy.shape[0]):
-                codes_of = self._send_dy
-            else:
-                dy = self.ranks.gather_rows(dy)
-        elif self.sequence and isinstance(x, Tensor):
-            x = self.ranks.gather_rows(x)
-        elif isinstance(x, Quantized) and self._keeps_own(len(dy)):
-            x = gathered(x, self.ranks, along_tokens=self.x.values is None)
-        dx_MK, dw_NK, dbias_N = super().backward(dy, (w_NK, x), call, total, codes_of)
+        if isinstance(self.x, GatheredForms):
+            if isinstance(x, Tensor):
+                x = self.ranks.gather_rows(x)
+            elif x is not None and self.x.sends_codes(len(dy_MN) // self.tokens):
+                x = gathered(x, self.ranks, along_tokens=self.x.values is None)
+        dx_MK, dw_NK, dbias_N = super().backward(dy_MN, (w_NK, x), call, total)
         # of this rank's tokens; added in float32 and rounded once
-        if codes_of is not None and dbias_N is not None:
-            dbias_N = self.ranks.sum(dy.sum(0, dtype=torch.float32)).to(dbias_N.dtype)
+        if dbias_N is not None and isinstance(self.dy, GatheredForms):
+            total_N = dy_MN.to(self.dtype).sum(0, dtype=torch.float32)
+            dbias_N = self.ranks.sum(total_N).to(dbias_N.dtype)
         return dx_MK, dw_NK, dbias_N
 
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from fp4train.backends import BACKENDS, Prepared
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import (
-    CodesOf,
     CompiledRoute,
     Gradients,
+    PreparedPair,
     ProductExecutor,
     Saved,
     adds,
@@ -119,21 +119,17 @@ class Gemms(ProductExecutor):
         w_NK: Tensor,
         bias_N: Tensor | None,
         call: LayerCall,
-        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
         """(y [M, N] in `y_dtype`, the weight and a form of x).
 
         Consecutive layers that read the same tensor (queries, keys and values; gate and up) share
         its prepared forms, so one copy is saved for backward. The cache keeps a reference to the
         tensor, so that its memory is not reused meanwhile.
-
-        Args:
-            codes_of: function that makes both forms of x; None: `TensorForms.prepare`.
         """
         x_MK = x_MK.to(self.dtype)
         gradients = call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
-        forms: Any = None
+        forms: PreparedPair | None = None
         if self.x.pure and not x_MK.is_inference():
             shared = call.shared
         else:
@@ -149,12 +145,14 @@ class Gemms(ProductExecutor):
             ):
                 forms = seen[3]
         if forms is None:
-            forms = (codes_of or self.x.prepare)(x_MK, call, True, keeps_codes)
+            forms = self.x.prepare(x_MK, call, True, keeps_codes)
             if shared is not None:
                 shared["input"] = (wants, x_MK._version, x_MK, forms)
+        row, column = forms
+        assert row is not None
         b = call.weights.prepared(w_NK, self.w_row, call)
-        y_MN = self.fprop.product(forms[0], b, out_dtype=self.y_dtype, bias=bias_N)
-        saved_x = x_MK if gradients.w is not None and self.keeps_x else forms[1]
+        y_MN = self.fprop.product(row, b, out_dtype=self.y_dtype, bias=bias_N)
+        saved_x: Any = x_MK if gradients.w is not None and self.keeps_x else column
         return y_MN, (None if gradients.x is None else w_NK, saved_x)
 
     def backward(
@@ -163,20 +161,13 @@ class Gemms(ProductExecutor):
         saved: Saved,
         call: LayerCall,
         total: Tensor | None = None,
-        codes_of: CodesOf | None = None,
     ) -> Gradients:
-        """See `ProductExecutor.backward`.
-
-        Args:
-            codes_of: function that makes both forms of dy; None: `TensorForms.prepare`.
-        """
+        """See `ProductExecutor.backward`."""
         w_NK, x = saved
         dy = dy_MN.to(self.dtype)
         gradients = call.gradients
         dx_MK = dw_NK = dbias_N = None
-        row, column = (codes_of or self.dy.prepare)(
-            dy, call, gradients.x is not None, gradients.w is not None
-        )
+        row, column = self.dy.prepare(dy, call, gradients.x is not None, gradients.w is not None)
         if row is not None:
             assert isinstance(w_NK, Tensor) and gradients.x is not None
             w = call.weights.prepared(w_NK, self.w_column, call)

@@ -25,7 +25,6 @@ from fp4train.backends import ExpertKernels
 from fp4train.backends.grouped import Products
 from fp4train.nn.call import GroupCall
 from fp4train.nn.engine import (
-    CodesOf,
     Executor,
     Gradients,
     GradientSum,
@@ -75,7 +74,6 @@ class GroupGemms(ProductExecutor):
         w: Tensor,
         bias: Tensor | None,
         call: GroupCall,
-        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
         y_MN = x_MK.new_empty(x_MK.shape[0], w.shape[1])
         y_MN[sum(call.counts) :] = 0
@@ -96,7 +94,6 @@ class GroupGemms(ProductExecutor):
         saved: Saved,
         call: GroupCall,
         total: Tensor | None = None,
-        codes_of: CodesOf | None = None,
     ) -> Gradients:
         w, *forms = saved
         experts, out_features, in_features = call.shape

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
 from fp4train.nn.call import ChannelCalls, LayerCall
-from fp4train.nn.engine import CodesOf, Gradients, ProductExecutor, Saved
+from fp4train.nn.engine import Gradients, ProductExecutor, Saved
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.gathered import values_of
 from fp4train.nn.layer_shard import WHOLE
@@ -164,9 +164,7 @@ class SplitGemms(ProductExecutor):
         w: Tensor,
         bias: Tensor | None,
         call: LayerCall,
-        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
-        assert codes_of is None, "each part makes codes of its own channels"
         terms = []
         values = values_of(w, w.dtype)
         saved: list[Any] = [None if call.gradients.x is None else w]
@@ -191,10 +189,8 @@ class SplitGemms(ProductExecutor):
         saved: Saved,
         call: LayerCall,
         total: Tensor | None = None,
-        codes_of: CodesOf | None = None,
     ) -> Gradients:
         assert total is None, "each part gives dw of its own channels"
-        assert codes_of is None, "each part makes codes of its own channels"
         w, *forms = saved
         values = values_of(w, w.dtype) if isinstance(w, Tensor) else None
         gradients = []
@@ -292,7 +288,6 @@ class ChannelParts(ProductExecutor):
         w: Tensor,
         bias: Tensor | None,
         call: LayerCall,
-        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
         if call.parts is None:
             self.begin([call], x_MK)
@@ -306,7 +301,6 @@ class ChannelParts(ProductExecutor):
         saved: Saved,
         call: LayerCall,
         total: Tensor | None = None,
-        codes_of: CodesOf | None = None,
     ) -> Gradients:
         """See `ProductExecutor.backward`; dw of both parts is added after their products."""
         if self.split is None or not call.parts:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import LayerCall
-from fp4train.nn.engine import EAGER, CodesOf, Gradients, Saved
+from fp4train.nn.engine import EAGER, Gradients, Saved
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.joined import Term, joined
 from fp4train.nn.gathered import values_of
@@ -115,14 +115,8 @@ class TermGemms(Gemms):
         w_NK: Tensor,
         bias_N: Tensor | None,
         call: LayerCall,
-        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
-        """As `Gemms.forward`; the mean of x is saved too.
-
-        Args:
-            codes_of: None: no norm or activation makes the codes of what is left.
-        """
-        assert codes_of is None
+        """As `Gemms.forward`; the mean of x is saved too."""
         x_MK = x_MK.to(self.dtype)
         gradients = call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
@@ -154,9 +148,7 @@ class TermGemms(Gemms):
         saved: Saved,
         call: LayerCall,
         total: Tensor | None = None,
-        codes_of: CodesOf | None = None,
     ) -> Gradients:
-        assert codes_of is None
         w_NK, x, mean_K = saved
         if not self.has_backward_terms:
             return super().backward(dy_MN, (w_NK, x), call, total)

@@ -9,7 +9,7 @@ again then, and leaves dw in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -28,11 +28,8 @@ from fp4train.backends import (
     add_product,
     widened,
 )
-from fp4train.backends.protocol import CodePair
-from fp4train.backends.table import FORMS
 from fp4train.nn.call import LayerCall
 from fp4train.nn.engine import (
-    CodesOf,
     CompiledRoute,
     Executor,
     Gradients,
@@ -42,7 +39,6 @@ from fp4train.nn.engine import (
     adds,
 )
 from fp4train.nn.gathered import Gathered, values_of
-from fp4train.nn.operands import TensorForms
 from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, High, Operand
@@ -89,7 +85,6 @@ class TorchLayer(ProductExecutor):
         w: Tensor,
         bias: Tensor | None,
         call: LayerCall,
-        codes_of: CodesOf | None = None,
     ) -> tuple[Tensor, Saved]:
         """(y [M, N] in the dtype of x, the weight and x).
 
@@ -106,7 +101,6 @@ class TorchLayer(ProductExecutor):
         saved: Saved,
         call: LayerCall,
         total: Tensor | None = None,
-        codes_of: CodesOf | None = None,
     ) -> Gradients:
         """See `ProductExecutor.backward`; dw may be a float32 product."""
         w, x_MK = saved
@@ -148,31 +142,6 @@ class BackendLayer(Executor):
         self.states = (plan.layer_backend,)
         self.backend = LAYER_BACKENDS[plan.layer_backend]
 
-    @cached_property
-    def x(self) -> TensorForms:
-        """x as codes that are made elsewhere (`nn/fused_layers.py`): both forms, with scales in
-        tiles.
-        """
-        return self._given("x")
-
-    def given(self, forms: CodePair, shape: Sequence[int]) -> Tensor:
-        """See `Sources.given`."""
-        return self.backend.sources.given(forms, shape)
-
-    @cached_property
-    def dy(self) -> TensorForms:
-        """dy as `x`."""
-        return self._given("dy")
-
-    @cached_property
-    def turned(self) -> bool:
-        """See `Sources.turned`."""
-        return self.backend.sources.turned(self.table)
-
-    def _given(self, tensor: str) -> TensorForms:
-        row, column = (self.plan.sources[gemm, tensor] for gemm, _ in FORMS[tensor])
-        return TensorForms((row, column), (True, True), self.device, self.shard, tiles=(True, True))
-
     @classmethod
     def why_no_graph(cls, plan: LayerPlan) -> str | None:
         for where, spec in cls.quantised(plan):
@@ -184,23 +153,13 @@ class BackendLayer(Executor):
                 )
         return None
 
-    def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> Tensor:
-        return self.multiplied(x_MK, w, bias, call, max(1, len(self.plan.readers)))
-
-    def multiplied(
-        self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall, readers: int
-    ) -> Tensor:
-        """The result of a call.
-
-        Args:
-            readers: layers that read this x, each in a call of its own; 0: x is the backend's
-                tensor of codes, which is this layer's alone.
-        """
+    def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: LayerCall) -> Tensor:
         codes = self._codes(w, call)
         w_NK, into = self._summed(w, values=codes is None)
         shared = call.shared
+        readers = max(1, len(self.plan.readers))
         of_x = None
-        if shared is not None and readers and (readers > 1 or self.backend.name in shared):
+        if shared is not None and (readers > 1 or self.backend.name in shared):
             of_x = Readers(shared, readers)
         kernels = cast(LayerKernels, call.states[self.backend.name])
         return kernels(

@@ -14,7 +14,6 @@ from fp4train.precision import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan
 from fp4train.run.origin import write_plan
-from fp4train.run.produced import with_sources
 from fp4train.run.record.inbox import EVALUATION
 from fp4train.run.record.journal import RecipeChoice, SwapEntry
 from fp4train.run.run import Run
@@ -146,7 +145,7 @@ def _plan(run: Run, timeline: Timeline) -> Plan:
     mesh = run.world.mesh
     device = Device.of(run.device)
     plan = build_plan(run.config, run.layers, timeline, device, mesh.data, stages=mesh.pipeline)
-    return with_sources(plan.since(run.step), run.sources, run.config.train, run.device.type)
+    return plan.since(run.step)
 
 
 def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:

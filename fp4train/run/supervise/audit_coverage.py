@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from fp4train.audit.observe import partly_uncovered, why_not_observed
-from fp4train.audit.whole_layers import CODES_ALONE, GRADIENT_IN_CODES
 from fp4train.config import Config
 from fp4train.nn.executors import executor_class
 from fp4train.parallel.config import Mesh
@@ -65,16 +64,9 @@ class Coverage:
 
     def left_out(self, stretch: PlannedStretch) -> dict[str, str]:
         """Name of each layer that is not audited in a stretch → the reason."""
-        readers = stretch.readers_of_codes
-        writers = stretch.writers_of_sources
         reasons: dict[str, str] = {}
         for name, plan in stretch.layers.items():
             reason = self.why_not(plan)
-            if reason is None and plan.layer_backend is not None:
-                if name in readers:
-                    reason = CODES_ALONE
-                elif name in writers:
-                    reason = GRADIENT_IN_CODES
             if reason is not None:
                 reasons[name] = reason
         return reasons

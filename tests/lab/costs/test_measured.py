@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "benchmarks" / "cost_model.md"
 PAGE = ROOT / "docs" / "cost-model.md"
 SLOW = "FP8 current, native, norms and gates that make codes"
-"""Its kernels of norms and gates are slow, which no estimate shows. On compute capability 9.0 they
-write BF16 now; that step has not been measured since.
+"""Its kernels of norms and gates were slow, which no estimate shows. They are gone, and that step has
+not been measured since.
 """
 RUNS = {
     "BF16": (("recipe=bf16",), 245.7, 37.9),

@@ -1,7 +1,6 @@
 """dw that is one term of a sum is not rounded before it is added."""
 
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4train.hardware import Device
-from fp4train.nn import GradientDtypes, LayerCall, Linear, engine
+from fp4train.nn import GradientDtypes, Linear, engine
 from fp4train.nn.executors import TorchLayer
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Current, Recipe, autocast, resolve
 
@@ -149,7 +148,6 @@ def test_on_a_gpu_the_gemm_adds_dw_of_later_microbatches_to_the_gradient(
     executor = TorchLayer(plan, "cuda", sums="product")
     gradients = GradientDtypes(w=torch.float32)
     call: Any = SimpleNamespace(executor=executor, gradients=gradients)
-    call.sums = partial(LayerCall.sums, call)
     context: Any = SimpleNamespace(call=call)
     with FakeTensorMode(), torch.no_grad(), Recorded():
         x, dy = (torch.empty(16, n, dtype=torch.bfloat16, device="cuda") for n in (64, 32))
