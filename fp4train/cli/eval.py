@@ -7,7 +7,7 @@ FOLDER is a model of Hugging Face, for task= and text=.
                    pass was trained in
   step=200         the checkpoint, as RUN@200; the default is the newest
 {kinds}
-  batches=8        of held-out text; the default is the run's, which gives its val/loss
+  batches=8        at most, of held-out text; the default is all of it, and eval.batches of the run gives its val/loss
   text=PATH        instead of held-out text: a text file, or those of a folder
   task=NAME        tasks of lm_eval, or a YAML file of your own; several are separated by commas
   limit=100        only so many documents of each task

@@ -192,8 +192,9 @@ class TrainSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """Evaluate every `every` steps (0: at the end only) on `batches` validation batches; measure
-    the quantisation errors of every layer and operand every `errors_every` steps (0: never).
+    """Evaluate every `every` steps (0: at the end only) on at most `batches` batches of held-out
+    sequences, each once; measure the quantisation errors of every layer and operand every
+    `errors_every` steps (0: never).
     """
 
     every: int

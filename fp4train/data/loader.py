@@ -32,6 +32,7 @@ n: fewer than four walks are expected.
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -136,9 +137,9 @@ class Loader:
         """The number of sequences of each part."""
         return [(part.end - part.first - 1) // self.seq_len for part in self.parts]
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Whole batches before any sequence is shown again."""
+    @cached_property
+    def fresh(self) -> int:
+        """Sequences before any is shown again."""
         fresh = []
         for number, (part, n) in enumerate(zip(self.parts, self.sequences, strict=True)):
             cycles, turn = divmod(n, part.share)
@@ -146,7 +147,12 @@ class Loader:
                 cycles * len(self._cycle_parts)
                 + int(np.flatnonzero(self._cycle_parts == number)[turn])
             )
-        return min(fresh) // self.batch_size
+        return min(fresh)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches before any sequence is shown again."""
+        return self.fresh // self.batch_size
 
     def starts(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """The places at which the sequences at positions first … first+count-1 of the run begin."""
@@ -198,14 +204,18 @@ class Loader:
             targets = targets.masked_fill(torch.from_numpy(silent), IGNORED)
         return tokens, targets
 
+    def scored(self, first: int, count: int) -> int:
+        """The targets that count of the sequences at positions first … first+count-1."""
+        if self.tokens.scored is None:
+            return count * self.seq_len
+        places = self.starts(first, count)[:, None] + np.arange(1, self.seq_len + 1)
+        return int(np.count_nonzero(self.tokens.scored.take(places)))
+
     def loss_factor(self, first: int, count: int) -> float:
         """Factor from the mean loss over all tokens of `count` sequences, those from position
         `first` on, to the mean over the targets that count; 1 where all do.
         """
-        if self.tokens.scored is None:
-            return 1.0
-        places = self.starts(first, count)[:, None] + np.arange(1, self.seq_len + 1)
-        scored = int(np.count_nonzero(self.tokens.scored.take(places)))
+        scored = self.scored(first, count)
         return count * self.seq_len / scored if scored else 0.0
 
     def batch(self, step: int) -> Rows:

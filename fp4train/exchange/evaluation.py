@@ -6,7 +6,7 @@ The bytes are those of the text that the tokens stand for, by the tokenizer; the
 cost bits and stand for none. It compares models of different tokenizers, as a loss per token does
 not.
 
-`held_out` measures the run's own validation batches, in the order and arithmetic of its `val/loss`.
+`held_out` measures the run's own validation text, in the order and arithmetic of its `val/loss`.
 `texts` measures other text: each document by itself, after the id that ends a document, in windows
 of the context, so that each token is predicted once. Sequences of equal length share a batch:
 padding would enter the scales of a recipe. Probabilities are over all ids of the head, padded ones
@@ -38,6 +38,7 @@ from fp4train.checkpoint.layout import WEIGHTS
 from fp4train.config.schema import plain
 from fp4train.data.encoding import encode_document
 from fp4train.data.files import existing_path, files_of, read_pieces
+from fp4train.data.passes import Passes
 from fp4train.data.tokens import Ids, TokenData, Tokenizer, begin_of_document, token_bytes
 from fp4train.errors import UserError
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
@@ -88,33 +89,29 @@ def held_out(
     """The scores on the run's held-out text.
 
     Args:
-        batches: number of batches of the run's size; None: that of the run's evaluations.
+        batches: most batches of the run's size; None: all of the text.
 
     Raises:
         UserError: the data is not there, or a loss is not finite.
     """
-    config = trained.config
     settings = trained.config.train
     data = data_of(trained)
     loader = data.validation(batch_size=settings.batch_size, seq_len=settings.seq_len)
-    # A validation text of less than a batch is shown more than once, as in the run's evaluations.
-    count = (
-        min(batches or config.eval.batches, max(1, loader.batches_per_epoch)) * settings.batch_size
-    )
-    rows = settings.rows(1)
+    passes = Passes(loader=loader, rows=settings.rows(1), batches=batches)
     table = token_bytes(data.tokenizer, data.vocab_size)
-    factor = loader.loss_factor(0, count)
     for named in recipes:
         losses = []
         size = 0
         with trained.masked():
-            for start in range(0, count, rows):
-                tokens, targets = loader.rows(start, rows)
-                losses.append(float(trained.forward(named, tokens, targets) * factor))
-                size += _bytes(table, targets[targets >= 0].numpy())
+            for number, part in enumerate(passes.parts):
+                tokens, targets = passes.read(number)
+                losses.append(
+                    float(trained.forward(named, tokens, targets) * passes.weight(number))
+                )
+                scored = targets[: len(part)]
+                size += _bytes(table, scored[scored >= 0].numpy())
         loss = sum(losses) / len(losses)
-        tokens_in_all = round(count * settings.seq_len / factor)
-        yield _score(HELD_OUT, trained, named, loss, tokens_in_all, size)
+        yield _score(HELD_OUT, trained, named, loss, sum(passes.targets), size)
 
 
 def texts(

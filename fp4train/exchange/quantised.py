@@ -181,7 +181,7 @@ def _measured(
             if packed.requantised:
                 served = replace(stretch.recipe, fused_scales=True)
                 recipes |= {served.name: replace(trained_recipe, name=served.name, recipe=served)}
-            scores = held_out(trained, list(recipes.values()), None)
+            scores = held_out(trained, list(recipes.values()), trained.config.eval.batches)
             losses = {
                 name: score.values["loss"] for name, score in zip(recipes, scores, strict=True)
             }

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4train.checkpoint.model_folder import read_config
+from fp4train.data.passes import Passes
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange.evaluation import data_of, held_out
 from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT
@@ -70,7 +71,7 @@ def served_losses(
 def transformers_loss(
     folder: Path, trained: TrainedModel, batches: int, *, compressed: bool
 ) -> tuple[float, int]:
-    """(The mean loss, the tokens that it is of); codes are multiplied in BF16, as
+    """(The mean loss, the targets that it is of); codes are multiplied in BF16, as
     compressed-tensors emulates them.
     """
     with warnings.catch_warnings():
@@ -95,9 +96,10 @@ def transformers_loss(
         loader = replace(data, val=ids_alone).validation(
             batch_size=settings.batch_size, seq_len=settings.seq_len
         )
-        count = min(batches, max(1, loader.batches_per_epoch))
+        passes = Passes(loader=loader, rows=settings.rows(1), batches=batches)
         total = 0.0
-        for tokens, targets in map(loader.batch, range(count)):
+        for part in passes.parts:
+            tokens, targets = loader.rows(part.start, len(part))
             with (
                 torch.no_grad(),
                 user_errors(
@@ -107,5 +109,7 @@ def transformers_loss(
                 ),
             ):
                 logits = model(input_ids=tokens).logits.float()
-            total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-    return total / count, count * settings.batch_size * settings.seq_len
+            losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            total += float(losses)
+    count = sum(passes.targets)
+    return total / count, count

@@ -1,4 +1,4 @@
-"""Validation: the same sequences in high precision and in the recipe, each computed by one rank.
+"""Validation: the same sequences in high precision and in the recipe, each once and by one rank.
 
 Both are applied plans: that of the stretch, and that of its GEMMs in high precision, which the run
 resolves once.
@@ -6,10 +6,11 @@ resolves once.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
+from fp4train.data.passes import Passes
 from fp4train.parallel.weights import replaced
 from fp4train.precision import Recipe
 from fp4train.precision.plan import PlannedStretch
@@ -45,18 +46,16 @@ def _means(run: Run, stretch: PlannedStretch) -> tuple[float, float]:
 
 
 def microbatch_losses(run: Run, stretch: PlannedStretch) -> tuple[list[float], list[float]]:
-    """The loss of each microbatch of the validation batches, in high precision, and in the recipe
-    of `stretch`, whose plan the layers have afterwards.
+    """The loss of each pass over the validation sequences, times its weight (`Passes.weight`), in
+    high precision, and in the recipe of `stretch`, whose plan the layers have afterwards.
     """
-    batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
-    starts = range(0, batches * run.config.train.batch_size, run.microbatch_rows)
     high = run.in_high_precision(stretch)
     losses = []
     run.model.eval()
     with torch.no_grad():
         for evaluated in (stretch,) if high is stretch else (high, stretch):
             run.apply(evaluated)
-            losses.append(_losses(run, evaluated.recipe, starts))
+            losses.append(_losses(run, evaluated.recipe))
     run.model.train()
     return losses[0], losses[-1]
 
@@ -73,19 +72,24 @@ def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: str) -
             raise NonFiniteError(run.step, what, value, where, recipe, of_state=True)
 
 
-def _losses(run: Run, recipe: Recipe, starts: Sequence[int]) -> list[float]:
-    """The losses of the validation rows that begin at `starts`, each computed by one rank.
+def _losses(run: Run, recipe: Recipe) -> list[float]:
+    """The weighted losses of all passes, each computed by one rank.
 
-    In one order on every rank, so that their sum does not depend on how many there are.
+    In one order on every rank, so that their sum does not depend on how many there are. A rank that
+    has no pass left repeats one, so that all take part in what the ranks do together.
     """
-    own_losses = torch.zeros(len(starts), device=run.device)
-    own_indices = range(run.world.data_rank, len(starts), run.world.mesh.data)
+    batches = run.config.eval.batches
+    passes = Passes(loader=run.val_data, rows=run.microbatch_rows, batches=batches)
+    count = len(passes.parts)
+    mesh = run.world.mesh
+    own_losses = torch.zeros(math.ceil(count / mesh.data) * mesh.data, device=run.device)
+    own_numbers = range(run.world.data_rank, len(own_losses), mesh.data)
     # no rank is left alone in a pass by another that cannot read its rows
     with run.world.same_outcome():
-        factor = run.val_data.loss_factor(starts[0], len(starts) * run.microbatch_rows)
-        rows = [run.val_data.rows(starts[number], run.microbatch_rows) for number in own_indices]
-    passes = (microbatch(run, recipe, *part) for part in rows)
-    for number, loss in zip(own_indices, losses(run, passes), strict=False):
-        own_losses[number] = loss * factor
-    means: list[float] = run.world.summed(own_losses).tolist()
-    return means
+        weights = [passes.weight(number % count) for number in own_numbers]
+        rows = [passes.read(number % count) for number in own_numbers]
+    computed = losses(run, (microbatch(run, recipe, *part) for part in rows))
+    for number, weight, loss in zip(own_numbers, weights, computed, strict=False):
+        own_losses[number] = loss * weight
+    weighted: list[float] = run.world.summed(own_losses)[:count].tolist()
+    return weighted

@@ -35,7 +35,7 @@ def test_held_out_text_gives_the_validation_loss_of_the_run_to_the_bit(
     last = NamedRecipe(
         name="last", recipe=NVFP4().with_high_precision("fprop"), policy=trained.config.policy
     )
-    high, own = held_out(trained, [trained.high_precision, last], None)
+    high, own = held_out(trained, [trained.high_precision, last], trained.config.eval.batches)
     assert (high.values["loss"], own.values["loss"]) == (
         logged["val/loss"],
         logged["val/loss_recipe"],

@@ -84,7 +84,7 @@ def test_the_loss_that_is_named_for_served_codes_is_that_of_the_codes(
         trained.model.get_submodule(layer).weight.data.copy_(served)
     weight_only = NVFP4(fused_scales=True)
     named = NamedRecipe(name="served", recipe=weight_only, policy=trained.config.policy)
-    (score,) = held_out(trained, [named], None)
+    (score,) = held_out(trained, [named], trained.config.eval.batches)
     assert losses["NVFP4 with fused scales"] == pytest.approx(score.values["loss"], abs=2e-5)
     assert losses["NVFP4 with fused scales"] != losses["NVFP4"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import TEMPLATES, VARIABLES
-from command_line import Cli, losses
+from command_line import Cli, lines, losses
 from tokenizer_kinds import tokenizer_json
 from torch.nn.functional import cross_entropy
 
@@ -56,6 +56,19 @@ def test_the_loss_of_a_step_is_that_of_its_answers_for_any_microbatches(
         assert cut[step][:2] == pytest.approx(whole[step][:2], rel=2e-5)
 
 
+def test_the_validation_loss_is_that_of_all_held_out_answers_whatever_the_batch(
+    cli: Cli, chat: tuple[str, ...]
+) -> None:
+    assert cli("run.name=begun", *chat).code == 0
+    found = []
+    for batch in (1, 3, 16):
+        name = f"batch{batch}"
+        words = ("init=runs/begun", "train.steps=1", "optim.lr=1e-12", "eval.batches=99")
+        assert cli(f"run.name={name}", *chat, *words, f"train.batch_size={batch}").code == 0
+        found += [line["val/loss"] for line in lines(f"runs/{name}") if "val/loss" in line]
+    assert found[1:] == pytest.approx([found[0]] * 2, abs=1e-6)
+
+
 def test_the_validation_loss_is_torchs_over_the_answers_alone(
     cli: Cli, chat: tuple[str, ...]
 ) -> None:
@@ -67,7 +80,7 @@ def test_the_validation_loss_is_torchs_over_the_answers_alone(
     with trained.masked():
         logits = trained.forward(trained.high_precision, tokens)
     expected = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
-    (score,) = held_out(trained, [trained.high_precision], None)
+    (score,) = held_out(trained, [trained.high_precision], trained.config.eval.batches)
     logged = next(v for v in losses("runs/a")[4][5:6])
     assert logged == pytest.approx(float(expected), rel=1e-5) and score.values["loss"] == logged
     assert score.values["tokens"] == int((targets >= 0).sum())

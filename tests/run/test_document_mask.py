@@ -63,7 +63,7 @@ def test_an_evaluation_attends_within_documents_as_the_run_does(
 ) -> None:
     assert cli("run.name=a", *words).code == 0
     trained = load_trained(Path("runs/a"))
-    (score,) = held_out(trained, [trained.high_precision], None)
+    (score,) = held_out(trained, [trained.high_precision], trained.config.eval.batches)
     assert (
         score.values["loss"]
         == [line["val/loss"] for line in lines("runs/a") if "val/loss" in line][-1]
@@ -95,7 +95,7 @@ def test_token_files_have_documents_where_a_key_says_what_divides_them(cli: Cli,
     assert cli.raw("run.name=b", *given, f"data.{key}=7").code == 0
     assert losses("runs/a")[2] != losses("runs/b")[2]
     trained = load_trained(Path("runs/a"))
-    (score,) = held_out(trained, [trained.high_precision], None)
+    (score,) = held_out(trained, [trained.high_precision], trained.config.eval.batches)
     assert (
         score.values["loss"]
         == [line["val/loss"] for line in lines("runs/a") if "val/loss" in line][-1]

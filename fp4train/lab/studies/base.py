@@ -164,7 +164,7 @@ class Base:
         settings: settings of its forks.
         run: identity of the run; copies of a run have the same.
         trained: name of the recipe that the run is trained in.
-        tokens: number of tokens in the validation batches.
+        targets: number of validation targets that count in each pass of an evaluation.
         identity: identity of its record.
         branches: candidates, in the order of the sweep.
         subject: open checkpoint; None: it is opened again when forks are made.
@@ -176,7 +176,7 @@ class Base:
     settings: ForkSettings
     run: str
     trained: str
-    tokens: int
+    targets: Sequence[int]
     identity: Mapping[str, Any] = field(repr=False, default_factory=dict)
     branches: Sequence[Branch] = field(repr=False, default=())
     subject: Subject | None = field(repr=False, default=None)

@@ -12,6 +12,7 @@ import torch
 
 from fp4train import checkpoint
 from fp4train.config import Config
+from fp4train.data.passes import Passes
 from fp4train.data.source import ready_tokenizer
 from fp4train.errors import UserError, user_errors
 from fp4train.lab.studies.base import Base, Branch, ForkRequest, ForkSettings
@@ -145,16 +146,16 @@ def _open(
 ) -> Base:
     settings = chosen.settings
     subject = open_subject(chosen.command, optimizer=True)
-    train = subject.run.config.train
-    batches = min(settings.batches, max(1, subject.run.val_data.batches_per_epoch))
+    run = subject.run
+    passes = Passes(loader=run.val_data, rows=run.microbatch_rows, batches=settings.batches)
     return Base(
         study=request.study,
         source=chosen.source,
         step=chosen.step,
         settings=settings,
         run=subject.identity["run"] or str(chosen.source),
-        trained=subject.run.config.recipe.name,
-        tokens=batches * train.tokens,
+        trained=run.config.recipe.name,
+        targets=passes.targets,
         identity={"study": request.study, **subject.identity, **asdict(settings)},
         branches=[
             branch(subject, candidate, settings) for candidate in candidates_of(chosen.sections)

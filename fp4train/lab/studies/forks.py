@@ -61,8 +61,8 @@ class Fork:
     Args:
         recipe, high: loss on the validation batches, in its recipe and in high precision.
         train: mean loss over its steps.
-        parts: loss in its recipe on each microbatch of the validation batches, whose mean is
-            `recipe`.
+        parts: loss in its recipe of each pass over the validation batches, times its weight
+            (`Passes.weight`): their mean is `recipe`.
         problem: step, number and layer at which the fork diverged; None where it did not.
         seconds: seconds that it took.
     """

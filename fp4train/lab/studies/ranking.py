@@ -20,6 +20,7 @@ from fp4train.lab.studies.intervals import (
     Estimate,
     estimate,
     over_units,
+    paired,
     quantile,
     spikes,
 )
@@ -232,11 +233,14 @@ class Ranking:
 
     def sampling(self, entry: Entry) -> float | None:
         """Half of the 95 % interval of the gap over other validation tokens: from its scatter over
-        the microbatches of the validation batches, forks averaged; the mean of the checkpoints,
-        which may share their tokens. None where there is one microbatch.
+        the passes of an evaluation, forks averaged; the mean of the checkpoints, which may share
+        their tokens. None where there is one pass.
+
+        A pass has a share of the gap by its targets, so that only what differs from it scatters.
         """
         halves = []
-        for start in range(0, self.forks, self.per_base):
+        for number, base in enumerate(self.bases):
+            start = number * self.per_base
             both = zip(
                 self.reference.forks[start : start + self.per_base],
                 entry.forks[start:],
@@ -248,7 +252,9 @@ class Ranking:
             means = [math.fsum(part) / len(part) for part in zip(*gaps, strict=True)]
             if len(means) < 2:
                 return None
-            error = estimate(means).error or 0.0
+            per_target = math.fsum(means) / sum(base.targets)
+            shares = [per_target * count for count in base.targets]
+            error = paired(shares, means).error or 0.0
             halves.append(quantile(CONFIDENCE, len(means) - 1) * error)
         return math.fsum(halves) / len(halves)
 

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 MEASUREMENTS = "measurements.jsonl"
 REMEDY = "remove the file to measure anew"
-FORMAT = 3
+FORMAT = 4
 """The number of the format; it grows when an earlier record would be read wrongly."""
 LOSS_SCALE = "loss_scale"
 """The loss scale that gradients are measured with, in the identity of a study whose recipe has a

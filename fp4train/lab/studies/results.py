@@ -389,7 +389,7 @@ def rank_json(ranking: Ranking) -> dict[str, Any]:
         "recorded": len(ranking.compared_entries),
         "margin": ranking.margin,
         "alpha": ALPHA,
-        "validation_tokens": ranking.bases[0].tokens,
+        "validation_tokens": sum(ranking.bases[0].targets),
         "floor": None if ranking.floor is None else _gap(ranking.floor),
         "candidates": [_candidate(ranking, entry) for entry in ranking.entries],
         "order": [entry.name for entry in ranking.ranked],

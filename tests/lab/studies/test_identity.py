@@ -81,7 +81,7 @@ def test_a_ranking_finds_its_folder_again_whatever_options_are_added(trained: Pa
     settings = ForkSettings(steps=3, schedule="linear", lr=1e-3, batches=2)
 
     def mark(subject: Any, settings: ForkSettings = settings) -> str:
-        known = {"source": trained, "run": "a", "trained": "NVFP4", "tokens": 1}
+        known = {"source": trained, "run": "a", "trained": "NVFP4", "targets": [1]}
         return Base(step=subject.step, settings=settings, identity=subject.identity, **known).mark
 
     name = mark(subject)

@@ -30,7 +30,12 @@ GAPS = {"bf16": 0.0, "mxfp8": 0.0009, "nvfp4": 0.006, "nvfp4_plain": 0.006, "mxf
 def base(run: str) -> Base:
     settings = ForkSettings(steps=24, schedule="linear", lr=3e-3, batches=8)
     return Base(
-        source=Path(run), step=200, settings=settings, run=run, trained="NVFP4", tokens=32768
+        source=Path(run),
+        step=200,
+        settings=settings,
+        run=run,
+        trained="NVFP4",
+        targets=(16384, 16384),
     )
 
 
@@ -221,6 +226,8 @@ def test_the_choice_of_validation_tokens_is_said_beside_the_interval() -> None:
     nvfp4 = next(entry for entry in found.entries if entry.name == "nvfp4")
     assert found.sampling(nvfp4) == pytest.approx(12.7062 * 0.006 / 4, rel=1e-4)
     assert "± tokens: beside it, for the choice of the 32,768 validation tokens" in render(found)
+    by_their_targets = [replace(found.bases[0], targets=(12288, 20480))]
+    assert replace(found, bases=by_their_targets).sampling(nvfp4) == pytest.approx(0, abs=1e-3)
     bare = [
         replace(entry, forks=[replace(f, parts=[1.0]) for f in entry.forks if f])
         for entry in found.entries
