@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from compositions import loading_once, parsing_once, remembering
+from finished_runs import FinishedRuns
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import settings
@@ -217,25 +219,30 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
+    """The finished runs that tests begin with."""
+    return FinishedRuns(text, tmp_path_factory)
+
+
+@pytest.fixture
+def cli(
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    finished: FinishedRuns,
+) -> Cli:
+    """The command line in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return Cli(text, tmp_path, capsys, finished)
+
+
+@pytest.fixture(scope="session")
+def small_run(finished: FinishedRuns) -> Path:
     """A finished run of the default recipe, policy, phases and audits on byte tokens, which tests
     read and leave as it is.
     """
-    from command_line import TINY, besides
-
-    from fp4train.cli import main
-
-    run = tmp_path_factory.mktemp("runs") / "small"
-    words = [
-        f"data.path={text}",
-        f"data.cache_dir={text.parent / 'cache'}",
-        f"run.dir={run}",
-        "run.name=small",
-    ]
-    with pytest.raises(SystemExit) as ended:
-        main([*besides(TINY, {"audit.every"}), *words])
-    assert ended.value.code == 0
-    return run
+    return finished("run.name=small", "audit.every=null")
 
 
 @pytest.fixture(scope="session")

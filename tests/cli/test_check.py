@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import audit_planting as planting
 import pytest
@@ -15,14 +14,6 @@ from fp4train.audit import observe
 from fp4train.quantize import QuantSpec
 
 RUN = ("run.name=a", "recipe=nvfp4", "policy=last15", *STEADY)
-
-
-@pytest.fixture
-def cli(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Cli:
-    monkeypatch.chdir(tmp_path)
-    return Cli(text, tmp_path, capsys)
 
 
 def test_a_run_that_computes_what_its_plan_says_passes(cli: Cli) -> None:

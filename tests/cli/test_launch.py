@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import TINY, Outcome
+from command_line import TINY, Outcome, reading
 
 from fp4train.cli import main
 
@@ -117,7 +117,7 @@ def test_a_run_that_begins_with_another_has_its_model_and_tokenizer(
     call: Call, text: Path, small_run: Path
 ) -> None:
     other = [word for word in TINY if not word.startswith(("model.", "train.steps"))]
-    paths = [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
+    paths = reading(text)
     assert call(*other, *paths, "train.steps=1", f"init={small_run}", "run.name=next").code == 0
     saved = yaml.safe_load(Path("runs/next/config.yaml").read_text("utf-8"))
     before = yaml.safe_load((small_run / "config.yaml").read_text("utf-8"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import UNAUDITED, besides
+from command_line import UNAUDITED, besides, reading
 
 from fp4train import checkpoint
 
@@ -63,6 +63,24 @@ class Ended:
         return told[0][0].removeprefix("fp4train: ")
 
 
+@dataclass(frozen=True)
+class Server:
+    """A process that starts ranks, see `rank_server`."""
+
+    process: "subprocess.Popen[str]"
+    folder: Path
+    """For the runs of its ranks that tests compare with (`Ranks.reference`)."""
+
+    def ask(self, job: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+
 class Job:
     """Ranks that run."""
 
@@ -72,7 +90,7 @@ class Job:
     def wait(self) -> Ended:
         alarm = threading.Timer(PATIENCE, self.kill)
         alarm.start()
-        codes = json.loads(self.ranks.answer())
+        codes = self.ranks.server.answer()
         alarm.cancel()
         texts = [
             [(self.ranks.folder / f"rank{n}.{kind}").read_text() for n in range(len(codes))]
@@ -90,29 +108,20 @@ class Ranks:
     not wait.
     """
 
-    def __init__(self, server: "subprocess.Popen[str]", text: Path, folder: Path) -> None:
+    def __init__(self, server: Server, text: Path, folder: Path) -> None:
         self.server = server
         self.text = text
         self.folder = folder
 
     def tiny(self, *arguments: str) -> list[str]:
         given = {each.partition("=")[0] for each in arguments}
-        data = (f"data.path={self.text}", f"data.cache_dir={self.text.parent / 'cache'}")
-        base = () if "resume" in given else (*TINY, *data)
+        base = () if "resume" in given else (*TINY, *reading(self.text))
         return [*besides(base, given), *arguments]
-
-    def answer(self) -> str:
-        assert self.server.stdout is not None
-        return self.server.stdout.readline()
 
     def ask(self, count: int, **job: Any) -> Job:
         wanted = {"arguments": [], "environment": {}, "patch": "", "program": "", **job}
-        assert self.server.stdin is not None
-        self.server.stdin.write(
-            json.dumps({"ranks": count, "folder": str(self.folder), **wanted}) + "\n"
-        )
-        self.server.stdin.flush()
-        return Job(self, json.loads(self.answer()))
+        self.server.ask({"ranks": count, "folder": str(self.folder), **wanted})
+        return Job(self, self.server.answer())
 
     def start(self, count: int, *arguments: str, patch: str = "", **environment: str) -> Job:
         """`{rank}` in an argument or variable is the rank; `patch` is code that each rank runs
@@ -152,7 +161,7 @@ class Ranks:
         """
         words = "\n".join((*arguments, patch, str(count)))
         name = hashlib.sha256(words.encode()).hexdigest()[:16]
-        shared = Ranks(self.server, self.text, self.text.parent)
+        shared = Ranks(self.server, self.text, self.server.folder)
         run = shared.folder / "runs" / name
         if not (run / "whole").exists():
             shared.train(count, name, *arguments, patch=patch)
@@ -199,7 +208,9 @@ class Ranks:
 
 
 @pytest.fixture(scope="session")
-def serving() -> Callable[..., AbstractContextManager["subprocess.Popen[str]"]]:
+def serving(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., AbstractContextManager[Server]]:
     """`serving(*modules, NAME=value)` starts ranks that begin with these modules of
     tests/backends/te besides their own, in an environment with these variables.
     """
@@ -210,7 +221,7 @@ def serving() -> Callable[..., AbstractContextManager["subprocess.Popen[str]"]]:
     inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
     @contextmanager
-    def start(*modules: str, **variables: str) -> Iterator["subprocess.Popen[str]"]:
+    def start(*modules: str, **variables: str) -> Iterator[Server]:
         environment = inherited | variables
         command = [sys.executable, str(tests / "helpers" / "rank_server.py"), *modules]
         with subprocess.Popen(
@@ -223,7 +234,7 @@ def serving() -> Callable[..., AbstractContextManager["subprocess.Popen[str]"]]:
         ) as process:
             assert process.stdout is not None and process.stdin is not None
             assert process.stdout.readline() == "ready\n"
-            yield process
+            yield Server(process, tmp_path_factory.mktemp("references"))
             process.stdin.close()
 
     return start
@@ -231,10 +242,10 @@ def serving() -> Callable[..., AbstractContextManager["subprocess.Popen[str]"]]:
 
 @pytest.fixture(scope="session")
 def server(
-    serving: Callable[..., AbstractContextManager["subprocess.Popen[str]"]],
-) -> Iterator["subprocess.Popen[str]"]:
-    with serving() as process:
-        yield process
+    serving: Callable[..., AbstractContextManager[Server]],
+) -> Iterator[Server]:
+    with serving() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
@@ -249,12 +260,12 @@ def rank_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_ranks(
-    server: "subprocess.Popen[str]", rank_text: Path, tmp_path_factory: pytest.TempPathFactory
+    server: Server, rank_text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], Ranks]:
     """For fixtures that several tests share: ranks with a folder of their own."""
     return lambda: Ranks(server, rank_text, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture
-def ranks(server: "subprocess.Popen[str]", rank_text: Path, tmp_path: Path) -> Ranks:
+def ranks(server: Server, rank_text: Path, tmp_path: Path) -> Ranks:
     return Ranks(server, rank_text, tmp_path)

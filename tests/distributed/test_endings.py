@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import recorded
+from command_line import reading, recorded
 from patches import ASKS_FOR_MXFP8, fails_at_3, told
 
 Ranks = Any
@@ -354,7 +354,7 @@ def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
 def test_the_lead_decides_whether_this_user_wrote_a_configuration(ranks: Ranks) -> None:
     """Each machine may have a key of its own, or none."""
     ranks.train(2, "a", "train.steps=1", XDG_STATE_HOME=str(ranks.folder / "state{rank}"))
-    named = (f"data.path={ranks.text}", f"data.cache_dir={ranks.text.parent / 'cache'}")
+    named = reading(ranks.text)
     said = ranks(
         2, "resume=runs/a", "train.steps=2", XDG_STATE_HOME=str(ranks.folder / "other{rank}")
     ).message

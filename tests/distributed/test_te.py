@@ -3,7 +3,6 @@ tests/backends/te/te_codes_on_cpu.py.
 """
 
 import json
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,11 +51,11 @@ and those that Transformer Engine quantised in the last step.
 
 
 @pytest.fixture(scope="module")
-def server(serving: Any) -> Iterator["subprocess.Popen[str]"]:
+def server(serving: Any) -> Iterator[Any]:
     """Transformer Engine's Python takes seconds to import: it is done before ranks are forked."""
     experts = (availability.version() or ()) >= (2, 20)
-    with serving(*("te_experts_on_cpu",) * experts, "te_codes_on_cpu") as process:
-        yield process
+    with serving(*("te_experts_on_cpu",) * experts, "te_codes_on_cpu") as started:
+        yield started
 
 
 def kept(ranks: Ranks) -> list[int]:

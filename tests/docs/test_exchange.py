@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import TINY
+from command_line import TINY, reading
 from families import MODEL_TYPES
 
 from fp4train.cli import main
@@ -58,11 +58,7 @@ def called(words: list[str], text: Path) -> None:
         )
         return
     assert words[0] == "fp4train"
-    tiny = (
-        []
-        if words[1] in ("export", "verify")
-        else [*TINY, f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
-    )
+    tiny = [] if words[1] in ("export", "verify") else [*TINY, *reading(text)]
     verb = [words[1]] if words[1] == "plan" else []
     with pytest.raises(SystemExit) as ended:
         main(

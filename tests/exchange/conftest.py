@@ -9,18 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from command_line import TINY, Cli, besides
 
 from fp4train.cli import main
-
-
-@pytest.fixture
-def cli(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Cli:
-    """The command line in an empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    return Cli(text, tmp_path, capsys)
 
 
 @pytest.fixture(scope="session")
@@ -36,31 +26,6 @@ def lm_eval() -> ModuleType:
 
         import fp4train.exchange.harness  # noqa: F401
     return lm_eval
-
-
-@pytest.fixture(scope="session")
-def train(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`train("key=value", …)`: a finished tiny run, trained once for all tests that name the same
-    keys.
-    """
-    made: dict[tuple[str, ...], Path] = {}
-
-    def trained(*words: str) -> Path:
-        if words not in made:
-            run = tmp_path_factory.mktemp("runs") / "a"
-            given = {word.partition("=")[0] for word in words}
-            data = (
-                []
-                if "data" in given
-                else [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
-            )
-            with pytest.raises(SystemExit) as ended:
-                main([*besides(TINY, given), *data, f"run.dir={run}", "run.name=a", *words])
-            assert ended.value.code == 0
-            made[words] = run
-        return made[words]
-
-    return trained
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from finished_runs import FinishedRuns
 from forked import forked
-from hf_exports import Command, Train
+from hf_exports import Command
 
 from fp4train import files
 from fp4train.exchange import export_huggingface
@@ -75,9 +76,9 @@ def test_a_model_without_a_form_in_transformers_is_refused(
 
 
 def test_a_shape_that_transformers_lacks_is_refused(
-    train: Train, command: Command, tmp_path: Path
+    finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:
-    run = train("train.steps=1", "model.qk_norm=true", "model.qkv_bias=true")
+    run = finished("train.steps=1", "model.qk_norm=true", "model.qkv_bias=true")
     said = command("export", run, "to=hf", f"out={tmp_path / 'out'}", code=1)
     assert "has no form in transformers" in said and os.listdir(tmp_path) == []
 

@@ -8,14 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hf_exports import Command, Train, last_evaluation
+from finished_runs import FinishedRuns
+from hf_exports import Command, last_evaluation
 
 from fp4train.exchange import export_huggingface
 from fp4train.lab.analysis import training_loss
 
 
 def test_the_model_card_says_how_the_model_was_trained(
-    train: Train, small_run: Path, command: Command, tmp_path: Path
+    finished: FinishedRuns, small_run: Path, command: Command, tmp_path: Path
 ) -> None:
     command("export", small_run, "to=hf", f"out={tmp_path / 'out'}")
     card = (tmp_path / "out/README.md").read_text()
@@ -36,7 +37,7 @@ def test_the_model_card_says_how_the_model_was_trained(
         and "torch 2." in card
         and "The last 63 of 320 rows of the vocabulary" in card
     )
-    assert not any(word in card for word in (str(small_run.parent), "data.path")), (
+    assert not any(word in card for word in (str(tmp_path.parent), "data.path")), (
         "no path of this machine"
     )
     import yaml
@@ -46,9 +47,9 @@ def test_the_model_card_says_how_the_model_was_trained(
 
 
 def test_the_training_loss_of_the_card_is_the_mean_that_the_run_ended_with(
-    train: Train, tmp_path: Path
+    finished: FinishedRuns, tmp_path: Path
 ) -> None:
-    run = train("train.steps=12")
+    run = finished("train.steps=12")
     mean = training_loss(run)
     assert mean is not None and mean.steps == 2
     export_huggingface(run, tmp_path / "out")
@@ -60,9 +61,9 @@ def test_the_training_loss_of_the_card_is_the_mean_that_the_run_ended_with(
 
 
 def test_a_run_that_ends_in_high_precision_has_the_losses_of_its_last_quantised_forward_pass(
-    train: Train, tmp_path: Path
+    finished: FinishedRuns, tmp_path: Path
 ) -> None:
-    export_huggingface(train("eval.every=2"), tmp_path / "out")
+    export_huggingface(finished("eval.every=2"), tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
     before, after = re.findall(
         r"^\| (\d) \| (NVFP4.*?) \| ([\d.]+) \| ([\d.]+) \|", card, re.MULTILINE

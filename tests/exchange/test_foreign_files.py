@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hf_exports import Train
+from command_line import Cli
+from finished_runs import FinishedRuns
 
 from fp4train.cli import main
 from fp4train.exchange import export_huggingface, load_trained, verify
@@ -30,9 +31,9 @@ ADDED = {
 
 
 @pytest.fixture(scope="module")
-def exported(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def exported(finished: FinishedRuns, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A folder of weights, and its run."""
-    run = train("train.steps=2")
+    run = finished("train.steps=2")
     folder = tmp_path_factory.mktemp("exports") / "hf"
     export_huggingface(run, folder)
     return folder, run
@@ -82,10 +83,10 @@ def test_a_key_that_the_export_did_not_write_is_named(
 
 
 def test_a_tokenizer_that_autotokenizer_changes_is_said_at_export_and_not_verified_as_equal(
-    train: Train, tmp_path: Path
+    finished: FinishedRuns, tmp_path: Path
 ) -> None:
     """Qwen2's class has a pre-tokenizer of its own; Llama's and Qwen3's folders keep theirs."""
-    run = train(
+    run = finished(
         "train.steps=2",
         "model.qkv_bias=true",
         "data/tokenizer=bpe",
@@ -105,7 +106,9 @@ def test_a_tokenizer_that_autotokenizer_changes_is_said_at_export_and_not_verifi
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     assert loaded("x  =  12345\n")["input_ids"] == list(ids)
     for words in ((), ("model.qk_norm=true",)):
-        run = train("train.steps=2", *words, "data/tokenizer=bpe", "data.tokenizer.vocab_size=300")
+        run = finished(
+            "train.steps=2", *words, "data/tokenizer=bpe", "data.tokenizer.vocab_size=300"
+        )
         out = tmp_path / f"out{len(words)}"
         assert not any("AutoTokenizer" in note for note in export_huggingface(run, out).notes)
         assert verify(out, run).equal
@@ -120,7 +123,7 @@ def cure(folder: Path, place: Path) -> None:
 
 
 def test_text_is_scored_after_the_end_of_a_document_also_by_a_run_with_a_mask(
-    train: Train, lm_eval: object, tmp_path: Path
+    finished: FinishedRuns, lm_eval: object, tmp_path: Path
 ) -> None:
     """As lm_eval's own class does on the export, which sees the id that stands before a text."""
     from lm_eval.models.huggingface import HFLM
@@ -128,7 +131,7 @@ def test_text_is_scored_after_the_end_of_a_document_also_by_a_run_with_a_mask(
     from fp4train.exchange import held_out
     from fp4train.exchange.harness import HarnessModel
 
-    run = train("train.steps=2", "train.document_mask=true", "recipe=fp32", "optim.lr=0.03")
+    run = finished("train.steps=2", "train.document_mask=true", "recipe=fp32", "optim.lr=0.03")
     export_huggingface(run, tmp_path / "hf")
     trained = load_trained(run)
     ours = HarnessModel(trained, trained.high_precision, rows=4)
@@ -163,10 +166,9 @@ def instance(lm_eval: object, context: str, answer: str) -> object:
 @pytest.mark.parametrize("data", ["text", "another tokenizer"])
 def test_end_ids_and_settings_of_a_folder_come_back(
     exported: tuple[Path, Path],
-    train: Train,
+    cli: Cli,
     tmp_path: Path,
     data: str,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = Path(shutil.copytree(exported[0], tmp_path / "chat"))
     settings = {
@@ -182,11 +184,11 @@ def test_end_ids_and_settings_of_a_folder_come_back(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 8]}))
     words = ("data/tokenizer=bytes",) if data == "another tokenizer" else ()
-    run = train(f"init={folder}", "train.steps=2", *words)
-    warned = (
-        "brings a tokenizer, and the command names one of another kind" in capsys.readouterr().err
-    )
+    ended = cli("run.name=a", f"init={folder}", "train.steps=2", *words)
+    assert ended.code == 0
+    warned = "brings a tokenizer, and the command names one of another kind" in ended.err
     assert warned == bool(words)
+    run = Path("runs/a")
     shutil.rmtree(folder)
     export_huggingface(run, tmp_path / "again")
     again = json.loads((tmp_path / "again/generation_config.json").read_text())

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_exports import FILES, Command, Train, last_evaluation, theirs
+from finished_runs import FinishedRuns
+from hf_exports import FILES, Command, last_evaluation, theirs
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -60,10 +61,10 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transformers_gives_the_loss_of_the_runs_evaluation(
-    train: Train, command: Command, tmp_path: Path, shape: str
+    finished: FinishedRuns, command: Command, tmp_path: Path, shape: str
 ) -> None:
     """In float32 both ways, so that what is compared is the model, and not how each side rounds."""
-    run = train("recipe=fp32", "train.steps=3", *SHAPES[shape])
+    run = finished("recipe=fp32", "train.steps=3", *SHAPES[shape])
     out = tmp_path / "out"
     told = command("export", run, "to=hf", f"out={out}")
     assert f"{out}: step 3, " in told and "weights in float32" in told
@@ -166,9 +167,13 @@ def flipped(path: Path) -> None:
     ("damage", "said"), [(missing, "is missing"), (flipped, "is damaged (checksum differs)")]
 )
 def test_damaged_weights_are_refused_and_other_steps_are_named(
-    train: Train, command: Command, tmp_path: Path, damage: Callable[[Path], None], said: str
+    finished: FinishedRuns,
+    command: Command,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    said: str,
 ) -> None:
-    run = Path(shutil.copytree(train("train.steps=4", "checkpoint.every=2"), tmp_path / "b"))
+    run = Path(shutil.copytree(finished("train.steps=4", "checkpoint.every=2"), tmp_path / "b"))
     damage(run / "checkpoints/step_00000004/weights.safetensors")
     for words in ((), ("step=4",)):
         told = command("export", run, "to=hf", f"out={tmp_path / 'out'}", *words, code=1)

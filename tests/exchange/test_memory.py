@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import reseal_config
-from hf_exports import Train
+from finished_runs import FinishedRuns
 from memory import most_memory
 
 from fp4train import checkpoint
@@ -74,12 +74,16 @@ def check_memory(act: Callable[[], object]) -> None:
     ],
 )
 def test_an_export_takes_the_memory_of_a_piece_of_a_tensor(
-    train: Train, tmp_path: Path, words: tuple[str, ...], shape: tuple[str, ...], layout: str
+    finished: FinishedRuns,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    shape: tuple[str, ...],
+    layout: str,
 ) -> None:
     """Of 200 MB of weights not 134 MB are held, nor where the codes are verified: pieces of 4 MB,
     and what allocators and threads keep the first time.
     """
-    run = large(train(*words), tmp_path / "b", shape)
+    run = large(finished(*words), tmp_path / "b", shape)
     out = tmp_path / "out"
     (weights,) = (run / "checkpoints").glob("*/weights.safetensors")
     assert weights.stat().st_size > 200e6
@@ -91,7 +95,7 @@ def test_an_export_takes_the_memory_of_a_piece_of_a_tensor(
             export_quantised(run, out, layout, measures=Measures(losses=False))
 
     # first a small run, which imports what it takes
-    small = train(*words)
+    small = finished(*words)
     export(small, tmp_path / "small")
     if layout != "hf":
         assert verify(tmp_path / "small", small).equal

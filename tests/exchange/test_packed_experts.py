@@ -12,7 +12,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from hf_exports import Command, Train
+from finished_runs import FinishedRuns
+from hf_exports import Command
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -99,7 +100,7 @@ def dequantised(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def exported(
-    train: Train, tmp_path_factory: pytest.TempPathFactory
+    finished: FinishedRuns, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., tuple[Path, Path]]:
     """`exported("modelopt", *words)`: (a folder of that layout, which tests copy before they change
     it; its run).
@@ -107,7 +108,7 @@ def exported(
     made: dict[tuple[str, ...], Path] = {}
 
     def folder(layout: str, *words: str) -> tuple[Path, Path]:
-        run = train(*(words or (*DOTS, "recipe=nvfp4")))
+        run = finished(*(words or (*DOTS, "recipe=nvfp4")))
         if (layout, *words) not in made:
             made[layout, *words] = tmp_path_factory.mktemp("exports") / "a"
             export_quantised(run, made[layout, *words], layout, measures=UNMEASURED)
@@ -119,7 +120,7 @@ def exported(
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_row"])
 def test_compressed_tensors_dequantises_every_expert_to_our_bits(
-    train: Train, exported: Callable[..., tuple[Path, Path]], recipe: str
+    finished: FinishedRuns, exported: Callable[..., tuple[Path, Path]], recipe: str
 ) -> None:
     folder, run = exported("compressed-tensors", *DOTS, f"recipe={recipe}")
     assert verify(folder, run).equal
@@ -249,10 +250,10 @@ def test_routers_and_experts_in_high_precision_are_listed_by_the_names_that_vllm
 
 
 def test_gate_and_up_of_an_expert_are_not_quantised_again(
-    train: Train, command: Command, tmp_path: Path
+    finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:
     """They were one weight in training; the layers of attention and the shared expert were not."""
-    run = train(*DOTS, "recipe=nvfp4", "eval.errors_every=1")
+    run = finished(*DOTS, "recipe=nvfp4", "eval.errors_every=1")
     shown = command("export", run, "to=modelopt", f"out={tmp_path / 'a'}", "losses=false")
     (again,) = re.findall(r"(\d+) of 26 weights are quantised again", shown)
     assert (
@@ -347,16 +348,23 @@ def test_a_damaged_expert_is_found(
     ],
 )
 def test_what_no_format_has_of_experts_is_refused_by_name(
-    train: Train, command: Command, tmp_path: Path, words: tuple[str, ...], to: str, said: str
+    finished: FinishedRuns,
+    command: Command,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    to: str,
+    said: str,
 ) -> None:
     given = {word.partition("=")[0] for word in words}
-    run = train(*(word for word in DOTS if word.partition("=")[0] not in given), *words)
+    run = finished(*(word for word in DOTS if word.partition("=")[0] not in given), *words)
     shown = command("export", run, f"to={to}", f"out={tmp_path / 'a'}", code=1)
     assert said in shown and not (tmp_path / "a").exists()
 
 
-def test_a_plan_that_divides_the_experts_of_a_layer_is_said(train: Train, tmp_path: Path) -> None:
-    run = train(*DOTS, "recipe=nvfp4", "policy.keep=[mlp.down]")
+def test_a_plan_that_divides_the_experts_of_a_layer_is_said(
+    finished: FinishedRuns, tmp_path: Path
+) -> None:
+    run = finished(*DOTS, "recipe=nvfp4", "policy.keep=[mlp.down]")
     made = export_quantised(run, tmp_path / "a", "compressed-tensors", measures=UNMEASURED)
     (note,) = (each for each in made.notes if "may refuse the folder" in each)
     assert "some of blocks.1.mlp.gate_up, blocks.1.mlp.down in high precision" in note

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_exports import FUSED, SHORT, Command, Train, amaxes, module_of, weights
+from finished_runs import FinishedRuns
+from hf_exports import FUSED, SHORT, Command, amaxes, module_of, weights
 from safetensors.torch import load_file
 
 from fp4train.exchange import (
@@ -25,13 +26,13 @@ Served = Callable[..., Any]
 
 
 def test_a_run_that_ends_in_bf16_is_packed_by_its_last_quantised_stretch(
-    train: Train, command: Command
+    finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:
     """Both losses are said. Fused layers that were trained apart are quantised again, which is said
     with its cost.
     """
-    run = train("recipe=nvfp4")
-    shown = command("export", run, "to=compressed-tensors", f"out={run.parent / 'packed'}")
+    run = finished("recipe=nvfp4")
+    shown = command("export", run, "to=compressed-tensors", f"out={tmp_path / 'packed'}")
     assert (
         "The codes are those of steps 0–4: NVFP4 (recipe), made of the weights at step 6." in shown
     )
@@ -44,13 +45,15 @@ def test_a_run_that_ends_in_bf16_is_packed_by_its_last_quantised_stretch(
         and " in NVFP4, " in line
         and " in NVFP4 with fused scales" in line
     )
-    card = (run.parent / "packed" / "README.md").read_text()
+    card = (tmp_path / "packed" / "README.md").read_text()
     assert line in card and "quantised again" in card
 
 
-def test_the_stretch_of_an_earlier_checkpoint_ends_there(train: Train, command: Command) -> None:
-    run = train("recipe=nvfp4", "phases=none", "checkpoint.every=2")
-    out = run.parent / "earlier"
+def test_the_stretch_of_an_earlier_checkpoint_ends_there(
+    finished: FinishedRuns, command: Command, tmp_path: Path
+) -> None:
+    run = finished("recipe=nvfp4", "phases=none", "checkpoint.every=2")
+    out = tmp_path / "earlier"
     shown = command("export", run, "to=compressed-tensors", f"out={out}", "step=4", "losses=false")
     assert (
         "The codes are those of steps 0–3: NVFP4 (recipe), made of the weights at step 4." in shown
@@ -58,8 +61,10 @@ def test_the_stretch_of_an_earlier_checkpoint_ends_there(train: Train, command: 
     assert verify(out, run).equal
 
 
-def test_with_fused_scales_nothing_is_quantised_again(train: Train, tmp_path: Path) -> None:
-    run = train(*SHORT, "recipe.fused_scales=true", "phases=none")
+def test_with_fused_scales_nothing_is_quantised_again(
+    finished: FinishedRuns, tmp_path: Path
+) -> None:
+    run = finished(*SHORT, "recipe.fused_scales=true", "phases=none")
     made = export_quantised(run, tmp_path / "a", "compressed-tensors")
     assert any(note.startswith("No weight was quantised again: all 7") for note in made.notes)
     found = load_file(tmp_path / "a" / "model.safetensors")
@@ -70,10 +75,10 @@ def test_with_fused_scales_nothing_is_quantised_again(train: Train, tmp_path: Pa
 
 
 def test_the_loss_that_is_named_for_served_codes_is_that_of_the_codes(
-    train: Train, tmp_path: Path
+    finished: FinishedRuns, tmp_path: Path
 ) -> None:
     """Weights that are set to the served values give it without fused scales."""
-    run = train("recipe=nvfp4")
+    run = finished("recipe=nvfp4")
     export_quantised(run, tmp_path / "a", "compressed-tensors")
     losses = json.loads((tmp_path / "a" / "fp4train.json").read_text())["losses"]
     trained = load_trained(run)
@@ -90,9 +95,9 @@ def test_the_loss_that_is_named_for_served_codes_is_that_of_the_codes(
 
 
 def test_a_plan_that_divides_what_serving_software_fuses_is_said(
-    train: Train, tmp_path: Path
+    finished: FinishedRuns, tmp_path: Path
 ) -> None:
-    run = train(*SHORT, "policy.keep=[attention.wv]")
+    run = finished(*SHORT, "policy.keep=[attention.wv]")
     made = export_quantised(
         run, tmp_path / "a", "modelopt", measures=quantised.Measures(losses=False)
     )
@@ -101,8 +106,8 @@ def test_a_plan_that_divides_what_serving_software_fuses_is_said(
     assert verify(tmp_path / "a", run).equal
 
 
-def test_another_stretch_can_be_named(train: Train, tmp_path: Path) -> None:
-    run = train(
+def test_another_stretch_can_be_named(finished: FinishedRuns, tmp_path: Path) -> None:
+    run = finished(
         "recipe=nvfp4",
         "+phases.late={_target_: fp4train.precision.Phase, start: 2, recipe: {_target_: "
         "fp4train.precision.MXFP8}}",
@@ -118,10 +123,10 @@ def test_another_stretch_can_be_named(train: Train, tmp_path: Path) -> None:
 
 
 def test_the_scales_of_activations_are_those_that_the_run_measured(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then no model is built."""
-    run = train("recipe=nvfp4", "eval.errors_every=2")
+    run = finished("recipe=nvfp4", "eval.errors_every=2")
     monkeypatch.setattr(quantised, "load_trained", lambda *_: pytest.fail("a model was built"))
     made = export_quantised(
         run, tmp_path / "a", "modelopt", measures=quantised.Measures(losses=False)
@@ -141,8 +146,8 @@ def test_the_scales_of_activations_are_those_that_the_run_measured(
     assert torch.equal(found, torch.tensor(float(columns["amax"][here].max())) / 2688)
 
 
-def test_calibration_sees_the_largest_activation(train: Train, tmp_path: Path) -> None:
-    run = train("recipe=nvfp4")
+def test_calibration_sees_the_largest_activation(finished: FinishedRuns, tmp_path: Path) -> None:
+    run = finished("recipe=nvfp4")
     sizes = []
     for batches in (1, 8):
         measures = quantised.Measures(losses=False, calibrate=batches)

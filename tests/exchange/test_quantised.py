@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from families import folder_names
-from hf_exports import FP8_BLOCKS, SHORT, Command, Train, amaxes, module_of, weights
+from finished_runs import FinishedRuns
+from hf_exports import FP8_BLOCKS, SHORT, Command, amaxes, module_of, weights
 from lengths import long_but
 from safetensors.torch import load_file
 
@@ -61,9 +62,9 @@ WORDS = {
     ],
 )
 def test_compressed_tensors_dequantises_every_weight_to_our_bits(
-    train: Train, served: Served, tmp_path: Path, recipe: str
+    finished: FinishedRuns, served: Served, tmp_path: Path, recipe: str
 ) -> None:
-    run = train(*SHORT, *WORDS.get(recipe, (f"recipe={recipe}",)))
+    run = finished(*SHORT, *WORDS.get(recipe, (f"recipe={recipe}",)))
     made = export_quantised(run, tmp_path / "a", "compressed-tensors")
     model = served(tmp_path / "a", dequantize=True)
     own = weights(run)
@@ -89,9 +90,9 @@ def test_compressed_tensors_dequantises_every_weight_to_our_bits(
     "words", [("model.qkv_bias=true", "model.tied=false"), ("model.qk_norm=true",)]
 )
 def test_biases_norms_of_heads_and_a_head_of_its_own_stay_in_high_precision(
-    train: Train, served: Served, tmp_path: Path, words: tuple[str, ...]
+    finished: FinishedRuns, served: Served, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    run = train("train.steps=2", *words)
+    run = finished("train.steps=2", *words)
     export_quantised(
         run, tmp_path / "a", "compressed-tensors", measures=quantised.Measures(losses=False)
     )
@@ -116,7 +117,7 @@ def test_biases_norms_of_heads_and_a_head_of_its_own_stay_in_high_precision(
 
 
 def test_what_a_hybrid_keeps_is_loaded_by_the_names_that_transformers_gives_it(
-    train: Train, served: Served, tmp_path: Path
+    finished: FinishedRuns, served: Served, tmp_path: Path
 ) -> None:
     """Its folder says `backbone.`; a layer that is not known as kept would be loaded without its
     weight.
@@ -128,7 +129,7 @@ def test_what_a_hybrid_keeps_is_loaded_by_the_names_that_transformers_gives_it(
         "model.scan.heads=2",
         "train.batch_size=2",
     )
-    run = train("train.steps=2", *sizes)
+    run = finished("train.steps=2", *sizes)
     export_quantised(
         run, tmp_path / "a", "compressed-tensors", measures=quantised.Measures(losses=False)
     )
@@ -140,10 +141,10 @@ def test_what_a_hybrid_keeps_is_loaded_by_the_names_that_transformers_gives_it(
 
 
 def test_fp8_blocks_are_those_of_serving_software(
-    train: Train, served: Served, tmp_path: Path
+    finished: FinishedRuns, served: Served, tmp_path: Path
 ) -> None:
     """Transformers multiplies them, too, with activations in groups of 128."""
-    run = train("train.steps=2", "recipe=fp8_block", *FP8_BLOCKS)
+    run = finished("train.steps=2", "recipe=fp8_block", *FP8_BLOCKS)
     export_quantised(run, tmp_path / "a", "compressed-tensors")
     loss, _ = transformers_loss(tmp_path / "a", load_trained(run), 1, compressed=True)
     (score,) = held_out(load_trained(run), [load_trained(run).own], 1)
@@ -159,7 +160,9 @@ def test_fp8_blocks_are_those_of_serving_software(
 
 
 @pytest.mark.long
-def test_w4a4_in_transformers_has_the_loss_of_the_recipe(train: Train, tmp_path: Path) -> None:
+def test_w4a4_in_transformers_has_the_loss_of_the_recipe(
+    finished: FinishedRuns, tmp_path: Path
+) -> None:
     """Over 16 k tokens; a weight takes at most 0.57 bytes, and activations are quantised by their
     software.
     """
@@ -170,7 +173,9 @@ def test_w4a4_in_transformers_has_the_loss_of_the_recipe(train: Train, tmp_path:
         "train.batch_size=16",
         "train.seq_len=128",
     )
-    run = train(*words, "data=stdlib", "train.steps=60", "recipe.fused_scales=true", "phases=none")
+    run = finished(
+        *words, "data=stdlib", "train.steps=60", "recipe.fused_scales=true", "phases=none"
+    )
     export_quantised(run, tmp_path / "a", "compressed-tensors")
     packed = pack(open_stored(run), "compressed-tensors", None)
     assert packed.bytes_per_weight <= 0.57
@@ -186,10 +191,10 @@ def test_w4a4_in_transformers_has_the_loss_of_the_recipe(train: Train, tmp_path:
 
 @pytest.mark.long
 def test_modelopts_own_quantiser_gives_the_same_bytes(
-    train: Train, modelopt: ModuleType, tmp_path: Path
+    finished: FinishedRuns, modelopt: ModuleType, tmp_path: Path
 ) -> None:
     """Codes, block scales, and weight_scale_2 to the last bit."""
-    run = train(*SHORT, "recipe=nvfp4_1d_weights")
+    run = finished(*SHORT, "recipe=nvfp4_1d_weights")
     export_quantised(run, tmp_path / "a", "modelopt")
     found = load_file(tmp_path / "a" / "model.safetensors")
     own = weights(run)
@@ -206,9 +211,9 @@ def test_modelopts_own_quantiser_gives_the_same_bytes(
 
 
 def test_modelopt_reads_our_square_blocks(
-    train: Train, modelopt: ModuleType, tmp_path: Path
+    finished: FinishedRuns, modelopt: ModuleType, tmp_path: Path
 ) -> None:
-    run = train(*SHORT, "recipe=nvfp4")
+    run = finished(*SHORT, "recipe=nvfp4")
     export_quantised(run, tmp_path / "a", "modelopt")
     found = load_file(tmp_path / "a" / "model.safetensors")
     own = weights(run)
@@ -224,8 +229,10 @@ def test_modelopt_reads_our_square_blocks(
         assert torch.equal(back.bfloat16(), wanted.dequantize().bfloat16()), layer
 
 
-def test_modelopts_mxfp8_is_ours(train: Train, modelopt: ModuleType, tmp_path: Path) -> None:
-    run = train(*SHORT, "recipe=mxfp8")
+def test_modelopts_mxfp8_is_ours(
+    finished: FinishedRuns, modelopt: ModuleType, tmp_path: Path
+) -> None:
+    run = finished(*SHORT, "recipe=mxfp8")
     export_quantised(run, tmp_path / "a", "modelopt")
     found = load_file(tmp_path / "a" / "model.safetensors")
     own = weights(run)
@@ -240,10 +247,10 @@ def test_modelopts_mxfp8_is_ours(train: Train, modelopt: ModuleType, tmp_path: P
 
 @pytest.mark.parametrize("recipe", long_but(["fp8_row"], ["fp8_current", "fp8_row"]))
 def test_modelopt_decodes_our_fp8(
-    train: Train, modelopt: ModuleType, tmp_path: Path, recipe: str
+    finished: FinishedRuns, modelopt: ModuleType, tmp_path: Path, recipe: str
 ) -> None:
     """One scale per tensor, 0-d, or one per row, [N]."""
-    run = train(*SHORT, f"recipe={recipe}")
+    run = finished(*SHORT, f"recipe={recipe}")
     export_quantised(run, tmp_path / "a", "modelopt", measures=quantised.Measures(losses=False))
     found = load_file(tmp_path / "a" / "model.safetensors")
     own = weights(run)
@@ -264,8 +271,8 @@ def test_modelopt_decodes_our_fp8(
     assert verify(tmp_path / "a", run).equal
 
 
-def test_codes_in_several_files_are_those_of_one(train: Train, tmp_path: Path) -> None:
-    run = train("recipe=nvfp4")
+def test_codes_in_several_files_are_those_of_one(finished: FinishedRuns, tmp_path: Path) -> None:
+    run = finished("recipe=nvfp4")
     for name, shard in (("one", 10**9), ("many", 10_000)):
         measures = quantised.Measures(losses=False)
         export_quantised(run, tmp_path / name, "modelopt", measures=measures, shard=shard)
@@ -277,9 +284,9 @@ def test_codes_in_several_files_are_those_of_one(train: Train, tmp_path: Path) -
 
 
 def test_both_configurations_of_modelopt_name_the_format_and_what_is_kept(
-    train: Train, tmp_path: Path
+    finished: FinishedRuns, tmp_path: Path
 ) -> None:
-    run = train(*SHORT, "recipe=nvfp4")
+    run = finished(*SHORT, "recipe=nvfp4")
     export_quantised(run, tmp_path / "a", "modelopt", measures=quantised.Measures(losses=False))
     inner = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
     outer = json.loads((tmp_path / "a" / "hf_quant_config.json").read_text())["quantization"]
@@ -311,14 +318,14 @@ def test_both_configurations_of_modelopt_name_the_format_and_what_is_kept(
     ],
 )
 def test_an_export_says_what_serving_software_does_not_do_to_activations(
-    train: Train, tmp_path: Path, words: tuple[str, ...], said: str
+    finished: FinishedRuns, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     measures = quantised.Measures(losses=False)
-    run = train(*SHORT, *words)
+    run = finished(*SHORT, *words)
     made = export_quantised(run, tmp_path / "a", "compressed-tensors", measures=measures)
     (note,) = (note for note in made.notes if "Serving software quantises x as it is" in note)
     assert said in note
-    plain = train(*SHORT, "recipe=nvfp4")
+    plain = finished(*SHORT, "recipe=nvfp4")
     made = export_quantised(plain, tmp_path / "b", "compressed-tensors", measures=measures)
     assert not any("as it is" in note for note in made.notes)
 
@@ -359,11 +366,16 @@ def test_an_export_says_what_serving_software_does_not_do_to_activations(
     ],
 )
 def test_what_no_format_has_is_refused_by_name(
-    train: Train, command: Command, tmp_path: Path, words: tuple[str, ...], to: str, said: str
+    finished: FinishedRuns,
+    command: Command,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    to: str,
+    said: str,
 ) -> None:
     import re
 
-    run = train("train.steps=2", *words)
+    run = finished("train.steps=2", *words)
     shown = command("export", run, f"to={to}", f"out={tmp_path / 'a'}", code=1)
     assert re.search(said, shown), shown
     assert not (tmp_path / "a").exists() and not [*tmp_path.iterdir()]
@@ -387,21 +399,25 @@ def test_what_no_format_has_is_refused_by_name(
     ],
 )
 def test_a_wrong_word_is_named(
-    train: Train, command: Command, tmp_path: Path, words: tuple[str, ...], said: str
+    finished: FinishedRuns, command: Command, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
-    shown = command("export", train("recipe=nvfp4"), *words, f"out={tmp_path / 'a'}", code=1)
+    shown = command("export", finished("recipe=nvfp4"), *words, f"out={tmp_path / 'a'}", code=1)
     assert said in shown and not (tmp_path / "a").exists()
 
 
 def test_a_folder_that_is_there_is_not_written_over(
-    train: Train, command: Command, tmp_path: Path
+    finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "a").mkdir()
-    shown = command("export", train("recipe=nvfp4"), "to=modelopt", f"out={tmp_path / 'a'}", code=1)
+    shown = command(
+        "export", finished("recipe=nvfp4"), "to=modelopt", f"out={tmp_path / 'a'}", code=1
+    )
     assert "is there already" in shown and not [*(tmp_path / "a").iterdir()]
 
 
-def test_layers_in_two_formats_are_refused(train: Train, command: Command, tmp_path: Path) -> None:
-    run = train("recipe=nvfp4", "+policy.recipe_for_kept={_target_: fp4train.precision.MXFP8}")
+def test_layers_in_two_formats_are_refused(
+    finished: FinishedRuns, command: Command, tmp_path: Path
+) -> None:
+    run = finished("recipe=nvfp4", "+policy.recipe_for_kept={_target_: fp4train.precision.MXFP8}")
     shown = command("export", run, "to=modelopt", f"out={tmp_path / 'a'}", code=1)
     assert "a folder has one format" in shown and "7 layers in NVFP4, 7 layers in MXFP8" in shown

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_exports import Command, Train
+from finished_runs import FinishedRuns
+from hf_exports import Command
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -48,13 +49,13 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     ids=["tied", "untied, own head width", "biases", "norms of heads, scaled rotations"],
 )
 def test_a_run_comes_back_in_every_bit(
-    train: Train, command: Command, tmp_path: Path, shape: tuple[str, ...]
+    finished: FinishedRuns, command: Command, tmp_path: Path, shape: tuple[str, ...]
 ) -> None:
-    run = train(*shape)
+    run = finished(*shape)
     folder = tmp_path / "hf"
     again = tmp_path / "again"
     command("export", run, "to=hf", f"out={folder}")
-    back = train(*shape, f"init={folder}", *STILL)
+    back = finished(*shape, f"init={folder}", *STILL)
     assert equal(weights(back), weights(run))
     command("export", back, "to=hf", f"out={again}")
     assert equal(load_file(again / "model.safetensors"), load_file(folder / "model.safetensors"))
@@ -63,7 +64,7 @@ def test_a_run_comes_back_in_every_bit(
 
 
 def test_a_folder_of_transformers_comes_back_in_every_bit(
-    train: Train, command: Command, tmp_path: Path, folders: dict[str, Path]
+    finished: FinishedRuns, command: Command, tmp_path: Path, folders: dict[str, Path]
 ) -> None:
     """With the token ids of its tokenizer, which the folder keeps, and its chat template, though no
     run had chat.
@@ -76,7 +77,7 @@ def test_a_folder_of_transformers_comes_back_in_every_bit(
         (theirs / "chat_template.jinja").write_text(
             "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}\n"
         )
-        run = train(*shape, f"init={theirs}", *STILL)
+        run = finished(*shape, f"init={theirs}", *STILL)
         command("export", run, "to=hf", f"out={tmp_path / name}")
         load = transformers.AutoModelForCausalLM.from_pretrained
         one = load(theirs)

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from hf_exports import FP8_BLOCKS, Command, Train
+from finished_runs import FinishedRuns
+from hf_exports import FP8_BLOCKS, Command
 
 from fp4train.exchange import COMPRESSED_TENSORS, FORMATS, LAYOUTS, MODELOPT, SERVERS
 from fp4train.exchange.formats import configuration
@@ -80,9 +81,9 @@ def test_the_names_of_modelopts_algorithms_are_its_own() -> None:
 
 
 def test_an_export_says_which_server_lacks_its_format(
-    train: Train, command: Command, tmp_path: Path
+    finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:
-    run = train("train.steps=2", "recipe=mxfp8")
+    run = finished("train.steps=2", "recipe=mxfp8")
     said = command("export", run, "to=compressed-tensors", f"out={tmp_path / 'a'}", "losses=false")
     assert "SGLang 0.5.23 does not serve MXFP8 of compressed-tensors" in said
     assert "does not serve" not in command(
@@ -109,7 +110,7 @@ def test_an_export_says_which_server_lacks_its_format(
     ],
 )
 def test_fp8_blocks_that_servers_refuse_are_refused_by_layer_and_number(
-    train: Train, command: Command, tmp_path: Path, words: tuple[str, ...], said: str
+    finished: FinishedRuns, command: Command, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     """As vLLM 0.33 and SGLang 0.5.23 say: `output_partition_size = 64 is not divisible by … block_n
     = 128`, and where they quantise activations, `the last dimension … must be divisible by
@@ -117,7 +118,7 @@ def test_fp8_blocks_that_servers_refuse_are_refused_by_layer_and_number(
     """
     given = {word.partition("=")[0] for word in words}
     sizes = [word for word in FP8_BLOCKS if word.partition("=")[0] not in given]
-    run = train("train.steps=2", "recipe=fp8_block", *sizes, *words)
+    run = finished("train.steps=2", "recipe=fp8_block", *sizes, *words)
     shown = command(
         "export", run, "to=compressed-tensors", f"out={tmp_path / 'a'}", "losses=false", code=1
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hf_exports import FILES, Command, Train, theirs
+from finished_runs import FinishedRuns
+from hf_exports import FILES, Command, theirs
 
 from fp4train.config import to_config
 from fp4train.data import Piece, begin_of_document, kept_template, token_chunks
@@ -32,17 +33,18 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_transformers_gives_the_token_ids_of_the_run(
-    train: Train,
+    finished: FinishedRuns,
     command: Command,
     tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
     kind: str,
 ) -> None:
     import transformers
 
-    file = tmp_path_factory.getbasetemp() / "with_additions.json"
-    file.write_text(with_additions(train(*TOKENIZERS["bpe"], "train.steps=2") / "tokenizer.json"))
-    run = train(*(word.format(file=file) for word in TOKENIZERS[kind]), "train.steps=2")
+    file = tmp_path / "with_additions.json"
+    file.write_text(
+        with_additions(finished(*TOKENIZERS["bpe"], "train.steps=2") / "tokenizer.json")
+    )
+    run = finished(*(word.format(file=file) for word in TOKENIZERS[kind]), "train.steps=2")
     told = command("export", run, "to=hf", f"out={tmp_path / 'out'}")
     ours = stored_tokenizer(to_config(run_directory.read_config(run)), run)
     assert ours is not None
@@ -64,18 +66,18 @@ def test_transformers_gives_the_token_ids_of_the_run(
 
 
 def test_a_token_that_begins_documents_is_trained_exported_and_scored_alike(
-    train: Train, command: Command, tmp_path: Path
+    finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:
     import transformers
 
     made = tokenizers.Tokenizer.from_file(
-        str(train(*TOKENIZERS["bpe"], "train.steps=2") / "tokenizer.json")
+        str(finished(*TOKENIZERS["bpe"], "train.steps=2") / "tokenizer.json")
     )
     made.add_special_tokens(["<s>"])
     made.save(str(tmp_path / "file.json"))
     (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 40)
     named = ("data/tokenizer=pretrained", f"data.tokenizer.name={tmp_path / 'file.json'}")
-    run = train(*named, "data.tokenizer.begin_of_document='<s>'", "train.steps=2")
+    run = finished(*named, "data.tokenizer.begin_of_document='<s>'", "train.steps=2")
     ours = stored_tokenizer(to_config(run_directory.read_config(run)), run)
     assert ours is not None and begin_of_document(ours) == made.token_to_id("<s>")
     ids = np.concatenate(
@@ -101,7 +103,7 @@ def test_a_token_that_begins_documents_is_trained_exported_and_scored_alike(
 
 
 def test_conversations_are_the_text_that_the_run_was_trained_on(
-    train: Train, command: Command, tmp_path: Path
+    finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:
     import transformers
 
@@ -113,7 +115,9 @@ def test_conversations_are_the_text_that_the_run_was_trained_on(
         "{% for m in messages %}\n  [{{ m.role }}]{{ m['content'] }}\n{% endfor %}\n"
     )
     for number, words in enumerate(((), (f"data.template={template}",))):
-        run = train("data=chat", f"data.path={chat}", "train.steps=1", "train.seq_len=128", *words)
+        run = finished(
+            "data=chat", f"data.path={chat}", "train.steps=1", "train.seq_len=128", *words
+        )
         out = tmp_path / str(number)
         command("export", run, "to=hf", f"out={out}")
         ours = kept_template(run)
@@ -128,10 +132,10 @@ def test_conversations_are_the_text_that_the_run_was_trained_on(
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_origin.json"])
 def test_a_run_that_has_lost_its_tokenizer_is_refused(
-    train: Train, command: Command, tmp_path: Path, name: str
+    finished: FinishedRuns, command: Command, tmp_path: Path, name: str
 ) -> None:
     """Nothing is read where the configuration says that the tokenizer came from."""
-    run = Path(shutil.copytree(train(*TOKENIZERS["bpe"], "train.steps=2"), tmp_path / "b"))
+    run = Path(shutil.copytree(finished(*TOKENIZERS["bpe"], "train.steps=2"), tmp_path / "b"))
     (run / name).unlink()
     said = command("export", run, "to=hf", f"out={tmp_path / 'out'}", code=1)
     assert f"has lost its {name}: put it back" in said and os.listdir(tmp_path) == ["b"]
@@ -153,11 +157,11 @@ def with_additions(file: Path) -> str:
 
 
 def test_a_run_on_token_ids_has_no_tokenizer_and_says_so(
-    train: Train, command: Command, tmp_path: Path
+    finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:
     ids = tmp_path / "ids.bin"
     ids.write_bytes(bytes(range(200)) * 60)
-    run = train(
+    run = finished(
         "data=tokens",
         f"data.path={ids}",
         "data.dtype=uint8",

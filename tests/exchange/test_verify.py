@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_exports import Command, Train
+from finished_runs import FinishedRuns
+from hf_exports import Command
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,7 +27,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 @pytest.fixture(scope="module")
 def exported(
-    train: Train, tmp_path_factory: pytest.TempPathFactory
+    finished: FinishedRuns, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, Path]]:
     """`exported("modelopt")`: (a folder of that layout, which tests copy before they change it; its
     run).
@@ -34,7 +35,7 @@ def exported(
     made: dict[str, Path] = {}
 
     def folder(layout: str) -> tuple[Path, Path]:
-        run = train("recipe=nvfp4")
+        run = finished("recipe=nvfp4")
         if layout not in made:
             made[layout] = tmp_path_factory.mktemp("exports") / layout
             export_quantised(run, made[layout], layout, measures=Measures(losses=False))
@@ -316,28 +317,28 @@ def test_keys_that_change_nothing_that_is_computed_may_be_there(
 
 
 def test_the_codes_of_another_run_are_none_of_this_one(
-    exported: Callable[[str], tuple[Path, Path]], train: Train
+    exported: Callable[[str], tuple[Path, Path]], finished: FinishedRuns
 ) -> None:
     folder, _ = exported("modelopt")
-    other = train("recipe=nvfp4", "run.seed=1")
+    other = finished("recipe=nvfp4", "run.seed=1")
     result = verify(folder, other)
     assert len(found(result)) >= 15
 
 
 def test_a_run_whose_codes_no_export_writes_is_named_with_the_reason(
-    exported: Callable[[str], tuple[Path, Path]], train: Train
+    exported: Callable[[str], tuple[Path, Path]], finished: FinishedRuns
 ) -> None:
     folder, _ = exported("modelopt")
-    other = train("recipe=bf16")
+    other = finished("recipe=bf16")
     why = r" has codes that an export of this run does not write: .* quantised no weight of fprop"
     with pytest.raises(UserError, match=re.escape(str(folder)) + why):
         verify(folder, other)
 
 
 def test_a_folder_of_weights_is_verified_too(
-    train: Train, command: Command, tmp_path: Path
+    finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:
-    run = train("recipe=nvfp4")
+    run = finished("recipe=nvfp4")
     for dtype in ("float32", "bf16"):
         command("export", run, "to=hf", f"out={tmp_path / dtype}", f"dtype={dtype}")
         assert verify(tmp_path / dtype, run).equal
@@ -349,7 +350,10 @@ def test_a_folder_of_weights_is_verified_too(
 
 @pytest.mark.long
 def test_the_loss_in_transformers_stands_beside_the_runs(
-    train: Train, exported: Callable[[str], tuple[Path, Path]], command: Command, tmp_path: Path
+    finished: FinishedRuns,
+    exported: Callable[[str], tuple[Path, Path]],
+    command: Command,
+    tmp_path: Path,
 ) -> None:
     folder, run = exported("compressed-tensors")
     losses = json.loads(command("verify", folder, f"against={run}", "loss=4", "--json"))["losses"]
@@ -362,14 +366,14 @@ def test_the_loss_in_transformers_stands_beside_the_runs(
 
 @pytest.mark.long
 def test_codes_that_transformers_does_not_load_are_told(
-    train: Train, command: Command, tmp_path: Path
+    finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:
     """Its class of Mamba-2 reads weights before codes of four bits; those of eight it loads."""
     sizes = ("model=hybrid_tiny", "model.width=64", "model.pattern=M", "model.scan.heads=2")
     short = ("train.steps=1", "policy=all", "phases=none")
     said = "transformers does not load codes of four bits of Mamba-2"
     for recipe in ("nvfp4", "mxfp8"):
-        run = train(*sizes, *short, f"recipe={recipe}")
+        run = finished(*sizes, *short, f"recipe={recipe}")
         folder = tmp_path / recipe
         words = ("to=compressed-tensors", f"out={folder}", "losses=false")
         four_bits = recipe == "nvfp4"

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,30 @@ TINY = (
 STEADY = ("phases=none", "schedule=constant", "schedule.warmup=0")
 
 
+def reading(text: Path) -> tuple[str, str]:
+    """The words of a run that reads `text`: where it lies, and where its token ids are kept."""
+    return f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"
+
+
+def tiny(text: Path, *arguments: str) -> list[str]:
+    """The arguments of a tiny run, which reads `text` unless other data is named; later ones
+    win.
+    """
+    verb = [arguments[0]] if arguments and arguments[0] in ("train", "plan") else []
+    rest = arguments[len(verb) :]
+    given = {word.partition("=")[0] for word in rest}
+    if "resume" in given:
+        return list(arguments)
+    base = TINY if "data" in given else (*TINY, *reading(text))
+    return [*verb, *besides(base, given), *rest]
+
+
+def named(words: Iterable[str]) -> str:
+    """What `run.name=…` among the words says, or a."""
+    names = (word.removeprefix("run.name=") for word in words if word.startswith("run.name="))
+    return next(names, "a")
+
+
 def besides(base: Iterable[str], given: Collection[str]) -> list[str]:
     """The arguments of `base` whose keys are not given; sizes of a model only of the model that
     they belong to, and no silence of audits beside a key of theirs.
@@ -97,24 +121,19 @@ class Cli:
     text: Path
     folder: Path
     capture: pytest.CaptureFixture[str]
-    finished: dict[tuple[str, ...], Path] = field(default_factory=dict)
-    """Copies of the runs that `trained` made, by their arguments."""
+    finished: Callable[..., Path]
+    """See `FinishedRuns`."""
 
     @property
     def paths(self) -> tuple[str, str]:
         """What a tiny run names outside of itself, to be named again where a test has rewritten its
         configuration.
         """
-        return f"data.path={self.text}", f"data.cache_dir={self.text.parent / 'cache'}"
+        return reading(self.text)
 
     def tiny(self, *arguments: str) -> list[str]:
-        """The arguments of a tiny run; later ones win."""
-        verb = [arguments[0]] if arguments and arguments[0] in ("train", "plan") else []
-        rest = arguments[len(verb) :]
-        given = {a.partition("=")[0] for a in rest}
-        resumed = "resume" in given
-        base = () if resumed else (*TINY, *self.paths)
-        return [*verb, *besides(base, given), *rest]
+        """See `tiny`."""
+        return tiny(self.text, *arguments)
 
     def raw(self, *arguments: str) -> Outcome:
         """Run a command as it is."""
@@ -134,24 +153,11 @@ class Cli:
         return self.raw(*self.tiny(*arguments))
 
     def trained(self, *arguments: str) -> Path:
-        """A finished run, which is trained once for all tests that begin with these arguments, and
-        copied to here.
-
-        For tests of what comes after it: one that has patched something trains a run of its own.
-
-        Args:
-            arguments: words of the command line, run.name=… among them.
+        """A copy of a finished run, in the working directory: for tests of what comes after it.
+        One that has patched something trains a run of its own.
         """
-        name = next(
-            word.removeprefix("run.name=") for word in arguments if word.startswith("run.name=")
-        )
-        run = Path("runs", name)
-        if kept := self.finished.get(arguments):
-            shutil.copytree(kept, run)
-            return run
-        assert self(*arguments).code == 0
-        kept = self.text.parent / "finished" / str(len(self.finished))
-        self.finished[arguments] = Path(shutil.copytree(run, kept))
+        run = Path("runs", named(arguments))
+        shutil.copytree(self.finished(*arguments), run)
         return run
 
     def start(self, *arguments: str, **options: Any) -> "subprocess.Popen[str]":

@@ -14,7 +14,6 @@ from fp4train.checkpoint.model_folder import WEIGHTS
 from fp4train.config import to_config
 from fp4train.run.record import directory as run_directory
 
-Train = Callable[..., Path]
 Command = Callable[..., str]
 FP8_BLOCKS = (
     "model.width=256",

@@ -2,31 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import gpu_stand_ins
 import pytest
-from command_line import Before, Cli, StopAt, before_steps
-
-
-@pytest.fixture(scope="session")
-def finished() -> dict[tuple[str, ...], Path]:
-    """The runs that several tests begin with, see `Cli.trained`."""
-    return {}
-
-
-@pytest.fixture
-def cli(
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    finished: dict[tuple[str, ...], Path],
-) -> Cli:
-    """The command line in an empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    return Cli(text, tmp_path, capsys, finished)
+from command_line import Before, StopAt, before_steps
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def weights(run: Path, step: int) -> dict[str, Tensor]:
 
 def transformers_loss(model: Any, text: Path) -> float:
     """The loss of the first step's batch by transformers, in float32."""
-    data = Text(path=str(text)).build(text.parent, 32, 0)
+    data = Text(path=str(text)).build(Path(), 32, 0)
     x, y = Loader(data.train, batch_size=4, seq_len=32, seed=0).batch(0)
     with torch.no_grad():
         return float(F.cross_entropy(model.float()(input_ids=x).logits.flatten(0, 1), y.flatten()))

@@ -3,7 +3,6 @@ reads weights.
 """
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,26 +13,12 @@ WARNING = "warning: checkpoint step_00000004 cannot be used (weights.safetensors
 SHORT = ("train.steps=2", "phases=none", "schedule=constant")
 
 
-@pytest.fixture(scope="module")
-def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 2 and 4, trained once."""
-    from command_line import TINY
-
-    from fp4train.cli import main
-
-    run = tmp_path_factory.mktemp("runs") / "a"
-    words = (f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}", f"run.dir={run}")
-    given = {word.partition("=")[0] for word in SAVED}
-    with pytest.raises(SystemExit) as ended:
-        main([*(word for word in TINY if word.partition("=")[0] not in given), *SAVED, *words])
-    assert ended.value.code == 0
-    return run
-
-
 @pytest.fixture
-def damaged(whole: Path, cli: Cli) -> Path:
-    """A copy whose newest weights have lost their last four bytes."""
-    run = Path(shutil.copytree(whole, "runs/a"))
+def damaged(cli: Cli) -> Path:
+    """A run with checkpoints of steps 2 and 4, whose newest weights have lost their last four
+    bytes.
+    """
+    run = cli.trained(*SAVED)
     weights = run / "checkpoints/step_00000004/weights.safetensors"
     os.truncate(weights, weights.stat().st_size - 4)
     return run

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import TINY, Cli, Outcome
+from command_line import Cli, Outcome
+from finished_runs import FinishedRuns
 from stand_in_forks import forks_by, killed_after_forks
 
 import fp4train.cli.gate as command
@@ -23,23 +24,10 @@ FAST = ("steps=1", "batches=1", "recipe=mxfp8")
 Pretend = Callable[..., list[tuple[str, int]]]
 
 
-@pytest.fixture(scope="module")
-def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory with checkpoints of steps 3 and 6; tests leave it as it is."""
-    folder = tmp_path_factory.mktemp("runs") / "a"
-    data = (f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}")
-    with pytest.raises(SystemExit) as ended:
-        main([*TINY, *data, f"run.dir={folder}", "checkpoint.every=3"])
-    assert ended.value.code == 0
-    return folder
-
-
 @pytest.fixture
-def cli(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Cli:
-    monkeypatch.chdir(tmp_path)
-    return Cli(text, tmp_path, capsys)
+def trained(finished: FinishedRuns) -> Path:
+    """A run directory with checkpoints of steps 3 and 6; tests leave it as it is."""
+    return finished("checkpoint.every=3")
 
 
 @pytest.fixture

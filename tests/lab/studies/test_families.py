@@ -4,15 +4,14 @@ DNA.
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import TINY, Cli, besides
+from command_line import Cli
+from finished_runs import FinishedRuns
 from subjects import subject_of
 
-from fp4train.cli import main
 from fp4train.lab.studies import GradientMeter, RecipeParts
 from fp4train.precision import MXFP8
 
@@ -39,33 +38,9 @@ HYENA = (
 QUICK = ("steps=2", "forks=1", "batches=1", "policy.last=0")
 
 
-@pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Trains a tiny run of a family and returns its directory."""
-
-    def trained(*words: str) -> Path:
-        run = tmp_path_factory.mktemp("runs") / "a"
-        given = {word.partition("=")[0] for word in words}
-        with pytest.raises(SystemExit) as ended:
-            cache = f"data.cache_dir={run.parent / 'cache'}"
-            main([*besides(TINY, given), *words, f"run.dir={run}", cache, "train.steps=2"])
-        assert ended.value.code == 0
-        return run
-
-    return trained
-
-
-@pytest.fixture(scope="module")
-def experts(train: Callable[..., Path], text: Path) -> Path:
-    return train(*MOE, f"data.path={text}")
-
-
 @pytest.fixture
-def cli(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Cli:
-    monkeypatch.chdir(tmp_path)
-    return Cli(text, tmp_path, capsys)
+def experts(finished: FinishedRuns) -> Path:
+    return finished(*MOE, "train.steps=2")
 
 
 def result(path: str) -> dict[str, Any]:
@@ -154,12 +129,12 @@ def test_the_loss_of_balance_weighs_the_same_whatever_the_loss_scale_of_the_run(
 
 
 @pytest.mark.usefixtures("sketched")
-def test_recipes_are_ranked_on_dna(cli: Cli, train: Callable[..., Path], tmp_path: Path) -> None:
+def test_recipes_are_ranked_on_dna(cli: Cli) -> None:
     draw = random.Random(0)
     bases = "".join(draw.choice("ACGT") for _ in range(8000))
-    (tmp_path / "a.fa").write_text(f">one\n{bases[:5000]}\n>two\n{bases[5000:]}\n")
-    run = train(*HYENA, f"data.path={tmp_path / 'a.fa'}")
-    said = cli.raw("rank", str(run), *QUICK, "policy=all", "recipe=bf16,nvfp4", "out=a")
+    Path("a.fa").write_text(f">one\n{bases[:5000]}\n>two\n{bases[5000:]}\n")
+    assert cli(*HYENA, "data.path=a.fa", "run.name=a", "train.steps=2").code == 0
+    said = cli.raw("rank", "runs/a", *QUICK, "policy=all", "recipe=bf16,nvfp4", "out=a")
     assert said.code == 0, said.err
     found = losses("a")
     assert list(found) == ["bf16", "nvfp4", "FP32"] and found["nvfp4"] != found["bf16"]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,6 +26,13 @@ QUICK = ("recipe=nvfp4", "batches=2", "repeats=1")
 def result(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((Path(folder) / "sensitivity.json").read_text())
     return found
+
+
+@pytest.fixture
+def cli(cli: Cli, trained: Path) -> Cli:
+    """The command line in a working directory that has a copy of the trained run, runs/a."""
+    shutil.copytree(trained, "runs/a")
+    return cli
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ in their place:
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -131,14 +130,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
     )
     monkeypatch.setitem(sys.modules, "causal_conv1d", convolution)
     return made
-
-
-@pytest.fixture
-def cli(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Cli:
-    monkeypatch.chdir(tmp_path)
-    return Cli(text, tmp_path, capsys)
 
 
 def layer(**changes: Any) -> Mamba2:

@@ -78,12 +78,12 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_configuration_is_refused_with_one_line_that_tells_nothing(
-    cli: Cli, text: str
+    cli: Cli, hostile: str
 ) -> None:
     Path("runs/a").mkdir(parents=True)
-    Path("runs/a/config.yaml").write_text(text)
+    Path("runs/a/config.yaml").write_text(hostile)
     said = cli.raw("resume=runs/a", "train.steps=2").message
     assert said.startswith("runs/a/config.yaml") and os.environ["HOME"] not in said
 

@@ -43,7 +43,7 @@ def test_it_is_its_formula_over_the_weights_of_every_step(cli: Cli) -> None:
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=4", *EVERY_STEP, *STEADY)
-    cli.trained("resume=runs/a", "resume_step=2", "run.name=b")
+    assert cli("resume=runs/a", "resume_step=2", "run.name=b").code == 0
     one, other = tensors("runs/a", 4), tensors("runs/b", 4)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -67,7 +67,8 @@ def test_it_is_exported_verified_evaluated_and_begun_with_by_its_name(cli: Cli) 
     assert any("keeps as ema" in note for note in made.notes)
     assert verify(Path("out"), average).equal
     assert not verify(Path("out"), WeightSource.parse("runs/a@2")).equal
-    cli.trained("run.name=b", "train.steps=1", "optim.lr=1e-30", "init=runs/a@2:ema", *STEADY)
+    begins = ("optim.lr=1e-30", "init=runs/a@2:ema", *STEADY)
+    assert cli("run.name=b", "train.steps=1", *begins).code == 0
     begun = tensors("runs/b", 1)
     for name, tensor in tensors("runs/a", 2).items():
         if name.startswith("ema/"):
