@@ -4,6 +4,7 @@ traceback.
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ scaling of a transformed tensor, two kinds of history of one tensor.
 """
 
 
+_SCHEME = re.compile("([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
+"""The beginning of a path in another storage, such as s3://bucket; `Path` leaves one slash of it."""
+
 NEW_RUN = "begin a new run (another run.name, or run.overwrite=true)"
 
 
@@ -34,6 +38,19 @@ class UserError(Exception):
 
 class DataError(UserError, ValueError):
     """Data, or a tokenizer, that cannot be read or does not fit the run."""
+
+
+def check_local(path: object, key: str = "") -> None:
+    """Refuse a path that lies in another storage than the files of this machine.
+
+    Args:
+        key: key that names it; empty: it stands alone.
+    """
+    if scheme := _SCHEME.match(str(path)):
+        raise DataError(
+            f"{f'{key}={path}' if key else path}: {scheme[1]}:// is no path here, and only files of "
+            "this machine are read and written: copy it to a disk, or mount it, and give that path"
+        )
 
 
 class OlderForm(UserError):

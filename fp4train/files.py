@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from fp4train.errors import with_cure
+from fp4train.errors import check_local, with_cure
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -73,6 +73,7 @@ class Folder:
         missing ones.
         """
         path = Path(path)
+        check_local(path)
         try:
             if create:
                 _make(path)

@@ -17,6 +17,7 @@ from pathlib import Path
 from fp4train import sealed
 from fp4train.checkpoint import model_folder
 from fp4train.checkpoint.layout import WEIGHTS, key_of
+from fp4train.errors import check_local
 from fp4train.paths import split_weights
 
 
@@ -46,6 +47,7 @@ class WeightSource:
         Raises:
             ValueError: the text and the option name a step each.
         """
+        check_local(text)
         path, in_text, kind = split_weights(text)
         if in_text is not None and step is not None:
             raise ValueError(f"{text} names the step {in_text}, and step {step} is named beside it")

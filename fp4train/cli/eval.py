@@ -30,6 +30,7 @@ from fp4train.config.command_line import CommandLine, Count, WholeNumber, read_l
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange import NamedRecipe, Score, TrainedModel, held_out
 from fp4train.exchange.evaluation import record, texts
+from fp4train.paths import PathText
 
 __doc__ = with_weight_kinds(__doc__)
 
@@ -47,7 +48,7 @@ _OF = {
 class EvalOptions(CommandLine):
     step: WholeNumber | None = None
     task: str | None = None
-    text: str | None = None
+    text: PathText | None = None
     batches: Count | None = None
     limit: Count | None = None
     shots: WholeNumber | None = None

@@ -18,6 +18,7 @@ from fp4train.config.binding import MISSING_KEY, bind, unknown_keys
 from fp4train.config.composition import Composed, check_flags, composed
 from fp4train.config.from_folder import with_folder
 from fp4train.config.schema import Config, keys, plain, take_over, to_config
+from fp4train.config.typed import typed_texts
 from fp4train.errors import UserError
 from fp4train.hardware import memory_asked
 from fp4train.run.command import Command as Command
@@ -214,6 +215,8 @@ def _resumed_settings(composition: Composed) -> Command:
         saved.run.overwrite = False
         saved.resume_step = None
         saved.plugins = list(plugins.named())
+        for key, text in typed_texts(composition.words, saved_values):
+            OmegaConf.update(resolved, key, text, merge=False, force_add=True)
         for key in changed:
             if key.split(".")[0] == "recipe" or take_over(saved, resolved, key):
                 continue

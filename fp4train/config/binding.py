@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from fp4train.config.folders import own_options
 from fp4train.config.foreign import suggestion
 from fp4train.config.plugins import own_class
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import UserError, check_local, user_errors
 from fp4train.keys import MayDiffer, WrittenUnder
 from fp4train.paths import NamesDestination, NamesPath, is_hub_name
 from fp4train.text import near_miss
@@ -60,10 +60,12 @@ def bind(node: Any, hint: Any, path: str) -> Any:
     options = types_of(hint)
     if isinstance(node, str) and node == MISSING:
         raise UserError(f"{path} must be given: {path}=…")
+    if isinstance(node, str) and ":/" in node and takes_path(hint):
+        check_local(node, path)
     if isinstance(node, Mapping):
         return _bind_mapping(node, options, path, mark_of(hint, WrittenUnder))
     for option in options:
-        if not _is_sequence(option) or type(node) in options:
+        if not is_sequence(option) or type(node) in options:
             continue
         if isinstance(node, (list, tuple)):
             return _bind_sequence(node, option, path)
@@ -176,7 +178,7 @@ def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
 def known_part(node: Any, hint: Any) -> Any:
     """`node` without the keys that its classes do not have."""
     if isinstance(node, list):
-        kinds = [get_args(option)[0] for option in types_of(hint) if _is_sequence(option)]
+        kinds = [get_args(option)[0] for option in types_of(hint) if is_sequence(option)]
         return [known_part(item, kinds[0]) for item in node] if kinds else node
     if not isinstance(node, Mapping):
         return node
@@ -230,7 +232,7 @@ def _texts(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str, tup
                 yield from _texts(value, hints(str(key)), f"{path}.{key}" if path else str(key))
         return
     for option, marks in _branches(hint):
-        if _is_sequence(option) and isinstance(node, (list, tuple, str)):
+        if is_sequence(option) and isinstance(node, (list, tuple, str)):
             for item, kind in product([node] if isinstance(node, str) else node, get_args(option)):
                 yield from _texts(item, kind, path)
         elif isinstance(node, str):
@@ -261,6 +263,27 @@ def mark_of(hint: Any, kind: type[M]) -> M | None:
     return next((mark for mark in marks if isinstance(mark, kind)), None)
 
 
+def hint_of(key: str, node: Any, hint: Any) -> Any:
+    """The type that a full key below `node` needs."""
+    for part in key.split("."):
+        section = node if isinstance(node, Mapping) else {}
+        _, hints = _described(section, hint)
+        hint = hints(part)
+        node = section.get(part)
+    return hint
+
+
+def sections_of(node: Mapping[Any, Any], hint: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(Key, value, type that is needed) of what a section holds."""
+    _, hints = _described(node, hint)
+    return ((str(key), value, hints(str(key))) for key, value in node.items())
+
+
+def takes_path(hint: Any) -> bool:
+    """Whether a text of this type names a file or folder."""
+    return Path in types_of(hint) or mark_of(hint, NamesPath) is not None
+
+
 def _described(node: Mapping[Any, Any], hint: Any) -> tuple[type | None, Callable[[str], Any]]:
     """The dataclass, if any, that `node` describes where a `hint` is needed, and the types that its
     keys need.
@@ -276,7 +299,7 @@ def _described(node: Mapping[Any, Any], hint: Any) -> tuple[type | None, Callabl
     return None, lambda key: item
 
 
-def _is_sequence(hint: Any) -> bool:
+def is_sequence(hint: Any) -> bool:
     return get_origin(hint) in (tuple, list, Sequence)
 
 
@@ -476,7 +499,7 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
             f"{group}=NAME ({names})"
         )
     hint = _written(node, options)
-    if node is None and any(map(_is_sequence, options)):
+    if node is None and any(map(is_sequence, options)):
         hint = f": {path}=[] is an empty one"
     raise UserError(f"{path}={shown} must be {_allowed(options)}{hint}")
 
@@ -513,7 +536,7 @@ def _allowed(options: tuple[Any, ...]) -> str:
     for option in options:
         if option in _WORDS:
             words.append(_WORDS[option])
-        elif _is_sequence(option):
+        elif is_sequence(option):
             words.append("a list")
         elif get_origin(option) is Literal:
             words.append("one of " + ", ".join(map(str, get_args(option))))

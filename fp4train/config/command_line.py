@@ -22,10 +22,11 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from hydra.errors import HydraException
 
 from fp4train.config import overrides, plugins
-from fp4train.config.binding import bind, mark_of, types_of
+from fp4train.config.binding import bind, mark_of, takes_path, types_of
 from fp4train.config.foreign import suggestion
 from fp4train.config.schema import Config
-from fp4train.errors import UserError, user_errors
+from fp4train.config.typed import typed
+from fp4train.errors import UserError, check_local, user_errors
 from fp4train.text import near_miss
 
 L = TypeVar("L", bound="CommandLine")
@@ -79,8 +80,15 @@ class CommandLine:
 
     @property
     def runs(self) -> list[Path]:
-        """The directories that the words name."""
-        return [Path(word) for word in self.words if overrides.names_folder(word)]
+        """The directories that the words name.
+
+        Raises:
+            UserError: one lies in another storage.
+        """
+        words = [word for word in self.words if overrides.names_folder(word)]
+        for word in words:
+            check_local(word)
+        return [Path(word) for word in words]
 
     @property
     def run(self) -> Path:
@@ -240,8 +248,9 @@ def _words_on_run(
                 f"{override.input_line}: {line.verb} takes the source of data of the run; its "
                 f"paths are given as data.path=…{_explanation(help_screen, 'text')}"
             )
-        elif paths and section in _SECTIONS and isinstance(override.value(), str | None):
-            named_paths[key] = override.value()
+        elif paths and section in _SECTIONS and not isinstance(override.value(), list | dict):
+            value = override.value()
+            named_paths[key] = value if isinstance(value, str | None) else typed(override)
         elif key not in keys:
             accepted = [*names, *keys]
             listing = f" (known: {', '.join(accepted)})" if accepted else ""
@@ -264,10 +273,10 @@ def _value(word: str, text: str, hint: Any, key: str) -> Any:
         UserError: it has another type, or is out of bounds.
     """
     types = types_of(hint)
-    if str in types:
-        return text
-    if Path in types:
-        return Path(text)
+    if str in types or Path in types:
+        if takes_path(hint):
+            check_local(text, key)
+        return text if str in types else Path(text)
     bounds = mark_of(hint, Within)
     if bounds is not None and text.startswith("+"):
         raise UserError(f"{word} must be {bounds.must}, without a sign: {key}={text[1:]}")

@@ -27,6 +27,7 @@ from fp4train.config import foreign, overrides
 from fp4train.config.binding import complete, key_fields
 from fp4train.config.folders import CONFIGS, own_options, register_recipes, yaml_problem
 from fp4train.config.schema import Config, is_entry, keys, plain, take_out
+from fp4train.config.typed import items, lost_texts, typed, typed_texts
 from fp4train.errors import UserError, user_errors
 from fp4train.sealed import CONFIG
 from fp4train.text import first_few, near_miss
@@ -55,6 +56,7 @@ class Composed:
         swept: the keys that a sweep gives several values → the override that does.
         point: overrides of this point of a sweep that its other points do not share.
         unresolved: the configuration with its interpolations.
+        words: words that set single keys.
     """
 
     cfg: DictConfig
@@ -63,6 +65,7 @@ class Composed:
     changed: Sequence[str]
     swept: Mapping[str, str]
     point: str
+    words: Sequence[Override]
 
 
 def composed(arguments: list[str]) -> Iterator[Composed]:
@@ -118,6 +121,7 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         single = [word for word in point_words if word not in chosen]
         _set_keys(composition, single, choices, elsewhere)
         _whole_numbers(composition, changed)
+        _keep_texts(composition, single)
         _name_point(composition, choices, swept)
         yield Composed(
             cfg=OmegaConf.create(plain(composition)),
@@ -125,6 +129,7 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
             choices=choices,
             changed=changed,
             swept=swept,
+            words=single,
             point=" ".join(
                 str(word.input_line) for word in point_words if overrides.dotted(word) in swept
             ),
@@ -377,6 +382,25 @@ def _has(group: str, options: Sequence[str]) -> str:
     return f"{named} {'has' if len(options) == 1 else 'have'} it"
 
 
+def _keep_texts(composition: DictConfig, words: Iterable[Override]) -> None:
+    """Let keys that take text have it as it is typed.
+
+    Raises:
+        UserError: a text of a file was read as a number.
+    """
+    try:
+        for key, text in typed_texts(words, plain(composition, resolve=False)):
+            OmegaConf.update(composition, key, text, merge=False)
+        lost = next(lost_texts(plain(composition, resolve=False)), None)
+    except UserError:  # a class that is not there is reported where it is bound
+        return
+    if lost is not None:
+        raise UserError(
+            f"{lost[0]} is text, and YAML reads {lost[1]!r}, which may be written otherwise: put "
+            "it in quotes"
+        )
+
+
 def _whole_numbers(composition: DictConfig, changed: Iterable[str]) -> None:
     """Make integers of the numbers that keys of whole numbers were given otherwise: train.steps=1e3
     is 1000.
@@ -487,7 +511,11 @@ def _values(word: Override) -> list[str]:
         return [str(word.input_line)]
     remedy = f"; write the values, {word.key_or_group}=A,B"
     with user_errors(HydraException, before=f"{word.input_line}: ", after=remedy):
-        return [f"{word.get_key_element()}={value}" for value in word.sweep_string_iterator()]
+        values = list(word.sweep_string_iterator())
+    texts = items(typed(word))
+    if word.is_choice_sweep() and len(texts) == len(values):
+        values = texts
+    return [f"{word.get_key_element()}={value}" for value in values]
 
 
 def check_flags(arguments: list[str]) -> None:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from fp4train.errors import UserError
+from fp4train.errors import UserError, check_local
 from fp4train.sealed import CONFIG_LIMIT
 from fp4train.text import first_line
 
@@ -107,6 +107,7 @@ def register_file(group: str, path: Path) -> str:
     Raises:
         UserError: there is no such file, or it is no mapping in YAML.
     """
+    check_local(path, group)
     try:
         check_size(path)
         body = OmegaConf.load(path)
@@ -174,6 +175,7 @@ def check_folder(folder: Path) -> None:
         UserError: it does not exist, or holds an option that fp4train has, too: one of the two
             would be ignored.
     """
+    check_local(folder, "--config-dir")
     if not folder.is_dir():
         raise UserError(f"--config-dir {folder}: there is no such folder")
     ours = own_options()

@@ -18,7 +18,7 @@ from fp4train.data.compressed import plain_name, unpacked
 from fp4train.data.containers import HEAD, TAIL, container
 from fp4train.data.stored import Stamp, stamp_of
 from fp4train.data.tokens import Piece
-from fp4train.errors import DataError, data_errors, reason
+from fp4train.errors import DataError, check_local, data_errors, reason
 from fp4train.text import first_few, nearest
 
 PIECE_CHARACTERS = 1 << 16
@@ -30,10 +30,12 @@ def expanded(path: str, key: str) -> Path:
     """`path` with ~ and ~somebody written out.
 
     Raises:
-        DataError: it is empty, as an unset variable of a shell leaves it, or there is no such user.
+        DataError: it is empty, as an unset variable of a shell leaves it, lies in another storage,
+            or there is no such user.
     """
     if not path.strip():
         raise DataError(f"{key}= is empty: give a path; . is the working directory")
+    check_local(path, key)
     # somebody who is not there
     with data_errors(RuntimeError, before=f"{key}={path} does not exist: "):
         return Path(path).expanduser()
