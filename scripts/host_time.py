@@ -21,7 +21,7 @@ from pathlib import Path
 import gpu_stand_ins
 
 from fp4train.backends.te import availability
-from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe, autocast
+from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_TE = ROOT / "tests" / "backends" / "te" / "te_host_on_cpu.py"
@@ -33,9 +33,9 @@ OLDEST_TE = (2, 19)
 def measure(recipe: Recipe, tries: int) -> tuple[float, float]:
     """(µs of a layer, of an nn.Linear)."""
     gpu_stand_ins.helpers()
-    from host_passes import least, native_layer, plain_layer, without_kernels
+    from host_passes import least, microbatches, native_layer, plain_layer, without_kernels
 
-    with without_kernels(), autocast(recipe, step=0):
+    with without_kernels(), microbatches(recipe):
         layer = native_layer(recipe)
         plain = plain_layer()
         layer()

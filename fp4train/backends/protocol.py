@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import QuantSpec, RunStep
+from fp4train.quantize import QuantSpec
 from fp4train.quantize.quantized import Prepared as Prepared
 
 if TYPE_CHECKING:
@@ -101,10 +101,6 @@ class LayerState(Protocol):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`."""
 
-    def release(self) -> None:
-        """Drop what is kept of the weight, if anything is."""
-        return None
-
     @staticmethod
     def join(states: Sequence[Any], ranks: DataRanks) -> None:
         """Join states of this kind over the ranks after the last backward of a step; nothing to do
@@ -137,7 +133,7 @@ class LayerKernels(LayerState, Protocol):
         bias: Tensor | None,
         table: Table,
         *,
-        step: RunStep | None = None,
+        constant: dict[object, Any] | None = None,
         into: Callable[[Any], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
@@ -145,9 +141,8 @@ class LayerKernels(LayerState, Protocol):
     ) -> Tensor:
         """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
 
-        step: of the run, within which the weight does not change, so that it is quantised once;
-            None: it may
-        have changed since the last call. into: gives, in backward, the float32 [N, K] to which dw
+        constant: what calls share of weights (`precision.settings.ConstantWeights`); None: nothing,
+        as the weight may have changed since the last call. into: gives, in backward, the float32 [N, K] to which dw
         is added, of the node of the graph to which autograd would give dw; None: dw is returned, in
         the table's dtype. freed: whether the memory of `weight` is freed after the call and filled
         again before its backward pass, so that nothing as large as it may be kept in between.

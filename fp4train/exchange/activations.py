@@ -19,6 +19,7 @@ from fp4train.exchange.evaluation import data_of
 from fp4train.exchange.packed import PackedModel
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
 from fp4train.nn.planned import PlannedLayer
+from fp4train.precision.settings import ConstantWeights
 from fp4train.track.statistics import STATISTICS, read_statistics
 
 MEASURED = 8
@@ -45,9 +46,10 @@ def calibrated(trained: TrainedModel, named: NamedRecipe, batches: int) -> dict[
     layers = [layer for layer in trained.model.modules() if isinstance(layer, PlannedLayer)]
     handles = [layer.register_forward_pre_hook(see) for layer in layers]
     try:
+        constant = ConstantWeights()
         with trained.masked():
             for batch in range(batches):
-                trained.forward(named, *train.batch(batch))
+                trained.forward(named, *train.batch(batch), constant=constant)
     finally:
         for handle in handles:
             handle.remove()

@@ -42,6 +42,7 @@ from fp4train.data.passes import Passes
 from fp4train.data.tokens import Ids, TokenData, Tokenizer, begin_of_document, token_bytes
 from fp4train.errors import UserError
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
+from fp4train.precision.settings import ConstantWeights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import EVALUATION, ask, cancel_request, wait_for_answer
 from fp4train.run.record.trust import check_paths
@@ -102,12 +103,12 @@ def held_out(
     for named in recipes:
         losses = []
         size = 0
+        constant = ConstantWeights()
         with trained.masked():
             for number, part in enumerate(passes.parts):
                 tokens, targets = passes.read(number)
-                losses.append(
-                    float(trained.forward(named, tokens, targets) * passes.weight(number))
-                )
+                mean = trained.forward(named, tokens, targets, constant=constant)
+                losses.append(float(mean * passes.weight(number)))
                 scored = targets[: len(part)]
                 size += _bytes(table, scored[scored >= 0].numpy())
         loss = sum(losses) / len(losses)
@@ -174,6 +175,7 @@ def log_likelihoods(
     """
     scores: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
     by_length: dict[int, list[int]] = {}
+    constant = ConstantWeights()
     for number, (tokens, scored) in enumerate(requests):
         if scored:
             by_length.setdefault(len(tokens), []).append(number)
@@ -182,7 +184,7 @@ def log_likelihoods(
         for start in range(0, len(numbers), most):
             batch = numbers[start : start + most]
             inputs = torch.tensor([list(requests[number][0]) for number in batch])
-            logits_BTV = trained.forward(named, inputs[:, :-1]).float().cpu()
+            logits_BTV = trained.forward(named, inputs[:, :-1], constant=constant).float().cpu()
             for number, logits_TV, tokens_T in zip(batch, logits_BTV, inputs, strict=True):
                 scores[number] = _scored(logits_TV, tokens_T[1:], requests[number][1])
     return scores

@@ -19,6 +19,7 @@ from fp4train.data.tokens import Tokenizer
 from fp4train.errors import UserError
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
 from fp4train.models.common import Cached
+from fp4train.precision.settings import ConstantWeights
 
 _CONTEXT = 16
 """Tokens before a new one that its text may depend on."""
@@ -110,10 +111,10 @@ def generate(
     ]
     inputs = torch.tensor([prompt[:begun] for prompt in prompts])
     left = [sampling.tokens] * len(prompts)
+    constant = ConstantWeights()
     for position in range(begun, longest):
-        logits_BV = (
-            trained.forward(named, inputs, cache=cache)[:, -1, : trained.vocab_size].float().cpu()
-        )
+        logits_BTV = trained.forward(named, inputs, constant=constant, cache=cache)
+        logits_BV = logits_BTV[:, -1, : trained.vocab_size].float().cpu()
         sampled: list[int | None] = [None] * len(prompts)
         following = [0] * len(prompts)
         for row, prompt in enumerate(prompts):

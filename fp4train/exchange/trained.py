@@ -25,8 +25,11 @@ from fp4train.config.overrides import quoted
 from fp4train.data.source import planned_vocab_size
 from fp4train.data.tokens import Tokenizer, borders_of
 from fp4train.errors import UserError, user_errors
-from fp4train.precision import GEMMS, LayerPolicy, Recipe, autocast
+from fp4train.precision import GEMMS, LayerPolicy, Recipe
+from fp4train.precision.context import Context, use
 from fp4train.precision.phases import Timeline
+from fp4train.precision.settings import ConstantWeights
+from fp4train.quantize import Position, RunStep
 from fp4train.run.build import build_model
 from fp4train.run.checks import set_masks
 from fp4train.run.host import choose_device
@@ -34,7 +37,7 @@ from fp4train.run.initial import open_source
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs, check_paths, own_tokenizer, saved_with
 from fp4train.run.state.base import saved_part
-from fp4train.run.state.weights import check_weights, load_weights
+from fp4train.run.state.weights import check_weights
 from fp4train.run.states import how_to_have
 from fp4train.run.timeline import build_timeline
 
@@ -109,13 +112,26 @@ class TrainedModel:
             name=self.trained_in.name, recipe=self.trained_in, policy=self.config.policy
         )
 
-    def forward(self, named: NamedRecipe, *args: Tensor, **more: Any) -> Tensor:
-        """The model's forward pass in a recipe, without gradients."""
-        seed = self.config.run.seed
-        with (
-            torch.no_grad(),
-            autocast(named.recipe, policy=named.policy, seed=seed, step=self.step),
-        ):
+    def forward(
+        self,
+        named: NamedRecipe,
+        *args: Tensor,
+        constant: ConstantWeights | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """The model's forward pass in a recipe, without gradients.
+
+        Args:
+            constant: shared by passes between which nobody writes the model's weights.
+        """
+        context = Context(
+            recipe=named.recipe,
+            policy=named.policy,
+            position=Position(RunStep(self.config.run.seed, self.step or 0)),
+            counts="nothing",
+            constant=constant,
+        )
+        with torch.no_grad(), use(context):
             output: Tensor = self.model(*(tensor.to(self.device) for tensor in args), **more)
         return output
 
@@ -207,7 +223,7 @@ def load_trained(
     with user_errors(*strange, before=f"{stored.path} does not fit the model of {source}: "):
         saved = saved_part(stored, weights.key, model)
         check_weights(model, saved)
-    load_weights(model, saved)
+    model.load_state_dict(saved)
     return TrainedModel(
         weights=weights.at(stored.step),
         config=config,

@@ -17,6 +17,7 @@ from fp4train.nn.ranks import Ranks
 from fp4train.nn.scaling import DelayedScaling, MemberScaling
 from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.context import backward_pass
+from fp4train.precision.settings import ConstantWeights
 from fp4train.quantize import Position, Quantizer, RunStep
 from fp4train.shards import is_sharded
 
@@ -29,9 +30,10 @@ ChannelCalls: TypeAlias = "tuple[tuple[Tensor, LayerCall], ...]"
 
 
 class PreparedForms(Protocol):
-    """The prepared forms of one weight [N, K] in one step (`nn.weights.PreparedWeights`).
+    """The prepared forms of one weight [N, K] while it does not change
+    (`nn.weights.PreparedWeights`).
 
-    keep: whether they are kept within the step: not where the weight itself is freed.
+    keep: whether they are kept: not where the weight itself is freed.
     """
 
     keep: bool
@@ -111,16 +113,16 @@ class LayerCall:
         executor: executor of the layer's GEMMs.
         position: the place of its tokens in the run.
         layer_key: the layer's part of the random key.
-        weights: the layer's prepared weights; those of this call if the context has no step.
+        weights: the layer's prepared weights; of this call alone, where `constant` is None.
         states: the layer's states, by name.
         scaling: the layer's amax histories, or held amaxes; None: no operand takes the amax of an
             earlier step.
-        run_step: step within which the weight does not change; None: it is not known.
+        constant: what calls share of weights; None: nothing.
         training: whether amaxes enter their histories.
         shared: the context's cache of forms that several layers read; None: this x is no other
             layer's, or is that of a compiled graph, which reuses the memory of its tensors.
         fused: the weights that share a global scale with this layer's.
-        parameter: the parameter whose shard or part w is, if w is new in each call.
+        parameter: the parameter whose shard w is; None: w is no shard.
         gradients: gradients that backward computes; set by each forward pass.
         amaxes: the amaxes of this call that `scaling` gave, by tensor.
         member: the place of the weight in the layer's group.
@@ -134,7 +136,7 @@ class LayerCall:
     weights: PreparedForms
     states: Mapping[str, LayerState]
     scaling: DelayedScaling | HeldAmaxes | MemberScaling | None
-    run_step: RunStep | None
+    constant: ConstantWeights | None
     training: bool
     shared: dict[str, Any] | None
     fused: FusedWeights

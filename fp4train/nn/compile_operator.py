@@ -6,8 +6,8 @@ third opaque object, `SavedCall`, with the data for backward: codes and scales, 
 on the recipe.
 
 An operator must not keep tensors of a graph, because the compiler reuses their memory. Three rules
-follow: layers that read the same input do not share its quantised forms; only a weight that is the
-layer's own parameter is cached for the step; if wgrad needs x in high precision, the graph saves x.
+follow: layers that read the same input do not share its quantised forms; calls share the forms only
+of a weight that is the layer's own parameter; if wgrad needs x in high precision, the graph saves x.
 The compiler treats the operator as a pure function of its arguments: it merges equal calls of one
 layer, and removes a call whose result is unused.
 

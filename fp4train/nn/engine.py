@@ -210,9 +210,13 @@ class LayerFunction(torch.autograd.Function):
         # which takes 3 % of the host's time for a native layer.
         if torch.is_grad_enabled():
             return _once(ctx, dy_MN)
+        saved = unflatten(ctx.saved_tensors, ctx.kinds)
         call: Call = ctx.call
         products: ProductExecutor = call.executor
-        saved = unflatten(ctx.saved_tensors, ctx.kinds)
+        # The graph lives as long as the loss: codes of the weight must not. torch has no public
+        # function for whether the pass keeps its graph.
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.call = None
         total = None
         if ctx.summed is not None:
             of_w, _ = ctx.next_functions[1]

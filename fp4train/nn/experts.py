@@ -101,10 +101,6 @@ class Experts(PlannedLayer):
         return w.mT if self.transposed else w
 
     @property
-    def stored(self) -> Tensor | None:  # type: ignore[override]
-        return self.weight if self.transposed else None
-
-    @property
     def own_weights(self) -> tuple[Tensor, ...]:
         return tuple(self.w_ENK.unbind(0))
 
@@ -250,7 +246,6 @@ class Experts(PlannedLayer):
                 layer_key=key,
                 weights=group_call.weights.part(member),
                 shared=context.shared.setdefault(f"member {member}", {}),
-                parameter=self.weight,
                 member=member,
             )
             if scaling is not None and not isinstance(scaling, MemberScaling):

@@ -133,7 +133,3 @@ class TransposedLinear(LinearLayer):
     @property
     def w_NK(self) -> Tensor:
         return self.weight.T
-
-    @property
-    def stored(self) -> Tensor:  # type: ignore[override]
-        return self.weight

@@ -93,8 +93,6 @@ class PlannedLayer(nn.Module):
     is_fp4train_layer = True
     transposed = False
     """Whether each weight is stored as [in_features, out_features] (`Conv1D` of transformers)."""
-    stored: Tensor | None = None
-    """The parameter, where the weight is another view of it in each call."""
 
     weight: Tensor
     in_features: int
@@ -129,10 +127,8 @@ class PlannedLayer(nn.Module):
         """Data that the states of all of the model's layers have in common (`LayerState.common`),
         set by `convert`.
         """
-        self.forms = PreparedWeights()
-        """The prepared forms of the weight, or weights, in a step."""
-        self.drops: list[Callable[[], None]] = []
-        """Functions that drop what others keep of the weight (`drop_made`)."""
+        self.keeps_forms = True
+        """Whether prepared forms of the weight are kept: not where the weight itself is freed."""
         self.observer: Callable[[Executor], Executor] | None = None
         """Function that gives the executor of the coming call another one to run, which computes
         the same and is watched (`fp4train.audit`); None: nobody watches.
@@ -176,11 +172,10 @@ class PlannedLayer(nn.Module):
     # -- what the layer runs -----------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """Forget all executors and prepared weights."""
+        """Forget all executors."""
         self._applied: _Key | None = None
         self._held: tuple[Any, Any, Any, Executor | None, bool | None] = (None,) * 5
         self._executors: dict[_Key, Executor] = {}
-        self.forms = self.forms.emptied()
 
     def apply_plan(
         self, plan: LayerPlan, recipe: Recipe, policy: LayerPolicy | None, device: torch.device
@@ -334,16 +329,10 @@ class PlannedLayer(nn.Module):
     ) -> LayerCall:
         """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
         position = context.position
-        run_step: RunStep | None = position.step
-        weights = self.forms
         if context.counts == "calls":
-            # Without a step the layer cannot know when its weights change, so it caches nothing
-            # between calls.
             self._calls += training
             step = RunStep(position.step.seed, self._calls)
             position = Position(step, position.token, position.counters)
-            run_step = None
-            weights = weights.emptied()
         elif context.counts == "tokens":
             token = 0
             if training and tokens:
@@ -353,6 +342,14 @@ class PlannedLayer(nn.Module):
         for kind in executor.states:
             if kind in EARLIER_AMAXES:
                 scaling = self.states.get(kind)
+        parameter = self._parameters.get("weight")
+        kept: dict[object, Any] | None = context.constant
+        # a weight that is computed (parametrized) may be another one in each call
+        if kept is None or parameter is None:
+            kept = {}
+        weights: PreparedWeights | None = kept.get((self, parameter))
+        if weights is None:
+            weights = kept[self, parameter] = PreparedWeights(self.keeps_forms)
         return LayerCall(
             executor,
             position,
@@ -360,28 +357,11 @@ class PlannedLayer(nn.Module):
             weights,
             self.states,
             scaling,
-            run_step,
+            context.constant,
             training,
             context.shared,
             self.fused_weights,
-            self.stored,
         )
-
-    def keep_forms(self, keep: bool) -> None:
-        """Whether prepared forms of the weight are kept within a step: not where the weight itself
-        is freed.
-        """
-        self.forms = PreparedWeights(keep)
-
-    def drop_made(self) -> None:
-        """Drop what was made of the weight, which was written since: see
-        `parallel.weights.changed`.
-        """
-        self.forms = self.forms.emptied()
-        for layer_state in self.states.values():
-            layer_state.release()
-        for drop in self.drops:
-            drop()
 
     def sum_gradients(self, sums: bool, *, in_product: bool = True) -> None:
         """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is
@@ -424,9 +404,7 @@ class PlannedLayer(nn.Module):
         return saved_states(self.states)
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
-        """Restore the result of `scaling_state`; the next call prepares the weight anew."""
-        # a prepared weight knows whether its amax has entered the history in this step
-        self.forms = self.forms.emptied()
+        """Restore the result of `scaling_state`."""
         tensors_by_kind = by_state(state)
         for kind in {**self.states, **tensors_by_kind}:
             self._state(kind).load_state(tensors_by_kind.get(kind, {}))

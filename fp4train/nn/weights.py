@@ -1,19 +1,14 @@
-"""Weights prepared once per optimizer step, not once per microbatch or GEMM.
+"""Weights prepared once per call, or once for all calls of passes in which they do not change
+(`precision.settings.ConstantWeights`), not once per GEMM.
 
 The prepared form of a weight is a function of the weight, of the spec and, under stochastic
-rounding, of seed and step. It is cached while the seed and step of the autocast context stay the
-same. torch's version counter alone is not enough: the fused optimizers change weights without
-incrementing it. For square blocks the column-wise form is the transpose of the row-wise form, a
-view.
-
-The cache belongs to one weight, to which it holds a weak reference, and is cleared with it. No
-address is compared. Where a weight is gathered for the time of a call only (`nn.gathered`), no form
-is kept: those of all layers would be a whole model on every rank.
+rounding, of seed and step. For square blocks the column-wise form is the transpose of the row-wise
+form, a view. Where a weight is gathered for the time of a call only (`nn.gathered`), no form is
+kept: those of all layers would be a whole model on every rank.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -29,7 +24,6 @@ from fp4train.quantize import (
     Quantized,
     Quantizer,
     RandomKey,
-    RunStep,
     has_tensor_amax,
     measure_amax,
     requantised,
@@ -40,32 +34,20 @@ from fp4train.quantize.source import Codes
 
 
 class PreparedWeights:
-    """The prepared forms of one weight [N, K] in one step.
+    """The prepared forms of one weight [N, K] while it does not change.
 
     Args:
-        keep: whether forms are kept for later calls of the step; else each call makes its own, from
-            the same amax and random bits.
+        keep: whether forms are kept; else each GEMM makes its own, from the same amax and random
+            bits.
     """
 
     def __init__(self, keep: bool = True) -> None:
         self.keep = keep
         self._parts: dict[Hashable, PreparedWeights] = {}
-        self._step: RunStep | None = None
-        self._of: weakref.ref[Tensor] | None = None
-        self._version = -1
-        self._fused_versions: tuple[int, ...] = ()
         self._forms: list[tuple[FormKey, Prepared]] = []
         self._amax: Tensor | None = None
         self._amaxes: dict[object, Tensor] = {}
         self._entered = False
-
-    def __reduce__(self) -> tuple[type[PreparedWeights], tuple[bool]]:
-        """Copies and pickles start empty: the forms belong to the original tensor."""
-        return PreparedWeights, (self.keep,)
-
-    def emptied(self) -> PreparedWeights:
-        """The same without forms."""
-        return PreparedWeights(self.keep)
 
     def part(self, key: Hashable) -> PreparedWeights:
         """Those of a part of the weight, or of one weight of a group."""
@@ -79,7 +61,7 @@ class PreparedWeights:
         group_amax: Tensor | None = None,
         is_rounded: bool = False,
     ) -> Prepared:
-        """The weight in the given form, cached within a step.
+        """The weight in the given form, made where it is not kept.
 
         Args:
             group_amax: the amax that fused weights share; None: it is measured here where
@@ -88,20 +70,6 @@ class PreparedWeights:
         """
         if isinstance(w_NK, Gathered):
             return self._of_gathered(w_NK, form, call)
-        parameter = w_NK if call.parameter is None else call.parameter
-        if call.position.step != self._step:
-            self._begin(call)
-        version = 0 if parameter.is_inference() else parameter._version
-        seen = None if self._of is None else self._of()
-        if seen is not parameter or version != self._version:
-            same = type(seen) is type(parameter) and version == self._version and parameter is w_NK
-            if seen is None or not same or not seen.is_set_to(parameter):
-                self._clear()
-            forms = self._forms
-            self._of = weakref.ref(parameter, lambda _: forms.clear())
-            self._version = version
-        if form.fused and group_amax is None and not is_rounded:
-            group_amax = self._group_amax(call.fused.of(form.fused, call.member), form)
         prepared = None
         for key, kept_form in self._forms:
             if key == form.key:
@@ -122,6 +90,8 @@ class PreparedWeights:
                     ranks=form.amax_ranks,
                 )
         if prepared is None:
+            if form.fused and group_amax is None and not is_rounded:
+                group_amax = self._group_amax(call.fused.of(form.fused, call.member), form)
             prepared = self._prepare(
                 w_NK.detach(), form, call, amax, group_amax, is_rounded, pair, history_entry
             )
@@ -148,19 +118,6 @@ class PreparedWeights:
         if values is not None:
             return self.prepared(values, form, call, group_amax, is_rounded=True)
         return self.prepared(source.values(w_NK.dtype), form, call, group_amax)
-
-    def _begin(self, call: LayerCall) -> None:
-        """Forget what belongs to another step than that of `call`."""
-        self._step = call.position.step
-        self._clear()
-        self._entered = False
-
-    def _clear(self) -> None:
-        """Forget the forms and what was measured for them."""
-        self._forms.clear()
-        self._amaxes.clear()
-        self._amax = None
-        self._fused_versions = ()
 
     def _prepare(
         self,
@@ -224,9 +181,7 @@ class PreparedWeights:
         amax_ranks: tuple[Ranks, ...],
         key: RandomKey | None = None,
     ) -> Tensor:
-        """The amax of the whole weight: one collective per step, whichever forms are made and made
-        again.
-        """
+        """The amax of the whole weight: one collective, whichever forms are made and made again."""
         kind = "tensor" if has_tensor_amax(codes.spec) else codes
         if kind not in self._amaxes:
             self._amaxes[kind] = amax_over(amax_ranks, w, codes.spec, key)
@@ -234,16 +189,8 @@ class PreparedWeights:
 
     def _group_amax(self, weights: Sequence[Tensor], form: WeightForm) -> Tensor:
         """The largest amax of fused weights, whichever of their specs it is for: all take it of the
-        tensor as it is. Where one of the weights was written, the forms that have its amax are
-        forgotten; forms in high precision have none, and count no versions.
+        tensor as it is.
         """
-        versions: tuple[int, ...] = ()
-        # no comprehension, which is one more call of Python's
-        for weight in weights:
-            versions += (0 if weight.is_inference() else weight._version,)
-        if self._fused_versions and versions != self._fused_versions:
-            self._clear()
-        self._fused_versions = versions
         if "fused" not in self._amaxes:
             assert form.spec is not None
             spec = form.spec
@@ -266,15 +213,13 @@ class PreparedWeights:
         kernel_enters_amax: bool = False,
         ranks: Sequence[Ranks] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """`DelayedScaling.amax` of the weight; its own enters the history once per step, at its
-        first call in training.
+        """`DelayedScaling.amax` of the weight; its own enters the history at its first call in
+        training.
 
         Args:
             w_NK: the weight, or its amax (0-d).
             kernel_enters_amax, ranks: see `DelayedScaling.amax`.
         """
-        if call.position.step != self._step:
-            self._begin(call)
         if (enter := call.training and not self._entered) or self._amax is None:
             assert call.scaling is not None
             amaxes = call.scaling.amax(

@@ -80,7 +80,7 @@ def distribute(
     for block in blocks:
         fully_shard(block, mesh=world.data_mesh, reshard_after_forward=several)
         for layer in _layers(block):
-            layer.keep_forms(not several)
+            layer.keeps_forms = not several
     fully_shard(model, mesh=world.data_mesh, reshard_after_forward=False)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)

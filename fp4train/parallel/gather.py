@@ -1,7 +1,7 @@
 """FSDP's all-gather of weights as codes and scales, quantised from the shards of the float32
 master.
 
-Before the first forward pass of a step the amaxes of all weights are joined in one all-reduce
+Before the first forward pass with constant weights the amaxes of all are joined in one all-reduce
 (`begin`), over the shards and over the tensor-parallel ranks that hold the rest of the weights.
 Each rank then quantises its rows with the amax of the whole weight, and FSDP gathers codes and
 scales: for forward what fprop multiplies, for backward what dgrad does. The codes of the shards
@@ -38,7 +38,8 @@ from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current, state
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Quantized, RunStep
+from fp4train.precision.settings import ConstantWeights
+from fp4train.quantize import Quantized
 from fp4train.quantize.sharded import joined
 
 
@@ -69,9 +70,9 @@ class WeightGather(ReceivedWeight):
         self.rounds = mode == "bf16"
         """Whether the values that are sent stand for the master's."""
         self._made: dict[GatherItem, SentTensors] = {}
-        self._sent_at: RunStep | None = None
+        self._sent_in: ConstantWeights | None = None
         self._received: dict[GatherItem, SentTensors] = {}
-        self._received_at: RunStep | None = None
+        self._received_in: ConstantWeights | None = None
         self._layout: list[tuple[int, torch.dtype]] = []
         self._repeats = False
 
@@ -81,20 +82,16 @@ class WeightGather(ReceivedWeight):
         shard: Tensor = self.parameter._sharded_local_tensor
         return shard
 
-    def drop(self) -> None:
-        """Forget what was made of the shard, and what arrived: the shard was written."""
-        self.amaxes.drop()
-        self._made.clear()
-        self._received = {}
-
     # -- before a forward pass ---------------------------------------------------------------------
 
-    def begin(self, plan: LayerPlan | None, step: RunStep | None, training: bool) -> None:
+    def begin(
+        self, plan: LayerPlan | None, constant: ConstantWeights | None, training: bool
+    ) -> None:
         """Choose what the coming gathers send.
 
         Args:
             plan: the layer's plan; None: nothing is known, and the master is sent.
-            step: step of the run; None: unknown, so that nothing may be kept.
+            constant: that of the context; None: nothing may be kept.
             training: whether a backward pass will follow.
         """
         shard = self.shard
@@ -103,9 +100,9 @@ class WeightGather(ReceivedWeight):
             shard.fsdp_pre_all_gather = self.send  # type: ignore[attr-defined]
             shard.fsdp_post_all_gather = self.receive  # type: ignore[attr-defined]
             self.parameter._init_extensions()
-        if self.amaxes.begin(step):
+        if self.amaxes.begin(constant):
             self._made.clear()
-        forward, backward = self._parts(plan, step)
+        forward, backward = self._parts(plan, constant is not None)
         self.forward = forward
         if training:
             if self._repeats:
@@ -114,7 +111,7 @@ class WeightGather(ReceivedWeight):
                 self.backward = backward
 
     def _parts(
-        self, plan: LayerPlan | None, step: RunStep | None
+        self, plan: LayerPlan | None, keeps: bool
     ) -> tuple[tuple[GatherItem, ...], tuple[GatherItem, ...]]:
         """The items of forward and of backward."""
         self.amaxes.shared = None
@@ -122,9 +119,9 @@ class WeightGather(ReceivedWeight):
             return (MASTER,), (MASTER,)
         way = wire_form(plan, self.ranks.size, self.mode)
         self.rounds = way.rounds or self.mode == "bf16"
-        if not self.rounds and step is not None:
+        if not self.rounds and keeps:
             self.amaxes.shared = plan.shared_spec
-        if step is None and way.coded:
+        if way.coded and not keeps:
             return (MASTER,), (MASTER,)
         values = (GatherItem(None, dtype=way.dtype),)
         return (
@@ -157,7 +154,7 @@ class WeightGather(ReceivedWeight):
         if layout != self._layout:
             self._layout = layout
             self.parameter.all_gather_outputs = []
-        self._sent_at = self.amaxes.step
+        self._sent_in = self.amaxes.constant
         return tensors, sent
 
     def receive(
@@ -174,13 +171,13 @@ class WeightGather(ReceivedWeight):
             item: sent_tensors._replace(tensors=tuple(next(tensors) for _ in sent_tensors.tensors))
             for item, sent_tensors in sent.items()
         }
-        self._received_at = self._sent_at
+        self._received_in = self._sent_in
         if out is not None:
             return None
         return (Gathered(self, self.shape, arrived[0].device), ())
 
     def _known(self, item: GatherItem) -> GatherItem:
-        """`item`, or the master if the amax of another step would be needed."""
+        """`item`, or the master if an amax would be needed that is not known."""
         key = self.amaxes.key(item, self.shard)
         if key is None or key in self.amaxes.known:
             return item
@@ -201,7 +198,7 @@ class WeightGather(ReceivedWeight):
     # -- what the layer takes ----------------------------------------------------------------------
 
     def codes(self, item: GatherItem, call: LayerCall) -> Quantized | None:
-        """The whole quantised weight, if it came in this step."""
+        """The whole quantised weight, if it came in the passes of the call."""
         sent = self.arrived_codes(item, call)
         if sent is None or sent.shard is None:
             return None
@@ -209,9 +206,9 @@ class WeightGather(ReceivedWeight):
         return joined(sent.shard, sent.tensors, rows, columns=item.column)
 
     def arrived_codes(self, item: GatherItem, call: LayerCall) -> SentTensors | None:
-        """The tensors of all ranks for an item, if they came in this step."""
+        """The tensors of all ranks for an item, if they came in the passes of the call."""
         sent = self._received.get(item)
-        if sent is None or call.position.step != self._received_at or not _is_here(sent):
+        if sent is None or call.constant is not self._received_in or not _is_here(sent):
             return None
         return sent
 
@@ -221,7 +218,7 @@ class WeightGather(ReceivedWeight):
 
     def fused_amax(self, call: LayerCall) -> Tensor | None:
         """See `nn.gathered.GatheredSource`."""
-        if self.amaxes.step == call.position.step:
+        if self.amaxes.constant is call.constant:
             return self.amaxes.known.get(FUSED)
         return None
 
@@ -264,7 +261,7 @@ class MemberGather(ReceivedWeight):
         self.rounds = group.rounds
 
     def codes(self, item: GatherItem, call: LayerCall) -> Quantized | None:
-        """The quantised weight, if it came in this step."""
+        """The quantised weight, if it came in the passes of the call."""
         sent = self._group.arrived_codes(item, call)
         if sent is None or sent.shard is None:
             return None
@@ -302,13 +299,13 @@ def begin(gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) 
         return
     context = current()
     training = torch.is_grad_enabled()
-    step = None if context is None else context.run_step
+    constant = None if context is None else context.constant
     for gather in gathers:
         if context is None:
             plan = None
         else:
             plan = gather.layer.executor_in(context, gather.shard.device).plan
-        gather.begin(plan, step, training)
+        gather.begin(plan, constant, training)
     unknown = [
         (gather.amaxes.known, *missing)
         for gather in gathers
@@ -348,7 +345,6 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
     by_name = {gather.layer.layer.name: gather.amaxes for gather in gathers}
     for gather in gathers:
         gather.amaxes.fused = by_name
-        gather.layer.drops.append(gather.drop)
     alone = world.mesh.tensor == 1 or any(
         gather.layer.layer_shard is not None and gather.layer.layer_shard.amax == "local"
         for gather in gathers

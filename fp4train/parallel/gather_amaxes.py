@@ -13,9 +13,9 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
 from fp4train.parallel.gather_items import GatherItem
 from fp4train.precision.context import current
+from fp4train.precision.settings import ConstantWeights
 from fp4train.quantize import (
     QuantSpec,
-    RunStep,
     amax_extent,
     has_tensor_amax,
     measure_amax,
@@ -31,18 +31,19 @@ those of each row or column have the item as key.
 
 
 class GatherAmaxes:
-    """The amaxes of one weight in one step.
+    """The amaxes of one weight while it does not change.
 
     Args:
         layer: the layer that multiplies it.
         ranks: those that share its rows.
 
     Attributes:
-        known: amaxes of the whole weight at `step`, by the extent that they cover: see `AMAX`.
-        delayed: the amax that the layer's state gives at `step`.
+        constant: that of the passes that began last; None: nothing is kept.
+        known: amaxes of the whole weight in them, by the extent that they cover: see `AMAX`.
+        delayed: the amax that the layer's state gives in them.
         fused: those of the layers that a recipe may let share a scale with this one, itself
             included, by name.
-        shared: the spec of the weight whose scale others share at `step`.
+        shared: the spec of the weight whose scale others share in them.
     """
 
     def __init__(self, layer: PlannedLayer, ranks: Ranks) -> None:
@@ -56,22 +57,17 @@ class GatherAmaxes:
         """The features along which ranks that share the amaxes of the weight cut it."""
         self.fused: Mapping[str, GatherAmaxes] = {}
         self.shared: QuantSpec | None = None
-        self.step: RunStep | None = None
+        self.constant: ConstantWeights | None = None
         self.known: dict[object, Tensor] = {}
         self.delayed: Tensor | None = None
 
-    def begin(self, step: RunStep | None) -> bool:
-        """Whether it is another step, whose amaxes are not known."""
-        new = step is None or step != self.step
+    def begin(self, constant: ConstantWeights | None) -> bool:
+        """Whether the weight may have changed, so that its amaxes are not known."""
+        new = constant is None or constant is not self.constant
         if new:
             self.known.clear()
-        self.step = step
+        self.constant = constant
         return new
-
-    def drop(self) -> None:
-        """Forget the amaxes: the shard was written."""
-        self.step = None
-        self.known.clear()
 
     def missing(
         self, shard: Tensor, items: Iterable[GatherItem]

@@ -92,7 +92,7 @@ class ReceivedWeight(ABC):
 
     @abstractmethod
     def codes(self, item: GatherItem, call: LayerCall) -> Quantized | None:
-        """The quantised weight, if it came in this step."""
+        """The quantised weight, if it came in the passes of the call."""
 
     @abstractmethod
     def values(self, dtype: torch.dtype) -> Tensor:

@@ -259,7 +259,7 @@ class Pipeline:
 def _let_blocks_gather(schedule: Any) -> None:
     """Let each block of interleaved stages gather its weights in every pass, as without stages.
 
-    torch gathers those of a whole stage before its first pass, when this step's codes do not exist
+    torch gathers those of a whole stage before its first pass, when the new codes do not exist
     yet (`gather.begin`), and keeps them until its last one.
     """
     from torch.distributed.pipelining.schedules import RESHARD, UNSHARD

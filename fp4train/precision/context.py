@@ -196,9 +196,8 @@ def autocast(
         enabled: False runs plain linear layers, also inside an outer context.
         seed: seed of the random bits of stochastic rounding.
         step: optimizer step. It keys the random bits, together with the layer and the element's
-            index, so a resumed run draws the same bits. Weights must not change within a step: each
-            is quantised once per step, for any number of microbatches. None: layers count their
-            calls and cache nothing.
+            index, so a resumed run draws the same bits. None: layers count their calls, and draw
+            other bits in each.
         token_offset: index of the first token in the global batch of the step. It makes the random
             bits independent of how the batch is split into microbatches and over ranks, if it is a
             multiple of 8. Other offsets draw different bits for wgrad, equally random. None: a

@@ -28,6 +28,18 @@ class GraphInput(type):
     """
 
 
+class ConstantWeights(dict[object, Any]):
+    """Layer and its weight → what was made of it, shared by the passes between which nobody writes
+    weights: those of a step's microbatches, of an evaluation, of a text that is generated.
+
+    This is the one rule of codes and weights: what is made of a weight serves the call that made
+    it, forward and backward. Other calls get it only in contexts that hold the same object of this
+    class, and a loop makes a new one for the passes after a write. Nothing else is a sign that a
+    weight is as it was: neither the step, which keys random bits, nor torch's version counter,
+    which `.data`, fused optimizers and the gathers of FSDP2 do not raise.
+    """
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context(metaclass=GraphInput):
     """The settings of one `autocast` region, which documents the fields."""
@@ -44,6 +56,8 @@ class Context(metaclass=GraphInput):
     """
     compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
     """Calls made from compiled graphs, by layer, for graphs that recompute activations."""
+    constant: ConstantWeights | None = field(default=None, repr=False)
+    """What calls share of weights; None: nothing, as weights may change between any two."""
     called_layers: dict[object, bool] | None = field(default=None, repr=False)
     """Layer that was called → whether it quantises; None: the layers are not watched."""
     applied: bool = False
@@ -55,11 +69,6 @@ class Context(metaclass=GraphInput):
     before their gradient is taken: the microbatch's share of the batch, times the loss scale. 0:
     they have none.
     """
-
-    @property
-    def run_step(self) -> RunStep | None:
-        """The step of the run; None: it is not known, and layers count their calls."""
-        return None if self.counts == "calls" else self.position.step
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype in which a model carries its activations."""

@@ -14,6 +14,7 @@ from fp4train.data.passes import Passes
 from fp4train.parallel.weights import replaced
 from fp4train.precision import Recipe
 from fp4train.precision.plan import PlannedStretch
+from fp4train.precision.settings import ConstantWeights
 from fp4train.run.finite import first_non_finite
 from fp4train.run.queued import Values
 from fp4train.run.run import Run
@@ -88,7 +89,8 @@ def _losses(run: Run, recipe: Recipe) -> list[float]:
     with run.world.same_outcome():
         weights = [passes.weight(number % count) for number in own_numbers]
         rows = [passes.read(number % count) for number in own_numbers]
-    computed = losses(run, (microbatch(run, recipe, *part) for part in rows))
+    constant = ConstantWeights()
+    computed = losses(run, (microbatch(run, recipe, *part, constant=constant) for part in rows))
     for number, weight, loss in zip(own_numbers, weights, computed, strict=False):
         own_losses[number] = loss * weight
     weighted: list[float] = run.world.summed(own_losses)[:count].tolist()

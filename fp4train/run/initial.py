@@ -30,11 +30,10 @@ from fp4train.models import Architecture
 from fp4train.models.families import family_of
 from fp4train.models.weightless import build_weightless
 from fp4train.parallel.held import Inventory
-from fp4train.parallel.weights import changed
 from fp4train.paths import is_hub_name
 from fp4train.run.record import directory as run_directory
 from fp4train.run.state.base import saved_part
-from fp4train.run.state.weights import check_finite, check_layout, load_weights
+from fp4train.run.state.weights import check_finite, check_layout
 from fp4train.run.states import how_to_have
 from fp4train.shards import local, row_orders
 from fp4train.text import first_few, near_miss
@@ -205,7 +204,6 @@ class FolderWeights:
             if not local(part).isfinite().all():
                 raise UserError(f"{self.path}: {stored} is not finite")
             tensor.copy_(part.to(tensor.dtype))
-        changed(model)
 
 
 def open_folder(folder: Path, shape: Architecture) -> FolderWeights:
@@ -316,7 +314,7 @@ class RunWeights:
             ValueError, before=f"init: the weights of {self.path} do not fit this model: "
         ):
             check_finite(model, saved)
-        load_weights(model, saved)
+        model.load_state_dict(saved)
 
     def _table(self) -> Any:
         """The names of the weights in the checkpoint.

@@ -31,6 +31,7 @@ from fp4train.parallel.tensor import replicas
 from fp4train.parallel.world import World
 from fp4train.precision import Recipe
 from fp4train.precision.context import Context, use
+from fp4train.precision.settings import ConstantWeights
 from fp4train.quantize import Position, RunStep
 from fp4train.run.queued import Queued
 from fp4train.shards import local
@@ -151,6 +152,7 @@ def step_rows(run: Run) -> Iterator[Rows]:
 def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Microbatch]:
     """The microbatches of `rows`, with the place of each in the whole batch."""
     rank_start = run.world.data_rank * run.rank_rows
+    constant = ConstantWeights()
     share = run.loss_scale * run.microbatch_rows / run.config.train.batch_size
     for start, row in zip(
         range(rank_start, rank_start + run.rank_rows, run.microbatch_rows), rows, strict=True
@@ -161,6 +163,7 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
             run,
             recipe,
             *row,
+            constant=constant,
             token_offset=offset,
             last=last,
             called_layers=run.called_layers,
@@ -174,6 +177,7 @@ def microbatch(
     tokens_BT: Tensor,
     targets_BT: Tensor,
     *,
+    constant: ConstantWeights,
     token_offset: int = 0,
     last: bool = True,
     called_layers: dict[object, bool] | None = None,
@@ -182,6 +186,7 @@ def microbatch(
     """Rows to be run in `recipe`, whose plan was applied to the layers (`Run.apply`).
 
     Args:
+        constant: shared by passes between which no weight is written.
         called_layers: set in which layers note that they were called (`Context.called_layers`).
         auxiliary: weight of a training pass's losses beside the returned one (`Context.auxiliary`).
     """
@@ -193,6 +198,7 @@ def microbatch(
             policy=run.config.policy,
             position=Position(RunStep(run.config.run.seed, run.step), token_offset, run.counters),
             counts="nothing",
+            constant=constant,
             called_layers=called_layers,
             applied=True,
             auxiliary=auxiliary,

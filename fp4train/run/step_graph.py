@@ -202,8 +202,6 @@ class RecordedSteps:
             _write(run.scaling(), scaling)
             return queued, run.failed
 
-        # This drops prepared weights, too: an evaluation may have made this step's, which the graph
-        # must make itself.
         run.load_scaling(scaling)
         try:
             with self._on_the_device():
@@ -212,7 +210,7 @@ class RecordedSteps:
             run.mid_update, run.failed = False, failed  # nothing has run
             raise self._refused(error) from error
         run.failed = failed
-        run.load_scaling(_copy_of(scaling))  # and prepared weights lie in the graph's memory now
+        run.load_scaling(_copy_of(scaling))
         return _Recorded(recorder, inputs, failed_before, scaling, queued, failed_after)
 
     @contextmanager

@@ -128,6 +128,15 @@ def test_audits_change_no_bit(ranks: Ranks, name: str) -> None:
     ranks.same("audited", "silent")
 
 
+def test_a_repeated_step_of_stages_that_share_a_weight_changes_no_bit(ranks: Ranks) -> None:
+    """The state that is put back before the repetition is that of the last stage's copy, too."""
+    options = (*AUDITED, *CLEAN["stages"], "train.steps=3")
+    ranks.train(2, "repeated", *options, "audit.repeat=1")
+    ranks.train(2, "silent", *options, "audit.every=0", "audit.sums=0")
+    ranks.same("repeated", "silent")
+    assert events(ranks.folder / "runs/repeated", "audit fault") == []
+
+
 SAYS_WHAT_IS_SENT = """
 import sys
 from fp4train.nn.ranks import Ranks

@@ -1,4 +1,4 @@
-"""Weights that are written between two steps, on two ranks: nothing made of the old ones is left."""
+"""Weights that are written between two steps, on two ranks."""
 
 from typing import Any
 
@@ -10,11 +10,6 @@ pytestmark = pytest.mark.long
 Ranks = Any
 
 EMA = (*WIDE, "recipe=nvfp4", "train.steps=4", "phases=none", "eval.every=1", "train.ema=0.5")
-FORGOTTEN = """
-import fp4train.parallel.weights as weights
-weights.changed = lambda model: None
-"""
-"""Who writes weights does not say so."""
 
 
 @pytest.mark.parametrize("cut", ["parallel.dp_shard=2", "parallel.pp=2"])
@@ -25,14 +20,6 @@ def test_an_evaluation_of_other_weights_is_that_of_one_rank(ranks: Ranks, cut: s
     ranks.same("one", "two")
     (*_, last) = ranks.losses("two")
     assert last["val/loss_ema"] != last["val/loss"]
-
-
-def test_without_the_word_ranks_evaluate_and_train_on_what_they_had_gathered(
-    ranks: Ranks,
-) -> None:
-    ranks.train(2, "two", *EMA)
-    ranks.train(2, "forgotten", *EMA, patch=FORGOTTEN)
-    assert ranks.losses("two") != ranks.losses("forgotten")
 
 
 def test_one_rank_goes_on_with_the_average_of_two(ranks: Ranks) -> None:

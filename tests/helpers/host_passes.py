@@ -8,7 +8,7 @@ that these give.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import cycle
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from fp4train.backends import native
 from fp4train.nn import Linear
 from fp4train.precision import FP8Current, FP8Delayed, Recipe
+from fp4train.precision.context import Context, use
+from fp4train.precision.settings import ConstantWeights
 from fp4train.quantize import cpu, quantizer, triton, triton_launch
 
 
@@ -44,6 +46,11 @@ def without_kernels() -> Iterator[None]:
             stack.enter_context(patch.object(place, name, instead))
         yield
     quantizer.cache_clear()
+
+
+def microbatches(recipe: Recipe) -> AbstractContextManager[None]:
+    """The context of microbatches of fp4train's own loop: they share the codes of weights."""
+    return use(Context(recipe=recipe, counts="tokens", constant=ConstantWeights()))
 
 
 def passes(layer: nn.Module, size: int, dtype: torch.dtype) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 are collected.
 """
 
+import copy
 from typing import Any
 
 import lightning.pytorch as L
@@ -25,6 +26,18 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return adamw(self.model)
+
+
+class Validated(Module):
+    """Notes its validation losses, and those of a copy that has quantised nothing yet."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.validated: list[tuple[float, float]] = []
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        fresh = copy.deepcopy(self.model)
+        self.validated.append((self.model(**batch).loss.item(), fresh(**batch).loss.item()))
 
 
 class Parts(Module):

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from prepared import sharing
 from torch import Tensor, nn
 
 from fp4train.nn import Linear, PlannedLayer
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Row, Recipe, autocast
+from fp4train.precision.settings import ConstantWeights
 
 RECIPES = [BF16(), NVFP4(), MXFP8(), FP8Current(), FP8Row()]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
@@ -21,12 +23,17 @@ def layer(k: int = 32, n: int = 48, *, bias: bool = True, backend: str = "auto")
 
 
 def gradients(
-    module: nn.Module, x: Tensor, recipe: Recipe, *, step: int | None = 0
+    module: nn.Module,
+    x: Tensor,
+    recipe: Recipe,
+    *,
+    step: int | None = 0,
+    constant: ConstantWeights | None = None,
 ) -> tuple[Tensor, ...]:
     """y, dx and the parameters' gradients."""
     module.zero_grad()
     x = x.detach().clone().requires_grad_()
-    with autocast(recipe, step=step, token_offset=0):
+    with autocast(recipe, step=step, token_offset=0), sharing(constant):
         y = module(x)
     (y * rand(*y.shape, seed=9).to(y.dtype)).sum().backward()
     assert x.grad is not None

@@ -1,5 +1,7 @@
 """Operands as a layer prepares them for a backend, and the forms of weights that layers prepare."""
 
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +9,19 @@ from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn import PreparedWeights, WeightForm
+from fp4train.precision import current
+from fp4train.precision.context import use
+from fp4train.precision.settings import ConstantWeights
 from fp4train.quantize import Decoded, QuantSpec, quantizer
+
+
+def sharing(constant: ConstantWeights | None) -> AbstractContextManager[None]:
+    """The context around this one, in which calls share what they make of weights, as in
+    fp4train's own loop.
+    """
+    context = current()
+    assert context is not None
+    return use(replace(context, constant=constant))
 
 
 def prepared(backend: Backend, x_RC: Tensor, spec: QuantSpec | None) -> Prepared:

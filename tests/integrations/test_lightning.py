@@ -21,6 +21,15 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
 class Batches:
     """Batches in order; Lightning saves and restores the place in them."""
 
@@ -89,6 +98,34 @@ def test_it_trains_and_resumes_as_a_plain_loop_does(
     assert again.losses == wanted[STEPS // 2 * accumulate :] and same(again.model, expected)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed"])
+def test_a_validation_of_lightnings_average_is_that_of_its_weights_and_leaves_training_alone(
+    recipe: str,
+) -> None:
+    """Lightning exchanges the weights by `.data` before each validation, and after it."""
+    lightning = framework("lightning.pytorch")
+    averages = framework("lightning.pytorch.callbacks.weight_averaging")
+
+    def fit(validations: int) -> Any:
+        module = modules().Validated(llama())
+        average = averages.EMAWeightAveraging(decay=0.9)
+        lightning.Trainer(
+            max_steps=STEPS,
+            val_check_interval=1,
+            limit_val_batches=validations,
+            num_sanity_val_steps=0,
+            callbacks=[LightningPrecision(recipe, policy=POLICY), average],
+            **QUIET,
+        ).fit(module, loader(), loader())
+        return module
+
+    validated, silent = fit(1), fit(0)
+    assert validated.losses == silent.losses and same(validated.model, silent.model)
+    assert len(validated.validated) == STEPS
+    for found, fresh in validated.validated:
+        assert found == fresh
+
+
 def test_a_training_step_past_the_parts_is_named_by_the_guard(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="called outside of the forward pass of the model"):
         train("nvfp4", 1, tmp_path, module=modules().Parts(llama()))
@@ -102,12 +139,10 @@ def test_a_module_that_is_not_converted_is_refused_before_training(tmp_path: Pat
 def test_the_guard_waits_for_all_of_several_optimizers(caplog: pytest.LogCaptureFixture) -> None:
     """The first one steps before the second model is called."""
     lightning = framework("lightning.pytorch")
-    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    quiet |= {"enable_progress_bar": False, "enable_model_summary": False}
 
     def fit(pair: Any) -> None:
         callback = LightningPrecision("mxfp8", policy=None)
-        lightning.Trainer(max_steps=2, callbacks=[callback], **quiet).fit(pair, Batches())
+        lightning.Trainer(max_steps=2, callbacks=[callback], **QUIET).fit(pair, Batches())
 
     with caplog.at_level("WARNING", "fp4train"):
         fit(modules().Pair([llama(), llama()]))
@@ -126,14 +161,12 @@ def test_steps_of_several_optimizers_are_known_from_max_steps_alone() -> None:
     lightning = framework("lightning.pytorch")
     half = Phase(start=0.5, recipe=BF16())
     callback = LightningPrecision("mxfp8", policy=None, phases=[half])
-    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    quiet |= {"enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(max_steps=4, callbacks=[callback], **quiet)
+    trainer = lightning.Trainer(max_steps=4, callbacks=[callback], **QUIET)
     trainer.fit(modules().Pair([llama(), llama()]), Batches())
     assert trainer.global_step == 4
     assert callback.precision.plan is not None
     assert [stretch.start for stretch in callback.precision.plan.stretches] == [0, 2]
     callback = LightningPrecision("mxfp8", policy=None, phases=[half])
-    trainer = lightning.Trainer(max_epochs=1, callbacks=[callback], **quiet)
+    trainer = lightning.Trainer(max_epochs=1, callbacks=[callback], **QUIET)
     with pytest.raises(UserError, match=r"does not know its number of steps.*max_steps"):
         trainer.fit(modules().Pair([llama(), llama()]), Batches())

@@ -22,7 +22,7 @@ from small_transformers import (
     loader,
     same,
 )
-from torch import nn
+from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.errors import UserError
@@ -95,6 +95,65 @@ def test_their_own_checkpointing_switch_changes_no_bit(plain: Any, recipe: str) 
     losses = trained(precision(recipe=recipe), model, accumulate=2)
     expected, wanted = plain(recipe, 2)
     assert losses == wanted and same(model, expected)
+
+
+class EMAModel:
+    """What diffusers' average of this name (training_utils.py) does to parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.shadow_params = [p.clone().detach() for p in parameters]
+        self.temp_stored_params: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, parameters: list[nn.Parameter]) -> None:
+        for s_param, param in zip(self.shadow_params, parameters, strict=True):
+            s_param.sub_(0.1 * (s_param - param))
+
+    def store(self, parameters: list[nn.Parameter]) -> None:
+        self.temp_stored_params = [param.detach().cpu().clone() for param in parameters]
+
+    def copy_to(self, parameters: list[nn.Parameter]) -> None:
+        for s_param, param in zip(self.shadow_params, parameters, strict=True):
+            param.data.copy_(s_param.to(param.device).data)
+
+    def restore(self, parameters: list[nn.Parameter]) -> None:
+        for c_param, param in zip(self.temp_stored_params, parameters, strict=True):
+            param.data.copy_(c_param.data)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8_delayed"])
+def test_an_evaluation_of_an_average_is_that_of_its_weights_and_leaves_training_alone(
+    recipe: str,
+) -> None:
+    """Between two microbatches of a step, and after the fused optimizer's step."""
+
+    def losses(evaluates: bool) -> list[float]:
+        model = llama()
+        own = precision(recipe=recipe, phases=())
+        own.attach(model, steps=STEPS, sums=True)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=3e-3, fused=True)
+        own.count(optimizer)
+        average = EMAModel(parameters)
+        found = []
+        for number, batch in enumerate(loader()):
+            loss = model(**batch).loss
+            loss.backward()
+            found.append(loss.item())
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                average.step(parameters)
+            if evaluates:
+                average.store(parameters)
+                average.copy_to(parameters)
+                with torch.no_grad():
+                    fresh = copy.deepcopy(model)
+                    assert model(**batch).loss == fresh(**batch).loss, number
+                average.restore(parameters)
+        return found
+
+    assert losses(True) == losses(False)
 
 
 def test_recomputation_that_is_not_theirs_is_an_error_that_names_the_fix() -> None:

@@ -78,6 +78,20 @@ def test_outputs_and_gradients_in_high_precision_are_those_of_transformers(
     )
 
 
+@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8()], ids=lambda recipe: recipe.name)
+def test_written_experts_are_those_of_the_next_pass(family: str, recipe: Recipe) -> None:
+    model = f4.convert(mixture(family))
+    for step in range(2):
+        fresh = copy.deepcopy(model)
+        found = []
+        for each in (model, fresh):
+            with autocast(recipe, step=0, token_offset=0):
+                found.append(results(each))
+        assert all(map(torch.equal, *found)), step
+        for parameter in model.parameters():
+            parameter.data.mul_(-0.5)
+
+
 class Loop(nn.Module):
     """The oracle: a linear layer for each expert, with the names that the experts' random keys
     document.

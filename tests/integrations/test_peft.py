@@ -2,6 +2,7 @@
 bits; `import peft` beside a Transformer Engine without kernels.
 """
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -81,6 +82,21 @@ def test_adapters_are_called_in_high_precision_beside_a_quantised_layer() -> Non
         plain = model(**batch).logits
         with f4.autocast(NVFP4(), step=0):
             assert torch.equal(model(**batch).logits, plain)
+
+
+def test_adapters_that_are_merged_and_taken_out_again_reach_the_next_pass() -> None:
+    model: Any = adapted(converted_first=True)
+    batch = next(iter(loader()))
+    Precision("nvfp4", policy="all").attach(model, steps=STEPS)
+    model(**batch).loss.backward()
+    with torch.no_grad():
+        seen = [model(**batch).loss]
+        for write in (model.merge_adapter, model.unmerge_adapter):
+            write()
+            seen.append(model(**batch).loss)
+            assert seen[-1] == copy.deepcopy(model)(**batch).loss
+        with model.disable_adapter():
+            assert model(**batch).loss not in seen
 
 
 @pytest.mark.long

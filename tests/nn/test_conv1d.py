@@ -8,11 +8,13 @@ import io
 import pytest
 import torch
 from compiled_layers import needs_graphs
+from prepared import prepared_forms, sharing
 from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.nn.linear import LinearLayer
 from fp4train.precision import BF16, MXFP8, NVFP4, LayerPolicy, OutlierChannels, Recipe, autocast
+from fp4train.precision.settings import ConstantWeights
 
 
 class Conv1D(nn.Module):
@@ -60,11 +62,15 @@ def pair() -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def step(
-    model: nn.Module, recipe: Recipe, at: int, policy: LayerPolicy | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    at: int,
+    policy: LayerPolicy | None = None,
+    constant: ConstantWeights | None = None,
 ) -> list[Tensor]:
     model.zero_grad()
     x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(at)).requires_grad_()
-    with autocast(recipe, policy=policy, step=at):
+    with autocast(recipe, policy=policy, step=at), sharing(constant):
         y = model(x)
     y.square().sum().backward()
     assert x.grad is not None
@@ -121,21 +127,15 @@ def test_every_bit_is_that_of_a_linear_layer(recipe: Recipe) -> None:
         )
 
 
-def test_the_codes_of_a_weight_are_made_once_in_a_step() -> None:
+def test_the_codes_of_a_weight_are_made_once_while_it_is_constant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = f4.convert(pair()[0])
-    made = []
-
-    class Counted(list):  # type: ignore[type-arg]
-        def append(self, form: object) -> None:
-            made.append(form)
-            super().append(form)
-
-    for layer in model.modules():
-        if isinstance(layer, LinearLayer):
-            layer.forms._forms = Counted()
+    forms = prepared_forms(monkeypatch)
+    constant = ConstantWeights()
     for _ in range(3):
-        step(model, NVFP4(), 0)
-    assert len(made) == 6, "one form serves fprop and dgrad"
+        step(model, NVFP4(), 0, constant=constant)
+    assert len(forms) == 6, "one form serves fprop and dgrad"
 
 
 @needs_graphs

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from host_passes import least, native_layer, plain_layer, without_kernels
+from host_passes import least, microbatches, native_layer, plain_layer, without_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe, autocast
+from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
@@ -47,7 +47,7 @@ def test_a_layer_on_native_products_and_triton_takes_little_of_the_host(
     plain = plain_layer()
     layer = native_layer(recipe)
     seconds = list[tuple[float, float]]()
-    with autocast(recipe, step=0):
+    with microbatches(recipe):
         layer()
         layer()
         for tries in range(1, 25):
@@ -79,11 +79,11 @@ class Operators(TorchDispatchMode):
 def test_a_layer_on_native_products_and_triton_runs_few_operators(
     recipe: Recipe, most: int
 ) -> None:
-    """Scales are in tiles where they are written, weights once per step: no product lays out what
+    """Scales are in tiles where they are written, weights once for all microbatches: no product lays out what
     it multiplies.
     """
     layer = native_layer(recipe)
-    with autocast(recipe, step=0):
+    with microbatches(recipe):
         layer()
         layer()
         with Operators() as found:
@@ -103,7 +103,7 @@ def test_a_layer_on_native_products_and_triton_calls_few_functions(
         if event == "call" and frame.f_globals.get("__name__", "").startswith("fp4train."):
             called[frame.f_code.co_qualname] += 1
 
-    with autocast(recipe, step=0):
+    with microbatches(recipe):
         layer()
         layer()
         sys.setprofile(note)

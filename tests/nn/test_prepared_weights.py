@@ -4,66 +4,48 @@ backward keeps.
 
 import copy
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from linear_layers import gradients, layer, rand, same
-from prepared import prepared_forms
+from prepared import prepared_forms, sharing
 from torch import Tensor, nn
 
+from fp4train.nn import PreparedWeights
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe, autocast
+from fp4train.precision.settings import ConstantWeights
 from fp4train.quantize import FPROP_W
 
 
-def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(
+def test_passes_that_share_constant_weights_prepare_them_once_and_others_in_each_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forms = prepared_forms(monkeypatch)
     module = layer()
-    for step in (0, 0, 1):
-        gradients(module, rand(8, 32), NVFP4(), step=step)
+    first, second = ConstantWeights(), ConstantWeights()
+    for constant in (first, first, second):
+        gradients(module, rand(8, 32), NVFP4(), constant=constant)
     assert [form.number for form in forms] == [FPROP_W] * 2, "16×16 blocks serve both directions"
-    gradients(module, rand(8, 32), NVFP4(two_d_weights=False), step=1)
+    gradients(module, rand(8, 32), NVFP4(two_d_weights=False), constant=second)
     assert [form.number == FPROP_W for form in forms[2:]] == [True, False]
+    for _ in range(2):
+        gradients(module, rand(8, 32), NVFP4())
+    assert len(forms) == 6, "the step alone is no reason to keep them"
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_optimizers_step_reaches_the_next_forward(fused: bool) -> None:
-    """A fused optimizer changes weights without incrementing torch's version counter: only the step
-    shows it.
-    """
-    for steps in ((0, 1), (None, None)):
-        module = layer()
-        x = rand(8, 32)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0) if not fused else None
-        optimizer = optimizer or torch.optim.AdamW(module.parameters(), lr=1.0, fused=True)
-        before = gradients(module, x, NVFP4(), step=steps[0])[0]
-        optimizer.step()
-        with autocast(NVFP4(), step=steps[1]):
-            found = module(x)
-        fresh = copy.deepcopy(module)
-        with autocast(NVFP4(), step=steps[1]):
-            assert torch.equal(found, fresh(x))
-        assert not torch.equal(found, before)
-
-
-def test_a_replaced_or_loaded_weight_is_noticed_within_a_step() -> None:
+def test_another_parameter_in_the_place_of_the_weight_is_noticed() -> None:
     module = layer()
-    other = layer()
     x = rand(8, 32)
-    with torch.no_grad():
-        other.weight.mul_(-3)
-    with autocast(NVFP4(), step=0):
-        expected = other(x)
-        module(x)
-        module.load_state_dict(other.state_dict())
-        assert torch.equal(module(x), expected)
+    with autocast(NVFP4(), step=0), sharing(ConstantWeights()):
         for factor in (1.0, 2.0, 3.0):  # the next weight may get the memory of a freed one
-            module.weight = nn.Parameter(other.weight.detach() * factor)
+            module.weight = nn.Parameter(rand(48, 32) * factor)
             assert torch.equal(module(x), copy.deepcopy(module)(x))
+            other = {"weight": rand(48, 32, seed=1) * factor}
+            assert not torch.equal(torch.func.functional_call(module, other, (x,)), module(x))
 
 
-def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(
+def test_a_weight_that_is_gathered_again_is_prepared_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """FSDP2 frees a weight's memory after the layer and fills other memory with the same values
@@ -73,7 +55,7 @@ def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(
     module = layer(bias=False)
     x = rand(8, 32)
     values = module.weight.detach().clone()
-    with autocast(NVFP4(), step=0):
+    with autocast(NVFP4(), step=0), sharing(ConstantWeights()):
         first = module(x)
         storage = module.weight.untyped_storage()
         storage.resize_(0)
@@ -84,15 +66,27 @@ def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(
     assert len(forms) == 1
 
 
-def test_what_was_prepared_is_dropped_with_the_weight() -> None:
-    module = layer(bias=False)
+def test_no_codes_are_left_after_backward_although_the_loss_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    prepare = PreparedWeights._prepare
+
+    def noted(self: PreparedWeights, *arguments: Any) -> Any:
+        prepared = prepare(self, *arguments)
+        made.append(weakref.ref(prepared.values))
+        return prepared
+
+    monkeypatch.setattr(PreparedWeights, "_prepare", noted)
+    module = layer()
     with autocast(NVFP4(), step=0):
-        module(rand(8, 32))
-    (_, form), *_ = module.forms._forms
-    values = weakref.ref(form.values)
-    del form
-    module.weight = nn.Parameter(torch.zeros(48, 32))
-    assert values() is None
+        loss = module(rand(8, 32).requires_grad_()).sum()
+    assert [values() is None for values in made] == [False]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert [values() is None for values in made] == [True]
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
 
 
 def test_without_a_step_nothing_is_kept_and_bits_change_from_call_to_call() -> None:

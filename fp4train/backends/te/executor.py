@@ -15,7 +15,6 @@ step in it.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from fp4train.backends.te.availability import pytorch_module
 from fp4train.backends.te.shared_input import QuantisedInput
 from fp4train.backends.te.translate import dequantises, shares_codes, to_te
 from fp4train.backends.te.weights import given_weight
-from fp4train.quantize import RunStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -169,7 +167,7 @@ class _Built:
     token_multiple: int
     delayed: bool
     keeps: bool
-    """Whether the weight's codes are kept within a step: not those of delayed scaling, whose amax
+    """Whether the weight's codes are kept for later calls: not those of delayed scaling, whose amax
     each region takes in, nor those of quantisers that are ours, which TE keeps as tensors of
     another kind.
     """
@@ -179,12 +177,8 @@ class _Built:
     """A copy of the module's quantiser of x that makes tensors for autograd; made where codes are
     first shared.
     """
-    weight: weakref.ref[Tensor] | None = None
-    """The weight that the module holds the codes of, and"""
-    since: tuple[object, ...] = ()
-    """from when."""
 
-    def is_first(self, weight: Tensor, step: RunStep | None) -> bool | None:
+    def is_first(self, weight: Tensor, constant: dict[object, Any] | None) -> bool | None:
         """`is_first_microbatch` of TE's modules: False takes the codes that are kept, or makes them
         where there are none; None quantises and keeps none: also without gradients, where the codes
         lack their column-wise form.
@@ -193,14 +187,11 @@ class _Built:
             microbatch's backward pass
         (module/linear.py accumulate_wgrad_into_param_main_grad).
         """
-        if not self.keeps or step is None or not torch.is_grad_enabled():
-            self.weight = None
+        if not self.keeps or constant is None or not torch.is_grad_enabled():
             return None
-        now = (step, weight._version)
-        if self.weight is None or self.weight() is not weight or self.since != now:
+        if constant.get(self.module) is not weight:
             self.module._fp8_workspaces.clear()
-        self.weight = weakref.ref(weight)
-        self.since = now
+            constant[self.module] = weight
         return False
 
     def codes_of(self, x: Tensor, x_MK: Tensor, weight: Tensor, readers: Readers) -> Tensor:
@@ -244,7 +235,7 @@ class _Built:
 
     def release(self) -> None:
         """Drop the codes of the weight, and the weight."""
-        self.weight = self.module._parameters["weight"] = None
+        self.module._parameters["weight"] = None
         self.module._fp8_workspaces.clear()
 
 
@@ -286,7 +277,7 @@ class TEExecutor(LayerState):
         bias: Tensor | None,
         table: Table,
         *,
-        step: RunStep | None = None,
+        constant: dict[object, Any] | None = None,
         into: Callable[[Any], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
@@ -299,8 +290,8 @@ class TEExecutor(LayerState):
                 blocks).
             weight: [N, K]; bias: [N] or None.
             table: any that `why_not` has nothing against.
-            step: step of the run: the weight is quantised once in each, if TE has a recipe for the
-                table.
+            constant: the weight is quantised once for all calls that share it, if TE has a recipe
+                for the table.
             into: the sum of gradients (TE's main_grad), to which its GEMM adds dw; dw is not
                 returned through autograd then.
             freed: TE then saves no codes, and quantises the weight again in backward, as it does
@@ -372,7 +363,7 @@ class TEExecutor(LayerState):
                     run = module
                 else:
                     run = partial(built.with_codes, codes)
-                y_MN: Tensor = run(x_MK, is_first_microbatch=built.is_first(weight, step))
+                y_MN: Tensor = run(x_MK, is_first_microbatch=built.is_first(weight, constant))
                 if shared is not None and len(shared.cache["te"].given) == shared.layers:
                     shared.cache.pop("te").close()
         if freed:

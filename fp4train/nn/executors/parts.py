@@ -170,7 +170,6 @@ class SplitGemms(ProductExecutor):
         saved: list[Any] = [None if call.gradients.x is None else w]
         assert call.parts, "nobody has chosen the parts of this call"
         for number, (channels, part) in enumerate(call.parts):
-            part.parameter = w if call.parameter is None else call.parameter
             part.gradients = call.gradients._replace(bias=None) if number else call.gradients
             x_part = x_MK.index_select(1, channels)
             w_part = values.index_select(1, channels)

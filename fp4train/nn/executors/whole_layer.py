@@ -54,7 +54,7 @@ def torch_linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, dtype: torch
 class TorchLayer(ProductExecutor):
     """A layer without quantised GEMMs, or on the meta device.
 
-    Where dw is a part of a sum it is a float32 product, and the weight is rounded once per step.
+    Where dw is a part of a sum it is a float32 product, and the weight is prepared as others are.
     """
 
     counted = False
@@ -88,8 +88,7 @@ class TorchLayer(ProductExecutor):
     ) -> tuple[Tensor, Saved]:
         """(y [M, N] in the dtype of x, the weight and x).
 
-        As torch's linear layer computes it, in every bit. The prepared weights of the call hold the
-        rounded one for all calls of a step.
+        As torch's linear layer computes it, in every bit.
         """
         bias_N = None if bias is None else bias.to(x_MK.dtype)
         y_MN = widened(F.linear, x_MK, self._rounded(w, call), bias_N)
@@ -167,7 +166,7 @@ class BackendLayer(Executor):
             w_NK,
             bias,
             self.table,
-            step=call.run_step if call.weights.keep else None,
+            constant=call.constant if call.weights.keep else None,
             into=into,
             freed=not call.weights.keep,
             readers=of_x,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fp4train.checkpoint import escaped
 from fp4train.checkpoint.layout import MODEL, WEIGHTS
 from fp4train.config import Config
-from fp4train.parallel.weights import changed
 from fp4train.run.experts import Routed, even_out
 from fp4train.run.finite import first_non_finite
 from fp4train.run.queued import Step
@@ -102,18 +101,12 @@ class ModelWeights(WeightState):
 
     def load(self, saved: Any) -> None:
         """See `RunState.load`."""
-        load_weights(self.run.model, saved)
+        self.run.model.load_state_dict(saved)
 
     def after_step(self, step: Step) -> None:
         """Balance the experts, if there are any."""
         if self._routed:
             even_out(self.run, step)
-
-
-def load_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Give a model the weights and buffers that `check_weights` accepted."""
-    model.load_state_dict(saved)
-    changed(model)
 
 
 def check_weights(model: nn.Module, saved: Any) -> None:

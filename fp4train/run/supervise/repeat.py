@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fp4train import checkpoint
 from fp4train.audit.fault import Fault
-from fp4train.parallel.weights import changed
 from fp4train.precision import Recipe
 from fp4train.run.determinism import seed_model
 from fp4train.run.experts import Routed
@@ -115,7 +114,8 @@ class RepeatedSteps:
         for name, tensor in tensors.items():
             if name in state:
                 local(tensor).copy_(state[name])
-        changed(self.run.model)
+        if self.run.pipeline is not None:
+            self.run.pipeline.copy_tied()
 
 
 @dataclass(frozen=True, kw_only=True)

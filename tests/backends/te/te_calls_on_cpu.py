@@ -16,6 +16,7 @@ from typing import Any
 import te_on_cpu
 import torch
 import transformer_engine_torch as tex
+from prepared import sharing
 from te_on_cpu import K, M, pretend_gpu, te
 from torch import nn
 from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
@@ -26,6 +27,7 @@ from fp4train.backends.te import executor, region
 from fp4train.nn import convert
 from fp4train.precision import LayerPolicy, Recipe, autocast
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed
+from fp4train.precision.settings import ConstantWeights
 
 TE_DTYPES = {
     te_on_cpu.DType.kFloat32: "float32",
@@ -183,6 +185,7 @@ def run(
     grad: bool = True,
     policy: Any = None,
     size: float = 1.0,
+    constant: ConstantWeights | None = None,
 ) -> None:
     x = size * torch.randn(M, K, generator=torch.Generator().manual_seed(step))
     x = x.to(torch.bfloat16).requires_grad_()
@@ -194,6 +197,7 @@ def run(
             nullcontext() if grad else torch.no_grad(),
             region(*tables),
             autocast(recipe, step=step, policy=policy),
+            sharing(constant),
         ):
             y = made(x)
         if grad:
@@ -240,8 +244,8 @@ def calls() -> dict[str, list[dict[str, str]]]:
 
 
 def microbatches() -> dict[str, list[int]]:
-    """How often the weight is quantised in each pass: two microbatches of step 0, evaluation, two
-    of step 1.
+    """How often the weight is quantised in each pass: two microbatches that share what they make
+    of it, an evaluation, two other microbatches, and one that shares nothing.
     """
     found = {}
     weights: list[Any] = []
@@ -260,15 +264,19 @@ def microbatches() -> dict[str, list[int]]:
         made = model(1, dtype=torch.float32)
         counts = []
         tex.quantize = noted
-        for step, grad in ((0, True), (0, True), (1, False), (1, True), (1, True)):
+        first, second = ConstantWeights(), ConstantWeights()
+        for constant, grad in (
+            (first, True),
+            (first, True),
+            (second, False),
+            (second, True),
+            (second, True),
+            (None, True),
+        ):
             weights.clear()
-            run(made, recipe, step=step, grad=grad)
+            run(made, recipe, grad=grad, constant=constant)
             counts.append(len(weights))
-        with torch.no_grad():
-            made[0].weight.mul_(2)
-        weights.clear()
-        run(made, recipe, step=1)
-        found[name] = [*counts, len(weights)]
+        found[name] = counts
         tex.quantize = plain
     return found
 

@@ -272,7 +272,7 @@ def passes(
     layer.apply_plan(resolve(layer.layer, recipe, None, "te", Device.of(CPU)), recipe, None, CPU)
     source = Source(layer.weight)
     if gathered:
-        layer.keep_forms(False)
+        layer.keeps_forms = False
         layer._parameters["weight"] = nn.Parameter(Gathered(source, layer.weight.shape, CPU))  # type: ignore[arg-type]
     inputs = [torch.randn(64, features).bfloat16().requires_grad_() for _ in range(2)]
     products.quantised_from.clear()

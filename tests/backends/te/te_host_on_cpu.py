@@ -34,6 +34,7 @@ from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.precision import Context, Recipe, resolve, use
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
+from fp4train.precision.settings import ConstantWeights
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -140,7 +141,7 @@ def measured(
     """What `measure` says of a layer of fp4train, of TE's and of a small nn.Linear, in each of
     several tries.
     """
-    context = Context(recipe=recipe, counts="nothing", applied=True)
+    context = Context(recipe=recipe, counts="nothing", applied=True, constant=ConstantWeights())
     own = passes(ours(recipe), K, BF16)
     inner = passes(theirs(recipe), K, BF16)
     plain = plain_layer()

@@ -266,7 +266,7 @@ def gathered() -> dict[str, Any]:
             source = Source(layer.weight.detach())
             weight = layer.weight
             if shared:
-                layer.keep_forms(False)
+                layer.keeps_forms = False
                 weight = nn.Parameter(Gathered(source, weight.shape, CPU))  # type: ignore[arg-type]
                 layer._parameters["weight"] = weight
             run.step += 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from prepared import sharing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +16,7 @@ from fp4train.hardware import Device
 from fp4train.nn import GradientDtypes, Linear, engine
 from fp4train.nn.executors import TorchLayer
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Current, Recipe, autocast, resolve
+from fp4train.precision.settings import ConstantWeights
 
 RECIPES = [BF16(), NVFP4(), MXFP8(), FP8Current()]
 
@@ -105,17 +107,17 @@ class Casts(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def test_microbatches_of_a_step_round_the_weight_once(
+def test_microbatches_that_share_constant_weights_round_them_once(
     tensors: tuple[Linear, Tensor, Tensor],
 ) -> None:
-    """Forward and backward, of microbatches that are in flight together as in a pipeline; the next
-    step anew.
+    """Forward and backward, of microbatches that are in flight together as in a pipeline; others
+    anew.
     """
     layer, x, dy = tensors
     layer.sum_gradients(True)
     with Casts((32, 64)) as casts:
         for step in (0, 1):
-            with autocast(BF16(), seed=1, step=step):
+            with autocast(BF16(), seed=1, step=0), sharing(ConstantWeights()):
                 outputs = [layer(x[n : n + 24]) for n in range(0, 96, 24)]
             for n, y in enumerate(outputs):
                 y.backward(dy[24 * n : 24 * n + 24])
