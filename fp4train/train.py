@@ -2,9 +2,7 @@
 
 import logging
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 from fp4train.parallel.world import AgreedError
 from fp4train.precision import Recipe
@@ -13,17 +11,16 @@ from fp4train.run.determinism import seed_model
 from fp4train.run.evaluate import check_evaluation, evaluate
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.loss_scale import begin_loss_scale
-from fp4train.run.observe import queue_statistics, watching
 from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.run import Run
 from fp4train.run.step import step_rows
 from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
-from fp4train.run.supervise.divergence import DivergedError, follow_loss, proven_by, verdict
+from fp4train.run.supervise.divergence import DivergedError, proven_by, verdict
 from fp4train.run.supervise.fault_report import AuditError
 from fp4train.run.supervise.guard import NonFiniteError
-from fp4train.run.supervise.ledger import Ledger, Progress
+from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.rescue import keep_what_is_whole, rescue, save, save_at_end
-from fp4train.run.supervise.watch import Alarm, Watch
+from fp4train.run.supervise.watch import Alarm
 
 _log = logging.getLogger(__name__)
 
@@ -67,29 +64,25 @@ def train(run: Run) -> Result:
     stretch = None
     saved = True
     world = run.world
-    peak = run.peak_tokens_per_s()
-    progress = Progress(
-        run.step, steps, config.train.tokens, peak, ranks=world.size, quietly=not world.lead
-    )
+    companions = run.companions
     started = run.step
+    ledger = Ledger(run)
     try:
-        run.audits.begin()
         with (
             stop_on_signals(quietly=not world.lead) as stop,
             CollectorBetweenSteps() as collector,
-            progress,
-            Watch(run) as watch,
+            companions,
             Alarm(config.train.step_timeout) as watchdog,
         ):
-            ledger = Ledger(run, progress.advance, partial(follow_loss, run), watch.advance)
             try:
                 while True:
                     watchdog.set()
-                    agreed = agree(run, watch, stop.signal)
+                    agreed = agree(run, stop.signal)
                     apply_requests(run, ledger, agreed.requests)
                     if run.step >= steps or agreed.ends:
                         break
                     stretch = enter_stretch(run, stretch)
+                    companions.before_step()
                     step = train_step(run, stretch.recipe)
                     run.step += 1
                     run.mid_update = False
@@ -99,6 +92,7 @@ def train(run: Run) -> Result:
                     if evaluating:
                         ledger.check()
                         values = evaluate(run, stretch)
+                        companions.after_evaluation(values)
                         ledger.flush(values)
                         check_evaluation(run, values, stretch.recipe.name)
                     saving = due(run.step, config.checkpoint.every, steps)
@@ -106,23 +100,18 @@ def train(run: Run) -> Result:
                         ledger.flush()
                         save(run, proven=evaluating and proven_by(run, values))
                     collector.after(run.step)
-                    if evaluating or saving:
-                        progress.resume_timing()
                 ledger.flush()
-                saved = run.step == started or save_at_end(run, watch)
-                run.audits.finish()
+                saved = run.step == started or save_at_end(run)
             except NonFiniteError as error:
-                if error.of_state:  # an overwritten value is no matter of rates
-                    run.audits.compare_state()
                 raise AgreedError(rescue(run, error)) from error
             except (AuditError, DivergedError):
                 raise
             except Exception as error:
-                keep_what_is_whole(run, ledger, watch, error)
+                keep_what_is_whole(run, ledger, error)
                 raise
-            if trouble := world.broadcast(watch.look()):
-                raise AgreedError(f"{trouble}; the run ended after step {run.step}")
             signal = world.largest_numbers(stop.signal or 0)[0] or None
+        if trouble := world.first(companions.trouble):
+            raise AgreedError(f"{trouble}; the run ended after step {run.step}")
     finally:
         run.feed.close()
         run.saver.close()
@@ -145,7 +134,6 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     """
     config = run.config.train
     optim = run.config.optim
-    every = run.config.eval.errors_every
     lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
     values: Values = {
         "train/lr": lr,
@@ -159,13 +147,8 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     seed_model(run)
     scaling = run.scaling()
     try:
-        measured = every and (run.step + 1) % every == 0
-        with (
-            watching(run, recipe) if measured else nullcontext() as watched,
-            run.audits.around(recipe),
-        ):
+        with run.companions.around_step(recipe):
             queued = run.runner.step(recipe, step_rows(run))
-        late = [] if watched is None else queue_statistics(run, recipe, watched, queued)
     except Exception:
         if not run.mid_update:
             run.load_scaling(scaling)
@@ -179,10 +162,8 @@ def train_step(run: Run, recipe: Recipe) -> Step:
         values=values,
         scaling=scaling,
         loss_scale=run.loss_scale,
-        late=late,
     )
-    for hook in run.hooks:
-        hook(run, step)
+    run.companions.after_step(step)
     return step
 
 

@@ -73,7 +73,7 @@ def _swap(run: Path, line: SwapOptions) -> int:
     choice = RecipeChoice.chosen(names[0], plain(command.cfg)["recipe"], options)
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
     choice.at(0)
-    saved = run_directory.read_config(run)
+    saved = run_directory.read_trained(run)
     steps = saved.train.steps
     if at is not None and at >= steps:
         raise UserError(f"at={at} is beyond the end: {run} has {counted(steps, 'step')}")

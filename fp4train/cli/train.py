@@ -54,6 +54,7 @@ from fp4train.run.origin import Continued, Origin
 from fp4train.run.planned import check_possible
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.trust import check_paths, forget_charts
+from fp4train.run.supervise.audit_coverage import Coverage
 from fp4train.run.supervise.divergence import DivergedError
 from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.supervise.rescue import explain
@@ -244,10 +245,11 @@ def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result
         layers = kernels_of_layers(
             run.model, run.device.type, deterministic=run.config.train.deterministic
         )
+        audits = Coverage.of(run.config, run.model).described(run.plan, run.world.mesh)
         summary = "\n".join(
             [
                 summarise(run.plan.sections, terminal_width()),
-                *(fitted(line) for line in (*run.gathers(), *layers, run.audits.described)),
+                *(fitted(line) for line in (*run.gathers(), *layers, audits)),
             ]
         )
         plan = run.directory / run_directory.PLAN

@@ -286,12 +286,15 @@ def takes_path(hint: Any) -> bool:
 
 def _described(node: Mapping[Any, Any], hint: Any) -> tuple[type | None, Callable[[str], Any]]:
     """The dataclass, if any, that `node` describes where a `hint` is needed, and the types that its
-    keys need.
+    keys need; none of a class that a configuration may not name, which `bind` refuses.
     """
     options = types_of(hint)
     kind = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
     if "_target_" in node:
-        kind = own_class(node["_target_"], "_target_")
+        try:
+            kind = own_class(node["_target_"], "_target_")
+        except UserError:
+            return None, lambda key: Any
     if kind is not None:
         hints = _hints(kind)
         return kind, lambda key: hints.get(key, Any)

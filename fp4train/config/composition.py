@@ -26,6 +26,7 @@ from fp4train.checkpoint.source import WeightSource
 from fp4train.config import foreign, overrides
 from fp4train.config.binding import complete, key_fields
 from fp4train.config.folders import CONFIGS, own_options, register_recipes, yaml_problem
+from fp4train.config.plugins import check_targets
 from fp4train.config.schema import Config, is_entry, keys, plain, take_out
 from fp4train.config.typed import items, lost_texts, typed, typed_texts
 from fp4train.errors import UserError, user_errors
@@ -294,6 +295,7 @@ def _set_keys(
     missing = [word for word in assignments if word in strange or word.key_or_group not in have]
     try:
         if missing:
+            check_targets(body)
             added = [key for key in keys(complete(body, Config)) if key not in have]
         else:
             added = []

@@ -16,12 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 from fp4train.audit.settings import AuditSettings
 from fp4train.backends import CHOICES
 from fp4train.checkpoint.source import WeightSource
+from fp4train.companion import Companion
 from fp4train.config.binding import bind
 from fp4train.config.plugins import walk
 from fp4train.data import Source
 from fp4train.errors import user_errors
 from fp4train.hardware import find_gpu
 from fp4train.keys import CHANGES_COURSE, CHANGES_DIGITS, CHANGES_NOTHING, CHANGES_START
+from fp4train.measure.profile import ProfileSettings
 from fp4train.models import Architecture
 from fp4train.optim import Optimizer
 from fp4train.optim.oscillation import OscillationReset
@@ -286,6 +288,7 @@ class Config:
         teacher: the weights of the model whose distribution the run learns, named as those of
             `init`.
         teacher_step: the kept checkpoint of `teacher`; None: the newest.
+        hooks: classes of users that hear of each step (`fp4train.companion`).
         (The other fields hold one object for each section of `configs/train.yaml`.)
     """
 
@@ -315,6 +318,8 @@ class Config:
     parallel: Annotated[Parallel, CHANGES_DIGITS] = field(default_factory=Parallel)
     oscillation: OscillationReset = field(default_factory=OscillationReset)
     audit: Annotated[AuditSettings, CHANGES_NOTHING] = field(default_factory=AuditSettings)
+    profile: Annotated[ProfileSettings, CHANGES_NOTHING] = field(default_factory=ProfileSettings)
+    hooks: Annotated[tuple[Companion, ...], CHANGES_NOTHING] = ()
 
     @property
     def resumed(self) -> WeightSource | None:

@@ -168,7 +168,7 @@ def open_stored(named: WeightSource | Path) -> StoredModel:
     source = WeightSource.of(named)
     run = source.path
     step = source.step
-    config = to_config(run_directory.read_config(run_directory.require_run(run)))
+    config = to_config(run_directory.read_trained(run_directory.require_run(run)))
     with user_errors(ValueError, before=f"{run}: "):
         family = family_of(config.model)
     folder = run / run_directory.CHECKPOINTS

@@ -202,7 +202,7 @@ def load_trained(
             )
         return _of_folder(source)
     paths = paths or {}
-    cfg = saved_with(run_directory.read_config(source), source, step, paths)
+    cfg = saved_with(run_directory.read_trained(source), source, step, paths)
     with run_directory.recipes_of(source, plain(cfg)):
         config = to_config(cfg)
     kernels = config.train.kernels.replace("liger", "auto")  # where they do not run, too

@@ -191,6 +191,11 @@ class PlannedLayer(nn.Module):
             )
         self._hold(key, device)
 
+    @property
+    def applied(self) -> Executor | None:
+        """The executor of the applied plan; None: none is applied."""
+        return None if self._applied is None else self._executors[self._applied]
+
     def executor_now(
         self, device: torch.device, dtype: torch.dtype
     ) -> tuple[Executor | None, State]:

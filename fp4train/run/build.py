@@ -35,17 +35,16 @@ from fp4train.precision.gather import gather_mode
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.run import checks
+from fp4train.run.companions import FOLDERS, in_studies, in_training
 from fp4train.run.fuse import compile_blocks, fuse
 from fp4train.run.graphs import check_plan, never_replayed, recorded
 from fp4train.run.host import choose_device
-from fp4train.run.observe import hooks
 from fp4train.run.origin import Origin
 from fp4train.run.record import directory as run_directory
 from fp4train.run.run import Equipment, Run
 from fp4train.run.state.moments import group_values
 from fp4train.run.states import states_of
 from fp4train.run.step import EagerSteps
-from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import Saver
 from fp4train.run.teacher import check_teacher_source, load_teacher
 from fp4train.text import short
@@ -178,7 +177,7 @@ def build(origin: Origin, world: World | None = None) -> Run:
         with world.same_outcome():
             if world.lead:
                 if place != directory:
-                    stack.enter_context(run_directory.folder_aside(directory))
+                    stack.enter_context(run_directory.folder_aside(directory, FOLDERS))
                 origin.fill(place)
         run = assemble(config, place, timeline, world, draws=origin.draws)
         with world.same_outcome():
@@ -190,6 +189,7 @@ def build(origin: Origin, world: World | None = None) -> Run:
             if world.lead:
                 origin.commit(run)
     origin.after_commit(run)
+    run.companions = in_training(run)
     return run
 
 
@@ -304,13 +304,12 @@ def assemble(
 
 def equipment(run: Run) -> Equipment:
     """What works on `run`; its steps are queued kernel by kernel."""
-    audits = RunAudits(run)
+    states = states_of(run)
     return Equipment(
-        states=states_of(run),
+        states=states,
         saver=Saver(run, run.world.ranks),
         runner=EagerSteps(run),
-        audits=audits,
-        hooks=[*hooks(run), audits.after_step],
+        companions=in_studies(run, states),
     )
 
 

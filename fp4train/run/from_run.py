@@ -35,7 +35,7 @@ def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
     run = WeightSource.parse(cfg.init).path
     if not (run / run_directory.CONFIG).is_file():
         return None
-    return plain(run_directory.read_config(run))
+    return plain(run_directory.read_trained(run))
 
 
 def with_run(cfg: DictConfig, saved: Mapping[str, Any], changed: Sequence[str]) -> DictConfig:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp4train.companion import RunCompanion
+from fp4train.config import Config
 from fp4train.measure.statistics import NAMES, RAW, Measured, WatchedLayers, watch as watch_operands
 from fp4train.nn.called import check_called
 from fp4train.nn.planned import PlannedLayer
@@ -25,7 +27,7 @@ from fp4train.precision import Recipe
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.determinism import seed_model
 from fp4train.run.experts import Routed
-from fp4train.run.queued import Numbers, Queued, Step, Values
+from fp4train.run.queued import Numbers, Step, Values
 from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses
 from fp4train.track.statistics import GRADIENT, OPERAND, Statistics
 
@@ -38,17 +40,105 @@ THRESHOLD: Final = math.sqrt(3)
 """Least ratio of the gradient's norm to that of its noise."""
 
 
-def hooks(run: Run) -> list[Callable[[Run, Step], None]]:
-    """Functions that are called with each step after it is queued: a check of the first one, and
-    the run's states.
+class CalledLayers(RunCompanion):
+    """Checks after the first step that each layer that the plan quantises was called in it
+    (`nn.called`).
     """
-    return [check_layers, follow_states]
+
+    def after_step(self, run: Run, step: Step) -> None:
+        """Check the first step.
+
+        Raises:
+            UserError: other code multiplies the weight of a planned layer; on every rank.
+        """
+        if run.called_layers is None:
+            return
+        called = {
+            module.layer.name for module in run.called_layers if isinstance(module, PlannedLayer)
+        }
+        run.called_layers = None
+        names = frozenset(step.names)
+        trained = {id(p) for name, p in run.model.named_parameters() if name in names}
+        with run.world.same_outcome():
+            check_called(
+                run.plan, run.planned_layers, called, lambda layer: id(layer.weight) in trained
+            )
 
 
-def follow_states(run: Run, step: Step) -> None:
-    """Let every state of the run follow the step."""
-    for state in run.states:
-        state.after_step(step)
+class OperandStatistics(RunCompanion):
+    """Measures the operands of every layer every `eval.errors_every` steps."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._watched: WatchedLayers | None = None
+        self._weak = False
+        """Whether it was said that the gradient is lost in quantisation noise."""
+
+    @classmethod
+    def used(cls, config: Config) -> bool:
+        """Whether a run of this configuration measures."""
+        return config.eval.errors_every > 0
+
+    @contextmanager
+    def around_step(self, run: Run, recipe: Recipe) -> Iterator[None]:
+        """Watch the layers in a step that is measured."""
+        self._watched = None
+        if (run.step + 1) % run.config.eval.errors_every:
+            yield
+            return
+        with watching(run, recipe) as watched:
+            yield
+        self._watched = watched
+
+    def after_step(self, run: Run, step: Step) -> None:
+        """Queue the statistics of a measured step behind it; on the lead they are logged once its
+        numbers are known.
+        """
+        if self._watched is None:
+            return
+        norms = step.numbers.on_device[2:].double().square()
+        norms = run.world.summed_over_shards(norms).sqrt()
+        if not run.world.lead:
+            return
+        key = RandomKey(seed=run.config.run.seed, step=step.index, layer=0, operand=MEASUREMENT)
+        statistics = self._watched.measure(run.plan.at(step.index).layers, key)
+        by_name = dict(zip(step.names, norms, strict=True))
+        absent = norms.new_full((), math.nan)
+        gradients = torch.stack(
+            [by_name.get(f"{name}.weight", absent) for name in statistics.layers] or [norms[:0]]
+        )
+        pending = Numbers(
+            torch.cat((statistics.values.flatten(), statistics.noise, gradients.flatten()))
+        )
+        scale = math.sqrt(run.config.train.tokens / max(statistics.tokens, 1)) / step.loss_scale
+
+        def log() -> Values:
+            return self._log(run, statistics_of(statistics, pending, scale, step=step))
+
+        step.late.append(log)
+
+    def _log(self, run: Run, statistics: Statistics) -> Values:
+        """Hand them to the tracker, say it once if the gradient is lost in noise; what a line of
+        metrics says of them.
+        """
+        values = summary(statistics)
+        if not values:
+            return values
+        run.record.tracker.log_statistics(statistics)
+        ratio = values.get("error/gradient_to_noise")
+        if not self._weak and isinstance(ratio, float) and ratio < THRESHOLD:
+            self._weak = True
+            _log.warning(
+                "step %d: the gradient's norm is %.2f times its quantisation noise, less than "
+                "√3: quantised training "
+                "becomes less effective (arXiv 2505.19115); consider a cooldown in higher "
+                "precision",
+                statistics.step,
+                ratio,
+            )
+            values_of_event = {"gradient_to_noise": ratio}
+            run.record.tracker.log_event(statistics.step, "weak gradient", values_of_event)
+        return values
 
 
 @contextmanager
@@ -81,45 +171,14 @@ def watching(run: Run, recipe: Recipe) -> Iterator[WatchedLayers]:
         yield watched
 
 
-def queue_statistics(
-    run: Run, recipe: Recipe, watched: WatchedLayers, queued: Queued
-) -> list[Callable[[], Values]]:
-    """Queue the statistics of a step behind it; on the lead what logs them, once its numbers are
-    known, and gives what a line of metrics says of them.
-    """
-    norms = run.world.summed_over_shards(queued.numbers[2:].double().square()).sqrt()
-    if not run.world.lead:
-        return []
-    key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=MEASUREMENT)
-    statistics = watched.measure(run.plan.at(run.step).layers, key)
-    by_name = dict(zip(queued.names, norms, strict=True))
-    absent = norms.new_full((), math.nan)
-    gradients = torch.stack(
-        [by_name.get(f"{name}.weight", absent) for name in statistics.layers] or [norms[:0]]
-    )
-    pending = Numbers(
-        torch.cat((statistics.values.flatten(), statistics.noise, gradients.flatten()))
-    )
-    scale = math.sqrt(run.config.train.tokens / max(statistics.tokens, 1)) / run.loss_scale
-    step = run.step + 1
-    name = recipe.name
-    return [
-        lambda: log_statistics(
-            run, statistics_of(statistics, pending, scale, step=step, recipe=name)
-        )
-    ]
-
-
-def statistics_of(
-    measured: Measured, pending: Numbers, scale: float, *, step: int, recipe: str
-) -> Statistics:
+def statistics_of(measured: Measured, pending: Numbers, scale: float, *, step: Step) -> Statistics:
     """The statistics of a measured step; waits for the device.
 
     Args:
         measured: places of the numbers; pending: its values and noises, and the gradient norm of
             each layer.
         scale: factor from the noise of the sampled tokens to that of the step's gradient.
-        step: optimizer steps done with it; recipe: its name.
+        step: the step.
     """
     numbers = np.array(pending.read())
     count = len(measured.at)
@@ -146,8 +205,8 @@ def statistics_of(
     gradients["noise"] = numbers[count * len(RAW) :][:layers] * scale
     gradients["gradient"] = numbers[count * len(RAW) + layers :]
     return Statistics(
-        step=step,
-        recipe=recipe,
+        step=step.index + 1,
+        recipe=step.recipe.name,
         layers=tuple(measured.layers),
         names=NAMES,
         operands=operands,
@@ -182,45 +241,5 @@ def summary(statistics: Statistics) -> Values:
     return values
 
 
-def log_statistics(run: Run, statistics: Statistics) -> Values:
-    """Hand them to the tracker, say it once if the gradient is lost in noise; what a line of
-    metrics says of them.
-    """
-    values = summary(statistics)
-    if not values:
-        return values
-    run.record.tracker.log_statistics(statistics)
-    ratio = values.get("error/gradient_to_noise")
-    if not run.weak_gradient and isinstance(ratio, float) and ratio < THRESHOLD:
-        run.weak_gradient = True
-        _log.warning(
-            "step %d: the gradient's norm is %.2f times its quantisation noise, less than "
-            "√3: quantised training "
-            "becomes less effective (arXiv 2505.19115); consider a cooldown in higher precision",
-            statistics.step,
-            ratio,
-        )
-        run.record.tracker.log_event(statistics.step, "weak gradient", {"gradient_to_noise": ratio})
-    return values
-
-
 def _norm(gradient: NDArray[Any]) -> float:
     return float(np.sqrt(np.square(gradient.astype(np.float64)).sum()))
-
-
-def check_layers(run: Run, step: Step) -> None:
-    """Check after the first step that each layer that the plan quantises was called in it
-    (`nn.called`).
-
-    Raises:
-        UserError: other code multiplies the weight of a planned layer; on every rank.
-    """
-    if run.called_layers is None:
-        return
-    called = {module.layer.name for module in run.called_layers if isinstance(module, PlannedLayer)}
-    run.called_layers = None
-    trained = {id(p) for name, p in run.model.named_parameters() if name in frozenset(step.names)}
-    with run.world.same_outcome():
-        check_called(
-            run.plan, run.planned_layers, called, lambda layer: id(layer.weight) in trained
-        )

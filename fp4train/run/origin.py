@@ -23,6 +23,7 @@ from fp4train.errors import UserError
 from fp4train.precision import Timeline
 from fp4train.precision.report import table
 from fp4train.run.bits import warn_of_other_bits
+from fp4train.run.companions import FOLDERS
 from fp4train.run.host import environment
 from fp4train.run.initial import InitialWeights
 from fp4train.run.record import directory as run_directory, journal
@@ -148,7 +149,7 @@ class Origin(ABC):
         directory = run.directory
         identity = self.identity or secrets.token_hex(8)
         if self.config.run.overwrite:
-            run_directory.start_over(directory)
+            run_directory.start_over(directory, FOLDERS)
         if self.place != directory:
             run_directory.take_aside(directory)
         write_config(directory, self.cfg, self.text, identity)

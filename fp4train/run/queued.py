@@ -43,31 +43,6 @@ class StepRunner(Protocol):
         """
 
 
-class StepAudits(Protocol):
-    """Compares what a run computes with what it should (docs/audit.md)."""
-
-    @property
-    def described(self) -> str:
-        """What is audited, and what is not, in a sentence."""
-
-    def begin(self) -> None:
-        """Called once, before the first step of a loop."""
-
-    def around(self, recipe: Recipe) -> AbstractContextManager[None]:
-        """A context in which a step is queued."""
-
-    def of_update(self, step: int) -> dict[str, int]:
-        """The sums of the state right after the update that was number `step`, by tensor; empty:
-        they were not taken.
-        """
-
-    def compare_state(self) -> None:
-        """Compares the state with that after the last update, where no step follows."""
-
-    def finish(self) -> None:
-        """Called once, after the last step of a loop."""
-
-
 def due(step: int, every: int, steps: int) -> bool:
     """Whether something done every `every` steps (0: never) and at the end is due after `step`
     steps.
@@ -82,12 +57,13 @@ class Numbers:
         tensor: float32 or float64 [N].
 
     Attributes:
+        on_device: `tensor`; where steps are replayed, that of the last one.
         at: when they were known, by `time.perf_counter`.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._ready: torch.cuda.Event | None = None
-        self._host = tensor
+        self.on_device = self._host = tensor
         self.at = time.perf_counter()
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -117,8 +93,7 @@ class Step:
         values: other values that are logged of it.
         scaling: state of delayed scaling before it.
         loss_scale: its loss was multiplied by.
-        late: called when its numbers are read; each gives what else its line says. That of a
-            measured step logs its statistics.
+        late: called when its numbers are read; each gives what else its line says.
     """
 
     index: int
@@ -149,7 +124,3 @@ class Step:
             name for name, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)
         ]
         return bad[-1] if bad else None
-
-
-StepListener = Callable[[Step, float], Values]
-"""Called with every step that was done and its loss; returns what else is logged of it."""

@@ -29,7 +29,8 @@ from fp4train.precision import GEMMS, Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch, make_plan
 from fp4train.precision.report import gathers
-from fp4train.run.queued import Step, StepAudits, StepRunner
+from fp4train.run.moments import Companions
+from fp4train.run.queued import StepRunner
 from fp4train.run.record.inbox import Inbox
 from fp4train.run.record.journal import swaps
 from fp4train.run.record.run_record import RunRecord
@@ -49,15 +50,13 @@ class Equipment:
         states: states that the run keeps from step to step (`run/states.py`).
         saver: writes checkpoints.
         runner: queues steps.
-        audits: audit the steps.
-        hooks: functions that are called with each step after it is queued.
+        companions: hear of the steps (`run/companions.py`).
     """
 
     states: list[RunState]
     saver: Checkpoints
     runner: StepRunner
-    audits: StepAudits
-    hooks: list[Callable[[Run, Step], None]]
+    companions: Companions
 
 
 @dataclass
@@ -75,7 +74,6 @@ class Run:
         failed: bool [] on the device: a step whose numbers are not read yet was not finite and
             changed no weight; the ones after it change none either. A loss scale reads it before
             the next step, which goes on. None: all that were read were good.
-        weak_gradient: it was said that the gradient is lost in quantisation noise.
         pipeline: the stages of the model; None: it is whole.
         teacher: whose distribution it learns; None: the targets alone.
         counters: `step` on the device while a step is recorded (`step_graph.py`); None: the host's.
@@ -109,7 +107,6 @@ class Run:
     equip: Callable[[Run], Equipment] = field(repr=False, compare=False)
     mid_update: bool = False
     failed: torch.Tensor | None = None
-    weak_gradient: bool = False
     pipeline: Pipeline | None = None
     teacher: Teacher | None = None
     counters: torch.Tensor | None = None
@@ -128,8 +125,7 @@ class Run:
         self.states = equipment.states
         self.saver = equipment.saver
         self.runner = equipment.runner
-        self.audits = equipment.audits
-        self.hooks = equipment.hooks
+        self.companions = equipment.companions
 
     @property
     def rank_rows(self) -> int:

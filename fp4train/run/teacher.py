@@ -187,7 +187,7 @@ def _shape(named: WeightSource, tokenizer: Tokenizer | None) -> Architecture:
     if named.is_folder:
         shape: Architecture = model_of(source)[1]
         return shape
-    cfg = saved_with(run_directory.read_config(source), source, None, {})
+    cfg = saved_with(run_directory.read_trained(source), source, None, {})
     theirs = to_config(cfg)
     if tokenizer is None:
         return theirs.model

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from configured import points_of
-from shown import commands as shown_commands, write_shown
+from shown import commands as shown_commands, shortened, write_shown
 
 from fp4train import backends
 from fp4train.cli import help as screens, main
@@ -168,12 +168,13 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
         "shifted/hf.py",
         "shifted/model.py",
     ]
-    first, again = commands("plugins.md")
+    first, again, hooked = commands("plugins.md")
     for words in (
         [*first, *SMALL],
         [*first, *SMALL, "recipe=four_bit_gradients"],
         [*first, *SMALL, "recipe=powers"],
         [word.replace("=400", "=3") for word in again],
+        shortened(hooked),
     ):
         with pytest.raises(SystemExit) as ended:
             main(words)
@@ -184,6 +185,11 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
     plan = (mine / "runs/shift-four_bit_gradients/plan.txt").read_text()
     assert "blocks.0" in plan and "E2M1·E4M3" in plan
     assert "E3M0·E3M0" in (mine / "runs/shift-powers/plan.txt").read_text()
+    spikes = (mine / "runs/watched/hooks/Spikes/spikes.txt").read_text().splitlines()
+    lines = (mine / "runs/watched/metrics.jsonl").read_text().splitlines()
+    watched = [json.loads(line) for line in lines]
+    counts = [line["mine/spikes"] for line in watched if "train/loss" in line]
+    assert len(spikes) == counts[-1] > 0
 
 
 def test_own_formats_roundings_and_transforms_are_listed(

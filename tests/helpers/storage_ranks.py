@@ -300,7 +300,6 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
         folder=place,
         record=RunRecord(journal=Journal(place, ""), configuration=b"", tracker=NullTracker()),
         inbox=SimpleNamespace(sync=lambda journal: None),
-        audits=SimpleNamespace(of_update=lambda step: {}),
     )
     run.state = lambda: state(model, optimizer)
     run.row_orders = dict

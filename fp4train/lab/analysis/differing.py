@@ -5,7 +5,6 @@ from typing import Any
 
 from fp4train.config.binding import complete, flattened
 from fp4train.config.schema import Config
-from fp4train.errors import UserError
 from fp4train.lab.analysis.history import NOT_THE_SAME_RUN
 
 ABSENT = "-"
@@ -39,13 +38,8 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of its classes; as it is where a class is not at hand, as
-    of a plugin.
-    """
-    try:
-        completed = complete(config, Config)
-    except UserError:
-        return config
+    """A configuration with the defaults of its classes."""
+    completed = complete(config, Config)
     if isinstance(completed, dict):
         return dict(completed)
     return config

@@ -63,7 +63,7 @@ def _predicted_time(source: RunSource, gpu: Gpu) -> CostEstimate:
     for key, value in (source.config or {}).items():
         if key.startswith("model.") and isinstance(value, int) and abs(value) > LARGEST:
             raise UserError(f"{key}={value} is no size of a model")
-    saved = run_directory.read_config(path)
+    saved = run_directory.read_trained(path)
     # All that the estimate reads of the data is the size of the vocabulary.
     check_paths(
         OmegaConf.create({"resume": str(path), "data": {"tokenizer": saved.data.get("tokenizer")}}),

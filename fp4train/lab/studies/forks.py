@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from fp4train.companion import Companion
 from fp4train.config import Config, plain
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
@@ -42,10 +43,11 @@ from fp4train.optim.schedule import Schedule
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.run.build import build_plan
 from fp4train.run.command import Command
+from fp4train.run.companions import in_studies
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
 from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.queued import Step, Values
-from fp4train.run.record.directory import read_config, recipes_of
+from fp4train.run.record.directory import read_config, recipes_of, without_plugins
 from fp4train.run.record.trust import check_paths, saved_with
 from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
@@ -88,6 +90,16 @@ class ToZero(Schedule):
         return self.start * (1 - step / steps)
 
 
+class KeptLosses(Companion):
+    """Keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.by_step: list[float] = []
+
+    def on_numbers(self, run: Run, step: Step, values: Values) -> None:
+        self.by_step.append(step.read()[0])
+
+
 def open_checkpoint(
     source: Path,
     step: int,
@@ -112,7 +124,7 @@ def checkpoint_command(source: Path, step: int, paths: Mapping[str, str | None])
         UserError: see `check_paths`.
     """
     saved = plain(read_config(source))
-    cfg = saved_with(OmegaConf.create(saved), source, step, paths)
+    cfg = saved_with(without_plugins(OmegaConf.create(saved)), source, step, paths)
     check_paths(cfg, paths)
     with recipes_of(source, saved):
         return Command.of(cfg, saved)
@@ -202,14 +214,10 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     began = time.perf_counter()
     run = begin(subject, branch, settings, number)
     stretch = None
-    losses: list[float] = []
     parts: list[float] = []
-
-    def keep_loss(step: Step, loss: float) -> Values:
-        losses.append(loss)
-        return {}
-
-    ledger = Ledger(run, keep_loss)
+    losses = KeptLosses()
+    run.companions = in_studies(run, [*run.states, losses])
+    ledger = Ledger(run)
     problem = None
     try:
         for _ in range(settings.steps):
@@ -235,7 +243,7 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     seconds = round(time.perf_counter() - began, 3)
     if problem is not None:
         return Fork(recipe=None, high=None, train=None, problem=problem, seconds=seconds)
-    train = sum(losses) / settings.steps
+    train = sum(losses.by_step) / settings.steps
     return Fork(recipe=recipe, high=high, train=train, problem=None, seconds=seconds, parts=parts)
 
 

@@ -25,7 +25,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from omegaconf import DictConfig, OmegaConf
 from fp4train import checkpoint, files, sealed
 from fp4train.config.binding import MISSING_KEY, bind
 from fp4train.config.plugins import check_targets, walk
+from fp4train.config.schema import plain
 from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.errors import OlderRecipe, UserError, user_errors
@@ -68,7 +69,8 @@ REMOVED = "checkpoints removed"
 """The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has
 no good one.
 """
-_FOLDERS = (CHECKPOINTS, REQUESTS, "wandb", "tensorboard")
+_FOLDERS = (CHECKPOINTS, REQUESTS)
+"""The folders of a run, beside those of its companions."""
 _NEIGHBOURS = 8
 """So many runs are named in the place of one that is not there."""
 _TAIL = 1 << 20
@@ -223,17 +225,25 @@ def kind_of_config(run: Path) -> str:
     return ""
 
 
+_OF_LOOPS: Mapping[str, Any] = {
+    "track": {"_target_": "fp4train.track.config.JsonlTracking"},
+    "hooks": [],
+}
+"""Sections whose classes nothing but a training loop needs → those of a run without any."""
+
+
 def read_config(run: Path) -> DictConfig:
     """The saved configuration of a run, checked to be data only, and to be as the run wrote it.
 
     Raises:
         UserError: there is none, it cannot be read, it was changed, or it names a class that is
-            neither fp4train's nor of a plugin that this command names.
+            neither fp4train's nor of a plugin that this command names; those of its tracker and
+            hooks are checked where they are bound.
     """
     path = require_run(run) / CONFIG
     saved = saved_config(path)
     try:
-        check_targets(saved)
+        check_targets({key: saved[key] for key in saved if key not in _OF_LOOPS})
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     # An interpolation could reach the environment; a saved configuration holds plain values only.
@@ -247,6 +257,23 @@ def read_config(run: Path) -> DictConfig:
                 f"{path} cannot be read as a configuration: it holds a {type(value).__name__}"
             )
     return OmegaConf.create(saved)
+
+
+def read_trained(run: Path) -> DictConfig:
+    """As `read_config`, for what does not train the run: where its tracker or a hook is of a plugin
+    that this command does not name, it has none.
+    """
+    return without_plugins(read_config(run))
+
+
+def without_plugins(saved: DictConfig) -> DictConfig:
+    """A saved configuration, as `read_trained` gives it."""
+    for section, usual in _OF_LOOPS.items():
+        try:
+            check_targets(plain(saved).get(section), section)
+        except UserError:
+            saved[section] = usual
+    return saved
 
 
 _WITH_RECIPES: Mapping[str, tuple[Any, str]] = {
@@ -294,8 +321,11 @@ def identity(run: Path) -> str | None:
 
 
 @contextmanager
-def folder_aside(run: Path) -> Iterator[None]:
+def folder_aside(run: Path, beside: Collection[str]) -> Iterator[None]:
     """Have the folder `ASIDE` in `run`, empty at first, and remove it in the end.
+
+    Args:
+        beside: folders in it that companions of a run write to.
 
     Raises:
         UserError: the folder cannot be made.
@@ -304,7 +334,7 @@ def folder_aside(run: Path) -> Iterator[None]:
         user_errors(OSError, before=f"{run / ASIDE} cannot be written: "),
         Folder.open(run, create=True) as folder,
     ):
-        _check_ours(folder)
+        _check_ours(folder, beside)
         folder.remove_folder(ASIDE)  # a killed process may have left one
         folder.folder(ASIDE, create=True).close()
     try:
@@ -328,9 +358,12 @@ def take_aside(run: Path) -> None:
     copy_files(run / ASIDE, run, names)
 
 
-def start_over(run: Path) -> None:
+def start_over(run: Path, beside: Collection[str]) -> None:
     """Remove the files of an earlier run from `run`, and no other files; nothing if it holds no
     run.
+
+    Args:
+        beside: folders in it that companions of a run write to.
 
     Raises:
         UserError: the directory is not fp4train's, or cannot be removed.
@@ -338,8 +371,8 @@ def start_over(run: Path) -> None:
     with user_errors(OSError, before="run.overwrite=true: "), Folder.open(run) as folder:
         if not folder.has_file(CONFIG):
             return
-        _check_ours(folder)
-        for name in _FOLDERS:
+        _check_ours(folder, beside)
+        for name in (*_FOLDERS, *beside):
             folder.remove_folder(name)
         drawn = ("curves.png", "statistics.png")
         records = (HISTORY, METRICS, STATISTICS, HEARTBEAT, CONSOLE, OLD_SWAPS)
@@ -348,7 +381,7 @@ def start_over(run: Path) -> None:
         folder.sync()
 
 
-def _check_ours(folder: Folder) -> None:
+def _check_ours(folder: Folder, beside: Collection[str]) -> None:
     """Refuse to replace what fp4train did not write, or what lies elsewhere."""
     if not folder.has_file(CONFIG):
         return
@@ -361,7 +394,7 @@ def _check_ours(folder: Folder) -> None:
             "run.overwrite=true would remove "
             "what is beside it. Choose another run.name or run.dir"
         )
-    for name in _FOLDERS:
+    for name in (*_FOLDERS, *beside):
         if folder.status(name) is not None and not folder.has_folder(name):
             raise UserError(
                 f"{folder.path / name} is no folder but a link or a file: run.overwrite=true "

@@ -1,10 +1,15 @@
 """The record that a run keeps of itself beside its checkpoints."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from fp4train.companion import RunCompanion
 from fp4train.files import Folder
+from fp4train.run.queued import Step, Values
 from fp4train.run.record.journal import Journal
 from fp4train.track import NullTracker, Tracker
+from fp4train.track.tensorboard import FOLDER as EVENTS
+from fp4train.track.wandb import FOLDER as CHARTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +31,12 @@ class RunRecord:
     def empty(cls, folder: Folder) -> "RunRecord":
         """A record of which nothing is written to `folder`."""
         return cls(journal=Journal(folder, None), configuration=None, tracker=NullTracker())
+
+
+class Tracked(RunCompanion):
+    """Hands the numbers of each step to the run's tracker."""
+
+    folders = (CHARTS, EVENTS)
+
+    def on_numbers(self, run: Any, step: Step, values: Values) -> None:
+        run.record.tracker.log(step.index + 1, values)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from fp4train.checkpoint import Checkpoint, escaped, unflatten
 from fp4train.checkpoint.layout import TENSORS
+from fp4train.companion import Companion
 from fp4train.config import Config
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.world import World
 from fp4train.precision.plan import Plan
-from fp4train.run.queued import Step
 from fp4train.run.record.run_record import RunRecord
 from fp4train.run.supervise.loss_history import Divergence
 from fp4train.shards import RowOrder, order_of, row_orders
@@ -56,8 +56,9 @@ class Trained(Protocol):
     def load_scaling(self, state: dict[str, dict[str, Tensor]]) -> None: ...
 
 
-class RunState(ABC):
+class RunState(Companion, ABC):
     """A part of what the future of a run depends on; saved, restored, resharded and counted alike.
+    Many follow the steps: `after_step`.
 
     Attributes:
         key: its name in a checkpoint.
@@ -107,10 +108,6 @@ class RunState(ABC):
         finite.
         """
         return False
-
-    def after_step(self, step: Step) -> None:
-        """Follow an optimizer step that was queued; most states have nothing to do."""
-        return None
 
     def weights(self) -> Mapping[str, Tensor] | None:
         """Weights that are evaluated beside the trained ones: name of a parameter → this rank's

@@ -10,6 +10,7 @@ import torch
 
 from fp4train.config import Config
 from fp4train.run.queued import Step
+from fp4train.run.state.base import Trained
 from fp4train.run.state.weights import OtherWeights
 from fp4train.shards import local
 
@@ -28,13 +29,13 @@ class ExponentialAverage(OtherWeights):
         return config.train.ema is not None
 
     @torch.no_grad()
-    def after_step(self, step: Step) -> None:
+    def after_step(self, run: Trained, step: Step) -> None:
         """Move the average towards the weights."""
-        decay = self.run.config.train.ema
-        failed = self.run.failed
+        decay = run.config.train.ema
+        failed = run.failed
         assert decay is not None and failed is not None
         share = torch.where(failed, 0.0, 1.0 - decay)
-        for name, parameter in self.run.model.named_parameters():
+        for name, parameter in run.model.named_parameters():
             weight = local(parameter)
             average = self.parts.get(name)
             if average is None:

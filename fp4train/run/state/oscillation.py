@@ -76,9 +76,8 @@ class Oscillation(RunState):
         """All paths must be."""
         return True
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, run: Trained, step: Step) -> None:
         """Watch the weights, and reset those that oscillate where that is due."""
-        run = self.run
         assert run.failed is not None
         settings = run.config.oscillation
         weights = watched(run, step.names)

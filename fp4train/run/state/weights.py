@@ -103,10 +103,10 @@ class ModelWeights(WeightState):
         """See `RunState.load`."""
         self.run.model.load_state_dict(saved)
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, run: Trained, step: Step) -> None:
         """Balance the experts, if there are any."""
         if self._routed:
-            even_out(self.run, step)
+            even_out(run, step)
 
 
 def check_weights(model: nn.Module, saved: Any) -> None:

@@ -32,7 +32,6 @@ from fp4train.run.step import row_range
 from fp4train.run.supervise.divergence import divergence_request, end_or_rewind
 from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.rescue import refuse, report, save
-from fp4train.run.supervise.watch import Watch
 
 AT_ONCE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that ask for the end; a second one acts as it would have outside."""
@@ -119,19 +118,21 @@ class StepAgreement:
         signal: the number of a signal that one rank or more received; None: none.
         requests: the lead's requests of every rank; empty: none.
         memory: values to log about the ranks' memory.
+        trouble: whether a companion of some rank has a reason to end the run.
     """
 
     signal: int | None
     requests: dict[str, Any]
     memory: Values
+    trouble: bool
 
     @property
     def ends(self) -> bool:
         """Whether the run ends before its next step."""
-        return self.signal is not None or "trouble" in self.requests
+        return self.signal is not None or self.trouble
 
 
-def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
+def agree(run: Run, signal: int | None) -> StepAgreement:
     """Agree on the next step: one small all-reduce, and a broadcast where the lead has requests.
 
     Args:
@@ -142,21 +143,26 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
     """
     world = run.world
     memory = peak_memory(run.device)
-    requests = lead_requests(run, watch) if world.lead else {}
+    trouble = run.companions.trouble is not None
+    requests = lead_requests(run, ends=trouble) if world.lead else {}
     if world.size == 1:
         return StepAgreement(
-            signal=signal, requests=requests, memory={"perf/memory_gb": memory / 1e9}
+            signal=signal,
+            requests=requests,
+            memory={"perf/memory_gb": memory / 1e9},
+            trouble=trouble,
         )
     if run.step < run.config.train.steps:
         problem = run.feed.problem(*row_range(run))
     else:
         problem = None
-    number, asks, most, least, unread = world.largest_numbers(
+    number, asks, most, least, unread, troubles = world.largest_numbers(
         signal or 0,
         int(bool(requests)),
         memory * _RANKS + world.place.rank,
         -memory,
         int(problem is not None),
+        int(trouble),
     )
     if unread:
         with world.same_outcome():
@@ -168,18 +174,23 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
         "perf/memory_rank": most % _RANKS,
     }
     return StepAgreement(
-        signal=number or None, requests=world.broadcast(requests) if asks else {}, memory=shown
+        signal=number or None,
+        requests=world.broadcast(requests) if asks else {},
+        memory=shown,
+        trouble=bool(troubles),
     )
 
 
-def lead_requests(run: Run, watch: Watch) -> dict[str, Any]:
-    """Requests of the lead to every rank before the next step; only those that there are."""
+def lead_requests(run: Run, *, ends: bool) -> dict[str, Any]:
+    """Requests of the lead to every rank before the next step; only those that there are.
+
+    Args:
+        ends: the lead knows that there is no next step.
+    """
     requests: dict[str, Any] = {}
     if (bad := report(run)) is not None:
         requests["bad"] = bad
-    if watch.trouble is not None:
-        requests["trouble"] = watch.trouble
-    elif run.step < run.config.train.steps and pick_up_swaps(run):
+    if not ends and run.step < run.config.train.steps and pick_up_swaps(run):
         requests["swaps"] = swaps(run.record.journal.records)
     if run.saver.due(run.step):
         requests["save"] = True

@@ -4,6 +4,7 @@ turned out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,9 @@ class Checkpoints(Protocol):
 
     def holds(self, step: int) -> bool:
         """Whether the checkpoint of `step` is written or being written."""
+
+    def expect(self, sums: Mapping[str, int]) -> None:
+        """The copy of the coming checkpoint must have these sums of bits, by tensor."""
 
     def begin(self, *, proven: bool = False) -> bool:
         """Begin the checkpoint of the current step; False if the one before is not done in time."""

@@ -18,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp4train import checkpoint
+from fp4train.companion import RunCompanion
 from fp4train.parallel.world import AgreedError
 from fp4train.run.queued import Step, Values
 from fp4train.run.record.directory import CHECKPOINTS
@@ -44,40 +45,42 @@ class DivergedError(AgreedError):
         self.rewind = rewind
 
 
-def follow_loss(run: Run, step: Step, loss: float) -> Values:
-    """Take note of the loss of a step, and say at once that it diverged, or is back.
+class FollowedLoss(RunCompanion):
+    """Takes note of the loss of each step, and says at once that it diverged, or is back.
 
     Weights that gave a loss that fits the curve before it are good, as far as it can tell: their
     checkpoint is proven.
     """
-    divergence = run.divergence
-    number = step.index + 1
-    base = _base(run)
-    seen_before = divergence.seen
-    divergence.add(step.index, loss + base)
-    if (
-        divergence.since is not None
-        and number == run.config.train.steps
-        and divergence.ends_above_its_beginning(number)
-    ):
-        divergence.high = PERSIST  # no step is left to wait for
-    if divergence.since is not None and divergence.seen and not seen_before:
-        run.saver.discard_ruined(divergence.since)
-        run.saver.wait()  # so that it is known which checkpoint is good
-        if run.config.train.on_divergence == "warn":
-            _log.warning("step %d: %s", number, rise_message(run))
-        values = {
-            "loss": loss,
-            "level": divergence.measured_from[0] - base,
-            "since": divergence.since + 1,
-        }
-        run.record.tracker.log_event(number, "divergence", values)
-    elif seen_before and not divergence.seen:
-        _log.warning("step %d: the loss is %.4g, back within its past", number, loss)
-        run.record.tracker.log_event(number, "divergence over", {"loss": loss})
-    if divergence.is_good:
-        run.saver.prove(step.index)
-    return {}
+
+    def on_numbers(self, run: Run, step: Step, values: Values) -> None:
+        loss, _ = step.read()
+        divergence = run.divergence
+        number = step.index + 1
+        base = _base(run)
+        seen_before = divergence.seen
+        divergence.add(step.index, loss + base)
+        if (
+            divergence.since is not None
+            and number == run.config.train.steps
+            and divergence.ends_above_its_beginning(number)
+        ):
+            divergence.high = PERSIST  # no step is left to wait for
+        if divergence.since is not None and divergence.seen and not seen_before:
+            run.saver.discard_ruined(divergence.since)
+            run.saver.wait()  # so that it is known which checkpoint is good
+            if run.config.train.on_divergence == "warn":
+                _log.warning("step %d: %s", number, rise_message(run))
+            details = {
+                "loss": loss,
+                "level": divergence.measured_from[0] - base,
+                "since": divergence.since + 1,
+            }
+            run.record.tracker.log_event(number, "divergence", details)
+        elif seen_before and not divergence.seen:
+            _log.warning("step %d: the loss is %.4g, back within its past", number, loss)
+            run.record.tracker.log_event(number, "divergence over", {"loss": loss})
+        if divergence.is_good:
+            run.saver.prove(step.index)
 
 
 def proven_by(run: Run, evaluated: Mapping[str, float | str]) -> bool:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
+from fp4train.companion import RunCompanion
 from fp4train.run.loss_scale import begin_loss_scale
-from fp4train.run.queued import Step, StepListener, Values
+from fp4train.run.queued import Step, Values
 from fp4train.run.supervise.guard import NonFiniteError, blame
 
 if TYPE_CHECKING:
@@ -45,20 +46,17 @@ _LINES = 20
 
 
 class Ledger:
-    """Holds the step whose numbers are not read yet, and logs it when they are.
-
-    Args:
-        listeners: hear of every step, in this order.
+    """Holds the step whose numbers are not read yet, and tells the run's companions when they
+    are.
     """
 
-    def __init__(self, run: Run, *listeners: StepListener) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.listeners = listeners
         self.metrics: Values = {}
         self._step: Step | None = None
 
     def add(self, step: Step) -> None:
-        """A step was queued: the one before it is read and logged.
+        """A step was queued: the one before it is read.
 
         Raises:
             NonFiniteError: see `check`.
@@ -66,7 +64,7 @@ class Ledger:
         waiting = self._step
         self._step = step
         if waiting is not None:
-            self._log(waiting)
+            self._tell(waiting)
         if (scaling := step.recipe.loss_scaling) is not None:
             self.check()
             run = self.run
@@ -85,7 +83,7 @@ class Ledger:
             self._check(self._step)
 
     def flush(self, values: Mapping[str, float | str] | None = None) -> None:
-        """Wait for the step that was added last, and log it with `values`.
+        """Wait for the step that was added last, whose line of metrics gets `values`.
 
         Raises:
             NonFiniteError: see `check`.
@@ -94,7 +92,7 @@ class Ledger:
         self._step = None
         if waiting is not None:
             waiting.values |= values or {}
-            self._log(waiting)
+            self._tell(waiting)
 
     def _check(self, step: Step) -> None:
         run, (loss, norm) = self.run, step.read()
@@ -119,57 +117,54 @@ class Ledger:
         run.load_scaling(step.scaling)
         raise NonFiniteError(step.index, "loss", loss, where, step.recipe.name)
 
-    def _log(self, step: Step) -> None:
+    def _tell(self, step: Step) -> None:
         self._check(step)
         loss, norm = step.read()
         values = {"train/loss": loss, "train/grad_norm": norm} | step.values
-        for statistics in step.late:
-            values |= statistics()
-        for listener in self.listeners:
-            values |= listener(step, loss)
-        self.run.record.tracker.log(step.index + 1, values)
+        for late in step.late:
+            values |= late()
+        self.run.companions.on_numbers(step, values)
         self.metrics |= values
 
 
-class Progress:
+class Progress(RunCompanion):
     """The display while a run trains: a bar on a terminal, a line now and then elsewhere. It times
-    the steps.
-
-    Args:
-        step: steps done; steps: of the whole run; tokens: per step.
-        peak: tokens per second at the device's peak, where that is known.
-        ranks: that share the tokens.
-        quietly: show no bar (of several ranks one does).
+    the steps; what comes between two of them, an evaluation or a checkpoint, is not training.
     """
 
-    def __init__(
-        self,
-        step: int,
-        steps: int,
-        tokens: int,
-        peak: float | None = None,
-        *,
-        ranks: int = 1,
-        quietly: bool = False,
-    ) -> None:
-        self.step = step
-        self.steps = steps
-        self.tokens = tokens
-        self.peak = peak
-        self.ranks = ranks
-        self.terminal = sys.stderr.isatty() and not quietly
-        self.every = max(1, steps // _LINES)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        train = run.config.train
+        self.step = run.step
+        self.steps = train.steps
+        self.tokens = train.tokens
+        self.peak = run.peak_tokens_per_s()
+        self.ranks = run.world.size
+        self.terminal = sys.stderr.isatty() and run.world.lead  # of several ranks one has a bar
+        self.every = max(1, train.steps // _LINES)
         self.smooth: float | None = None
+        self._interrupted = False
 
-    def __enter__(self) -> Progress:
+    def begin(self, run: Run) -> None:
         self.bar = tqdm(
             total=self.steps, initial=self.step, disable=not self.terminal, unit="step", **BAR
         )
         self.last = time.perf_counter()
-        return self
 
-    def advance(self, step: Step, loss: float) -> Values:
-        """Count a step that is done; returns its speed."""
+    def after_evaluation(self, run: Run, values: Values) -> None:
+        self._interrupted = True
+
+    def on_save(self, run: Run) -> None:
+        self._interrupted = True
+
+    def before_step(self, run: Run) -> None:
+        if self._interrupted:
+            self.last = time.perf_counter()
+            self._interrupted = False
+
+    def on_numbers(self, run: Run, step: Step, values: Values) -> None:
+        """Count a step that is done, and add its speed."""
+        loss, _ = step.read()
         recipe = step.recipe.name
         at = step.numbers.at
         speed = self.tokens / (at - self.last)
@@ -186,12 +181,11 @@ class Progress:
             left = tqdm.format_interval((self.steps - self.step) * self.tokens / self.smooth)
             words = (self.step, self.steps, loss, self.speed, left, recipe)
             _log.info("step %d/%d  loss %.3f  %s  %s left  %s", *words)
-        values: Values = {"perf/tokens_per_s": speed}
+        values["perf/tokens_per_s"] = speed
         if self.ranks > 1:
             values["perf/tokens_per_s_per_rank"] = speed / self.ranks
-        if self.peak is None:
-            return values
-        return values | {"perf/mfu": speed / self.ranks / self.peak}
+        if self.peak is not None:
+            values["perf/mfu"] = speed / self.ranks / self.peak
 
     def _describe(self, loss: str, recipe: str) -> None:
         """Choose the fields beside the bar: as many as leave it ten characters.
@@ -235,12 +229,6 @@ class Progress:
             return self.total_speed
         return f"{self.total_speed} ({self.smooth / self.ranks / 1e3:.2f}k per rank)"
 
-    def resume_timing(self) -> None:
-        """Time from here: what came since the last step (an evaluation, a checkpoint) was not
-        training.
-        """
-        self.last = time.perf_counter()
-
-    def __exit__(self, *raised: object) -> None:
+    def close(self, run: Run, error: BaseException | None) -> None:
         with suppress(OSError):
             self.bar.close()

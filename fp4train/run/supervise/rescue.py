@@ -29,6 +29,7 @@ from fp4train.run.supervise.checkpoints import Outcome
 from fp4train.run.supervise.divergence import past_non_finite, rise_message, worthless
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
+from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import PAUSES
 from fp4train.run.supervise.watch import Watch
 from fp4train.text import screen
@@ -38,8 +39,11 @@ def rescue(run: Run, error: NonFiniteError) -> str:
     """Save what was before the step that failed, and say what can be done.
 
     Raises:
+        AuditError: the state was overwritten, and audit.action is "stop".
         DivergedError: the run goes back to a checkpoint.
     """
+    if error.of_state:  # an overwritten value is no matter of rates
+        run.companions.of(RunAudits).compare_state()
     run.record.tracker.log_event(run.step + 1, "non-finite", {"message": str(error)})
     past_non_finite(run, str(error))
     finite = all_finite(run)
@@ -71,6 +75,7 @@ def save(run: Run, *, proven: bool = False) -> None:
     would stand alone.
     """
     if not worthless(run):
+        run.companions.on_save()
         run.saver.begin(proven=proven and run.divergence.is_good)
 
 
@@ -131,10 +136,11 @@ def save_and_wait(run: Run) -> bool:
     return False
 
 
-def save_at_end(run: Run, watch: Watch) -> bool:
+def save_at_end(run: Run) -> bool:
     """The last checkpoint of a run; whether it is written, or the run is done and its end not worth
     it.
     """
+    watch = run.companions.of(Watch)
     if run.world.broadcast(watch.look() is not None and watch.lost):
         _log.error("%s; nothing is saved there", watch.trouble)
         return False
@@ -144,7 +150,7 @@ def save_at_end(run: Run, watch: Watch) -> bool:
     return save_and_wait(run)
 
 
-def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception) -> None:
+def keep_what_is_whole(run: Run, ledger: Ledger, error: Exception) -> None:
     """Save what can be saved when something went wrong, and say what is there.
 
     Of several ranks nothing can be saved unless all raise it at one place: an error of one finds
@@ -152,6 +158,7 @@ def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception)
     collective, each with a part.
     """
     world = run.world
+    watch = run.companions.of(Watch)
     if world.size > 1 and not isinstance(error, AgreedError):
         return
     try:

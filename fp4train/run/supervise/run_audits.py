@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 from fp4train.audit.fault import Fault
 from fp4train.audit.start import check_plan
+from fp4train.companion import RunCompanion
 from fp4train.precision import Recipe
 from fp4train.run.queued import Step
 from fp4train.run.supervise.fault_report import report
 from fp4train.run.supervise.layer_audits import LayerAudits, summary
 from fp4train.run.supervise.repeat import STEPS, RepeatedSteps
-from fp4train.run.supervise.sums import STATE, BitSums, StateSums
+from fp4train.run.supervise.sums import STATE, StateSums
 from fp4train.text import counted
 
 if TYPE_CHECKING:
@@ -25,48 +26,39 @@ _log = logging.getLogger(__name__)
 PLAN: Final = "the plan"
 
 
-class RunAudits:
+class RunAudits(RunCompanion):
     """The audits of `run`.
 
     Attributes:
         layers: audits of layers by the readable reference.
         sums: comparisons of sums of bits.
         repeated: steps that are computed twice.
-        active: whether a loop has begun them; studies, which put states back, have none.
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        super().__init__(run)
         self.layers = LayerAudits(run)
         failures = self.layers.failures
         self.sums = StateSums(run, failures)
         self.repeated = RepeatedSteps(run, failures)
-        self.active = False
 
-    @property
-    def described(self) -> str:
-        """What is audited, and what is not, in a sentence."""
-        run = self.run
-        return self.layers.coverage.described(run.plan, run.world.mesh)
-
-    def begin(self) -> None:
+    def begin(self, run: Run) -> None:
         """Try each distinct quantiser and layer of the plan, before the first step.
 
         Raises:
             AuditError: one computes otherwise than the reference, and audit.action is "stop".
         """
-        self.active = True
-        self.layers.began = self.run.step
+        self.layers.began = run.step
         if not self.layers.every and not self.sums.every:
             return
         faults: list[Fault] = []
         failures = self.layers.failures
         with failures.guarding(PLAN):
-            faults += check_plan(self.run.plan, lambda _: failures.guarding(PLAN))
-        self._report(self.run.step - 1, faults, PLAN)
+            faults += check_plan(run.plan, lambda _: failures.guarding(PLAN))
+        self._report(run.step - 1, faults, PLAN)
 
     @contextmanager
-    def around(self, recipe: Recipe) -> Iterator[None]:
+    def around_step(self, run: Run, recipe: Recipe) -> Iterator[None]:
         """A context in which the step that `run.step` is at is queued; it is observed, or computed
         once before, where that is due.
 
@@ -74,10 +66,6 @@ class RunAudits:
             AuditError: the state changed since the last update, or a repeated step gave other bits,
                 and audit.action is "stop".
         """
-        if not self.active:
-            yield
-            return
-        run = self.run
         faults = self.sums.before_step()
         if self.sums.due(run.step - 1):
             self._report(run.step - 1, faults, STATE)
@@ -92,16 +80,18 @@ class RunAudits:
             self._report(run.step, faults, STEPS)
 
     def after_step(self, run: Run, step: Step) -> None:
-        """Compare what a step that was queued left behind: a hook of the run, its last one.
+        """Compare what a step that was queued left behind.
 
         Raises:
             AuditError: there is a fault, and audit.action is "stop".
         """
-        if not self.active:
-            return
         if self.sums.due(step.index):
             self._report(step.index, self.sums.after_step(step), STATE)
         self.layers.after_step(run, step)
+
+    def on_save(self, run: Run) -> None:
+        """Let the saver have the sums of the state right after the update, if they were taken."""
+        run.saver.expect(self.sums.of_update(run.step))
 
     def compare_state(self) -> None:
         """Compare the state with that right after the last update, where no step follows.
@@ -109,30 +99,26 @@ class RunAudits:
         Raises:
             AuditError: it changed, and audit.action is "stop".
         """
-        if self.active and self.sums.every:
+        if self.sums.every:
             self._report(self.run.step - 1, self.sums.at_end(), STATE)
 
-    def finish(self) -> None:
+    def close(self, run: Run, error: BaseException | None) -> None:
         """Say what was audited, at the end of a run.
 
         Raises:
             AuditError: see `compare_state`.
         """
+        if error is not None:
+            return
         self.compare_state()
         others = []
         if self.sums.count:
             others.append(f"the state was compared after {counted(self.sums.count, 'update')}")
         if self.repeated.count:
             others.append(f"{counted(self.repeated.count, 'step')} computed twice")
-        text = summary(self.layers, others) if self.active else None
-        if text is not None and self.run.world.lead:
+        text = summary(self.layers, others)
+        if text is not None and run.world.lead:
             _log.info("audit: %s", text)
-
-    def of_update(self, step: int) -> BitSums:
-        """The sums of the state right after the update that was number `step`, by tensor; empty:
-        they were not taken.
-        """
-        return self.sums.of_update(step)
 
     def _report(self, step: int, faults: list[Fault], compared: str) -> None:
         layers = self.layers

@@ -79,6 +79,8 @@ class Saver:
         self.good: int | None = None
         """The newest step whose state gave a loss within its past."""
         self.last: Outcome | None = None
+        self._expected: BitSums = {}
+        """Sums of the coming checkpoint's tensors that were taken before."""
         self._buffers: dict[str, Tensor] = {}
         self._prepared = False
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -98,6 +100,10 @@ class Saver:
         return self._begun == step and not (
             self.last is not None and self.last.step == step and not self.last.written
         )
+
+    def expect(self, sums: Mapping[str, int]) -> None:
+        """The copy of the coming checkpoint must have these sums of bits, by tensor."""
+        self._expected = dict(sums)
 
     def begin(self, *, proven: bool = False) -> bool:
         """Copy the state of the run and have it written; False if the one before is not done in
@@ -231,18 +237,19 @@ class Saver:
     # -- the loop's part ---------------------------------------------------------------------------
 
     def _sums(self, tensors: Mapping[str, Tensor], parts: Mapping[str, TensorShard]) -> BitSums:
-        """The sums that the copy must have: those right after the update, else those of now; empty:
-        it is not compared.
+        """The sums that the copy must have: those that are expected, else those of now; empty: it
+        is not compared.
         """
         run = self.run
+        expected = self._expected
+        self._expected = {}
         if not run.config.audit.sums:
             return {}
         try:
-            of_update = run.audits.of_update(run.step)
             sums = {
-                name: of_update[name]
+                name: expected[name]
                 for name, part in parts.items()
-                if name in of_update and same_extent(part.tensor, local(tensors[name]))
+                if name in expected and same_extent(part.tensor, local(tensors[name]))
             }
             later = {name: part.tensor for name, part in parts.items() if name not in sums}
             return sums | sums_of(later)

@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fp4train.companion import RunCompanion
 from fp4train.files import NotPlain
 from fp4train.run.record.directory import HEARTBEAT, LOCK, is_running
 
@@ -45,22 +46,19 @@ that is less.
 _log = logging.getLogger(__name__)
 
 
-class Watch:
-    """A context in which the thread runs.
+class Watch(RunCompanion):
+    """Has the thread.
 
     Attributes:
         loss: loss of the last step, for the heartbeat.
-        trouble: trouble with the run's directory, in words; None: there is none.
         lost: whether another process may train in the directory by now.
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        super().__init__(run)
         self.loss: float | None = None
-        self.trouble: str | None = None
         self.lost = False
-        lock = run.folder.status(LOCK)
-        self._lock = None if lock is None else (lock.st_dev, lock.st_ino)
+        self._lock: tuple[int, int] | None = None
         self._end = threading.Event()
         self._beat_at = -BEAT_SECONDS
         self._reported: int | None = None
@@ -68,20 +66,19 @@ class Watch:
         """Whether it was said that no heartbeat can be written."""
         self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
 
-    def __enter__(self) -> Watch:
-        if self.run.world.lead:
+    def begin(self, run: Run) -> None:
+        lock = run.folder.status(LOCK)
+        self._lock = None if lock is None else (lock.st_dev, lock.st_ino)
+        if run.world.lead:
             self._thread.start()
-        return self
 
-    def __exit__(self, *raised: object) -> None:
+    def on_numbers(self, run: Run, step: Step, values: Values) -> None:
+        self.loss, _ = step.read()
+
+    def close(self, run: Run, error: BaseException | None) -> None:
         self._end.set()
-        if self.run.world.lead:
+        if run.world.lead:
             self._thread.join(END_SECONDS)
-
-    def advance(self, step: Step, loss: float) -> Values:
-        """Receive a step that is done, and its loss."""
-        self.loss = loss
-        return {}
 
     def look(self) -> str | None:
         """Look at the directory now; returns `trouble`."""

@@ -50,9 +50,8 @@ def numbers(found: Fork) -> dict[str, Any]:
 def test_a_copy_of_a_run_has_parts_of_its_own_and_records_nothing(subject: Subject) -> None:
     """A checkpoint, step or audit of a fork is the fork's, from its making on."""
     copy = replace(subject.run, step=3)
-    parts = [copy.saver, copy.runner, copy.audits, *copy.states]
+    parts = [copy.saver, copy.runner, copy.companions, *copy.states]
     assert all(part.run is copy for part in parts)
-    assert len(copy.hooks) == len(subject.run.hooks)
     assert copy.record.configuration is None and copy.record.journal.records == []
     assert subject.run.saver.run is subject.run
 

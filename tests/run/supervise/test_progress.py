@@ -8,16 +8,18 @@ import pty
 import struct
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fp4train.parallel.world import World
 from fp4train.precision import NVFP4, Recipe
-from fp4train.run.queued import Numbers, Step
+from fp4train.run.queued import Numbers, Step, Values
 from fp4train.run.run import Equipment, Run
 from fp4train.run.supervise.ledger import Progress
 
@@ -48,9 +50,33 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
+@contextmanager
+def progress_of(
+    step: int, steps: int, *, tokens: int, peak: float | None = None, ranks: int = 1
+) -> Iterator[Progress]:
+    """The display of a run with these numbers."""
+    run: Any = SimpleNamespace(
+        step=step,
+        config=SimpleNamespace(train=SimpleNamespace(steps=steps, tokens=tokens)),
+        world=SimpleNamespace(size=ranks, lead=True),
+        peak_tokens_per_s=lambda: peak,
+    )
+    progress = Progress(run)
+    progress.begin(run)
+    yield progress
+    progress.close(run, None)
+
+
+def advanced(progress: Progress, step: Step) -> Values:
+    """The numbers that a step adds to a line of metrics."""
+    values: Values = {}
+    progress.on_numbers(progress.run, step, values)
+    return values
+
+
 def step_at(clock: SimpleNamespace, recipe: Recipe | None = None) -> Step:
     """A step of a recipe (NVFP4 without one) whose numbers are known now."""
-    numbers = Numbers(torch.zeros(2))
+    numbers = Numbers(torch.tensor([2.0, 0.0]))
     return Step(index=0, recipe=recipe or NVFP4(), numbers=numbers, names=[], values={})
 
 
@@ -70,29 +96,30 @@ def test_without_a_known_peak_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_mfu_is_the_speed_of_a_step_over_the_peak(clock: SimpleNamespace) -> None:
-    with Progress(0, 10, tokens=1000, peak=8000.0) as progress:
+    with progress_of(0, 10, tokens=1000, peak=8000.0) as progress:
         clock.now += 0.5
-        assert progress.advance(step_at(clock), 2.0) == {
+        assert advanced(progress, step_at(clock)) == {
             "perf/tokens_per_s": 2000.0,
             "perf/mfu": 0.25,
         }
         clock.now += 0.25
-        assert progress.advance(step_at(clock), 2.0)["perf/mfu"] == 0.5, (
+        assert advanced(progress, step_at(clock))["perf/mfu"] == 0.5, (
             "of this step, not a mean over several"
         )
-    with Progress(0, 10, tokens=1000) as progress:
+    with progress_of(0, 10, tokens=1000) as progress:
         clock.now += 0.5
-        assert progress.advance(step_at(clock), 2.0) == {"perf/tokens_per_s": 2000.0}
+        assert advanced(progress, step_at(clock)) == {"perf/tokens_per_s": 2000.0}
 
 
 def test_what_happens_between_steps_is_not_counted(clock: SimpleNamespace) -> None:
-    with Progress(0, 10, tokens=1000, peak=8000.0) as progress:
+    with progress_of(0, 10, tokens=1000, peak=8000.0) as progress:
         clock.now += 0.5
-        progress.advance(step_at(clock), 2.0)
+        advanced(progress, step_at(clock))
         clock.now += 100.0  # an evaluation
-        progress.resume_timing()
+        progress.after_evaluation(progress.run, {})
+        progress.before_step(progress.run)
         clock.now += 0.5
-        assert progress.advance(step_at(clock), 2.0)["perf/mfu"] == 0.25
+        assert advanced(progress, step_at(clock))["perf/mfu"] == 0.25
 
 
 def bar_of(width: int, show: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -133,9 +160,9 @@ def test_a_narrow_terminal_has_a_bar_and_fewer_fields_beside_it(
     recipe = NVFP4().with_high_precision("fprop")
 
     def train() -> None:
-        with Progress(28, steps, tokens=10_000, ranks=ranks) as progress:
+        with progress_of(28, steps, tokens=10_000, ranks=ranks) as progress:
             clock.now += 0.5
-            progress.advance(step_at(clock, recipe), 2.0)
+            advanced(progress, step_at(clock, recipe))
 
     line = bar_of(width, train, monkeypatch)
     assert len(line) <= width and len(line.split("|")[1]) >= 10, line

@@ -25,6 +25,7 @@ from fp4train.audit import AuditSettings, CallComparison, ObservedCall
 from fp4train.exchange import RecordedResults
 from fp4train.run.supervise import repeat as run_repeat, sums as run_sums
 from fp4train.run.supervise.layer_audits import LayerAudits
+from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import Saver
 
 AUDITED = ("audit.every=1", "audit.sums=1", "audit.repeat=2")
@@ -306,7 +307,7 @@ def test_every_microbatch_of_every_layer_is_audited_in_its_turn(
     audited: set[tuple[str, int]] = set()
 
     def collect(run: Any) -> None:
-        audits = run.audits.layers
+        audits = run.companions.of(RunAudits).layers
         for step in range(200):
             audited.add((audits.layer_at(step).layer.name, audits.microbatch_at(step)))
 
