@@ -62,7 +62,11 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4, forward only": NVFP4().with_high_precision("dgrad", "wgrad"),
     "nvfp4, dequantised": NVFP4(backward="dequantised"),
     "nvfp4 forward, mxfp8 backward": Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
-    "nvfp4, row-scaled": NVFP4(row_scaled_activation=True, stochastic_rounding=False),
+    "nvfp4, row-scaled": Mixed(
+        fprop=NVFP4(row_scaled_activation=True),
+        dgrad=NVFP4(stochastic_rounding=False),
+        wgrad=NVFP4(stochastic_rounding=False),
+    ),
     "nvfp4, four-over-six": NVFP4(four_over_six="all", hadamard=False, stochastic_rounding=True),
     "mxfp8": MXFP8(),
     "mxfp8, hybrid": MXFP8(element="hybrid"),

@@ -50,6 +50,7 @@ PATHS = (
     (TENSOR, TENSOR),
     (ROW, ROW),
     (ROW, TENSOR),
+    (TENSOR, ROW),
     (SEVERAL, TENSOR),
     (SEVERAL, SEVERAL),
     ("float32 with a tensor's scale", "float32 with a tensor's scale"),

@@ -109,7 +109,7 @@ EVERY = set(SLOTS)
         (NVFP4(hadamard=False), WGRAD, {"hadamard"}),
         (NVFP4(stochastic_rounding=False), DY, {"rounding"}),
         (NVFP4(two_d_weights=False), W, {"block"}),
-        (NVFP4(row_scaled_activation=True), {("fprop", "x")}, {"global_scale"}),
+        (NVFP4(row_scaled_activation=True), X, {"global_scale"}),
         (NVFP4(four_over_six="weights"), W, {"four_over_six", "global_bound"}),
         (NVFP4(four_over_six="weights", four_over_six_bound="none"), W, {"four_over_six"}),
         (NVFP4(formula="te2.13"), EVERY, {"formula"}),

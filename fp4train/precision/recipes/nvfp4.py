@@ -25,7 +25,8 @@ class NVFP4(Recipe):
         stochastic_rounding: stochastic rounding of dy in dgrad and wgrad (TE: not
             disable_stochastic_rounding).
         two_d_weights: 16×16 blocks for w, else 1×16 (TE: not disable_2d_quantization).
-        row_scaled_activation: one global scale per token instead of per tensor, for x in fprop.
+        row_scaled_activation: one global scale per token instead of per tensor for x in fprop, one
+            per channel in wgrad.
         four_over_six: "none", "weights", "activations" or "all": scale the maximum of each block to
             6 or to 4, whichever has the smaller error (arXiv:2512.02010).
         four_over_six_error: "mae" or "mse", the error that is compared.
@@ -96,6 +97,6 @@ class NVFP4(Recipe):
             "dgrad": Operands(first=dy, second=w),
             "wgrad": Operands(
                 first=replace(dy, hadamard=transform),
-                second=replace(activation, hadamard=transform),
+                second=replace(x, hadamard=transform),
             ),
         }

@@ -159,7 +159,7 @@ from transformer_engine.pytorch.quantization import QuantizerRole, RecipeState  
 
 from fp4train import backends  # noqa: E402
 from fp4train.backends import Table  # noqa: E402
-from fp4train.backends.te import QuantizerFactory, TEExecutor, to_te  # noqa: E402
+from fp4train.backends.te import QuantizerFactory, TEExecutor, executor, to_te  # noqa: E402
 from fp4train.nn import Linear  # noqa: E402
 from fp4train.precision import (  # noqa: E402
     Layer,
@@ -251,7 +251,9 @@ def recipes() -> dict[str, Recipe]:
         "nvfp4_forward_only": NVFP4().with_high_precision("dgrad", "wgrad"),
         "nvfp4_fprop_bf16": NVFP4().with_high_precision("fprop"),
         "nvfp4_wgrad_bf16": NVFP4().with_high_precision("wgrad"),
-        "nvfp4_row_scaled": NVFP4(row_scaled_activation=True),
+        "nvfp4_row_scaled": Mixed(
+            fprop=NVFP4(row_scaled_activation=True), dgrad=NVFP4(), wgrad=NVFP4()
+        ),
         "mxfp8_hybrid_2d": MXFP8(element="hybrid", two_d_weights=True),
         "mxfp8_fprop_bf16": MXFP8().with_high_precision("fprop"),
         "fp8_current_pow2": FP8Current(power_of_two=True),
@@ -277,12 +279,15 @@ def same_as_native() -> dict[str, bool]:
 def reference_recipe(table: Table) -> CustomRecipe:
     """TE's pure-torch reference in place of the kernels that `table` would run on."""
     two_d = table["fprop"].second.block == (16, 16)
+    by_row = table["wgrad"].second.global_scale == "row"
 
     def factory(role: QuantizerRole | None) -> Any:
-        weight = role is not None and role.tensor_type == "weight"
+        kind = "" if role is None else role.tensor_type
+        weight = kind == "weight"
         return reference_nvfp4.NVFP4QuantizerRef(
             dtype=reference_utils.Fp4Formats.E2M1,
             quant_tile_shape=(16, 16) if weight and two_d else (1, 16),
+            row_scaled_nvfp4=kind == "input" and by_row,
             with_rht=not weight and table["wgrad"].second.hadamard is not None,
         )
 
@@ -319,12 +324,14 @@ def against_emulation() -> dict[str, dict[str, float]]:
     ours = Linear.from_linear(plain(), place, "reference")
     theirs = Linear.from_linear(plain(), place, "te")
     backends.te.TransformerEngine.why_not = lambda self, table, layer, device: None
+    executor.shares_codes = lambda table: False  # which asks what TE's kernels run
     theirs.states["te"] = TEExecutor(name="layer", translate=reference_recipe)
     base = NVFP4(stochastic_rounding=False)
     switched = {
         "rht_2d": base,
         "no_rht": dataclasses.replace(base, hadamard=False),
         "1d": dataclasses.replace(base, two_d_weights=False),
+        "per_token": dataclasses.replace(base, row_scaled_activation=True),
         "rht_2d_again": base,
     }
     report = {}

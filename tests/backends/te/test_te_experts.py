@@ -12,7 +12,7 @@ from fp4train.backends import choose
 from fp4train.backends.te import availability, translate
 from fp4train.hardware import Device, find_gpu
 from fp4train.precision import Layer, Recipe
-from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
+from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed, Mixed
 
 if (availability.version() or ()) < (2, 20):
     pytest.skip("needs the transformer_engine wheel, 2.20 or newer", allow_module_level=True)
@@ -55,7 +55,10 @@ def test_without_a_sum_the_gradient_is_in_the_recipes_dtype_and_transposed_weigh
             NVFP4().with_high_precision("fprop"),
             "takes TE's own recipes: one format in all three GEMMs",
         ),
-        (NVFP4(row_scaled_activation=True), "TE's GroupedLinear takes one global scale per expert"),
+        (
+            Mixed(fprop=NVFP4(row_scaled_activation=True), dgrad=NVFP4(), wgrad=NVFP4()),
+            "TE's GroupedLinear takes one global scale per expert",
+        ),
     ],
     ids=["delayed", "high", "rows"],
 )

@@ -178,7 +178,7 @@ def test_tes_environment_variables_change_nothing() -> None:
         NVFP4().with_high_precision("fprop"),
         NVFP4().with_high_precision("dgrad"),
         NVFP4().with_high_precision("wgrad"),
-        NVFP4(row_scaled_activation=True),
+        Mixed(fprop=NVFP4(row_scaled_activation=True), dgrad=NVFP4(), wgrad=NVFP4()),
         MXFP8().with_high_precision("fprop"),
         MXFP8().with_high_precision("dgrad", "wgrad"),
         NVFP4(row_scaled_activation=True).with_high_precision("dgrad", "wgrad"),
@@ -257,6 +257,8 @@ BLOCK_2D = QuantSpec(element="e4m3", block=(128, 128), scale="fp32", global_scal
         (_with("fprop", first=E5M2), ["fprop", "x is mxfp8 and w is nvfp4"]),
         (_with("fprop", first=TRANSFORMED, second=TRANSFORMED), ["fprop x", "wgrad operands only"]),
         (_with("wgrad", first=BY_ROW, second=BY_ROW), ["wgrad dy", "row-wise"]),
+        (NVFP4(row_scaled_activation=True), ["wgrad x", "no Hadamard transform"]),
+        (NVFP4(row_scaled_activation=True, hadamard=False), ["wgrad x", "in fprop alone"]),
         (_with("wgrad", first=LONG, second=LONG), ["wgrad dy", "size 16"]),
         (
             _with(
