@@ -74,7 +74,7 @@ PIECES: dict[str, QuantSpec] = {
     ),
     "away from zero": QuantSpec(rounding="nearest_away"),
     "ue5m3": QuantSpec(scale="ue5m3", global_scale=None),
-    "ue5m3_ieee": QuantSpec(scale="ue5m3_ieee", held=50, rounding="stochastic_8"),
+    "ue5m3_ieee": QuantSpec(scale="ue5m3_ieee", held=50, rounding="stochastic_8_midpoint"),
     "macro": replace(mx("e2m1", "even", rows=32), global_scale="macro"),
     "tiles": QuantSpec(global_scale=(128, 128), rounding="stochastic", guard=16 / 17),
     "whole rows": QuantSpec(global_scale=(256, None), hadamard=Hadamard()),

@@ -262,6 +262,8 @@ def describe(
         scale += f" {spec.scale_rounding}"
     if spec.global_scale:
         scale += f" + {describe_global(spec.global_scale)}"
+    if spec.chunks:
+        scale += " in {}×{}".format(*spec.chunks)
     if spec.delayed:
         scale += " delayed"
     if spec.held:

@@ -47,6 +47,7 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "formula": tuple(cpu.FORMULAS),
     "rounding": tuple(cpu.ROUNDINGS),
     "four_over_six": tuple(cpu.FOUR_OVER_SIX),
+    "chunks": (None,),
 }
 """The values of each spec field that the kernels support, besides the element format."""
 

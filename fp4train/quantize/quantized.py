@@ -13,7 +13,6 @@ from fp4train.quantize.scaling import (
     global_scales,
     product_factor,
     spread_outer,
-    spread_rows,
     unswizzle_scales,
 )
 from fp4train.quantize.spec import QuantSpec
@@ -134,9 +133,7 @@ class Quantized(NamedTuple):
         if self.factor is not None:
             return self.factor
         decode = global_scales(self.amax, self.spec)[1]
-        if self.spec.scaled_rows is None:
-            return decode
-        return spread_rows(decode, self.shape[0], self.spec)
+        return spread_outer(decode, torch.Size((self.shape[0], 1)), self.spec)
 
     def decoded(self) -> Decoded:
         """The operand of an emulated GEMM; equal to `quantize_dequantize` in every bit."""

@@ -20,6 +20,7 @@ from fp4train.formats import LevelledScale
 from fp4train.quantize import reference
 from fp4train.quantize.quantized import Decoded, Prepared, Quantized
 from fp4train.quantize.random import RandomKey
+from fp4train.quantize.scaling import out_of_chunks
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, transform
 from fp4train.text import check_choice
@@ -106,6 +107,37 @@ class Quantizer:
             raise ValueError(f"quantized.spec={quantized.spec}: this quantizer decodes {self.spec}")
 
 
+class ChunkQuantizer(Quantizer):
+    """Codes by the kernel of tiles; their block scales are rounded again (`QuantSpec.chunks`)."""
+
+    def __init__(self, spec: QuantSpec, device_type: str, kernel: str) -> None:
+        self._tiles = quantizer(spec.of_chunks, device_type, kernel)
+        self._decoding = quantizer(replace(spec, chunks=None, formula="te2.14"), device_type)
+        super().__init__(spec, self._tiles.why)
+        self.kernel = self._tiles.kernel
+
+    def codes(
+        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Quantized:
+        """Codes and scales of x."""
+        x_RC = check_input(x_RC, self.spec, key, amax)
+        tiles = self._tiles.codes(x_RC, key)
+        assert tiles.amax is not None
+        scales, amax = out_of_chunks(tiles.scales, tiles.amax, self.spec, amax)
+        return Quantized(self.spec, tiles.shape, tiles.codes, scales, amax)
+
+    def values(
+        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Decoded:
+        """`codes(...).decoded()` to the bit."""
+        return self.decode(self.codes(x_RC, key, amax))
+
+    def decode(self, quantized: Quantized) -> Decoded:
+        """`quantized.decoded()` to the bit, in one pass."""
+        self._check_spec(quantized)
+        return self._decoding.decode(quantized._replace(spec=self._decoding.spec))
+
+
 @cache
 def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quantizer:
     """The quantizer of `spec` for tensors on `device_type` (cpu, cuda, …).
@@ -119,6 +151,8 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
     check_choice("kernel", kernel, KERNELS)
     if kernel == "reference":
         return Quantizer(spec)
+    if spec.chunks is not None:
+        return ChunkQuantizer(spec, device_type, kernel)
     chosen = kernel
     if kernel == "auto":
         chosen = "triton" if device_type == "cuda" else "cpu"
@@ -195,7 +229,7 @@ def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
 
     Raises:
         ValueError: the transform is drawn anew in each step, or rounding moves the scales: those of
-            macro-blocks, of HiF4, and of powers of two with a guard.
+            macro-blocks, of chunks, encode-centric ones, of HiF4, and of powers of two with a guard.
     """
     if spec.rounding == "eden" or (
         isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step"
@@ -204,7 +238,8 @@ def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
             f"{spec}: its transform is drawn anew in each step, so no values stay representable"
         )
     levelled = isinstance(spec.scale_format, LevelledScale)
-    if levelled or spec.global_scale == "macro" or spec.product_factor is not None:
+    chunks = spec.chunks is not None or spec.formula == "encode_centric"
+    if levelled or chunks or spec.global_scale == "macro" or spec.product_factor is not None:
         raise ValueError(
             f"{spec}: its scales follow an amax that rounding changes, so no values stay "
             "representable"

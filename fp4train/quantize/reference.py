@@ -105,41 +105,48 @@ def scale_tensor(
     return Scaled(t, scale_inv, scale_inv, used, scale_inv)
 
 
+def _scale_chunks(
+    x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Tensor | None, key: RandomKey | None
+) -> Scaled:
+    inner = _scale_two_level(x_blocks, amax_b, spec.of_chunks, None, key)
+    assert inner.amax is not None
+    stored, amax = scaling.out_of_chunks(inner.stored, inner.amax, spec, amax)
+    decode = scaling.spread_outer(scaling.global_scales(amax, spec)[1], amax_b.shape, spec)
+    return Scaled(inner.t, stored, spec.scale_format.decode(stored), amax, decode)
+
+
 def _scale_two_level(
     x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Tensor | None, key: RandomKey | None
 ) -> Scaled:
+    if spec.chunks is not None:
+        return _scale_chunks(x_blocks, amax_b, spec, amax, key)
     if amax is not None:
         if spec.global_scale == "row":
             amax = amax.to(torch.float32).reshape(-1, 1)
         else:
             amax = amax.to(torch.float32).reshape(())
-    elif spec.extent is not None:
-        amax = scaling.outer_amax(amax_b, spec)
     else:
-        if amax_b.numel():
-            amax = amax_b.amax()
-        else:
-            amax = amax_b.new_zeros(())
-    encode, decode = scaling.global_scales(amax, spec)
-    if spec.outer is not None:
-        encode, decode = (
-            scaling.spread_outer(scale, amax_b.shape, spec) for scale in (encode, decode)
-        )
-    elif spec.extent is not None:
-        encode, decode = (
-            scaling.spread_rows(scale, amax_b.shape[0], spec) for scale in (encode, decode)
-        )
+        amax = scaling.outer_amax(amax_b, spec)
+    encode, decode = (
+        scaling.spread_outer(scale, amax_b.shape, spec)
+        for scale in scaling.global_scales(amax, spec)
+    )
     if spec.scale_format.roundings:
         return _scale_macro(x_blocks, amax_b, encode, decode, amax, spec)
+    factor = None
     if spec.four_over_six is not None:
         stored = scaling.choose_scales(x_blocks, amax_b, amax, encode, decode, spec)
+    elif spec.formula == "encode_centric":
+        stored, factor = scaling.encode_centric(amax_b, encode, spec)
     else:
         stored = scaling.block_scales_two_level(amax_b, encode, spec)
     if isinstance(spec.scale_format, AdaptiveScale):
         stored = scaling.choose_grids(x_blocks, stored, amax, decode, spec)
     scale = spec.scale_format.decode(stored)
+    if factor is None:
+        factor = scaling.encode_factor(scale * decode)
     # + 0.0: a negative zero is coded as zero, as in TE
-    t = (x_blocks * _spread(scaling.encode_factor(scale * decode))).add_(0.0)
+    t = (x_blocks * _spread(factor)).add_(0.0)
     if spec.rounding == "eden" and isinstance(spec.hadamard, Hadamard):
         t = torch.where(_spread(scale == 0), 0.0, t)
         bits = _random_bits(t, spec, key)[:, 0, :, 0]  # those of the first element of a block

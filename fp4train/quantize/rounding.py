@@ -14,6 +14,10 @@ gfloat, SRFF in "On Stochastic Rounding with Few Random Bits" (Fitzgibbon and Fe
 2504.20634). The probability of rounding up is floor(fraction * 2^n) / 2^n: values shrink by up to
 half of 2^-n quanta on average.
 
+`stochastic_8_midpoint` has eight and rounds up where fraction + (r + 1/2) / 2^8 >= 1, with the sum
+in float32: gfloat's "StochasticFast", that of arXiv 2609.02846. The probability is the fraction
+rounded to a multiple of 2^-8.
+
 MS-EDEN (Quartet II, arXiv 2601.22813): unbiased NVFP4 with the randomness in the block scales, not
 in the elements.
 
@@ -127,6 +131,18 @@ class FewBits(Rounding):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Midpoint(FewBits):
+    """Up with a probability that is the fraction rounded to `bits` bits: see above."""
+
+    def integers(self, position: Tensor, bits: Tensor | None) -> Tensor:
+        if bits is None:
+            raise ValueError(f"bits=None: rounding={self.name!r} takes random bits")
+        floor = position.floor()
+        middle = (bits >> (RANDOM_BITS - self.bits)).to(torch.float32).add_(0.5)
+        return floor.add_(position.sub_(floor).add_(middle.mul_(2.0**-self.bits)) >= 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Eden(Nearest):
     """Elements to nearest; the random bits round their corrected block scales."""
 
@@ -140,8 +156,9 @@ EDEN: Final = Eden(name="eden")
 FEW_BITS: Final = tuple(
     FewBits(name=f"stochastic_{bits}", bits=bits) for bits in range(1, RANDOM_BITS)
 )
+MIDPOINT: Final = Midpoint(name="stochastic_8_midpoint", bits=8)
 ROUNDINGS: Final = Registry[Rounding](
-    "rounding", (NEAREST, STOCHASTIC, EDEN, NEAREST_AWAY, *FEW_BITS)
+    "rounding", (NEAREST, STOCHASTIC, EDEN, NEAREST_AWAY, *FEW_BITS, MIDPOINT)
 )
 """Roundings, those of plugins last."""
 

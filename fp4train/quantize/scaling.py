@@ -61,9 +61,11 @@ def macro_codes(amax: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def outer_amax(amax_b: Tensor, spec: QuantSpec) -> Tensor:
-    """The amaxes of what shares a scale above those of blocks, [ceil(R/rows), ceil(C/columns)],
-    from the amaxes of the blocks [Rb, Cb].
+    """The amaxes of what shares a scale above those of blocks, [ceil(R/rows), ceil(C/columns)], or
+    that of the tensor, from the amaxes of the blocks [Rb, Cb].
     """
+    if spec.extent is None:
+        return amax_b.amax() if amax_b.numel() else amax_b.new_zeros(())
     tall, wide = _outer_blocks(spec, amax_b.shape[1])
     below, beside = -amax_b.shape[0] % tall, -amax_b.shape[1] % wide
     amax_b = F.pad(amax_b, (0, beside, 0, below))
@@ -74,17 +76,16 @@ def outer_amax(amax_b: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def spread_outer(per_outer: Tensor, blocks: torch.Size, spec: QuantSpec) -> Tensor:
-    """The values of `outer_amax` for each of the blocks, [Rb, Cb]."""
-    tall, wide = _outer_blocks(spec, blocks[1])
-    spread = per_outer.repeat_interleave(tall, dim=0).repeat_interleave(wide, dim=1)
-    return spread[: blocks[0], : blocks[1]]
-
-
-def spread_rows(per_outer: Tensor, rows: int, spec: QuantSpec) -> Tensor:
-    """Scales [ceil(R/n), 1] of whole rows for each of their rows, [R, 1]."""
-    if spec.scaled_rows == 1:
+    """What is one for each of `outer_amax` for the blocks [Rb, Cb]; [R, 1] of whole rows, and what
+    is of the tensor as it is.
+    """
+    if spec.extent in (None, (1, None)):
         return per_outer
-    return per_outer.repeat_interleave(spec.scaled_rows or 1, dim=0)[:rows]
+    tall, wide = _outer_blocks(spec, blocks[1])
+    spread = per_outer.repeat_interleave(tall, dim=0)[: blocks[0]]
+    if spec.outer is None:
+        return spread
+    return spread.repeat_interleave(wide, dim=1)[:, : blocks[1]]
 
 
 def _outer_blocks(spec: QuantSpec, blocks: int) -> tuple[int, int]:
@@ -106,6 +107,45 @@ def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> T
         return spec.scale_format.encode((amax_b / largest) * encode)
     factor = (encode * largest.reciprocal()).clamp(max=FLOAT32_MAX)
     return spec.scale_format.encode(amax_b * factor)
+
+
+def encode_centric(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """(Bytes of block scales, factors of their elements): with m = 6 / (amax_b * S_enc) rounded,
+    they are 1 / m and min(m * S_enc, FLT_MAX).
+    """
+    fmt = spec.scale_format
+    ratio = amax_b.new_full((), element_range(spec)) / (nan_if_not_finite(amax_b) * encode)
+    multiplier = fmt.decode(fmt.encode(ratio.clamp_(max=FLOAT32_MAX)))
+    return fmt.encode(multiplier.reciprocal()), (multiplier * encode).clamp_(max=FLOAT32_MAX)
+
+
+def out_of_chunks(
+    stored: Tensor, chunks: Tensor, spec: QuantSpec, amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(Bytes of block scales, amaxes) under the scale of `spec.global_scale`.
+
+    As in the authors' kernels (github.com/MrHuff/mfu-fp4-training, nvfp4_CTA_local_v4): a block
+    scale times the float32 quotient of both scales, amax / bound each, rounded to nearest; those of
+    square blocks, as weights have them, stay above zero.
+
+    Args:
+        stored: bytes [Rb, Cb] under the scales of chunks.
+        chunks: amaxes of the chunks.
+        amax: amax of the tensor; None: that of the chunks.
+    """
+    fmt = spec.scale_format
+    chunk = spread_outer(chunks, stored.shape, spec.of_chunks)
+    if amax is None:
+        amax = outer_amax(chunk, spec)
+    else:
+        amax = amax.to(chunk).reshape(())
+    bound = spec.global_bound * element_range(spec)
+    outer = divided(spread_outer(amax, stored.shape, spec), bound)
+    ratio = torch.where(chunk == 0, 0.0, divided(chunk, bound) / outer)
+    scale = fmt.decode(stored) * ratio
+    if spec.block[0] != 1:
+        scale = torch.where(scale > 0, scale.clamp(min=fmt.smallest), scale)
+    return fmt.encode(scale), amax
 
 
 def divided(x: Tensor, divisor: float) -> Tensor:

@@ -79,6 +79,8 @@ def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
         reason = why_not_cut(spec.requantises, extent, columns=not columns)
         if reason is not None:
             return reason
+    if spec.chunks is not None and (reason := why_not_cut(spec.of_chunks, extent, columns=columns)):
+        return reason
     block = spec.block[1 if columns else 0]
     if block is not None and extent % block:
         return f"a shard of {extent} is not whole blocks of {block}"

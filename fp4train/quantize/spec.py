@@ -8,6 +8,7 @@ MXFP8 / MXFP6 / MXFP4      any      (1, 32)     e8m0   None        (or macro)
 FP8 current, per row       e4m3     (None,None) fp32   None       ((1, None) per row)
 FP8 blocks                 e4m3     (1, 128)    fp32   None       (or pow2; (128, 128) for weights)
 FP4 without a global scale e2m1     (1, 16)     ue5m3  None        (or tensor, row, block)
+CTA-local NVFP4            e2m1     (1, 16)     e4m3   (256, None) (in chunks of (128, 128))
 
 Blocks run along the last axis of a 2-D tensor [R, C]; the column-wise form is the transposed tensor
 quantised row-wise.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Final
 
@@ -43,11 +44,10 @@ from fp4train.quantize.rounding import ROUNDINGS, Rounding
 from fp4train.quantize.transform import Hadamard
 from fp4train.text import check_choice
 
-GLOBAL_BOUNDS: Final = (448.0, 256.0)
-FORMULAS: Final = ("te2.14", "te2.13")
+FORMULAS: Final = ("te2.14", "te2.13", "encode_centric")
 ERROR_METRICS: Final = (None, "mae", "mse")
 DELAYED_ALGORITHMS: Final = ("max", "most_recent")
-_LATER: Final = ("held",)
+_LATER: Final = ("held", "chunks")
 """Fields that a spec's text has only where they are set."""
 LONGEST_HISTORY: Final = 1 << 20
 """Steps; each operand of each layer keeps 4 bytes per step."""
@@ -92,14 +92,15 @@ class QuantSpec:
     global_scale: the second, float32 level above block scales of E4M3 or UE5M3, for the tensor,
         each row, "block" (128 columns of a row) or a tile (rows, columns); "macro": the mantissa
         above E8M0 block scales. See `outer.py`.
-    global_bound: the largest block scale in use. 256 leaves room for four-over-six; of UE5M3 any
-        up to its largest value.
+    global_bound: the largest block scale in use, any up to the largest of its format. 256 leaves
+        room for four-over-six.
     formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then
-        rounded to E4M3.
+        rounded to E4M3; encode_centric: the factor of the elements, m = 6/(amax_b*S_enc), is
+        rounded, then its inverse, the block scale.
     rounding: nearest; nearest_away (ties away from zero); stochastic, or stochastic_1 to
-        stochastic_15 with so many random bits; or eden: elements to nearest after a Hadamard
-        transform with signs="step", with corrected block scales rounded stochastically (see
-        `rounding.py`); or one of a plugin.
+        stochastic_15 with so many random bits; stochastic_8_midpoint; or eden: elements to nearest
+        after a Hadamard transform with signs="step", with corrected block scales rounded
+        stochastically (see `rounding.py`); or one of a plugin.
         Those that draw random bits need a RandomKey when quantising.
     hadamard: transform along the blocked axis before the amax; another orthogonal one (a Rotation,
         or a Transform of a plugin) can replace it.
@@ -118,6 +119,9 @@ class QuantSpec:
     delayed: take the amax of a tensor-scaled FP8 operand from its history.
     held: steps for which the amax of the tensor is held after it was measured (arXiv 2609.02846);
         None: it is measured in each step. Larger values saturate.
+    chunks: (rows, columns) of tiles: elements and block scales are those under one float32 scale
+        per tile; the block scales, in units of the scale of `global_scale`, are rounded again (CTA-
+        local NVFP4, arXiv 2610.00053).
     """
 
     element: str = "e2m1"
@@ -134,6 +138,7 @@ class QuantSpec:
     delayed: Delayed | None = None
     requantises: QuantSpec | None = None
     held: int | None = None
+    chunks: tuple[int, int] | None = None
     format: ElementFormat = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -158,6 +163,7 @@ class QuantSpec:
         self._check_options()
         self._check_eden()
         self._check_held()
+        self._check_chunks()
         if isinstance(self.hadamard, Transform):
             check_transform(self.hadamard)
 
@@ -232,11 +238,7 @@ class QuantSpec:
         check_extent(self.global_scale, self.block)
 
     def _check_bound(self, fmt: ScaleFormat) -> None:
-        if fmt == E4M3_SCALE:
-            check_choice("global_bound", self.global_bound, GLOBAL_BOUNDS)
-        elif (
-            not isinstance(self.global_bound, int | float) or not 1 <= self.global_bound <= fmt.max
-        ):
+        if not isinstance(self.global_bound, int | float) or not 1 <= self.global_bound <= fmt.max:
             raise ValueError(
                 f"global_bound={self.global_bound!r}: the largest block scale of "
                 f"scale={fmt.name!r} in use; allowed are numbers from 1 to {fmt.max:g}"
@@ -353,6 +355,18 @@ class QuantSpec:
                 "requantises=None"
             )
 
+    def _check_chunks(self) -> None:
+        if self.chunks is None:
+            return
+        object.__setattr__(self, "chunks", read_global_scale(self.chunks))
+        rows = self.scaled_rows or 0
+        whole = self.global_scale == "tensor" or rows
+        if self.of_chunks.outer is None or not whole or rows % self.of_chunks.outer[0]:
+            raise ValueError(
+                f"chunks={self.chunks!r}: allowed are tiles, (rows, columns), under "
+                "global_scale='tensor' or (a multiple of their rows, None), or None"
+            )
+
     def __repr__(self) -> str:
         """The fields; those of `_LATER` where they are set."""
         shown = (
@@ -436,6 +450,11 @@ class QuantSpec:
         return self.extent[0]
 
     @cached_property
+    def of_chunks(self) -> QuantSpec:
+        """How elements and the first block scales are made where there are `chunks`."""
+        return replace(self, global_scale=self.chunks, chunks=None)
+
+    @cached_property
     def random(self) -> bool:
         """Whether quantising draws random bits, and so needs a RandomKey."""
         return self.rounder.random
@@ -459,7 +478,7 @@ class QuantSpec:
             self.extent is None or self.extent[0] == self.extent[1]
         )
         exact = not self.random and self.hadamard is None and self.requantises is None
-        return square and exact
+        return square and exact and (self.chunks is None or self.of_chunks.transposable)
 
 
 def _scales(having: Callable[[ScaleFormat], bool]) -> str:

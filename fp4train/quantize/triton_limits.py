@@ -31,6 +31,7 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "requantises": (None,),
     "global_scale": (None, "tensor", "row", "block", "macro"),
     "four_over_six": (None,),
+    "chunks": (None,),
 }
 """Field of a spec, besides the formats → its values that the kernels know, and of global_scale any
 tile; any other has no kernel.

@@ -9,6 +9,7 @@ import torch
 from fp4train.formats import AdaptiveScale, LevelledScale
 from fp4train.quantize.rounding import (
     FEW_BITS,
+    MIDPOINT,
     NEAREST,
     NEAREST_AWAY,
     RANDOM_BITS,
@@ -41,7 +42,7 @@ class Variant:
         sign.
     largest, nan_code: its largest value and the code of NaN; nan_value: what rounds to that code;
         nan_above: larger codes are NaN.
-    rounding: "nearest", "nearest_away", "stochastic", "few_bits". random_bits: of an
+    rounding: "nearest", "nearest_away", "stochastic", "few_bits", "midpoint". random_bits: of an
         element.
     scale: "unsigned" (a byte with a mantissa; TE >= 2.14's formula), "unsigned_divided" (TE <=
         2.13's, and that without a global scale), "e8m0_rceil", "e8m0_floor", "e8m0_even",
@@ -116,7 +117,7 @@ class Variant:
     factor: float = 1.0
 
 
-ROUNDINGS: Final = (NEAREST, NEAREST_AWAY, STOCHASTIC, *FEW_BITS)
+ROUNDINGS: Final = (NEAREST, NEAREST_AWAY, STOCHASTIC, *FEW_BITS, MIDPOINT)
 """Roundings that the kernels know."""
 
 
@@ -126,7 +127,8 @@ def of_elements(spec: QuantSpec) -> dict[str, Any]:
     rounding = spec.rounder
     name, bits = rounding.name, RANDOM_BITS
     if isinstance(rounding, FewBits):
-        name, bits = "few_bits", rounding.bits
+        name = "midpoint" if rounding == MIDPOINT else "few_bits"
+        bits = rounding.bits
     return {
         "mantissa": fmt.mantissa_bits,
         "min_exponent": fmt.min_exponent,

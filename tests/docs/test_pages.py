@@ -202,7 +202,7 @@ def test_own_formats_roundings_and_transforms_are_listed(
     assert ended.value.code == 0
     assert {"e3m0", "ue4m4"} <= {line.split()[0] for line in lines if line}
     shown = " ".join(lines)
-    assert "stochastic_15, towards_zero" in shown
+    assert "stochastic_8_midpoint, towards_zero" in shown
     assert "fp4train.quantize.Rotation, mylab.Pairs" in shown
     with pytest.raises(SystemExit):
         main(["formats"])

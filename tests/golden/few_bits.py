@@ -1,7 +1,11 @@
-"""Makes few_bits.json: stochastic rounding with few random bits by gfloat 0.5.2 (MIT licence), mode
-StochasticFastest, SRFF of "On Stochastic Rounding with Few Random Bits" (arXiv 2504.20634).
+"""Makes few_bits.json and midpoint.json: stochastic rounding with few random bits by gfloat 0.5.2
+(MIT licence).
 
     python tests/golden/few_bits.py
+
+few_bits: mode StochasticFastest, SRFF of "On Stochastic Rounding with Few Random Bits" (arXiv
+2504.20634). midpoint: mode StochasticFast, that of the package of arXiv 2609.02846
+(github.com/MrHuff/ue5m3-fp4, formats.py at 59868e7).
 
 Values of normal and small magnitude, and those on and beside the grid, with drawn bits.
 """
@@ -25,7 +29,12 @@ FORMATS = {
 COUNT = 48
 
 
-def case(element: str, bits: int, generator: np.random.Generator) -> dict[str, object]:
+def case(
+    element: str,
+    bits: int,
+    generator: np.random.Generator,
+    mode: RoundMode = RoundMode.StochasticFastest,
+) -> dict[str, object]:
     """Values, random bits and rounded values of one format, float32 as hexadecimal digits."""
     info = FORMATS[element]
     values = generator.normal(size=COUNT).astype(np.float32)
@@ -37,7 +46,7 @@ def case(element: str, bits: int, generator: np.random.Generator) -> dict[str, o
     rounded = round_ndarray(
         info,
         values.astype(np.float64),
-        rnd=RoundMode.StochasticFastest,
+        rnd=mode,
         sat=True,
         srbits=drawn,
         srnumbits=bits,
@@ -54,7 +63,13 @@ def case(element: str, bits: int, generator: np.random.Generator) -> dict[str, o
 def main() -> None:
     generator = np.random.default_rng(0)
     cases = [case(element, bits, generator) for element in FORMATS for bits in (2, 3, 8, 15)]
-    Path(__file__).with_suffix(".json").write_text(json.dumps({"cases": cases}) + "\n")
+    write("few_bits.json", cases)
+    middles = [case(element, 8, generator, RoundMode.StochasticFast) for element in FORMATS]
+    write("midpoint.json", middles)
+
+
+def write(name: str, cases: list[dict[str, object]]) -> None:
+    Path(__file__).with_name(name).write_text(json.dumps({"cases": cases}) + "\n")
 
 
 if __name__ == "__main__":

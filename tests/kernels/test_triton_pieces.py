@@ -50,7 +50,7 @@ SCALES = [
 ]
 register(*FORMATS, *SCALES)
 FEW_BITS = ("stochastic_1", "stochastic_8", "stochastic_15")
-ROUNDINGS = ("nearest", "nearest_away", "stochastic", *FEW_BITS)
+ROUNDINGS = ("nearest", "nearest_away", "stochastic", *FEW_BITS, "stochastic_8_midpoint")
 KINDS = ("wide", "normal", "nan", "inf", "huge", "tiny", "grid")
 VIEWS = {
     "rows": lambda x: x,

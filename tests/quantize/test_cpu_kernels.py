@@ -33,6 +33,7 @@ from fp4train.formats import ELEMENT_FORMATS, ElementFormat
 from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
 from fp4train.quantize import Hadamard, QuantSpec, register
+from fp4train.quantize.spec import FORMULAS
 
 OWN = tuple(
     ElementFormat(
@@ -76,7 +77,9 @@ def own_formats() -> None:
 
 @st.composite
 def specs(draw: st.DrawFn) -> QuantSpec:
-    rounding = draw(st.sampled_from(("nearest", "stochastic", "stochastic_8")))
+    rounding = draw(
+        st.sampled_from(("nearest", "stochastic", "stochastic_8", "stochastic_8_midpoint"))
+    )
     families = (
         "nvfp4",
         "ue5m3",
@@ -120,7 +123,7 @@ def specs(draw: st.DrawFn) -> QuantSpec:
             scale=draw(st.sampled_from(("ue5m3", "ue5m3_ieee"))),
             global_scale=global_scale,
             global_bound=draw(st.sampled_from((448, 61440))) if global_scale else 448,
-            formula=draw(st.sampled_from(("te2.14", "te2.13"))),
+            formula=draw(st.sampled_from(FORMULAS)),
             guard=draw(st.sampled_from((1.0, 16 / 17))),
             rounding=rounding,
             hadamard=draw(hadamards(rounding)) if block in ((1, 16), (1, 32)) else None,
@@ -134,7 +137,7 @@ def specs(draw: st.DrawFn) -> QuantSpec:
             block=block,
             global_scale=draw(st.sampled_from(("block", "block", *tiles))),
             global_bound=draw(st.sampled_from((448.0, 256.0))),
-            formula=draw(st.sampled_from(("te2.14", "te2.13"))),
+            formula=draw(st.sampled_from(FORMULAS)),
             guard=draw(st.sampled_from((1.0, 16 / 17))),
             rounding=rounding,
             hadamard=draw(hadamards(rounding)) if block in ((1, 16), (1, 32)) else None,
@@ -151,7 +154,7 @@ def specs(draw: st.DrawFn) -> QuantSpec:
             block=block,
             global_scale=draw(st.sampled_from(("tensor", "row"))) if block[0] == 1 else "tensor",
             global_bound=draw(st.sampled_from((448.0, 256.0))),
-            formula=draw(st.sampled_from(("te2.14", "te2.13"))),
+            formula=draw(st.sampled_from(FORMULAS)),
             guard=draw(st.sampled_from((1.0, 16 / 17))),
             rounding=rounding,
             hadamard=draw(hadamards(rounding)) if block in ((1, 16), (1, 32)) else None,

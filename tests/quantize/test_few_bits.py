@@ -23,6 +23,8 @@ from fp4train.quantize import (
 )
 
 CASES = json.loads((REDUCED / "few_bits.json").read_text())["cases"]
+MIDDLES = json.loads((REDUCED / "midpoint.json").read_text())["cases"]
+MIDPOINT = ROUNDINGS.get("stochastic_8_midpoint")
 
 
 def floats(digits: str) -> Tensor:
@@ -42,6 +44,41 @@ def test_few_bits_round_as_gfloat_rounds_with_the_complement_of_the_bits(case: d
         floats(case["values"]), get_format(case["element"]), (ours << 16 - bits) | lower, rounding
     )
     assert torch.equal(rounded, floats(case["rounded"]))
+
+
+@pytest.mark.parametrize("case", MIDDLES, ids=lambda case: case["element"])
+def test_midpoints_round_as_gfloats_stochastic_fast(case: dict) -> None:
+    drawn = torch.tensor(case["drawn"], dtype=torch.int32) << 8
+    lower = torch.randint(0, 256, drawn.shape, dtype=torch.int32)
+    fmt = get_format(case["element"])
+    rounded = round_to_values(floats(case["values"]), fmt, drawn | lower, MIDPOINT)
+    assert torch.equal(rounded, floats(case["rounded"]))
+
+
+DRAWN = np.arange(256, dtype=np.int32)
+MIDPOINTS = (2 * DRAWN + 1).astype(np.float32) * np.float32(2.0**-9)
+EDGES = np.float32(1) - MIDPOINTS
+FRACTIONS = np.concatenate([EDGES, np.nextafter(EDGES, EDGES - 1), np.nextafter(EDGES, EDGES + 1)])
+"""Where each of the 256 numbers begins to round up, and beside that."""
+
+
+def test_midpoints_round_up_where_the_authors_sum_reaches_one() -> None:
+    """delta + (2 r + 1) / 512 >= 1 in float32 (github.com/MrHuff/ue5m3-fp4, formats.py at 59868e7):
+    for floor(256 delta + 1/2) of the 256 r.
+    """
+    values = torch.from_numpy(FRACTIONS)[:, None].expand(-1, 256) / 2  # E2M1 has halves below 1
+    up = round_to_values(values, E2M1, torch.from_numpy(DRAWN << 8).expand(768, -1), MIDPOINT) > 0
+    expected = torch.from_numpy(FRACTIONS[:, None] + MIDPOINTS >= 1)
+    assert torch.equal(up, expected)
+    assert torch.equal(up[:256].sum(1), torch.floor(torch.from_numpy(EDGES) * 256 + 0.5).long())
+
+
+def test_kernels_add_as_the_reference_where_a_sum_rounds_to_one() -> None:
+    x = torch.from_numpy(FRACTIONS).expand(256, -1).clone() / 2
+    x[:, ::16] = 6.0  # which makes the scale 1
+    spec = QuantSpec(scale="e8m0", global_scale=None, block=(1, 16), rounding=MIDPOINT.name)
+    assert_equals_reference(x, spec, *every_machine())
+    assert_equals_reference(x.T.contiguous().T, spec, *every_machine())
 
 
 def mean_bias(fmt: ElementFormat, bits: int, dtype: torch.dtype) -> float:
@@ -93,14 +130,18 @@ def _fields(spec: QuantSpec) -> dict:
 
 def test_a_number_on_the_grid_stays_there_for_every_bit() -> None:
     grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    for rounding in FEW_BITS:
+    for rounding in (*FEW_BITS, MIDPOINT):
         for drawn in (0, 65535):
             bits = torch.full(grid.shape, drawn, dtype=torch.int32)
             assert torch.equal(round_to_values(grid, E2M1, bits, rounding), grid)
 
 
 @pytest.mark.parametrize(
-    "rounding", long_but(["stochastic_8"], ["stochastic_1", "stochastic_8", "stochastic_15"])
+    "rounding",
+    long_but(
+        ["stochastic_8", MIDPOINT.name],
+        ["stochastic_1", "stochastic_8", "stochastic_15", MIDPOINT.name],
+    ),
 )
 @pytest.mark.parametrize(
     "fields",

@@ -47,7 +47,7 @@ FP8 = {"element": "e4m3", "block": (None, None), "scale": "fp32", "global_scale"
             {"block": (16, 16), "global_scale": "row", "rounding": "stochastic"},
             "global_scale='row'",
         ),
-        ({"global_bound": 384.0}, "global_bound=384.0 is not one of 448.0, 256.0"),
+        ({"global_bound": 449.0}, "allowed are numbers from 1 to 448"),
         ({**MX, "global_bound": 256.0}, "global_bound=256.0: only scale='e4m3' or "),
         ({"scale_rounding": "floor"}, "scale_rounding='floor': only scale='e8m0' has one"),
         (

@@ -97,7 +97,7 @@ def _check_nvfp4(spec: QuantSpec) -> None:
         raise ValueError("TE's 16×16 blocks are rounded to nearest without a Hadamard transform")
     if spec.guard != 1.0:
         raise ValueError(f"TE has no guarded scale (guard={spec.guard:.4g})")
-    if spec.global_scale not in ("tensor", "row"):
+    if spec.global_scale not in ("tensor", "row") or spec.chunks is not None:
         raise ValueError("TE's NVFP4 has a global scale, for each tensor or each row")
     if spec.global_scale == "row" and (two_d or stochastic or transformed):
         raise ValueError(

@@ -242,7 +242,9 @@ def _families(table: Table, installed: tuple[int, ...]) -> dict[QuantSpec, str]:
             if gemm != "wgrad" and spec.hadamard is not None:
                 raise ValueError(f"{where}: TE transforms the wgrad operands only; {INSTEAD}")
             if gemm != "fprop" and spec.global_scale == "row":
-                raise ValueError(f"{where}: TE is given row-wise global scales in fprop alone; {INSTEAD}")
+                raise ValueError(
+                    f"{where}: TE is given row-wise global scales in fprop alone; {INSTEAD}"
+                )
     return family_of
 
 

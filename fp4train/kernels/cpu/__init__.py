@@ -44,15 +44,16 @@ SCALES: Final = {
     "if4": 8,
 }
 SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
-FORMULAS: Final = {"te2.14": 0, "te2.13": 1}
+FORMULAS: Final = {"te2.14": 0, "te2.13": 1, "encode_centric": 2}
 ROUNDINGS: Final = {
     "nearest": 0,
     "stochastic": 1,
     "eden": 2,
     "nearest_away": 3,
     **{f"stochastic_{bits}": 1 | bits << 8 for bits in range(1, 16)},
+    "stochastic_8_midpoint": 1 | 8 << 8 | 1 << 16,
 }
-FOUR_OVER_SIX: Final = {None: None, "mae": 2, "mse": 3}
+FOUR_OVER_SIX: Final = {None: None, "mae": 3, "mse": 4}
 """Number of the error by which a block chooses between 4 and 6; it stands in place of the
 formula's.
 """
@@ -91,7 +92,7 @@ LARGEST_BIAS: Final = 63
 """Of a format whose number holds its fields."""
 
 LAYOUT = 4
-VERSION = 8
+VERSION = 9
 """Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of
 functions.
 """

@@ -109,6 +109,8 @@ def snap(
             up = r * quantum < a - value
         elif ROUNDING == "few_bits":
             up = r * quantum <= a - value
+        elif ROUNDING == "midpoint":
+            up = (a - value) + r * quantum >= quantum
         else:
             up = 0.5 * quantum <= a - value
         bits += up.to(tl.int32)
@@ -240,13 +242,14 @@ def fraction(half):
 @triton.jit
 def threshold(half, V: tl.constexpr):
     """What the fraction of a position is compared with, of 16 random bits: `fraction`, or, of the
-    upper V.random_bits of them, (bits + 1) / 2^V.random_bits.
+    upper n = V.random_bits of them, (bits + 1) / 2^n; or what is added to it, (bits + 1/2) / 2^n.
     """
-    if V.rounding == "few_bits":
-        upper = (half >> (16 - V.random_bits)) << (23 - V.random_bits)
-        return (upper | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-V.random_bits)
-    else:
+    if V.rounding == "stochastic":
         return fraction(half)
+    else:
+        STEP: tl.constexpr = 2.0**-V.random_bits * (0.5 if V.rounding == "midpoint" else 1.0)
+        upper = (half >> (16 - V.random_bits)) << (23 - V.random_bits)
+        return (upper | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - STEP)
 
 
 @triton.jit

@@ -127,7 +127,8 @@ INLINE Rounded round_away(F t, Element e) {
 }
 INLINE Rounded round_plainly(F t, Element e, int away) { return away ? round_away(t, e) : round_nearest(t, e); }
 
-/* With `few` random bits r, the upper ones: up if the fraction is at least (r + 1) / 2^few, which is not below its predecessor. */
+/* With n random bits r, the upper ones: up if the fraction is at least (r + 1) / 2^n, which is not below its predecessor; by middles, if
+ * its sum with (r + 1/2) / 2^n is at least 1. few: n, | 256 by middles. */
 INLINE Rounded round_few(F t, I random, Element e, int few) {
     const F magnitude = f_min_magnitude(t, f_set(e.max));
     const I exponent = grid_exponent(magnitude, e);
@@ -135,10 +136,18 @@ INLINE Rounded round_few(F t, I random, Element e, int few) {
     const F quantum = f_bits(i_sub(exponent, i_set(e.mantissa << 23)));
     const F position = f_mul(magnitude, inverse);
     const F below = f_floor(position);
-    const I drawn = i_and(i_shr_by(random, 22 - few), i_set((1 << few) - 1));
-    const F limit = f_mul(f_of_i(i_add(drawn, i_set(1))), f_bits(i_set((127 - few) << 23)));
-    const F threshold = f_bits(i_sub(i_bits(limit), i_set(1)));
-    const F chosen = f_add_where(f_gt(f_sub(position, below), threshold), below, f_set(1.0f));
+    const int n = few & 255;
+    const F fraction = f_sub(position, below), step = f_bits(i_set((127 - n) << 23));
+    const I drawn = i_and(i_shr_by(random, 22 - n), i_set((1 << n) - 1));
+    K up;
+    if (few > n) {
+        const F middle = f_mul(f_add(f_of_i(drawn), f_set(0.5f)), step);
+        up = f_gt(f_add(fraction, middle), f_set(0x1.fffffep-1f));
+    } else {
+        const F limit = f_mul(f_of_i(i_add(drawn, i_set(1))), step);
+        up = f_gt(fraction, f_bits(i_sub(i_bits(limit), i_set(1))));
+    }
+    const F chosen = f_add_where(up, below, f_set(1.0f));
     return (Rounded){signed_code(i_of_f(chosen), exponent, t, e), with_sign(f_mul(chosen, quantum), t)};
 }
 

@@ -25,8 +25,8 @@ enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_UE5M3, SCALE_UE5M3_I
 /* IF4: blocks of integers, sign and magnitude, times 6/7: the number of INT4. */
 enum { IF4_INTEGERS = OWN_ELEMENT | 2 << OWN_MANTISSA_AT | 4 << OWN_BITS_AT | (OWN_BIAS - 1) << OWN_BIAS_AT };
 enum { ROUND_FLOOR, ROUND_RCEIL, ROUND_EVEN, ROUND_CEIL };
-enum { FORMULA_TE_2_14, FORMULA_TE_2_13, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE };
-enum { NEAREST, STOCHASTIC, EDEN, NEAREST_AWAY }; /* STOCHASTIC | n << 8: with n random bits; see round_few in element.h */
+enum { FORMULA_TE_2_14, FORMULA_TE_2_13, FORMULA_ENCODE_CENTRIC, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE };
+enum { NEAREST, STOCHASTIC, EDEN, NEAREST_AWAY }; /* STOCHASTIC | n << 8 | middle << 16: with n random bits; see round_few in element.h */
 /* EXTENT_ROW: of `amax_rows` whole rows; EXTENT_TILE: of OUTER_COLUMNS columns of `amax_rows` rows. */
 enum { EXTENT_NONE, EXTENT_TENSOR, EXTENT_ROW, EXTENT_OUTER, EXTENT_TILE };
 enum { TILE_ROWS = 256, TILE_COLUMNS = 128 }; /* the largest rectangle that a kernel copies: see input.h */
@@ -54,7 +54,7 @@ typedef struct {
     float scale_limit; /* SCALE_F32, SCALE_POW2: replaces an infinite scale */
     int stochastic;
     int away;          /* to nearest, ties away from zero */
-    int few_bits;      /* stochastic with so few random bits; 0: all sixteen, and a half */
+    int few_bits;      /* stochastic with so few random bits, | 256: by the middles of their steps; 0: all sixteen, and a half */
     uint64_t round_keys[ROUNDS][2]; /* of Philox, in 64 bits, so that vectors are loaded from them */
     uint32_t row_offset, col_offset8, step_operand, layer; /* Philox counter; col_offset8 counts eights of columns */
     int64_t own_cols; /* if a row of x is several rows of the tensor: their width; the counter is that of the tensor. 0: one row */
@@ -88,7 +88,7 @@ typedef struct {
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
 enum { LAYOUT = 4 };
 /* Of the numbers that fields can hold, and of the arguments of functions. An extension of another version does not know some. */
-enum { VERSION = 8 };
+enum { VERSION = 9 };
 enum { MAX_HADAMARD = 128 };
 
 /* The same for every call of a scheme. */

@@ -3,6 +3,7 @@
  * NVFP4  S_enc = bound / amax, at most FLT_MAX, 1 for amax = 0; S_dec = 1 / S_enc
  *        s = E4M3(amax_b * (S_enc * (1 / largest))), before TE 2.14 E4M3((amax_b / largest) * S_enc)
  *        encode = min(1 / (s * S_dec), FLT_MAX), decode = s, or s * S_dec if S_dec is that of an outer block
+ *        encode-centric: m = E4M3(largest / (amax_b * S_enc)), s = E4M3(1 / m), encode = min(m * S_enc, FLT_MAX)
  * UE5M3  as NVFP4; without a global scale s = UE5M3(amax_b / largest), encode = min(1 / s, FLT_MAX), decode = s
  *        macro-blocks: m = 1 + the upper 8 bits of the mantissa of largest / amax; the byte is that of amax_b m, encode = m 2^(127 - byte),
  *        decode = 2^(byte - 127) (1 / m)
@@ -57,8 +58,16 @@ INLINE Global global_scale(const Job *job, F amax) {
     return (Global){encode, decode, block};
 }
 
+INLINE Scale scale_encode_centric(const Job *job, F amax, Global global, int outer, int element) {
+    const F ratio = f_min(f_div(f_set(job->largest), f_mul(amax, global.encode)), f_set(float_max));
+    const F m = round_nearest(ratio, element_of(element)).value;
+    const Rounded s = round_nearest(f_div(f_set(1.0f), m), element_of(element));
+    return (Scale){s.code, f_min(f_mul(m, global.encode), f_set(float_max)), outer ? f_mul(s.value, global.decode) : s.value};
+}
+
 /* A scale with a mantissa, of the format `element`, under a global one. */
 INLINE Scale scale_under(const Job *job, F amax, Global global, int outer, int element) {
+    if (job->formula == FORMULA_ENCODE_CENTRIC) return scale_encode_centric(job, amax, global, outer, element);
     const int divides = job->formula == FORMULA_TE_2_13;
     const F wanted = divides ? f_mul(f_div(amax, f_set(job->largest)), global.encode) : f_mul(amax, global.block);
     if (divides) report(job, not_finite(i_and(i_bits(wanted), i_set(INT32_MAX))));
