@@ -14,7 +14,7 @@ from fp4train.config.command_line import CommandLine, read_line
 from fp4train.config.composition import named
 from fp4train.config.folders import own_options
 from fp4train.errors import UserError
-from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
+from fp4train.lab.ledger import PublishedRecipe, code_read, ledger, markdown
 from fp4train.precision import Recipe
 from fp4train.text import near_miss
 
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     """Print the table, or recipes in full; returns the exit code."""
     entries = ledger()
     if arguments == [MARKDOWN]:
-        print("\n".join(markdown(entries)))
+        print("\n".join(markdown(entries, code_read())))
         return 0
     line = read_line(arguments, CommandLine, __doc__)
     if len(line.words) > 1:
@@ -55,4 +55,4 @@ def _print_in_full(name: str, entries: Sequence[PublishedRecipe]) -> None:
         )
     names = dict.fromkeys(entry.recipe for entry in chosen) or [name]
     recipes: list[Recipe] = [bind(named("recipe", option), Recipe, "recipe") for option in names]
-    print_screen("recipe.txt", entries=chosen, recipes=recipes)
+    print_screen("recipe.txt", entries=chosen, recipes=recipes, code=code_read())

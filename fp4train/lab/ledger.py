@@ -3,7 +3,7 @@
 Its data are `configs/ledger.yaml`; `fp4train recipes` and docs/recipes.md show them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,12 +88,24 @@ def ledger(path: Path = LEDGER) -> list[PublishedRecipe]:
     Raises:
         UserError: an entry has an unknown key, or a value of another type.
     """
-    nodes = OmegaConf.to_container(OmegaConf.load(path))
-    return list(bind(nodes, list[PublishedRecipe], path.name))
+    return list(
+        bind(
+            OmegaConf.to_container(OmegaConf.load(path).published), list[PublishedRecipe], path.name
+        )
+    )
 
 
-def markdown(entries: Sequence[PublishedRecipe]) -> list[str]:
-    """The entries as the tables of docs/recipes.md: what is mirrored, and the figures."""
+def code_read(path: Path = LEDGER) -> dict[str, str]:
+    """What was read of the authors' code, by name of the recipe: repository, commit and files, or
+    why none was.
+    """
+    return dict(bind(OmegaConf.to_container(OmegaConf.load(path).code), dict[str, str], path.name))
+
+
+def markdown(entries: Sequence[PublishedRecipe], code: Mapping[str, str]) -> list[str]:
+    """The tables of docs/recipes.md: what entries mirror, their figures, the `code` that was
+    read.
+    """
     lines = [
         "| words of `fp4train` | source | mirrored | not mirrored | layers kept |",
         "|---|---|---|---|---|",
@@ -110,4 +122,5 @@ def markdown(entries: Sequence[PublishedRecipe]) -> list[str]:
             f"{'–' if figure.here is None else figure.here} |"
             for figure in entry.figures
         ]
-    return lines
+    lines += ["", "| recipe | what was read of the authors' code |", "|---|---|"]
+    return lines + [f"| `{name}` | {text} |" for name, text in code.items()]

@@ -7,14 +7,14 @@ from configured import recipe_named
 from shown import DOCS, SMALL, commands, table
 
 from fp4train.cli import main
-from fp4train.lab.ledger import ledger, markdown
+from fp4train.lab.ledger import code_read, ledger, markdown
 from fp4train.quantize.triton_steps import why_not_steps
 
 TEXT = (DOCS / "recipes.md").read_text(encoding="utf-8")
 
 
 def test_the_page_shows_the_ledger() -> None:
-    assert "\n".join(markdown(ledger())) in TEXT
+    assert "\n".join(markdown(ledger(), code_read())) in TEXT
 
 
 def test_the_page_names_the_recipes_that_the_reference_quantises_on_gpus() -> None:

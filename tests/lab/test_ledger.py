@@ -16,7 +16,7 @@ from torch import nn
 import fp4train as f4
 from fp4train.config import own_options
 from fp4train.errors import UserError
-from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
+from fp4train.lab.ledger import PublishedRecipe, code_read, ledger, markdown
 from fp4train.lab.studies import candidates, sweep_axes
 from fp4train.precision import BF16, Layer, LayerPolicy, find_layers
 from fp4train.quantize import RandomKey, quantize
@@ -205,6 +205,18 @@ def test_both_forms_of_ufp4_have_the_same_codes_and_values() -> None:
             )
 
 
+def test_the_ledger_says_of_every_recipe_which_code_of_its_authors_was_read() -> None:
+    """Repository, commit and file, or that there was none; of a published recipe never "of no
+    paper".
+    """
+    code = code_read()
+    assert sorted(code) == sorted(path.stem for path in RECIPE_FILES.glob("*.yaml"))
+    place = re.compile(r"[\w.-]+/[\w.-]+ [0-9a-f]{7}: \S+\.\w+(, \S+\.\w+)*")
+    for name, text in code.items():
+        none = text.startswith(("paper only", "none found"))
+        assert place.fullmatch(text) or none or (text.startswith("none") and name not in RECIPES)
+
+
 def test_each_paper_is_found_by_its_number() -> None:
     numbers = {entry.arxiv for entry in ENTRIES}
     assert {"2605.20402", "2606.19348"} <= numbers
@@ -223,13 +235,13 @@ def test_an_entry_that_says_too_little_or_too_much_is_refused(
     changed: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "ledger.yaml"
-    path.write_text(yaml.safe_dump([{**ENTRY, **changed}]))
+    path.write_text(yaml.safe_dump({"published": [{**ENTRY, **changed}]}))
     with pytest.raises((UserError, ValueError), match=message):
         ledger(path)
 
 
 def test_the_page_has_every_entry() -> None:
-    page = "\n".join(markdown(ENTRIES))
+    page = "\n".join(markdown(ENTRIES, code_read()))
     for entry in ENTRIES:
         assert f"| `recipe={entry.recipe} {' '.join(entry.words)}` | [{entry.title}]" in page
         assert entry.link in page
