@@ -45,7 +45,6 @@ RECIPES: dict[str, Recipe] = {
     "fp8 blocks": FP8Block(),
     "fp8 blocks, scales in float32": FP8Block(power_of_two=False),
     "mxfp8": MXFP8(),
-    "mxfp8, gradients in e5m2": MXFP8(element="hybrid"),
     "nvfp4": NVFP4(),
     "nvfp4, plain": NVFP4(stochastic_rounding=False, hadamard=False, two_d_weights=False),
     "nvfp4, row-scaled": NVFP4(row_scaled_activation=True, stochastic_rounding=False),

@@ -8,9 +8,11 @@ What `torch.nn.functional.scaled_mm` takes of A [M, K] and B [N, K], which it mu
 |---|---|---|---|
 | FP8, one scale | compute capability 8.9 and newer; CPUs | E4M3 or E5M2 | float32, of the tensor or [M, 1] |
 | NVFP4 | 10.x | E2M1, two per byte | E4M3 per 1×16, in tiles of 128×4; one float32 global scale |
-| MXFP8 | 10.x | E4M3 or E5M2 | E8M0 per 1×32, in tiles of 128×4 |
-| FP8 blocks, 1×128 | 9.0 | E4M3 or E5M2 | float32 [M, K/128], rows adjacent in memory |
-| FP8 blocks, 128×128 | 9.0 | E4M3 or E5M2 | float32 [⌈K/128⌉ to a multiple of 4, M/128], K adjacent; one operand only |
+| MXFP8 | 10.x | E4M3 | E8M0 per 1×32, in tiles of 128×4 |
+| FP8 blocks, 1×128 | 9.0 | E4M3 | float32 [M, K/128], rows adjacent in memory |
+| FP8 blocks, 128×128 | 9.0 | E4M3 | float32 [⌈K/128⌉ to a multiple of 4, M/128], K adjacent; one operand only |
+
+One of A and B is E4M3; with one scale per row on GPUs B is.
 
 A is row-major and B column-major: both are stored with K contiguous, as `Quantized` stores them.
 Square blocks of NVFP4 and MXFP8 have the scale of their block repeated for each row. Global scales
@@ -114,7 +116,7 @@ SCHEMES: Final = (
     ),
     BlockScheme(
         title="MXFP8",
-        elements=FP8,
+        elements=(E4M3,),
         scales=("e8m0",),
         cols=32,
         dtypes=("bfloat16", "float16", "float32"),
@@ -122,7 +124,7 @@ SCHEMES: Final = (
     ),
     BlockScheme(
         title="FP8 in blocks",
-        elements=FP8,
+        elements=(E4M3,),
         scales=("fp32", "pow2"),
         cols=128,
         rows=(1, 128),
@@ -186,7 +188,7 @@ class Native:
             return "scaled_mm cannot multiply E5M2 by E5M2"
         if kind is not None:
             return why_not_blocks(kind, table[gemm], table, layer, device)
-        return _why_not_whole(a_spec, table, layer, device)
+        return _why_not_whole(b_spec, table, layer, device)
 
     def product(
         self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
@@ -236,7 +238,10 @@ def _indivisible(layer: Shape, multiple: int, what: str = "") -> str | None:
 
 
 def _why_not_whole(spec: QuantSpec, table: Table, layer: Shape, device: Device) -> str | None:
-    """Why operands of one scale per tensor or row cannot be multiplied; None if they can."""
+    """Why operands of one scale per tensor or row cannot be multiplied; None if they can.
+
+    spec: that of the second.
+    """
     if reason := _indivisible(layer, _MULTIPLE):
         return reason
     if device.type not in ("cpu", "cuda"):
@@ -247,6 +252,8 @@ def _why_not_whole(spec: QuantSpec, table: Table, layer: Shape, device: Device) 
             f"{'.'.join(map(str, device.capability or ()))}"
         )
     if spec.block == (1, None):
+        if device.type == "cuda" and spec.format == E5M2:
+            return "scaled_mm with one scale per row needs E4M3 for the second operand, not E5M2"
         if device.type == "cuda" and table.dtype != "bfloat16":
             return f"scaled_mm with one scale per row writes BF16 only, not {table.dtype}"
         if device.type == "cpu" and not cpu_multiplies_rows():

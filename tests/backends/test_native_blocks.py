@@ -26,7 +26,6 @@ B200 = Device.elsewhere(find_gpu("B200"))
 H100 = Device.elsewhere(find_gpu("H100"))
 FP4 = torch.float4_e2m1fn_x2
 E4M3 = torch.float8_e4m3fn
-E5M2 = torch.float8_e5m2
 NV = (ScalingType.BlockWise1x16, ScalingType.TensorWise)
 MX = (ScalingType.BlockWise1x32,)
 LONG = (ScalingType.BlockWise1x128,)
@@ -145,20 +144,6 @@ def test_global_scales_of_rows_multiply_the_float32_product(recorder: Recorder) 
     assert {call.scalings for call in recorder.calls} == {((ScalingType.BlockWise1x16,),) * 2}
 
 
-@pytest.mark.parametrize("first", ["e4m3", "e5m2"])
-def test_mx_codes_of_either_fp8_format_are_passed_as_such(recorder: Recorder, first: str) -> None:
-    specs = [
-        QuantSpec(element=e, block=(1, 32), scale="e8m0", global_scale=None)
-        for e in (first, "e4m3")
-    ]
-    a, b = (quantize(normal(32, 96, seed=i), spec) for i, spec in enumerate(specs))
-    found, wanted = (
-        BACKENDS[name].product(a, b, out_dtype=torch.float32) for name in ("native", "reference")
-    )
-    assert close(found, wanted)
-    assert recorder.calls[0].dtypes == ({"e4m3": E4M3, "e5m2": E5M2}[first], E4M3)
-
-
 @pytest.mark.parametrize(
     "spec", [QuantSpec(), MXFP8().table()["fprop"].first], ids=["nvfp4", "mxfp8"]
 )
@@ -184,6 +169,8 @@ def test_a_nan_in_reaches_the_product(recorder: Recorder, spec: QuantSpec) -> No
         (MXFP8(), H100, r"scaled_mm of MXFP8 needs compute capability 10\.x; H100 has 9\.0"),
         (FP8Block(), B200, r"FP8 in blocks needs compute capability 9\.0; B200 has 10\.0"),
         (MXFP4(), B200, r"does not take element=e2m1 block=\(1, 32\) scale=e8m0"),
+        (MXFP8(element="hybrid"), B200, r"dgrad: .*element=e5m2 block=\(1, 32\) scale=e8m0"),
+        (FP8Block(element="hybrid"), H100, r"dgrad: .*element=e5m2 block=\(1, 128\) scale=pow2"),
     ],
     ids=str,
 )
@@ -198,7 +185,10 @@ def test_what_scaled_mm_does_not_combine_is_refused() -> None:
     square = FP8Block().table()["fprop"].second
     nvfp4 = QuantSpec()
     mxfp8 = MXFP8().table()["fprop"].first
+    row = FP8Row().table()["fprop"].second
+    assert row is not None
     for first, second, device, reason in (
+        (row, replace(row, element="e5m2"), H100, "needs E4M3 for the second operand"),
         (square, square, H100, "two operands in blocks of 128×128"),
         (nvfp4, mxfp8, B200, "the same kind of scale"),
         (nvfp4, None, B200, "both operands quantised"),

@@ -197,7 +197,7 @@ def test_block_scaled_products_are_compared_as_on_a_gpu(monkeypatch: pytest.Monk
         row = script.compare(name, script.RECIPES[name], problem, timed=False)
         assert row["agrees"], row
         assert len(recorder.calls) == 6, "three GEMMs in each of two steps"
-    assert len(names) >= 8
+    assert len(names) >= 7
 
 
 TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.rglob("*.py"))}
