@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+# The order of the tests, made of the commit's hash: make pytest SEED=… repeats one.
+SEED ?= $(shell printf %d 0x$$(git rev-parse HEAD 2>/dev/null | cut -c 1-7))
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -23,7 +25,7 @@ test: $(VENV)/.ready
 # The bytecode that pytest makes of the tests is kept, also where the environment asks Python to keep none: to make it
 # takes half of the time in which a worker collects the tests.
 pytest: $(VENV)/.ready
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist worksteal --durations=10
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist worksteal --durations=10 --randomly-seed=$(SEED)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

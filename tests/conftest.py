@@ -7,6 +7,7 @@ are deselected, and the last line says how many.
 
 import ctypes
 import gc
+import logging
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from command_line import Cli
@@ -162,6 +164,44 @@ def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
         return b""
 
     monkeypatch.setattr(figure, "rendered", rendered)
+
+
+@pytest.fixture(autouse=True)
+def handlers_outlive_their_streams() -> Iterator[None]:
+    """Software logs to the standard error of the moment in which it is imported; in a test that is
+    a stream of capsys, which closes with the test. Set up before capsys, this comes after it.
+    """
+    yield
+    for reference in logging._handlerList:
+        handler = reference()
+        if isinstance(handler, logging.StreamHandler) and getattr(handler.stream, "closed", False):
+            vars(handler).pop("flush", None)  # transformers keeps that of the stream
+            handler.stream = sys.stderr
+
+
+def seed_everything() -> None:
+    """The global generators as each test, and each fixture that tests share, finds them: the draws
+    of one do not depend on which tests came before it, nor on the order of the tests.
+    """
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_runtest_setup() -> None:
+    seed_everything()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
+    """See `seed_everything`; the test that needs such a fixture first draws as if it were there."""
+    if fixturedef.scope == "function":
+        return (yield)
+    seed_everything()
+    try:
+        return (yield)
+    finally:
+        seed_everything()
 
 
 @pytest.fixture(autouse=True)
@@ -331,3 +371,6 @@ def pytest_terminal_summary(
         terminalreporter.write_line(
             f"{count} long test{'s' * (count != 1)} left out; --long runs them, as CI does"
         )
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        seed = config.getoption("randomly_seed", None)
+        terminalreporter.write_line(f"the order of the tests: --randomly-seed={seed}")
