@@ -92,9 +92,9 @@ HERE: dict[str, tuple[str, Callable[[], bool]]] = {
         lambda: config_of().audit.every is None and "check" in VERBS,
     ),
     "export of packed NVFP4": ("yes", lambda: {"modelopt", "compressed-tensors"} <= set(LAYOUTS)),
-    "context and expert parallelism, profiler": (
+    "context and expert parallelism": (
         "no",
-        lambda: not {"cp", "ep"} & set(vars(config_of().parallel)) and "profile" not in VERBS,
+        lambda: not {"cp", "ep"} & set(vars(config_of().parallel)),
     ),
 }
 """What the table of the README says that this has, or lacks, and what shows it."""
