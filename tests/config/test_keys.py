@@ -28,6 +28,8 @@ REPEATED = [
     "track",
     "data.cache_dir",
     "audit",
+    "hooks",
+    "profile",
 ]
 COURSE = ["recipe", "policy", "phases", "optim", "schedule", "train.steps"]
 PLACES = ["data.path", "data.val_path"]
