@@ -25,7 +25,7 @@ from fp4train.parallel.stages import cut_of, cut_stages
 from fp4train.parallel.world import World
 from fp4train.precision import BF16, Timeline, find_layers, make_plan
 
-NO_STATE = Inventory(state=frozenset(), layers={}, sources=(), modules=())
+NO_STATE = Inventory(state=frozenset(), layers={}, modules=())
 
 
 def built(shape: Any, time: int) -> nn.Module:
