@@ -1,5 +1,5 @@
-"""Estimated costs as text or JSON: memory, traffic and seconds of a mesh as one screen, the meshes of
-a search, and where a training step goes, which is a column per stretch with these rows:
+"""Estimated costs as text or JSON: memory, traffic and seconds of a mesh as one screen, and where a
+training step goes, which is a column per stretch with these rows:
 
 GEMMs, quantising          of the linear layers in the blocks
 attention                  its products
@@ -9,7 +9,7 @@ GEMMs of the head, loss    the layers outside the blocks, and the cross-entropy 
 optimizer                  AdamW, and the norm of the gradients
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -66,41 +66,6 @@ def render_mesh(costs: Sequence[StretchOnMesh], width: int) -> str:
     )
 
 
-def render_search(
-    costs: Sequence[ClusterCost], shown: Sequence[ClusterCost], command: str, width: int
-) -> str:
-    """The meshes of a search that are shown, of all `costs`, and the command that asks for the
-    best.
-    """
-    return screen(
-        __package__,
-        "mesh_search.txt",
-        {"gib": _gib, "largest": _largest},
-        overrides=overrides,
-        costs=costs,
-        shown=shown,
-        command=command,
-        width=width,
-    )
-
-
-def overrides(cost: ClusterCost) -> list[str]:
-    """The keys that ask for a mesh, its microbatch and recomputation."""
-    keys = [*cost.mesh.overrides(), f"train.microbatch={cost.workload.sequences}"]
-    if cost.recomputed:
-        keys.append("model.recompute=true")
-    return keys
-
-
-def distinct(ranked: Iterable[ClusterCost], number: int) -> list[ClusterCost]:
-    """The first costs of distinct meshes, microbatches apart."""
-    best: dict[object, ClusterCost] = {}
-    for cost in ranked:
-        mesh = cost.mesh
-        best.setdefault((mesh.tensor, mesh.pipeline, mesh.shard, cost.recomputed), cost)
-    return list(best.values())[:number]
-
-
 def notes(mesh_plan: MeshPlan, plan: Plan) -> list[str]:
     """How weights are gathered, and which kernels run between the products."""
     mesh = mesh_plan.mesh
@@ -127,7 +92,6 @@ def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
         "gpus": cost.mesh.gpus,
         "interconnect": cost.gpu.machine,
         "mesh": dict(vars(cost.mesh)),
-        "overrides": cost.mesh.overrides(),
         "parameters": load.parameters,
         "active_parameters": load.active_parameters,
         "vocabulary": load.vocabulary,
@@ -182,11 +146,6 @@ def _share(cost: ClusterCost, name: str) -> str:
         return "-"
     seconds = cost.parts[name]
     return f"{time_text(seconds)} ({seconds / cost.seconds:.0%})"
-
-
-def _largest(cost: ClusterCost, number: int) -> str:
-    ranked = sorted(cost.memory.parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {_gib(size)} GiB" for name, size in ranked[:number])
 
 
 def _gib(number: float) -> str:

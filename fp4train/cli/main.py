@@ -4,7 +4,7 @@ fp4train recipe=nvfp4                       train (the default verb)
 torchrun --nproc-per-node 8 -m fp4train parallel.dp_shard=8       on 8 GPUs (docs/scale.md)
 fp4train plan model=llama_1b recipe=nvfp4   which precision every GEMM runs in, and why; trains nothing
 fp4train plan model=llama_8b gpu=B200       … and the time each GEMM would take on that GPU
-fp4train plan gpu=H100 gpus=64 parallel=auto train.batch_size=64   the cheapest mesh of GPUs that fits
+fp4train plan gpu=H100 gpus=64 parallel.tp=8 train.batch_size=64   what a mesh of GPUs holds, sends and costs
 fp4train -m recipe=bf16,mxfp8,nvfp4         a sweep
 fp4train plan runs/a                        what a run was told, what it ran, and what is planned for the rest
 fp4train resume=runs/a recipe=mxfp8         go on from a checkpoint, here with another recipe

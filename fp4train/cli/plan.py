@@ -5,7 +5,6 @@ What every GEMM of a run would run in, and why; trains nothing. Takes the keys o
   full=true        every layer and GEMM, not folded
   gpu=B200         with the time of each GEMM on that GPU: A100, H100, H200, B200, GB200, B300, GB300
   gpus=64          on so many of them: what each holds, sends and computes; with parallel.tp=8 and the like
-  parallel=auto    with gpus=, the cheapest mesh that fits
   --json           as data, not of RUN
   resume=RUN       what is left of a run
   RUN              what a run was told, what it ran, and what is planned for the rest; with full=true too
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 from torch import nn
 
 from fp4train.cli.launch import Command, launch
-from fp4train.cli.output import fitted, print_screen, terminal_width
+from fp4train.cli.output import print_screen, terminal_width
 from fp4train.config.command_line import CommandLine, Within, read_line
 from fp4train.config.composition import check_flags
 from fp4train.config.folders import option_of
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fp4train")
 
-AUTO = "parallel=auto"
 KEYS = tuple(f"parallel.{f.name}" for f in fields(Parallel) if f.name not in ("amax", "timeout"))
 """Keys of section `parallel` that a plan depends on."""
 _GPUS = f"a number of GPUs from 1 to {MOST_RANKS}"
@@ -73,29 +71,19 @@ class PlanOptions(CommandLine):
     parallel: str | None = None
 
     def __post_init__(self) -> None:
-        if self.parallel is not None and self.parallel.lower() != "auto":
-            keys = ", ".join(KEYS)
+        if self.parallel is not None:
             raise ValueError(
-                f"parallel={self.parallel}: parallel takes auto, or sizes by key: {keys}"
+                f"parallel={self.parallel}: a mesh is named by its sizes, {', '.join(KEYS)}"
+                "; plan compares meshes one by one"
             )
 
 
-def asks_for_mesh(parallel: Parallel, gpus: int | None, auto: bool, named: Collection[str]) -> bool:
-    """Whether a command, which gives the keys `named`, or its configuration asks for a mesh.
-
-    Raises:
-        UserError: the mesh is to be proposed (auto), of no number of GPUs or with sizes that are
-            given.
-    """
-    sizes = [key for key in KEYS if key in named]
-    if auto and gpus is None:
-        raise UserError(f"{AUTO} needs the number of GPUs: gpus=N")
-    if auto and sizes:
-        raise UserError(f"{AUTO} chooses the mesh itself: leave {', '.join(sizes)} out")
+def asks_for_mesh(parallel: Parallel, gpus: int | None, named: Collection[str]) -> bool:
+    """Whether a command, which gives the keys `named`, or its configuration asks for a mesh."""
     names = [key.removeprefix("parallel.") for key in KEYS]
     return (
         gpus is not None
-        or bool(sizes)
+        or any(key in named for key in KEYS)
         or any(getattr(parallel, n) != getattr(Parallel(), n) for n in names)
     )
 
@@ -107,7 +95,7 @@ def main(arguments: list[str]) -> int:
     line = read_line(arguments, PlanOptions, __doc__, keys=None, data=True)
     if line.words and names_folder(line.words[0]):
         run, *beside = [*line.words, *line.flags]
-        if line.gpus is not None or line.parallel or line.as_data:
+        if line.gpus is not None or line.as_data:
             raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         if beside:
             check_flags(list(line.flags))
@@ -150,7 +138,6 @@ def _split(stretch: RecordedStretch, done: int) -> list[RecordedStretch]:
 
 
 def _plan(command: Command, *, line: PlanOptions) -> int:
-    auto = line.parallel is not None
     config = command.config
     check_paths(command.cfg, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
@@ -166,7 +153,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
     warn_of_few_steps(config)
     for warning in scale_warnings(config, model):
         _log.warning("%s", warning)
-    if asks_for_mesh(config.parallel, line.gpus, auto, command.named):
+    if asks_for_mesh(config.parallel, line.gpus, command.named):
         if gpu is None:
             raise UserError(
                 "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, "
@@ -176,10 +163,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
         from fp4train.lab.costs.mesh_plan import MeshPlan
 
         mesh_plan = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=line.gpus)
-        if not auto:
-            return _on_mesh(mesh_plan, line)
-        unsized = replace(config, parallel=Parallel())
-        return _search(replace(mesh_plan, config=unsized), line)
+        return _on_mesh(mesh_plan, line)
     if gpu is None:
         device = Device.of(choose_device(config.device))
     else:
@@ -333,29 +317,3 @@ def _on_mesh(mesh_plan: "MeshPlan", line: PlanOptions) -> int:
         ],
     )
     return 0
-
-
-def _search(mesh_plan: "MeshPlan", line: PlanOptions) -> int:
-    """Print the cheapest meshes, and the command that asks for the best."""
-    from fp4train.cli.cost_screens import cluster_json, distinct, overrides, render_search
-
-    costs = mesh_plan.search()
-    fitting = distinct([cost for cost in costs if cost.fits], 6)
-    too_large = distinct([cost for cost in costs if not cost.fits], 3)
-    if not fitting:
-        by_memory = sorted(costs, key=lambda cost: cost.memory.total)
-        too_large = distinct(by_memory, 6)
-    chosen = ("train.microbatch", "model.recompute")
-    kept = [word for word in (*line.flags, *line.words) if word.partition("=")[0] not in chosen]
-    best = (fitting or too_large)[0]
-    text = " ".join(["fp4train plan", *kept, *overrides(best)])
-    if line.as_data:
-        listed = [
-            {**cluster_json("", 0, cost), "overrides": overrides(cost)}
-            for cost in (*fitting, *too_large)
-        ]
-        print(_json({"command": text if fitting else None, "meshes": listed}))
-    else:
-        shown = [*fitting, *too_large]
-        print(fitted(render_search(costs, shown, text, terminal_width())))
-    return 0 if fitting else 1

@@ -136,12 +136,6 @@ class Mesh:
         ]
         return " × ".join(axes) or "1 rank"
 
-    def overrides(self) -> list[str]:
-        """The keys that ask for this mesh on the command line."""
-        sizes = {"dp_replicate": self.replicate, "tp": self.tensor, "pp": self.pipeline}
-        words = [f"parallel.{key}={size}" for key, size in sizes.items() if size > 1]
-        return [f"parallel.dp_shard={self.shard}", *words]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:

@@ -43,13 +43,9 @@ def test_commands_of_the_document_print_what_it_shows(
     assert "parallel" not in command or len(printed.splitlines()) < 60, "a mesh is one screen"
 
 
-def test_the_document_shows_a_step_a_mesh_and_a_search() -> None:
-    assert ["parallel.tp=8" in c or "parallel=auto" in c for c, _ in COMMANDS] == [
-        False,
-        True,
-        True,
-    ]
-    assert COMMANDS[0][1] and COMMANDS[1][1]
+def test_the_document_shows_a_step_and_a_mesh() -> None:
+    assert ["parallel.tp=8" in command for command, _ in COMMANDS] == [False, True]
+    assert all(shown for _, shown in COMMANDS)
 
 
 def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(
@@ -135,21 +131,6 @@ def test_a_plan_without_a_mesh_has_json_too(capsys: pytest.CaptureFixture[str]) 
     assert {row["gemm"] for row in found["gemms"]} == {"fprop", "dgrad", "wgrad"}
 
 
-@pytest.mark.long
-def test_the_command_that_a_search_prints_plans_the_same_mesh(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(*SMALL, "gpus=16", "parallel=auto", "train.batch_size=64", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    words = shlex.split(found["command"])
-    assert words[:2] == ["fp4train", "plan"]
-    assert run(*words[1:], "--json") == 0
-    again = json.loads(capsys.readouterr().out)["stretches"][0]
-    best = found["meshes"][0]
-    assert again["mesh"] == best["mesh"]
-    assert again["step_seconds"] == pytest.approx(best["step_seconds"])
-
-
 INTERLEAVED = ("parallel.pp=2", "parallel.pp_schedule=interleaved")
 B200 = (
     "plan",
@@ -177,34 +158,6 @@ def test_parts_of_layers_are_priced_as_what_runs_them(capsys: pytest.CaptureFixt
         "tensor parallelism needs collectives between them. backend=auto would"
         in capsys.readouterr().err
     )
-
-
-@pytest.mark.long
-def test_a_search_leaves_out_what_the_named_backend_cannot_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    tried = {}
-    for backend in ("te", "native"):
-        words = (*B200, "gpus=2", "parallel=auto", f"backend={backend}", "train.batch_size=8")
-        assert run(*words) == 0
-        printed = capsys.readouterr().out
-        tried[backend] = int(re.findall(r"of (\d+) meshes fit", printed)[0])
-        assert backend == "native" or "parallel.tp" not in printed
-    assert tried["te"] < tried["native"]
-
-
-def test_a_search_tries_tensor_parallel_ranks_for_experts_and_fits_80_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moe = ("model=moe_tiny", "model.kv_heads=2", "train.batch_size=8")
-    words = ("plan", *moe, "gpu=H100", "gpus=2", "parallel=auto")
-    assert run(*words, "--json") == 0
-    meshes = json.loads(capsys.readouterr().out)["meshes"]
-    assert {each["mesh"]["tensor"] for each in meshes} == {1, 2}
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run(*words) == 0
-    screen = capsys.readouterr().out
-    assert "the cheapest: " in screen and max(map(len, screen.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -275,18 +228,6 @@ def test_a_model_that_does_not_say_how_it_is_cut_is_not_priced_in_parts(
     assert f"parallel.{key}=2: LlamaModel does not say how" in capsys.readouterr().err
 
 
-def test_a_search_leaves_out_what_a_run_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    shards = {}
-    for optim in ("adamw", "muon"):
-        assert (
-            run(*B200, "gpus=2", "parallel=auto", "train.batch_size=8", "--json", f"optim={optim}")
-            == 0
-        )
-        found = json.loads(capsys.readouterr().out)["meshes"]
-        shards[optim] = {each["mesh"]["shard"] * each["mesh"]["tensor"] for each in found}
-    assert shards == {"adamw": {1, 2}, "muon": {1}}
-
-
 @pytest.mark.long
 def test_the_blocks_of_each_stage_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     twelve = (
@@ -343,20 +284,6 @@ def test_a_sentence_says_what_is_sent_and_the_table_how_much(
 
 
 @pytest.mark.long
-def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run("plan", "model=llama_70b", "gpu=H100", "gpus=2", "parallel=auto", "recipe=bf16") == 1
-    printed = capsys.readouterr().out
-    assert "0 of " in printed and "does not fit: " in printed and "more GPUs" in printed
-    least = min(map(float, re.findall(r" (\d+\.\d) +does not fit", printed)))
-    said = (r"\((\S+) GiB of each usable", r"lacks (\S+) GiB", r"most take moments (\S+) GiB")
-    usable, lacks, moments = (float(re.findall(pattern, printed)[0]) for pattern in said)
-    assert lacks == pytest.approx(least - usable, abs=0.11)
-    assert lacks > moments / 2 and "optim.moments=bfloat16" in printed
-
-
-@pytest.mark.long
 def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -377,7 +304,7 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
     [
         (
             ["gpus=100", "parallel.tp=8"],
-            "gpus=100: parallel.tp=8 does not divide the 100 ranks of this run; parallel=auto finds",
+            "gpus=100: parallel.tp=8 does not divide the 100 ranks of this run",
         ),
         (
             ["gpus=64", "parallel.dp_shard=4", "parallel.tp=8"],
@@ -394,17 +321,14 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
         (["parallel.dp_shard=8", "train.batch_size=12"], "use train.batch_size=8 or 16"),
         (["parallel.dp_shard=128"], "16 is not divisible by 128 data ranks"),
         (["parallel.pp=2"], "1 microbatch per rank cannot fill parallel.pp=2"),
-        (["gpus=256", "parallel=auto"], "take a batch that is a multiple of the number of GPUs"),
         (
             ["parallel.dp_shard=8", "train.batch_size=16", "train.microbatch=16"],
             "8 data ranks × train.microbatch=16: every rank must have",
         ),
-        (["parallel=auto"], "parallel=auto needs the number of GPUs: gpus=N"),
         (
-            ["parallel=auto", "gpus=8", "parallel.tp=2"],
-            "chooses the mesh itself: leave parallel.tp out",
+            ["parallel=auto", "gpus=8"],
+            "parallel=auto: a mesh is named by its sizes, parallel.dp_replicate, parallel.dp_shard",
         ),
-        (["parallel=8"], "parallel takes auto, or sizes by key"),
         (["parallel.tpp=8"], "unknown key 'parallel.tpp'; did you mean 'parallel.tp'?"),
         (["parallel.tp=two"], "parallel.tp='two' must be a whole number"),
         (["parallel.sp=2"], "parallel.sp=2 must be true or false"),
@@ -419,7 +343,7 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
         ),
         (
             ["gpus=8", "parallel.tp=16"],
-            "parallel.tp=16 does not divide the 8 ranks of this run; parallel=auto finds a mesh",
+            "parallel.tp=16 does not divide the 8 ranks of this run",
         ),
         (["parallel.dp_shard=-2"], "parallel.dp_shard=-2 must be at least 1, or -1 for all"),
         (["gpus=many"], "gpus='many' must be a whole number"),
@@ -441,18 +365,14 @@ def test_a_mesh_that_cannot_be_is_refused_with_what_to_do(
 def test_what_is_said_of_gpus_is_told_from_the_keys_of_the_section() -> None:
     sizes = ["parallel.dp_replicate=2", "parallel.sp=false", "model=llama_8b"]
     line = read_line([*sizes, "gpus=64"], PlanOptions, "fp4train plan", keys=None)
-    assert (line.full, line.gpus, line.parallel, line.words) == (False, 64, None, sizes)
-    line = read_line(["gpus=64", "parallel=AUTO"], PlanOptions, "fp4train plan", keys=None)
-    assert (line.gpus, line.parallel) == (64, "AUTO")
+    assert (line.full, line.gpus, line.words) == (False, 64, sizes)
 
 
 def test_a_command_or_its_configuration_asks_for_a_mesh() -> None:
-    assert not asks_for_mesh(
-        Parallel(timeout=9, amax="data"), None, False, ["model", "parallel.timeout"]
-    )
-    assert asks_for_mesh(Parallel(dp_shard=8), None, False, [])
-    assert asks_for_mesh(Parallel(), None, False, ["parallel.dp_shard"]) and asks_for_mesh(
-        Parallel(), 8, False, []
+    assert not asks_for_mesh(Parallel(timeout=9, amax="data"), None, ["model", "parallel.timeout"])
+    assert asks_for_mesh(Parallel(dp_shard=8), None, [])
+    assert asks_for_mesh(Parallel(), None, ["parallel.dp_shard"]) and asks_for_mesh(
+        Parallel(), 8, []
     )
 
 

@@ -19,7 +19,6 @@ COMMANDS = (
     ("plan",),
     ("plan", "full=true", "model.layers=2"),
     ("plan", "gpu=B200"),
-    ("plan", "gpu=H100", "gpus=8", "parallel=auto", "model=llama_1b"),
     ("plan", "gpu=H100"),
     ("plan", "experiment=llama_125m_fineweb", "gpu=H100"),
     ("plan", "experiment=moe_30b_fineweb", "gpu=H100"),
@@ -39,7 +38,7 @@ SHORT = [
     ("plan", "experiment=llama_1b_fineweb", "gpu=B200", "parallel.dp_shard=8"),
     *(words for words in COMMANDS if words[0] in ("formats", "recipes", "help")),
 ]
-"""Each form of a screen but the search for a mesh and `doctor`, whose files have a test of their width."""
+"""Each form of a screen but `doctor`, whose file has a test of its width."""
 
 
 def screen(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
