@@ -80,7 +80,7 @@ class Companion:
         """The loop has ended.
 
         Args:
-            error: what ended it early; None: it ended as it should, on every rank.
+            error: the error that ended it early; None: it ended as it should, on every rank.
         """
 
     def folder(self, run: Any) -> Path:

@@ -266,8 +266,8 @@ def read_box(descriptor: int, box: Box, into: Tensor, offsets: tuple[int, ...]) 
         rows = range(begin, min(begin + step, spans[0].stop))
         start = box.start + (begin - box.offsets[0]) * row_bytes
         stored = _read(descriptor, box, start, (len(rows), *box.sizes[1:]))
-        wanted = (rows, *spans[1:])
-        into[_within(wanted, offsets)] = stored[_within(wanted, (begin, *box.offsets[1:]))]
+        box_spans = (rows, *spans[1:])
+        into[_within(box_spans, offsets)] = stored[_within(box_spans, (begin, *box.offsets[1:]))]
     return math.prod(map(len, spans))
 
 

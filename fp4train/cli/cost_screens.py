@@ -39,28 +39,28 @@ def render_mesh(costs: Sequence[StretchOnMesh], width: int) -> str:
     """What a mesh holds, sends and takes, in lines of `width`."""
     title, _, cost = costs[0]
     memory = {name: _gib(size) for name, size in cost.memory.parts.items()}
-    held = f"{_gib(cost.memory.total)} of {_gib(cost.gpu.capacity)}"
+    of_capacity = f"{_gib(cost.memory.total)} of {_gib(cost.gpu.capacity)}"
     stage = f" (stage {cost.memory.stage})" if cost.mesh.pipeline > 1 else ""
     left = tabulate(
         [
             (f"memory of a rank{stage}", "GiB"),
             *(part for part in memory.items() if part[1] != "0.0"),
-            ("together", held),
+            ("together", of_capacity),
         ]
     )
     right = _step_table([(title, cost)])
     column = max(map(len, left)) + 4
     if column + max(map(len, right)) > width:
-        first = [*left, "", *right]
+        columns = [*left, "", *right]
     else:
         pairs = zip_longest(left, right, fillvalue="")
-        first = [f"{line.ljust(column)}{beside}".rstrip() for line, beside in pairs]
+        columns = [f"{line.ljust(column)}{beside}".rstrip() for line, beside in pairs]
     return screen(
         __package__,
         "mesh.txt",
         {"gib": _gib},
         costs=costs,
-        first_stretch=first,
+        first_stretch=columns,
         reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
         width=width,
     )
@@ -76,8 +76,8 @@ def notes(mesh_plan: MeshPlan, plan: Plan) -> list[str]:
     sentences = [divided_blocks(plan), kernels]
     if mesh.shard > 1:
         layers = [layer for stretch in plan.stretches for layer in stretch.layers.values()]
-        whole = config.train.whole_weights
-        sent = gathers(layers, mesh.shard, config.parallel.gather, fully_gathered=whole)
+        whole_weights = config.train.whole_weights
+        sent = gathers(layers, mesh.shard, config.parallel.gather, fully_gathered=whole_weights)
         sentences.insert(0, sent)
     return list(filter(None, sentences))
 

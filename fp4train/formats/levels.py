@@ -12,8 +12,8 @@ authors' (github.com/global-computing-consortium/HiFloat4, `quant_hifx`), float3
 BF16 where they have them:
 
     s = E6M2(BF16(amax_64 * BF16(1/7))), from 2^-48 to 49152       r = BF16(1 / s)
-    first  = amax_8 * r >= 4        second = amax_4 * r / 2^first >= 2
-    t = x * r / 2^(first + second)
+    halved_8 = amax_8 * r >= 4      halved_4 = amax_4 * r / 2^halved_8 >= 2
+    t = x * r / 2^(halved_8 + halved_4)
 
 IF4 ("Adaptive Block-Scaled Data Types", arXiv 2603.28765): the sign bit of an E4M3 block scale says
 whether the elements of the block are integers from -7 to 7 times 6/7, in place of E2M1.
@@ -71,14 +71,14 @@ class LevelledScale(ScaleFormat):
         amax_4 = x_blocks.reshape(rows, blocks, 8, 2, 4).abs().amax(dim=4)
         amax_8 = amax_4.amax(dim=3)
         seventh = torch.tensor(1.0 / 7.0).bfloat16().item()
-        wanted = (amax_8.amax(dim=2) * seventh).bfloat16().float()
-        scale = e6m2_encode(wanted)
+        target_scale = (amax_8.amax(dim=2) * seventh).bfloat16().float()
+        scale = e6m2_encode(target_scale)
         inverse = e6m2_decode(scale).reciprocal().bfloat16().float()[:, :, None]
-        first = amax_8 * inverse >= 4.0
-        doubled = torch.where(first, 0.5, 1.0)
-        second = amax_4 * inverse[..., None] * doubled[..., None] >= 2.0
-        factors = inverse[..., None] * doubled[..., None] * torch.where(second, 0.5, 1.0)
-        exponents = torch.cat((first, second.flatten(2)), dim=2)
+        halved_8 = amax_8 * inverse >= 4.0
+        doubled = torch.where(halved_8, 0.5, 1.0)
+        halved_4 = amax_4 * inverse[..., None] * doubled[..., None] >= 2.0
+        factors = inverse[..., None] * doubled[..., None] * torch.where(halved_4, 0.5, 1.0)
+        exponents = torch.cat((halved_8, halved_4.flatten(2)), dim=2)
         stored = torch.cat((scale[..., None], _packed_bits(exponents)), dim=2)
         return stored.reshape(rows, 4 * blocks), factors.reshape(rows, 16 * blocks)
 
@@ -87,8 +87,8 @@ class LevelledScale(ScaleFormat):
         rows, size = stored.shape
         levels = stored.reshape(rows, size // 4, 4)
         bits = _bits(levels[..., 1:])
-        first = bits[..., :8].repeat_interleave(2, dim=2)
-        exponents = (first + bits[..., 8:]).float()
+        halved_8 = bits[..., :8].repeat_interleave(2, dim=2)
+        exponents = (halved_8 + bits[..., 8:]).float()
         scales = e6m2_decode(levels[..., :1]) * exponents.exp2()
         return scales.reshape(rows, 4 * size)
 

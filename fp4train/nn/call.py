@@ -117,7 +117,7 @@ class LayerCall:
         states: the layer's states, by name.
         scaling: the layer's amax histories, or held amaxes; None: no operand takes the amax of an
             earlier step.
-        constant: what calls share of weights; None: nothing.
+        constant: forms of weights that calls share; None: nothing.
         training: whether amaxes enter their histories.
         shared: the context's cache of forms that several layers read; None: this x is no other
             layer's, or is that of a compiled graph, which reuses the memory of its tensors.

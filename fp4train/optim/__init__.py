@@ -144,10 +144,10 @@ def check_built(optimizer: object, model: nn.Module, builder: str) -> None:
             f"arguments ({error}): a run computes loss and gradients once, and then calls step(). "
             "Take an optimizer that needs no closure"
         ) from error
-    known = {id(parameter) for parameter in model.parameters()}
+    parameter_ids = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in known:
+            if id(parameter) not in parameter_ids:
                 raise ValueError(
                     f"{builder}.build gave an optimizer of a tensor {list(parameter.shape)} that is "
                     "no parameter of the model: give it those of model.parameters()"

@@ -119,10 +119,10 @@ class Joined(torch.optim.Optimizer):
         """Let each part load its own, of which it may keep some in a dtype of its own."""
         groups = iter(state_dict["param_groups"])
         for part in self._parts:
-            own = list(islice(groups, len(part.param_groups)))
-            numbers = {number for group in own for number in group["params"]}
+            part_groups = list(islice(groups, len(part.param_groups)))
+            numbers = {number for group in part_groups for number in group["params"]}
             state = {n: entries for n, entries in state_dict["state"].items() if n in numbers}
-            part.load_state_dict({"state": state, "param_groups": own})
+            part.load_state_dict({"state": state, "param_groups": part_groups})
         self.param_groups = [group for part in self._parts for group in part.param_groups]
         self.state = defaultdict(
             dict, {p: part.state[p] for part in self._parts for p in part.state}

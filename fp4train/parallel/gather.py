@@ -314,9 +314,9 @@ def begin(gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) 
     if unknown:
         joined = largest(torch.cat([vector for *_, vector in unknown]))
         parts = torch.split(joined, [vector.numel() for *_, vector in unknown])
-        for (known, key, start, _), reduced in zip(unknown, parts, strict=True):
-            amax = known[key]
-            known[key] = reduced[start : start + amax.numel()].view(amax.shape)
+        for (amaxes, key, start, _), reduced in zip(unknown, parts, strict=True):
+            amax = amaxes[key]
+            amaxes[key] = reduced[start : start + amax.numel()].view(amax.shape)
     for gather in gathers:
         gather.amaxes.join_fused()
         gather.amaxes.enter(gather.shard, (*gather.forward, *gather.backward), training)

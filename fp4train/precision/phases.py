@@ -139,8 +139,8 @@ def _outliers(recipe: Recipe) -> OutlierChannels | None:
     apart = recipe.of_outliers()
     if recipe.outliers is None or apart is None:
         return None
-    own = replace(recipe.outliers.recipe, backward=apart.backward)
-    return replace(recipe.outliers, recipe=own)
+    outlier_recipe = replace(recipe.outliers.recipe, backward=apart.backward)
+    return replace(recipe.outliers, recipe=outlier_recipe)
 
 
 @dataclass(frozen=True, kw_only=True)

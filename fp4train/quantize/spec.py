@@ -360,8 +360,8 @@ class QuantSpec:
             return
         object.__setattr__(self, "chunks", read_global_scale(self.chunks))
         rows = self.scaled_rows or 0
-        whole = self.global_scale == "tensor" or rows
-        if self.of_chunks.outer is None or not whole or rows % self.of_chunks.outer[0]:
+        of_tensor = self.global_scale == "tensor" or rows
+        if self.of_chunks.outer is None or not of_tensor or rows % self.of_chunks.outer[0]:
             raise ValueError(
                 f"chunks={self.chunks!r}: allowed are tiles, (rows, columns), under "
                 "global_scale='tensor' or (a multiple of their rows, None), or None"

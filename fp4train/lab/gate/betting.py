@@ -108,10 +108,12 @@ def decisions(differences: Array, margin: float, bound: float) -> Array:
     beyond = rejected(differences, -margin) | rejected(-differences, -margin)
     rounds = within.shape[1]
     decided = within | beyond
-    first = np.where(decided.any(axis=1), decided.argmax(axis=1), rounds - 1)
+    deciding_round = np.where(decided.any(axis=1), decided.argmax(axis=1), rounds - 1)
     rows = np.arange(len(differences))
-    kinds = within[rows, first].astype(int) - (beyond & ~within)[rows, first].astype(int)
-    return np.stack([kinds, first + 1], axis=1).astype(float)
+    kinds = within[rows, deciding_round].astype(int) - (beyond & ~within)[
+        rows, deciding_round
+    ].astype(int)
+    return np.stack([kinds, deciding_round + 1], axis=1).astype(float)
 
 
 def decide(differences: Array, margin: float, bound: float) -> Decision:

@@ -41,7 +41,7 @@ class KeptQuestions:
     def _read_earlier_versions(self) -> dict[str, Any]:
         """What the folders hold that have a number of batches; keys end with the folder's name."""
         base = self._base
-        known = {}
+        measurements = {}
         for path in sorted(self._folder.parent.glob(f"{base.step}-*/{MEASUREMENTS}")):
             if path.parent == self._folder:
                 continue
@@ -51,8 +51,8 @@ class KeptQuestions:
                 identity.pop(key, None)
             if identity == json.loads(json.dumps(base.training_identity)):
                 for line in lines:
-                    known[f"{line['key']}/{path.parent.name}"] = line["values"]
-        return known
+                    measurements[f"{line['key']}/{path.parent.name}"] = line["values"]
+        return measurements
 
     def add(self, key: str, values: dict[str, Any]) -> None:
         """Write values, if there are none of this key; a folder that cannot be written is said."""

@@ -96,13 +96,13 @@ class Coverage:
         """A sentence about the audits of a run, for its plan."""
         settings = self.config.audit
         every = settings.steps(plan.device.type)
-        others = ""
+        extents = ""
         if settings.sums:
-            others += f"; the state is compared every {counted(settings.sums, 'step')}"
+            extents += f"; the state is compared every {counted(settings.sums, 'step')}"
         if settings.repeat:
-            others += f"; a step is computed twice every {counted(settings.repeat, 'step')}"
+            extents += f"; a step is computed twice every {counted(settings.repeat, 'step')}"
         if not every:
-            return f"audits: none of layers on {plan.device.type} (audit.every=…){others}"
+            return f"audits: none of layers on {plan.device.type} (audit.every=…){extents}"
         uncovered = self.uncovered(plan)
         layers = {name for stretch in plan.stretches for name in stretch.layers}
         covered = layers.difference(*uncovered.values())
@@ -110,5 +110,5 @@ class Coverage:
             f"audits: one of {counted(len(covered), 'layer')} every {counted(every, 'step')}"
             + uncovered.told_as("not covered")
             + self.partly_covered(plan, mesh).told_as("partly covered")
-            + others
+            + extents
         )

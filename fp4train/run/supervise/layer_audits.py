@@ -168,8 +168,8 @@ class LayerAudits:
             with self.failures.guarding(name):
                 self._check_main_memory(layer)
                 fused = self._fused_with(layer)
-                for held in (layer, *fused):
-                    check_room(held, divided=divided)
+                for fused_layer in (layer, *fused):
+                    check_room(fused_layer, divided=divided)
                 ready = True
         agreed = world.everywhere(ready)
         if layer is None:

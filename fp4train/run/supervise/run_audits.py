@@ -111,12 +111,12 @@ class RunAudits(RunCompanion):
         if error is not None:
             return
         self.compare_state()
-        others = []
+        extents = []
         if self.sums.count:
-            others.append(f"the state was compared after {counted(self.sums.count, 'update')}")
+            extents.append(f"the state was compared after {counted(self.sums.count, 'update')}")
         if self.repeated.count:
-            others.append(f"{counted(self.repeated.count, 'step')} computed twice")
-        text = summary(self.layers, others)
+            extents.append(f"{counted(self.repeated.count, 'step')} computed twice")
+        text = summary(self.layers, extents)
         if text is not None and run.world.lead:
             _log.info("audit: %s", text)
 
