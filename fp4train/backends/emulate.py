@@ -156,30 +156,28 @@ def decoded(x: Quantized) -> Decoded:
 def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a [R, C] times bᵀ [C, S], all scales applied, plus `bias` [S], rounded once to
     `out_dtype`.
+
+    The ways, of which the first that fits is taken:
+
+    | operands | product |
+    |---|---|
+    | without scales, in the dtype of the result, not float32 | torch's linear layer |
+    | with scales of tensors, in that dtype, on a CPU that multiplies it | its accumulator is scaled |
+    | others | a product in float32, which is scaled and rounded |
     """
-    (x_RC, x_scale), (w_SC, w_scale) = a, b
-    dtype = x_RC.dtype
-    if dtype is not w_SC.dtype:
-        dtype = torch.promote_types(dtype, w_SC.dtype)
+    x_RC, x_scale = a
+    w_SC, w_scale = b
+    of_tensors = (x_scale is None or not x_scale.dim()) and (w_scale is None or not w_scale.dim())
     if bias is not None:
         bias = bias.to(out_dtype)
-    of_tensors = (x_scale is None or not x_scale.dim()) and (w_scale is None or not w_scale.dim())
-    if of_tensors and dtype is out_dtype and dtype is not torch.float32:
+    if x_RC.dtype is w_SC.dtype is out_dtype is not torch.float32:
         if x_scale is None and w_scale is None:
             return widened(F.linear, x_RC, w_SC, bias)
-        # torch's own loop, which takes the smallest products, scales each number of an x whose
-        # columns are contiguous.
-        sums = x_RC.stride(1) == 1 or x_RC.numel() * len(w_SC) > _SMALLEST_OF_ONEDNN
-        if x_RC.is_cpu and dtype not in WITHOUT_INSTRUCTIONS and sums:
-            exact = (1.0 if x_scale is None else float(x_scale)) * (
-                1.0 if w_scale is None else float(w_scale)
-            )
-            alpha = _Float32(exact).value
-            if not alpha < _SMALLEST_NORMAL and alpha != math.inf:
-                # The accumulator is scaled, so that the result is rounded once.
-                if bias is None:
-                    return torch.addmm(_UNREAD[dtype], x_RC, w_SC.t(), beta=0, alpha=alpha)
-                return torch.addmm(bias, x_RC, w_SC.t(), alpha=alpha)
+        if of_tensors and x_RC.is_cpu and out_dtype not in WITHOUT_INSTRUCTIONS:
+            y_RS = _with_scaled_accumulator(a, b, bias)
+            if y_RS is not None:
+                return y_RS
+    # Conditions, and no table of functions: a layer's host time is that of its Python calls.
     if x_RC.is_cuda and x_RC.dtype == w_SC.dtype != torch.float32:
         product = torch.mm(x_RC, w_SC.T, out_dtype=torch.float32)
     elif _ONEDNN is not None and x_RC.is_cpu and x_RC.numel() and w_SC.numel():
@@ -191,17 +189,39 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
     else:
         factors = [] if x_scale is None else [x_scale]
         if w_scale is not None:
-            factors.append(w_scale.T if w_scale.dim() else w_scale)
-    for factor in factors if bias is not None else factors[:-1]:
-        product *= factor
+            factors.append(w_scale.reshape(1, -1))
     if bias is not None:
-        return torch.add(
-            product, bias.to(torch.float32), out=torch.empty_like(product, dtype=out_dtype)
-        )
+        for factor in factors:
+            product *= factor
+        wide_bias = bias.to(torch.float32)
+        return torch.add(product, wide_bias, out=torch.empty_like(product, dtype=out_dtype))
     if not factors:
         return product.to(out_dtype)
+    for factor in factors[:-1]:
+        product *= factor
     # The last factor and the rounding take one pass over the product.
     return torch.mul(product, factors[-1], out=torch.empty_like(product, dtype=out_dtype))
+
+
+def _with_scaled_accumulator(a: Decoded, b: Decoded, bias: Tensor | None) -> Tensor | None:
+    """The product on a CPU with instructions for its dtype: the accumulator is scaled, so that the
+    result is rounded once. None: the factor is no normal float32 number, or torch's own loop
+    multiplies.
+    """
+    x_RC, x_scale = a
+    w_SC, w_scale = b
+    x_factor = 1.0 if x_scale is None else float(x_scale)
+    w_factor = 1.0 if w_scale is None else float(w_scale)
+    alpha = _Float32(x_factor * w_factor).value
+    if alpha < _SMALLEST_NORMAL or alpha == math.inf:
+        return None
+    # torch's own loop, which takes the smallest products, scales each number of an x whose columns
+    # are contiguous.
+    if x_RC.stride(1) != 1 and x_RC.numel() * len(w_SC) <= _SMALLEST_OF_ONEDNN:
+        return None
+    if bias is None:
+        return torch.addmm(_UNREAD[x_RC.dtype], x_RC, w_SC.t(), beta=0, alpha=alpha)
+    return torch.addmm(bias, x_RC, w_SC.t(), alpha=alpha)
 
 
 def _of_tensors(x_scale: Tensor, w_scale: Tensor) -> list[Tensor]:
