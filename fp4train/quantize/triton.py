@@ -34,6 +34,7 @@ from fp4train.quantize.quantizer import Quantizer, check_arguments, check_input,
 from fp4train.quantize.random import RandomKey, random_words, words_of_both
 from fp4train.quantize.scaling import product_factor
 from fp4train.quantize.spec import QuantSpec
+from fp4train.quantize.triton_blocks import COLUMN_BLOCKS
 from fp4train.quantize.triton_limits import why_not_spec as why_not_spec
 from fp4train.quantize.triton_steps import StepsQuantizer, last_step, why_not_steps
 from fp4train.quantize.triton_variant import draws_signs, parts
@@ -137,7 +138,7 @@ def has_pair_kernel(
         return False
     if row.block[0] != 1 or column.block[0] != 1 or row.hadamard is not None:
         return False
-    return extents == (None, None) and all(width in triton_launch.COLUMN_BLOCKS for width in widths)
+    return extents == (None, None) and all(width in COLUMN_BLOCKS for width in widths)
 
 
 def make(spec: QuantSpec) -> TritonQuantizer | StepsQuantizer:

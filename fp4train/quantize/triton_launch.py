@@ -9,19 +9,29 @@ nothing here waits for the GPU.
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4train.formats import AdaptiveScale, LevelledScale
+from fp4train.formats import LevelledScale
 from fp4train.quantize.launch import Launch as Launch
 from fp4train.quantize.layout import TILED_DTYPES
 from fp4train.quantize.quantized import operand_width
 from fp4train.quantize.random import LANES
 from fp4train.quantize.spec import QuantSpec
+from fp4train.quantize.triton_blocks import (
+    TILE,
+    Blocks,
+    Columns,
+    blocks_of,
+    cdiv,
+    column_tile,
+    rows_of,
+    tile,
+)
 from fp4train.quantize.triton_variant import (
     Variant,
     of_elements,
@@ -32,10 +42,10 @@ from fp4train.quantize.triton_variant import (
     unsigned_scale,
 )
 
-COLUMN_BLOCKS: Final = (16, 32)
-TILE: Final = 4096  # elements per program: 32 per thread
 WIDEST: Final = 128
 """Columns of a program that measures extents."""
+WORDS: Final[Mapping[int, torch.dtype]] = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
+"""Bytes of a word of codes → dtype in which the kernels store it."""
 
 Room = Callable[[], Tensor]
 """Makes the memory of one result."""
@@ -77,84 +87,87 @@ class BothPlan(NamedTuple):
     """
 
 
+class _Output(NamedTuple):
+    """What a launch of the kernel that quantises writes.
+
+    kind: "codes", "packed" or "values" (`Variant.output`).
+    strides: of the codes, in words, or of the values.
+    dtypes: see `Launch`.
+    """
+
+    kind: str
+    strides: tuple[int, int]
+    dtypes: dict[int, torch.dtype]
+    transposed: bool
+    rooms: list[Room]
+
+
 def plan_quantize(
     spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tiled: bool
 ) -> QuantizePlan:
     """given: whether the amax of a float32 scale came from elsewhere. tiled: see `Variant`."""
     from fp4train.kernels.triton.quantize import quantize
 
-    (height, block), (n_rows, n_cols) = spec.block, x_RC.shape
-    n = block or LANES
+    rows, columns = x_RC.shape
     strided = _is_strided(x_RC)
-    by_columns = needs_rows_in_threads(spec) or (strided and height == 1 and n in COLUMN_BLOCKS)
-    contiguous = strided and not by_columns
-    strides = (n_cols, 1) if contiguous else x_RC.stride()
-    spanned = parts(spec)
-    groups = _cdiv(n_cols, n * spanned) * spanned
-    packed = spec.format.packed and not values
-    warps = 4
-    if by_columns:
-        blocks, (tile_rows, tile_blocks) = "columns", column_tile(n, spec)
-    elif height in (1, None):
-        blocks = "rows"
-        if block is None:
-            blocks = "whole"
-        elif packed and n == 16:
-            blocks = "rows16"
-        tile_rows, tile_blocks = tile(groups, TILE // n)
-    else:
-        blocks = "squares"
-        tile_rows = n
-        tile_blocks = max(1, TILE // (n * n))
-        warps = 4 if n <= 64 else 8
-    transposed = False
-    words = torch.uint8
-    per_word = 1
-    scales: tuple[int, ...] = (_cdiv(n_rows, height or 1), groups)
-    if block is None:
-        scales = (n_rows if height == 1 else 1, 1)
+    blocks = blocks_of(spec, strided=strided, codes=not values)
+    contiguous = strided and not blocks.strided
+    strides = (columns, 1) if contiguous else x_RC.stride()
+    groups = blocks.groups(columns)
+    tile_rows, tile_blocks = place = blocks.tile(groups)
     if values:
-        # a transposed view keeps its layout: the GEMM takes either
-        transposed = by_columns and strides[0] == 1
-        width = operand_width(spec, n_cols)
-        shape = (n_rows, width)
-        stored = (width, 1)
-        if transposed:
-            shape = (width, n_rows)
-            stored = (1, n_rows)
-        if (height, block) == (None, None):
-            scales = ()
+        output = _values_of(blocks, x_RC, transposed=blocks.strided and strides[0] == 1)
     else:
-        width = n_cols
-        if block is not None:
-            width = groups * n // 2 if packed else groups * n
-        shape = (n_rows, width)
-        # kernels that store 64 bits at a time
-        wide = by_columns or (packed and spec.block == (1, 16))
-        if wide:
-            words = torch.int64
-            per_word = 8
-        elif packed:
-            words = torch.int32
-            per_word = 4
-        stored = (shape[1] // per_word, 1)
-    output = "values" if values else "packed" if packed else "codes"
-    its = {"blocks": blocks, "output": output, "given": given, "tiled": tiled}
-    if by_columns:
-        its["height"] = height or 1
-    variant = _quantizing(spec, x_RC.dtype, (tile_rows, tile_blocks), **its)
-    tiles = _cdiv(groups, tile_blocks * spanned)
-    strips = _cdiv(n_rows, tile_rows)
-    sizes = (n_rows, n_cols, groups, strips if by_columns else tiles, *strides, *stored)
-    dtypes = {} if values else {2: words}
-    if isinstance(spec.scale_format, LevelledScale) and not values:
+        output = _codes_of(blocks, x_RC, groups, tiled)
+    variant = _quantizing(
+        spec,
+        x_RC.dtype,
+        place,
+        blocks=blocks.name,
+        output=output.kind,
+        height=blocks.height,
+        given=given,
+        tiled=tiled,
+    )
+    tiles = cdiv(groups, tile_blocks * parts(spec))
+    strips = cdiv(rows, tile_rows)
+    across = strips if blocks.strided else tiles
+    sizes = (rows, columns, groups, across, *strides, *output.strides)
+    constants = {"V": variant}
+    launch = Launch(quantize, tiles * strips, sizes, constants, blocks.warps, output.dtypes)
+    return QuantizePlan(launch, contiguous, output.transposed, output.rooms)
+
+
+def _codes_of(blocks: Blocks, x_RC: Tensor, groups: int, tiled: bool) -> _Output:
+    """Codes and scales."""
+    rows, columns = x_RC.shape
+    spec = blocks.spec
+    width = blocks.row_bytes(columns, groups)
+    scales = blocks.scales(rows, groups)
+    dtypes = {2: WORDS[blocks.word_bytes]}
+    if isinstance(spec.scale_format, LevelledScale):
         dtypes[3] = torch.int32  # four bytes of a block
         scales = (scales[0], spec.scale_format.block_bytes * scales[1])
-    launch = Launch(quantize, tiles * strips, sizes, {"V": variant}, warps, dtypes)
-    rooms = _rooms(spec, shape, scales, x_RC, tiled)
-    if values:
-        rooms[0] = partial(torch.empty, shape, dtype=values_dtype(spec), device=x_RC.device)
-    return QuantizePlan(launch, contiguous, transposed, rooms)
+    rooms = _rooms(spec, (rows, width), scales, x_RC, tiled)
+    kind = "packed" if spec.format.packed else "codes"
+    return _Output(kind, (width // blocks.word_bytes, 1), dtypes, False, rooms)
+
+
+def _values_of(blocks: Blocks, x_RC: Tensor, *, transposed: bool) -> _Output:
+    """Values, and the scale of the tensor or of its rows. A transposed view keeps its layout: the
+    GEMM takes either.
+    """
+    rows, columns = x_RC.shape
+    spec = blocks.spec
+    width = operand_width(spec, columns)
+    shape = (width, rows) if transposed else (rows, width)
+    strides = (1, rows) if transposed else (width, 1)
+    scales: tuple[int, ...] = ()
+    if spec.block != (None, None):
+        scales = blocks.scales(rows, blocks.groups(columns))
+    _, room_for_scales = _rooms(spec, shape, scales, x_RC, False)
+    room = partial(torch.empty, shape, dtype=values_dtype(spec), device=x_RC.device)
+    return _Output("values", strides, {}, transposed, [room, room_for_scales])
 
 
 def _rooms(
@@ -167,7 +180,7 @@ def _rooms(
     if not tiled:  # numbers take torch less time than a tuple of them
         return [partial(empty, *codes), partial(empty, scales, dtype=spec.scale_format.dtype)]
     dtype = TILED_DTYPES[spec.scale]
-    size = _cdiv(scales[0], 128) * _cdiv(scales[1], 4) * 512
+    size = cdiv(scales[0], 128) * cdiv(scales[1], 4) * 512
     fills_tiles = scales[0] % 128 == scales[1] % 4 == 0
     room_for_codes = partial(empty, *codes, dtype=spec.format.dtype)
     if fills_tiles:
@@ -190,63 +203,51 @@ def plan_both(
     if x_MK.stride(1) != 1:
         return None
     tokens, features = x_MK.shape
-    n = row.block[1] or LANES
-    m = column.block[1] or LANES
-    tile_rows, tile_blocks = place = column_tile(m, column)
-    programs = _cdiv(features, tile_rows) * _cdiv(tokens, tile_blocks * m)
-    groups = _cdiv(features, n), _cdiv(tokens, m)
-    packed = [spec.format.packed for spec in (row, column)]
-    if packed[0] and n == 16 and codes[0]:
-        blocks = "rows16"
-    else:
-        blocks = "rows"
-    its: list[dict[str, Any]] = []
-    for pack, tile, coded in zip(packed, tiled, codes, strict=True):
-        output = "packed" if pack else "codes"
-        its.append({"output": output, "tiled": tile} if coded else {"output": "values"})
-    by_rows = _quantizing(
-        row, x_MK.dtype, (tile_blocks * m, tile_rows // n), blocks=blocks, **its[0]
-    )
-    by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", **its[1])
-    warps = tile_rows * tile_blocks * m // 1024
-    words = torch.uint8
-    if blocks == "rows16":
-        words = torch.int64
-    elif packed[0]:
-        words = torch.int32
-    dtypes = {2: words} if codes[0] else {}
+    by_rows = rows_of(row, codes=codes[0])
+    by_columns = Columns(column)
+    tile_rows, tile_blocks = place = by_columns.tile(0)
+    tokens_of_tile = tile_blocks * by_columns.n
+    programs = cdiv(features, tile_rows) * cdiv(tokens, tokens_of_tile)
+    turned_place = tokens_of_tile, tile_rows // by_rows.n
+    outputs: list[dict[str, Any]] = []
+    for spec, in_tiles, coded in zip((row, column), tiled, codes, strict=True):
+        if coded:
+            kind = "packed" if spec.format.packed else "codes"
+            outputs.append({"output": kind, "tiled": in_tiles})
+        else:
+            outputs.append({"output": "values"})
+    variants = {
+        "R": _quantizing(row, x_MK.dtype, turned_place, blocks=by_rows.name, **outputs[0]),
+        "C": _quantizing(column, x_MK.dtype, place, blocks=by_columns.name, **outputs[1]),
+    }
+    dtypes = {2: WORDS[by_rows.word_bytes]} if codes[0] else {}
     if codes[1]:
-        dtypes[4] = torch.int64
-    launch = Launch(
-        quantize_both,
-        programs,
-        (tokens, features, x_MK.stride(0)),
-        {"R": by_rows, "C": by_columns},
-        warps,
-        dtypes,
-    )
+        dtypes[4] = WORDS[by_columns.word_bytes]
+    sizes = (tokens, features, x_MK.stride(0))
+    warps = tile_rows * tokens_of_tile // 1024
+    launch = Launch(quantize_both, programs, sizes, variants, warps, dtypes)
     needs = row.global_scale is not None, column.global_scale is not None
     measure = None
     if needs[1] and column.hadamard is not None:
-        sizes = (features, tokens, _cdiv(features, tile_rows), 1, x_MK.stride(0))
-        measure = Launch(
-            amax_both, programs, sizes, {"V": amax_variant(column, place)}, dtypes={1: torch.int32}
-        )
-    rooms = _rooms(
-        row, (tokens, groups[0] * n // (1 + packed[0])), (tokens, groups[0]), x_MK, tiled[0]
-    )
-    stored = (features, groups[1] * m // (1 + packed[1]))
-    rooms += _rooms(column, stored, (features, groups[1]), x_MK, tiled[1])
-    if not codes[0]:
-        rooms[0] = partial(
-            torch.empty, tokens, features, dtype=values_dtype(row), device=x_MK.device
-        )
-    if not codes[1]:  # as x lies
-        width = operand_width(column, tokens)
-        rooms[2] = partial(
-            torch.empty, width, features, dtype=values_dtype(column), device=x_MK.device
-        )
+        amax_sizes = (features, tokens, cdiv(features, tile_rows), 1, x_MK.stride(0))
+        constants = {"V": amax_variant(column, place)}
+        measure = Launch(amax_both, programs, amax_sizes, constants, dtypes={1: torch.int32})
+    rooms = _rooms_of_form(by_rows, x_MK, codes[0], tiled[0])
+    rooms += _rooms_of_form(by_columns, x_MK.T, codes[1], tiled[1])
     return BothPlan(measure, needs, launch, rooms)
+
+
+def _rooms_of_form(blocks: Blocks, x_RC: Tensor, codes: bool, tiled: bool) -> list[Room]:
+    """Room for one of both forms of a tensor: for codes and scales of x; for values, as x lies."""
+    rows, columns = x_RC.shape
+    groups = blocks.groups(columns)
+    shape = (rows, blocks.row_bytes(columns, groups))
+    rooms = _rooms(blocks.spec, shape, (rows, groups), x_RC, tiled)
+    if not codes:
+        width = operand_width(blocks.spec, columns) if blocks.strided else columns
+        lying = (width, rows) if blocks.strided else (rows, width)
+        rooms[0] = partial(torch.empty, *lying, dtype=values_dtype(blocks.spec), device=x_RC.device)
+    return rooms
 
 
 TURNED_TILE: Final = 64, 16
@@ -260,7 +261,7 @@ def plan_turned(spec: QuantSpec, x_MK: Tensor, given: bool, enters: bool) -> Qua
     tokens, features = x_MK.shape
     contiguous = _is_strided(x_MK)
     tile_rows, tile_blocks = TURNED_TILE
-    programs = _cdiv(tokens, tile_rows) * _cdiv(features, LANES * tile_blocks)
+    programs = cdiv(tokens, tile_rows) * cdiv(features, LANES * tile_blocks)
     variant = _quantizing(
         spec, x_MK.dtype, TURNED_TILE, blocks="whole", output="codes", given=given, enters=enters
     )
@@ -286,9 +287,9 @@ def plan_decode(spec: QuantSpec, codes: Tensor, groups: int, width: int) -> Laun
         fields |= unsigned_scale(spec)
     fields["nan_above"] = spec.format.last_number_code
     variant = _variant(n, place, **fields, height=spec.block[0] or 1, scale=scale)
-    tiles = _cdiv(groups, tile_blocks)
+    tiles = cdiv(groups, tile_blocks)
     sizes = (codes.shape[0], groups, tiles, width, codes.stride(0), width)
-    return Launch(decode_blocks, _cdiv(codes.shape[0], tile_rows) * tiles, sizes, {"V": variant})
+    return Launch(decode_blocks, cdiv(codes.shape[0], tile_rows) * tiles, sizes, {"V": variant})
 
 
 def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
@@ -304,8 +305,8 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
         tile_rows, tile_blocks = place = column_tile(n, spec)
         fields = of_transform(spec) | {"outer": "row" if per_row else "tensor"}
         variant = _variant(n, place, **fields)
-        tiles = _cdiv(rows, tile_rows)
-        programs = tiles * _cdiv(cols, n * variant.parts * tile_blocks)
+        tiles = cdiv(rows, tile_rows)
+        programs = tiles * cdiv(cols, n * variant.parts * tile_blocks)
         launch = Launch(
             amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": variant}, dtypes=bits
         )
@@ -314,7 +315,7 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
         tile_rows, tile_cols = (4, 1024) if x_RC.stride(1) == 1 else (64, 64)
         constants = {"ROWS": tile_rows, "COLS": tile_cols}
         launch = Launch(
-            amax_rows, _cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants, dtypes=bits
+            amax_rows, cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants, dtypes=bits
         )
         return AmaxPlan(launch, False, False, result)
     turned = x_RC.stride(0) == 1 and rows > 1
@@ -324,12 +325,12 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     rows, cols = x_RC.shape
     tile_cols = min(1024, max(64, 1 << (cols - 1).bit_length()))
     tile_rows = 8192 // tile_cols
-    tiles = _cdiv(cols, tile_cols)
-    strips = _cdiv(rows, tile_rows)
+    tiles = cdiv(cols, tile_cols)
+    strips = cdiv(rows, tile_rows)
     steps = max(1, tiles * strips // (32 * processors(x_RC.device)))
     sizes = (rows, cols, cols if contiguous else x_RC.stride(0), tiles, steps)
     constants = {"ROWS": tile_rows, "COLS": tile_cols}
-    launch = Launch(amax_tensor, tiles * _cdiv(strips, steps), sizes, constants, 8, bits)
+    launch = Launch(amax_tensor, tiles * cdiv(strips, steps), sizes, constants, 8, bits)
     return AmaxPlan(launch, turned, contiguous, result)
 
 
@@ -341,7 +342,7 @@ def plan_extents(spec: QuantSpec, x_RC: Tensor) -> AmaxPlan:
     assert spec.extent is not None
     rows, cols = x_RC.shape
     height, width = spec.extent
-    shape = (_cdiv(rows, height), _cdiv(cols, width or cols))
+    shape = (cdiv(rows, height), cdiv(cols, width or cols))
     result = partial(torch.zeros, shape, dtype=torch.float32, device=x_RC.device)
     bits = {1: torch.int32}
     if spec.hadamard is not None:
@@ -351,8 +352,8 @@ def plan_extents(spec: QuantSpec, x_RC: Tensor) -> AmaxPlan:
         tile_blocks = _divisor(width or 0, spanned * tile_blocks) // spanned
         place = tile_rows, tile_blocks
         variant = _variant(n, place, **of_transform(spec), **outer_extent(spec))
-        tiles = _cdiv(rows, tile_rows)
-        programs = tiles * _cdiv(cols, spanned * tile_blocks)
+        tiles = cdiv(rows, tile_rows)
+        programs = tiles * cdiv(cols, spanned * tile_blocks)
         sizes = (rows, cols, tiles, *x_RC.stride())
         launch = Launch(amax_columns, programs, sizes, {"V": variant}, dtypes=bits)
         return AmaxPlan(launch, False, False, result)
@@ -360,10 +361,10 @@ def plan_extents(spec: QuantSpec, x_RC: Tensor) -> AmaxPlan:
     tile_rows = TILE // tile_cols
     if height % tile_rows and height > 1:
         tile_rows = max(_divisor(height, tile_rows), 16)
-    tiles = _cdiv(cols, tile_cols)
+    tiles = cdiv(cols, tile_cols)
     constants = {"ROWS": tile_rows, "COLS": tile_cols, "HEIGHT": height, "WIDTH": width or 0}
     sizes = (rows, cols, *x_RC.stride(), tiles)
-    launch = Launch(amax_extents, tiles * _cdiv(rows, tile_rows), sizes, constants, dtypes=bits)
+    launch = Launch(amax_extents, tiles * cdiv(rows, tile_rows), sizes, constants, dtypes=bits)
     return AmaxPlan(launch, False, False, result)
 
 
@@ -400,38 +401,6 @@ def values_dtype(spec: QuantSpec) -> torch.dtype:
     return torch.float32
 
 
-def tile(groups: int, blocks: int) -> tuple[int, int]:
-    """(rows, blocks per row) of a program of `blocks` blocks (a power of two), with few places
-    beyond a row's end.
-    """
-    divisor = groups & -groups
-    across = max(divisor, min(8, 1 << (groups - 1).bit_length()))
-    across = min(across, blocks)
-    return blocks // across, across
-
-
-def needs_rows_in_threads(spec: QuantSpec) -> bool:
-    """Whether a thread needs all elements of a row of a block, wherever they lie: to transform
-    them, or to sum their errors in order.
-    """
-    fmt = spec.scale_format
-    return spec.hadamard is not None or isinstance(fmt, AdaptiveScale | LevelledScale)
-
-
-def column_tile(n: int, spec: QuantSpec) -> tuple[int, int]:
-    """(rows, blocks per row) of a program of the columns kernels: 32 bytes of codes per row; four
-    or two rows per thread, two where the random words need the registers. A row of 64 elements, of
-    blocks that a transform spans, or one of which two grids are tried, per thread.
-    """
-    if n == 64 or parts(spec) > 1:
-        return (128, 1)
-    if isinstance(spec.scale_format, AdaptiveScale):
-        return (64, 2)
-    if n == 16 and not spec.random:
-        return (128, 4)
-    return (64, 4)
-
-
 def interpreted() -> bool:
     """Whether Triton's CPU interpreter is on (TRITON_INTERPRET, read by Triton, which is not
     imported without need).
@@ -446,10 +415,6 @@ def interpreted() -> bool:
 def _is_strided(x_RC: Tensor) -> bool:
     """Whether the elements of a row do not follow each other."""
     return x_RC.stride(1) != 1 and x_RC.shape[1] != 1
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @cache

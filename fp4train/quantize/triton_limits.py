@@ -15,7 +15,7 @@ from fp4train.formats.levels import HIF4_SCALE, IF4_SCALE
 from fp4train.formats.scale import E8M0_SCALE, FP32_SCALE, POW2_SCALE
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard
-from fp4train.quantize.triton_launch import COLUMN_BLOCKS
+from fp4train.quantize.triton_blocks import COLUMN_BLOCKS
 from fp4train.quantize.triton_variant import ROUNDINGS
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)

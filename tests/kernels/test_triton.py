@@ -23,6 +23,7 @@ from fp4train.quantize import (
     triton as backend,
     triton_launch,
 )
+from fp4train.quantize.triton_blocks import tile
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
 
@@ -140,7 +141,7 @@ def test_specs_without_a_kernel_are_refused_by_name(spec: QuantSpec, reason: str
 
 @pytest.mark.parametrize("groups", [1, 3, 8, 33, 96, 256, 5120])
 def test_tiles_are_whole_and_waste_little_beyond_a_row(groups: int) -> None:
-    rows, across = triton_launch.tile(groups, 256)
+    rows, across = tile(groups, 256)
     assert rows * across == 256
     assert -(-groups // across) * across - groups < 8
 
