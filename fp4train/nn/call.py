@@ -120,7 +120,8 @@ class LayerCall:
         constant: forms of weights that calls share; None: nothing.
         training: whether amaxes enter their histories.
         shared: the context's cache of forms that several layers read; None: this x is no other
-            layer's, or is that of a compiled graph, which reuses the memory of its tensors.
+            layer's, is that of a compiled graph, which reuses the memory of its tensors, or is no
+            result of autograd in a loop without `constant`.
         fused: the weights that share a global scale with this layer's.
         parameter: the parameter whose shard w is; None: w is no shard.
         gradients: gradients that backward computes; set by each forward pass.
@@ -155,6 +156,9 @@ class LayerCall:
             w.dtype if needs_grad[1] else None,
             bias.dtype if bias is not None and needs_grad[2] else None,
         )
+        # Memory of the caller may be written between two calls; what autograd made is not.
+        if self.constant is None and x.grad_fn is None:
+            self.shared = None
 
     def summed(self, w: Tensor) -> Tensor:
         """See `engine.Call`."""

@@ -1,4 +1,4 @@
-"""Layers that read the same tensor quantise it once, and keep one copy of its codes for
+"""Layers that read the same result of autograd quantise it once, and keep one copy of its codes for
 backward.
 """
 
@@ -30,6 +30,11 @@ def pair() -> Pair:
     return model
 
 
+def result(values: Tensor) -> Tensor:
+    """The values as a result of autograd, like those of a norm."""
+    return values.requires_grad_() * 1
+
+
 def kept_bytes(model: Pair, x: Tensor, recipe: Recipe) -> int:
     """Bytes of the distinct tensors that the two layers keep, besides weights and the factors of
     the product.
@@ -50,7 +55,7 @@ def kept_bytes(model: Pair, x: Tensor, recipe: Recipe) -> int:
     ("recipe", "bits"), [(NVFP4(), 4.5), (MXFP8(), 8.25)], ids=["NVFP4", "MXFP8"]
 )
 def test_two_layers_keep_one_copy_of_their_input(recipe: Recipe, bits: float) -> None:
-    x = torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
+    x = result(torch.randn(128, 64, dtype=torch.bfloat16))
     assert kept_bytes(pair(), x, recipe) == bits / 8 * x.numel()
 
 
@@ -59,23 +64,24 @@ def test_sharing_changes_no_bit(recipe: Recipe) -> None:
     found = []
     for together in (True, False):
         model = pair()
-        x = torch.linspace(-2, 2, 32 * 64).view(32, 64).requires_grad_()
+        leaf = torch.linspace(-2, 2, 32 * 64).view(32, 64).requires_grad_()
+        x = leaf * 1
         with f4.autocast(recipe, step=0):
             gate = model.gate(x)
             if not together:
                 current().shared.clear()  # type: ignore[union-attr]
             y = gate * model.up(x)
         y.sum().backward()
-        found.append((y, x.grad, model.gate.weight.grad, model.up.weight.grad))
+        found.append((y, leaf.grad, model.gate.weight.grad, model.up.weight.grad))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)  # type: ignore[arg-type]
 
 
 def test_a_tensor_that_changed_in_place_is_quantised_again() -> None:
     layer = pair().gate
-    x = torch.randn(32, 64)
+    x = result(torch.randn(32, 64))
     assert isinstance(layer, Linear)
-    with torch.no_grad(), f4.autocast(NVFP4(), step=0):
+    with f4.autocast(NVFP4(), step=0):
         before = layer(x)
         x.mul_(2)
         after = layer(x)
@@ -87,6 +93,6 @@ def test_nothing_is_held_after_the_context() -> None:
     layer = pair().gate
     with f4.autocast(NVFP4(), step=0):
         context = current()
-        layer(torch.randn(32, 64))
+        layer(result(torch.randn(32, 64)))
         assert context is not None and context.shared
     assert not context.shared

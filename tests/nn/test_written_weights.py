@@ -133,6 +133,22 @@ def test_a_weight_that_is_computed_is_quantised_in_each_call() -> None:
         assert same(y, gradients(fresh, X, NVFP4()))
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_input_that_is_written_within_a_region_is_quantised_anew(
+    recipe: Recipe, requires_grad: bool
+) -> None:
+    """A buffer that holds one batch after the other."""
+    layer = f4.convert(nn.Sequential(nn.Linear(32, 32)))[0]
+    buffer = X.to(recipe.torch_dtype).requires_grad_(requires_grad)
+    with autocast(recipe, step=0):
+        first = layer(buffer)
+        buffer.data.copy_(rand(32, 32, seed=1))
+        y = layer(buffer)
+        assert torch.equal(y, layer(buffer.detach().clone()))
+    assert not torch.equal(y, first)
+
+
 class TestCompiled:
     pytestmark = COMPILER
 
