@@ -104,7 +104,7 @@ class Squares(Blocks):
         return 4 if self.n <= 64 else 8
 
 
-class Columns(Blocks):
+class ByColumns(Blocks):
     """Blocks of which a thread holds a row, wherever its elements lie."""
 
     name = "columns"
@@ -131,7 +131,7 @@ def blocks_of(spec: QuantSpec, *, strided: bool, codes: bool) -> Blocks:
     """
     height, n = spec.block
     if needs_rows_in_threads(spec) or (strided and height == 1 and n in COLUMN_BLOCKS):
-        return Columns(spec)
+        return ByColumns(spec)
     if n is None:
         return WholeRows(spec)
     if height != 1:

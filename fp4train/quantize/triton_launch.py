@@ -25,7 +25,7 @@ from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.triton_blocks import (
     TILE,
     Blocks,
-    Columns,
+    ByColumns,
     blocks_of,
     cdiv,
     column_tile,
@@ -204,7 +204,7 @@ def plan_both(
         return None
     tokens, features = x_MK.shape
     by_rows = rows_of(row, codes=codes[0])
-    by_columns = Columns(column)
+    by_columns = ByColumns(column)
     tile_rows, tile_blocks = place = by_columns.tile(0)
     tokens_of_tile = tile_blocks * by_columns.n
     programs = cdiv(features, tile_rows) * cdiv(tokens, tokens_of_tile)
