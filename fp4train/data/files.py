@@ -428,7 +428,7 @@ def container_of(path: Path) -> str | None:
         head = file.read(HEAD)
         size = file.seek(0, os.SEEK_END)
         file.seek(-min(TAIL, size), os.SEEK_END)
-        kind = container(head, file.read(), size)
+        kind = container(head, file.read())
     if kind is None and head.startswith(b"PAR1") and path.suffix.lower() == ".parquet":
         return "a Parquet file"  # a damaged one, which its reader says
     return kind

@@ -4,7 +4,7 @@
 |---|---|---|
 | Parquet | some rows of a row group, of the column's pages alone | row group and row, from 0 |
 | Arrow, stream or file, as `save_to_disk` writes it | the column of one batch | batch and row, from 0 |
-| JSON: values one after another, most often one a line, or a list of them; plain, gzip or zstd | a value | line |
+| JSON Lines, plain, gzip or zstd | a value | line |
 
 Other columns may hold anything, and differ from file to file.
 """
@@ -40,6 +40,7 @@ TIMES = 100
 """A column of this many bytes, and this many times those that it takes in the file, is no text: it
 is refused.
 """
+SPREAD = "it begins a value over several lines"
 LOOKED_AT = 1000
 """Records after which a file whose records all lack the column has none."""
 
@@ -135,63 +136,30 @@ def read_objects(path: Path, columns: ReadColumns, source: str) -> Iterator[tupl
 
 
 def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """The line and the value of each record. A file that begins with a list, or with a brace alone,
-    may spread values over lines.
-    """
+    """The line and the value of each record, of which a line may hold several."""
     line = 0
     begun = False
     while data := stream.readline(LONGEST + 1):
         line += 1
         text = _decoded(path, line, data, codecs.BOM_UTF8 if line == 1 else b"")
-        if not begun and (text.lstrip().startswith("[") or text.strip() == "{"):
-            yield from _spread(path, stream, line, text)
-            return
+        if not begun and text.lstrip().startswith("["):
+            raise DataError(
+                f"{path}, line {line}: it begins a list, and one record a line is read: "
+                f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
+            )
+        if not begun and text.strip() == "{":
+            raise DataError(
+                f"{path}, line {line}: {SPREAD}, and one record a line is read: "
+                f"jq -c . {path.name} > {path.stem}.jsonl"
+            )
         text = text.rstrip()
         begun = begun or bool(text)
         at = _after_space(text, 0)
         while at < len(text):
-            with _json_errors(path, line, text):
+            with _json_errors(path, line):
                 value, end = _DECODER.raw_decode(text, at)
             yield line, value
             at = _after_space(text, end)
-
-
-def _spread(path: Path, stream: BinaryIO, line: int, text: str) -> Iterator[tuple[int, Any]]:
-    """Values that lines do not divide, in a list or not.
-
-    Args:
-        line: number of the line `text`, the first that is not blank.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    listed = text.lstrip().startswith("[")
-    at = text.index("[") + 1 if listed else 0
-    more = True
-    while True:
-        previous = at
-        at = _after_space(text, at, more=", " if listed else "")
-        line += text.count("\n", previous, at)
-        if listed and text.startswith("]", at):
-            return
-        try:
-            with _json_errors(path, line, text[:0]):
-                value, end = _DECODER.raw_decode(text, at)
-        except DataError:
-            if not more:
-                if at == len(text) and not listed:
-                    return
-                with _json_errors(path, line, text[at:]):
-                    _DECODER.raw_decode(text[at:])
-            text = text[at:]
-            at = 0
-            data = stream.read(max(1 << 16, len(text)))
-            more = bool(data)
-            text += _decoded(path, line, data, decoder=decoder)
-            if len(text) > LONGEST:
-                raise _too_long(path, line) from None
-        else:
-            yield line, value
-            line += text.count("\n", at, end)
-            at = end
 
 
 class _RepeatingObject(dict[str, Any]):
@@ -219,19 +187,16 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 _SPACE = " \t\r\n"
 
 
-def _after_space(text: str, at: int, more: str = "") -> int:
-    while at < len(text) and text[at] in _SPACE + more:
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in _SPACE:
         at += 1
     return at
 
 
-def _decoded(path: Path, line: int, data: bytes, mark: bytes = b"", decoder: Any = None) -> str:
-    """The text of some bytes, within bounds."""
+def _decoded(path: Path, line: int, data: bytes, mark: bytes) -> str:
+    """The text of a line, within bounds."""
     try:
-        if decoder is None:
-            text = data.removeprefix(mark).decode()
-        else:
-            text = decoder.decode(data, not data)
+        text = data.removeprefix(mark).decode()
     except UnicodeDecodeError as error:
         why = f"it is not UTF-8 text ({error.reason}). Convert the file (iconv -t utf-8)"
         if is_binary(data[:HEAD]):
@@ -253,17 +218,13 @@ def _too_long(path: Path, line: int) -> DataError:
 
 
 @contextmanager
-def _json_errors(path: Path, line: int, text: str) -> Iterator[None]:
-    """Errors of a value whose text begins in `line`."""
+def _json_errors(path: Path, line: int) -> Iterator[None]:
+    """Errors of a value in `line`."""
     try:
         yield
     except json.JSONDecodeError as error:
-        if error.lineno > 1:
-            where = line + text.count("\n", 0, error.pos)
-        else:
-            where = line
         raise DataError(
-            f"{path}, line {where}: it is no JSON ({error.msg}, column {error.colno})"
+            f"{path}, line {line}: it is no JSON ({error.msg}, column {error.colno})"
         ) from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, RecursionError):

@@ -249,7 +249,7 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
         dtype: type that the user gives: text is an array of uint8, and every second uint16 of
             uint32 ids may be 0.
     """
-    if (kind := container(head, tail, size)) is not None:
+    if (kind := container(head, tail)) is not None:
         advice = _WRITE_RAW
         if kind.startswith("compressed"):
             advice = "Unpack it first: its places are read in any order"

@@ -458,8 +458,6 @@ def text_in_arrow(path: Path) -> None:
 
 
 FORMS: dict[str, Callable[[Path], object]] = {
-    "a.json": lambda path: path.write_text(json.dumps(TALKS)),
-    "b.json": lambda path: path.write_text(json.dumps(TALKS, indent=1)),
     "c.jsonl.gz": lambda path: path.write_bytes(
         gzip.compress("\n".join(map(json.dumps, TALKS)).encode())
     ),

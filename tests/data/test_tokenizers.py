@@ -235,7 +235,7 @@ def test_a_token_that_begins_documents_makes_another_entry_of_the_cache(tmp_path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"version": "1.0", ', "is no JSON file"),
+        (b'{"version": "1.0", ', "is no tokenizer file of the `tokenizers` library"),
         (b"\xff\xfe\x00", "is no JSON file"),
         (b'{"some": "thing"}', "is no tokenizer file of the `tokenizers` library"),
     ],

@@ -267,7 +267,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
                            "is not opened. Convert it"),
         ("llama", without("tokenizer.json"), "or data/tokenizer=bytes where its ids are "
                                              "those of bytes"),
-        ("llama", text("tokenizer.json", "no"), "is no JSON file"),
+        ("llama", text("tokenizer.json", "no"), "is no tokenizer file"),
         ("llama", table("tokenizer.json", normalizer={"type": "Lowercase"}), "does not give text .* becomes 'def add"),
         ("llama", text("config.json", "{"), "config.json is no JSON"),
         ("llama", text("config.json", "[]"), "config.json is no table"),

@@ -18,8 +18,6 @@ import numpy as np
 
 from fp4train import files
 from fp4train.data.encoding import Encoded
-from fp4train.data.tokenizers.bounds import LIMIT, check_added, check_file, check_ids
-from fp4train.data.tokenizers.panics import quiet_panics
 from fp4train.data.tokens import Ids
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.text import shortened
@@ -36,6 +34,8 @@ ENDS = (
     "<|end|>",  # of exported byte tokens
 )
 
+LIMIT = 1 << 26
+"""Bytes of a tokenizer file that are read; the largest that are published have 35 MB."""
 MESSAGE = 400
 """Characters of an error of the library that are shown: it quotes what stands in the file."""
 _SAMPLE = 'def Add(a, b):\n    return a + b  # "Sum"\n'
@@ -58,10 +58,8 @@ class JsonTokenizer:
 
         self._what = what
         self._text = text
-        check_file(text, what)
         with library_errors(f"{what} is no tokenizer file of the `tokenizers` library"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        check_added(self._tokenizer, what)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -84,7 +82,6 @@ class JsonTokenizer:
         if begin_of_document is not None:
             self.begin_of_document = self._begin_id(begin_of_document, vocabulary)
             self.identity += f" after {begin_of_document}"
-        check_ids(max(vocabulary.values()), what)
         self.vocab_size = max(vocabulary.values()) + 1
 
     def _begin_id(self, begin: str, vocabulary: Mapping[str, int]) -> int:
@@ -207,8 +204,7 @@ def library_errors(what: str) -> Iterator[None]:
     panics.
     """
     try:
-        with quiet_panics():
-            yield
+        yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:

@@ -8,8 +8,7 @@ from pathlib import Path
 from fp4train import files
 from fp4train.data.files import existing_path
 from fp4train.data.template import keep_template
-from fp4train.data.tokenizers.bounds import LIMIT
-from fp4train.data.tokenizers.json_file import JsonTokenizer, run_tokenizer
+from fp4train.data.tokenizers.json_file import LIMIT, JsonTokenizer, run_tokenizer
 from fp4train.data.tokens import Documents
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.paths import PathOrHubName, is_hub_name
