@@ -97,7 +97,8 @@ _MARKS = (
     (_PICKLE, rb"\.", "a pickle"),
     # protocols 0 and 1 begin with a list, a table or a class
     (rb"\(lp|\(dp|\]q\0|\}q\0|cnumpy|ccopy_reg", rb"\.", "a pickle"),
-    (rb".{4}\0{4}\{[\" }]", b"", "a safetensors file"),
+    # the length of its header, which names a tensor first, or what is said of all
+    (rb".{4}\0{4}\{\s*\"[^\"]*\"\s*:\s*\{", b"", "a safetensors file"),
     # a length, a checksum, and a message in a message
     (rb".{3}\0{5}.{4}\n[\x80-\xff]{0,3}[\0-\x7f]\n", b"", "a TFRecord file"),
     (rb"\x89HDF\r\n\x1a\n", b"", "an HDF5 file"),

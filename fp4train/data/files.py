@@ -75,11 +75,14 @@ def input_files(paths: str | Sequence[str], suffixes: Sequence[str], key: str) -
     Raises:
         DataError: one means nothing, or nothing that is data; or two mean the same file.
     """
-    search = _Search(suffixes, key)
     if isinstance(paths, str):
         paths = (paths,)
-    inputs = [file for path in paths for file in search.named(path)]
-    search.tell_of_runs()
+    inputs: list[Path] = []
+    for path in paths:
+        files = files_of(path, suffixes, key)
+        if (folder := expanded(path, key)).is_dir():
+            _refuse_parts(folder, files, key)
+        inputs += files
     if not inputs:
         raise DataError(f"{key}=[] names no file")
     seen: dict[str, Path] = {}
@@ -114,139 +117,96 @@ def _refuse_copies(inputs: Sequence[Path], key: str) -> None:
             )
 
 
-def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
-    """`path` itself if it is a file, or the files below it with one of `suffixes`, sorted; none of
-    them empty.
+def files_of(path: str, suffixes: Sequence[str], key: str) -> list[Path]:
+    """The files that one path means, sorted; none of them empty.
 
-    A suffix may be followed by .gz or .zst. Hidden files and folders are passed over, and so are
-    run directories: a run that reads the folder in which it is written would change its own data.
-    Links to folders are not followed.
+    A pattern means its matches, unless there is a file of that very name; a folder the files below
+    it with one of `suffixes`, which .gz or .zst may follow. Hidden files and folders are passed
+    over, and so are run directories that the path does not name: a run that reads the folder in
+    which it is written would change its own data. Links to folders are not followed.
+
+    Raises:
+        DataError: it means nothing, or nothing that is data.
     """
-    search = _Search(suffixes, key)
-    files = search.files_of(path)
-    search.tell_of_runs()
-    return files
-
-
-class _Search:
-    """A search for the files that the paths of one key mean.
-
-    Args:
-        suffixes: suffixes of files in folders that are data.
-        key: key of the paths, for messages.
-    """
-
-    def __init__(self, suffixes: Sequence[str], key: str) -> None:
-        self.suffixes = suffixes
-        self.key = key
-        self.runs: set[Path] = set()
-        """Run directories that were passed over."""
-
-    def tell_of_runs(self) -> None:
-        if self.runs:
-            directories = "directory" if len(self.runs) == 1 else "directories"
-            text = "%s: %d run %s left out (%s)"
-            _log.info(text, self.key, len(self.runs), directories, min(self.runs))
-
-    def named(self, path: str) -> list[Path]:
-        """The files that a path means: a pattern, unless there is a file of that very name, or what
-        it names.
-        """
-        pattern = expanded(path, self.key)
-        if glob.has_magic(str(pattern)) and not os.path.lexists(pattern):
-            return self._matching(path, pattern)
-        place = existing_path(path, self.key)
-        files = self.files_of(place)
-        _refuse_parts(place, files, self.key)
-        return files
-
-    def _matching(self, path: str, pattern: Path) -> list[Path]:
-        """The files of a pattern's matches, without those in a run directory that the pattern does
-        not name.
-        """
-        matches = sorted(Path(match) for match in glob.glob(str(pattern), recursive=True))
-        if not matches:
-            raise self._no_match(path, pattern.parent)
-        fixed = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
-        is_run = cache(_is_run)
-        of_data: list[Path] = []
-        for match in matches:
-            folders = [folder for folder in (match, *match.parents) if fixed in folder.parents]
-            if run := next((folder for folder in folders if is_run(folder)), None):
-                self.runs.add(run)
-            else:
-                of_data.append(match)
-        filled = [match for match in of_data if match.is_dir() or _size(match, self.key)]
-        inputs = [file for match in filled for file in self._below(match)]
-        if self.runs and not inputs:
-            raise DataError(
-                f"{self.key}={path}: all that it matches lies in run directories, which are left "
-                "out: name the files"
-            )
-        if not inputs:
-            raise DataError(f"{self.key}={path}: every file that it matches is empty")
-        return inputs
-
-    def _no_match(self, path: str, folder: Path) -> DataError:
-        text = f"{self.key}={path} matches nothing"
-        if not glob.has_magic(str(folder)) and folder.is_dir():
-            names = sorted(os.listdir(folder))
-            text += f"; {folder} holds {first_few(names, 5) or 'nothing'}"
-        return DataError(text)
-
-    def files_of(self, path: Path) -> list[Path]:
-        """`files_of` as a function has it."""
-        if files := self._below(path):
-            return files
+    place = expanded(path, key)
+    is_pattern = glob.has_magic(str(place)) and not os.path.lexists(place)
+    if is_pattern:
+        matches = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
+        place = Path(*takewhile(lambda part: not glob.has_magic(part), place.parts))
+    else:
+        matches = [existing_path(path, key)]
+    if not matches:
+        raise DataError(f"{key}={path} matches nothing{_listing(place)}")
+    inputs, others = _with_suffixes(matches, suffixes, key)
+    if not inputs:
+        there = [f"{count} with {suffix}" for suffix, count in others.most_common(5)]
         raise DataError(
-            f"{self.key}={path} holds files in run directories alone, which are left out: name the "
+            f"{key}={path} holds no file with one of the suffixes {', '.join(suffixes)}; it "
+            f"holds {', '.join(there) or 'no files at all'}"
+        )
+    of_data = _outside_of_runs(inputs, place, key)
+    if not of_data:
+        raise DataError(
+            f"{key}={path}: all of its files lie in run directories, which are left out: name the "
             "files"
         )
+    filled = [file for file in of_data if _size(file, key)]
+    if not filled:
+        what = " is empty" if of_data == [place] else ": each of its files is empty"
+        raise DataError(f"{key}={path}{what}")
+    return filled
 
-    def _below(self, path: Path) -> list[Path]:
-        """`files_of`, none where run directories hold all files."""
-        key = self.key
-        if not path.is_dir():
-            if not _size(path, key):
-                raise DataError(f"{key}={path} is empty")
-            return [path]
-        inputs: list[Path] = []
-        passed_over: Counter[str] = Counter()
-        runs: set[Path] = set()
-        for folder, names, files in os.walk(path, onerror=self._refuse_folder):
-            names[:] = [name for name in names if not name.startswith(".")]
-            if Path(folder) != path and _HISTORY in files and _is_run(Path(folder)):
-                runs.add(Path(folder))
-                names.clear()
-                continue
-            for file in (Path(folder, file) for file in files if not file.startswith(".")):
-                suffix = file.suffix.lower()
-                if suffix in self.suffixes or Path(plain_name(file)).suffix in self.suffixes:
-                    inputs.append(file)
-                else:
-                    passed_over[suffix or "no suffix"] += 1
-        self.runs |= runs
-        if runs and not inputs and not passed_over:
-            return []
-        suffixes = ", ".join(self.suffixes)
-        if not inputs:
-            there = [f"{count} with {suffix}" for suffix, count in passed_over.most_common(5)]
-            raise DataError(
-                f"{key}={path} holds no file with one of the suffixes {suffixes}; it "
-                f"holds {', '.join(there) or 'no files at all'}"
-            )
-        filled = sorted(file for file in inputs if _size(file, key))
-        if not filled:
-            raise DataError(
-                f"{key}={path}: every file in it with one of the suffixes {suffixes} is empty"
-            )
-        return filled
 
-    def _refuse_folder(self, error: OSError) -> None:
+def _listing(folder: Path) -> str:
+    """What a folder holds, for the end of a message."""
+    if not folder.is_dir():
+        return ""
+    return f"; {folder} holds {first_few(sorted(os.listdir(folder)), 5) or 'nothing'}"
+
+
+def _with_suffixes(
+    matches: Sequence[Path], suffixes: Sequence[str], key: str
+) -> tuple[list[Path], Counter[str]]:
+    """Files, with those below folders that have one of `suffixes`; how many have another."""
+    inputs: list[Path] = []
+    others: Counter[str] = Counter()
+
+    def refuse(error: OSError) -> None:
         if Path(str(error.filename)).name != "lost+found":
-            raise DataError(
-                f"{self.key}: {error.filename} cannot be read: {error.strerror}"
-            ) from error
+            raise DataError(f"{key}: {error.filename} cannot be read: {error.strerror}") from error
+
+    for match in matches:
+        if not match.is_dir():
+            inputs.append(match)
+            continue
+        below: list[Path] = []
+        for folder, names, files in os.walk(match, onerror=refuse):
+            names[:] = [name for name in names if not name.startswith(".")]
+            below += [Path(folder, file) for file in files if not file.startswith(".")]
+        for file in sorted(below):
+            suffix = file.suffix.lower()
+            if suffix in suffixes or Path(plain_name(file)).suffix in suffixes:
+                inputs.append(file)
+            else:
+                others[suffix or "no suffix"] += 1
+    return inputs, others
+
+
+def _outside_of_runs(files: Sequence[Path], place: Path, key: str) -> list[Path]:
+    """The files without those of run directories below `place`."""
+
+    @cache
+    def run_of(folder: Path) -> Path | None:
+        if place not in folder.parents:
+            return None
+        return folder if _is_run(folder) else run_of(folder.parent)
+
+    outside = [file for file in files if run_of(file.parent) is None]
+    if runs := {run for file in files if (run := run_of(file.parent)) is not None}:
+        _log.info(
+            "%s: run directories are left out (%s)", key, first_few(sorted(map(str, runs)), 3)
+        )
+    return outside
 
 
 _HISTORY = "history.jsonl"

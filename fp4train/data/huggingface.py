@@ -19,7 +19,7 @@ from typing import Any
 from fp4train import files
 from fp4train.data.compressed import plain_name
 from fp4train.data.files import expanded, input_files, shown, stamp
-from fp4train.data.records import SPREAD, read_records
+from fp4train.data.records import OtherFile, read_records
 from fp4train.data.source import Texts, TextSource
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, data_errors, reason
@@ -172,10 +172,10 @@ def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) ->
         )
         try:
             first_row = next(rows, None)
-        except DataError as error:
-            if not beside or not any(why in str(error) for why in ("is not in", SPREAD)):
+        except OtherFile as error:
+            if not beside:
                 raise
-            _log.warning("%s The file is passed over", error)
+            _log.warning("%s. The file is passed over", str(error).rstrip("."))
             continue
         if first_row is None:
             continue

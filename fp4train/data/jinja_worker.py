@@ -2,9 +2,10 @@
 jinja_worker.py`.
 
 A template comes from a stranger's folder, and Jinja has no bound on loops, on the length of a text
-or on memory. So it is rendered here, in a process that may use `MEMORY` bytes of address space and
-`SECONDS` of a processor per request; the kernel ends it beyond that. The program imports the
-standard library and Jinja alone, and starts in 0.1 s.
+or on memory. So it is rendered here, in a process that may use `MEMORY` bytes of address space and,
+for all conversations of a run together, `SECONDS` of a processor and `EACH` for each message; the
+kernel ends it beyond that. The program imports the standard library and Jinja alone, and starts in
+0.1 s.
 
 It reads requests from its standard input and writes replies to its standard output, each a line of
 JSON. A request names the template; those after it hold conversations to render:
@@ -25,6 +26,7 @@ import json
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
@@ -38,7 +40,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 SECONDS = 3.0
-"""Of a processor, for each request."""
+"""Of a processor, at the beginning; no request has more."""
+EACH = 0.01
+"""Seconds that each message adds."""
 MEMORY = 1 << 29
 """Bytes of address space."""
 CHARACTERS = 1 << 25
@@ -191,9 +195,13 @@ def serve() -> None:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     state: tuple[Template, Generation] | None = None
+    left = SECONDS
     for line in sys.stdin:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        messages = sum(len(item["messages"]) for item in request.get("renders", []))
+        left = min(SECONDS, max(left, 0.0) + EACH * max(messages, 1))
+        signal.setitimer(signal.ITIMER_PROF, left)
+        began = time.process_time()
         try:
             if "source" in request:
                 state = None
@@ -221,6 +229,7 @@ def serve() -> None:
         except Exception as error:  # whatever a template makes of its values
             answer = json.dumps({"error": (str(error) or type(error).__name__)[:500]})
         signal.setitimer(signal.ITIMER_PROF, 0)
+        left -= time.process_time() - began
         print(answer, flush=True)
 
 

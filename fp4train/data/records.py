@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from fp4train.data.compressed import unpacked
+from fp4train.data.compressed import plain_name, unpacked
 from fp4train.data.containers import HEAD, is_binary
 from fp4train.data.files import container_of
 from fp4train.errors import DataError
@@ -40,9 +40,12 @@ TIMES = 100
 """A column of this many bytes, and this many times those that it takes in the file, is no text: it
 is refused.
 """
-SPREAD = "it begins a value over several lines"
 LOOKED_AT = 1000
 """Records after which a file whose records all lack the column has none."""
+
+
+class OtherFile(DataError):
+    """A file that holds no records with the column, such as statistics beside the data."""
 
 
 ReadColumns = Callable[[Path, Any], Sequence[int]]
@@ -100,9 +103,9 @@ def _value(path: Path, place: str, record: Any, column: str) -> Any:
     return record.get(column)
 
 
-def _no_column(path: Path, column: str, columns: Sequence[str]) -> DataError:
+def _no_column(path: Path, column: str, columns: Sequence[str]) -> OtherFile:
     listing = ", ".join(columns[:50]) or "none"
-    return DataError(f"data.column={column} is not in {path}. Its columns: {listing}.")
+    return OtherFile(f"data.column={column} is not in {path}. Its columns: {listing}.")
 
 
 def read_objects(path: Path, columns: ReadColumns, source: str) -> Iterator[tuple[str, Any]]:
@@ -142,17 +145,13 @@ def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
     while data := stream.readline(LONGEST + 1):
         line += 1
         text = _decoded(path, line, data, codecs.BOM_UTF8 if line == 1 else b"")
-        if not begun and text.lstrip().startswith("["):
-            raise DataError(
-                f"{path}, line {line}: it begins a list, and one record a line is read: "
-                f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
-            )
-        if not begun and text.strip() == "{":
-            raise DataError(
-                f"{path}, line {line}: {SPREAD}, and one record a line is read: "
-                f"jq -c . {path.name} > {path.stem}.jsonl"
-            )
         text = text.rstrip()
+        if not begun and text.lstrip().startswith("["):
+            raise DataError(f"{path}, line {line}: it begins a list, {_as_lines(path, '.[]')}")
+        if not begun and text.lstrip() == "{":
+            raise OtherFile(
+                f"{path}, line {line}: it begins a value over several lines, {_as_lines(path, '.')}"
+            )
         begun = begun or bool(text)
         at = _after_space(text, 0)
         while at < len(text):
@@ -160,6 +159,13 @@ def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
                 value, end = _DECODER.raw_decode(text, at)
             yield line, value
             at = _after_space(text, end)
+
+
+def _as_lines(path: Path, values: str) -> str:
+    """What makes JSON Lines of a file whose values jq selects so."""
+    name = plain_name(path)
+    lines = Path(name).with_suffix(".jsonl")
+    return f"and one record a line is read: jq -c '{values}' {name} > {lines}"
 
 
 class _RepeatingObject(dict[str, Any]):

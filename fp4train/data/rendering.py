@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4train.data.jinja_worker import SECONDS
+from fp4train.data.jinja_worker import EACH, SECONDS
 from fp4train.errors import DataError, data_errors, reason
 
 WORKER = Path(__file__).with_name("jinja_worker.py")
@@ -41,6 +41,7 @@ class Renderer:
         self.variables = dict(variables)
         self.now = now
         self.name = name
+        self._too_slow = False
         self._process: subprocess.Popen[bytes] | None = None
         self._generation = False
         self._names: frozenset[str] = frozenset()
@@ -82,9 +83,15 @@ class Renderer:
         marks = [tuple((start, end) for start, end in spans) for spans in reply["marks"]]
         return [Rendered(text, spans) for text, spans in zip(reply["texts"], marks, strict=True)]
 
+    @property
+    def _time(self) -> str:
+        return f"{self.name} takes more than {SECONDS:g} s and {EACH * 1000:g} ms for each message"
+
     def _start(self) -> None:
         if self._process is not None:
             return
+        if self._too_slow:
+            raise ValueError(self._time)
         with data_errors(
             OSError, before=f"{self.name}: its process cannot be started: ", message=reason
         ):
@@ -119,7 +126,8 @@ class Renderer:
             return reply
         status = self._end()
         if status == -signal.SIGPROF:
-            raise ValueError(f"{self.name} takes more than {SECONDS:g} s for one conversation")
+            self._too_slow = True
+            raise ValueError(self._time)
         raise ValueError(f"{self.name} ended the process that renders it (status {status})")
 
     def _end(self) -> int:

@@ -37,7 +37,7 @@ from torch import Tensor
 from fp4train.checkpoint.layout import WEIGHTS
 from fp4train.config.schema import plain
 from fp4train.data.encoding import encode_document
-from fp4train.data.files import existing_path, files_of, read_pieces
+from fp4train.data.files import files_of, read_pieces
 from fp4train.data.passes import Passes
 from fp4train.data.tokens import Ids, TokenData, Tokenizer, begin_of_document, token_bytes
 from fp4train.errors import UserError
@@ -125,7 +125,7 @@ def texts(
     """
     tokenizer = trained.text_tokenizer()
     table = token_bytes(tokenizer, trained.vocab_size)
-    files = files_of(existing_path(path, "text"), TEXT_SUFFIXES, "text")
+    files = files_of(path, TEXT_SUFFIXES, "text")
     documents = [encode_document(read_pieces(file), tokenizer).tolist() for file in files]
     ids = [
         window for document in documents for window in windows(document, tokenizer, trained.context)

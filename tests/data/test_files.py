@@ -96,7 +96,8 @@ def test_run_directories_below_a_folder_or_a_pattern_are_left_out(
         chosen = {str(file.relative_to(place)) for file in named(f"{place}/{path}")}
     assert chosen == {"a.txt", "notes/b.txt"}
     (message,) = caplog.messages
-    assert message == f"data.path: 2 run directories left out ({place}/runs/r0)"
+    runs = f"{place}/runs/r0, {place}/runs/r1"
+    assert message == f"data.path: run directories are left out ({runs})"
 
 
 def test_patterns_are_taken_from_the_working_directory(
@@ -112,10 +113,9 @@ def test_a_run_directory_that_a_path_names_is_read(tmp_path: Path) -> None:
     for path in ("runs/r0", "runs/r0/**/*.txt"):
         names = [file.name for file in named(f"{place}/{path}")]
         assert sorted(names) == ["out.txt", "plan.txt"]
-    with pytest.raises(DataError, match="all that it matches lies in run directories"):
-        named(f"{place}/runs/*/plan.txt")
-    with pytest.raises(DataError, match="runs holds files in run directories alone"):
-        named(f"{place}/runs")
+    for path in ("runs/*/plan.txt", "runs"):
+        with pytest.raises(DataError, match="all of its files lie in run directories"):
+            named(f"{place}/{path}")
 
 
 @pytest.mark.parametrize("config", [b"", b"model: {}\n", b"# fp4train\n"])
@@ -123,4 +123,15 @@ def test_a_folder_that_has_the_names_of_a_run_alone_is_read(tmp_path: Path, conf
     place = folder_with(tmp_path / "texts", config)
     for path in (str(place), f"{place}/**/*.txt"):
         assert len(named(path)) == 6
-    assert len(files_of(place, (".txt",), "text")) == 6
+    assert len(files_of(str(place), (".txt",), "text")) == 6
+
+
+def test_a_folder_among_the_matches_gives_its_files_with_the_suffixes(tmp_path: Path) -> None:
+    place = folder_of(tmp_path / "t", ["b/z.txt", "b/.h/a.txt", "b/y.md", "c/x.png", "a.bin"])
+    (tmp_path / "t/b/none.txt").touch()
+    (tmp_path / "t/b/again").symlink_to(tmp_path / "t/b")
+    assert [file.name for file in named(f"{place}/*")] == ["a.bin", "z.txt"]
+    with pytest.raises(DataError, match=r"suffixes \.txt; it holds 1 with \.png"):
+        named(f"{place}/c*")
+    with pytest.raises(DataError, match=r"none\*: each of its files is empty"):
+        named(f"{place}/b/none*")

@@ -167,7 +167,9 @@ def test_a_file_that_is_passed_over_is_named_and_one_that_is_named_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     beside("stats.json", '{"documents": 40}')(tmp_path)
+    (tmp_path / "about.json").write_text('{\n"text": "a"\n}')
     assert read(tmp_path) == TEXTS
+    assert f"{tmp_path / 'about.json'}, line 1: it begins a value over several" in caplog.text
     assert (
         f"data.column=text is not in {tmp_path / 'stats.json'}. Its columns: documents. The file"
         in caplog.text
@@ -176,6 +178,9 @@ def test_a_file_that_is_passed_over_is_named_and_one_that_is_named_is_not(
         DataError, match=r"data\.column=text is not in .*stats\.json\. Its columns: documents\."
     ):
         read([str(tmp_path / "a.jsonl"), str(tmp_path / "stats.json")])
+    (tmp_path / "zz.json").write_text('[{"text": "a"}]')
+    with pytest.raises(DataError, match=r"zz\.json, line 1: it begins a list"):
+        read(tmp_path)
     lines(tmp_path / "b.jsonl", [{"body": "x"}])
     with pytest.raises(
         DataError, match=r"data\.column=text is not in .*b\.jsonl\. Its columns: body\."
@@ -246,8 +251,14 @@ PLACES: dict[str, tuple[str, str]] = {
         broken(GOOD, '{"text": "a", "x": ' + "9" * 5000 + "}"),
         r"line 50001: .*: an integer has more than 4,300 digits\. Write it as text, in quotes",
     ),
-    "a list": ('\n[{"text": "a"}]', r"line 2: it begins a list, .*: jq -c '\.\[\]' b\.jsonl"),
-    "a spread object": ('{\n"text": "a"\n}', r"line 1: it begins a value over several .* jq -c \."),
+    "a list": (
+        '\n[{"text": "a"}]',
+        r"line 2: it begins a list, .*: jq -c '\.\[\]' b\.json > b\.jsonl$",
+    ),
+    "a spread object": (
+        '{\n"text": "a"\n}',
+        r"line 1: it begins a value over several .*: jq -c '\.' b\.json > b\.jsonl$",
+    ),
 }
 
 
@@ -256,14 +267,14 @@ def test_an_error_in_json_names_file_and_line(tmp_path: Path, kind: str) -> None
     content, words = PLACES[kind]
     (tmp_path / "rows").mkdir()
     lines(tmp_path / "rows/a.jsonl", [{"text": "fine"}])
-    name = "b.jsonl"
+    name = "b.json" if kind in ("a list", "a spread object") else "b.jsonl"
     (tmp_path / "rows" / name).write_text(content)
     with pytest.raises(DataError, match=rf"rows/{name}, {words}"):
-        read(tmp_path / "rows")
+        read(f"{tmp_path}/rows/b*")
     (tmp_path / "rows" / name).unlink()
     (tmp_path / "rows" / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
     with pytest.raises(DataError, match=rf"rows/{name}\.gz, {words}"):
-        read(tmp_path / "rows")
+        read(f"{tmp_path}/rows/b*")
 
 
 def test_other_encodings_name_file_and_line(tmp_path: Path) -> None:

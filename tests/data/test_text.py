@@ -250,7 +250,7 @@ def test_empty_files_and_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="it holds no files at all"):
         build(tmp_path / "folder", tmp_path)
     (tmp_path / "folder/a.txt").write_text("")
-    with pytest.raises(DataError, match="is empty"):
+    with pytest.raises(DataError, match="each of its files is empty"):
         build(tmp_path / "folder", tmp_path)
 
 

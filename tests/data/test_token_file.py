@@ -90,9 +90,7 @@ def test_empty_files_missing_files_and_folders_are_refused(tmp_path: Path) -> No
         build(tmp_path / "train.bin")
     with pytest.raises(DataError, match=r"Did you mean .*train\.bin\?"):
         build(tmp_path / "trains.bin")
-    with pytest.raises(
-        DataError, match=r"every file in it with one of the suffixes \.bin, \.npy, \.ds is empty"
-    ):
+    with pytest.raises(DataError, match=r"each of its files is empty"):
         build(tmp_path)
     with pytest.raises(DataError, match=r"data\.val_path=.* does not exist"):
         IDS.astype("<u2").tofile(tmp_path / "train.bin")
@@ -279,7 +277,7 @@ def test_a_pattern_without_a_match_says_what_is_there(tmp_path: Path) -> None:
         DataError, match=r"fineweb/\*valid\* matches nothing; .*/fineweb holds fineweb_train_000001"
     ):
         build(tmp_path / "fineweb/*valid*")
-    with pytest.raises(DataError, match=r"matches nothing$"):
+    with pytest.raises(DataError, match=r"matches nothing; .* holds fineweb$"):
         build(tmp_path / "*/nothing/*.bin")
     with pytest.raises(DataError, match=r"data\.path=\[\] names no file"):
         Tokens(path=[], vocab_size=500).build(tmp_path / "run", 16, 0)

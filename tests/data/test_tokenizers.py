@@ -238,6 +238,7 @@ def test_a_token_that_begins_documents_makes_another_entry_of_the_cache(tmp_path
         (b'{"version": "1.0", ', "is no tokenizer file of the `tokenizers` library"),
         (b"\xff\xfe\x00", "is no JSON file"),
         (b'{"some": "thing"}', "is no tokenizer file of the `tokenizers` library"),
+        (b'{"model":' * 100_000, "recursion limit"),
     ],
 )
 def test_a_corrupt_tokenizer_file_is_one_message(
@@ -247,6 +248,23 @@ def test_a_corrupt_tokenizer_file_is_one_message(
     with pytest.raises(DataError, match=message):
         Pretrained(name=str(tmp_path / "tok.json")).build(documents, tmp_path / "run")
     assert not (tmp_path / "run/tokenizer.json").exists()
+
+
+def test_a_file_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(6 << 30)
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json cannot be read: 6,442,450,944 bytes; more than"
+    ):
+        Pretrained(name=str(tmp_path)).open()
+
+
+def test_equal_text_has_equal_ids_where_the_file_drops_merges(tmp_path: Path) -> None:
+    table = json.loads(tokenizer_json("byte level"))
+    table["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    tokenizer = Pretrained(name=str(tmp_path / "tokenizer.json")).open()
+    assert len({tuple(tokenizer.encode("def wrap(text, width)")) for _ in range(20)}) == 1
 
 
 @pytest.mark.parametrize(
