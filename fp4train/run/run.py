@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -117,7 +118,8 @@ class Run:
         self.inbox = Inbox(self.folder)
         self.record = RunRecord.empty(self.folder)
         self.feed = Feed(self.train_data, self.device)
-        self.divergence = Divergence()
+        uniform = 0.0 if self.teacher else math.log(self.train_data.tokens.vocab_size)
+        self.divergence = Divergence(uniform=uniform)
         self._regions: list[tuple[LayerBackend, list[Table]]] = []
         self._high: tuple[PlannedStretch, PlannedStretch] | None = None
         """A stretch, and what `in_high_precision` gave for it."""

@@ -13,10 +13,21 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from fp4train.run.supervise.loss_history import MEMORY, PERSIST, RECENT, Divergence
+from fp4train.run.supervise.loss_history import (
+    LASTING,
+    LEARNED,
+    LOST,
+    MEMORY,
+    PERSIST,
+    RECENT,
+    WINDOW,
+    Divergence,
+)
 
 Curves = Callable[[np.random.Generator, np.ndarray], np.ndarray]
 STEPS = 2000
+UNIFORM = 5.5
+"""Loss of equally likely tokens, where all curves begin."""
 
 
 def spikes(draw: np.random.Generator, loss: np.ndarray) -> np.ndarray:
@@ -57,6 +68,18 @@ def cooldown(draw: np.random.Generator, loss: np.ndarray) -> np.ndarray:
     return changed + draw.normal(0, 0.1, loss.shape)
 
 
+def late(draw: np.random.Generator, loss: np.ndarray) -> np.ndarray:
+    """A rate that warms up for 300 steps, in which little is learned."""
+    delayed = np.concatenate([np.full(300, loss[0]), loss[:-300]])
+    return delayed + draw.normal(0, 0.2, loss.shape)
+
+
+def memorised(draw: np.random.Generator, loss: np.ndarray) -> np.ndarray:
+    """Text that is known by heart in the end: a loss of some hundredths, by batch."""
+    known = loss * np.exp(-np.arange(STEPS) / 200)
+    return known + draw.exponential(0.02, loss.shape)
+
+
 FALLING: dict[str, Curves] = {
     "a tenth of a nat": lambda draw, loss: loss + draw.normal(0, 0.1, loss.shape),
     "half a nat": lambda draw, loss: loss + draw.normal(0, 0.5, loss.shape),
@@ -69,13 +92,16 @@ FALLING: dict[str, Curves] = {
     "changes of phase": phases,
     "higher rates": restarts,
     "a cooldown": cooldown,
+    "answers of few tokens": lambda draw, loss: loss * np.exp(draw.normal(0, 0.15, loss.shape)),
+    "a long warm-up": late,
+    "text known by heart": memorised,
 }
 """Noise, spikes, changes of phase and of rate on a curve that falls from 5.5 to 1.5 nats."""
 
 
 def seen_at(losses: Iterable[float]) -> int | None:
     """The first step whose loss tells that a run diverged."""
-    divergence = Divergence()
+    divergence = Divergence(uniform=UNIFORM)
     for step, loss in enumerate(losses):
         divergence.add(step, loss)
         if divergence.seen:
@@ -104,10 +130,35 @@ def begins_divergence(losses: np.ndarray, step: int) -> bool:
     past.
     """
     past = tuple(losses[step - MEMORY : step].tolist())
-    divergence = Divergence(known=step, first=float(losses[0]), past=past, recent=past[-PERSIST:])
+    divergence = Divergence(
+        known=step,
+        first=float(losses[0]),
+        past=past,
+        recent=past[-PERSIST:],
+        uniform=UNIFORM,
+    )
     for number, loss in enumerate(losses[step : step + PERSIST].tolist(), start=step):
         divergence.add(number, loss)
     return divergence.seen
+
+
+def mean_rises(losses: np.ndarray) -> bool:
+    """Whether a mean of `WINDOW` losses is above the lowest before it by the least margin."""
+    quarter = WINDOW // 4
+    windows = np.sort(np.lib.stride_tricks.sliding_window_view(losses, WINDOW))
+    means = windows[:, quarter:-quarter].mean(axis=1)
+    lowest = np.minimum.accumulate(means)
+    return bool((means > lowest + np.maximum(0.4 * lowest, 0.1)).any())
+
+
+def returns_to_uniform(losses: np.ndarray) -> bool:
+    """Whether `LASTING` losses in a row are near `UNIFORM`, or above it, after `PERSIST` lower
+    ones.
+    """
+    view = np.lib.stride_tricks.sliding_window_view
+    lost = view(losses, LASTING).min(axis=1) > LOST * UNIFORM
+    learned = view(losses, PERSIST).max(axis=1) < LEARNED * UNIFORM
+    return bool((lost & np.maximum.accumulate(learned)[: len(lost)]).any())
 
 
 def is_alarm(losses: np.ndarray) -> bool:
@@ -116,7 +167,11 @@ def is_alarm(losses: np.ndarray) -> bool:
     """
     if seen_at(losses[: MEMORY + PERSIST].tolist()) is not None:
         return True
-    if not any(begins_divergence(losses, int(step)) for step in high_from(losses)):
+    if not (
+        mean_rises(losses)
+        or returns_to_uniform(losses)
+        or any(begins_divergence(losses, int(step)) for step in high_from(losses))
+    ):
         return False
     return seen_at(losses.tolist()) is not None
 

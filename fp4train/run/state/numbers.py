@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fp4train.config.binding import bind
@@ -70,4 +70,5 @@ class LossHistory(PlainState):
 
     def load(self, saved: Any) -> None:
         """See `RunState.load`."""
-        self.run.divergence = bind(saved, Divergence, self.key)
+        uniform = self.run.divergence.uniform
+        self.run.divergence = replace(bind(saved, Divergence, self.key), uniform=uniform)

@@ -22,7 +22,7 @@ from fp4train.companion import RunCompanion
 from fp4train.parallel.world import AgreedError
 from fp4train.run.queued import Step, Values
 from fp4train.run.record.directory import CHECKPOINTS
-from fp4train.run.supervise.loss_history import PERSIST, Rewind
+from fp4train.run.supervise.loss_history import Rewind
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -59,12 +59,8 @@ class FollowedLoss(RunCompanion):
         base = _base(run)
         seen_before = divergence.seen
         divergence.add(step.index, loss + base)
-        if (
-            divergence.since is not None
-            and number == run.config.train.steps
-            and divergence.ends_above_its_beginning(number)
-        ):
-            divergence.high = PERSIST  # no step is left to wait for
+        if number == run.config.train.steps:
+            divergence.end()
         if divergence.since is not None and divergence.seen and not seen_before:
             run.saver.discard_ruined(divergence.since)
             run.saver.wait()  # so that it is known which checkpoint is good

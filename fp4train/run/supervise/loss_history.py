@@ -20,8 +20,19 @@ before it; J is the largest residual, S the spread of all. A loss above
 
 begins a rise, too, once the past has 8 losses. It lasts while losses are above this bar.
 
-A loss fits the curve before it if it is within its past and at most f + max(J, 3 S, 0.1 |f|): only
-then is the state that it was computed from known to be good.
+A loss fits the curve before it if it is within its past and at most f + max(J, 3 S, 0.1 |f|).
+
+A slow rise takes both measures with it. So the mean of the last `WINDOW` losses is judged, too,
+without the highest and the lowest quarter, which may be outliers. Where it was lowest, at L with the
+spread s, its margin is d = max(0.4 |L|, 5 s, 0.1). A mean above L + d is a divergence at once, which
+began with the first of the last losses that all are above L + 0.75 d.
+
+A model that knows nothing gives all V tokens of the vocabulary the same probability: its loss is
+ln V. Once `PERSIST` losses in a row were below 0.8 ln V, `LASTING` = 12 in a row above 0.95 ln V are a
+divergence; where the run ends, `PERSIST`.
+
+The state that gave a loss is known to be good if the loss fits the curve, is at most L + 0.75 d, and
+is not above 0.95 ln V after any loss below 0.8 ln V.
 
 A run that ends with its last 5 losses (their median) above its first one by more than max(3 s,
 (0.02 + 2 / steps)
@@ -30,9 +41,11 @@ A run that ends with its last 5 losses (their median) above its first one by mor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import takewhile
+from statistics import fmean, median
 from typing import Any
 
 from fp4train.config.schema import MOST_STEPS
@@ -41,6 +54,11 @@ MEMORY = 64
 WINDOW = 32
 PERSIST = 5
 RECENT = 8
+LASTING = 12
+LEARNED = 0.8
+"""Share of ln V below which something is learned."""
+LOST = 0.95
+"""Share of ln V above which nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +91,12 @@ class Divergence:
             its past.
         high: losses of the rise; calm: those within the bar since the last one above it.
         from_trend: whether the rise is measured from the trend, because it lies within the limit.
-        fits: whether the last loss fits the curve before it.
+        from_best: whether the rise is measured from the lowest mean, or is one to `uniform`.
+        lowest: the lowest mean of `WINDOW` losses, and the margin above it; None: there were fewer.
+        least: the least loss.
+        learned: whether `PERSIST` losses in a row were below `LEARNED` of `uniform`.
+        uniform: ln V, the loss of equally likely tokens; 0: losses are not compared with it.
+        fits: whether the last loss fits the curve before it, and shows that its state is good.
         rewinds: how often the run went back to a milestone.
         skips: (step, batches): from that step on, up to the next entry, so many batches of the data
             were skipped.
@@ -87,6 +110,11 @@ class Divergence:
     high: int = 0
     calm: int = 0
     from_trend: bool = False
+    from_best: bool = False
+    lowest: tuple[float, float] | None = None
+    least: float = math.inf
+    learned: bool = False
+    uniform: float = 0.0
     fits: bool = True
     rewinds: int = 0
     skips: tuple[tuple[int, int], ...] = ()
@@ -150,8 +178,20 @@ class Divergence:
         return self.trend + max(1.5 * max(residuals), 6 * _spread(residuals), least)
 
     @property
+    def suspect(self) -> float:
+        """The loss above which no state is known to be good, whatever came before it."""
+        bounds = [math.inf]
+        if self.lowest is not None:
+            bounds.append(self.lowest[0] + 0.75 * self.lowest[1])
+        if self.least < LEARNED * self.uniform:
+            bounds.append(LOST * self.uniform)
+        return min(bounds)
+
+    @property
     def bar(self) -> float:
         """The level that the losses of a rise lie above."""
+        if self.from_best:
+            return self.suspect
         if self.from_trend:
             return self.trend_limit
         return self.ceiling if len(self.past) < WINDOW else self.limit
@@ -159,6 +199,8 @@ class Divergence:
     @property
     def measured_from(self) -> tuple[float, float]:
         """The level that the current rise is told from, and its limit."""
+        if self.from_best:
+            return self.least if self.lowest is None else self.lowest[0], self.suspect
         if self.from_trend:
             return self.trend, self.trend_limit
         return self.level, self.limit
@@ -173,7 +215,9 @@ class Divergence:
         return loss > self.trend_limit
 
     def _fits(self, loss: float) -> bool:
-        """Whether a loss that is within its past is near the trend, too."""
+        """Whether a loss that is within its past shows that its state is good."""
+        if loss > self.suspect:
+            return False
         if len(self.past) < RECENT or loss <= self.trend + 0.1 * abs(self.trend):
             return True
         residuals = self.residuals
@@ -193,8 +237,13 @@ class Divergence:
         self.known = step + 1
         self.first = loss if step == 0 else self.first
         self.recent = (*self.recent, loss)[-PERSIST:]
+        self.least = min(self.least, loss)
+        if len(self.recent) == PERSIST and max(self.recent) < LEARNED * self.uniform:
+            self.learned = True
         if not self.past or on_curve:
             self.past = (*self.past, loss)[-MEMORY:]
+            self._judge_mean()
+            self._judge_last(LASTING)
         elif self.since is None:
             self.since = step
             self.high = 1
@@ -210,6 +259,40 @@ class Divergence:
             if self.calm == PERSIST:
                 self._ends(self.recent)
 
+    def _judge_mean(self) -> None:
+        """Begin a rise where the mean of the window is too high."""
+        if len(self.past) < WINDOW:
+            return
+        quarter = WINDOW // 4
+        mean = fmean(sorted(self.window)[quarter:-quarter])
+        if self.lowest is None or mean < self.lowest[0]:
+            self.lowest = mean, max(0.4 * abs(mean), 5 * self.spread, 0.1)
+        elif mean > sum(self.lowest):
+            self._begin_from_best()
+
+    def _judge_last(self, count: int) -> None:
+        """Begin a rise where the last `count` losses lie near that of equally likely tokens, or
+        above it, and lower ones before them.
+        """
+        if self.learned and min(self.past[-count:]) > LOST * self.uniform:
+            self._begin_from_best()
+
+    def end(self) -> None:
+        """The last loss of the run is known: no step is left that a rise could wait for."""
+        self._judge_last(PERSIST)
+        if self.since is not None and self.ends_above_its_beginning(self.known):
+            self.high = PERSIST
+
+    def _begin_from_best(self) -> None:
+        """The last losses that all are suspect are no past, but a rise that lasts."""
+        suspect = self.suspect
+        risen = len(list(takewhile(lambda loss: loss > suspect, reversed(self.past[1:]))))
+        if self.since is None and risen:
+            self.past = self.past[:-risen]
+            self.since = self.known - risen
+            self.high = PERSIST
+            self.from_best = True
+
     def _ends(self, losses: tuple[float, ...]) -> None:
         """The rise is over; these losses of it join the past."""
         self.past = (*self.past, *losses)[-MEMORY:]
@@ -217,6 +300,7 @@ class Divergence:
         self.high = 0
         self.calm = 0
         self.from_trend = False
+        self.from_best = False
 
     def ends_above_its_beginning(self, steps: int) -> bool:
         """Whether a run of `steps` steps does that."""

@@ -141,6 +141,67 @@ def test_only_losses_that_fit_the_curve_before_them_make_a_state_good() -> None:
         assert (after.since is None) == (rise < 1), "small rises are noise, and prove nothing"
 
 
+@pytest.mark.parametrize("rising", [20, 40, 60, 120])
+@pytest.mark.parametrize("top", [4.0, math.log(257)])
+def test_a_slow_rise_is_seen_though_the_past_and_the_trend_follow_it(
+    rising: int, top: float
+) -> None:
+    draw = random.Random(rising)
+    low = DEFAULT[149]
+    slow = [low + (top - low) * min(1.0, step / rising) for step in range(150)]
+    found = Divergence(uniform=math.log(257))
+    proven = []
+    for step, loss in enumerate([*DEFAULT[:150], *slow]):
+        found.add(step, loss + draw.gauss(0, 0.03))
+        if step > 150 and found.is_good:
+            proven.append(loss)
+        if found.seen:
+            break
+    assert found.since is not None and 150 < found.since < step < 150 + rising
+    assert max(proven, default=low) < 1.35 * low
+    for later, loss in enumerate([top] * 100 + DEFAULT[145:149], start=step + 1):
+        found.add(later, loss)
+        assert found.seen, later
+    found.add(later + 1, DEFAULT[149])
+    assert not found.seen and found.since is None, "five losses are back"
+
+
+def test_losses_that_go_back_to_those_of_equally_likely_tokens_are_a_divergence_after_twelve() -> (
+    None
+):
+    """On the way down, where they are within all that was before them."""
+    falling = [5.5 - 0.06 * step for step in range(25)]
+    lost = [4.6, 4.9, 5.2, *[5.4] * 12]
+    found = Divergence(uniform=5.5)
+    for step, loss in enumerate([*falling, *lost]):
+        assert not found.seen, step
+        found.add(step, loss)
+        assert step < 28 or not found.is_good, step
+    assert found.seen and found.since == 28
+    assert found.bar == pytest.approx(0.95 * 5.5)
+    at_the_end = Divergence(uniform=5.5)
+    for step, loss in enumerate([*falling, *lost[:8]]):
+        at_the_end.add(step, loss)
+    assert not at_the_end.seen
+    at_the_end.end()
+    assert at_the_end.seen and at_the_end.since == 28
+
+
+def test_one_loss_far_below_that_of_equally_likely_tokens_takes_the_proof_from_those_near_it() -> (
+    None
+):
+    found = Divergence(uniform=5.0)
+    for step, loss in enumerate([4.9, 4.8, 4.7, 4.6]):
+        found.add(step, loss)
+        assert found.is_good, "nothing is learned yet"
+    found.add(4, 3.9)
+    assert found.would_fit(4.75) and not found.would_fit(4.76)
+    unknown = Divergence()
+    for step, loss in enumerate([4.9, 4.8, 4.7, 4.6, 3.9]):
+        unknown.add(step, loss)
+    assert unknown.would_fit(4.76), "where V is not known"
+
+
 def test_a_rise_from_the_trend_is_over_when_five_losses_are_back() -> None:
     falling = [2.5 + 3.3 * math.exp(-step / 20) for step in range(60)]
     found = Divergence()
