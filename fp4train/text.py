@@ -37,7 +37,10 @@ def printable(text: str, *, kept: str = "\n\t") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in kept else json.dumps(c)[1:-1] for c in text)
+    for character in set(text) - set(kept):
+        if not character.isprintable():
+            text = text.replace(character, json.dumps(character)[1:-1])
+    return text
 
 
 def first_line(error: BaseException) -> str:

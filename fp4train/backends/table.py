@@ -11,6 +11,7 @@ along the contraction axis:
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -119,7 +120,8 @@ class Operands:
         """The names of their formats, with high precision shown as `dtype`: "E2M1·E2M1",
         "BF16·BF16".
         """
-        return "·".join(fmt.name.upper() for fmt in self.formats(dtype))
+        first, second = self.formats(dtype)
+        return f"{first.name.upper()}·{second.name.upper()}"
 
 
 HIGH_PRECISION = Operands()
@@ -157,7 +159,7 @@ class Table(Mapping[str, Operands]):
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def quantised(self) -> bool:
         """Whether any operand is quantised."""
         return any(operands.quantised for operands in self.values())
@@ -167,12 +169,13 @@ class Table(Mapping[str, Operands]):
         return list(dict.fromkeys(spec for *_, spec in named(self) if spec is not None))
 
 
-def named(table: Mapping[str, Operands]) -> Iterator[tuple[str, str, QuantSpec | None]]:
+def named(table: Mapping[str, Operands]) -> list[tuple[str, str, QuantSpec | None]]:
     """(GEMM, operand, spec) of each operand of some GEMMs: ("fprop", "x", …)."""
-    for gemm, operands in table.items():
-        yield from (
-            (gemm, name, spec) for name, spec in zip(OPERANDS[gemm], operands.both, strict=True)
-        )
+    return [
+        (gemm, name, spec)
+        for gemm, operands in table.items()
+        for name, spec in zip(OPERANDS[gemm], operands.both, strict=True)
+    ]
 
 
 def sourced(table: Mapping[str, Operands]) -> dict[tuple[str, str], Operand]:

@@ -383,7 +383,7 @@ class QuantSpec:
     @cached_property
     def _hash(self) -> int:
         """Computed once: every call looks something up by its spec."""
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+        return hash(tuple([getattr(self, field.name) for field in fields(self)]))
 
     def __getstate__(self) -> dict[str, object]:
         """The fields without cached properties: hashes differ between processes."""
