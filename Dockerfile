@@ -7,7 +7,7 @@
 # The folder that is mounted gets what the container writes, as the user who starts it: ./runs, and in ./.fp4train the
 # cache of tokens and the key that signs configurations, which the next container finds again.
 #
-#   docker run --rm --gpus all --entrypoint python fp4train /opt/fp4train/scripts/te_selfcheck.py
+#   docker run --rm --gpus all --entrypoint bash fp4train /opt/fp4train/scripts/gpu_check.sh gpu te
 #
 # Any image of the series with Transformer Engine 2.14 or newer does (2.19 for single GEMMs in high precision beside
 # quantised ones); the build stops on an older one, as on a torch that is too old.

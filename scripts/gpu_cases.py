@@ -1,14 +1,17 @@
 """The tensors and specs with which `gpu_kernels.py` checks the Triton kernels."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe
 from fp4train.quantize import Delayed, Hadamard, QuantSpec, RandomKey
+from fp4train.quantize.triton import has_pair_kernel
 
 KEY = RandomKey(
     seed=(1 << 63) + 12345678901, step=77, layer=0xDEADBEEF, operand=3, row_offset=5, col_offset=16
@@ -123,6 +126,19 @@ PAIRS = (
 """Specs of the row-wise and the column-wise form of a tensor, whose codes one kernel makes."""
 
 
+RECIPES: dict[str, Recipe] = {
+    "nvfp4": NVFP4(),
+    "mxfp8": MXFP8(),
+    "fp8_current": FP8Current(),
+    "fp8_delayed": FP8Delayed(),
+}
+"""Recipes whose launches a first visit checks."""
+
+Shapes = Sequence[tuple[int, int]]
+LAUNCHED: Shapes = ((256, 512), (33, 70))
+"""Whole tiles; and an end within a tile, a row and a block."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One tensor under one spec, or its codes by `spec` and those of its transpose by `column`."""
@@ -161,58 +177,82 @@ def content(kind: str, rows: int, cols: int, seed: int) -> Tensor:
     return x * {"huge": 1e30, "tiny": 1e-30}.get(kind, 1.0)
 
 
+def strided(
+    name: str, shape: tuple[int, int], strides: str, kind: str, dtype: torch.dtype
+) -> tuple[str, Tensor]:
+    """The name of a case, and its tensor: as it is ("rows"), a transposed view ("columns"), or every
+    other column of a wider tensor ("both").
+    """
+    rows, cols = shape
+    seed = zlib.crc32(f"{name}{rows}{cols}{strides}".encode())
+    if strides == "rows":
+        x = content(kind, rows, cols, seed).to(dtype)
+    elif strides == "columns":
+        x = content(kind, cols, rows, seed).to(dtype).T
+    else:
+        x = content(kind, rows, 2 * cols, seed).to(dtype)[:, ::2]
+    title = str(dtype).removeprefix("torch.")
+    return f"{name} | {rows}x{cols} {strides} {kind} {title}", x
+
+
+def turns(kinds: Sequence[str], dtypes: Sequence[torch.dtype]) -> Iterator[tuple[str, torch.dtype]]:
+    """The kinds and dtypes in turn, without end."""
+    for dtype in cycle(dtypes):
+        for kind in kinds:
+            yield kind, dtype
+
+
 def one_form(
     specs: dict[str, QuantSpec],
-    shapes: list[tuple[int, int]],
-    kinds: list[str],
-    dtypes: list[torch.dtype],
+    shapes: Shapes,
+    kinds: Sequence[str],
+    dtypes: Sequence[torch.dtype],
 ) -> Iterator[Case]:
-    """Every spec with every shape, as it is, as a transposed and as a strided view; the kinds and
-    dtypes in turn.
-    """
-    count = 0
-    for name, spec in specs.items():
-        for rows, cols in shapes:
-            for strides in ("rows", "columns", "both"):
-                kind = kinds[count % len(kinds)]
-                dtype = dtypes[count // len(kinds) % len(dtypes)]
-                count += 1
-                seed = zlib.crc32(f"{name}{rows}{cols}{strides}".encode())
-                if strides == "rows":
-                    x = content(kind, rows, cols, seed).to(dtype)
-                elif strides == "columns":
-                    x = content(kind, cols, rows, seed).to(dtype).T
-                else:  # every other column of a wider tensor
-                    x = content(kind, rows, 2 * cols, seed).to(dtype)[:, ::2]
-                key = KEY if spec.random else None
-                amax = (
-                    torch.tensor(3.0)
-                    if spec.earlier_amax or (spec.global_scale == "tensor" and count % 4 == 0)
-                    else None
-                )
-                label = (
-                    f"{name} | {rows}x{cols} {strides} {kind} {str(dtype).removeprefix('torch.')}"
-                )
-                yield Case(label, x, spec, key, amax)
+    """Every spec with every shape and all strides."""
+    turn = turns(kinds, dtypes)
+    places = product(specs.items(), shapes, ("rows", "columns", "both"))
+    for count, ((name, spec), shape, strides) in enumerate(places, start=1):
+        label, x = strided(name, shape, strides, *next(turn))
+        given = spec.earlier_amax or (spec.global_scale == "tensor" and count % 4 == 0)
+        amax = torch.tensor(3.0) if given else None
+        yield Case(label, x, spec, KEY if spec.random else None, amax)
 
 
-def cases(
-    *, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch.dtype]
-) -> Iterator[Case]:
+def cases(*, shapes: Shapes, kinds: Sequence[str], dtypes: Sequence[torch.dtype]) -> Iterator[Case]:
     """Every spec by itself, and the pairs of both forms."""
     yield from one_form(SPECS, shapes, kinds, dtypes)
-    count = 3 * len(shapes) * len(SPECS)
-    for row, column in PAIRS:
-        for rows, cols in shapes:
-            kind = kinds[count % len(kinds)]
-            dtype = dtypes[count // len(kinds) % len(dtypes)]
-            count += 1
-            x = content(kind, rows, cols, zlib.crc32(f"{row}{column}{rows}{cols}".encode())).to(
-                dtype
-            )
-            label = (
-                f"{row}, and {column} of x.T | {rows}x{cols} {kind} "
-                f"{str(dtype).removeprefix('torch.')}"
-            )
-            amax = torch.tensor(3.0) if SPECS[row].delayed else None
-            yield Case(label, x, SPECS[row], KEY, amax, SPECS[column])
+    turn = turns(kinds, dtypes)
+    for (row, column), shape in product(PAIRS, shapes):
+        label, x = strided(f"{row}, and {column} of x.T", shape, "rows", *next(turn))
+        yield of_both_forms(label, x, SPECS[row], SPECS[column])
+
+
+def of_both_forms(label: str, x: Tensor, row: QuantSpec, column: QuantSpec) -> Case:
+    return Case(label, x, row, KEY, torch.tensor(3.0) if row.delayed else None, column)
+
+
+def launched_cases(shapes: Shapes = LAUNCHED) -> list[Case]:
+    """The cases of what a training run launches, derived from the recipes: x and dy in BF16 and w in
+    float32, along the features and, as a view, along the tokens; and x and dy in both forms by one
+    kernel. Of recipes that quantise an operand alike those of the first one.
+    """
+    found: dict[object, Case] = {}
+    for shape, (name, recipe) in product(shapes, RECIPES.items()):
+        table = recipe.table()
+        operands = {
+            "x": (table["fprop"].first, table["wgrad"].second),
+            "w": (table["fprop"].second, table["dgrad"].second),
+            "dy": (table["dgrad"].first, table["wgrad"].first),
+        }
+        for operand, (row, column) in operands.items():
+            assert row is not None and column is not None
+            dtype = torch.float32 if operand == "w" else torch.bfloat16
+            for spec, strides in ((row, "rows"), (column, "columns")):
+                label, x = strided(f"{name} {operand}", shape, strides, "wide", dtype)
+                amax = torch.tensor(3.0) if spec.delayed else None
+                case = Case(label, x, spec, KEY if spec.random else None, amax)
+                found.setdefault((spec, strides, dtype, shape), case)
+            if operand != "w" and has_pair_kernel(row, column):
+                label, x = strided(f"{name} {operand}, both forms", shape, "rows", "wide", dtype)
+                found.setdefault((row, column, shape), of_both_forms(label, x, row, column))
+    return list(found.values())

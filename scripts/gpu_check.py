@@ -1,19 +1,18 @@
 """What only a GPU machine can tell:
 
     bash scripts/gpu_check.sh benchmarks/NAME --total 9 [PART…]     within nine minutes, however many parts
-    bash scripts/gpu_check.sh benchmarks/NAME [PART…]               in parts of at most eight minutes each
+    bash scripts/gpu_check.sh benchmarks/NAME PART…                 in as much time as they take
     bash scripts/gpu_check.sh [benchmarks/NAME] [PART…] --dry-run   on a CPU
 
-`gpu_parts.py` lists the parts. Without one, `--total` runs `nine`, whose order is that of what is worth most, and a
-call without it all parts but those that are only run when asked for. `--total MINUTES` bounds the whole call, its last
-archive included, `--minutes` each part. Each step of `nine` has a limit, too, which `--total` stretches or shortens;
+`PARTS` lists the parts; without one `nine` runs, whose order is that of what is worth most. `--total MINUTES` bounds
+the whole call, its last archive included. Each step of `nine` has a limit, too, which `--total` stretches or shortens;
 what a step leaves of its time, the next one may take.
 
-Results are files NAME-*.json, .md and .png and runs/NAME-*, written as they are found; what is done is noted in
-NAME.done and not done again, so that a part that was cut off goes on when it is called again. After each step, also one
-that failed, and every ten seconds of one, all results are packed into NAME.tgz in `--archive` (by default the folder
-that the environment calls OUT), without checkpoints and compiled kernels: where only that folder comes back from a
-machine, nothing is lost. Unpacked beside NAME.done it lets another machine go on.
+Results are files NAME-*.json and .md, written as they are found; what is done is noted in NAME.done and not done again,
+so that a call that was cut off goes on when it is repeated. After each step, also one that failed, and every ten
+seconds of one, all results are packed into NAME.tgz in `--archive` (by default the folder that the environment calls
+OUT): where only that folder comes back from a machine, nothing is lost. Unpacked beside NAME.done it lets another
+machine go on.
 
 A step whose time is up is ended with all its processes. What cannot run on a machine is left out with its reason. The
 last line names what failed, what cannot run here, and what was left for want of time. Exit code 0: nothing failed,
@@ -27,8 +26,7 @@ are launched are found.
 `--dry-run` runs all of it on a CPU, at tiny sizes and in one process, with stand-ins for what needs a GPU, which
 `gpu_stand_ins.py` names. It says for each step what a GPU would be asked, by which command and for how long; its
 figures mean nothing, and no time is bounded. What has no stand-in is only named: the installation of Transformer
-Engine, and compute-sanitizer. Without benchmarks/NAME its results go to a new temporary folder, which its first line
-names.
+Engine. Without benchmarks/NAME its results go to a new temporary folder, which its first line names.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ import json
 import os
 import runpy
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -47,37 +44,174 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
-import gpu_kernels_packed
-from gpu_parts import (
-    ASKED_FOR,
-    NINE,
-    PARTS,
-    ROOT,
-    SCRIPTS,
-    WITHOUT_GPU,
-    Step,
-    hours,
-    site_of,
-    steps_of,
-)
-from gpu_processes import TOO_LONG, Program, run_beside
+import gpu_packed
+import gpu_training
 
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "scripts"
+PARTS = {
+    "nine": "a first visit: one kernel, or stop; first steps and exactness; sums; bandwidth; profile; "
+    "resume to the bit",
+    "kernels": "the Triton kernels: their bits against the reference, their bandwidth beside that of a copy",
+    "native": "`fp4train doctor`; tensor cores' sums; layers and experts on torch's scaled products "
+    "against the emulation",
+    "te": "layers and experts on Transformer Engine against the emulation; its reference; given weights",
+    "training": "short runs in each recipe; compiled, recorded, recomputed, resumed, in liger's kernels; "
+    "the time of a checkpoint",
+    "profile": "where a step of llama_1b goes: kernels, host beside GPU, memory, attention; eager, "
+    "compiled, recorded",
+}
+NINE = 540.0
+"""Seconds for which the limits of the steps of `nine` are meant; with others they are stretched or
+shortened.
+"""
 LEFT_OUT = 3
 """Exit code of a step that cannot run on this machine, whose last line says why, and of a call that
 sees no GPU.
 """
+TOO_LONG = 124
+"""Exit code of a program that was ended since its time was up."""
 EVERY = 10.0
 """Seconds between two archives during a step."""
 ENDING = 10.0
 """Seconds before the end of a call when its last step is ended: processes end, and results are
 packed.
 """
+GRACE = 3.0
+"""Seconds that a program has to end by itself after it was told to."""
 PATIENCE = 60.0
 """Seconds in which torch must have said whether it sees a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One program.
+
+    Args:
+        name: its name in NAME.done.
+        asks: what it measures on a GPU.
+        words: the command, which begins with a script of this folder, "fp4train", or "bash".
+        dry: more words in a dry run; None: nothing stands in for what it needs, and it is only
+            named there.
+        limit: seconds that it may take, where its part has `NINE`; None: as long as its part.
+        gate: whether its part goes on only if this step ended well.
+        beside: steps that run while this one does.
+    """
+
+    name: str
+    asks: str
+    words: tuple[str, ...]
+    dry: tuple[str, ...] | None = ("--dry-run",)
+    limit: float | None = None
+    gate: bool = False
+    beside: tuple[Step, ...] = ()
+
+    def command(self) -> list[str]:
+        first, *rest = self.words
+        if first == "fp4train":
+            return [sys.executable, "-u", "-m", "fp4train", *rest]
+        if first.endswith(".py"):
+            return [sys.executable, "-u", str(SCRIPTS / first), *rest]
+        return list(self.words)
+
+
+def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
+    """What a part runs, in order."""
+
+    def results(ending: str) -> tuple[str, str]:
+        return "--out", f"{out}-{ending}.json"
+
+    def program(name: str, script: str, asks: str, *words: str) -> Step:
+        return Step(name=name, asks=asks, words=(script, *words, *results(name)))
+
+    if part == "nine":
+        yield from nine_steps(out)
+    elif part == "kernels":
+        asks = "all cases and one of more than 2^31 elements to the bit"
+        yield program("kernels", "gpu_kernels.py", asks, "all")
+        asks = "what recipes of research add to the bit"
+        yield program("pieces", "gpu_kernels.py", asks, "pieces")
+        asks = "GB/s of each kernel beside a copy's; TFLOP/s of products"
+        yield program("bandwidth", "gpu_bandwidth.py", asks)
+    elif part == "native":
+        asks = "what each recipe runs on here, and its codes and products beside the reference's"
+        yield Step(name="doctor", asks=asks, words=("fp4train", "doctor", "--json"), dry=())
+        asks = "BF16 products of codes equal, in every bit, to what is known of this GPU's sums"
+        yield program("sums", "gpu_sums.py", asks)
+        asks = (
+            "y, dx and dw of each recipe through torch's scaled products, of a layer and of experts"
+        )
+        yield program("native", "gpu_layers.py", asks, "native")
+    elif part == "te":
+        if te is not None:
+            asks = "that the carried Transformer Engine builds against this machine's PyTorch"
+            words = ("bash", str(te / "install.sh"), str(site_of(out)))
+            yield Step(name="te install", asks=asks, words=words, dry=None)
+        asks = "y, dx and dw of each recipe on Transformer Engine, of a layer and of experts"
+        yield program("te", "gpu_layers.py", asks, "te")
+    elif part == "training":
+        asks = "losses of short runs, equal in every bit where they must be"
+        yield program("training", "gpu_training.py", asks)
+        asks = "how long a checkpoint of llama_1b holds the loop up, and how long it is written"
+        cost = (
+            "checkpoint_cost.py",
+            "model=llama_1b",
+            "checkpoints=2",
+            f"out={out}-checkpoint.md",
+        )
+        tiny = ("model=llama_tiny", "checkpoints=1", "device=cpu", "between=2")
+        yield Step(name="checkpoint", asks=asks, words=cost, dry=tiny)
+    else:
+        yield program("profile", "gpu_profile.py", PARTS["profile"])
+
+
+def nine_steps(out: Path) -> Iterator[Step]:
+    """What the first nine minutes on a GPU are for. The limits leave time for a look at the machine
+    and for packing.
+
+    First compiled kernels that are equal, without which nothing else counts; speeds before long
+    lists of cases; what would take minutes of compiling alone, Transformer Engine's build among it,
+    is left to other parts.
+    """
+
+    def step(name: str, limit: float | None, asks: str, *words: str, **options: object) -> Step:
+        words = (*words, "--out", f"{out}-{name}.json")
+        return Step(name=f"nine {name}", asks=asks, words=words, limit=limit, **options)  # type: ignore[arg-type]
+
+    asks = "that a Triton kernel compiles, and that its codes are the reference's in every bit"
+    yield step("kernel", 45, asks, "gpu_kernels.py", "first", gate=True)
+    asks = (
+        "codes, scales, amaxes and values to the bit, of the kernels that a training run launches"
+    )
+    exact = step("exact", None, asks, "gpu_kernels.py", "launched", "--processes", "8")
+    asks = "y, dx and dw of layers and experts on torch's scaled products"
+    native = step("native", None, asks, "gpu_layers.py", "native", "--no-timing")
+    asks = "first steps of each recipe; compiled; in liger's kernels"
+    checks = (*gpu_training.RECIPES, "compiled", "liger", "--patience", "120")
+    yield step("first", 190, asks, "gpu_training.py", *checks, beside=(exact, native))
+    asks = "products of codes equal to what is known of this GPU's sums"
+    yield step("sums", 25, asks, "gpu_sums.py")
+    asks = "GB/s of a copy and of the kernels of a training step; TFLOP/s of products"
+    yield step("bandwidth", 35, asks, "gpu_bandwidth.py")
+    asks = (
+        "a step of llama_1b in BF16, emulated NVFP4 and MXFP8, and FP8; BF16 recorded and compiled"
+    )
+    yield step("profile", 170, asks, "gpu_profile.py", "--nine")
+    asks = (
+        "losses and weights of a resumed and of a recomputed run in NVFP4 equal to a straight one's"
+    )
+    state = ("resumed, nvfp4", "recomputed, nvfp4")
+    yield step("state", 60, asks, "gpu_training.py", *state)
+
+
+def site_of(out: Path) -> Path:
+    """Where a carried Transformer Engine is installed."""
+    return out.with_name(f"{out.name}.site")
 
 
 @dataclass(kw_only=True)
@@ -87,14 +221,13 @@ class Check:
     Args:
         out: results begin with this path.
         archive: the folder that keeps what is packed; None: nothing is packed.
-        seconds: of a part.
         ends: when the last step of the call is ended, of `time.monotonic`.
+        te: the folder of a carried Transformer Engine.
         dry: whether it is a dry run.
     """
 
     out: Path
     archive: Path | None
-    seconds: float
     ends: float = float("inf")
     te: Path | None = None
     dry: bool = False
@@ -112,37 +245,35 @@ class Check:
     def part(self, name: str) -> None:
         """Run the steps of a part that are not done yet, as long as there is time."""
         print(f"==== {name}: {PARTS[name]}", flush=True)
-        ends = min(time.monotonic() + self.seconds, self.ends)
-        stretch = (ends - time.monotonic()) / NINE
+        stretch = (self.ends - time.monotonic()) / NINE
         spare = 0.0
-        for step in steps_of(name, self.out, self.te, dry=self.dry):
+        for step in steps_of(name, self.out, self.te):
             limit = float("inf") if step.limit is None else step.limit * stretch + spare
             began = time.monotonic()
-            passed = self.together(step, limit, ends)
+            passed = self.together(step, limit)
             spare = max(0.0, limit - (time.monotonic() - began))
             self.pack()
             if step.gate and not passed:
                 print(f"== {name} stops here: without {step.name} the other steps tell nothing")
                 return
 
-    def together(self, step: Step, limit: float, ends: float) -> bool:
-        """Run a step and those beside it that are not done yet; whether the step itself is done.
-
-        Args:
-            limit: seconds that each of them may take.
-            ends: when their part does.
+    def together(self, step: Step, limit: float) -> bool:
+        """Run a step and those beside it that are not done yet, each for at most `limit` seconds;
+        whether the step itself is done.
         """
-        seconds = min(limit, ends - time.monotonic())
-        pending = [each for each in (step, *step.beside) if each.name not in self.done_before()]
+        seconds = min(limit, self.ends - time.monotonic())
+        pending = []
         for each in (step, *step.beside):
-            if each not in pending:
+            if each.name in self.done_before():
                 print(f"== {each.name}: done before")
             elif self.dry:
                 self.dry_run(each)
             elif seconds <= 0:
                 print(f"== {each.name}: no time left; call it again")
                 self.late.append(each.name)
-        if not self.dry and seconds > 0:
+            else:
+                pending.append(each)
+        if pending:
             self.run(pending, seconds)
         return step.name in self.done_before()
 
@@ -169,48 +300,50 @@ class Check:
             "cannot run here": self.absent,
             "no time was left, call it again": self.late,
         }
-        return (
-            "; ".join(f"{what}: {', '.join(steps)}" for what, steps in told.items() if steps)
-            or "all steps ended well"
-        )
+        lines = [f"{what}: {', '.join(steps)}" for what, steps in told.items() if steps]
+        return "; ".join(lines) or "all steps ended well"
 
     def run(self, steps: list[Step], seconds: float) -> None:
         """Run steps beside each other, each in a process group that is ended as a whole when the
-        seconds are over.
+        seconds are over, or with this call.
         """
-        possible = []
-        for step in steps:
-            print(f"== {step.name}: {shlex.join(step.words)}", flush=True)
-            if (program := step.program()) is not None and shutil.which(program) is None:
-                print(f"{program} is not installed")
-                self.note(step, LEFT_OUT, 0.0)
-            else:
-                possible.append(step)
         began = time.monotonic()
-        logs = [self.log(step) for step in possible]
+        packed = began
+        with ExitStack() as stack:
+            running: dict[str, tuple[Step, subprocess.Popen[bytes]]] = {}
+            for step in steps:
+                print(f"== {step.name}: {shlex.join(step.words)}", flush=True)
+                process = self.start(step)
+                running[step.name] = (step, process)
+                stack.callback(end_group, process)
+            while running:
+                for step, process in list(running.values()):
+                    code = process.poll()
+                    if code is None and time.monotonic() - began >= seconds:
+                        print(f"{step.name} was ended: its {seconds:.0f} s are over")
+                        code = TOO_LONG
+                    if code is not None:
+                        end_group(process)
+                        del running[step.name]
+                        lines = self.log(step).read_text(errors="replace").splitlines()
+                        print(*lines[-12:], sep="\n")
+                        self.note(step, code, time.monotonic() - began)
+                if time.monotonic() - packed >= EVERY:
+                    packed = time.monotonic()
+                    self.pack()
+                time.sleep(0.05)
 
-        def ended(place: int, code: int) -> None:
-            step = possible[place]
-            log = logs[place]
-            print(*log.read_text(errors="replace").splitlines()[-12:], sep="\n")
-            if code == TOO_LONG:
-                print(f"{step.name} was ended: its {seconds:.0f} s are over")
-            if step.name == "doctor" and code in (0, 1):
-                shutil.copyfile(log, self.out.with_name(f"{self.out.name}-doctor.json"))
-            self.note(step, code, time.monotonic() - began)
-
-        programs = [
-            Program(words=step.command(), log=log, seconds=seconds)
-            for step, log in zip(possible, logs, strict=True)
-        ]
-        run_beside(
-            programs,
-            environment=self.environment(),
-            folder=ROOT,
-            every=EVERY,
-            meanwhile=self.pack,
-            ended=ended,
-        )
+    def start(self, step: Step) -> subprocess.Popen[bytes]:
+        with self.log(step).open("wb") as log:
+            return subprocess.Popen(
+                step.command(),
+                cwd=ROOT,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def log(self, step: Step) -> Path:
         """The file of what a step prints."""
@@ -222,13 +355,13 @@ class Check:
         print(f"== {step.name}: on a GPU: {step.asks}{limit}")
         print(f"== {step.name}: by {shlex.join(step.words)}")
         began = time.monotonic()
-        code = dry_step(step)
-        self.note(step, code, time.monotonic() - began)
+        self.note(step, dry_step(step), time.monotonic() - began)
 
     def environment(self) -> dict[str, str]:
         """The package, the carried Transformer Engine, and a cache of kernels that is no result."""
-        known = [str(ROOT), *([str(site_of(self.out))] if site_of(self.out).is_dir() else [])]
-        path = os.pathsep.join([*known, *filter(None, [os.environ.get("PYTHONPATH")])])
+        places = [ROOT, *([site_of(self.out)] if site_of(self.out).is_dir() else [])]
+        before = os.environ.get("PYTHONPATH")
+        path = os.pathsep.join([*map(str, places), *([before] if before else [])])
         kernels = str(Path(tempfile.gettempdir(), f"{self.out.name}.triton"))
         return {"TRITON_CACHE_DIR": kernels} | dict(os.environ) | {"PYTHONPATH": path}
 
@@ -236,29 +369,26 @@ class Check:
         """Why nothing can run here, in words; None: torch sees a GPU, whose machine is written to
         NAME-machine.json.
         """
-        command = [sys.executable, str(SCRIPTS / "gpu_machine.py")]
+        command = [sys.executable, str(SCRIPTS / "gpu_results.py")]
+        options = {"cwd": ROOT, "env": self.environment(), "text": True, "timeout": PATIENCE}
         try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=self.environment(),
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-            )
+            said = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
         except subprocess.TimeoutExpired:
             return f"torch did not say within {PATIENCE:.0f} s whether there is a GPU"
-        if done.returncode:
-            return ((done.stdout + done.stderr).strip().splitlines() or ["no message"])[-1]
-        self.out.with_name(f"{self.out.name}-machine.json").write_text(done.stdout)
-        print(done.stdout, end="", flush=True)
+        if said.returncode:
+            return str(((said.stdout + said.stderr).strip().splitlines() or ["no message"])[-1])
+        self.machine.write_text(said.stdout)
+        print(said.stdout, end="", flush=True)
         return None
+
+    @property
+    def machine(self) -> Path:
+        return self.out.with_name(f"{self.out.name}-machine.json")
 
     def kernels(self, packed: Path) -> str:
         """Copy kernels that were compiled beforehand into Triton's cache; a line about them."""
-        machine = json.loads(self.out.with_name(f"{self.out.name}-machine.json").read_text())
-        cache = Path(self.environment()["TRITON_CACHE_DIR"])
-        return gpu_kernels_packed.unpack(packed, cache, machine["capability"])
+        capability = json.loads(self.machine.read_text())["capability"]
+        return gpu_packed.unpack(packed, Path(self.environment()["TRITON_CACHE_DIR"]), capability)
 
     def pack(self) -> None:
         """Write NAME.tgz: whole or, where that fails, as it was."""
@@ -269,27 +399,31 @@ class Check:
         beside = target.with_suffix(".part")
         try:
             with tarfile.open(beside, "w:gz") as file:
-                for path in self.results():
-                    name = f"runs/{path.name}" if path.parent.name == "runs" else path.name
-                    file.add(
-                        path,
-                        name,
-                        filter=lambda each: None if "/checkpoints" in each.name else each,
-                    )
+                for path in self.out.parent.glob(f"{self.out.name}*"):
+                    if path != site_of(self.out) and path.suffix not in (".tgz", ".part"):
+                        file.add(path, path.name, filter=without_checkpoints)
         # a step changed a file that was just read; the next archive has it
         except OSError as error:
             print(f"== {target} stays as it was: {error}", flush=True)
             return
         beside.replace(target)
 
-    def results(self) -> list[Path]:
-        """The files and folders that are packed."""
-        paths = [*self.out.parent.glob(f"{self.out.name}*"), *ROOT.glob(f"runs/{self.out.name}-*")]
-        return sorted(
-            path
-            for path in paths
-            if path != site_of(self.out) and path.suffix not in (".tgz", ".part")
-        )
+
+def without_checkpoints(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if "/checkpoints" in member.name else member
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started; what has ended stays as it is."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def dry_step(step: Step) -> int:
@@ -300,14 +434,11 @@ def dry_step(step: Step) -> int:
     first, *rest = step.words
     try:
         if first == "fp4train":
-            import gpu_runs
             import gpu_stand_ins
 
-            with gpu_stand_ins.instead_of([*rest, *step.dry]) as words:
-                said = gpu_runs.in_this_process(words)
-            print(said or "ended well")
-            return 1 if said else 0
-        with arguments([first, *rest, *step.dry]):
+            gpu_stand_ins.fp4train([*rest, *step.dry])
+            return 0
+        with patch.object(sys, "argv", [first, *rest, *step.dry]):
             runpy.run_path(str(SCRIPTS / first), run_name="__main__")
     except SystemExit as ended:
         return int(ended.code or 0)
@@ -318,51 +449,17 @@ def dry_step(step: Step) -> int:
     return 0
 
 
-@contextmanager
-def arguments(words: list[str]) -> Iterator[None]:
-    """What a program finds in `sys.argv`."""
-    before = sys.argv
-    sys.argv = words
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
 def read(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "out",
-        type=Path,
-        nargs="?",
-        help="beginning of the paths of all results: benchmarks/NAME; a dry run needs none",
-    )
+    parser.add_argument("out", type=Path, nargs="?", help="benchmarks/NAME; a dry run needs none")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument(
-        "--te",
-        type=Path,
-        metavar="FOLDER",
-        help="a Transformer Engine to install, with its install.sh",
-    )
-    parser.add_argument(
-        "--kernels",
-        type=Path,
-        metavar="ARCHIVE",
-        help="kernels that `pack_gpu.py --kernels` compiled",
-    )
-    parser.add_argument(
-        "--archive", type=Path, default=os.environ.get("OUT"), help="folder of NAME.tgz"
-    )
-    time_limit = parser.add_mutually_exclusive_group()
-    time_limit.add_argument(
-        "--total", type=float, metavar="MINUTES", help="of the whole call; runs `nine` by default"
-    )
-    time_limit.add_argument("--minutes", type=float, help="of each part; 8 by default")
+    parser.add_argument("--te", type=Path, metavar="FOLDER", help="with install.sh")
+    parser.add_argument("--kernels", type=Path, metavar="ARCHIVE", help="of pack_gpu.py --kernels")
+    parser.add_argument("--archive", type=Path, default=os.environ.get("OUT"), help="a folder")
+    parser.add_argument("--total", type=float, metavar="MINUTES", help="of the whole call")
     parser.add_argument("--dry-run", action="store_true", help="all of it on a CPU, with stand-ins")
-    parser.add_argument("--from", dest="here", type=Path, default=Path(), help=argparse.SUPPRESS)
-    parser.add_argument("--write-hours", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_intermixed_args(words)
     if given.out is not None and str(given.out) in PARTS:
         given.out, given.parts = None, [str(given.out), *given.parts]
@@ -371,28 +468,18 @@ def read(words: list[str] | None) -> argparse.Namespace:
             parser.error("the following argument is required: out, before the parts")
         given.out = Path(tempfile.mkdtemp(prefix="gpu_check_"), "dry")
         print(f"results: {given.out}-*")
-    if unknown := [each for each in given.parts if each not in PARTS]:
+    if unknown := [part for part in given.parts if part not in PARTS]:
         parser.error(f"unknown part {unknown[0]}: it is one of {', '.join(PARTS)}")
-    for name in ("total", "minutes"):
-        if (minutes := getattr(given, name)) is not None and not minutes > 0:
-            parser.error(f"--{name} {minutes:g} must be positive")
-    if given.total is not None and given.total * 60 <= 2 * ENDING:
+    if given.total is not None and not given.total * 60 > 2 * ENDING:
         parser.error(f"--total {given.total:g} leaves nothing: a call takes {ENDING:.0f} s to end")
-    if not given.parts:
-        by_default = [part for part in PARTS if part not in ASKED_FOR]
-        given.parts = by_default if given.total is None else ["nine"]
-    given.out = (given.here / given.out).absolute()
-    given.te = None if given.te is None else (given.here / given.te).absolute()
     if given.te is not None and not (given.te / "install.sh").is_file():
         parser.error(f"--te {given.te} holds no install.sh")
-    given.kernels = None if given.kernels is None else (given.here / given.kernels).absolute()
     if given.kernels is not None and not given.kernels.is_file():
         parser.error(f"--kernels {given.kernels} is no file")
-    if given.kernels is not None and given.dry_run:
-        parser.error(
-            "--kernels with --dry-run: a dry run interprets its kernels, and takes none that "
-            "are compiled"
-        )
+    for name in ("out", "te", "archive"):
+        if (path := getattr(given, name)) is not None:
+            setattr(given, name, path.absolute())
+    given.parts = given.parts or ["nine"]
     return given
 
 
@@ -400,18 +487,9 @@ def main(words: list[str] | None = None) -> int:
     began = time.monotonic()
     given = read(words)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    if given.write_hours:
-        path = given.out.with_name(f"{given.out.name}-hours.sh")
-        path.write_text(hours(given.out.name))
-        print(f"{path}: DATA=tokens.bin VOCABULARY=128256 bash {path}")
-        return 0
-    archive = None if given.archive is None else (given.here / given.archive).absolute()
-    check = Check(out=given.out, archive=archive, seconds=8 * 60, te=given.te, dry=given.dry_run)
-    if given.minutes is not None:
-        check.seconds = 60 * given.minutes
+    check = Check(out=given.out, archive=given.archive, te=given.te, dry=given.dry_run)
     if given.total is not None:
         check.ends = began + 60 * given.total - ENDING
-        check.seconds = float("inf")
     if given.dry_run:
         import gpu_stand_ins
 
@@ -420,10 +498,10 @@ def main(words: list[str] | None = None) -> int:
     else:
         # ends what was started, too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        if set(given.parts) - set(WITHOUT_GPU) and (reason := check.why_no_gpu()) is not None:
+        if (reason := check.why_no_gpu()) is not None:
             print(f"gpu_check: {reason}; nothing ran. On a CPU: --dry-run", file=sys.stderr)
             return LEFT_OUT
-        if given.kernels is not None and set(given.parts) - set(WITHOUT_GPU):
+        if given.kernels is not None:
             print(check.kernels(given.kernels), flush=True)
     for part in given.parts:
         check.part(part)

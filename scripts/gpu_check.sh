@@ -3,9 +3,8 @@
 # The same at tiny sizes on a CPU:   bash scripts/gpu_check.sh --dry-run --total 9
 #
 # gpu_check.py says what the parts are and what they write. The package need not be installed.
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 python=${PYTHON:-}
 if [ -z "$python" ]; then
   for python in python3 python; do command -v "$python" > /dev/null && break; done
 fi
-exec "$python" -u scripts/gpu_check.py --from "$OLDPWD" "$@"
+exec "$python" -u "$(dirname "${BASH_SOURCE[0]}")/gpu_check.py" "$@"

@@ -1,39 +1,46 @@
-"""Check the Triton kernels on this machine's GPU, in one command; `gpu_bandwidth.py` times them:
+"""Check the Triton kernels on this machine's GPU; `gpu_bandwidth.py` times them:
 
-    python scripts/gpu_kernels.py --out benchmarks/gpu_kernels.json [--launched | --pieces]
+    python scripts/gpu_kernels.py first|launched|all|pieces --out FILE [--processes N] [--dry-run]
 
 Every kernel runs against the readable reference, computed on the CPU: codes, scales, amax, values and decoded values,
-over specs, shapes, dtypes, strides and bad input; one tensor of more than 2^31 elements, some rows of it (left out by
---no-large or too little memory). Any difference ends the run with status 1. `--launched` checks what training runs
-launch alone (`gpu_launched.py`), `--pieces` what recipes of research add.
+over specs, shapes, dtypes, strides and bad input. Any difference ends the program with status 1.
 
-Compiling takes most of the time: Triton's ptxas needs 4 to 20 s for some kernels. So the cases are shared out among as
-many processes as there are cores, which compile into one cache folder (TRITON_CACHE_DIR) and write each case to
-OUT.cases.jsonl as it is done; called again, the script goes on with the others. `--full` adds shapes and FP16.
+    first       one kernel, in this process: NVFP4 with the transform and random bits
+    launched    what training runs launch
+    all         all specs, and rows of one tensor of more than 2^31 elements, if there is memory for it
+    pieces      what recipes of research add
 
-`--sanitize` runs few small cases. Called once by itself it compiles them in all processes, so that
-
-    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    compute-sanitizer --tool memcheck python scripts/gpu_kernels.py --sanitize --processes 1
-    compute-sanitizer --tool racecheck python scripts/gpu_kernels.py --sanitize --processes 1
-
-find them in the cache. On a machine without a GPU `TRITON_INTERPRET=1 python scripts/gpu_kernels.py` checks exactness
-alone, in Triton's interpreter, and `--dry-run` some of it.
+Compiling takes most of the time: Triton's ptxas needs 4 to 20 s for some kernels. So the cases are shared out among
+processes, which compile into one cache folder (TRITON_CACHE_DIR). Called again, the program goes on with the cases that
+it lacks. Under compute-sanitizer take `--processes 1`, and PYTORCH_NO_CUDA_MEMORY_CACHING=1. On a machine without a GPU
+`TRITON_INTERPRET=1` checks exactness in Triton's interpreter, and `--dry-run` some of it.
 """
 
-import argparse
-import json
+from __future__ import annotations
+
+import multiprocessing
 import os
-import subprocess
 import sys
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from typing import Any
 
+import gpu_results
 import gpu_stand_ins
 import torch
-from gpu_cases import IN_STEPS, KEY, PIECES, SPECS, Case, cases, one_form
-from gpu_launched import launched_cases
+from gpu_cases import (
+    IN_STEPS,
+    KEY,
+    PIECES,
+    SPECS,
+    Case,
+    Shapes,
+    cases,
+    content,
+    launched_cases,
+    one_form,
+)
 from torch import Tensor
 
 from fp4train.quantize import (
@@ -45,8 +52,24 @@ from fp4train.quantize import (
     triton as kernels,
 )
 
-TINY = ((20, 40),)
+TINY: Shapes = ((20, 40),)
 """The shape of a dry run."""
+SHAPES: Shapes = ((33, 70), (256, 512))
+KINDS = ("wide", "normal", "nan", "grid", "inf", "huge", "tiny")
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def first_case(shapes: Shapes) -> list[Case]:
+    x = content("wide", *shapes[-1], seed=1).bfloat16()
+    return [Case("first", x, SPECS["nvfp4 hadamard stochastic"], KEY, None)]
+
+
+CHOICES: dict[str, Callable[[Shapes], Iterable[Case]]] = {
+    "first": first_case,
+    "launched": launched_cases,
+    "all": lambda shapes: cases(shapes=shapes, kinds=KINDS, dtypes=DTYPES),
+    "pieces": lambda shapes: one_form({**PIECES, **IN_STEPS}, shapes, KINDS, DTYPES),
+}
 
 
 def on(x: Tensor, device: str) -> Tensor:
@@ -177,203 +200,80 @@ def differences(made: Iterable[object], wanted: Iterable[Quantized]) -> dict[str
     return {what: text for what, text in found.items() if text is not None}
 
 
-def check_large() -> str | None:
-    """More than 2^31 elements: rows of the whole against those rows alone. None if equal, else a
-    difference.
+def check_large() -> dict[str, Any]:
+    """More than 2^31 elements, rows of which are compared with those rows alone: of whole rows, and of
+    tokens x features that are quantised along the tokens.
     """
     rows = (1 << 17) + 8
-    cols = 1 << 14
-    need = rows * cols * 8
+    need = rows * (1 << 17)
     if torch.cuda.mem_get_info()[0] < need:
-        return f"left out: needs {need >> 30} GiB of free GPU memory"
-    x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-    for name in ("nvfp4", "nvfp4 stochastic", "nvfp4 16x16", "mxfp8 e4m3"):
+        return {"left out": f"it needs {need >> 30} GiB of free GPU memory"}
+    amax = torch.tensor(30.0)
+    shapes = {
+        "nvfp4 stochastic": (rows, 1 << 14),
+        "mxfp8 e4m3": (rows, 1 << 14),
+        "nvfp4 hadamard stochastic": (1 << 14, rows),
+    }
+    for name, shape in shapes.items():
         spec = SPECS[name]
-        key = KEY if spec.rounding == "stochastic" else None
-        amax = torch.tensor(5.0) if spec.global_scale else None
-        device_amax = None if amax is None else amax.cuda()
-        whole = kernels.TritonQuantizer(spec).codes(x, key, device_amax)
-        for start in (0, rows // 2, rows - 16):
-            start -= start % 16
-            part = x[start : start + 16].cpu()
-            part_key = key.replace(row_offset=key.row_offset + start) if key else None
-            wanted = reference.quantize(part, spec, key=part_key, amax=amax)
-            if text := difference(whole.codes[start : start + part.shape[0]], wanted.codes):
-                return f"{name}, rows from {start}: {text}"
-    # Tokens x features, quantised along the tokens.
-    wide = torch.randn(1 << 14, rows, device="cuda", dtype=torch.bfloat16)
-    wide_amax = torch.tensor(30.0)
-    spec = SPECS["nvfp4 hadamard stochastic"]
-    whole = kernels.TritonQuantizer(spec).codes(wide.T, KEY, wide_amax.cuda())
-    start = rows - 16
-    part_key = KEY.replace(row_offset=KEY.row_offset + start)
-    wanted = reference.quantize(wide[:, start:].T.cpu(), spec, key=part_key, amax=wide_amax)
-    return difference(whole.codes[start:], wanted.codes)
+        x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        x = x if shape[0] == rows else x.T
+        given = amax if spec.global_scale else None
+        whole = kernels.TritonQuantizer(spec).codes(
+            x, KEY, None if given is None else given.to(x.device)
+        )
+        for start in (0, rows // 32 * 16, rows - 16 - rows % 16):
+            part = x[start : start + 16]
+            key = KEY.replace(row_offset=KEY.row_offset + start)
+            expected = reference.quantize(part.cpu(), spec, key=key, amax=given)
+            if text := difference(whole.codes[start : start + 16], expected.codes):
+                return {"ok": False, "differences": {f"{name}, rows from {start}": text}}
+    return {}
 
 
-def machine() -> dict[str, str]:
-    import triton
-
-    found = {"torch": torch.__version__, "triton": triton.__version__}
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        capability = f"{properties.major}.{properties.minor}"
-        found |= {"gpu": properties.name, "capability": capability, "cuda": str(torch.version.cuda)}
-    else:
-        found["gpu"] = "none: Triton's interpreter on the CPU"
-    return found
+def row_of(case: Case, device: str) -> dict[str, Any]:
+    found = check(case, device)
+    return {"ok": not found, "differences": found}
 
 
-def all_cases(device: str, *, sanitize: bool, full: bool, pieces: bool = False) -> list[Case]:
-    """What is checked. pieces: what recipes of research add."""
-    kinds = ["wide", "normal", "nan", "grid", "inf", "huge", "tiny"]
-    dtypes = [torch.bfloat16, torch.float32]
-    if sanitize or device == "cpu":
-        shapes = [(20, 40)]
-        full = True
-    else:
-        shapes = [(33, 70), (256, 512)]
-    if full:
-        dtypes.append(torch.float16)
-        if len(shapes) > 1:
-            shapes = [(1, 1), (20, 40), *shapes, (129, 4100), (1000, 1536)]
-    if pieces:
-        return list(one_form({**PIECES, **IN_STEPS}, shapes, kinds, dtypes))
-    return list(cases(shapes=shapes, kinds=kinds, dtypes=dtypes))
+def numbered_row(choice: str, number: int) -> dict[str, Any]:
+    """The row of a case in a process of its own."""
+    (case,) = (case for at, case in enumerate(CHOICES[choice](SHAPES)) if at == number)
+    return row_of(case, "cuda")
 
 
-def exactness(chosen: list[Case], device: str, written: Path | None) -> list[dict[str, Any]]:
-    """One record per case: its name and its differences; each is appended to `written` as it is
-    known.
-    """
-    records = []
-    for case in chosen:
-        try:
-            found = check(case, device)
-        # of the compiler or the launch: the other cases still tell something
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
-        records.append({"case": case.name, "differences": found})
-        if found:
-            print("DIFFERENT", case.name, found, flush=True)
-        if written is not None:
-            # one write of less than a page: processes do not mix their lines
-            with written.open("a") as file:
-                file.write(json.dumps(records[-1]) + "\n")
-    return records
+def share_out(results: gpu_results.Results, choice: str, processes: int) -> None:
+    """All cases, in processes that compile at once."""
+    names = {number: case.name for number, case in enumerate(CHOICES[choice](SHAPES))}
+    pending = [number for number, name in names.items() if not results.has(name)]
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawned) as pool:
+        rows = {pool.submit(numbered_row, choice, number): names[number] for number in pending}
+        for row in as_completed(rows):
+            results.measure(rows[row], row.result)
 
 
-def read_records(path: Path | None, names: set[str]) -> dict[str, dict[str, Any]]:
-    """What was written before of the cases of these names, by name; a line that was cut off does
-    not count.
-    """
-    if path is None or not path.exists():
-        return {}
-    found = {}
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["case"] in names:
-            found[record["case"]] = record
-    return found
-
-
-def in_processes(count: int, written: Path | None, options: list[str]) -> None:
-    """Run the cases that `written` does not hold in `count` processes of this script; without it
-    they only fill the cache of compiled kernels.
-    """
-    command = [sys.executable, __file__, *(["--out", str(written)] if written else []), *options]
-    children = [
-        subprocess.Popen([*command, "--share", f"{index}/{count}"]) for index in range(count)
-    ]
-    for child in children:
-        child.wait()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument(
-        "--launched", action="store_true", help="what training runs launch (gpu_launched.py)"
-    )
-    parser.add_argument(
-        "--pieces", action="store_true", help="what recipes of research add, and nothing else"
-    )
-    parser.add_argument(
-        "--sanitize", action="store_true", help="few small cases: for compute-sanitizer"
-    )
-    parser.add_argument("--full", action="store_true", help="more shapes, and FP16")
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="that compile and check at once"
-    )
-    parser.add_argument("--share", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="one case in twenty, in Triton's interpreter on a CPU",
-    )
-    parser.add_argument(
-        "--no-large", action="store_true", help="leave the tensor of more than 2^31 elements out"
-    )
-    arguments = parser.parse_args()
-    if arguments.dry_run:
+def main(words: list[str] | None = None) -> int:
+    parser = gpu_results.options(__doc__)
+    parser.add_argument("choice", choices=tuple(CHOICES))
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    given = parser.parse_args(words)
+    if given.dry_run:
         gpu_stand_ins.interpret()
-    device = "cuda" if torch.cuda.is_available() and not arguments.dry_run else "cpu"
+    device = "cuda" if torch.cuda.is_available() and not given.dry_run else "cpu"
     if reason := kernels.why_not(QuantSpec(), device):
-        print(
-            f"cannot run the Triton kernels here: {reason}. Without a GPU set TRITON_INTERPRET=1",
-            file=sys.stderr,
-        )
+        print(f"the Triton kernels cannot run here: {reason}. Without a GPU: TRITON_INTERPRET=1")
         return 3
-    if arguments.launched:
-        chosen = launched_cases(TINY) if arguments.dry_run else launched_cases()
+    results = gpu_results.Results(given.out)
+    if device == "cuda" and given.processes > 1 and given.choice != "first":
+        share_out(results, given.choice, given.processes)
     else:
-        chosen = all_cases(
-            device, sanitize=arguments.sanitize, full=arguments.full, pieces=arguments.pieces
-        )
-    if arguments.dry_run:
-        chosen = chosen[:: 5 if arguments.launched else 20]
-    if arguments.share:  # `out` is the file that all of them write to
-        index, count = map(int, arguments.share.split("/"))
-        done = read_records(arguments.out, {case.name for case in chosen})
-        exactness(
-            [case for case in chosen[index::count] if case.name not in done], device, arguments.out
-        )
-        return 0
-    found = machine()
-    print(", ".join(f"{name} {value}" for name, value in found.items()))
-    written = None
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        written = arguments.out.with_suffix(".cases.jsonl")
-    names = {case.name for case in chosen}
-    if device == "cuda" and arguments.processes > 1:
-        options = [
-            f"--{name}"
-            for name in ("full", "sanitize", "launched", "pieces")
-            if getattr(arguments, name)
-        ]
-        in_processes(arguments.processes, written, options)
-    done = read_records(written, names)
-    for record in exactness([case for case in chosen if case.name not in done], device, written):
-        done[record["case"]] = record
-    records = [done[case.name] for case in chosen]
-    wrong = [record for record in records if record["differences"]]
-    print(f"exactness: {len(records) - len(wrong)} of {len(records)} cases equal the reference")
-    result: dict[str, Any] = {"machine": found, "cases": len(records), "different": wrong}
-    result["names"] = [record["case"] for record in records]
-    whole = not arguments.sanitize and not arguments.pieces
-    if device == "cuda" and whole and not arguments.no_large:
-        large = check_large()
-        result["more_than_2^31_elements"] = large or "equal"
-        print(f"more than 2^31 elements: {large or 'equal'}")
-        if large and not large.startswith("left out"):
-            wrong.append({"case": "more than 2^31 elements", "differences": {"codes": large}})
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if wrong else 0
+        found = list(CHOICES[given.choice](SHAPES if device == "cuda" else TINY))
+        for case in found[:: 10 if given.dry_run else 1]:
+            results.measure(case.name, partial(row_of, case, device))
+    if device == "cuda" and given.choice == "all":
+        results.measure("more than 2^31 elements", check_large)
+    return results.code
 
 
 if __name__ == "__main__":

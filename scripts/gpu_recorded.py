@@ -2,7 +2,7 @@
 
     python scripts/gpu_recorded.py LAUNCHES.json [--processors 132]
 
-Its cases are called (`gpu_launched`, `gpu_cases`, `gpu_bandwidth`), and steps of llama_1b with one block in its recipes
+Its cases are called (`gpu_cases`, `gpu_bandwidth`), and steps of llama_1b with one block in its recipes
 and modes, at their sizes: a launch depends on sizes, and not on the number of blocks. Nothing is computed: an operator
 of torch that would fill large memory leaves it as it is, and products multiply nothing. Kernels of other
 packages (liger's, torch.compile's) are not recorded.
@@ -17,17 +17,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import gpu_bandwidth
+import gpu_kernels
 import gpu_profile
+import gpu_training
 import torch
 from benchmark_steps import built_run, real_vocabulary
 from torch import Tensor
@@ -38,7 +42,7 @@ from fp4train.backends import native, scaled
 from fp4train.backends.emulate import SCALED, Emulate
 from fp4train.models.common import initialise, on_cpu
 from fp4train.nn import engine
-from fp4train.quantize import Decoded, Quantized, cpu, triton, triton_launch
+from fp4train.quantize import Decoded, Quantized, QuantSpec, cpu, triton, triton_launch
 from fp4train.quantize.launch import Launch
 from fp4train.quantize.quantizer import quantizer
 from fp4train.train import enter_stretch, train_step
@@ -234,57 +238,48 @@ def training_steps(words: list[str]) -> None:
 
 def cases() -> None:
     """The kernels of all cases that are compared with the reference."""
-    import gpu_cases
-    import gpu_kernels
-    from gpu_launched import launched_cases
-
-    first = gpu_cases.content("wide", 256, 512, 1).bfloat16()
-    spec = gpu_cases.SPECS["nvfp4 hadamard stochastic"]
     equal = patch.object(gpu_kernels, "difference", lambda *_: None)
     with equal, patch.object(triton, "why_not", lambda *_: None):
-        for case in (gpu_cases.Case("first", first, spec, gpu_cases.KEY, None), *launched_cases()):
-            gpu_kernels.check(case, "cpu")
+        for choice in ("first", "launched"):
+            for case in gpu_kernels.CHOICES[choice](gpu_kernels.SHAPES):
+                gpu_kernels.check(case, "cpu")
 
 
 def bandwidth() -> None:
     """The kernels that are timed, and products of integers before them."""
     with Uncomputed():
         x = torch.empty(gpu_bandwidth.SIZE, gpu_bandwidth.SIZE, dtype=torch.bfloat16)
-        for timing in gpu_bandwidth.timings(x):
-            if timing.name in gpu_bandwidth.FEW:
-                timing.call()
+        triton.TritonQuantizer(QuantSpec()).amax(x)
+        for kernel in gpu_bandwidth.KERNELS:
+            kernel.call(x)()
         square = x[: gpu_bandwidth.LARGEST_PRODUCT, : gpu_bandwidth.LARGEST_PRODUCT].contiguous()
         for way in ("cublas", "triton"):
             products = scaled.ScaledProducts(way)
-            gpu_bandwidth.multiplied(products, Decoded(square, torch.ones(())))
-            for sizes in gpu_bandwidth.INTEGER_SIZES:
-                for case in gpu_bandwidth.INTEGER_CASES:
-                    gpu_bandwidth.integer_product(products, case, sizes, torch.device("cpu"))
+            gpu_bandwidth.multiplied(products, square)
+            for sizes, kind in itertools.product(
+                gpu_bandwidth.INTEGER_SIZES, gpu_bandwidth.INTEGERS
+            ):
+                gpu_bandwidth.integer_product(products, kind, sizes, torch.device("cpu"))
 
 
 def sources(capability: int) -> dict[str, Callable[[], None]]:
     """What is recorded, by name."""
-    import gpu_first
-    import gpu_state
-
     found: dict[str, Callable[[], None]] = {"cases": cases, "bandwidth": bandwidth}
 
     def backend(recipe: str) -> list[str]:
         on_codes = recipe.startswith("fp8") or (capability >= 100 and recipe in ("nvfp4", "mxfp8"))
         return ["backend=native" if on_codes else "backend=emulate"] if recipe != "bf16" else []
 
-    for recipe in gpu_first.RECIPES:
-        words = [*gpu_first.SHORT, f"recipe={recipe}", *backend(recipe)]
-        found[f"first steps, {recipe}"] = lambda words=words: training_steps(words)  # type: ignore[misc]
-    words = [*gpu_state.OPTIONS, "recipe=nvfp4", *backend("nvfp4")]
-    found["resume"] = lambda words=words: training_steps(words)  # type: ignore[misc]
-    for recipe, mode in gpu_profile.NINE:
-        if mode in ("eager", "emulated", "native") and (mode != "native" or capability >= 100):
-            words = [
-                *gpu_profile.key_words(recipe, mode, 1),
-                *(backend(recipe) if mode == "eager" else ()),
-            ]
-            found[f"llama_1b, {recipe}, {mode}"] = lambda words=words: training_steps(words)  # type: ignore[misc]
+    for recipe in gpu_training.RECIPES:
+        words = [*gpu_training.SHORT, f"recipe={recipe}", *backend(recipe)]
+        found[f"first steps, {recipe}"] = partial(training_steps, words)
+    words = [*gpu_training.EXACT, "recipe=nvfp4", *backend("nvfp4")]
+    found["resume"] = partial(training_steps, words)
+    for recipe, mode, count in gpu_profile.NINE:
+        if mode == "emulated" or mode == "eager" or (mode == "native" and capability >= 100):
+            words = gpu_profile.key_words(recipe, mode, count)
+            words += backend(recipe) if mode == "eager" else ()
+            found[f"llama_1b, {recipe}, {mode}"] = partial(training_steps, words)
     return found
 
 

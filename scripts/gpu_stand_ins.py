@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -40,37 +41,23 @@ def helpers() -> None:
 
 @contextmanager
 def scaled_products() -> Iterator[list[Any]]:
-    """torch's scaled products in every layout; gives the calls."""
+    """torch's scaled products in every layout, of a matrix and of several experts in one call; gives
+    the calls.
+    """
     helpers()
-    from recorded_products import Recorder
+    from recorded_products import GroupRecorder, Recorder
     from torch.nn import functional
 
     from fp4train.backends import native
 
-    announce("scaled_mm is checked as torch checks it for CUDA, recorded, and computed in float64")
+    announce("scaled products are checked as torch checks them for CUDA, and computed in float64")
     recorder = Recorder()
+    groups = GroupRecorder()
     with (
         patch.object(native, "why_not_blocks", lambda *_: None),
         patch.object(functional, "scaled_mm", recorder),
+        patch.object(functional, "scaled_grouped_mm", groups),
     ):
-        yield recorder.calls
-
-
-@contextmanager
-def grouped_products() -> Iterator[list[Any]]:
-    """torch's scaled products of several experts in one call, and of one; gives the calls of the
-    first.
-    """
-    helpers()
-    from recorded_products import GroupRecorder
-    from torch.nn import functional
-
-    announce(
-        "scaled_grouped_mm is checked as torch checks it for CUDA, recorded, and computed in "
-        "float64"
-    )
-    recorder = GroupRecorder()
-    with scaled_products(), patch.object(functional, "scaled_grouped_mm", recorder):
         yield recorder.calls
 
 
@@ -137,7 +124,8 @@ def compiler() -> Iterator[None]:
 @contextmanager
 def instead_of(words: Sequence[str]) -> Iterator[list[str]]:
     """What stands in for the GPU that the keys of a run ask for: `train.cuda_graph` (false: the
-    kernels of runs that are recorded), `train.compile`, `backend`; gives the keys that a CPU takes.
+    kernels of runs that are recorded), `train.compile`, `train.kernels=liger`, `backend`; gives the
+    keys that a CPU takes.
     """
     with ExitStack() as stack:
         for recorded in (False, True):
@@ -145,14 +133,31 @@ def instead_of(words: Sequence[str]) -> Iterator[list[str]]:
                 stack.enter_context(graphs(recorded=recorded))
         if "train.compile=true" in words:
             stack.enter_context(compiler())
+        if "train.kernels=liger" in words:
+            stack.enter_context(liger_kernels())
         asked = {word for word in words if word in ("backend=te", "backend=native")}
         if asked:
-            announce(
-                "emulation multiplies in the place of the backend that a recorded run asks for"
-            )
+            announce("emulation multiplies in the place of the backend that a run asks for")
         yield [
             word for word in words if not word.startswith("train.cuda_graph=") and word not in asked
         ]
+
+
+def fp4train(words: Sequence[str]) -> None:
+    """`fp4train words` in this process.
+
+    Raises:
+        ValueError: it failed.
+    """
+    from fp4train.cli import main
+
+    drawn = patch("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png")
+    with instead_of(words) as kept, drawn:
+        try:
+            main(kept)
+        except SystemExit as ended:
+            if ended.code:
+                raise ValueError(f"exit code {ended.code}") from None
 
 
 @contextmanager
@@ -161,8 +166,26 @@ def liger_kernels() -> Iterator[None]:
     helpers()
     import liger_on_cpu
 
+    from fp4train.models.common import liger
+
     announce("torch's operators compute what liger's kernels do, and write where they write")
-    with patch.dict(sys.modules, liger_on_cpu.modules()):
+    here = patch.object(liger, "why_not", lambda device: None)
+    with here, patch.dict(sys.modules, liger_on_cpu.modules()):
+        yield
+
+
+@contextmanager
+def native_layers(script: Any) -> Iterator[None]:
+    """The products of a B200 in `gpu_layers`."""
+    from fp4train.hardware import Device, find_gpu
+    from fp4train.precision.layer_plan import resolve
+
+    b200 = Device.elsewhere(find_gpu("B200"))
+
+    def plan(layer: Any, recipe: Any) -> Any:
+        return resolve(layer.layer, recipe, None, layer.backend, b200)
+
+    with scaled_products(), patch.object(script, "plan_here", plan):
         yield
 
 
@@ -187,46 +210,30 @@ class _DecodedWeight:
 
 @contextmanager
 def te_layers(script: Any) -> Iterator[None]:
-    """Transformer Engine in the parts of `te_selfcheck`."""
-    import time
-    from types import SimpleNamespace
-
-    import te_given
-
+    """Transformer Engine in `gpu_layers`."""
     from fp4train.nn import Linear
-    from fp4train.precision import NVFP4
 
-    announce(
-        "a second emulated layer, whose random bits differ, runs in the place of Transformer "
-        "Engine's"
-    )
-    announce("emulation multiplies in the place of Transformer Engine's reference modules")
-    announce("torch multiplies by decoded codes of a weight in the place of Transformer Engine")
-    layers = script.layers
+    announce("second emulated layers, whose random bits differ, run in the place of TE's")
+    announce("emulation multiplies in the place of TE's reference, torch by decoded weights")
+    make = script.linear
+    experts = script.experts
 
-    def emulated(problem: Any, dtype: Any = None) -> tuple[Linear, Linear]:
-        ours, theirs = layers(problem) if dtype is None else layers(problem, dtype)
-        place = replace(theirs.layer, name="te")
-        return ours, Linear.from_linear(theirs, place, "emulate")
+    def linear(problem: Any, backend: str) -> Any:
+        layer = make(problem, "emulate")
+        if backend == "te":
+            return Linear.from_linear(layer, replace(layer.layer, name="te"), "emulate")
+        return layer
 
-    def milliseconds(step: Any) -> float:
-        began = time.perf_counter()
-        step()
-        return 1e3 * (time.perf_counter() - began)
-
-    nearest = NVFP4(stochastic_rounding=False)
     stand_ins: dict[str, Any] = {
-        "layers": emulated,
-        "why_not": lambda recipe, problem: None,
-        "te_reference": lambda problem: script.emulated(nearest, problem, "emulate"),
-        "with_reference": lambda layer, recipe: layer,
-        "milliseconds": milliseconds,
-    }
-    stand_ins_of_given: dict[str, Any] = {
+        "linear": linear,
+        "experts": lambda problem, backend: experts(problem, "emulate"),
+        "te_reference": lambda problem: script.emulated_products(
+            script.NEAREST, problem, "emulate"
+        ),
         "TEExecutor": _DecodedWeight,
         "TRANSFORMER_ENGINE": SimpleNamespace(why_values=lambda *_: None),
     }
-    with patch.multiple(script, **stand_ins), patch.multiple(te_given, **stand_ins_of_given):
+    with patch.multiple(script, **stand_ins):
         yield
 
 

@@ -18,9 +18,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import gpu_runs
+import gpu_results
 import gpu_stand_ins
 import torch
 from torch import Tensor
@@ -80,17 +81,17 @@ def title(spec: QuantSpec) -> str:
 
 def cases(capability: tuple[int, int]) -> Iterator[Case]:
     """The products that a GPU makes of codes: as in fprop, and as with gradients in E5M2."""
-    pairs = [(E4M3, E4M3), (E5M2, E4M3)]
+    blackwell = capability[0] == 10
     for depth in DEPTHS:
-        for first, second in pairs:
+        for first in (E4M3, E5M2):
             for fast in (True, False):
-                yield Case(first=first, second=second, fast=fast, depth=depth)
-        if capability[0] == 10:
+                yield Case(first=first, second=E4M3, fast=fast, depth=depth)
+        if blackwell:
             for spec in (MX_E4M3, NVFP4):
                 yield Case(first=spec, second=spec, fast=False, depth=depth)
-    scaled = [SCALED_E4M3, NVFP4] if capability[0] == 10 else [SCALED_E4M3]
-    for spec in scaled:
-        yield Case(first=spec, second=spec, fast=False, depth=DEPTHS[0], arbitrary=True)
+    yield Case(first=SCALED_E4M3, second=SCALED_E4M3, fast=False, depth=DEPTHS[0], arbitrary=True)
+    if blackwell:
+        yield Case(first=NVFP4, second=NVFP4, fast=False, depth=DEPTHS[0], arbitrary=True)
 
 
 def operands(case: Case, size: int, device: str) -> tuple[Quantized, Quantized]:
@@ -124,7 +125,9 @@ def rows_of(operand: Quantized, rows: Tensor) -> Quantized:
 
 
 def compare(case: Case, capability: tuple[int, int], size: int, device: str) -> dict[str, Any]:
-    """The row of a product."""
+    """The row of a product; "left out" says why this torch does not make it."""
+    if (reason := why_left_out(case)) is not None and device == "cuda":
+        return {"left out": reason}
     unit = tensor_cores.unit_for(capability, case.first.format)
     assert unit is not None
     first, second = operands(case, size, device)
@@ -137,15 +140,15 @@ def compare(case: Case, capability: tuple[int, int], size: int, device: str) -> 
     second = rows_of(second, rows)
     expected = tensor_cores.product(first, second, unit, fast=case.fast).bfloat16()
     differing = (measured.view(torch.int16) != expected.view(torch.int16)).nonzero()
-    row: dict[str, Any] = {"name": case.name, "ok": not len(differing), "differ": len(differing)}
+    row: dict[str, Any] = {"ok": not len(differing), "differ": len(differing)}
     row["of"] = measured.numel()
     if len(differing):
-        place = differing[0].tolist()
+        row_at, column_at = differing[0].tolist()
         row["first"] = {
-            "row": int(rows[place[0]]),
-            "column": int(rows[place[1]]),
-            "measured": float(measured[tuple(place)]),
-            "expected": float(expected[tuple(place)]),
+            "row": int(rows[row_at]),
+            "column": int(rows[column_at]),
+            "measured": float(measured[row_at, column_at]),
+            "expected": float(expected[row_at, column_at]),
         }
         row["equal to"] = equal_to(measured, first, second, unit, case)
     return row
@@ -179,50 +182,25 @@ def equal_to(
     return [name for name, sums in others.items() if torch.equal(sums.bfloat16(), measured)]
 
 
-def main() -> int:
-    dry = "small products on a CPU, in whose place the known sums stand"
-    arguments = gpu_runs.options(__doc__, dry).parse_args()
-    if arguments.dry_run:
-        return dry_run()
-    if not torch.cuda.is_available():
-        print("gpu_sums: torch sees no GPU")
-        return 3
+def main(words: list[str] | None = None) -> int:
+    given = gpu_results.options(__doc__).parse_args(words)
+    gpu_results.needs_gpu(given)
+    results = gpu_results.Results(given.out)
+    if given.dry_run:
+        with gpu_stand_ins.known_sums():
+            for capability, blocks in (((9, 0), False), ((10, 0), True)):
+                for case in cases(capability):
+                    if case.depth == DEPTHS[0] and (case.first.block != (None, None)) == blocks:
+                        row = partial(compare, case, capability, TINY, "cpu")
+                        results.measure(case.name, row)
+        return results.code
     capability = torch.cuda.get_device_capability()
     if tensor_cores.unit_for(capability, E4M3.format) is None:
-        print(
-            f"gpu_sums: how GPUs of compute capability {capability[0]}.{capability[1]} sum is "
-            "not known here"
-        )
+        print(f"how GPUs of compute capability {capability} sum is not known here")
         return 3
-    results = gpu_runs.Results(arguments.out, gpu_runs.machine())
     for case in cases(capability):
-        if results.has(case.name):
-            continue
-        if (reason := why_left_out(case)) is not None:
-            print(f"left out: {case.name}: {reason}")
-            continue
-        try:
-            results.add(compare(case, capability, SIZE, "cuda"))
-        except RuntimeError as error:
-            results.add(
-                {"name": case.name, "ok": False, "note": str(error).strip().splitlines()[0]}
-            )
+        results.measure(case.name, partial(compare, case, capability, SIZE, "cuda"))
     return results.code
-
-
-def dry_run() -> int:
-    """All of a row on a CPU: sums of Hopper and Blackwell stand in the place of torch's
-    products.
-    """
-    rows = []
-    with gpu_stand_ins.known_sums():
-        for capability in ((9, 0), (10, 0)):
-            for case in cases(capability):
-                blocks = case.first.block != (None, None)
-                if case.depth == DEPTHS[0] and blocks == (capability == (10, 0)):
-                    rows.append(compare(case, capability, TINY, "cpu"))
-                    print(rows[-1])
-    return 0 if rows and all(row["ok"] for row in rows) else 1
 
 
 if __name__ == "__main__":

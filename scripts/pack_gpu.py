@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from email.parser import Parser
 from pathlib import Path
 
-import gpu_kernels_packed
+import gpu_packed
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 
@@ -209,7 +209,7 @@ def read(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kernels", action="store_true", help="pack compiled kernels, too")
     parser.add_argument(
-        "--sm", type=int, action="append", choices=gpu_kernels_packed.PROCESSORS,
+        "--sm", type=int, action="append", choices=gpu_packed.PROCESSORS,
         help="compute capability times ten of the GPU; may be repeated; both by default",
     )  # fmt: skip
     parser.add_argument(
@@ -239,18 +239,14 @@ def main(words: list[str] | None = None) -> int:
     extras = [normalised(name) for name in options.extras]
     check_extras(extras)
     program = options.compiler or f"python{options.python}"
-    compiler = gpu_kernels_packed.Compiler(
-        program=program, python=options.python, triton=options.triton
-    )
+    compiler = gpu_packed.Compiler(program=program, python=options.python, triton=options.triton)
     if options.kernels and (reason := compiler.why_not()) is not None:
         print(f"pack_gpu: --kernels: {reason}", file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     pack(folder, [*WHEELS, *extras], Target(python=options.python, platform=options.platform))
     if options.kernels:
-        gpu_kernels_packed.pack(
-            folder, sorted(set(options.sm or gpu_kernels_packed.PROCESSORS)), compiler
-        )
+        gpu_packed.pack(folder, sorted(set(options.sm or gpu_packed.PROCESSORS)), compiler)
     return say_size(folder, options.limit)
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from configured import composed_of, recipe_named
-from gpu_check import PARTS
-from gpu_parts import nine_steps
+from gpu_check import PARTS, nine_steps
 
 from fp4train import backends
 from fp4train.backends import Table

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import gpu_check
-import gpu_processes
 import pytest
-from gpu_check import PARTS, Check, Step
+from gpu_check import Check, Step
 
 
 def shell(name: str, command: str, **options: Any) -> Step:
@@ -28,7 +27,7 @@ def whole_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     """
 
     def called(steps: Iterable[Step], *words: str) -> int:
-        monkeypatch.setattr(gpu_check, "steps_of", lambda *_, dry: iter(steps))
+        monkeypatch.setattr(gpu_check, "steps_of", lambda *_: iter(steps))
         monkeypatch.setattr(Check, "why_no_gpu", lambda self: None)
         monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
         return gpu_check.main([str(tmp_path / "x"), "--archive", str(tmp_path / "back"), *words])
@@ -44,7 +43,7 @@ def test_total_bounds_the_whole_call_whatever_a_step_does(
 ) -> None:
     """A machine that is there for minutes is taken away then, with what was not packed."""
     monkeypatch.setattr(gpu_check, "ENDING", 5.9)
-    monkeypatch.setattr(gpu_processes, "GRACE", 0.5)
+    monkeypatch.setattr(gpu_check, "GRACE", 0.5)
     stubborn = shell(
         "stubborn",
         f"trap '' TERM; echo found > {tmp_path}/x-found.json; while :; do sleep 0.2; done",
@@ -94,10 +93,7 @@ def test_the_limits_of_a_first_visit_are_nine_minutes_with_its_start_and_end(
     assert names.index("nine bandwidth") < names.index("nine profile") < names.index("nine state")
 
 
-def test_total_alone_asks_for_a_first_visit_and_minutes_for_all_other_parts(tmp_path: Path) -> None:
+def test_without_parts_a_call_is_a_first_visit(tmp_path: Path) -> None:
     assert gpu_check.read(["x", "--total", "9"]).parts == ["nine"]
-    assert gpu_check.read(["--dry-run", "--total", "9"]).parts == ["nine"]
-    assert gpu_check.read(["x", "--total", "9", "first", "profile"]).parts == ["first", "profile"]
-    assert gpu_check.read(["x"]).parts == [
-        part for part in PARTS if part not in ("nine", "sanitize")
-    ]
+    assert gpu_check.read(["--dry-run"]).parts == ["nine"]
+    assert gpu_check.read(["x", "--total", "9", "te", "profile"]).parts == ["te", "profile"]

@@ -8,10 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
 
-import gpu_bandwidth
 import gpu_recorded
-
-from fp4train.quantize import Decoded
 
 LARGE = 512, 256
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -62,24 +59,3 @@ def test_a_shape_that_depends_on_numbers_is_computed() -> None:
     with gpu_recorded.Uncomputed():
         rows = x.nonzero()
     assert rows.shape == (3 * LARGE[1], 2)
-
-
-def test_products_of_integers_that_the_bandwidth_check_makes_are_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gpu_bandwidth, "timings", lambda x: [])
-    monkeypatch.setattr(gpu_bandwidth, "SIZE", 512)
-    launches = gpu_recorded.Launches()
-    with gpu_recorded.as_on_a_gpu(launches, processors=132):
-        gpu_recorded.bandwidth()
-        recorded = set(launches.texts)
-        products = gpu_recorded.scaled.ScaledProducts("triton")
-        scale = torch.ones(())
-        x = torch.ones(512, 512, dtype=torch.bfloat16)
-        products.product(Decoded(x, scale), Decoded(x, scale), out_dtype=torch.bfloat16)
-        for case in gpu_bandwidth.INTEGER_CASES:
-            gpu_bandwidth.integer_product(products, case, (301, 215, 137), torch.device("cpu"))
-    assert set(launches.texts) == recorded
-    assert any('"adds": true' in text for text in recorded) and any(
-        '"bias": true' in text for text in recorded
-    )

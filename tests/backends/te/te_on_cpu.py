@@ -344,12 +344,12 @@ def against_emulation() -> dict[str, dict[str, float]]:
 
 
 def selfcheck() -> dict[str, float]:
-    """scripts/te_selfcheck.py's float32 comparison, with its outliers, as it runs on a GPU."""
+    """scripts/gpu_layers.py's float32 comparison, with its outliers, as it runs on a GPU."""
     sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))
-    import te_selfcheck as script
+    import gpu_layers as script
 
     problem = script.Problem.draw(M, 4 * K, N, "cpu")
-    ours = script.emulated(NVFP4(stochastic_rounding=False), problem)
+    ours = script.emulated_products(script.NEAREST, problem)
     theirs = script.te_reference(problem)
     return {
         name: script.distance(b, a)

@@ -13,11 +13,11 @@ pytest.importorskip("triton", reason="triton is not installed (Linux only: pip i
 import sys
 
 import gpu_check
-import gpu_kernels_packed
+import gpu_packed
 import gpu_recorded
 import pack_gpu
 import triton
-from gpu_kernels_packed import Compiler
+from gpu_packed import Compiler
 
 from fp4train.quantize import QuantSpec, TritonQuantizer
 
@@ -31,11 +31,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def record(path: Path, capability: int) -> None:
         noted = gpu_recorded.Launches()
-        with gpu_recorded.as_on_a_gpu(noted, gpu_kernels_packed.PROCESSORS[capability]):
+        with gpu_recorded.as_on_a_gpu(noted, gpu_packed.PROCESSORS[capability]):
             TritonQuantizer(QuantSpec()).amax(torch.zeros(64, 96, dtype=torch.bfloat16))
         path.write_text(json.dumps([json.loads(text) for text in noted.texts]))
 
-    monkeypatch.setattr(gpu_kernels_packed, "record", record)
+    monkeypatch.setattr(gpu_packed, "record", record)
     monkeypatch.setattr(pack_gpu, "pack", lambda *_: None)
 
 
@@ -53,7 +53,7 @@ def test_packed_kernels_are_found_by_the_check_of_the_capability_they_are_for(
     assert "1 kernels for compute capability 9.0\n" in said and "MB  kernels.tgz\n" in said
     machine = {"capability": "9.0"}
     monkeypatch.setattr(gpu_check.Check, "why_no_gpu", lambda check: write_machine(check, machine))
-    monkeypatch.setattr(gpu_check, "steps_of", lambda *_, dry: iter(()))
+    monkeypatch.setattr(gpu_check, "steps_of", lambda *_: iter(()))
     monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     words = [str(tmp_path / "x"), "--total", "9", "--kernels", str(folder / "kernels.tgz")]
@@ -73,9 +73,7 @@ def write_machine(check: gpu_check.Check, machine: dict[str, Any]) -> None:
 def test_a_damaged_archive_is_named_and_stops_nothing(tmp_path: Path) -> None:
     packed = tmp_path / "kernels.tgz"
     packed.write_bytes(b"no archive")
-    assert f"{packed} cannot be used" in gpu_kernels_packed.unpack(
-        packed, tmp_path / "cache", "9.0"
-    )
+    assert f"{packed} cannot be used" in gpu_packed.unpack(packed, tmp_path / "cache", "9.0")
     assert not (tmp_path / "cache").exists()
 
 
@@ -117,19 +115,6 @@ def test_a_python_without_triton_is_refused_before_anything_is_packed(
         in capsys.readouterr().err
     )
     assert not (tmp_path / "packed").exists()
-
-
-def test_a_dry_run_takes_no_compiled_kernels(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    archive = tmp_path / "kernels.tgz"
-    archive.touch()
-    with pytest.raises(SystemExit) as ended:
-        gpu_check.main(["--dry-run", "--total", "9", "--kernels", str(archive)])
-    assert (
-        ended.value.code == 2
-        and "--kernels with --dry-run: a dry run interprets" in capsys.readouterr().err
-    )
 
 
 def test_an_archive_that_is_not_there_is_refused(

@@ -80,11 +80,7 @@ class Compiler:
 def record(path: Path, capability: int) -> None:
     """Write what is launched on a GPU of this capability."""
     words = [str(path), "--sm", str(capability), "--processors", str(PROCESSORS[capability])]
-    done = subprocess.run([sys.executable, str(SCRIPTS / "gpu_recorded.py"), *words])
-    if done.returncode:
-        raise SystemExit(
-            f"pack_gpu: gpu_recorded.py --sm {capability} ended with {done.returncode}"
-        )
+    subprocess.run([sys.executable, str(SCRIPTS / "gpu_recorded.py"), *words], check=True)
 
 
 def pack(folder: Path, capabilities: Sequence[int], compiler: Compiler) -> None:
@@ -101,12 +97,8 @@ def pack(folder: Path, capabilities: Sequence[int], compiler: Compiler) -> None:
             record(launches, capability)
             words = [str(launches), str(cache), "--sm", str(capability)]
             program = [compiler.program, str(SCRIPTS / "gpu_compile.py"), *words]
-            done = subprocess.run(program, stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                raise SystemExit(
-                    f"pack_gpu: gpu_compile.py --sm {capability} ended with {done.returncode}"
-                )
-            counts = json.loads(done.stdout.splitlines()[-1])
+            said = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
+            counts = json.loads(said.splitlines()[-1])
             archive.add(launches, launches.name)
             archive.add(
                 cache,
