@@ -23,8 +23,11 @@ scaling of a transformed tensor, two kinds of history of one tensor.
 """
 
 
-_SCHEME = re.compile("([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
-"""The beginning of a path in another storage, such as s3://bucket; `Path` leaves one slash of it."""
+_STORAGE = "([a-z][a-z0-9+.-]+):/"
+_SCHEME = re.compile(f"^{_STORAGE}|/{_STORAGE}/", re.IGNORECASE)
+"""The beginning of a path in another storage, such as s3://bucket, of which `Path` leaves one
+slash, alone or behind a folder of this machine.
+"""
 
 NEW_RUN = "begin a new run (another run.name, or run.overwrite=true)"
 
@@ -46,9 +49,10 @@ def check_local(path: object, key: str = "") -> None:
     Args:
         key: key that names it; empty: it stands alone.
     """
-    if scheme := _SCHEME.match(str(path)):
+    if match := _SCHEME.search(str(path)):
+        scheme = match[1] or match[2]
         raise DataError(
-            f"{f'{key}={path}' if key else path}: {scheme[1]}:// is no path here, and only files of "
+            f"{f'{key}={path}' if key else path}: {scheme}:// is no path here, and only files of "
             "this machine are read and written: copy it to a disk, or mount it, and give that path"
         )
 

@@ -83,10 +83,11 @@ def test_a_path_of_another_storage_is_refused_wherever_it_is_given(
     with pytest.raises(UserError, match=f"{scheme}:// is no path"), new_folder(Path(place)):
         pass
     for words in (
-        *(["run.dir"], ["checkpoint.also"], ["resume"], ["init"], ["teacher"]),
+        *(["run.dir"], ["run.name"], ["checkpoint.also"], ["resume"], ["init"], ["teacher"]),
         *(["data.path", "data=text"], ["data.cache_dir", "data=text", "data.path=a"]),
     ):
         key, *others = words
-        with pytest.raises(UserError, match=f"^({key}=)?{said}"):
-            to_config(next(composed([*others, f"{key}={place}"])).cfg)
+        for folder in ("", "mine/"):
+            with pytest.raises(UserError, match=f"^({key}=|run.dir=runs/)?{folder}{said}"):
+                to_config(next(composed([*others, f"{key}={folder}{place}"])).cfg)
     assert not list(tmp_path.iterdir())
