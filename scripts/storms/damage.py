@@ -48,44 +48,27 @@ them again.
 
 def damage(path: Path, draw: random.Random, others: Path | None = None) -> str:
     """Change the bytes of a file; returns how. `others`: the file of another run."""
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     lines = data.splitlines(keepends=True)
-    how = draw.choice(
-        (
-            "flip",
-            "flip",
-            "flip",
-            "cut",
-            "zeros",
-            "gone",
-            "line gone",
-            "lines swapped",
-            "line twice",
-            "other",
-        )
-    )
     at = draw.randrange(max(1, len(data)))
     line = draw.randrange(max(1, len(lines)))
+    size = draw.randint(1, 4096)
+    flipped = bytes(byte ^ 1 << draw.randrange(8) for byte in data[at : at + 1])
+    shuffled = draw.sample(lines, len(lines))
+    changed = {
+        "flip": data[:at] + flipped + data[at + 1 :],
+        "cut": data[:at],
+        "zeros": data[:at] + bytes(len(data[at : at + size])) + data[at + size :],
+        "line gone": b"".join(lines[:line] + lines[line + 1 :]),
+        "lines swapped": b"".join(shuffled),
+        "line twice": b"".join(lines[: line + 1] + lines[line:]),
+        "other": data if others is None else others.read_bytes(),
+    }
+    how = draw.choice(("flip", "flip", *changed, "gone"))
     if how == "gone":
         path.unlink()
-        return how
-    if how == "flip" and data:
-        data[at] ^= 1 << draw.randrange(8)
-    elif how == "cut":
-        del data[at:]
-    elif how == "zeros":
-        end = min(len(data), at + draw.randint(1, 4096))
-        data[at:end] = bytes(end - at)
-    elif how == "line gone":
-        data = bytearray(b"".join(lines[:line] + lines[line + 1 :]))
-    elif how == "lines swapped":
-        draw.shuffle(lines)
-        data = bytearray(b"".join(lines))
-    elif how == "line twice":
-        data = bytearray(b"".join(lines[:line] + lines[line : line + 1] + lines[line:]))
-    elif others is not None:
-        data = bytearray(others.read_bytes())
-    path.write_bytes(data)
+    else:
+        path.write_bytes(changed[how])
     return how
 
 
@@ -220,7 +203,7 @@ def damage_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     for made in run.glob("*.damaged"):
         made.unlink()
     path.write_bytes(good)
-    return Result(kind, not seen, seen and f"{how} of {path.name}: {seen}")
+    return Result(kind, not seen, f"{how} of {path.name}: {seen}")
 
 
 def resume_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
@@ -228,19 +211,13 @@ def resume_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     ground.copy(place)
     pattern = draw.choice(FILES)
     path = draw.choice(sorted((place / "runs/a").glob(pattern)))
-    good = path.read_bytes()
-    kind = pattern.rpartition("/")[2]
     how = damage(path, draw)
-    same = path.exists() and path.read_bytes() == good
     code, out = call(place, *ON)
-    found = losses(place / "runs/a")
-    whole = ground.undisturbed("resume").result["losses"]
+    undisturbed = ground.undisturbed("resume").result["losses"]
+    after = losses(place / "runs/a")
     refused = code == 1 and out.count("fp4train: ") == 1 and "Traceback" not in out
-    equal = {
-        step: value for step, value in whole.items() if step in found
-    } == found and STEPS in found
-    told = set(found) == set(whole) or "left out" in out or "missing" in out
+    equal = all(after[step] == undisturbed.get(step) for step in after) and STEPS in after
+    told = after.keys() == undisturbed.keys() or "left out" in out or "missing" in out
     passed = refused or (code == 0 and equal and told)
-    return Result(
-        kind, passed, "" if passed or same else f"{how} of {path.name}: exit {code}: {out[-400:]}"
-    )
+    seen = f"{how} of {path.name}: exit {code}: {out[-400:]}"
+    return Result(pattern.rpartition("/")[2], passed, seen)

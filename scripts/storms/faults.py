@@ -119,7 +119,7 @@ def fault_trial(ground: Ground, place: Path, draw: random.Random, number: int) -
         ground, name, place, but=("statistics", "losses") if earlier else ("statistics",)
     )
     what = f"{name}, {kind} {at} of {calls}: {errno.errorcode[error]}{' from there on' * lasting}"
-    return Result(kind, not seen, seen and f"{what}: {seen}")
+    return Result(kind, not seen, f"{what}: {seen}")
 
 
 # -- parts of a command, thousands of times faster -------------------------------------------------
@@ -269,6 +269,4 @@ def part_trial(ground: Ground, place: Path, draw: random.Random, number: int) ->
         seen = f"{type(raised).__name__}: {raised}"
     finally:
         os.chdir(ground.folder)
-    return Result(
-        name, not seen, seen and f"{kind} {at} of {calls[kind]}: {errno.errorcode[error]}: {seen}"
-    )
+    return Result(name, not seen, f"{kind} {at} of {calls[kind]}: {errno.errorcode[error]}: {seen}")

@@ -9,11 +9,12 @@ import json
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,32 +23,29 @@ from typing import Any
 PATIENCE = 600.0
 """Seconds after which a command hangs, on a machine in use."""
 STEPS = 8
-SHAPE = (
+TINY = (
     "model.width=32",
     "model.layers=2",
     "model.heads=2",
     "model.kv_heads=1",
     "model.hidden=64",
     "data=text",
-)
-TINY = (
-    *SHAPE,
     "train.batch_size=4",
     "train.seq_len=32",
     "eval.batches=1",
     "eval.every=0",
     "track=jsonl",
-    *(
-        "phases=none",
-        "schedule=constant",
-        "schedule.warmup=0",
-        "checkpoint.every=2",
-        f"train.steps={STEPS}",
-    ),
+    "phases=none",
+    "schedule=constant",
+    "schedule.warmup=0",
+    "checkpoint.every=2",
+    f"train.steps={STEPS}",
     "eval.errors_every=2",
     "data.path=../text.txt",
     "data.cache_dir=cache",
 )
+ESCAPES = ("\x1b[31mred", "\x1b]0;title\x07", "a\x9b2Jb", "x\rcovered", "\x1b[2J\x1b[H")
+"""What must not reach a terminal."""
 ON = ("resume=runs/a", f"train.steps={STEPS}")
 
 
@@ -160,13 +158,11 @@ class Undisturbed:
     """What a scenario gives when nothing happens to it.
 
     Attributes:
-        result: of the scenario. seconds: that it takes. kept: what the context around it has kept
-            (`keep`).
+        result: of the scenario. seconds: that it takes.
     """
 
     result: Any
     seconds: float
-    kept: Any = None
 
 
 @dataclass
@@ -331,6 +327,17 @@ def call(
 
 def _output(place: Path) -> Path:
     return place.with_name(f"{place.name}.out")
+
+
+@contextlib.contextmanager
+def small_memory(spare: int = 3 << 30) -> Iterator[None]:
+    """The address space of this process is limited to what it has and `spare`, as by `ulimit
+    -v`.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGESIZE") + spare
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    yield
 
 
 def explained(code: int, out: str) -> bool:

@@ -8,12 +8,12 @@ import warnings
 from pathlib import Path
 
 import pytest
+import storm
 from command_line import PATIENCE
 from storms.ground import end_measured
-from storms.report import HEADER, write_report
 
 ROOT = Path(__file__).parents[2]
-COUNTS = {"parts": 60, "damages": 150, "hostile": 4, "foreign": 6, "texts": 6, "inputs": 2}
+COUNTS = {"parts": 60, "damages": 150, "hostile": 4, "foreign": 12, "inputs": 2}
 COUNTS |= {"corruption": 4}
 
 
@@ -31,7 +31,7 @@ def test_a_small_storm_finds_nothing() -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = [line.split("|") for line in ended.stdout.splitlines() if line.startswith("| **")]
-    assert len(rows) == 14 and sum(int(row[3]) for row in rows) == sum(COUNTS.values()) + 7
+    assert len(rows) == 12 and sum(int(row[3]) for row in rows) == sum(COUNTS.values()) + 6
 
 
 def test_a_storm_refuses_what_it_does_not_know(
@@ -43,38 +43,15 @@ def test_a_storm_refuses_what_it_does_not_know(
     assert ended.value.code == 2 and "unknown: kils" in capsys.readouterr().err
 
 
-def test_a_report_of_some_storms_keeps_the_rows_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "reliability.md"
-    path.write_text("# Fault tests\n\n## What a checkpoint costs\n\nMuch.\n")
-    monkeypatch.setattr("storms.report.REPORT", path)
-    storms = ("kills", "power", "inputs")
+def test_trials_are_counted_by_kind_and_a_failed_one_is_told() -> None:
     power = {("power", number): ("start", number > 0, "other losses") for number in range(3)}
-    inputs = {("inputs", 0): ("gpus", True, "")}
-    write_report({**inputs, **power}, storms, "power=3 inputs=1")
-    write_report({("kills", 0): ("export", True, "")}, storms, "kills=1")
-    lines = path.read_text().splitlines()
-    rows = [line for line in lines if line.startswith(("| ", "- "))]
-    assert rows == [
-        HEADER[0],
-        "| kills | export | 1 | 1 | 0 |",
-        "| **kills** | all | 1 | 1 | 0 |",
-        HEADER[0],
+    lines, failures = storm.table({("power", 3): ("swap", True, "")} | power)
+    assert lines[2:] == [
         "| power | start | 3 | 2 | 1 |",
-        "| **power** | all | 3 | 2 | 1 |",
-        "| inputs | gpus | 1 | 1 | 0 |",
-        "| **inputs** | all | 1 | 1 | 0 |",
-        "- power 0 (start): other losses",
+        "| power | swap | 1 | 1 | 0 |",
+        "| **power** | all | 4 | 3 | 1 |",
     ]
-    commands = [line.split("`")[1] for line in lines if line.startswith("`python")]
-    assert commands == [
-        f"python scripts/storm.py {words}" for words in ("kills=1", "power=3 inputs=1")
-    ]
-    write_report({**inputs, ("power", 0): ("start", True, "")}, storms, "inputs=1 power=1")
-    text = path.read_text()
-    assert "power=3" not in text and "other losses" not in text and "| kills | export" in text
-    assert text.endswith("## What a checkpoint costs\n\nMuch.\n")
+    assert failures == ["power 0 (start): other losses"]
 
 
 def test_the_memory_that_a_command_holds_at_most_is_measured(tmp_path: Path) -> None:
