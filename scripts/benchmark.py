@@ -2,13 +2,13 @@
 
     python scripts/benchmark.py [PART …] --out benchmarks/NAME
 
-Parts are quantize, linear, step, recipes, families, startup and scaling; all where none is named. Where some are
+Parts are quantize, linear, step, recipes, families, checkpoint and startup; all where none is named. Where some are
 named, the rows of the others stay in NAME.json.
 Every ratio has both of its sides measured in one process, in turn, and is a ratio of medians. Where a process's memory
 happens to lie moves ratios by several percent, so each part runs in several fresh processes (`--processes`), and the
-table holds the median of theirs, with the range. Writes NAME.json with all figures, NAME.md with the table, NAME.png
-with throughput over size beside the copy's. Run it on an idle machine: one busy core makes threaded code many times
-slower.
+table holds the median of theirs, with the range. Writes NAME.json with all figures and NAME.md with the table. Run it
+on an idle machine: one busy core makes threaded code many times slower. `gpu_check.sh … profile` measures large models
+on a GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import gpu_stand_ins
 import torch
-from benchmark_report import Report, draw, in_turn, machine_name
-from benchmark_steps import bench_large_step, bench_recipes, bench_step, real_vocabulary
+from benchmark_report import Report, in_turn, machine_name
+from benchmark_steps import bench_checkpoint, bench_recipes, bench_step
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -45,7 +45,7 @@ from fp4train.quantize import (
 from fp4train.run.host import keep_freed_memory
 
 MXFP8_SPEC = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
-PARTS = ("quantize", "linear", "step", "recipes", "families", "startup", "scaling")
+PARTS = ("quantize", "linear", "step", "recipes", "families", "checkpoint", "startup")
 HYBRID = (
     "model=hybrid_tiny",
     "model.width=768",
@@ -88,8 +88,9 @@ def bench_quantize(report: Report, device: torch.device, size: int) -> None:
         "both": lambda: both(x, key, None, key, None),
         "mxfp8": lambda: quantize_dequantize(x, MXFP8_SPEC),
         "readable reference": lambda: quantize_dequantize(x, rowwise, kernel="reference"),
-        **(torchao_functions(x) if report.seconds else {}),
     }
+    if report.seconds:
+        functions |= torchao_functions(x)
     times = in_turn(functions, device, seconds=report.seconds)
     copy = times["copy"]
     name = f"{size}² BF16"
@@ -133,35 +134,6 @@ def torchao_functions(x: Tensor) -> dict[str, Callable[[], object]]:
 
     compiled = torch.compile(both)
     return {"torchao eager": lambda: both(x), "torchao compiled": lambda: compiled(x)}
-
-
-def bench_scaling(report: Report, device: torch.device) -> None:
-    for name, spec in (("NVFP4 1×16", QuantSpec()), ("MXFP8 1×32", MXFP8_SPEC)):
-        powers = range(16, 27, 2) if report.seconds else (10, 12)
-        times = {power: time_size(power, spec, device, report.seconds / 4) for power in powers}
-        report.curves[name] = [(1 << power, t["quantise-dequantise"]) for power, t in times.items()]
-        report.curves["copy"] = [(1 << power, t["copy"]) for power, t in times.items()]
-        costs = [t["quantise-dequantise"] / (1 << power) for power, t in times.items()]
-        report.add(
-            f"{name}: largest over smallest cost per element, 2¹⁶ to 2²⁶ elements",
-            max(costs) / min(costs),
-            1.5,
-        )
-    costs = [seconds / elements for elements, seconds in report.curves["copy"]]
-    report.add("… the copy itself, whose small tensors stay in the cache", max(costs) / min(costs))
-
-
-def time_size(
-    power: int, spec: QuantSpec, device: torch.device, seconds: float
-) -> dict[str, float]:
-    """Seconds for 2^power elements, quantised and copied."""
-    x = torch.randn(1 << (power // 2), 1 << (power - power // 2), device=device).bfloat16()
-    y = torch.empty_like(x)
-    functions = {
-        "quantise-dequantise": lambda: quantize_dequantize(x, spec),
-        "copy": lambda: y.copy_(x),
-    }
-    return in_turn(functions, device, seconds=seconds)
 
 
 def bench_linear(report: Report, device: torch.device, tokens: int, size: int) -> None:
@@ -247,60 +219,47 @@ def bench_startup(report: Report) -> None:
     )
 
 
-def run_parts(
-    report: Report, parts: list[str], device: torch.device, *, quick: bool, dry: bool = False
-) -> None:
-    """Measure in this process. dry: on a CPU also what is for GPUs, with a stand-in for the
-    compiler.
-    """
+def bench_families(report: Report, device: torch.device, small: list[str], *, quick: bool) -> None:
+    """A training step of models that are no Llama, over one of the same model in a bare loop."""
+    how: dict[str, Any] = {"target": 1.1, "bare_target": None}
+    keys = ["backend=emulate", *small]
+    bench_step(report, device, [*keys, "model=hybrid_tiny"], "hybrid_tiny", **how)
+    if not quick:
+        name = "hybrid of width 768, 2048 tokens"
+        bench_step(report, device, [*keys, *HYBRID], name, **how)
+    how |= {"target": 1.5, "quantised_target": 1.5, "settling": EXPERTS_SETTLE}
+    if quick:
+        how["settling"] = (2, 2)
+    bench_step(report, device, [*keys, "model=moe_tiny"], "moe_tiny", **how)
+
+
+def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: bool) -> None:
+    """Measure in this process."""
     keep_freed_memory()
+    small = ["train.batch_size=2", "train.seq_len=32"] if quick else []
     if "startup" in parts:
         bench_startup(report)
     if "quantize" in parts:
         bench_quantize(report, device, 256 if quick else 4096)
-    if "scaling" in parts:
-        bench_scaling(report, device)
     if "linear" in parts:
         for size in [64] if quick else [512, 2048]:
             bench_linear(report, device, 256 if quick else 2048, size)
-        report.add(
-            "bytes an NVFP4 linear saves for backward, per element of x",
-            saved_bytes(),
-            0.6,
-            unit="B",
-        )
-    small = ["train.batch_size=2", "train.seq_len=32"] if quick else []
+        what = "bytes an NVFP4 linear saves for backward, per element of x"
+        report.add(what, saved_bytes(), 0.6, unit="B")
     if "recipes" in parts:
         bench_recipes(report, device, ["backend=emulate", *small], "default run")
     if "families" in parts:
-        for name, keys, target, quantised, settling in (
-            ("hybrid_tiny", ["model=hybrid_tiny"], 1.1, None, (0, 0)),
-            ("moe_tiny", ["model=moe_tiny"], 1.5, 1.5, (2, 2) if quick else EXPERTS_SETTLE),
-            *(
-                ()
-                if quick
-                else [("hybrid of width 768, 2048 tokens", [*HYBRID], 1.1, None, (0, 0))]
-            ),
-        ):
-            how = {"bare_target": None, "quantised_target": quantised, "settling": settling}
-            bench_step(report, device, ["backend=emulate", *keys, *small], name, target, **how)
+        bench_families(report, device, small, quick=quick)
     if "step" in parts:
-        bench_step(report, device, ["backend=emulate", *small], "default run", 1.15)
+        keys = ["backend=emulate", *small]
+        bench_step(report, device, keys, "default run", 1.15)
         if not quick:
-            large = [
-                "backend=emulate",
-                "model=llama_125m",
-                "train.batch_size=2",
-                "train.seq_len=1024",
-            ]
-            bench_step(report, device, large, "llama_125m, 2048 tokens", 1.10)
-        if device.type == "cuda":
-            larger = ["model=llama_1b", "train.batch_size=8", "train.seq_len=2048"]
-            with real_vocabulary(seq_len=2048) as data:
-                bench_large_step(report, device, [*larger, *data], "llama_1b, 16384 tokens")
-        elif dry:
-            with real_vocabulary(seq_len=32, ids=257) as data, gpu_stand_ins.compiler():
-                bench_large_step(report, device, [*small, *data], "default run, 64 tokens")
+            keys += ["model=llama_125m", "train.batch_size=2", "train.seq_len=1024"]
+            bench_step(report, device, keys, "llama_125m, 2048 tokens", 1.10)
+    if "checkpoint" in parts:
+        model = "llama_1b" if device.type == "cuda" else "llama_125m"
+        model = "llama_tiny" if quick else model
+        bench_checkpoint(report, device, [f"model={model}"], model)
 
 
 def run_processes(report: Report, parts: list[str], processes: int, options: list[str]) -> None:
@@ -332,11 +291,6 @@ def run_processes(report: Report, parts: list[str], processes: int, options: lis
                 at_least=rows[0]["at_least"],
                 unit=rows[0]["unit"],
             )
-        for name in found[0]["curves"]:
-            points = zip(*(each["curves"][name] for each in found), strict=True)
-            report.curves[name] = [
-                (same[0][0], statistics.median(seconds for _, seconds in same)) for same in points
-            ]
 
 
 def main() -> None:
@@ -348,9 +302,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=3, help="fresh processes for each part")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="smallest sizes on a CPU; the figures mean nothing"
-    )
     args = parser.parse_args()
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
@@ -359,9 +310,6 @@ def main() -> None:
     device = torch.device(args.device)
     report = Report(out=args.out)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if args.dry_run:
-        device = torch.device("cpu")
-        report.seconds = 0.0
     name = machine_name(device)
     machine = {"machine": name, "torch": torch.__version__, "python": platform.python_version()}
     try:
@@ -369,15 +317,14 @@ def main() -> None:
             report.go_on(machine)
     except ValueError as error:
         parser.error(str(error))
-    if args.processes == 1 or args.dry_run:
-        run_parts(report, parts, device, quick=args.quick or args.dry_run, dry=args.dry_run)
+    if args.processes == 1:
+        report.seconds = 0.0 if args.quick else report.seconds
+        run_parts(report, parts, device, quick=args.quick)
     else:
         options = ["--device", args.device, *(["--quick"] if args.quick else [])]
         run_processes(report, parts, args.processes, options)
     report.write(machine)
     args.out.with_suffix(".md").write_text(report.markdown(name))
-    if report.curves and "scaling" in parts:
-        draw(report, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

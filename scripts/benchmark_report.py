@@ -1,4 +1,4 @@
-"""Measured ratios and their table, for scripts/benchmark.py: functions that take turns, rows, figure."""
+"""Measured ratios and their table, for scripts/benchmark.py: functions that take turns, rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,6 @@ class Report:
     out: Path | None = None
     """Written anew after each row: what ends the process early leaves those before."""
     rows: list[dict[str, object]] = field(default_factory=list)
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def add(
         self,
@@ -77,11 +75,10 @@ class Report:
                     "parts, or elsewhere"
                 )
         self.rows = found["rows"]
-        self.curves = found["curves"]
 
     def write(self, machine: dict[str, str]) -> None:
         if self.out is not None:
-            text = json.dumps({**machine, "rows": self.rows, "curves": self.curves}, indent=1)
+            text = json.dumps({**machine, "rows": self.rows}, indent=1)
             self.out.with_suffix(".json").write_text(text + "\n")
 
     def markdown(self, machine: str) -> str:
@@ -146,29 +143,3 @@ def machine_name(device: torch.device) -> str:
     if "cpu family" in found:  # a virtual machine may call two generations by one name
         name += f" (family {found['cpu family']}, model {found['model']})"
     return f"{name}, {torch.get_num_threads()} threads"
-
-
-def draw(report: Report, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name, points in report.curves.items():
-        style: dict[str, Any] = {"color": "0.5", "linestyle": "--"} if name == "copy" else {}
-        axes.plot(
-            [n for n, _ in points],
-            [n / s / 1e9 for n, s in points],
-            marker="o",
-            label=name,
-            **style,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("elements")
-    axes.set_ylabel("10⁹ elements a second")
-    axes.set_title("Quantise-dequantise of BF16, beside copying it (the roof)", loc="left")
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from fp4train.config.composition import compose
 from fp4train.config.schema import to_config
 from fp4train.data.source import planned_vocab_size
 from fp4train.nn import Experts
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe, Timeline
+from fp4train.precision import BF16, MXFP8, NVFP4, Recipe, Timeline
 from fp4train.precision.context import Context, use
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build, build_plan
@@ -41,15 +42,8 @@ def built_run(
     `fp4train` makes it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        cfg = compose(
-            [
-                *overrides,
-                "run.name=benchmark",
-                f"run.dir={folder}",
-                f"device={device.type}",
-                "track=jsonl",
-            ]
-        )
+        place = ("run.name=benchmark", f"run.dir={folder}", f"device={device.type}")
+        cfg = compose([*overrides, *place, "track=jsonl"])
         assert isinstance(cfg, DictConfig)
         run = build(new_origin(Command.of(cfg)))
         plans: dict[Recipe, Plan] = {}
@@ -235,34 +229,36 @@ def real_vocabulary(*, seq_len: int, ids: int = VOCABULARY) -> Iterator[list[str
         ]
 
 
-def bench_large_step(report: Report, device: torch.device, overrides: list[str], name: str) -> None:
-    """A model of a size that GPUs are bought for: utilisation, emulated NVFP4 and native FP8, eager
-    and compiled.
+def bench_checkpoint(
+    report: Report, device: torch.device, overrides: list[str], name: str, between: int = 12
+) -> None:
+    """What a checkpoint costs the training loop, which goes on while a thread writes it, and the
+    time of one that the loop waits for. `between`: steps between two checkpoints.
     """
-    for compiled in (False, True):
-        how = f"{name}, {'compiled' if compiled else 'eager'}"
-        settings = [*overrides, f"train.compile={str(compiled).lower()}"]
-        with built_run(device, [*settings, "backend=emulate"]) as (run, step):
-            recipes: dict[str, Recipe] = {"bf16": BF16(), "nvfp4": NVFP4(), "mxfp8": MXFP8()}
-            times = in_turn(
-                {k: partial(step, r) for k, r in recipes.items()},
-                device,
-                seconds=3 * report.seconds,
-            )
-            peak = run.peak_tokens_per_s()
-            tokens = run.config.train.tokens
-        report.add(f"{how}: a BF16 step", times["bf16"], unit="s")
-        if peak is not None:
-            report.add(
-                f"{how}: BF16 MFU", tokens / times["bf16"] / peak, 0.45, at_least=True, unit=""
-            )
-        report.add(f"{how}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], 1.35)
-        report.add(f"{how}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
-        with built_run(device, [*settings, "backend=auto"]) as (run, step):
-            recipes = {"bf16": BF16(), "fp8": FP8Current()}
-            times = in_turn(
-                {k: partial(step, r) for k, r in recipes.items()},
-                device,
-                seconds=3 * report.seconds,
-            )
-        report.add(f"{how}: a native FP8 step over a BF16 step", times["fp8"] / times["bf16"], 1.0)
+    small = ["train.batch_size=1", "train.seq_len=64", f"checkpoint.every={between}"]
+    holds: list[float] = []
+    takes: list[float] = []
+    with built_run(device, [*overrides, *small, "checkpoint.keep=1"]) as (run, step):
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                step(BF16())
+                run.mid_update = False
+                run.saver.prove(run.step - 1)
+
+        for _ in range(3):
+            train(between)
+            began = time.perf_counter()
+            run.saver.begin(proven=True)
+            holds.append(time.perf_counter() - began)
+            train(between)
+            run.saver.wait()
+            began = time.perf_counter()
+            run.saver.begin(proven=True)
+            run.saver.wait()
+            takes.append(time.perf_counter() - began)
+        if not all(outcome.written for outcome in run.saver.outcomes()):
+            raise RuntimeError("a checkpoint could not be written")
+        run.saver.close()
+    report.add(f"{name}: a checkpoint holds the loop up for", holds, unit="s")
+    report.add(f"{name}: … where the loop waits for it", takes, unit="s")

@@ -158,14 +158,9 @@ def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
         asks = "losses of short runs, equal in every bit where they must be"
         yield program("training", "gpu_training.py", asks)
         asks = "how long a checkpoint of llama_1b holds the loop up, and how long it is written"
-        cost = (
-            "checkpoint_cost.py",
-            "model=llama_1b",
-            "checkpoints=2",
-            f"out={out}-checkpoint.md",
-        )
-        tiny = ("model=llama_tiny", "checkpoints=1", "device=cpu", "between=2")
-        yield Step(name="checkpoint", asks=asks, words=cost, dry=tiny)
+        cost = ("benchmark.py", "checkpoint", "--processes", "1", "--out", f"{out}-checkpoint")
+        dry = ("--quick", "--device", "cpu")
+        yield Step(name="checkpoint", asks=asks, words=cost, dry=dry)
     else:
         yield program("profile", "gpu_profile.py", PARTS["profile"])
 

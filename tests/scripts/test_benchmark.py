@@ -3,10 +3,8 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -107,32 +105,6 @@ def test_the_bare_loop_goes_on_with_the_state_of_the_run_and_balances_its_expert
         assert torch.equal(state["blocks.1.mlp.router.bias"], before), (
             "the run has biases of its own"
         )
-
-
-def test_rows_of_eager_steps_are_on_disk_when_the_compiled_ones_die(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    steps = importlib.import_module("benchmark_steps")
-
-    @contextmanager
-    def built(device: torch.device, overrides: list[str]) -> Iterator[Any]:
-        if "train.compile=true" in overrides:
-            raise RuntimeError("unexpected keyword argument")
-        train = SimpleNamespace(tokens=16)
-        run = SimpleNamespace(config=SimpleNamespace(train=train), peak_tokens_per_s=lambda: 1e9)
-        yield run, lambda recipe: sum(range(1000))
-
-    monkeypatch.setattr(steps, "built_run", built)
-    report = script.Report(out=tmp_path / "step", seconds=0.0)
-    with pytest.raises(RuntimeError, match="unexpected"):
-        steps.bench_large_step(report, torch.device("cpu"), [], "llama_1b")
-    said = [row["what"] for row in json.loads((tmp_path / "step.json").read_text())["rows"]]
-    whole = (
-        "a BF16 step",
-        "BF16 MFU",
-        *(f"{each} step over a BF16 step" for each in ("an NVFP4", "an MXFP8", "a native FP8")),
-    )
-    assert said == [f"llama_1b, eager: {what}" for what in whole]
 
 
 def rows() -> dict[str, dict[str, Any]]:

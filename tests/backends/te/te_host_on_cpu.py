@@ -1,6 +1,5 @@
 """What the host does for a layer on TE's real Python, forward and backward, and for TE's own; a
-program that prints JSON: the calls of Python's functions for test_te_host.py, or, with a number of
-tries, the times for scripts/host_time.py.
+program that prints the calls of Python's functions as JSON.
 
 Besides what te_calls_on_cpu.py fakes: quantising and the GEMM do nothing but allocate. Both layers
 take BF16 activations and have float32 weights, whose codes are kept within a step where the recipe
@@ -27,7 +26,7 @@ from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 
 sys.path.append(str(Path(__file__).parents[2] / "helpers"))
-from host_passes import least, passes, plain_layer
+from host_passes import passes, plain_layer
 
 from fp4train.backends.te import region, to_te
 from fp4train.hardware import Device
@@ -135,32 +134,27 @@ def calls(work: Callable[[], None]) -> int:
     return count
 
 
-def measured(
-    recipe: Recipe, measure: Callable[[Callable[[], None]], float], tries: int
-) -> list[tuple[float, float, float]]:
-    """What `measure` says of a layer of fp4train, of TE's and of a small nn.Linear, in each of
-    several tries.
-    """
+def counted(recipe: Recipe, tries: int = 2) -> list[tuple[int, int, int]]:
+    """Calls in a layer of fp4train, in TE's and in a small nn.Linear, in each of several tries."""
     context = Context(recipe=recipe, counts="nothing", applied=True, constant=ConstantWeights())
     own = passes(ours(recipe), K, BF16)
     inner = passes(theirs(recipe), K, BF16)
     plain = plain_layer()
-    found = []
+    counts = []
     with pretend_gpu(), region(recipe.table()):
         for number in range(tries + 1):
             with use(context):
-                mine = measure(own)
+                mine = calls(own)
             with (
                 torch.autocast("cpu", dtype=BF16),
                 te.autocast(enabled=True, recipe=to_te(recipe.table())),
             ):
-                other = measure(inner)
+                other = calls(inner)
             if number:  # what is made once is made by now
-                found.append((mine, other, measure(plain)))
-    return found
+                counts.append((mine, other, calls(plain)))
+    return counts
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    measure, tries = (least, int(sys.argv[1])) if sys.argv[1:] else (calls, 2)
-    json.dump({recipe.name: measured(recipe, measure, tries) for recipe in RECIPES}, sys.stdout)
+    json.dump({recipe.name: counted(recipe) for recipe in RECIPES}, sys.stdout)

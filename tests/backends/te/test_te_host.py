@@ -1,6 +1,5 @@
 """What the host does for a layer on TE's real Python, of which TE's own is a part
 (te_host_on_cpu.py): the functions that fp4train adds, which a busy machine does not change.
-scripts/host_time.py measures the times.
 """
 
 import importlib.util
