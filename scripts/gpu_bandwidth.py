@@ -75,7 +75,7 @@ class Kernel:
         if self.column:
             column = kernels.TritonQuantizer(SPECS[self.column])
             forms = (self.codes, self.column_codes)
-            return lambda: row.with_columns(column, x, FIRST, None, FIRST, None, *forms)
+            return lambda: row.with_columns(column, x, (FIRST, FIRST), (None, None), forms)
         make = row.codes if self.codes else row.values
         return lambda: make(x, FIRST, None)
 

@@ -140,7 +140,7 @@ def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) ->
     made = (
         None
         if pair is None
-        else pair[0].with_columns(pair[1], x, KEY, amax, turned, amax, True, True, newest)
+        else pair[0].with_columns(pair[1], x, (KEY, turned), (amax, amax), (True, True), newest)
     )
     if made is None:
         return {"why_not": "no kernel for both forms"}
@@ -169,7 +169,7 @@ def check_values(
     found: dict[str, str | None] = {}
     rows = reference.quantize_dequantize(case.x, case.spec, key=KEY, amax=case.amax)
     for codes in (False,) if case.spec.random else (True, False):
-        forms = row.with_columns(other, x, KEY, amax, turned, amax, False, codes)
+        forms = row.with_columns(other, x, (KEY, turned), (amax, amax), (False, codes))
         if forms is None:
             return {"why_not": "no kernel for values of both forms"}
         row_form, column_form = forms

@@ -20,6 +20,7 @@ from fp4train.quantize.cpu_limits import kernel_extent, why_not_outer, why_not_t
 from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.quantizer import PLAIN, Quantizer, check_input
 from fp4train.quantize.random import RandomKey
+from fp4train.quantize.rotation import Transform
 from fp4train.quantize.scaling import element_range, product_factor
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, hadamard_signs
@@ -40,6 +41,9 @@ PAIR_BYTES: Final = 1 << 25
 """Size of a tensor from which on each tile is read once for both forms. Smaller tensors stay in the
 cache between two reads, which are faster then, because each form works on whole rows or columns.
 """
+
+ALL: Final = 1 << 62
+"""Rows or columns that share a scale, where all do."""
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "scale": tuple(cpu.SCALES),
@@ -120,6 +124,12 @@ def make(spec: QuantSpec, machine: cpu.Machine = cpu.HERE) -> CpuQuantizer | Cpu
     return CpuRequantizer(spec, machine)
 
 
+def _sign_bits(transform: Hadamard | Transform) -> int:
+    """Bit i: whether the transform negates column i, or one that its signs repeat."""
+    signs = hadamard_signs(transform)[: cpu.REPEATED_SIGNS] * 2
+    return sum(1 << i for i, sign in enumerate(signs[: cpu.REPEATED_SIGNS]) if sign < 0)
+
+
 class CpuQuantizer(Quantizer):
     """See `Quantizer`. Each method makes one call of the extension; what that refuses goes to the
     reference.
@@ -145,29 +155,27 @@ class CpuQuantizer(Quantizer):
         extent = kernel_extent(spec) or whole_extent
         float32 = not (to_bf16 or spec.exact_in_bf16)
         block: tuple[int, int] = (1, 16) if whole_extent else spec.block  # type: ignore[assignment]
+        per_byte = 1 + spec.format.packed
         self._block_rows, self._block_cols = block
+        if whole_extent is not None:  # rows that share the scale, and columns of whole bytes
+            self._block_rows = 1 if whole_extent == "row" else ALL
+            self._block_cols = per_byte
+        self._block_bytes = self._block_cols // per_byte
         self._whole = whole_extent is not None
         self._measures = spec.delayed is None
         self._row_amax = extent == "row"
         self._tensor_amax = extent == "tensor"
         self._tiled = extent == "tile"
         self._outer = extent == "block" or self._tiled
+        self._amax_columns = cpu.OUTER_COLUMNS if self._outer else ALL
         self._rows = 1 if spec.extent is None else spec.extent[0]
         self._amax = self._row_amax or self._tensor_amax
-        self._packed = spec.format.packed
         self._width = 1 if spec.hadamard is None else spec.hadamard.size
-        signs = 0
         drawn = isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step"
-        if spec.hadamard is not None and not drawn:
-            repeated = hadamard_signs(spec.hadamard)[: cpu.REPEATED_SIGNS] * 2
-            signs = sum(1 << i for i, sign in enumerate(repeated[: cpu.REPEATED_SIGNS]) if sign < 0)
         self._no_random = None if spec.random or drawn else cpu.NO_RANDOM
         self._factor = product_factor(spec, _number.device)
         self._new_values = _new_float32 if float32 else _new_bfloat16
-        if spec.scale_format.is_byte:
-            self._new_scales = _new_uint8
-        else:
-            self._new_scales = _new_float32
+        self._new_scales = _new_uint8 if spec.scale_format.is_byte else _new_float32
         self._block_scales = spec.scale_format.block_bytes // spec.scale_format.dtype.itemsize
         self._across = isinstance(spec.scale_format, LevelledScale | AdaptiveScale)
         self.reads_columns = block[0] == 1 and (self._across or block[1] in cpu.COLUMN_BLOCKS)
@@ -184,7 +192,7 @@ class CpuQuantizer(Quantizer):
             0,
             cpu.ROUNDINGS[spec.rounding],
             0 if spec.hadamard is None else spec.hadamard.size,
-            signs,
+            0 if spec.hadamard is None or drawn else _sign_bits(spec.hadamard),
             drawn,
             float32,
             element_range(spec),
@@ -287,17 +295,14 @@ class CpuQuantizer(Quantizer):
             elements, no random
         words where some are drawn, an amax of the wrong size, or none where it must be given.
         """
-        shape = x.shape
         dtype = cpu.INPUTS.get(x.dtype)
-        if len(shape) != 2 or dtype is None:
-            return None
         random = random or self._no_random
-        if turned:
-            (cols, rows), (across, down) = shape, x.stride()
-        else:
-            (rows, cols), (down, across) = shape, x.stride()
-        if not rows or not cols or random is None:
+        if dtype is None or random is None or x.ndim != 2 or not x.numel():
             return None
+        if turned:
+            (cols, rows), (across, down) = x.shape, x.stride()
+        else:
+            (rows, cols), (down, across) = x.shape, x.stride()
         if across != 1 and (down != 1 or not self.reads_columns):
             x = (x.detach().T if turned else x.detach()).contiguous()
             down, across = cols, 1  # a single column counts as contiguous whatever its strides are
@@ -311,60 +316,35 @@ class CpuQuantizer(Quantizer):
                 return None
         elif not self._measures:
             return None
-        width = self._width
-        wide = -(-cols // width) * width
-        values_address = codes_address = scale_address = factor_address = 0
+        wide = -(-cols // self._width) * self._width
+        factor_address = 0
         outputs: tuple[Tensor | None, ...]
         if as_codes:
-            if self._outer:
-                amax = _new_float32(-(-rows // self._rows), -(-cols // cpu.OUTER_COLUMNS))
-            elif measures:
-                if self._row_amax:
-                    amax = _new_float32(-(-rows // self._rows), 1)
-                else:
-                    amax = _empty_like(_number)
-            if self._whole:
-                coded = cols + cols % 2 if self._packed else cols
-                scales = _new_float32(rows if self._row_amax else 1, 1)
-            else:
-                blocks = -(-wide // self._block_cols)
-                coded = blocks * self._block_cols
-                scale_columns = blocks * self._block_scales
-                scales = self._new_scales(-(-rows // self._block_rows), scale_columns)
-            codes = _new_uint8(rows, coded // 2 if self._packed else coded)
-            codes_address = codes.data_ptr()
-            scale_address = scales.data_ptr()
+            if amax is None and self._tensor_amax:
+                amax = _empty_like(_number)
+            elif amax is None and (self._row_amax or self._outer):
+                amax = _new_float32(-(-rows // self._rows), -(-cols // self._amax_columns))
+            blocks = -(-wide // self._block_cols)
+            scale_columns = 1 if self._whole else blocks * self._block_scales
+            scales = self._new_scales(-(-rows // self._block_rows), scale_columns)
+            codes = _new_uint8(rows, blocks * self._block_bytes)
+            written = (0, codes.data_ptr(), scales.data_ptr())
             outputs = codes, scales, amax
         else:
             values = self._new_values(rows, wide)
+            written = (values.data_ptr(), 0, 0)
             factor = self._factor
-            values_address = values.data_ptr()
             if self._amax:
-                if self._row_amax:
-                    factor = _new_float32(rows, 1)
-                else:
-                    factor = _empty_like(_number)
-                if self._whole:
-                    scale_address = factor.data_ptr()
-                else:
-                    factor_address = factor.data_ptr()
+                factor = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
+                factor_address = factor.data_ptr()
+            if self._whole:  # the factor is the scale
+                written = (values.data_ptr(), 0, factor_address)
+                factor_address = 0
             outputs = values, factor
-        job = _pack_job(
-            self.scheme,
-            random,
-            x.data_ptr(),
-            values_address,
-            codes_address,
-            scale_address,
-            0 if amax is None else amax.data_ptr(),
-            factor_address,
-            rows,
-            cols,
-            down,
-            across,
-            dtype,
-            measures,
-        )
+        amax_address = 0 if amax is None else amax.data_ptr()
+        addresses = (x.data_ptr(), *written, amax_address, factor_address)
+        sizes = (rows, cols, down, across)
+        job = _pack_job(self.scheme, random, *addresses, *sizes, dtype, measures)
         return job, outputs, (x, amax)
 
     def _given(self, amax: Tensor, rows: int) -> Tensor | None:
@@ -386,16 +366,15 @@ class CpuQuantizer(Quantizer):
         self,
         column: CpuQuantizer,
         x_MK: Tensor,
-        row_key: RandomKey | None,
-        row_amax: Tensor | None,
-        column_key: RandomKey | None,
-        column_amax: Tensor | None,
-        row_codes: bool,
-        column_codes: bool,
+        keys: tuple[RandomKey | None, RandomKey | None],
+        amaxes: tuple[Tensor | None, Tensor | None],
+        codes: tuple[bool, bool],
         newest: None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
         """This form of x and `column`'s form of x.T in one call, from one read of x where it is
         large; None if x or the arguments do not allow it.
+
+        keys, amaxes: of each form. codes: whether each form is made as codes, else as values.
         """
         if (
             type(x_MK) not in PLAIN
@@ -405,19 +384,20 @@ class CpuQuantizer(Quantizer):
             or x_MK.stride(1) != 1
         ):
             return None
-        row = self.job(x_MK, None if row_key is None else row_key.words, row_amax, row_codes)
+        row_key, column_key = keys
+        row_codes, column_codes = codes
+        words = None if row_key is None else row_key.words
+        row = self.job(x_MK, words, amaxes[0], row_codes)
         words = None if column_key is None else column_key.words
-        turned = column.job(x_MK, words, column_amax, column_codes, turned=True)
+        turned = column.job(x_MK, words, amaxes[1], column_codes, turned=True)
         if row is None or turned is None:
             return None
         at_once = x_MK.nbytes >= PAIR_BYTES and self._reads_with(column)
         if self.run(row[0], turned[0], at_once, self.threads(), self.isa):  # x is not finite
-            row_words, other = (
-                Quantizer.codes if codes else Quantizer.values
-                for codes in (row_codes, column_codes)
-            )
-            return row_words(self, x_MK, row_key, row_amax), other(
-                column, x_MK.T, column_key, column_amax
+            of_row = Quantizer.codes if row_codes else Quantizer.values
+            of_column = Quantizer.codes if column_codes else Quantizer.values
+            return of_row(self, x_MK, row_key, amaxes[0]), of_column(
+                column, x_MK.T, column_key, amaxes[1]
             )
         rows, cols = x_MK.shape
         by_row: Decoded | Quantized

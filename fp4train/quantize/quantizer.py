@@ -264,14 +264,13 @@ class PairQuantizer:
         """row_codes, column_codes: whether that form is prepared as codes, else as values."""
         self.row = row
         self.column = column
-        self._row_codes = row_codes
-        self._column_codes = column_codes
+        self._codes = (row_codes, column_codes)
         self._row = row.codes if row_codes else row.values
         self._column = column.codes if column_codes else column.values
         self._pair: tuple[Any, Any] | None = None
         if row.kernel == column.kernel != "reference":
             module = importlib.import_module(f"fp4train.quantize.{row.kernel}")
-            self._pair = module.pair(row, column, codes=(row_codes, column_codes))
+            self._pair = module.pair(row, column, codes=self._codes)
         self.one_kernel = self._pair is not None and row.kernel == "triton"
         """Whether one kernel makes both forms, also where each is asked for after the other."""
         self.joins = self.one_kernel and row.spec.delayed is not None
@@ -296,12 +295,9 @@ class PairQuantizer:
             both: tuple[Decoded | Quantized, Decoded | Quantized] | None = row.with_columns(
                 column,
                 x_MK,
-                row_key,
-                row_amax,
-                column_key,
-                column_amax,
-                self._row_codes,
-                self._column_codes,
+                (row_key, column_key),
+                (row_amax, column_amax),
+                self._codes,
                 newest,
             )
             if both is not None:

@@ -139,9 +139,9 @@ def out_of_chunks(
         amax = outer_amax(chunk, spec)
     else:
         amax = amax.to(chunk).reshape(())
-    bound = spec.global_bound * element_range(spec)
-    outer = divided(spread_outer(amax, stored.shape, spec), bound)
-    ratio = torch.where(chunk == 0, 0.0, divided(chunk, bound) / outer)
+    bound = chunk.new_full((), spec.global_bound * element_range(spec))
+    outer = spread_outer(amax, stored.shape, spec) / bound
+    ratio = torch.where(chunk == 0, 0.0, chunk / bound / outer)
     scale = fmt.decode(stored) * ratio
     if spec.block[0] != 1:
         scale = torch.where(scale > 0, scale.clamp(min=fmt.smallest), scale)

@@ -265,20 +265,21 @@ class TritonQuantizer(Quantizer):
         self,
         column: TritonQuantizer,
         x_MK: Tensor,
-        row_key: RandomKey | None,
-        row_amax: Tensor | None,
-        column_key: RandomKey | None,
-        column_amax: Tensor | None,
-        row_codes: bool,
-        column_codes: bool,
+        keys: tuple[RandomKey | None, RandomKey | None],
+        amaxes: tuple[Tensor | None, Tensor | None],
+        codes: tuple[bool, bool],
         newest: Tensor | None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
         """x in this form and x.T in `column`'s, as codes or values, from one read (two if an amax
         must be measured); None if x or the arguments do not allow it.
 
+        keys, amaxes, codes: see `CpuQuantizer.with_columns`.
         newest: an amax, 0-d float32, to which that of x is joined; only with one scale, whose amax
-            is `row_amax`.
+            is that of the row-wise form.
         """
+        row_key, column_key = keys
+        row_amax, column_amax = amaxes
+        row_codes, column_codes = codes
         x_MK = check_input(x_MK, self.spec, row_key, row_amax)
         if self._whole and not row_codes:
             decoded = self.values(x_MK, row_key, row_amax)
@@ -289,7 +290,6 @@ class TritonQuantizer(Quantizer):
         check_arguments(column.spec, column_key, column_amax, columns)
         words = words_of_both(row_key, column_key)
         tiled = (self._tiled, column._tiled)
-        codes = row_codes, column_codes
         plan: triton_launch.BothPlan | None
         plan = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled, codes)
         if plan is None or words is None:
@@ -307,18 +307,18 @@ class TritonQuantizer(Quantizer):
         ):
             return None
         if row_needs or column_needs:
-            amaxes = self._both_amaxes(x_MK, plan, amaxes_given)
+            measured = self._both_amaxes(x_MK, plan, amaxes_given)
         else:
-            amaxes = None
+            measured = None
         make_row, make_row_scales, third, fourth = plan.results
         row = make_row()
         turned = third()
         row_scales = make_row_scales() if row_codes else row
         turned_scales = fourth() if column_codes else turned
         outputs = row, row_scales, turned, turned_scales
-        plan.launch(x_MK, row_scales if amaxes is None else amaxes, *outputs, words=words)
+        plan.launch(x_MK, row_scales if measured is None else measured, *outputs, words=words)
         amax_of_row, other, factor, other_factor = (
-            (None,) * 4 if amaxes is None else amaxes.unbind()
+            (None,) * 4 if measured is None else measured.unbind()
         )
         if not row_needs:
             amax_of_row = factor = None

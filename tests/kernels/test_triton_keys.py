@@ -119,14 +119,12 @@ def both(
         newest: Tensor | None = None,
         counters: Tensor | None = None,
     ) -> object:
-        keys = [
-            KEY
-            if counters is None
-            else RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters)
-        ] * 2
-        keys = [key if spec.random else None for key, spec in zip(keys, (row, column), strict=True)]  # type: ignore[misc]
-        own, other = made
-        return own.with_columns(other, x, keys[0], amax, keys[1], amax, *codes, newest)
+        key = KEY
+        if counters is not None:
+            key = RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters)
+        keys = (key if row.random else None, key if column.random else None)
+        by_rows, by_columns = made
+        return by_rows.with_columns(by_columns, x, keys, (amax, amax), codes, newest)
 
     return Case(pair(row, column), {"x": bf16(64, 96), **tensors}, call)
 

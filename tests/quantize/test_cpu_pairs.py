@@ -60,6 +60,10 @@ COLUMN_SPECS = (
 )
 
 
+KEYS = (KEY, KEY)
+NO_AMAXES = (None, None)
+
+
 @functools.cache
 def both_forms(spec: QuantSpec, transposed: bool) -> tuple[Tensor, Decoded, Quantized]:
     """A tensor, and what the reference makes of it, or of its transpose."""
@@ -88,10 +92,10 @@ def test_both_forms_of_one_call_are_those_of_two(
             _, column_values, column_codes = both_forms(column_spec, True)
             one_call = CpuQuantizer(row_spec, machine).with_columns
             column = CpuQuantizer(column_spec, machine)
-            values, columns = one_call(column, x, KEY, None, KEY, None, False, False)
+            values, columns = one_call(column, x, KEYS, NO_AMAXES, (False, False))
             assert_same_values(values, row_values)
             assert_same_values(columns, column_values)
-            ours, codes = one_call(column, x, KEY, None, KEY, None, True, True)
+            ours, codes = one_call(column, x, KEYS, NO_AMAXES, (True, True))
             assert_same_codes(ours, row_codes)
             assert_same_codes(codes, column_codes)
 
@@ -113,7 +117,7 @@ def test_both_forms_of_rows_that_the_kernels_join_or_transform_ahead_are_those_o
     ]:
         row = CpuQuantizer(row_spec)
         column = CpuQuantizer(column_spec)
-        made = row.with_columns(column, x, KEY, None, KEY, None, False, True)
+        made = row.with_columns(column, x, KEYS, NO_AMAXES, (False, True))
         assert made is not None
         assert_same_values(made[0], row.values(x, KEY))
         assert_same_codes(made[1], column.codes(x.T, KEY))
@@ -159,7 +163,7 @@ def test_both_forms_of_overlapping_rows_and_of_one_column(
     for x in (signal.unfold(0, 64, 1), signal[:, None]):
         row = CpuQuantizer(NVFP4)
         column = CpuQuantizer(TOKENS)
-        made = row.with_columns(column, x, None, None, None, None, False, True)
+        made = row.with_columns(column, x, (None, None), NO_AMAXES, (False, True))
         assert made is not None
         assert_same_values(made[0], reference.quantize_dequantize(x, NVFP4))
         assert_same_codes(made[1], reference.quantize(x.T, TOKENS))
@@ -174,7 +178,7 @@ def test_an_amax_that_is_converted_lives_as_long_as_the_call() -> None:
     for _ in range(20):
         assert_same_values(CpuQuantizer(NVFP4).values(x, None, amax), expected)
         both = CpuQuantizer(NVFP4).with_columns(
-            CpuQuantizer(NVFP4), x, None, amax, None, amax, False, False
+            CpuQuantizer(NVFP4), x, (None, None), (amax, amax), (False, False)
         )
         assert both is not None
         assert_same_values(both[0], expected)
