@@ -23,14 +23,15 @@ from fp4train.data.huggingface import (
     local_files as local_files,
     read_rows as read_rows,
 )
+from fp4train.data.in_order import InOrder as InOrder, Streamed as Streamed
 from fp4train.data.loader import (
-    IGNORED as IGNORED,
     Feed as Feed,
     Loader as Loader,
     permute as permute,
 )
 from fp4train.data.mixture import Mixture as Mixture, Weighted as Weighted
 from fp4train.data.source import (
+    RunData as RunData,
     Source as Source,
     Texts as Texts,
     planned_vocab_size as planned_vocab_size,
@@ -38,6 +39,7 @@ from fp4train.data.source import (
 )
 from fp4train.data.stdlib import Stdlib as Stdlib
 from fp4train.data.stored import StoredIds as StoredIds
+from fp4train.data.stream import IGNORED as IGNORED, Stream as Stream
 from fp4train.data.template import (
     CHATML as CHATML,
     ChatTemplate as ChatTemplate,

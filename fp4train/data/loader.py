@@ -38,18 +38,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
+from fp4train.data.stream import IGNORED, Rows, Stream
 from fp4train.data.token_array import TokenArray, TokenPart
 from fp4train.errors import DataError
 
-IGNORED = -100
-"""A target without a loss, torch's value for one."""
 ROUNDS = 6
 MASK64 = (1 << 64) - 1
-
-Rows = tuple[Tensor, Tensor]
-"""Inputs and targets."""
 
 
 def splitmix64(value: int) -> int:
@@ -103,7 +98,7 @@ def _turns(shares: Sequence[int], seed: int) -> tuple[npt.NDArray[np.int64], npt
     return parts, np.concatenate([np.arange(share) for share in shares])[order]
 
 
-class Loader:
+class Loader(Stream):
     """Shuffled batches of packed sequences; no state, so every step can be asked for in any
     order.
     """
@@ -122,9 +117,9 @@ class Loader:
                     f"{part.end - part.first} {part.name} tokens: a sequence needs seq_len+1 = "
                     f"{seq_len + 1}"
                 )
+        super().__init__(name=tokens.name, batch_size=batch_size, seq_len=seq_len)
         self.tokens = tokens
-        self.batch_size = batch_size
-        self.seq_len = seq_len
+        self.all_scored = tokens.scored is None
         self.seed = seed
         self._cycle_parts, self._cycle_turns = _turns([part.share for part in self.parts], seed)
 
@@ -148,11 +143,6 @@ class Loader:
                 + int(np.flatnonzero(self._cycle_parts == number)[turn])
             )
         return min(fresh)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Whole batches before any sequence is shown again."""
-        return self.fresh // self.batch_size
 
     def starts(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """The places at which the sequences at positions first … first+count-1 of the run begin."""
@@ -211,16 +201,11 @@ class Loader:
         places = self.starts(first, count)[:, None] + np.arange(1, self.seq_len + 1)
         return int(np.count_nonzero(self.tokens.scored.take(places)))
 
-    def loss_factor(self, first: int, count: int) -> float:
-        """Factor from the mean loss over all tokens of `count` sequences, those from position
-        `first` on, to the mean over the targets that count; 1 where all do.
-        """
-        scored = self.scored(first, count)
-        return count * self.seq_len / scored if scored else 0.0
-
-    def batch(self, step: int) -> Rows:
-        """Inputs and targets [batch_size, T] of step `step` (from 0)."""
-        return self.rows(step * self.batch_size, self.batch_size)
+    @property
+    def place(self) -> str:
+        """See `Stream.place`."""
+        path = getattr(self.tokens.ids, "filename", None)
+        return super().place + ("" if path is None else f" of {path}")
 
 
 class _Share(NamedTuple):
@@ -231,15 +216,15 @@ class _Share(NamedTuple):
 
 
 class Feed:
-    """The rows of `loader` on `device`, fetched before they are asked for.
+    """The rows of a stream on `device`, fetched before they are asked for.
 
     Reading a batch can wait for a disk, and copying it to a GPU waits for the GPU where the memory
     is pageable. A thread fetches the next rows into page-locked memory while the current ones are
     trained on; the copy then runs beside the kernels.
     """
 
-    def __init__(self, loader: Loader, device: torch.device) -> None:
-        self.loader = loader
+    def __init__(self, stream: Stream, device: torch.device) -> None:
+        self.stream = stream
         self.device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._next: tuple[int, int, Future[_Share]] | None = None
@@ -285,15 +270,15 @@ class Feed:
         return None if error is None else str(error)
 
     def loss_factor(self, batch: int) -> float:
-        """`Loader.loss_factor` of a whole batch, which is fetched with its rows."""
-        size = self.loader.batch_size
+        """`Stream.loss_factor` of a whole batch, which is fetched with its rows."""
+        size = self.stream.batch_size
         if self._next is not None and self._next[0] // size == batch:
             start, count, share = self._next
             self._waits = time.monotonic(), start, count
             factor = share.result().loss_factor
             self._waits = None
             return factor
-        return self.loader.loss_factor(batch * size, size)
+        return self.stream.loss_factor(batch * size, size)
 
     def waiting(self) -> tuple[float, str] | None:
         """The seconds that somebody has waited for rows by now, and for which rows; None: nobody
@@ -302,11 +287,8 @@ class Feed:
         if (waits := self._waits) is None:
             return None
         since, start, count = waits
-        tokens = self.loader.tokens
-        place = getattr(tokens.ids, "filename", None)
-        of = f"{tokens.name} tokens" + ("" if place is None else f" of {place}")
         sequences = f"sequences {start}–{start + count - 1}" if count > 1 else f"sequence {start}"
-        return time.monotonic() - since, f"{sequences} of the {of}"
+        return time.monotonic() - since, f"{sequences} of the {self.stream.place}"
 
     def close(self) -> None:
         """End the thread; `rows` must not be called with `then` afterwards."""
@@ -314,9 +296,9 @@ class Feed:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, first: int, count: int) -> _Share:
-        rows = self.loader.rows(first, count)
-        size = self.loader.batch_size
-        factor = self.loader.loss_factor(first // size * size, size)
+        rows = self.stream.rows(first, count)
+        size = self.stream.batch_size
+        factor = self.stream.loss_factor(first // size * size, size)
         if self.device.type == "cuda":
             rows = (rows[0].pin_memory(), rows[1].pin_memory())
         return _Share(rows, factor)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fp4train.data.loader import Loader, Rows
+from fp4train.data.stream import ENDLESS, Rows, Stream
+from fp4train.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +22,23 @@ class Passes:
             one is shown again.
     """
 
-    loader: Loader
+    loader: Stream
     rows: int
     batches: int | None
 
     @property
     def sequences(self) -> int:
-        """The number of sequences that are read."""
+        """The number of sequences that are read.
+
+        Raises:
+            UserError: all are to be read, and nobody knows how many there are.
+        """
         if self.batches is None:
+            if self.loader.fresh == ENDLESS:
+                raise UserError(
+                    f"{self.loader.place} have no known length: give batches=…, the number of "
+                    "batches to be read"
+                )
             return self.loader.fresh
         return min(self.loader.fresh, self.batches * self.loader.batch_size)
 

@@ -18,6 +18,7 @@ from fp4train.data import tokens
 from fp4train.data.cache import cached_tokens
 from fp4train.data.encoding import encode_documents, encoding_key
 from fp4train.data.stored import TokenIds
+from fp4train.data.stream import Stream
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.data.tokenizers.json_file import keeps_tokenizer
 from fp4train.data.tokens import (
@@ -36,6 +37,28 @@ CHUNK = 1 << 16
 """Ids that are given on at once."""
 
 
+class RunData(Protocol):
+    """The data of a run: `TokenData`, whose length is known, or `Streamed`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def borders(self) -> tokens.Borders: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def fingerprint(self) -> str:
+        """What tells other data apart: a resume refuses another one."""
+
+    def training(self, *, batch_size: int, seq_len: int, seed: int) -> Stream:
+        """The rows of training, in the order of the run's `seed`."""
+
+    def validation(self, *, batch_size: int, seq_len: int) -> Stream:
+        """The rows of an evaluation, the same for all runs."""
+
+
 class Source(Protocol):
     """The configuration of a source of data.
 
@@ -43,8 +66,8 @@ class Source(Protocol):
     or, where there is none, from the field `tokenizer`.
     """
 
-    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
-        """Tokens for a run with sequences of `seq_len`, or a DataError that says what to do."""
+    def build(self, run_dir: Path, seq_len: int, seed: int) -> RunData:
+        """Rows for a run with sequences of `seq_len`, or a DataError that says what to do."""
 
 
 class Corpus(Protocol):

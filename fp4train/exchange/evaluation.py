@@ -39,7 +39,8 @@ from fp4train.config.schema import plain
 from fp4train.data.encoding import encode_document
 from fp4train.data.files import files_of, read_pieces
 from fp4train.data.passes import Passes
-from fp4train.data.tokens import Ids, TokenData, Tokenizer, begin_of_document, token_bytes
+from fp4train.data.source import RunData
+from fp4train.data.tokens import Ids, Tokenizer, begin_of_document, token_bytes
 from fp4train.errors import UserError
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
 from fp4train.precision.settings import ConstantWeights
@@ -66,7 +67,7 @@ class Score:
     values: dict[str, float]
 
 
-def data_of(trained: TrainedModel) -> TokenData:
+def data_of(trained: TrainedModel) -> RunData:
     """The run's data, training and validation text; nothing of it is written.
 
     Raises:

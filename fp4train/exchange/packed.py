@@ -44,7 +44,7 @@ _ROWS = 128
 _OF_EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 FP8 = torch.float8_e4m3fn
 
-Stream = Callable[[], Iterator[Tensor]]
+Pieces = Callable[[], Iterator[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ class PackedModel:
 
     @staticmethod
     def _tensor(
-        packed: PackedLayer, name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Stream
+        packed: PackedLayer, name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Pieces
     ) -> StreamedTensor:
         return StreamedTensor(
             name=f"{packed.module}.{name}", shape=shape, dtype=dtype, pieces=pieces

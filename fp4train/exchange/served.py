@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from fp4train.checkpoint.model_folder import read_config
 from fp4train.data.passes import Passes
+from fp4train.data.tokens import TokenData
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange.evaluation import data_of, held_out
 from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT
@@ -92,10 +93,9 @@ def transformers_loss(
             ).eval()
         settings = trained.config.train
         data = data_of(trained)
-        ids_alone = replace(data.val, inner_ends=None)  # these models read nothing else
-        loader = replace(data, val=ids_alone).validation(
-            batch_size=settings.batch_size, seq_len=settings.seq_len
-        )
+        if isinstance(data, TokenData):  # these models read ids alone
+            data = replace(data, val=replace(data.val, inner_ends=None))
+        loader = data.validation(batch_size=settings.batch_size, seq_len=settings.seq_len)
         passes = Passes(loader=loader, rows=settings.rows(1), batches=batches)
         total = 0.0
         for part in passes.parts:

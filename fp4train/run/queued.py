@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fp4train.data.loader import Rows
+from fp4train.data.stream import Rows
 from fp4train.precision import Recipe
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 

@@ -17,7 +17,8 @@ from torch import nn
 from fp4train import checkpoint
 from fp4train.backends import LAYER_BACKENDS, LayerBackend, Table
 from fp4train.config import Config
-from fp4train.data.loader import Feed, Loader
+from fp4train.data.loader import Feed
+from fp4train.data.stream import Stream
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.formats import BF16
@@ -94,8 +95,8 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     built_groups: list[dict[str, Any]]
-    train_data: Loader
-    val_data: Loader
+    train_data: Stream
+    val_data: Stream
     timeline: Timeline
     plan: Plan
     step: int

@@ -13,7 +13,7 @@ from fp4train.run.state.base import RunState, Trained
 from fp4train.run.state.ema import ExponentialAverage
 from fp4train.run.state.layers import LayerStates
 from fp4train.run.state.moments import Moments
-from fp4train.run.state.numbers import LossHistory, LossScale
+from fp4train.run.state.numbers import DataPlace, LossHistory, LossScale
 from fp4train.run.state.oscillation import Oscillation
 from fp4train.run.state.weights import ModelWeights, OtherWeights
 
@@ -25,6 +25,7 @@ STATES: tuple[type[RunState], ...] = (
     ExponentialAverage,
     LossScale,
     LossHistory,
+    DataPlace,
 )
 """All states, in the order in which they are checked, restored, and follow a step."""
 WEIGHT_KINDS: Mapping[str, type[OtherWeights]] = {
@@ -35,7 +36,8 @@ WEIGHT_KINDS: Mapping[str, type[OtherWeights]] = {
 
 def states_of(run: Trained) -> list[RunState]:
     """The states of a run whose model lies on its ranks."""
-    return [state(run) for state in STATES if state.used(run.config)]
+    states = (state(run) for state in STATES if state.used(run.config))
+    return [state for state in states if state.kept]
 
 
 def bytes_per_parameter(config: Config, model: nn.Module) -> dict[str, float]:

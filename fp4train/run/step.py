@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp4train.data.loader import Rows
+from fp4train.data.stream import Rows
 from fp4train.optim import divides_gradients, takes_flags
 from fp4train.parallel.fsdp import join_scales, synchronise
 from fp4train.parallel.pipeline import Microbatch

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fp4train.data.loader import Rows
+from fp4train.data.stream import Rows
 from fp4train.errors import UserError
 from fp4train.precision import Recipe
 from fp4train.precision.layers import find_blocks

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fp4train.checkpoint.source import WeightSource
 from fp4train.config import Config, to_config
 from fp4train.config.from_folder import model_of
-from fp4train.data.source import ready_tokenizer
-from fp4train.data.tokens import TokenData, Tokenizer
+from fp4train.data.source import RunData, ready_tokenizer
+from fp4train.data.tokens import Tokenizer
 from fp4train.errors import UserError
 from fp4train.models import Architecture
 from fp4train.models.common.decoder import Decoder
@@ -63,9 +63,7 @@ def _fingerprint(model: nn.Module) -> str:
     return f"{total:08x}"
 
 
-def load_teacher(
-    config: Config, data: TokenData, student: nn.Module, world: World
-) -> Teacher | None:
+def load_teacher(config: Config, data: RunData, student: nn.Module, world: World) -> Teacher | None:
     """The teacher of a run; None: it has none.
 
     Raises:
@@ -164,7 +162,7 @@ def _teacher_errors(source: Path) -> Iterator[None]:
         raise UserError(f"teacher={source}: {reason}") from error
 
 
-def _build(config: Config, data: TokenData, world: World) -> nn.Module:
+def _build(config: Config, data: RunData, world: World) -> nn.Module:
     """The teacher with its weights."""
     named = config.teacher_weights
     assert named is not None

@@ -156,6 +156,7 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
     shown = sorted(str(path.relative_to(mine / "mine")) for path in (mine / "mine").rglob("*.*"))
     assert shown == [
         "data/counting.yaml",
+        "data/file_by_file.yaml",
         "model/shift.yaml",
         "model/shifted_tiny.yaml",
         "mylab.py",
@@ -168,12 +169,16 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
         "shifted/hf.py",
         "shifted/model.py",
     ]
-    first, again, hooked = commands("plugins.md")
+    (mine / "texts").mkdir()
+    for name in "abc":
+        (mine / f"texts/{name}.txt").write_text(f"{name} is a letter, " * 1000)
+    first, again, streamed, hooked = commands("plugins.md")
     for words in (
         [*first, *SMALL],
         [*first, *SMALL, "recipe=four_bit_gradients"],
         [*first, *SMALL, "recipe=powers"],
         [word.replace("=400", "=3") for word in again],
+        [*streamed, *SMALL],
         shortened(hooked),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -48,7 +48,7 @@ def test_a_run_below_the_folder_of_its_data_is_no_part_of_it(cli: Cli, path: str
     assert Path("runs/a/plan.txt").is_file()
     again = cli("run.name=b", "train.steps=2", *words)
     assert ", 3 files: " in again.err
-    assert "data.path: 1 run directory left out (runs/a)" in again.err
+    assert "data.path: run directories are left out (runs/a)" in again.err
     assert losses("runs/b") == losses("runs/a")
     assert cli.raw("resume=runs/a", "train.steps=3").code == 0
 

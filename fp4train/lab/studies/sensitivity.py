@@ -32,6 +32,8 @@ from fp4train.text import check_least
 
 GROUP = 4
 """Batches that are measured together; products of their errors give the systematic bias."""
+MOST = 1 << 16
+"""Batches that are measured where nobody says how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ def groups_of(subject: Subject, effort: Effort) -> list[range]:
             "this size, and the policy is "
             f"judged on some that did not choose it; give batches={most // 2} or fewer"
         )
-    return _grouped(0, most // 2 if effort.batches is None else effort.batches)
+    return _grouped(0, min(most // 2, MOST) if effort.batches is None else effort.batches)
 
 
 def _grouped(start: int, stop: int) -> list[range]:

@@ -19,6 +19,7 @@ from fp4train.checkpoint import Checkpoint, escaped, unflatten
 from fp4train.checkpoint.layout import TENSORS
 from fp4train.companion import Companion
 from fp4train.config import Config
+from fp4train.data.stream import Stream
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.world import World
@@ -44,6 +45,10 @@ class Trained(Protocol):
     divergence: Divergence
     record: RunRecord
     world: World
+    train_data: Stream
+
+    @property
+    def batch_index(self) -> int: ...
 
     @property
     def inventory(self) -> Inventory | None: ...
@@ -77,6 +82,11 @@ class RunState(Companion, ABC):
     @classmethod
     def used(cls, config: Config) -> bool:
         """Whether a run of this configuration has the state."""
+        return True
+
+    @property
+    def kept(self) -> bool:
+        """Whether a run that uses the state has something to keep."""
         return True
 
     @classmethod

@@ -1,4 +1,6 @@
-"""States that are plain numbers: the loss scale, and what the loss of the run was."""
+"""States that are plain numbers: the loss scale, what the loss of the run was, and how far its data
+were read.
+"""
 
 import math
 from collections.abc import Mapping
@@ -72,3 +74,30 @@ class LossHistory(PlainState):
         """See `RunState.load`."""
         uniform = self.run.divergence.uniform
         self.run.divergence = replace(bind(saved, Divergence, self.key), uniform=uniform)
+
+
+class DataPlace(PlainState):
+    """The state of training data that are not found by their position alone, at the next batch."""
+
+    key = "data_place"
+
+    @property
+    def kept(self) -> bool:
+        """See `RunState.kept`."""
+        return self.run.train_data.state(0) is not None
+
+    def saved(self) -> Mapping[str, Any]:
+        """See `RunState.saved`."""
+        data = self.run.train_data
+        state = data.state(self.run.batch_index * data.batch_size)
+        assert state is not None
+        return state
+
+    def check(self, saved: Any) -> None:
+        """See `RunState.check`."""
+        if not isinstance(saved, dict):
+            raise ValueError("it holds no place in the data")
+
+    def load(self, saved: Any) -> None:
+        """See `RunState.load`."""
+        self.run.train_data.load(saved)
