@@ -33,18 +33,13 @@ _REMEMBERED = 8
 
 
 class InOrder(Stream):
-    """The rows that a function reads. Each rank reads those of all ranks.
-
-    Args:
-        vocab_size: ids that are possible.
-    """
+    """The rows that a function reads. Each rank reads those of all ranks."""
 
     def __init__(
         self, read: ReadRows, *, vocab_size: int, name: str, batch_size: int, seq_len: int
     ) -> None:
-        super().__init__(name=name, batch_size=batch_size, seq_len=seq_len)
+        super().__init__(name=name, vocab_size=vocab_size, batch_size=batch_size, seq_len=seq_len)
         self.read = read
-        self.vocab_size = vocab_size
         self._places = {0: json.dumps(None)}
         """Position → the place of its row in JSON, which a resume reads as well; 0 stays, and the
         last ones.

@@ -117,7 +117,12 @@ class Loader(Stream):
                     f"{part.end - part.first} {part.name} tokens: a sequence needs seq_len+1 = "
                     f"{seq_len + 1}"
                 )
-        super().__init__(name=tokens.name, batch_size=batch_size, seq_len=seq_len)
+        super().__init__(
+            name=tokens.name,
+            vocab_size=tokens.vocab_size,
+            batch_size=batch_size,
+            seq_len=seq_len,
+        )
         self.tokens = tokens
         self.all_scored = tokens.scored is None
         self.seed = seed

@@ -25,13 +25,15 @@ class Stream(ABC):
 
     Args:
         name: what errors call the tokens.
+        vocab_size: ids that are possible.
     """
 
     all_scored = True
     """Whether every target counts in the loss."""
 
-    def __init__(self, *, name: str, batch_size: int, seq_len: int) -> None:
+    def __init__(self, *, name: str, vocab_size: int, batch_size: int, seq_len: int) -> None:
         self.name = name
+        self.vocab_size = vocab_size
         self.batch_size = batch_size
         self.seq_len = seq_len
 

@@ -119,7 +119,7 @@ class Run:
         self.inbox = Inbox(self.folder)
         self.record = RunRecord.empty(self.folder)
         self.feed = Feed(self.train_data, self.device)
-        uniform = 0.0 if self.teacher else math.log(self.train_data.tokens.vocab_size)
+        uniform = 0.0 if self.teacher else math.log(self.train_data.vocab_size)
         self.divergence = Divergence(uniform=uniform)
         self._regions: list[tuple[LayerBackend, list[Table]]] = []
         self._high: tuple[PlannedStretch, PlannedStretch] | None = None
