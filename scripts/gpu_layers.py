@@ -33,7 +33,7 @@ import gpu_stand_ins
 import torch
 from torch import Tensor, nn
 
-from fp4train.backends import BACKENDS, Prepared, te as te_backend
+from fp4train.backends import BACKENDS, KernelCall, Prepared, te as te_backend
 from fp4train.backends.te import TRANSFORMER_ENGINE, TEExecutor
 from fp4train.hardware import Device
 from fp4train.nn import Experts, Linear
@@ -315,7 +315,7 @@ def weights_row(recipe: Recipe, problem: Problem) -> dict[str, Any]:
             return quantizer(spec, values.device.type).codes(values)
 
         layer = TEExecutor(name="layer")
-        y = layer(x, weight, None, table, freed=given, codes=codes if given else None)
+        y = layer(x, weight, None, table, KernelCall(freed=given, codes=codes if given else None))
         y.backward(problem.dy)  # type: ignore[no-untyped-call]
         assert x.grad is not None and weight.grad is not None
         return y.detach(), x.grad, weight.grad

@@ -197,13 +197,11 @@ class _DecodedWeight:
     def __init__(self, *, name: str) -> None:
         self.name = name
 
-    def __call__(
-        self, x: Any, weight: Any, bias: None, table: Any, *, freed: bool, codes: Any
-    ) -> Any:
+    def __call__(self, x: Any, weight: Any, bias: None, table: Any, call: Any) -> Any:
         from fp4train.quantize import quantize
 
         spec = table["fprop"].second
-        made = codes(False) if codes is not None else quantize(weight.detach(), spec)
+        made = call.codes(False) if call.codes is not None else quantize(weight.detach(), spec)
         change = made.dequantize().to(x.dtype) - weight.detach().to(x.dtype)
         return x @ (weight.to(x.dtype) + change).T
 

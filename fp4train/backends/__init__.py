@@ -28,6 +28,7 @@ from fp4train.backends.protocol import (
     Backend as Backend,
     DataRanks as DataRanks,
     ExpertKernels as ExpertKernels,
+    KernelCall as KernelCall,
     LayerBackend as LayerBackend,
     LayerKernels as LayerKernels,
     LayerState as LayerState,

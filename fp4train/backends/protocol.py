@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,33 @@ class Readers(NamedTuple):
     layers: int
 
 
+class KernelCall(NamedTuple):
+    """What a call of a layer's kernels shares with other calls and layers.
+
+    Attributes:
+        constant: what calls share of weights (`precision.settings.ConstantWeights`); None: nothing,
+            as the weight may have changed since the last call.
+        into: gives, in backward, the float32 [N, K] to which dw is added, of the node of the graph
+            to which autograd would give dw; None: dw is returned, in the table's dtype.
+        freed: whether the memory of the weight is freed after the call and filled again before its
+            backward pass, so that nothing as large as it may be kept in between.
+        readers: the layers that read this x; None: only this one.
+        codes: gives the weight as it was quantised elsewhere, in forward w [N, K] for fprop
+            (False), in backward wᵀ [K, N] for dgrad (True); the weight has only its shape and
+            gradient then. None: the kernels quantise it.
+    """
+
+    constant: dict[object, Any] | None = None
+    into: Callable[[Any], Tensor] | None = None
+    freed: bool = False
+    readers: Readers | None = None
+    codes: Callable[[bool], Prepared] | None = None
+
+
+ALONE: Final = KernelCall()
+"""A call that shares nothing."""
+
+
 class LayerKernels(LayerState, Protocol):
     """The kernels of one layer; their state is that of delayed scaling."""
 
@@ -132,24 +159,9 @@ class LayerKernels(LayerState, Protocol):
         weight: Tensor,
         bias: Tensor | None,
         table: Table,
-        *,
-        constant: dict[object, Any] | None = None,
-        into: Callable[[Any], Tensor] | None = None,
-        freed: bool = False,
-        readers: Readers | None = None,
-        codes: Callable[[bool], Prepared] | None = None,
+        call: KernelCall = ALONE,
     ) -> Tensor:
-        """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
-
-        constant: what calls share of weights (`precision.settings.ConstantWeights`); None: nothing,
-        as the weight may have changed since the last call. into: gives, in backward, the float32 [N, K] to which dw
-        is added, of the node of the graph to which autograd would give dw; None: dw is returned, in
-        the table's dtype. freed: whether the memory of `weight` is freed after the call and filled
-        again before its backward pass, so that nothing as large as it may be kept in between.
-        readers: the layers that read this x; None: only this one. codes: gives the weight as it was
-        quantised elsewhere, in forward w [N, K] for fprop (False), in backward wᵀ [K, N] for dgrad
-        (True); `weight` has only its shape and gradient then. None: the kernels quantise it.
-        """
+        """y [*, N] of x [*, K] in the table's dtype; gradients through autograd."""
 
 
 class ExpertKernels(LayerState, Protocol):
@@ -169,7 +181,7 @@ class ExpertKernels(LayerState, Protocol):
 
         weight: [E, N, K]; bias: [E, N] or None.
         counts: rows of each expert; those of y after their sum are zero.
-        into: as in `LayerKernels`, float32 [E, N, K].
+        into: as in `KernelCall`, float32 [E, N, K].
         """
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.backends.protocol import LayerState, Prepared, Readers
+from fp4train.backends.protocol import ALONE, KernelCall, LayerState, Prepared, Readers
 from fp4train.backends.table import Table
 from fp4train.backends.te.availability import pytorch_module
 from fp4train.backends.te.shared_input import QuantisedInput
@@ -178,6 +178,36 @@ class _Built:
     first shared.
     """
 
+    def take(self, weight: Tensor, bias: Tensor | None, call: KernelCall) -> None:
+        """Give the module the parameters of a call.
+
+        Every call does, because sharding (FSDP2) and functional calls replace the parameters behind
+        a module's back.
+        """
+        module = self.module
+        into = call.into
+        module._parameters["weight"] = weight if into is None else summed(weight, into)
+        module.fuse_wgrad_accumulation = into is not None
+        if hasattr(type(module), "is_fsdp2"):
+            module._is_fsdp2 = call.freed
+        if bias is not None:
+            module._parameters["bias"] = bias
+
+    def run(self, x: Tensor, x_MK: Tensor, weight: Tensor, call: KernelCall) -> Tensor:
+        """y of the module.
+
+        Args:
+            x: the layer's input; x_MK: in the recipe's dtype, padded.
+        """
+        readers = call.readers if self.shares and not x.is_inference() else None
+        if readers is not None:
+            x_MK = self.codes_of(x, x_MK, weight, readers)
+        run = self.module if call.codes is None else partial(self.with_codes, call.codes)
+        y_MN: Tensor = run(x_MK, is_first_microbatch=self.is_first(weight, call.constant))
+        if readers is not None and len(readers.cache["te"].given) == readers.layers:
+            readers.cache.pop("te").close()
+        return y_MN
+
     def is_first(self, weight: Tensor, constant: dict[object, Any] | None) -> bool | None:
         """`is_first_microbatch` of TE's modules: False takes the codes that are kept, or makes them
         where there are none; None quantises and keeps none: also without gradients, where the codes
@@ -276,12 +306,7 @@ class TEExecutor(LayerState):
         weight: Tensor,
         bias: Tensor | None,
         table: Table,
-        *,
-        constant: dict[object, Any] | None = None,
-        into: Callable[[Any], Tensor] | None = None,
-        freed: bool = False,
-        readers: Readers | None = None,
-        codes: Callable[[bool], Prepared] | None = None,
+        call: KernelCall = ALONE,
     ) -> Tensor:
         """y [*, N] in the recipe's dtype.
 
@@ -290,16 +315,12 @@ class TEExecutor(LayerState):
                 blocks).
             weight: [N, K]; bias: [N] or None.
             table: any that `why_not` has nothing against.
-            constant: the weight is quantised once for all calls that share it, if TE has a recipe
-                for the table.
-            into: the sum of gradients (TE's main_grad), to which its GEMM adds dw; dw is not
-                returned through autograd then.
-            freed: TE then saves no codes, and quantises the weight again in backward, as it does
-                under FSDP2 (from 2.16 on; older ones save the codes).
-            readers: x is then quantised once for all layers that read it, if the recipe has codes
-                to share (`shares_codes`). Bits are those of layers that quantise it themselves.
-            codes: codes of the weight, for fprop and for dgrad (see `LayerKernels`); `freed` is
-                true then.
+            call: the weight is quantised once for all calls that share `constant`, if TE has a
+                recipe for the table. `into` is TE's main_grad. TE saves no codes of a `freed`
+                weight, and quantises it again in backward, as it does under FSDP2 (from 2.16 on;
+                older ones save the codes). x is quantised once for all `readers`, if the recipe
+                has codes to share (`shares_codes`), with the bits of layers that quantise it
+                themselves. With `codes`, `freed` is true.
         """
         te = pytorch_module()
         dtype = table.torch_dtype
@@ -313,67 +334,47 @@ class TEExecutor(LayerState):
         # A table's hash is that of its six specs.
         if built is None or built.table is not table or built.rows != weight.shape[0]:
             built = self._build(te, table, weight, bias)
-        te_recipe = built.te_recipe
-        module = built.module
-        delayed = built.delayed
-        if built is not self._running:
-            self.release()
-            self._running = built
         if padding := -tokens % built.token_multiple:
             x_MK = F.pad(x_MK, (0, 0, 0, padding))
-        # Every call, because sharding (FSDP2) and functional calls replace the parameters behind a
-        # module's back.
-        module._parameters["weight"] = weight if into is None else summed(weight, into)
-        module.fuse_wgrad_accumulation = into is not None
-        if hasattr(type(module), "is_fsdp2"):
-            module._is_fsdp2 = freed
-        if bias is not None:
-            module._parameters["bias"] = bias
-        if delayed and not _inside_region(te):
-            raise RuntimeError(
-                f"{table.name} on backend=te: delayed scaling updates all layers' scales when "
-                "a step ends; run its "
-                "forward and backward passes inside "
-                "fp4train.backends.te.region(recipe.table()), where "
-                "activations are recomputed, too, or use FP8Current or backend=emulate."
-            )
-        if delayed and built is not self._delayed:
-            # histories go on where another length follows
-            self._to_load = self.state()
-            self._delayed = built
+        built.take(weight, bias, call)
+        if built.delayed:
+            self._go_on_with_histories(te, built)
         # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16
         # activations).
         with (
             torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype),
-            te_autocast(te, te_recipe),
+            te_autocast(te, built.te_recipe),
         ):
-            if self._to_load and delayed:
-                self._load(te_recipe, module)
+            if built.delayed and self._to_load:
+                self._load(built.te_recipe, built.module)
             keeping: AbstractContextManager[object] = nullcontext()
-            if delayed and not torch.is_grad_enabled():
-                keeping = _history_kept(module, te_recipe)
+            if built.delayed and not torch.is_grad_enabled():
+                keeping = _history_kept(built.module, built.te_recipe)
             with keeping:
-                if built.shares and not x.is_inference():
-                    shared = readers
-                else:
-                    shared = None
-                if shared is not None:
-                    x_MK = built.codes_of(x, x_MK, weight, shared)
-                if codes is None:
-                    run = module
-                else:
-                    run = partial(built.with_codes, codes)
-                y_MN: Tensor = run(x_MK, is_first_microbatch=built.is_first(weight, constant))
-                if shared is not None and len(shared.cache["te"].given) == shared.layers:
-                    shared.cache.pop("te").close()
-        if freed:
+                y_MN = built.run(x, x_MK, weight, call)
+        if call.freed:
             built.release()
         y_MN = y_MN[:tokens] if padding else y_MN
         if x.dim() == 2:
             return y_MN
         return y_MN.reshape(*x.shape[:-1], weight.shape[0])
 
+    def _go_on_with_histories(self, te: Any, built: _Built) -> None:
+        """Histories of delayed scaling go on where another length follows."""
+        if not _inside_region(te):
+            raise RuntimeError(
+                f"{built.table.name} on backend=te: delayed scaling updates all layers' scales when "
+                "a step ends; run its "
+                "forward and backward passes inside "
+                "fp4train.backends.te.region(recipe.table()), where "
+                "activations are recomputed, too, or use FP8Current or backend=emulate."
+            )
+        if built is not self._delayed:
+            self._to_load = self.state()
+            self._delayed = built
+
     def _build(self, te: Any, table: Table, weight: Tensor, bias: Tensor | None) -> _Built:
+        """What runs a table, made at its first call; what ran before drops its weight."""
         n, k = weight.shape
         if (built := self._built.get((table, n))) is None:
             # On the meta device, because the parameters are the caller's.
@@ -392,6 +393,9 @@ class TEExecutor(LayerState):
                 table, n, te_recipe, module, _token_multiple(table), delayed, keeps, shares
             )
             self._built[table, n] = built
+        if built is not self._running:
+            self.release()
+            self._running = built
         return built
 
     def release(self) -> None:

@@ -22,6 +22,7 @@ from torch.autograd.graph import Node
 from fp4train.backends import (
     BACKENDS,
     LAYER_BACKENDS,
+    KernelCall,
     LayerKernels,
     Prepared,
     Readers,
@@ -161,17 +162,9 @@ class BackendLayer(Executor):
         if shared is not None and (readers > 1 or self.backend.name in shared):
             of_x = Readers(shared, readers)
         kernels = cast(LayerKernels, call.states[self.backend.name])
-        return kernels(
-            x_MK,
-            w_NK,
-            bias,
-            self.table,
-            constant=call.constant if call.weights.keep else None,
-            into=into,
-            freed=not call.weights.keep,
-            readers=of_x,
-            codes=codes,
-        )
+        kept = call.weights.keep
+        kernel_call = KernelCall(call.constant if kept else None, into, not kept, of_x, codes)
+        return kernels(x_MK, w_NK, bias, self.table, kernel_call)
 
     @cached_property
     def w(self) -> tuple[WeightForm, WeightForm]:

@@ -128,13 +128,18 @@ cpp_gemm._NATIVE_GEMM_INPUT_STORAGES += (TensorCodes,)
 call = TEExecutor.__call__
 
 
-def on_a_gpu(*arguments: Any, codes: Any = None, **options: Any) -> Tensor:
-    def made(column: bool) -> Any:
-        with no_gpu():
-            return codes(column)
+def on_a_gpu(*arguments: Any) -> Tensor:
+    *tensors, shared = arguments
 
+    def codes(column: bool) -> Any:
+        with no_gpu():
+            return given_codes(column)
+
+    given_codes = shared.codes
+    if given_codes is not None:
+        shared = shared._replace(codes=codes)
     with pretend_gpu():
-        return call(*arguments, codes=None if codes is None else made, **options)
+        return call(*tensors, shared)
 
 
 TEExecutor.__call__ = on_a_gpu  # type: ignore[method-assign]
