@@ -286,6 +286,12 @@ def _talk(record: Any, column: str, rendered: Container[str], special: Sequence[
             messages = parsed(messages)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'"{column}" holds no list of messages')
+    for key, value in record.items():
+        if isinstance(value, list) and len(value) == len(messages) and _is_mask(value):
+            raise ValueError(
+                f'it has a 0 or 1 per message in "{key}" beside "{column}", which is not read: give '
+                f'each message a "weight" of 0 or 1, and leave "{key}" out'
+            )
     unlearned = set()
     for number, message in enumerate(messages):
         place = f"message {number + 1}"
@@ -293,6 +299,13 @@ def _talk(record: Any, column: str, rendered: Container[str], special: Sequence[
         if not _is_learned(place, message):
             unlearned.add(number)
     return [_without_empty(message) for message in messages], unlearned
+
+
+def _is_mask(entries: list[Any]) -> bool:
+    """Whether these are zeros and ones, not ones alone, in numbers or as false and true."""
+    return not all(entries) and all(
+        isinstance(entry, int | float) and entry in (0, 1) for entry in entries
+    )
 
 
 def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,6 +83,11 @@ def pack(
             "answer left are dropped"
         )
         _log.warning(text, cut, seq_len, dropped)
+    if not sequences and not cut:
+        raise DataError(
+            "no answer is to be learned: keys of the messages, such as weight=0, take all of them out "
+            "of the loss"
+        )
     if not sequences:
         raise DataError(
             f"no answer lies within train.seq_len={seq_len} tokens, of those that are to be "

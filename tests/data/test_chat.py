@@ -359,9 +359,7 @@ def test_a_turn_that_its_key_takes_out_is_not_learned(
 def test_a_conversation_of_which_nothing_is_learned_is_left_out(tmp_path: Path) -> None:
     talks = [turns({"weight": 0}), turns({}), turns({"weight": 0}, {"train": False})] * 4
     assert answers_of(write(tmp_path / "a.jsonl", talks)) == ["a0;"] * 3
-    with pytest.raises(
-        DataError, match=r"no answer lies within .* of those that are to be learned"
-    ):
+    with pytest.raises(DataError, match="no answer is to be learned: keys of the messages"):
         answers_of(write(tmp_path / "b.jsonl", [turns({"weight": 0})] * 4))
 
 
@@ -429,6 +427,15 @@ def test_a_weight_of_a_whole_record_is_refused_unless_it_is_one(tmp_path: Path) 
     answers_of(write(tmp_path / "a.jsonl", [record | {"weight": 1.0} for record in TALKS]))
     with pytest.raises(DataError, match='line 2: it has "weight" beside "messages"'):
         answers_of(write(tmp_path / "b.jsonl", [TALKS[0], TALKS[1] | {"weight": 0}]))
+
+
+def test_a_mask_of_messages_beside_them_is_refused_unless_all_are_learned(tmp_path: Path) -> None:
+    """Whatever its name; a list of something else is a note."""
+    for key, value in {"mask": [1, 1], "scores": [0, 2], "tags": ["a", {}]}.items():
+        answers_of(write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: value}, *TALKS]))
+    for key, mask in {"mask": [0, 1], "train_mask": [False, True], "w": [0.0, 0.0]}.items():
+        with pytest.raises(DataError, match=f'has a 0 or 1 per message in "{key}" beside "mess'):
+            answers_of(write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: mask}, *TALKS]))
 
 
 def in_parquet(path: Path) -> None:

@@ -380,6 +380,17 @@ def test_wider_ids_are_not_taken_for_uint16_unasked(tmp_path: Path, dtype: str, 
     assert len(everything(build(tmp_path / "train.bin", vocab_size=501, dtype="uint16"))) > len(IDS)
 
 
+@pytest.mark.parametrize("dtype", ["<u4", "<i8"])
+@pytest.mark.parametrize("count", [500_000, 3_000_000])
+def test_wider_ids_are_seen_between_zeros(tmp_path: Path, dtype: str, count: int) -> None:
+    """Where the beginning, the middle and the end of the file are padding."""
+    ids = np.zeros(count, dtype)
+    ids[count // 4 : count // 3] = 777
+    ids.tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match="every second uint16 is 0, as in an array of"):
+        build(tmp_path / "train.bin", vocab_size=50_257)
+
+
 @pytest.mark.parametrize("dtype", [">u4", ">i8"])
 def test_ids_whose_high_bytes_come_first_are_not_taken_for_uint16_unasked(
     tmp_path: Path, dtype: str
