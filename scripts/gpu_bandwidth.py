@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, Literal
 
 import gpu_results
 import gpu_stand_ins
@@ -33,7 +34,7 @@ from fp4train.backends.scaled import ScaledProducts
 from fp4train.hardware import Device
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.precision.layers import Layer
-from fp4train.quantize import Decoded, QuantSpec, triton as kernels
+from fp4train.quantize import Decoded, triton as kernels
 
 TARGET = 0.75
 SIZE = 16384
@@ -53,60 +54,67 @@ a bias; added to a float32 sum.
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel of a training step: the amax of x or, by the names of specs, codes or values of x, of
-    both forms where there is a `column`.
-    """
+class Form:
+    """What a kernel writes: codes or values of x, or of x.T along its rows, by the name of a spec."""
 
-    row: str
+    spec: str
     codes: bool = False
-    column: str = ""
-    column_codes: bool = False
+
+    def __str__(self) -> str:
+        return f"{'codes' if self.codes else 'values'} of {self.spec}"
+
+    def bytes(self, elements: int) -> float:
+        """Bytes of codes and block scales, or of values in BF16."""
+        if not self.codes:
+            return 2 * elements
+        spec = SPECS[self.spec]
+        columns = spec.block[1]
+        scale = 0.0 if columns is None else 1 / columns
+        return elements * (spec.format.bits / 8 + scale)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of a training step, which makes one form of x, or both."""
+
+    row: Form
+    column: Form | None = None
 
     @property
     def name(self) -> str:
-        forms = ("codes" if self.codes else "values") + f" of {self.row}"
-        if self.column:
-            forms += f", {'codes' if self.column_codes else 'values'} of {self.column} of x.T"
-        return forms
+        return str(self.row) if self.column is None else f"{self.row}, {self.column} of x.T"
 
     def call(self, x: Tensor) -> Callable[[], object]:
-        row = kernels.TritonQuantizer(SPECS[self.row])
-        if self.column:
-            column = kernels.TritonQuantizer(SPECS[self.column])
-            forms = (self.codes, self.column_codes)
-            return lambda: row.with_columns(column, x, (FIRST, FIRST), (None, None), forms)
-        make = row.codes if self.codes else row.values
-        return lambda: make(x, FIRST, None)
+        quantizer = kernels.TritonQuantizer(SPECS[self.row.spec])
+        if self.column is None:
+            make = quantizer.codes if self.row.codes else quantizer.values
+            return lambda: make(x, FIRST, None)
+        column = kernels.TritonQuantizer(SPECS[self.column.spec])
+        forms = (self.row.codes, self.column.codes)
+        return lambda: quantizer.with_columns(column, x, (FIRST, FIRST), (None, None), forms)
 
     def bytes(self, elements: int) -> float:
         """Bytes that it must move: x is read twice where an amax comes first."""
-        spec = SPECS[self.row]
-        moved = 2 * elements * (1 + spec.has_outer_scale) + written(spec, elements, self.codes)
-        if self.column:
-            moved += written(SPECS[self.column], elements, self.column_codes)
-        return moved
+        reads = 1 + SPECS[self.row.spec].has_outer_scale
+        moved = 2 * elements * reads + self.row.bytes(elements)
+        return moved if self.column is None else moved + self.column.bytes(elements)
 
 
+NVFP4_X = Form("nvfp4 hadamard", codes=True)
+NVFP4_DY = Form("nvfp4 hadamard stochastic")
+MXFP8_CODES = Form("mxfp8 e4m3", codes=True)
+FP8_CODES = Form("fp8 tensor e4m3", codes=True)
 KERNELS = (
-    Kernel("nvfp4", False, "nvfp4 hadamard", True),
-    Kernel("nvfp4 stochastic", False, "nvfp4 hadamard stochastic", False),
-    Kernel("nvfp4 16x16"),
-    Kernel("mxfp8 e4m3"),
-    Kernel("nvfp4", True, "nvfp4 hadamard", True),
-    Kernel("nvfp4 stochastic", True, "nvfp4 hadamard stochastic", True),
-    Kernel("mxfp8 e4m3", True, "mxfp8 e4m3", True),
-    Kernel("fp8 tensor e4m3", True, "fp8 tensor e4m3", True),
+    Kernel(Form("nvfp4"), NVFP4_X),
+    Kernel(Form("nvfp4 stochastic"), NVFP4_DY),
+    Kernel(Form("nvfp4 16x16")),
+    Kernel(Form("mxfp8 e4m3")),
+    Kernel(Form("nvfp4", codes=True), NVFP4_X),
+    Kernel(Form("nvfp4 stochastic", codes=True), replace(NVFP4_DY, codes=True)),
+    Kernel(MXFP8_CODES, MXFP8_CODES),
+    Kernel(FP8_CODES, FP8_CODES),
 )
 """Of emulation, and of products of codes."""
-
-
-def written(spec: QuantSpec, elements: int, codes: bool) -> float:
-    """Bytes of codes and block scales, or of values in BF16."""
-    if not codes:
-        return 2 * elements
-    columns = spec.block[1]
-    return elements * (spec.format.bits / 8 + (0 if columns is None else 1 / columns))
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -130,21 +138,29 @@ def products(x: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
     plain = Decoded(x, None)
     yield "BF16 into float32", lambda: matmul(plain, plain, out_dtype=torch.float32)
     device = Device.of(x.device)
-    layer = Layer(name="layer", in_features=x.shape[1], out_features=x.shape[0], block=0, blocks=1)
+    side = len(x)
+    layer = Layer(name="layer", in_features=side, out_features=side, block=0, blocks=1)
     recipes: dict[str, Recipe] = {"FP8": FP8Current(), "MXFP8": MXFP8(), "NVFP4": NVFP4()}
     for name, recipe in recipes.items():
         table = recipe.table()
-        if NATIVE.why_not(table, "fprop", layer, device) is None:
-            spec = table["fprop"].first
-            assert spec is not None
-            codes = kernels.TritonQuantizer(spec).in_tiles.codes(x)
-            yield name, partial(NATIVE.product, codes, codes, out_dtype=torch.bfloat16)
+        if NATIVE.why_not(table, "fprop", layer, device) is not None:
+            continue
+        spec = table["fprop"].first
+        assert spec is not None
+        codes = kernels.TritonQuantizer(spec).in_tiles.codes(x)
+        yield name, partial(NATIVE.product, codes, codes, out_dtype=torch.bfloat16)
 
 
 def multiplied(scaled: ScaledProducts, x: Tensor) -> Tensor:
     """The product x·xᵀ with its scales, as emulation makes it."""
     operand = Decoded(x, torch.full((), 0.01, device=x.device))
     return scaled.product(operand, operand, out_dtype=torch.bfloat16)
+
+
+def integers(rows: int, depth: int, factor: int, limit: int) -> Tensor:
+    """[rows, depth] of integers from -limit to limit, without a pattern of tiles."""
+    places = torch.arange(rows)[:, None] * factor + torch.arange(depth) * 53
+    return places % (2 * limit + 1) - limit
 
 
 def integer_product(
@@ -155,49 +171,50 @@ def integer_product(
     """
     rows, cols, depth = sizes
     dtype = torch.float16 if kind in ("turned", "rows") else torch.bfloat16
-    places = torch.arange(depth)
-    a = ((torch.arange(rows)[:, None] * 37 + places * 53) % 201 - 100).to(dtype)
-    b = ((torch.arange(cols)[:, None] * 91 + places * 17) % 129 - 64).to(dtype)
-    sums = (a.double() @ b.double().T).float()
-    first, second = torch.tensor([0.5, 0.25], dtype=torch.float32).unbind()
+    a = integers(rows, depth, 37, 100)
+    b = integers(cols, depth, 91, 64)
+    scale = torch.tensor(0.5)
     if kind == "rows":
-        first = first * (1 + torch.arange(rows, dtype=torch.float32)[:, None])
-    exact = sums * first * second
-    if kind == "turned":
-        a = a.T.contiguous().T
-        b = b.T.contiguous().T
-    left = Decoded(placed(a, device), first.to(device))
-    right = Decoded(placed(b, device), second.to(device))
+        scale = scale * torch.arange(1, rows + 1)[:, None]
+    exact = (a.double() @ b.double().T).float() * scale * 0.25
+    left = Decoded(placed(a, dtype, device, kind), scale.to(device))
+    right = Decoded(placed(b, dtype, device, kind), torch.tensor(0.25, device=device))
     if kind == "added":
-        total = (torch.arange(rows * cols) % 101 - 50.0).to(torch.float32).reshape(rows, cols)
+        total = integers(rows, cols, 1, 50).float()
         on_device = total.to(device, copy=True)
         scaled.add(on_device, left, right)
         return on_device, total + exact
-    bias = (torch.arange(cols) % 13 - 6.0).to(dtype) if kind == "bias" else None
-    given = None if bias is None else bias.to(device)
-    product = scaled.product(left, right, out_dtype=dtype, bias=given)
-    return product, (exact if bias is None else exact + bias.float()).to(dtype)
+    bias = None
+    if kind == "bias":
+        bias = integers(1, cols, 0, 6)[0].to(device, dtype)
+        exact = exact + bias.cpu().float()
+    product = scaled.product(left, right, out_dtype=dtype, bias=bias)
+    return product, exact.to(dtype)
 
 
-def placed(x: Tensor, device: torch.device) -> Tensor:
-    """x on the device, with its strides."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+def placed(x: Tensor, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
+    """x on the device; "turned": its columns are contiguous."""
+    if kind == "turned":
+        return x.T.contiguous().to(device, dtype).T
+    return x.to(device, dtype)
 
 
-def scaled_row(way: str, x: Tensor) -> dict[str, Any]:
-    """The row of products whose scales one library applies, or of integers that it multiplies
-    wrongly.
+def scaled_row(way: Literal["cublas", "triton"], x: Tensor) -> dict[str, Any]:
+    """The row of products whose scales one library applies.
+
+    Raises:
+        RuntimeError: it multiplies integers wrongly.
     """
-    scaled = ScaledProducts(way)  # type: ignore[arg-type]
-    for sizes in INTEGER_SIZES if x.is_cuda else TINY_INTEGER_SIZES:
-        for kind in INTEGERS:
-            product, exact = integer_product(scaled, kind, sizes, x.device)
-            if not torch.equal(product.cpu(), exact):
-                wrong = int((product.cpu() != exact).sum())
-                raise RuntimeError(f"{wrong} of {exact.numel()} products differ: {kind}, {sizes}")
+    scaled = ScaledProducts(way)
+    sizes = INTEGER_SIZES if x.is_cuda else TINY_INTEGER_SIZES
+    for size, kind in product(sizes, INTEGERS):
+        result, exact = integer_product(scaled, kind, size, x.device)
+        wrong = int((result.cpu() != exact).sum())
+        if wrong:
+            raise RuntimeError(f"{wrong} of {exact.numel()} products differ: {kind}, {size}")
     reason = scaled.why_triton(x.device)
-    library = {"library": "cuBLAS" if reason is None else "Triton", "why not cuBLAS": reason}
-    return product_row(partial(multiplied, scaled, x), len(x)) | library
+    row = product_row(partial(multiplied, scaled, x), len(x))
+    return row | {"library": "Triton" if reason else "cuBLAS", "why not cuBLAS": reason}
 
 
 def product_row(call: Callable[[], object], side: int) -> dict[str, Any]:
@@ -229,10 +246,10 @@ def measurements(x: Tensor) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
     square = x[:side, :side].contiguous()
     for name, call in products(square):
         yield f"product {name}", partial(product_row, call, side)
-    for way in ("cublas", "triton"):
-        yield f"product BF16 with two scales, {way}", partial(scaled_row, way, square)
-    amax = kernels.TritonQuantizer(SPECS["nvfp4"]).amax
-    yield "kernel amax", partial(kernel_row, partial(amax, x), 2 * x.numel(), rates)
+    yield "product BF16 with two scales, cublas", partial(scaled_row, "cublas", square)
+    yield "product BF16 with two scales, triton", partial(scaled_row, "triton", square)
+    amax = partial(kernels.TritonQuantizer(SPECS["nvfp4"]).amax, x)
+    yield "kernel amax", partial(kernel_row, amax, 2 * x.numel(), rates)
     for kernel in KERNELS:
         moved = kernel.bytes(x.numel())
         yield f"kernel {kernel.name}", partial(kernel_row, kernel.call(x), moved, rates)

@@ -47,11 +47,12 @@ from fp4train.quantize import (
     Decoded,
     Quantized,
     QuantSpec,
-    RandomKey,
     reference,
     triton as kernels,
 )
 
+TURNED = KEY.replace(operand=4, row_offset=16, col_offset=8)
+"""The key of the form along tokens."""
 TINY: Shapes = ((20, 40),)
 """The shape of a dry run."""
 SHAPES: Shapes = ((33, 70), (256, 512))
@@ -74,11 +75,10 @@ CHOICES: dict[str, Callable[[Shapes], Iterable[Case]]] = {
 
 def on(x: Tensor, device: str) -> Tensor:
     """x on the device with its strides, which `to` keeps only where elements lie without gaps."""
-    return (
-        x
-        if device == "cpu"
-        else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
-    )
+    if device == "cpu":
+        return x
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return empty.copy_(x)
 
 
 def difference(ours: Tensor | None, theirs: Tensor | None) -> str | None:
@@ -89,21 +89,41 @@ def difference(ours: Tensor | None, theirs: Tensor | None) -> str | None:
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return f"{ours.dtype} {tuple(ours.shape)} instead of {theirs.dtype} {tuple(theirs.shape)}"
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
-    equal = ours.contiguous().view(integer) == theirs.contiguous().view(integer)
+    unlike = ours.contiguous().view(integer) != theirs.contiguous().view(integer)
     if ours.dtype.is_floating_point:
-        equal |= ours.isnan() & theirs.isnan()
-    if bool(equal.all()):
+        unlike &= ~(ours.isnan() & theirs.isnan())
+    places = unlike.nonzero().tolist()
+    if not places:
         return None
-    where = (~equal).nonzero()[0].tolist()
-    mine = ours[tuple(where)]
-    right = theirs[tuple(where)]
-    return f"{int((~equal).sum())} of {equal.numel()} differ, first at {where}: {mine}, not {right}"
+    first = tuple(places[0])
+    values = f"{ours[first]}, not {theirs[first]}"
+    return f"{len(places)} of {ours.numel()} differ, first at {list(first)}: {values}"
+
+
+class Differences(dict[str, str]):
+    """What differs → how."""
+
+    def compare(self, what: str, ours: Tensor | None, theirs: Tensor | None) -> None:
+        text = difference(ours, theirs)
+        if text is not None:
+            self[what] = text
+
+    def compare_codes(self, form: str, ours: object, theirs: Quantized) -> None:
+        """Codes, and what belongs to them."""
+        assert isinstance(ours, Quantized)
+        self.compare(f"codes{form}", ours.codes.view(torch.uint8), theirs.codes)
+        self.compare(f"scales{form}", ours.block_scales(), theirs.block_scales())
+        self.compare(f"amax{form}", ours.amax, theirs.amax)
+        self.compare(f"S_dec{form}", ours.global_decode(), theirs.global_decode())
+
+    def compare_values(self, form: str, ours: object, theirs: Decoded) -> None:
+        assert isinstance(ours, Decoded)
+        self.compare(f"values{form}", ours.values, theirs.values)
+        self.compare(f"scale{form}", ours.scale, theirs.scale)
 
 
 def check(case: Case, device: str) -> dict[str, str]:
-    """Differences between the kernels and the reference, by what differs; empty if there are
-    none.
-    """
+    """Differences between the kernels and the reference; empty if there are none."""
     x = on(case.x, device)
     amax = None if case.amax is None else case.amax.to(device)
     if reason := kernels.why_not(case.spec, x.device.type) or kernels.why_not_tensor(x):
@@ -111,21 +131,14 @@ def check(case: Case, device: str) -> dict[str, str]:
     if case.column is not None:
         return check_both(case, x, amax, case.column)
     quantizer = kernels.make(case.spec)
-    quantized = quantizer.codes(x, case.key, amax)
-    decoded = quantizer.values(x, case.key, amax)
-    wanted = reference.quantize(case.x, case.spec, key=case.key, amax=case.amax)
-    wanted_decoded = reference.quantize_dequantize(case.x, case.spec, key=case.key, amax=case.amax)
-    pairs = {
-        "codes": (quantized.codes, wanted.codes),
-        "scales": (quantized.scales, wanted.scales),
-        "amax": (quantized.amax, wanted.amax),
-        "S_dec": (quantized.global_decode(), wanted.global_decode()),
-        "values": (decoded.values, wanted_decoded.values),
-        "scale": (decoded.scale, wanted_decoded.scale),
-    }
-    pairs["decoded"] = (quantizer.decode(quantized).values, wanted_decoded.values)
-    found = {what: difference(*pair) for what, pair in pairs.items()}
-    return {what: text for what, text in found.items() if text is not None}
+    codes = quantizer.codes(x, case.key, amax)
+    right = reference.quantize(case.x, case.spec, key=case.key, amax=case.amax)
+    values = reference.quantize_dequantize(case.x, case.spec, key=case.key, amax=case.amax)
+    found = Differences()
+    found.compare_codes("", codes, right)
+    found.compare_values("", quantizer.values(x, case.key, amax), values)
+    found.compare("decoded", quantizer.decode(codes).values, values.values)
+    return found
 
 
 def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) -> dict[str, str]:
@@ -133,102 +146,86 @@ def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) ->
     there are such, and those of the reference. A kernel to which the amax is given measures that of
     x.
     """
-    row, other = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, column))
+    row = kernels.TritonQuantizer(case.spec).in_tiles
+    other = kernels.TritonQuantizer(column).in_tiles
     pair = kernels.pair(row, other, codes=(True, True))
-    turned = KEY.replace(operand=4, row_offset=16, col_offset=8)
-    newest = None if amax is None else torch.zeros_like(amax)
-    made = (
-        None
-        if pair is None
-        else pair[0].with_columns(pair[1], x, (KEY, turned), (amax, amax), (True, True), newest)
-    )
-    if made is None:
+    if pair is None:
         return {"why_not": "no kernel for both forms"}
-    specs = ((case.x, case.spec, KEY), (case.x.T, column, turned))
-    given = case.amax
-    wanted = [reference.quantize(each, spec, key=key, amax=given) for each, spec, key in specs]
-    found = differences(made, wanted)
+    newest = None if amax is None else torch.zeros_like(amax)
+    keys = (KEY, TURNED)
+    forms = pair[0].with_columns(pair[1], x, keys, (amax, amax), (True, True), newest)
+    if forms is None:
+        return {"why_not": "no kernel for both forms"}
+    found = Differences()
+    rows = reference.quantize(case.x, case.spec, key=KEY, amax=case.amax)
+    columns = reference.quantize(case.x.T, column, key=TURNED, amax=case.amax)
+    found.compare_codes(" of rows", forms[0], rows)
+    found.compare_codes(" of columns", forms[1], columns)
+    if newest is not None:
+        found.compare("amax of x", newest, case.x.abs().amax().float())
     if case.spec.block[1] is not None and (column.hadamard is not None or x.is_cuda):
-        found |= check_values(case, x, amax, column, turned)
-    if (
-        newest is not None
-        and (unlike := difference(newest, case.x.abs().amax().float())) is not None
-    ):
-        found["amax of x"] = unlike
+        found |= check_values(case, x, amax, column)
     return found
 
 
-def check_values(
-    case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec, turned: RandomKey
-) -> dict[str, str]:
+def check_values(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) -> dict[str, str]:
     """Differences of what emulation takes: of x values, and codes of the other form; of dy values
     of both forms.
 
-    A spec that draws random bits is that of dy alone. Others may be those of both, as in MXFP8."""
-    row, other = (kernels.TritonQuantizer(spec) for spec in (case.spec, column))
-    found: dict[str, str | None] = {}
+    A spec that draws random bits is that of dy alone. Others may be those of both, as in MXFP8.
+    """
+    row = kernels.TritonQuantizer(case.spec)
+    other = kernels.TritonQuantizer(column)
     rows = reference.quantize_dequantize(case.x, case.spec, key=KEY, amax=case.amax)
+    found = Differences()
     for codes in (False,) if case.spec.random else (True, False):
-        forms = row.with_columns(other, x, (KEY, turned), (amax, amax), (False, codes))
+        forms = row.with_columns(other, x, (KEY, TURNED), (amax, amax), (False, codes))
         if forms is None:
             return {"why_not": "no kernel for values of both forms"}
         row_form, column_form = forms
-        assert isinstance(row_form, Decoded)
-        kind = "codes" if codes else "values"
-        found[f"values of rows beside {kind}"] = difference(row_form.values, rows.values)
-        found[f"scale of rows beside {kind}"] = difference(row_form.scale, rows.scale)
-        if isinstance(column_form, Quantized):
-            quantized = reference.quantize(case.x.T, column, key=turned, amax=case.amax)
-            found["codes beside values"] = difference(column_form.codes, quantized.codes)
+        found.compare_values(f" of rows beside {'codes' if codes else 'values'}", row_form, rows)
+        if codes:
+            assert isinstance(column_form, Quantized)
+            columns = reference.quantize(case.x.T, column, key=TURNED, amax=case.amax)
+            found.compare("codes beside values", column_form.codes, columns.codes)
         else:
-            columns = reference.quantize_dequantize(case.x.T, column, key=turned, amax=case.amax)
-            found["values of columns"] = difference(column_form.values, columns.values)
-            found["scale of columns"] = difference(column_form.scale, columns.scale)
-        assert isinstance(column_form, Quantized) is codes
-    return {what: text for what, text in found.items() if text is not None}
+            values = reference.quantize_dequantize(case.x.T, column, key=TURNED, amax=case.amax)
+            found.compare_values(" of columns", column_form, values)
+    return found
 
 
-def differences(made: Iterable[object], wanted: Iterable[Quantized]) -> dict[str, str]:
-    """How codes of both forms, and what belongs to them, differ."""
-    found: dict[str, str | None] = {}
-    for form, ours, theirs in zip(("rows", "columns"), made, wanted, strict=True):
-        assert isinstance(ours, Quantized)
-        found[f"codes of {form}"] = difference(ours.codes.view(torch.uint8), theirs.codes)
-        found[f"scales of {form}"] = difference(ours.block_scales(), theirs.block_scales())
-        found[f"amax of {form}"] = difference(ours.amax, theirs.amax)
-        found[f"S_dec of {form}"] = difference(ours.global_decode(), theirs.global_decode())
-    return {what: text for what, text in found.items() if text is not None}
+LARGE = (1 << 17) + 8
+"""Rows, or tokens, of a tensor of more than 2^31 elements."""
 
 
 def check_large() -> dict[str, Any]:
-    """More than 2^31 elements, rows of which are compared with those rows alone: of whole rows, and of
+    """Rows of a large tensor, which are compared with those rows alone: of whole rows, and of
     tokens x features that are quantised along the tokens.
     """
-    rows = (1 << 17) + 8
-    need = rows * (1 << 17)
+    need = LARGE << 17
     if torch.cuda.mem_get_info()[0] < need:
         return {"left out": f"it needs {need >> 30} GiB of free GPU memory"}
-    amax = torch.tensor(30.0)
-    shapes = {
-        "nvfp4 stochastic": (rows, 1 << 14),
-        "mxfp8 e4m3": (rows, 1 << 14),
-        "nvfp4 hadamard stochastic": (1 << 14, rows),
-    }
-    for name, shape in shapes.items():
-        spec = SPECS[name]
-        x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-        x = x if shape[0] == rows else x.T
-        given = amax if spec.global_scale else None
-        whole = kernels.TritonQuantizer(spec).codes(
-            x, KEY, None if given is None else given.to(x.device)
-        )
-        for start in (0, rows // 32 * 16, rows - 16 - rows % 16):
-            part = x[start : start + 16]
-            key = KEY.replace(row_offset=KEY.row_offset + start)
-            expected = reference.quantize(part.cpu(), spec, key=key, amax=given)
-            if text := difference(whole.codes[start : start + 16], expected.codes):
-                return {"ok": False, "differences": {f"{name}, rows from {start}": text}}
-    return {}
+    found = Differences()
+    x = torch.randn(LARGE, 1 << 14, device="cuda", dtype=torch.bfloat16)
+    found |= check_large_rows("nvfp4 stochastic", x)
+    found |= check_large_rows("mxfp8 e4m3", x)
+    found |= check_large_rows("nvfp4 hadamard stochastic", x.view(1 << 14, LARGE).T)
+    return {"ok": not found, "differences": found}
+
+
+def check_large_rows(name: str, x: Tensor) -> dict[str, str]:
+    """Differences of the first, some middle and the last rows."""
+    spec = SPECS[name]
+    amax = torch.tensor(30.0) if spec.global_scale else None
+    on_device = None if amax is None else amax.to(x.device)
+    whole = kernels.TritonQuantizer(spec).codes(x, KEY, on_device)
+    found = Differences()
+    for start in (0, LARGE // 32 * 16, LARGE - 16 - LARGE % 16):
+        key = KEY.replace(row_offset=KEY.row_offset + start)
+        rows = x[start : start + 16].cpu()
+        expected = reference.quantize(rows, spec, key=key, amax=amax)
+        found.compare(f"{name}, rows from {start}", whole.codes[start : start + 16], expected.codes)
+    return found
 
 
 def row_of(case: Case, device: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import gpu_bandwidth
 import gpu_cases
 import gpu_check
+import gpu_kernels
 import gpu_layers
 import gpu_profile
 import gpu_results
@@ -22,6 +23,7 @@ from pretended import Machine
 from fp4train.backends import Native, tensor_cores
 from fp4train.nn import Linear
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
+from fp4train.quantize import Decoded, reference
 
 NAN = torch.tensor([1.0, float("nan"), 1.0])
 ONES = torch.ones(3)
@@ -67,6 +69,52 @@ def test_a_first_visit_checks_every_operand_as_the_recipes_quantise_it() -> None
         for spec in (fprop.second, dgrad.second):
             assert (spec, torch.float32) in alone
         assert {(fprop.first, wgrad.second), (dgrad.first, wgrad.first)} <= both
+
+
+def test_bits_and_dtypes_are_compared_and_any_nan_is_like_another() -> None:
+    a = torch.tensor([0.0, float("nan"), 1.0])
+    assert gpu_kernels.difference(a, a.clone()) is None
+    assert gpu_kernels.difference(None, None) is None
+    assert gpu_kernels.difference(a, None) == "one is missing"
+    zero = torch.tensor([-0.0, float("nan"), 1.0])
+    assert gpu_kernels.difference(a, zero) == "1 of 3 differ, first at [0]: 0.0, not -0.0"
+    number = torch.tensor([0.0, 2.0, 1.0])
+    assert gpu_kernels.difference(a, number) == "1 of 3 differ, first at [1]: nan, not 2.0"
+    assert "bfloat16" in str(gpu_kernels.difference(a.bfloat16(), a))
+
+
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [("mxfp8 x", [True, False]), ("nvfp4 x", [True, False]), ("nvfp4 dy", [False])],
+)
+def test_values_of_both_forms_are_checked_where_x_and_dy_have_one_spec(
+    monkeypatch: pytest.MonkeyPatch, name: str, forms: list[bool]
+) -> None:
+    """dy is emulated as values of both forms; of x the other form is codes."""
+    asked: list[bool] = []
+
+    class WrongColumns:
+        """Forms of the reference, but values of columns are those of rows, transposed."""
+
+        def __init__(self, spec: Any) -> None:
+            self.spec = spec
+
+        def with_columns(
+            self, column: Any, x: torch.Tensor, keys: Any, amaxes: Any, codes: Any
+        ) -> tuple[Any, Any]:
+            asked.append(codes[1])
+            rows = reference.quantize_dequantize(x, self.spec, key=keys[0], amax=amaxes[0])
+            if codes[1]:
+                return rows, reference.quantize(x.T, column.spec, key=keys[1], amax=amaxes[1])
+            return rows, Decoded(rows.values.T, rows.scale)
+
+    monkeypatch.setattr(gpu_kernels.kernels, "TritonQuantizer", WrongColumns)
+    cases = gpu_cases.launched_cases(((32, 64),))
+    (case,) = [case for case in cases if case.name.startswith(f"{name}, both forms")]
+    assert case.column is not None
+    found = gpu_kernels.check_values(case, case.x, case.amax, case.column)
+    assert asked == forms
+    assert found.keys() - {"scale of columns"} == {"values of columns"}
 
 
 # -- the profile -----------------------------------------------------------------------------------
