@@ -120,7 +120,7 @@ class Streamed:
     Args:
         vocab_size: ids that are possible.
         train, val: functions that read the rows.
-        fingerprint: what tells other data apart: a resume refuses another one.
+        fingerprint: text that tells other data apart: a resume refuses another one.
         description: the data in words.
         tokenizer: tokenizer that wrote the ids, if it is known.
         borders: ids that divide documents, for `train.document_mask`.

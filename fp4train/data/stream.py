@@ -24,7 +24,7 @@ class Stream(ABC):
     """The rows of a source, each of `seq_len` tokens.
 
     Args:
-        name: what errors call the tokens.
+        name: name of the tokens in errors.
         vocab_size: ids that are possible.
     """
 
