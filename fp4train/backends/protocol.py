@@ -127,7 +127,7 @@ class KernelCall(NamedTuple):
     """What a call of a layer's kernels shares with other calls and layers.
 
     Attributes:
-        constant: what calls share of weights (`precision.settings.ConstantWeights`); None: nothing,
+        constant: forms of weights that calls share (`precision.settings.ConstantWeights`); None: nothing,
             as the weight may have changed since the last call.
         into: gives, in backward, the float32 [N, K] to which dw is added, of the node of the graph
             to which autograd would give dw; None: dw is returned, in the table's dtype.

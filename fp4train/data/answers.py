@@ -303,7 +303,7 @@ def _speakers(
     it, or, where none does, the answers from the message before it to the one behind.
 
     Args:
-        places: where the content of each message ends, and the number of the message.
+        places: the end of the content of each message, and the number of the message.
     """
     start, end = span
     if inside := [number for place, number in places if start < place <= end]:
