@@ -35,7 +35,7 @@ class Result:
         seconds: seconds spent in the loop.
         signal: number of the signal that ended it early, or None.
         saved: whether the last checkpoint could be written.
-        diverged: sentence about a loss that ended far too high; None: it did not.
+        diverged: sentence about a loss that ended far too high, the lead's; None: it did not.
     """
 
     step: int
@@ -55,7 +55,6 @@ def train(run: Run) -> Result:
         UserError: a loss, gradient, weight or moment became NaN or infinite; or the run's directory
             went away.
         DivergedError: the loss diverged, and the run is to end, or to go back to a checkpoint.
-            Nothing is saved then.
         Exception: whatever a step raised.
     """
     config = run.config
@@ -122,7 +121,7 @@ def train(run: Run) -> Result:
         seconds=time.perf_counter() - began,
         signal=signal,
         saved=saved,
-        diverged=verdict(run),
+        diverged=world.broadcast(verdict(run)),
     )
 
 

@@ -9,10 +9,13 @@ from fp4train.checkpoint.folder import (
     newest_state as newest_state,
     prune as prune,
     save as save,
+    set_doubt as set_doubt,
     steps as steps,
 )
 from fp4train.checkpoint.layout import (
     ALONE as ALONE,
+    DOUBT as DOUBT,
+    GOOD as GOOD,
     STATE as STATE,
     WEIGHTS as WEIGHTS,
     CheckpointGroup as CheckpointGroup,

@@ -47,6 +47,7 @@ from fp4train.checkpoint.tree import JSON
 from fp4train.checkpoint.writing import KINDS, Writing
 from fp4train.errors import UserError, in_words
 from fp4train.files import Folder
+from fp4train.sealed import sealed, unsealed
 from fp4train.shards import TensorShard
 
 _log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Checkpoint:
         state: values that were passed to `save` as `state`.
         path: the directory it came from.
         skipped: newer checkpoints that could not be used, each with the reason; `load` has warned
-            of them.
+            of them, and of a doubt about this one.
     """
 
     step: int
@@ -88,6 +89,11 @@ class Checkpoint:
     def run(self) -> Path:
         """The run directory that it lies in."""
         return self.path.parent.parent
+
+    @property
+    def doubt(self) -> str | None:
+        """Why it may be useless; None: no reason is known."""
+        return self.state.get(layout.DOUBT)  # type: ignore[return-value]
 
 
 def save(
@@ -166,14 +172,15 @@ def load(
     """The newest whole checkpoint in `folder`, or the one of `step` exactly.
 
     All files are verified, and no tensor is read yet. Several ranks verify a part of the files each
-    and find the same checkpoint. A warning names every newer one that is skipped.
+    and find the same checkpoint. A warning names every newer one that is skipped, and says that the
+    one that is taken is doubtful.
 
     Args:
         kind: kind of the files that are verified and whose tensors are found, whatever has become
             of the others; None: all kinds.
         ranks: the ranks that read it.
-        verify: whether the files are compared with their checksums; without it their headers alone
-            are read.
+        verify: whether the files are compared with their checksums; without it, for a look at what
+            there is, their headers alone are read, and no doubt is told.
 
     Raises:
         UserError: nothing usable (every checkpoint is named with its reason), or written by a newer
@@ -210,6 +217,8 @@ def load(
             continue
         if ranks.first:
             _warn(skipped, path)
+        if ranks.first and verify:
+            _warn_of_doubt(path, state, names)
         return Checkpoint(step=candidate, tensors=tensors, state=state, path=path, skipped=skipped)
     reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
     if step is None or len(names) == 1:
@@ -260,6 +269,42 @@ def _warn(skipped: Iterable[tuple[Path, str]], taken: Path | None) -> None:
         else:
             instead = f"{taken} is taken in its place"
         _log.warning("checkpoint %s cannot be used (%s); %s", path.name, reason, instead)
+
+
+def _warn_of_doubt(path: Path, state: Mapping[str, JSON], steps: Collection[int]) -> None:
+    if not (doubt := state.get(layout.DOUBT)):
+        return
+    run = path.parent.parent
+    good = state.get(layout.GOOD)
+    if good in steps:
+        cure = f"the newest good one is {run}@{good} (resume={run} resume_step={good})"
+    else:
+        cure = "none of the run is known to be good"
+    _log.warning("checkpoint %s of %s is doubtful: %s; %s", path.name, run, doubt, cure)
+
+
+def set_doubt(
+    folder: Path | Folder, since: int, doubt: str | None, *, good: int | None = None
+) -> None:
+    """Mark the checkpoints from step `since` on as doubtful, for the reason `doubt`, but for the one
+    of step `good`; None: take their marks away.
+
+    What cannot be marked is reported.
+    """
+    with opened_folder(folder) as opened:
+        for step, name in _steps_in(opened).items():
+            if step < since or step == good:
+                continue
+            try:
+                with opened.folder(name) as place:
+                    body = unsealed(place.read(layout.STATE, layout.STATE_LIMIT))
+                    state = body["state"]
+                    if bool(state.pop(layout.DOUBT, None)) != bool(doubt):
+                        if doubt:
+                            state |= {layout.DOUBT: doubt, layout.GOOD: good}
+                        place.write(layout.STATE, sealed(body, indent=1))
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                _log.warning("the doubt about checkpoint %s is not written: %s", name, error)
 
 
 def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | None = None) -> None:

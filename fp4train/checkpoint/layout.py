@@ -29,6 +29,12 @@ TENSORS = "tensors"
 MODEL = "model"
 """Key of the weights in a state, and the first part of their paths."""
 STATE = "state.json"
+GOOD = "good"
+"""Key in a state of the newest step that is known to be good."""
+DOUBT = "doubt"
+"""Key in a state of the reason why the checkpoint may be useless; a checkpoint without it is in no
+doubt.
+"""
 STATE_LIMIT = 1 << 26
 """Bytes of a state that are read at most; the largest of fp4train's own have some hundred
 thousand.

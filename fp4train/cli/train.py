@@ -14,6 +14,7 @@ Train a run, or go on with it; the keys are listed below.
   plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: options of your own
   -m KEY=A,B       a sweep: one run after another
   --cfg job        the configuration, nothing trained
+Exit code 0: done; 3: the loss has diverged, and the message says what to do (docs/guide.md); 1: an error
 """
 
 import gc
@@ -55,7 +56,7 @@ from fp4train.run.planned import check_possible
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.trust import check_paths, forget_charts
 from fp4train.run.supervise.audit_coverage import Coverage
-from fp4train.run.supervise.divergence import DivergedError
+from fp4train.run.supervise.divergence import DivergedError, ended_diverged
 from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.supervise.rescue import explain
 from fp4train.text import screen
@@ -64,6 +65,8 @@ from fp4train.track.statistics import STATISTICS
 from fp4train.train import Result, train
 
 _log = logging.getLogger("fp4train")
+_ENDINGS = {0: "", DivergedError.exit_code: "diverged"}
+"""Remarks on the end of a job in the table of a sweep, by exit code."""
 
 
 def main(arguments: list[str]) -> int:
@@ -78,7 +81,7 @@ def main(arguments: list[str]) -> int:
         jobs.append(SweepJob(point=command.point, config=command.config))
         with determinism(command.config.train.deterministic):
             code = _train(command, _world(command.config, place))
-        jobs[-1].ending = "" if code == 0 else f"exit code {code}"
+        jobs[-1].ending = _ENDINGS.get(code, f"exit code {code}")
         return code
 
     try:
@@ -104,10 +107,10 @@ def _as_rank(arguments: list[str], place: ProcessRank) -> int:
                 world = _world(config, place)
                 speaks = place.lead
                 return _train(command, world)
-        except AgreedError:
+        except AgreedError as error:
             if speaks:
                 raise
-            return 1
+            return error.exit_code
         except BaseException as error:
             if world is not None:
                 world.fail(error)
@@ -173,7 +176,7 @@ def _trained(command: Command, world: World, console: Console | None) -> int:
             if origin.resume_step >= config.train.steps:
                 if world.lead:
                     print(message(_finished(config, origin.source, origin.resume_step), sys.stdout))
-                return 0
+                return DivergedError.exit_code if ended_diverged(origin.checkpoint) else 0
             _warn_of_jump(origin, command.saved, world)
         try:
             result: Result | Rewind = _to_its_end(origin, world, console)
@@ -278,7 +281,9 @@ def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result
 def _code(result: Result) -> int:
     if result.signal is not None:
         return 128 + result.signal
-    return 0 if result.saved else 1
+    if not result.saved:
+        return 1
+    return 0 if result.diverged is None else DivergedError.exit_code
 
 
 def _finished(config: Config, run: Path, step: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
-from fp4train.checkpoint import Checkpoint
+from fp4train.checkpoint import GOOD, Checkpoint
 from fp4train.config import Config, plain
 from fp4train.errors import UserError
 from fp4train.precision import Timeline
@@ -341,11 +341,11 @@ class Resume(Continued):
     def load(self, run: Run) -> None:
         super().load(run)
         run.saver.saved = self.resume_step
-        run.saver.good = self.checkpoint.state.get("good")  # type: ignore[assignment]
+        run.saver.good = self.checkpoint.state.get(GOOD)  # type: ignore[assignment]
 
     def after_commit(self, run: Run) -> None:
         if self.config.resume_step is not None:
-            abandon_later(run)
+            abandon_later(run, self.checkpoint.doubt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +370,7 @@ class Rewound(Resume):
         return {**values, "event": "rewind", **self.rewind.record}, events
 
     def after_commit(self, run: Run) -> None:
-        abandon_later(run, even_if_none=True)
+        abandon_later(run, self.checkpoint.doubt, even_if_none=True)
 
 
 @dataclass(frozen=True, kw_only=True)

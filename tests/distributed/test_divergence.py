@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from command_line import marked
 
 from fp4train import checkpoint
 
@@ -52,7 +53,23 @@ def test_two_ranks_go_back_after_the_same_step_as_one(
 
 
 @pytest.mark.long
-def test_ranks_stop_with_one_message_and_leave_the_good_checkpoint(ranks: Ranks) -> None:
-    said = ranks(2, "run.name=a", *OPTIONS, "train.on_divergence=stop", patch=POISON).message
+@pytest.mark.parametrize("cut", ["dp_shard", "pp"])
+def test_ranks_stop_with_one_message_and_mark_all_but_the_good_checkpoint(
+    ranks: Ranks, cut: str
+) -> None:
+    options = (*OPTIONS, f"parallel.{cut}=2", f"train.microbatch={2 if cut == 'dp_shard' else 1}")
+    ended = ranks(2, "run.name=a", *options, "train.on_divergence=stop", patch=POISON)
+    assert ended.codes == [3, 3]
+    said = ended.message
     assert said.startswith("step 13: the loss is") and "resume=runs/a resume_step=5 " in said
-    assert checkpoint.steps(ranks.run("a") / "checkpoints")[0] == 5
+    saved = checkpoint.steps(ranks.run("a") / "checkpoints")
+    assert saved[0] == 5 and sorted(marked(ranks.run("a"))) == saved[1:] != []
+
+
+@pytest.mark.long
+def test_ranks_that_train_on_end_with_the_code_of_a_diverged_run(ranks: Ranks) -> None:
+    options = (*OPTIONS, "train.on_divergence=warn", "parallel.dp_shard=2", "train.microbatch=2")
+    ended = ranks(2, "run.name=a", *options, patch=POISON)
+    assert ended.codes == [3, 3] and "diverged: the loss is" in ended.out[0]
+    again = ranks(2, "run.name=a", *options, patch=POISON)
+    assert again.codes == [3, 3] and again.err[0].count("is doubtful") == 1

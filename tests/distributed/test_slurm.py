@@ -230,7 +230,7 @@ def test_the_script_asks_for_what_its_body_needs() -> None:
 @pytest.mark.parametrize(
     ("code", "restarts", "requeued"),
     [(75, 0, True), (75, 9, True), (75, 10, False), (134, 0, True), (142, 0, True), (138, 99, True)]
-    + [(code, 0, False) for code in (0, 1, 2, 7, 137, 143)],
+    + [(code, 0, False) for code in (0, 1, 2, 3, 7, 137, 143)],
 )
 def test_what_failed_around_a_run_is_requeued_and_an_error_of_the_run_is_not(
     sbatch: Start, tmp_path: Path, code: int, restarts: int, requeued: bool

@@ -260,6 +260,13 @@ def steps(run: Path | str = "runs/a") -> list[int]:
     return checkpoint.steps(Path(run) / "checkpoints")
 
 
+def marked(run: Path | str) -> dict[int, str]:
+    """The doubts about the checkpoints of a run, by step."""
+    folders = Path(run, "checkpoints").glob("step_*")
+    bodies = [json.loads((folder / "state.json").read_text()) for folder in folders]
+    return {body["step"]: body["state"]["doubt"] for body in bodies if "doubt" in body["state"]}
+
+
 def everything(folder: Path) -> dict[Path, bytes]:
     """The files in a folder, and what they hold."""
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}

@@ -65,10 +65,7 @@ ASIDE = ".new"
 """The folder in a run's for the first files of a new run that may replace it."""
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json", TEMPLATE, GENERATION)
 SAVED = "checkpoint"
-REMOVED = "checkpoints removed"
-"""The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has
-no good one.
-"""
+"""The event in the metrics of a checkpoint that is whole."""
 _FOLDERS = (CHECKPOINTS, REQUESTS)
 """The folders of a run, beside those of its companions."""
 _NEIGHBOURS = 8
@@ -433,15 +430,9 @@ def check_restart(run: Path) -> None:
             with suppress(ValueError, AttributeError, RecursionError):
                 saved = json.loads(folder.read(HEARTBEAT, sealed.CONFIG_LIMIT)).get("saved")
         if not isinstance(saved, int) and folder.has_file(METRICS):
-            saves = [
-                line
-                for line in read_metrics(run / METRICS)
-                if line.get("event") in (SAVED, REMOVED)
-            ]
-            if saves and saves[-1]["event"] == SAVED:
-                saved = saves[-1]["step"]
-            else:
-                saved = None
+            for line in read_metrics(run / METRICS):
+                if line.get("event") == SAVED:
+                    saved = line["step"]
     if isinstance(saved, int):
         raise UserError(
             f"{run} had saved step {saved}, and its checkpoints are gone: put them back, or "

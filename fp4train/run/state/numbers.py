@@ -10,7 +10,7 @@ from typing import Any
 from fp4train.config.binding import bind
 from fp4train.run.loss_scale import fields_of
 from fp4train.run.state.base import PlainState
-from fp4train.run.supervise.loss_history import Divergence
+from fp4train.run.supervise.loss_history import HISTORY, Divergence
 
 SCALE = "scale"
 SCALING = "scaling"
@@ -60,7 +60,7 @@ class LossScale(PlainState):
 class LossHistory(PlainState):
     """The loss so far, by which a divergence is noticed, and what was skipped after one."""
 
-    key = "divergence"
+    key = HISTORY
 
     def saved(self) -> Mapping[str, Any]:
         """See `RunState.saved`."""

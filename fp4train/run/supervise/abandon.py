@@ -10,12 +10,13 @@ from fp4train.run.run import Run
 _log = logging.getLogger(__name__)
 
 
-def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
+def abandon_later(run: Run, doubt: str | None, *, even_if_none: bool = False) -> None:
     """Write the state that the run goes on from anew, which removes the checkpoints of later steps.
 
     None of them must be found as the newest.
 
     Args:
+        doubt: why that state may be useless; None: no reason is known.
         even_if_none: the state is another than that of its checkpoint.
 
     Raises:
@@ -30,7 +31,7 @@ def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
         _log.warning(
             "steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1
         )
-    begun = run.saver.begin(proven=True)
+    begun = run.saver.begin(proven=doubt is None, doubt=doubt)
     with run.world.same_outcome():
         if not run.world.lead:
             return

@@ -31,7 +31,7 @@ from fp4train.run.run import Run
 from fp4train.run.step import row_range
 from fp4train.run.supervise.divergence import divergence_request, end_or_rewind
 from fp4train.run.supervise.ledger import Ledger
-from fp4train.run.supervise.rescue import refuse, report, save
+from fp4train.run.supervise.rescue import refuse, report, save, save_at_end
 
 AT_ONCE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that ask for the end; a second one acts as it would have outside."""
@@ -211,6 +211,9 @@ def apply_requests(run: Run, ledger: Ledger, requests: dict[str, Any]) -> None:
     if "bad" in requests:
         refuse(requests["bad"])
     if "diverged" in requests:
+        if requests["diverged"]["back"] is None:
+            ledger.flush()
+            save_at_end(run)
         end_or_rewind(run, requests["diverged"])
     if "swaps" in requests and not run.world.lead:
         follow_swaps(run, requests["swaps"])

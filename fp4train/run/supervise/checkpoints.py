@@ -17,13 +17,11 @@ class Outcome:
         step: optimizer steps done at it.
         problem: why it could not be written; None if it was, at least to `checkpoint.also`.
         bad: the tensor that is not finite, in which case nothing was written.
-        removed: the checkpoints of the run are ruined from `step` on, and all are removed.
     """
 
     step: int
     problem: str | None = None
     bad: str | None = None
-    removed: bool = False
 
     @property
     def written(self) -> bool:
@@ -50,14 +48,14 @@ class Checkpoints(Protocol):
     def expect(self, sums: Mapping[str, int]) -> None:
         """The copy of the coming checkpoint must have these sums of bits, by tensor."""
 
-    def begin(self, *, proven: bool = False) -> bool:
+    def begin(self, *, proven: bool = False, doubt: str | None = None) -> bool:
         """Begin the checkpoint of the current step; False if the one before is not done in time."""
 
     def prove(self, step: int) -> None:
         """A loss within its past has been computed from the state of `step`."""
 
-    def discard_ruined(self, step: int) -> None:
-        """The states from `step` on are ruined: where no checkpoint is good, theirs are removed."""
+    def set_doubt(self, since: int, doubt: str | None) -> None:
+        """Mark the checkpoints from step `since` on as doubtful; None: take the marks away."""
 
     def outcomes(self) -> list[Outcome]:
         """The outcomes since the last call."""

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from fp4train import checkpoint
 from fp4train.companion import RunCompanion
+from fp4train.config.binding import bind
 from fp4train.parallel.world import AgreedError
 from fp4train.run.queued import Step, Values
 from fp4train.run.record.directory import CHECKPOINTS
-from fp4train.run.supervise.loss_history import Rewind
+from fp4train.run.supervise.loss_history import HISTORY, Divergence, Rewind
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -34,11 +35,14 @@ TAUGHT = 1.0
 
 
 class DivergedError(AgreedError):
-    """The loss of a run diverged, and train.on_divergence is not "warn".
+    """The loss of a run diverged, and it goes back to a checkpoint or ends.
 
     Args:
         rewind: how the run goes on; None: it has ended.
     """
+
+    exit_code = 3
+    """Exit code of every run whose loss has diverged when it ends."""
 
     def __init__(self, message: str, rewind: Rewind | None) -> None:
         super().__init__(message)
@@ -57,12 +61,13 @@ class FollowedLoss(RunCompanion):
         divergence = run.divergence
         number = step.index + 1
         base = _base(run)
+        since = divergence.since
         seen_before = divergence.seen
         divergence.add(step.index, loss + base)
         if number == run.config.train.steps:
             divergence.end()
         if divergence.since is not None and divergence.seen and not seen_before:
-            run.saver.discard_ruined(divergence.since)
+            run.saver.set_doubt(divergence.since, rise_message(run, advice=False))
             run.saver.wait()  # so that it is known which checkpoint is good
             if run.config.train.on_divergence == "warn":
                 _log.warning("step %d: %s", number, rise_message(run))
@@ -75,6 +80,8 @@ class FollowedLoss(RunCompanion):
         elif seen_before and not divergence.seen:
             _log.warning("step %d: the loss is %.4g, back within its past", number, loss)
             run.record.tracker.log_event(number, "divergence over", {"loss": loss})
+        elif since is not None and divergence.since is None:
+            run.saver.set_doubt(since, None)
         if divergence.is_good:
             run.saver.prove(step.index)
 
@@ -89,16 +96,39 @@ def proven_by(run: Run, evaluated: Mapping[str, float | str]) -> bool:
 
 def verdict(run: Run) -> str | None:
     """The message about the losses at the end of a run; None: there is nothing to report."""
-    divergence = run.divergence
-    if divergence.seen:
+    if run.divergence.seen:
         return f"diverged: {rise_message(run)}"
+    if (text := _end_message(run)) is None:
+        return None
+    run.record.tracker.log_event(run.step, "divergence", {"message": text})
+    return f"{text}. {_advice(run)}"
+
+
+def _end_message(run: Run) -> str | None:
+    """The message about a run that is done and ends above where it began; None about any other."""
+    divergence = run.divergence
     if run.step < run.config.train.steps or not divergence.ends_above_its_beginning(run.step):
         return None
     first_excess = (divergence.first or 0.0) - _base(run)
     last = median(divergence.recent) - _base(run)
-    text = f"the run ends above where it began (loss {last:.4g} against {first_excess:.4g})"
-    run.record.tracker.log_event(run.step, "divergence", {"message": text})
-    return f"{text}. {_advice(run)}"
+    return f"the run ends above where it began (loss {last:.4g} against {first_excess:.4g})"
+
+
+def doubt_about(run: Run) -> str | None:
+    """Why the current state may be useless, as its losses tell; None: they do not."""
+    if run.divergence.since is not None:
+        return rise_message(run, advice=False)
+    return _end_message(run)
+
+
+def ended_diverged(saved: checkpoint.Checkpoint) -> bool:
+    """Whether the run had diverged when it ended with this checkpoint."""
+    if saved.doubt is None:
+        return False
+    history: Divergence = bind(
+        checkpoint.unflatten({}, {HISTORY: saved.state[HISTORY]})[HISTORY], Divergence, HISTORY
+    )
+    return history.seen or history.ends_above_its_beginning(saved.step)
 
 
 def divergence_request(run: Run) -> dict[str, Any] | None:
@@ -156,11 +186,6 @@ def take_over(run: Run, rewind: Rewind) -> None:
     )
 
 
-def worthless(run: Run) -> bool:
-    """Whether the state of a run is ruined and no checkpoint is good: it would be the only one."""
-    return run.world.broadcast(run.divergence.seen and run.saver.good is None)
-
-
 def rise_message(run: Run, *, advice: bool = True) -> str:
     """Message about the current rise of the loss, with the advice what to do."""
     divergence = run.divergence
@@ -182,10 +207,7 @@ def _base(run: Run) -> float:
 
 def _advice(run: Run) -> str:
     if run.saver.good is None:
-        return (
-            "No checkpoint is good, and none is kept: start over with a lower optim.lr "
-            "(run.overwrite=true)"
-        )
+        return "No checkpoint is good: start over with a lower optim.lr (run.overwrite=true)"
     if run.config.train.on_divergence == "rewind":
         skip = ""
     else:

@@ -23,13 +23,13 @@ begins a rise, too, once the past has 8 losses. It lasts while losses are above 
 A loss fits the curve before it if it is within its past and at most f + max(J, 3 S, 0.1 |f|).
 
 A slow rise takes both measures with it. So the mean of the last `WINDOW` losses is judged, too,
-without the highest and the lowest quarter, which may be outliers. Where it was lowest, at L with the
-spread s, its margin is d = max(0.4 |L|, 5 s, 0.1). A mean above L + d is a divergence at once, which
-began with the first of the last losses that all are above L + 0.75 d.
+without the highest and the lowest quarter, which may be outliers. Where it was lowest, at L with
+the spread s, its margin is d = max(0.4 |L|, 5 s, 0.1). A mean above L + d is a divergence at once,
+which began with the first of the last losses that all are above L + 0.75 d.
 
 A model that knows nothing gives all V tokens of the vocabulary the same probability: its loss is
-ln V. Once `PERSIST` losses in a row were below 0.8 ln V, `LASTING` = 12 in a row above 0.95 ln V are a
-divergence; where the run ends, `PERSIST`.
+ln V. Once `PERSIST` losses in a row were below 0.8 ln V, `LASTING` = 12 in a row above 0.95 ln V
+are a divergence; where the run ends, `PERSIST`.
 
 The state that gave a loss is known to be good if the loss fits the curve, is at most L + 0.75 d, and
 is not above 0.95 ln V after any loss below 0.8 ln V.
@@ -50,6 +50,8 @@ from typing import Any
 
 from fp4train.config.schema import MOST_STEPS
 
+HISTORY = "divergence"
+"""Key of the history in the state of a run."""
 MEMORY = 64
 WINDOW = 32
 PERSIST = 5
@@ -225,8 +227,7 @@ class Divergence:
 
     def would_fit(self, loss: float) -> bool:
         """Whether a loss that came now would fit the curve before it."""
-        within = self._within(loss)
-        return self.since is None and within and not self._leaves_trend(loss) and self._fits(loss)
+        return self._within(loss) and not self._leaves_trend(loss) and self._fits(loss)
 
     def add(self, step: int, loss: float) -> None:
         """The loss of step `step` (from 0) is known."""

@@ -23,10 +23,15 @@ from fp4train.hardware import memory_asked, stored_bytes
 from fp4train.parallel.world import AgreedError
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.run.finite import finite_weights
-from fp4train.run.record.directory import CHECKPOINTS, REMOVED, SAVED
+from fp4train.run.record.directory import CHECKPOINTS, SAVED
 from fp4train.run.run import Run
 from fp4train.run.supervise.checkpoints import Outcome
-from fp4train.run.supervise.divergence import past_non_finite, rise_message, worthless
+from fp4train.run.supervise.divergence import (
+    DivergedError,
+    doubt_about,
+    past_non_finite,
+    rise_message,
+)
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.run_audits import RunAudits
@@ -40,24 +45,21 @@ def rescue(run: Run, error: NonFiniteError) -> str:
 
     Raises:
         AuditError: the state was overwritten, and audit.action is "stop".
-        DivergedError: the run goes back to a checkpoint.
+        DivergedError: the run goes back to a checkpoint, or its loss had diverged before.
     """
     if error.of_state:  # an overwritten value is no matter of rates
         run.companions.of(RunAudits).compare_state()
     run.record.tracker.log_event(run.step + 1, "non-finite", {"message": str(error)})
     past_non_finite(run, str(error))
     finite = all_finite(run)
-    if run.divergence.since is not None:
-        run.saver.discard_ruined(run.divergence.since)
-        run.saver.wait()
-        report(run)
-        return f"{error}. Before that {rise_message(run)}"
     if run.mid_update or not finite or error.of_state:
         run.saver.wait()
         report(run)
         outcome = "not saved" if finite else "ruined"
     else:
         outcome = "saved" if save_and_wait(run) else "failed"
+    if run.divergence.since is not None:
+        raise DivergedError(f"{error}. Before that {rise_message(run)}", None)
     steps = steps_saved(run)
     return screen(
         __package__,
@@ -71,12 +73,16 @@ def rescue(run: Run, error: NonFiniteError) -> str:
 
 
 def save(run: Run, *, proven: bool = False) -> None:
-    """Begin a checkpoint, which is written while the next steps run; none of a ruined state that
-    would stand alone.
+    """Begin a checkpoint, which is written while the next steps run.
+
+    Args:
+        proven: an evaluation shows that the state is good.
     """
-    if not worthless(run):
-        run.companions.on_save()
-        run.saver.begin(proven=proven and run.divergence.is_good)
+    run.companions.on_save()
+    run.saver.begin(
+        proven=proven and run.divergence.is_good,
+        doubt=None if proven and not run.divergence.seen else doubt_about(run),
+    )
 
 
 def report(run: Run) -> Outcome | None:
@@ -97,7 +103,7 @@ def report(run: Run) -> Outcome | None:
         elif outcome.bad is not None:
             bad = bad or outcome
         else:
-            run.record.tracker.log_event(outcome.step, REMOVED if outcome.removed else SAVED)
+            run.record.tracker.log_event(outcome.step, SAVED)
     return bad
 
 
@@ -137,16 +143,11 @@ def save_and_wait(run: Run) -> bool:
 
 
 def save_at_end(run: Run) -> bool:
-    """The last checkpoint of a run; whether it is written, or the run is done and its end not worth
-    it.
-    """
+    """The last checkpoint of a run; whether it is written."""
     watch = run.companions.of(Watch)
     if run.world.broadcast(watch.look() is not None and watch.lost):
         _log.error("%s; nothing is saved there", watch.trouble)
         return False
-    if worthless(run):
-        report(run)
-        return run.step == run.config.train.steps
     return save_and_wait(run)
 
 

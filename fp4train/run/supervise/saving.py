@@ -11,9 +11,14 @@ it.
 
 A checkpoint whose weights or moments are not finite is not written. One from which nothing has been
 computed yet is not proven: weights may be finite and useless. It pushes out no other until the next
-step has given a loss within its past (`divergence`). Beside the newest `checkpoint.keep` there stay
+step has given a loss within its past (`divergence`).
 
-    the good one               the newest that is proven, so that ruined ones never stand alone
+One that is saved while the loss is far above its past is doubtful, and so are those from the
+beginning of a divergence that is seen later: a mark in their state says so to who loads them. If a
+rise of the loss was but noise, it takes its marks with it. Beside the newest `checkpoint.keep` there
+stay
+
+    the good one               the newest that is proven, so that doubtful ones never stand alone
     the one before cooldown    `checkpoint.keep_before_cooldown`: a longer run goes on from it
     milestones                 number k of `checkpoint.milestones` (from 0) is the oldest whose age, in units of
                                `checkpoint.every` times `checkpoint.keep`, is from 4ᵏ to below 4ᵏ⁺¹
@@ -97,20 +102,22 @@ class Saver:
 
     def holds(self, step: int) -> bool:
         """Whether the checkpoint of `step` is written or being written."""
-        return self._begun == step and not (
-            self.last is not None and self.last.step == step and not self.last.written
+        return self.saved == step or (
+            self._begun == step
+            and not (self.last is not None and self.last.step == step and not self.last.written)
         )
 
     def expect(self, sums: Mapping[str, int]) -> None:
         """The copy of the coming checkpoint must have these sums of bits, by tensor."""
         self._expected = dict(sums)
 
-    def begin(self, *, proven: bool = False) -> bool:
+    def begin(self, *, proven: bool = False, doubt: str | None = None) -> bool:
         """Copy the state of the run and have it written; False if the one before is not done in
         time.
 
         Args:
             proven: a loss within its past has been computed from this state.
+            doubt: why this state may be useless; None: no reason is known.
         """
         if not self.run.world.everywhere(self._worker.wait(WAIT_SECONDS)):
             _log.error(
@@ -124,7 +131,9 @@ class Saver:
         tensors, state = checkpoint.flatten(run.state())
         if not run.world.stage:
             state["metrics"] = mark(run.record.tracker)  # type: ignore[assignment]
-            state["good"] = step if proven else self.good
+            state[checkpoint.GOOD] = step if proven else self.good
+            if doubt is not None:
+                state[checkpoint.DOUBT] = doubt
         checked = [name for name in tensors if run.must_be_finite(name)]
         parts = owned(tensors, leads=self.ranks.leads, orders=run.row_orders())
         kept = {n: parts[n].tensor for n in checked if n in parts}
@@ -193,18 +202,25 @@ class Saver:
 
             self._worker.put(job)
 
-    def discard_ruined(self, step: int) -> None:
-        """The states from `step` on are ruined: if no checkpoint is good, those of them that have
-        one are removed.
+    def set_doubt(self, since: int, doubt: str | None) -> None:
+        """Mark the checkpoints from step `since` on as doubtful, for the reason `doubt`, but for
+        the good one; None: take the marks away.
         """
 
         def job() -> None:
-            if self.good is None and self.saved is not None:
-                self._prune(step - 1)
-                self.saved = None
-                self._outcomes.put(Outcome(step=step, removed=True))
+            mark_in(self.run.folder)
+            if (also := self.run.config.checkpoint.also) is not None:
+                with self._also(also / self.run.config.run.name) as second:
+                    mark_in(second)
 
-        self._worker.put(job)
+        def mark_in(place: Folder) -> None:
+            if place.status(run_directory.CHECKPOINTS) is not None:
+                with place.folder(run_directory.CHECKPOINTS) as folder:
+                    checkpoint.set_doubt(folder, since, doubt, good=self.good)
+
+        newest = self.saved if self._begun is None else self._begun
+        if self.ranks.first and newest is not None and newest >= since:
+            self._worker.put(job)
 
     def outcomes(self) -> list[Outcome]:
         """The outcomes since the last call."""

@@ -1,6 +1,4 @@
-"""A loss far above its past is said, ends the run, or takes it back; a ruined checkpoint is never
-the only one.
-"""
+"""A loss far above its past is said, ends the run, or takes it back; the newest checkpoint is kept."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import STEADY, Cli, before_steps, events, losses, steps
+from command_line import STEADY, Cli, before_steps, events, losses, marked, steps
 from recorder_on_cpu import RecorderOnCpu
 
 import fp4train.run.build as build
@@ -70,43 +68,44 @@ def rewinds(run: str) -> list[journal.Record]:
     return [record for record in journal.read_journal(Path(run)) if record.event == "rewind"]
 
 
-def test_a_run_that_diverges_from_its_start_says_so_and_leaves_no_ruined_checkpoint(
+def test_a_run_that_diverges_from_its_start_says_so_and_keeps_its_newest_checkpoints_marked(
     cli: Cli,
 ) -> None:
-    ended = cli("run.name=a", *RUN, "checkpoint.every=2", "optim.lr=10", "train.steps=10")
-    assert ended.code == 0
+    command = (*RUN, "checkpoint.every=2", "optim.lr=10", "train.steps=10")
+    ended = cli("run.name=a", *command)
+    assert ended.code == 3
     assert (
         ended.err.count("far above its past (5.7") == 1
         and "since step 2. No checkpoint is good" in ended.err
     )
     assert "done; " in ended.out and "diverged: the loss is" in ended.out
     assert [event["since"] for event in events("runs/a", "divergence")] == [2]
-    assert steps() == [] and len(events("runs/a", "checkpoints removed")) == 1
+    assert steps() == [8, 10] == sorted(marked("runs/a"))
+    ended = cli("resume=runs/a", "train.steps=12")
+    assert ended.code == 3 and "none of the run is known to be good" in ended.err
+    assert steps() == [10, 12] == sorted(marked("runs/a"))
+    ended = cli("run.name=b", *command, "checkpoint.every=4", "train.on_divergence=stop")
     assert (
-        cli("run.name=a", *RUN, "checkpoint.every=2", "optim.lr=10", "train.steps=10").code == 0
-    ), "from its start"
-    ended = cli("run.name=b", *RUN, "checkpoint.every=2", "optim.lr=10", "train.on_divergence=stop")
-    assert (
-        ended.code == 1
+        ended.code == 3
         and "far above its past" in ended.message
         and "lower optim.lr" in ended.message
     )
     assert ended.message.startswith("step 6: ")
-    assert steps("runs/b") == []
+    assert steps("runs/b") == [4, 7] == sorted(marked("runs/b")), "the state where it stopped, too"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("lr", "mode"), [("10", "rewind"), *(("1e3", mode) for mode in ("warn", "stop", "rewind"))]
 )
-def test_no_mode_leaves_the_ruined_checkpoint_of_a_run_that_diverges_from_its_start(
+def test_every_mode_keeps_the_newest_checkpoint_of_a_run_that_diverges_from_its_start(
     cli: Cli, lr: str, mode: str
 ) -> None:
     ended = cli(
         "run.name=a", *RUN, "checkpoint.every=1", f"optim.lr={lr}", f"train.on_divergence={mode}"
     )
     assert (
-        ended.code == 1
+        ended.code == 3
         and "far above its past" in ended.message
         and "No checkpoint is good" in ended.message
     )
@@ -115,7 +114,7 @@ def test_no_mode_leaves_the_ruined_checkpoint_of_a_run_that_diverges_from_its_st
     assert ("rose far above its past (5.7" in ended.message) == (lr == "1e3"), (
         "by then it is just above its beginning"
     )
-    assert steps() == []
+    assert steps() and steps()[-1] in marked("runs/a")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_a_rate_that_ruins_a_good_run_leaves_its_good_checkpoint(
         "train.rewinds=2",
     )
     ended = cli("resume=runs/a", *options, f"optim.lr={lr}")
-    said = ended.message if ended.code else ended.out
+    said = ended.out if (lr, mode) == ("10", "warn") else ended.message
     assert "far above its past" in said and ("nan" in said) == (lr == "1e3")
     kept = steps()[0]
     assert kept in (10, 11) and f"resume=runs/a resume_step={kept} " in said
@@ -145,7 +144,7 @@ def test_a_rate_that_ruins_a_good_run_leaves_its_good_checkpoint(
     assert ("the run went back 2 times (train.rewinds)" in said) == (
         mode == "rewind" and lr == "10"
     )
-    assert ended.code == (0 if (lr, mode) == ("10", "warn") else 1)
+    assert ended.code == 3
     goes_on = cli(
         "resume=runs/a", f"resume_step={kept}", "optim.lr=0.001", "train.on_divergence=stop"
     )
@@ -284,8 +283,9 @@ def test_milestones_are_kept_at_growing_distance(cli: Cli) -> None:
 
 def test_a_resumed_run_knows_that_its_newest_checkpoint_is_ruined(cli: Cli, poison: Poison) -> None:
     poison(12)
-    assert cli("run.name=a", *RUN).code == 0
+    assert cli("run.name=a", *RUN).code == 3
     assert steps() == [10, 20, 24], "ruined, and beside the good one"
+    assert sorted(marked("runs/a")) == [20, 24]
     ended = cli("resume=runs/a", "train.steps=30", "train.on_divergence=rewind")
     assert ended.code == 0 and "going on from step 10; batches 10–23 are skipped" in ended.err
     assert "diverged" not in ended.out

@@ -108,7 +108,7 @@ def test_weights_that_tell_nothing_while_the_loss_falls_cost_no_good_checkpoint(
         "checkpoint.keep=2",
         *STEADY,
     )
-    assert ended.code == 0 and "diverged: the loss " in ended.out
+    assert ended.code == 3 and "diverged: the loss " in ended.out
     assert "far above its past (" in ended.err and "since step 42" in ended.err
     assert "The last good checkpoint is that of step 40" in ended.err
     assert 40 in steps()
@@ -136,5 +136,5 @@ def test_an_evaluation_whose_loss_is_finite_and_useless_proves_no_checkpoint(
         "eval.every=10",
         *STEADY,
     )
-    assert ended.code == 0 and "The last good checkpoint is that of step 30" in ended.err
+    assert ended.code == 3 and "The last good checkpoint is that of step 30" in ended.err
     assert [proven[step] for step in (10, 20, 30, 40)] == [True, True, True, False]

@@ -1,0 +1,157 @@
+"""A checkpoint that may be useless has a mark, of which everything tells that loads it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import STEADY, Cli, after_update, before_steps, marked, steps
+
+from fp4train import checkpoint
+
+RUN = (
+    "recipe=bf16",
+    "model.layers=1",
+    "train.batch_size=2",
+    "train.steps=30",
+    "eval.every=0",
+    "checkpoint.every=1",
+    "checkpoint.keep=9",
+    "optim.lr=1e-5",
+    *STEADY,
+)
+
+
+def scaled(monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> None:
+    """The weights are multiplied by a factor as a step begins, by step."""
+
+    def act(run: Any) -> None:
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(factors.get(run.step, 1))
+
+    before_steps(monkeypatch, act)
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        "resume=runs/a train.steps=8",
+        "resume=runs/a run.name=branch train.steps=8",
+        "resume=runs/a resume_step=6 run.name=branch train.steps=8",
+        "init=runs/a run.name=new train.steps=1",
+        "teacher=runs/a run.name=new train.steps=1",
+        "check runs/a",
+        "eval runs/a batches=1",
+        "export runs/a to=hf out=folder",
+        "sample runs/a prompt=the tokens=2",
+    ],
+)
+def test_every_door_says_that_a_checkpoint_is_doubtful_and_names_the_good_one(
+    cli: Cli, door: str
+) -> None:
+    cli.trained("run.name=a", "checkpoint.every=2", "checkpoint.keep=9")
+    checkpoint.set_doubt(Path("runs/a/checkpoints"), 5, "the loss is 5.5, far above", good=4)
+    words = door.split()
+    ended = cli(*words) if "=" in words[0] else cli.raw(*words)
+    assert ended.code == 0, ended.err
+    (line,) = [line for line in ended.err.splitlines() if "doubtful" in line]
+    assert line == (
+        "warning: checkpoint step_00000006 of runs/a is doubtful: the loss is 5.5, far above; the "
+        "newest good one is runs/a@4 (resume=runs/a resume_step=4)"
+    )
+
+
+@pytest.mark.parametrize(
+    "door", ["resume=runs/a resume_step=4 train.steps=8", "eval runs/a@4 batches=1"]
+)
+def test_no_door_doubts_the_good_checkpoint_of_a_run(cli: Cli, door: str) -> None:
+    cli.trained("run.name=a", "checkpoint.every=2", "checkpoint.keep=9")
+    checkpoint.set_doubt(Path("runs/a/checkpoints"), 3, "the loss is 5.5, far above", good=4)
+    assert list(marked("runs/a")) == [6]
+    ended = cli.raw(*door.split())
+    assert ended.code == 0 and "doubtful" not in ended.err
+    assert list(marked("runs/a")) == ([] if "resume" in door else [6]), "what was abandoned is gone"
+
+
+def test_a_divergence_marks_the_checkpoints_from_its_beginning_and_later_ones_are_judged_anew(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled(monkeypatch, {8: 30, 15: 1 / 30})
+    ended = cli("run.name=a", *RUN, "train.steps=15")
+    assert ended.code == 3 and "diverged: the loss is" in ended.out
+    assert 7 in steps() and "The last good checkpoint is that of step 7: go on from" in ended.out
+    assert sorted(marked("runs/a")) == list(range(8, 16))
+    assert all("far above its past (5." in doubt for doubt in marked("runs/a").values())
+    ended = cli("resume=runs/a", "train.steps=30")
+    assert ended.code == 0 and "back within its past" in ended.err and "diverged" not in ended.out
+    assert "checkpoint step_00000015 of runs/a is doubtful" in ended.err
+    assert max(marked("runs/a"), default=0) < 26 and steps()[-1] == 30
+
+
+def test_a_mark_goes_where_the_high_losses_were_but_noise_of_a_batch(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled(monkeypatch, {8: 30, 10: 1 / 30})
+    ended = cli("run.name=a", *RUN, "train.steps=10", "checkpoint.every=5")
+    assert ended.code == 0 and list(marked("runs/a")) == [10], "two high losses at its end"
+    ended = cli("run.name=b", *RUN, "train.steps=14")
+    assert ended.code == 0 and len(steps("runs/b")) >= 9 and not marked("runs/b")
+
+
+def test_an_evaluation_that_fits_the_curve_leaves_no_doubt_after_a_high_batch(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled(monkeypatch, {9: 30})
+    command = (*RUN, "train.steps=10", "checkpoint.every=5", "eval.every=10")
+    ended = cli("run.name=a", *command)
+    assert ended.code == 0 and list(marked("runs/a")) == [10], "the weights themselves are bad"
+
+    def restore(run: Any) -> None:
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(1 / 30)
+
+    after_update(10, monkeypatch, restore)
+    ended = cli("run.name=b", *command)
+    assert ended.code == 0 and not marked("runs/b")
+
+
+def test_the_same_command_after_a_diverged_run_tells_it_again(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a launcher gives it that starts a run again which did not end with 0."""
+    scaled(monkeypatch, {8: 30})
+    command = ("run.name=a", *RUN, "train.steps=15")
+    assert cli(*command).code == 3
+    again = cli(*command)
+    assert again.code == 3 and "finished" in again.out and "is doubtful" in again.err
+
+
+def test_a_sweep_goes_on_past_a_run_that_diverges(cli: Cli) -> None:
+    options = (*RUN, "train.steps=10", "checkpoint.every=0")
+    ended = cli("-m", *options, "optim.lr=10,1e-4")
+    assert ended.code == 3
+    table = ended.out.splitlines()
+    assert [line.endswith("diverged") for line in table if line.startswith("optim.lr=")] == [
+        True,
+        False,
+    ]
+
+
+def test_a_second_copy_has_the_marks_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled(monkeypatch, {8: 30})
+    copies = cli.folder / "copies"
+    ended = cli("run.name=a", *RUN, "train.steps=15", f"checkpoint.also={copies}")
+    assert ended.code == 3 and marked(copies / "a") == marked("runs/a") != {}
+
+
+def test_a_mark_is_part_of_what_is_verified(cli: Cli) -> None:
+    cli.trained("run.name=a")
+    state = Path("runs/a/checkpoints/step_00000006/state.json")
+    checkpoint.set_doubt(state.parent.parent, 6, "the loss is 5.5, far above")
+    state.write_text(state.read_text().replace("5.5", "1.5"))
+    ended = cli.raw("eval", "runs/a", "batches=1")
+    assert ended.code == 1 and "state.json is damaged" in ended.message
+    checkpoint.set_doubt(state.parent.parent, 6, None)
+    assert "1.5" in state.read_text(), "what is damaged stays as it is"
