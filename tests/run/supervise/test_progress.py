@@ -32,6 +32,7 @@ def run_on(device: str) -> Run:
     equipment = Equipment(**dict.fromkeys(field.name for field in fields(Equipment)))
     known = {
         "multiplied": MULTIPLIED,
+        "train_data": SimpleNamespace(vocab_size=257),
         "device": torch.device(device),
         "world": World(device=torch.device(device)),
         "equip": lambda run: equipment,
