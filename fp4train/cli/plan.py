@@ -68,14 +68,6 @@ _GPUS = f"a number of GPUs from 1 to {MOST_RANKS}"
 class PlanOptions(CommandLine):
     full: bool = False
     gpus: Annotated[int, Within(1, _GPUS, most=MOST_RANKS)] | None = None
-    parallel: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.parallel is not None:
-            raise ValueError(
-                f"parallel={self.parallel}: a mesh is named by its sizes, {', '.join(KEYS)}"
-                "; plan compares meshes one by one"
-            )
 
 
 def asks_for_mesh(parallel: Parallel, gpus: int | None, named: Collection[str]) -> bool:
@@ -93,6 +85,12 @@ def main(arguments: list[str]) -> int:
     code.
     """
     line = read_line(arguments, PlanOptions, __doc__, keys=None, data=True)
+    for word in line.words:
+        if word.startswith("parallel="):
+            raise UserError(
+                f"{word}: a mesh is named by its sizes, {', '.join(KEYS)}; plan prices the one that "
+                "they name"
+            )
     if line.words and names_folder(line.words[0]):
         run, *beside = [*line.words, *line.flags]
         if line.gpus is not None or line.as_data:

@@ -217,7 +217,7 @@ for number, (row, column) in enumerate(pairs):
     different = check_both(case, x, None, column)
     assert not different, (row, different)
     if row.block[1]:
-        different = check_values(case, x, None, column, ROW_KEY)
+        different = check_values(case, x, None, column)
         assert not different, (row, different)
 print(len(pairs))
 """
