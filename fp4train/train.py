@@ -35,7 +35,8 @@ class Result:
         seconds: seconds spent in the loop.
         signal: number of the signal that ended it early, or None.
         saved: whether the last checkpoint could be written.
-        diverged: sentence about a loss that ended far too high, the lead's; None: it did not.
+        remark: sentence about a loss that ended too high, the lead's; None: it did not.
+        diverged: whether it ended so by more than its noise.
     """
 
     step: int
@@ -43,7 +44,8 @@ class Result:
     seconds: float
     signal: int | None
     saved: bool
-    diverged: str | None = None
+    remark: str | None = None
+    diverged: bool = False
 
 
 def train(run: Run) -> Result:
@@ -121,7 +123,8 @@ def train(run: Run) -> Result:
         seconds=time.perf_counter() - began,
         signal=signal,
         saved=saved,
-        diverged=world.broadcast(verdict(run)),
+        remark=verdict(run),
+        diverged=world.broadcast(run.divergence.beyond_noise),
     )
 
 

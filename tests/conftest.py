@@ -26,6 +26,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import settings
 from omegaconf import OmegaConf
+from shared_folders import watched
 from unflushed import checked
 
 from fp4train.config import composition
@@ -193,13 +194,19 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
-    """See `seed_everything`; the test that needs such a fixture first draws as if it were there."""
-    if fixturedef.scope == "function":
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    """See `seed_everything`; the test that needs such a fixture first draws as if it were there.
+    Its folder is watched: see `shared_folders`.
+    """
+    if fixturedef.scope == "function" or fixturedef.argname == "tmp_path_factory":
         return (yield)
+    base = request.getfixturevalue("tmp_path_factory").getbasetemp()
     seed_everything()
     try:
-        return (yield)
+        with watched(base, fixturedef.argname, fixturedef.addfinalizer):
+            return (yield)
     finally:
         seed_everything()
 

@@ -101,6 +101,8 @@ def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
             codes.append(_run(task, command))
             if codes[-1] > 128:  # a signal ends the whole sweep
                 break
+        if codes[-1] <= 128 and 1 in codes:
+            return 1  # an error, not another job's divergence
         return max(codes)
 
 

@@ -283,7 +283,7 @@ def _code(result: Result) -> int:
         return 128 + result.signal
     if not result.saved:
         return 1
-    return 0 if result.diverged is None else DivergedError.exit_code
+    return DivergedError.exit_code if result.diverged else 0
 
 
 def _finished(config: Config, run: Path, step: int) -> str:

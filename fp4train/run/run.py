@@ -38,7 +38,7 @@ from fp4train.run.record.journal import swaps
 from fp4train.run.record.run_record import RunRecord
 from fp4train.run.state.base import PlainState, RunState, orders_of, saved_part
 from fp4train.run.supervise.checkpoints import Checkpoints
-from fp4train.run.supervise.loss_history import Divergence
+from fp4train.run.supervise.loss_history import LEAST_VOCABULARY, Divergence
 from fp4train.run.teacher import Teacher
 from fp4train.shards import RowOrder
 from fp4train.text import counted, first_line
@@ -119,7 +119,8 @@ class Run:
         self.inbox = Inbox(self.folder)
         self.record = RunRecord.empty(self.folder)
         self.feed = Feed(self.train_data, self.device)
-        uniform = 0.0 if self.teacher else math.log(self.train_data.vocab_size)
+        compares = not self.teacher and self.train_data.vocab_size >= LEAST_VOCABULARY
+        uniform = math.log(self.train_data.vocab_size) if compares else 0.0
         self.divergence = Divergence(uniform=uniform)
         self._regions: list[tuple[LayerBackend, list[Table]]] = []
         self._high: tuple[PlannedStretch, PlannedStretch] | None = None

@@ -1,90 +1,49 @@
-"""No test keeps a store where another one looks: what lies beside a file that several tests share
-is shared too.
-"""
+"""What a fixture made for several tests stays as it was: see `tests/helpers/shared_folders.py`."""
 
-import ast
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-TESTS = Path(__file__).parents[1]
-ROOT = "conftest.py"
-EXCEPTIONS = {
-    "cli/test_launch.py": "a folder that is not there, which a message corrects",
-    "cli/test_sample.py": "a folder that a message names",
-    "cli/test_width.py": "a folder that a table names",
-    "helpers/command_line.py": "token ids, which are kept by the text that they are made of",
-}
+from shared_folders import GROWING, watched
 
 
-def shared_fixtures(tree: ast.Module) -> set[str]:
-    """The fixtures of a file whose scope is wider than one test."""
-    decorated = (
-        (n, d) for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) for d in n.decorator_list
-    )
-    return {
-        function.name
-        for function, decorator in decorated
-        if isinstance(decorator, ast.Call)
-        and any(keyword.arg == "scope" for keyword in decorator.keywords)
-    }
-
-
-def places(tree: ast.Module, fixtures: set[str]) -> Iterator[str]:
-    """Where a file names a place beside the value of one of these fixtures, which it has as an
-    argument or an attribute, or in the folder that all tests of a process share.
-    """
-    arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    values = fixtures & arguments | {f"self.{name}" for name in fixtures}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (
-            node.attr == "getbasetemp"
-            or (node.attr in ("parent", "parents") and ast.unparse(node.value) in values)
-        ):
-            yield f"{node.lineno}: {ast.unparse(node)}"
-
-
-def test_no_store_lies_beside_a_shared_file() -> None:
-    """Give it a folder of its own: `tmp_path_factory.mktemp(…)`, or a test's `tmp_path`. A finished
-    run comes from `finished`.
-    """
-    trees = {
-        path.relative_to(TESTS).as_posix(): ast.parse(text)
-        for path in sorted(TESTS.rglob("*.py"))
-        if "scope=" in (text := path.read_text("utf-8"))
-        or ".parent" in text
-        or "getbasetemp" in text
-    }
-    fixtures = {path: shared_fixtures(tree) for path, tree in trees.items()}
-    found = dict[str, list[str]]()
-    for path, tree in trees.items():
-        folders = [folder.as_posix() for folder in Path(path).parents]
-        above = (fixtures.get(f"{folder}/conftest.py", set()) for folder in folders)
-        visible = fixtures[ROOT].union(fixtures[path], *above)
-        if lines := list(places(tree, visible)):
-            found[path] = lines
-    strange = {path: lines for path, lines in found.items() if path not in EXCEPTIONS}
-    assert not strange, f"{strange}: {test_no_store_lies_beside_a_shared_file.__doc__}"
-    assert found.keys() == EXCEPTIONS.keys(), "no exceptions any more"
+def made_by(fixture: str, base: Path) -> tuple[Path, list[Callable[[], None]]]:
+    """(The text in the folder that a fixture made, what is called where it ends)."""
+    ends: list[Callable[[], None]] = []
+    with watched(base, fixture, ends.append):
+        text = base / "data0" / "text.txt"
+        text.parent.mkdir()
+        text.write_text("text")
+    return text, ends
 
 
 @pytest.mark.parametrize(
-    "body",
+    "store",
     [
-        "def trained(self): return self.text.parent / 'finished' / str(len(self.finished))",
-        "def runs(text): return text.parent / 'runs'",
-        "def file(factory): return factory.getbasetemp() / 'file.json'",
+        lambda text: text.parent / "finished" / "0",
+        lambda text: text.with_name("runs"),
+        lambda text: Path(str(text).rpartition("/")[0]) / "runs",
+        lambda text: Path(f"{text}-runs"),
     ],
+    ids=["beside the text", "by another name", "above the text", "by a longer name"],
 )
-def test_the_rule_sees_what_breaks_it(body: str) -> None:
-    fixture = "@pytest.fixture(scope='session')\ndef text(): ...\n"
-    tree = ast.parse(fixture + body)
-    assert list(places(tree, shared_fixtures(tree)))
+def test_a_store_in_the_folder_of_a_shared_fixture_is_an_error(
+    store: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    text, (end,) = made_by("words", tmp_path)
+    end()
+    store(text).mkdir(parents=True)
+    with pytest.raises(AssertionError, match="the folder of the fixture words, which several"):
+        end()
 
 
-def test_the_rule_allows_a_tests_own_folder() -> None:
-    own = (
-        "def a(tmp_path, factory):\n    factory.mktemp('finished') / 'a'\n    tmp_path.parent / 'b'"
-    )
-    assert not list(places(ast.parse(own), {"text"}))
+def test_a_tests_own_folder_is_none_of_it(tmp_path: Path) -> None:
+    text, (end,) = made_by("words", tmp_path)
+    (tmp_path / "own0").mkdir()
+    (tmp_path / "own0" / "run").mkdir()
+    text.write_text("other text")
+    end()
+
+
+def test_what_grows_by_names_that_no_two_tests_choose_is_left_out(tmp_path: Path) -> None:
+    assert made_by(next(iter(GROWING)), tmp_path)[1] == []

@@ -128,7 +128,7 @@ def ended_diverged(saved: checkpoint.Checkpoint) -> bool:
     history: Divergence = bind(
         checkpoint.unflatten({}, {HISTORY: saved.state[HISTORY]})[HISTORY], Divergence, HISTORY
     )
-    return history.seen or history.ends_above_its_beginning(saved.step)
+    return history.beyond_noise
 
 
 def divergence_request(run: Run) -> dict[str, Any] | None:

@@ -29,14 +29,16 @@ which began with the first of the last losses that all are above L + 0.75 d.
 
 A model that knows nothing gives all V tokens of the vocabulary the same probability: its loss is
 ln V. Once `PERSIST` losses in a row were below 0.8 ln V, `LASTING` = 12 in a row above 0.95 ln V
-are a divergence; where the run ends, `PERSIST`.
+are a divergence; where the run ends, `PERSIST`. Vocabularies below `LEAST_VOCABULARY` are left out.
 
 The state that gave a loss is known to be good if the loss fits the curve, is at most L + 0.75 d, and
 is not above 0.95 ln V after any loss below 0.8 ln V.
 
 A run that ends with its last 5 losses (their median) above its first one by more than max(3 s,
 (0.02 + 2 / steps)
-|first|) ended above where it began.
+|first|) ended above where it began. One whose divergence is measured from fewer than `WINDOW` losses
+has diverged for its exit code only if the median of the last `LASTING` lies 2 spreads of them above
+it, or above ln V.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ WINDOW = 32
 PERSIST = 5
 RECENT = 8
 LASTING = 12
+LEAST_VOCABULARY = 64
+"""Tokens from which on a loss near ln V tells that nothing is known; of few, as of DNA's letters, it
+is an ordinary one."""
 LEARNED = 0.8
 """Share of ln V below which something is learned."""
 LOST = 0.95
@@ -88,7 +93,7 @@ class Divergence:
         known: steps whose losses were read.
         first: the first loss of the run; None: none was read, or the run began before it was kept.
         past: the last `MEMORY` losses that were within their past.
-        recent: the last `PERSIST` losses.
+        recent: the last `PERSIST` losses; last: the last `LASTING`.
         since: the step (from 0) whose loss began the current rise; None: the last loss is within
             its past.
         high: losses of the rise; calm: those within the bar since the last one above it.
@@ -108,6 +113,7 @@ class Divergence:
     first: float | None = None
     past: tuple[float, ...] = ()
     recent: tuple[float, ...] = ()
+    last: tuple[float, ...] = ()
     since: int | None = None
     high: int = 0
     calm: int = 0
@@ -134,6 +140,17 @@ class Divergence:
     def seen(self) -> bool:
         """Whether the loss has diverged, and is not back."""
         return self.high >= PERSIST
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether the loss has diverged, and not from a level of a few losses that were low by
+        chance: it is then above that by more than the last losses vary, or above `uniform`.
+        """
+        if not self.seen or len(self.past) >= WINDOW:
+            return self.seen
+        loss = median(self.last)
+        level = self.measured_from[0]
+        return loss > level + 2 * _spread(self.last) or loss > max(level, self.uniform) > level
 
     @property
     def is_good(self) -> bool:
@@ -238,6 +255,7 @@ class Divergence:
         self.known = step + 1
         self.first = loss if step == 0 else self.first
         self.recent = (*self.recent, loss)[-PERSIST:]
+        self.last = (*self.last, loss)[-LASTING:]
         self.least = min(self.least, loss)
         if len(self.recent) == PERSIST and max(self.recent) < LEARNED * self.uniform:
             self.learned = True

@@ -57,7 +57,9 @@ def rescue(run: Run, error: NonFiniteError) -> str:
         report(run)
         outcome = "not saved" if finite else "ruined"
     else:
-        outcome = "saved" if save_and_wait(run) else "failed"
+        outcome = (
+            "saved" if save_and_wait(run, doubt=f"the next step failed: {error}") else "failed"
+        )
     if run.divergence.since is not None:
         raise DivergedError(f"{error}. Before that {rise_message(run)}", None)
     steps = steps_saved(run)
@@ -72,16 +74,17 @@ def rescue(run: Run, error: NonFiniteError) -> str:
     )
 
 
-def save(run: Run, *, proven: bool = False) -> None:
+def save(run: Run, *, proven: bool = False, doubt: str | None = None) -> None:
     """Begin a checkpoint, which is written while the next steps run.
 
     Args:
         proven: an evaluation shows that the state is good.
+        doubt: why the state may be useless; None: its losses tell.
     """
     run.companions.on_save()
     run.saver.begin(
         proven=proven and run.divergence.is_good,
-        doubt=None if proven and not run.divergence.seen else doubt_about(run),
+        doubt=doubt or (None if proven and not run.divergence.seen else doubt_about(run)),
     )
 
 
@@ -120,8 +123,11 @@ def all_finite(run: Run) -> bool:
     return run.world.everywhere(finite_weights(run.model))
 
 
-def save_and_wait(run: Run) -> bool:
+def save_and_wait(run: Run, *, doubt: str | None = None) -> bool:
     """Have the state of this step written, now, and if it fails a few times more; whether it is.
+
+    Args:
+        doubt: see `save`.
 
     Raises:
         NonFiniteError: weights or moments are not finite.
@@ -129,7 +135,7 @@ def save_and_wait(run: Run) -> bool:
     world = run.world
     for pause in (*PAUSES, None):
         if not world.broadcast(run.saver.holds(run.step)):
-            save(run)
+            save(run, doubt=doubt)
         run.saver.wait()
         bad = report(run)
         written, bad = world.broadcast((run.saver.saved == run.step, bad))

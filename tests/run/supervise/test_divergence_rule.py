@@ -266,3 +266,24 @@ def test_the_state_is_restored_and_nonsense_is_refused() -> None:
     ):
         with pytest.raises(UserError):
             bind(wrong, Divergence, "divergence")
+
+
+def test_noise_after_few_losses_is_no_diverged_end_and_a_jump_after_them_is() -> None:
+    """Losses of single answers, which vary by half, in runs of 60 steps: one in nine is told of a
+    rise, as the first ones were low; at most one in thirty ends with the code of a divergence.
+    """
+    draw = np.random.default_rng(1)
+    told = 0
+    ended = 0
+    for _ in range(300):
+        noisy = Divergence(uniform=math.log(50_000))
+        for step, loss in enumerate(draw.lognormal(0.2, 0.5, 60)):
+            noisy.add(step, float(loss))
+        told += noisy.seen
+        ended += noisy.beyond_noise
+    assert ended <= 10 < told
+    for level in (2.0, 5.4):
+        jumped = Divergence(uniform=math.log(257))
+        for step, loss in enumerate([1.0, 1.1, *draw.normal(level, 0.1, 20)]):
+            jumped.add(step, float(loss))
+        assert jumped.seen and jumped.beyond_noise
