@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import Before, Cli, events, losses
+from command_line import Before, Cli, events, losses, marked
 
 from fp4train import checkpoint
 
@@ -46,7 +46,9 @@ def test_an_infinite_output_names_its_layer_and_the_run_can_go_on(cli: Cli, befo
     assert "resume=runs/a recipe=… optim.lr=…" in ended.message
     assert "blocks.1.mlp.up" in events("runs/a", "non-finite")[0]["message"]
     assert checkpoint.steps(Path("runs/a/checkpoints")) == [3]
-    assert cli("resume=runs/a").code == 0
+    assert marked("runs/a")[3].startswith("the next step failed: step 3: loss is nan")
+    resumed = cli("resume=runs/a")
+    assert resumed.code == 0 and "is doubtful: the next step failed" in resumed.err
     assert losses("runs/a") == losses("runs/whole")
 
 
