@@ -207,7 +207,7 @@ def _base(run: Run) -> float:
 
 def _advice(run: Run) -> str:
     if run.saver.good is None:
-        return "No checkpoint is good: start over with a lower optim.lr (run.overwrite=true)"
+        return "No checkpoint of this run is good: start over with a lower optim.lr (run.overwrite=true)"
     if run.config.train.on_divergence == "rewind":
         skip = ""
     else:

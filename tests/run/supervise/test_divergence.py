@@ -76,7 +76,7 @@ def test_a_run_that_diverges_from_its_start_says_so_and_keeps_its_newest_checkpo
     assert ended.code == 3
     assert (
         ended.err.count("far above its past (5.7") == 1
-        and "since step 2. No checkpoint is good" in ended.err
+        and "since step 2. No checkpoint of this run is good" in ended.err
     )
     assert "done; " in ended.out and "diverged: the loss is" in ended.out
     assert [event["since"] for event in events("runs/a", "divergence")] == [2]
@@ -107,7 +107,7 @@ def test_every_mode_keeps_the_newest_checkpoint_of_a_run_that_diverges_from_its_
     assert (
         ended.code == 3
         and "far above its past" in ended.message
-        and "No checkpoint is good" in ended.message
+        and "No checkpoint of this run is good" in ended.message
     )
     assert ("there is no checkpoint to go back to" in ended.message) == (lr == "10")
     assert ("gradient norm is nan" in ended.message) == (lr == "1e3")
