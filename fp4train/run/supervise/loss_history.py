@@ -148,9 +148,10 @@ class Divergence:
         """
         if not self.seen or len(self.past) >= WINDOW:
             return self.seen
-        loss = median(self.last)
+        last = self.last or self.recent  # of a run written before `last` was kept
+        loss = median(last)
         level = self.measured_from[0]
-        return loss > level + 2 * _spread(self.last) or loss > max(level, self.uniform) > level
+        return loss > level + 2 * _spread(last) or loss > max(level, self.uniform) > level
 
     @property
     def is_good(self) -> bool:

@@ -287,3 +287,5 @@ def test_noise_after_few_losses_is_no_diverged_end_and_a_jump_after_them_is() ->
         for step, loss in enumerate([1.0, 1.1, *draw.normal(level, 0.1, 20)]):
             jumped.add(step, float(loss))
         assert jumped.seen and jumped.beyond_noise
+        jumped.last = ()
+        assert jumped.beyond_noise, "a history that was saved without them"
