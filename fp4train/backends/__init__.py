@@ -8,6 +8,7 @@ reference        the same products, accumulated block by block as in TE's refere
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp4train.backends import grouped
@@ -94,89 +95,106 @@ class Choice(NamedTuple):
         return Choice(self.backend, f"{self.why}; {how}", grouped=reason is None)
 
 
-def choose(
-    table: Table,
-    layer: Shape,
-    backend: str,
-    device: Device,
-    *,
-    cut: bool = False,
-    fused: bool = False,
-    emulated: str | None = None,
-) -> dict[str, Choice]:
-    """The backend of each GEMM of `table` in `layer` on `device`.
-
-    "auto" takes Transformer Engine if it can run the whole table; else, per GEMM, native products
-    on a GPU that has them (on a CPU they are slower than emulation), else emulation. A backend
-    given by name runs every quantised GEMM, or ValueError is raised. GEMMs without quantised
-    operands run on torch.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a layer asks of the backends.
 
     Args:
+        table: the operands of its three GEMMs.
+        backend: "auto", or the name of a backend.
+        device: device of the layer's input.
         cut: whether the layer is a shard; it then needs collectives between its GEMMs.
         fused: whether its weight shares a global scale with others.
-        emulated: why only emulation and the reference run the recipe; None: others may.
-
-    Raises:
-        ValueError: there is no such backend, or the named one cannot run the table; the message
-            says why.
+        why_emulated: why only emulation and the reference run the recipe; None: others may.
     """
-    check_choice("backend", backend, CHOICES)
-    if not table.quantised:
-        return dict.fromkeys(GEMMS, Choice("torch", table.name))
 
-    def refusal(why_not: str) -> ValueError:
-        choices = choose(
-            table, layer, "auto", device, cut=cut, fused=fused, emulated=emulated
-        ).values()
-        instead = sorted({choice.backend for choice in choices} - {"torch"})
-        return ValueError(
-            f"backend={backend} cannot run {table.name} in {layer.name} "
-            f"({layer.in_features}→{layer.out_features}) on "
-            f"{device}: {why_not}. backend=auto would run it by {' and '.join(instead)}"
+    table: Table
+    layer: Shape
+    backend: str
+    device: Device
+    cut: bool
+    fused: bool
+    why_emulated: str | None
+
+    def choices(self) -> dict[str, Choice]:
+        """The backend of each GEMM.
+
+        "auto" takes Transformer Engine if it can run the whole table; else, per GEMM, native
+        products on a GPU that has them (on a CPU they are slower than emulation), else emulation.
+        A backend given by name runs every quantised GEMM, or ValueError is raised. GEMMs without
+        quantised operands run on torch.
+
+        Raises:
+            ValueError: there is no such backend, or the named one cannot run the table; the message
+                says why.
+        """
+        check_choice("backend", self.backend, CHOICES)
+        if not self.table.quantised:
+            return dict.fromkeys(GEMMS, Choice("torch", self.table.name))
+        reason = f"backend={self.backend}"
+        for name in LAYER_BACKENDS:
+            if self.backend not in ("auto", name):
+                continue
+            why_not = self._why_not_together(name)
+            if why_not is None:
+                title = LAYER_BACKENDS[name].title
+                why = f"{self.backend}: {title} runs this recipe on {self.device}"
+                return dict.fromkeys(GEMMS, Choice(name, why))
+            if self.backend == name:
+                raise self._refusal(why_not)
+            reason = f"auto: {why_not}"
+        choices = {gemm: self._choice(gemm, reason) for gemm in GEMMS}
+        if not self.layer.experts:
+            return choices
+        return {
+            gemm: choice.of_experts(self.table, gemm, self.device)
+            for gemm, choice in choices.items()
+        }
+
+    def _why_not_together(self, name: str) -> str | None:
+        """Why a backend that runs the three GEMMs together does not run these; None: it does."""
+        reasons = (
+            _WHOLE if self.cut else None,
+            LAYER_BACKENDS[name].why_not(self.table, self.layer, self.device),
+            _OWN if self.fused else None,
+            self.why_emulated,
+            _ASKED if self.layer.experts and self.backend == "auto" else None,
         )
+        return next(filter(None, reasons), None)
 
-    reason = f"backend={backend}"
-    for name, layer_backend in LAYER_BACKENDS.items():
-        if backend not in ("auto", name):
-            continue
-        why_not = (
-            _WHOLE
-            if cut
-            else layer_backend.why_not(table, layer, device) or (_OWN if fused else emulated)
-        )
-        if layer.experts and backend == "auto":
-            why_not = why_not or _ASKED
-        if why_not is None:
-            return dict.fromkeys(
-                GEMMS,
-                Choice(name, f"{backend}: {layer_backend.title} runs this recipe on {device}"),
-            )
-        if backend == name:
-            raise refusal(why_not)
-        reason = f"auto: {why_not}"
+    def _why_not(self, backend: str, gemm: str) -> str | None:
+        """Why a backend of single GEMMs does not run this one; None: it does."""
+        if backend == NATIVE.name and self.why_emulated is not None:
+            return self.why_emulated
+        return BACKENDS[backend].why_not(self.table, gemm, self.layer, self.device)
 
-    def of_gemm(gemm: str) -> Choice:
-        if not table[gemm].quantised:
-            return Choice("torch", table.name)
-        if backend == "auto":
-            native = (
-                emulated is None
-                and device.type == "cuda"
-                and NATIVE.why_not(table, gemm, layer, device) is None
-            )
-            if native:
+    def _choice(self, gemm: str, reason: str) -> Choice:
+        """The backend of one GEMM.
+
+        Args:
+            reason: why it is emulated, or which backend was asked for.
+        """
+        if not self.table[gemm].quantised:
+            return Choice("torch", self.table.name)
+        if self.backend == "auto":
+            if self.device.type == "cuda" and self._why_not(NATIVE.name, gemm) is None:
                 return Choice("native", "auto: the GPU multiplies these codes")
             return Choice("emulate", reason)
-        of_recipe = emulated if backend == "native" else None
-        why_not = of_recipe or BACKENDS[backend].why_not(table, gemm, layer, device)
+        why_not = self._why_not(self.backend, gemm)
         if why_not is not None:
-            raise refusal(f"{gemm}: {why_not}")
-        return Choice(backend, reason)
+            raise self._refusal(f"{gemm}: {why_not}")
+        return Choice(self.backend, reason)
 
-    choices = {gemm: of_gemm(gemm) for gemm in GEMMS}
-    if layer.experts:
-        choices = {gemm: choice.of_experts(table, gemm, device) for gemm, choice in choices.items()}
-    return choices
+    def _refusal(self, why_not: str) -> ValueError:
+        """The error of a backend that was asked for by name, with what would run instead."""
+        choices = replace(self, backend="auto").choices().values()
+        instead = sorted({choice.backend for choice in choices} - {"torch"})
+        layer = self.layer
+        return ValueError(
+            f"backend={self.backend} cannot run {self.table.name} in {layer.name} "
+            f"({layer.in_features}→{layer.out_features}) on "
+            f"{self.device}: {why_not}. backend=auto would run it by {' and '.join(instead)}"
+        )
 
 
 def sums_note(operands: Operands, gemm: str, backend: str, device: Device) -> str:

@@ -18,8 +18,8 @@ from fp4train.backends import (
     OPERANDS,
     Choice,
     Operands,
+    Request,
     Table,
-    choose,
     sourced,
     sums_note,
 )
@@ -27,7 +27,7 @@ from fp4train.formats import ElementFormat
 from fp4train.hardware import Device
 from fp4train.precision.layers import Layer, misaligned
 from fp4train.precision.phases import Stretch
-from fp4train.precision.policy import LayerPolicy
+from fp4train.precision.policy import EVERY_LAYER, LayerPolicy
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import Operand, QuantSpec, has_tensor_amax
 
@@ -296,67 +296,73 @@ def resolve(
         ValueError: a pattern of the policy matches no layer, or the named backend or a layer cannot
             run the recipe.
     """
-    if policy is not None and layer.names:
+    policy = policy or EVERY_LAYER
+    if layer.names:
         policy.check(layer.names)
-    if policy is None:
-        layer_recipe = recipe
+    followed = policy.recipe_for(layer, recipe)
+    followed.check_layer(layer)
+    divided = misaligned(layer, followed.table())
+    unquantised = GEMMS if layer.unconverted else tuple(divided)
+    if unquantised:
+        followed = followed.with_high_precision(*unquantised)
+    table = followed.table()
+    if layer.unconverted:
+        choices = dict.fromkeys(GEMMS, Choice("torch", layer.unconverted))
     else:
-        layer_recipe = policy.recipe_for(layer, recipe)
-    layer_recipe.check_layer(layer)
-    if policy is None:
-        alike = layer.fused
-    else:
-        alike = policy.readers(layer, recipe)
-    divided = misaligned(layer, layer_recipe.table())
-    if divided:
-        layer_recipe = layer_recipe.with_high_precision(*divided)
-    table = layer_recipe.table()
-    if (unconverted := layer.unconverted) is not None:
-        layer_recipe = layer_recipe.with_high_precision(*GEMMS)
-        table = layer_recipe.table()
-        choices = dict.fromkeys(GEMMS, Choice("torch", unconverted))
-    else:
-        cut = layer.cut in ("in", "out")
-        fused = bool(layer_recipe.fused_scales and layer.fused)
-        choices = choose(
-            table, layer, backend, device, cut=cut, fused=fused, emulated=layer_recipe.why_emulated
-        )
+        choices = Request(
+            table=table,
+            layer=layer,
+            backend=backend,
+            device=device,
+            cut=layer.cut in ("in", "out"),
+            fused=bool(followed.fused_scales and layer.fused),
+            why_emulated=followed.why_emulated,
+        ).choices()
+    readers = policy.readers(layer, recipe)
     gemms: dict[str, Any] = {}
-    for name, (chosen, why, grouped) in choices.items():
-        if unconverted is None:
-            operands = table[name]
+    for name, choice in choices.items():
+        operands = HIGH_PRECISION if layer.unconverted else table[name]
+        of_policy = policy.why(layer, name) if recipe.quantised else None
+        of_phase = reason if name in recipe.high_precision else None
+        if layer.unconverted:
+            why = choice.why
+        elif recipe.quantised and not operands.quantised:
+            reasons = (divided.get(name), of_policy, operands.why_derived, of_phase)
+            why = next(filter(None, reasons), followed.name)
         else:
-            operands = HIGH_PRECISION
-        if policy is not None and recipe.quantised:
-            kept = policy.why(layer, name)
-        else:
-            kept = None
-        if unconverted is None and not operands.quantised and recipe.quantised:
-            why = (
-                divided.get(name)
-                or kept
-                or operands.why_derived
-                or (reason if reason and name in recipe.high_precision else layer_recipe.name)
-            )
-        elif kept and unconverted is None:
-            why = f"{kept}; {why}"
-        if operands.why_derived is not None and operands.quantised:
-            why += f"; {OPERANDS[name][1]}: {operands.why_derived}"
-        why += fused_note(layer, layer_recipe, name, of_run=recipe.fused_scales)
-        why += input_note(alike, layer_recipe, name, chosen, device)
-        why += sums_note(operands, name, chosen, device)
-        marks = {"divided": name in divided, "grouped": grouped}
+            why = "; ".join(filter(None, (of_policy, choice.why)))
+        notes = (
+            derived_note(operands, name),
+            fused_note(layer, followed, name, of_run=recipe.fused_scales),
+            input_note(readers, followed, name, choice.backend, device),
+            sums_note(operands, name, choice.backend, device),
+        )
         gemms[name] = Gemm(
-            name=name, operands=operands, dtype=layer_recipe.dtype, backend=chosen, why=why, **marks
+            name=name,
+            operands=operands,
+            dtype=followed.dtype,
+            backend=choice.backend,
+            why=why + "".join(notes),
+            divided=name in divided,
+            grouped=choice.grouped,
         )
     layer_backend = LAYER_BACKENDS.get(choices["fprop"].backend)
-    if layer_backend is None:
-        why_values = None
-    else:
-        why_values = layer_backend.why_values(table, layer, device)
     return LayerPlan(
-        layer=layer, recipe=layer_recipe, readers=alike, why_values=why_values, **gemms
+        layer=layer,
+        recipe=followed,
+        readers=readers,
+        why_values=layer_backend and layer_backend.why_values(table, layer, device),
+        **gemms,
     )
+
+
+def derived_note(operands: Operands, gemm: str) -> str:
+    """Note on a GEMM whose second operand is derived from the codes of another, behind its reason
+    in a plan; "": it is not.
+    """
+    if operands.why_derived is None or not operands.quantised:
+        return ""
+    return f"; {OPERANDS[gemm][1]}: {operands.why_derived}"
 
 
 def fused_note(layer: Layer, recipe: Recipe, gemm: str, *, of_run: bool = False) -> str:

@@ -212,6 +212,17 @@ class LayerPolicy:
                 )
 
 
+class _EveryLayer(LayerPolicy):
+    """Every layer follows the recipe, those outside of blocks too."""
+
+    def why_kept(self, layer: Layer, gemm: str | None = None) -> None:
+        return None
+
+
+EVERY_LAYER = _EveryLayer()
+"""The policy of a loop that gives none."""
+
+
 def _with_exceptions_of(recipe: Recipe, layer_recipe: Recipe) -> Recipe:
     """`layer_recipe` in the place of `recipe`: with its dtype, and its GEMMs in high precision."""
     return replace(
