@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
@@ -33,13 +34,15 @@ from fp4train.quantize.triton_blocks import (
     tile,
 )
 from fp4train.quantize.triton_variant import (
+    Outer,
     Variant,
     of_elements,
     of_scales,
     of_transform,
+    other_grid,
     outer_extent,
     parts,
-    unsigned_scale,
+    scales_of_codes,
 )
 
 WIDEST: Final = 128
@@ -278,15 +281,18 @@ def plan_decode(spec: QuantSpec, codes: Tensor, groups: int, width: int) -> Laun
 
     n = spec.block[1] or LANES
     tile_rows, tile_blocks = place = tile(groups, TILE // n)
-    fields = of_elements(spec) | {"rounding": "nearest", "random_bits": 0}
-    scale = spec.scale
-    if spec.outer is not None:
-        scale = "fp32"  # those of blocks, times those above
-    elif spec.scale_format.element is not None:
-        scale = "unsigned"
-        fields |= unsigned_scale(spec)
-    fields["nan_above"] = spec.format.last_number_code
-    variant = _variant(n, place, **fields, height=spec.block[0] or 1, scale=scale)
+    variant = _variant(
+        n,
+        place,
+        height=spec.block[0] or 1,
+        element=replace(
+            of_elements(spec),
+            rounding="nearest",
+            random_bits=0,
+            nan_above=spec.format.last_number_code,
+        ),
+        scale=scales_of_codes(spec),
+    )
     tiles = cdiv(groups, tile_blocks)
     sizes = (codes.shape[0], groups, tiles, width, codes.stride(0), width)
     return Launch(decode_blocks, cdiv(codes.shape[0], tile_rows) * tiles, sizes, {"V": variant})
@@ -303,10 +309,10 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     if spec.hadamard is not None:
         n = spec.block[1] or 16
         tile_rows, tile_blocks = place = column_tile(n, spec)
-        fields = of_transform(spec) | {"outer": "row" if per_row else "tensor"}
-        variant = _variant(n, place, **fields)
+        outer = Outer(kind="row" if per_row else "tensor")
+        variant = _variant(n, place, transform=of_transform(spec), outer=outer)
         tiles = cdiv(rows, tile_rows)
-        programs = tiles * cdiv(cols, n * variant.parts * tile_blocks)
+        programs = tiles * cdiv(cols, n * variant.transform.parts * tile_blocks)
         launch = Launch(
             amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": variant}, dtypes=bits
         )
@@ -351,7 +357,7 @@ def plan_extents(spec: QuantSpec, x_RC: Tensor) -> AmaxPlan:
         spanned = n * parts(spec)
         tile_blocks = _divisor(width or 0, spanned * tile_blocks) // spanned
         place = tile_rows, tile_blocks
-        variant = _variant(n, place, **of_transform(spec), **outer_extent(spec))
+        variant = _variant(n, place, transform=of_transform(spec), outer=outer_extent(spec))
         tiles = cdiv(rows, tile_rows)
         programs = tiles * cdiv(cols, spanned * tile_blocks)
         sizes = (rows, cols, tiles, *x_RC.stride())
@@ -382,7 +388,7 @@ def amax_variant(column: QuantSpec, place: tuple[int, int]) -> Variant:
     """The variant of the kernel that measures the amaxes of both forms, of column-wise blocks by
     `column`.
     """
-    return _variant(column.block[1] or LANES, place, **of_transform(column))
+    return _variant(column.block[1] or LANES, place, transform=of_transform(column))
 
 
 def _quantizing(spec: QuantSpec, dtype: torch.dtype, place: tuple[int, int], **its: Any) -> Variant:
@@ -390,7 +396,11 @@ def _quantizing(spec: QuantSpec, dtype: torch.dtype, place: tuple[int, int], **i
     return _variant(
         spec.block[1] or LANES,
         place,
-        **(of_elements(spec) | of_transform(spec) | of_scales(spec, dtype)),
+        element=of_elements(spec),
+        scale=of_scales(spec, dtype),
+        integers=other_grid(spec),
+        outer=outer_extent(spec),
+        transform=of_transform(spec),
         **its,
     )
 

@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -173,8 +173,9 @@ def test_functions_pass_each_other_what_triton_3_6_makes_constants_of() -> None:
     parameter's default or a field of a variant, nor any field of a variant within a tuple, and
     fails with "no attribute 'type'".
     """
-    texts = {field.name for field in fields(Variant) if field.type is str}
-    assert "rounding" in texts
+    constants = (Variant, *(field.type for field in fields(Variant) if is_dataclass(field.type)))
+    texts = {field.name for kind in constants for field in fields(kind) if field.type is str}
+    assert {"rounding", "output"} <= texts
     for name, each in functions().items():
         assert not any(
             isinstance(p.default, str) for p in inspect.signature(each.fn).parameters.values()

@@ -45,7 +45,7 @@ def amax_both(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.c
     """
     x, _, _ = load_tokens(x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V)
     tl.atomic_max(out_ptr, tl.max(tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0), 0))
-    if V.size > 0:
+    if V.transform.size > 0:
         x = transform(x, (0, 0), V)
     tl.atomic_max(out_ptr + 1, tl.max(tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0), 0))
 

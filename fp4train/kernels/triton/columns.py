@@ -40,9 +40,9 @@ from fp4train.kernels.triton.scale import block_scales, outer_amax, outer_scales
 @triton.jit
 def load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
     """(the N neighbours of the blocks of tile `place`: a tuple of float32 [tile_blocks, tile_rows];
-    row, block of the row). Tiles lie across the rows first. N neighbours are V.parts blocks.
+    row, block of the row). Tiles lie across the rows first. N neighbours are V.transform.parts blocks.
     """
-    N: tl.constexpr = V.n * V.parts
+    N: tl.constexpr = V.n * V.transform.parts
     row = (place % tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
     group = (place // tiles) * V.tile_blocks + tl.arange(0, V.tile_blocks)
     offset = (group.to(tl.int64) * N * x_col_stride)[:, None] + (row.to(tl.int64) * x_stride)[
@@ -59,15 +59,15 @@ def load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.c
 
 @triton.jit
 def load_columns(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, words, V: tl.constexpr):
-    """`load_tokens`, transformed if V.size; words: those of random bits, for signs that are drawn."""
+    """`load_tokens`, transformed if V.transform.size; words: those of random bits, for signs that are drawn."""
     x, row, group = load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V)
-    if V.size > 0:
+    if V.transform.size > 0:
         signs = (0, 0)
-        if V.draws_signs:
+        if V.transform.draws_signs:
             signs = drawn_signs(words, V)
         x = transform(x, signs, V)
-        N: tl.constexpr = V.n * V.parts
-        if V.size < N:
+        N: tl.constexpr = V.n * V.transform.parts
+        if V.transform.size < N:
             x = within_groups(x, group, cols, V)
     return x, row, group
 
@@ -77,8 +77,8 @@ def within_groups(x, group, cols, V: tl.constexpr):
     """`x` with zeros behind the last group of the transform that has a column of x, where a block
     is padded: those of the transform have signs.
     """
-    N: tl.constexpr = V.n * V.parts
-    width = (cols + V.size - 1) // V.size * V.size
+    N: tl.constexpr = V.n * V.transform.parts
+    width = (cols + V.transform.size - 1) // V.transform.size * V.transform.size
     y = ()
     for i in tl.static_range(N):
         y = y + (tl.where((group * N + i < width)[:, None], x[i], 0.0),)
@@ -87,11 +87,11 @@ def within_groups(x, group, cols, V: tl.constexpr):
 
 @triton.jit
 def drawn_signs(words, V: tl.constexpr):
-    """Bits of the signs of V.size <= 64 neighbours, 1 for -1, in two uint32: `transform.drawn`."""
+    """Bits of the signs of V.transform.size <= 64 neighbours, 1 for -1, in two uint32: `transform.drawn`."""
     key0, key1, counter2, counter3, _, _ = words
     if counter2.dtype.is_ptr():
         counter2 = tl.load(counter2)
-    SIZE: tl.constexpr = V.size
+    SIZE: tl.constexpr = V.transform.size
     index = tl.arange(0, SIZE).to(tl.uint32)
     zero = index * 0
     no_element = zero + 0xFFFFFFFF
@@ -107,22 +107,22 @@ def drawn_signs(words, V: tl.constexpr):
 
 @triton.jit
 def transform(x, signs, V: tl.constexpr):
-    """Tuple of N float32 tensors -> tuple of N float32 tensors on the BF16 grid; groups of V.size
+    """Tuple of N float32 tensors -> tuple of N float32 tensors on the BF16 grid; groups of V.transform.size
     are transformed. signs: those of `drawn_signs`, where they are drawn.
     """
-    N: tl.constexpr = V.n * V.parts
+    N: tl.constexpr = V.n * V.transform.parts
     y = ()
     for i in tl.static_range(N):
         v = rounding.as_float(rounding.as_bf16(x[i], V.hardware))
-        if V.draws_signs:
-            sign = (signs[i % V.size // 32] >> (i % V.size % 32)) << 31
+        if V.transform.draws_signs:
+            sign = (signs[i % V.transform.size // 32] >> (i % V.transform.size % 32)) << 31
             v = (v.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
-        elif (V.negative >> (i % V.size)) & 1:
+        elif (V.transform.negative >> (i % V.transform.size)) & 1:
             # not -v, which is 0 - v with Triton 3.6: 0 of 0, where the reference has -0
             v = v * -1.0
         y = y + (v,)
     for level in tl.static_range(8):
-        if (1 << level) < V.size:
+        if (1 << level) < V.transform.size:
             z = ()
             for i in tl.static_range(N):
                 if (i >> level) & 1:
@@ -132,7 +132,7 @@ def transform(x, signs, V: tl.constexpr):
             y = z
     z = ()
     for i in tl.static_range(N):
-        z = z + (rounding.as_float(rounding.as_bf16(y[i] * V.factor, V.hardware)),)
+        z = z + (rounding.as_float(rounding.as_bf16(y[i] * V.transform.factor, V.hardware)),)
     return z
 
 
@@ -148,21 +148,21 @@ def largest_of(x, V: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
-    """out int32 [1], or one of each row or extent as V.outer says: the bits of max |x| after the
+    """out int32 [1], or one of each row or extent as V.outer.kind says: the bits of max |x| after the
     transform. See quantize.py and extents.py.
     """
     x, row, _ = load_columns(
         x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, 0, V
     )
     m = tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0)
-    if V.outer == "extent":
-        first_col = tl.program_id(0) // tiles * (V.tile_blocks * V.n * V.parts)
+    if V.outer.kind == "extent":
+        first_col = tl.program_id(0) // tiles * (V.tile_blocks * V.n * V.transform.parts)
         first_row = tl.program_id(0) % tiles * V.tile_rows
         ROWS: tl.constexpr = V.tile_rows
-        HEIGHT: tl.constexpr = V.outer_rows
-        WIDTH: tl.constexpr = V.outer_cols
+        HEIGHT: tl.constexpr = V.outer.rows
+        WIDTH: tl.constexpr = V.outer.cols
         join(out_ptr, m, first_row, first_col, rows, cols, ROWS, HEIGHT, WIDTH)
-    elif V.outer == "row":
+    elif V.outer.kind == "row":
         tl.atomic_max(out_ptr + row, m, mask=row < rows)
     else:
         tl.atomic_max(out_ptr, tl.max(m, 0))
@@ -188,7 +188,7 @@ def quantize_columns(
     transform.
     """
     N: tl.constexpr = V.n
-    PARTS: tl.constexpr = V.parts
+    PARTS: tl.constexpr = V.transform.parts
     x, row, group = load_columns(
         pointers[0], place, rows, cols, tiles, x_stride, x_col_stride, words, V
     )
@@ -247,14 +247,14 @@ def quantize_blocks(
         amax_b = over_rows(amax_b, V)
     factors = ()
     inverses = ()
-    if V.scale == "levels":
+    if V.scale.kind == "levels":
         stored, factors, inverses = levels_of(x, V)
         encode = factors[0]
         decode = inverses[0]
     else:
         stored, encode, decode = block_scales(amax_b, s_enc, s_dec, V)
     marked = 0
-    if V.step > 0.0:
+    if V.integers.step > 0.0:
         amax = outer_amax(amax_ptr, row[None, :], group[:, None], groups, rows, V)
         marked = takes_integers(x, encode, decode, amax, V)
         stored = tl.where(marked, stored | 0x80, stored)
@@ -271,8 +271,8 @@ def quantize_blocks(
             )
 
     width = cols
-    if V.size > 0:
-        width = tl.cdiv(cols, V.size) * V.size
+    if V.transform.size > 0:
+        width = tl.cdiv(cols, V.transform.size) * V.transform.size
     limit = rounding.code_limit(encode, V)
     anchor = amax_b.to(tl.uint32, bitcast=True) >> 31
     SHIFT: tl.constexpr = 4 if V.output == "packed" else 8
@@ -282,19 +282,19 @@ def quantize_blocks(
     word = tl.zeros((BLOCKS, ROWS), tl.uint64)
     random = (0, 0, 0, 0)
     for i in tl.static_range(N):
-        if V.scale == "levels":
+        if V.scale.kind == "levels":
             encode = factors[i // 4]
             decode = inverses[i // 4]
         t = rounding.scaled(x[i], encode, V)
         r = 0.0
-        if V.random_bits > 0:
+        if V.element.random_bits > 0:
             if i % 8 == 0:
                 random = rounding.random_words(
                     (group * (N // 8) + i // 8)[:, None], row[None, :], anchor, words
                 )
             r = rounding.threshold((random[(i % 8) // 2] >> (16 * (i % 2))) & 0xFFFF, V)
         if V.output == "values":
-            if V.step > 0.0:
+            if V.integers.step > 0.0:
                 v = integer_values(t, r, marked, V) * decode
             else:
                 v = rounding.element_values(t, r, V) * decode
@@ -304,7 +304,7 @@ def quantize_blocks(
             out = out_ptr + out_row + (col.to(tl.int64) * out_col_stride)[:, None]
             tl.store(out, v, mask=(col < width)[:, None] & (row < rows)[None, :])
         else:
-            if V.step > 0.0:
+            if V.integers.step > 0.0:
                 code = integer_codes(t, r, marked, limit, V)
             else:
                 code = rounding.element_codes(t, r, limit, V)

@@ -116,24 +116,30 @@ def takes_integers(x, encode, scale, amax, V: tl.constexpr):
     ROWS: tl.constexpr = V.tile_rows
     error = tl.zeros((BLOCKS, ROWS), tl.float32)
     integer_error = tl.zeros((BLOCKS, ROWS), tl.float32)
-    bound = tl.full((BLOCKS, ROWS), V.bound, tl.float32)
+    bound = tl.full((BLOCKS, ROWS), V.scale.bound, tl.float32)
     for i in tl.static_range(N):
         t = x[i] * encode
         value = rounding.grid_values(
-            t, 0.0, V.largest, V.mantissa, V.min_exponent, V.code_bits, "nearest"
+            t,
+            0.0,
+            V.element.largest,
+            V.element.mantissa,
+            V.element.min_exponent,
+            V.element.code_bits,
+            "nearest",
         )
         difference = tl.div_rn(value * scale * amax, bound) - x[i]
         error += difference * difference
         value = rounding.grid_values(
-            t * V.inverse_step,
+            t * V.integers.inverse_step,
             0.0,
-            V.other_largest,
-            V.other_mantissa,
-            V.other_min_exponent,
-            V.code_bits,
+            V.integers.largest,
+            V.integers.mantissa,
+            V.integers.min_exponent,
+            V.element.code_bits,
             "nearest",
         )
-        difference = tl.div_rn(value * scale * amax * V.step, bound) - x[i]
+        difference = tl.div_rn(value * scale * amax * V.integers.step, bound) - x[i]
         integer_error += difference * difference
     if V.height > 1:
         error = sum_of_rows(error, V)
@@ -146,7 +152,12 @@ def integer_codes(t, r, marked, limit, V: tl.constexpr):
     """Codes of t: of integers where `marked`."""
     code = rounding.element_codes(t, r, limit, V)
     integer = rounding.grid_codes(
-        t * V.inverse_step, r, V.other_largest, V.other_mantissa, V.other_min_exponent, V
+        t * V.integers.inverse_step,
+        r,
+        V.integers.largest,
+        V.integers.mantissa,
+        V.integers.min_exponent,
+        V,
     )
     return tl.where(marked, integer, code)
 
@@ -154,15 +165,15 @@ def integer_codes(t, r, marked, limit, V: tl.constexpr):
 @triton.jit
 def integer_values(t, r, marked, V: tl.constexpr):
     """Values of t: multiples of the integers' step where `marked`."""
-    ROUNDING: tl.constexpr = V.rounding
+    ROUNDING: tl.constexpr = V.element.rounding
     value = rounding.element_values(t, r, V)
     integer = rounding.grid_values(
-        t * V.inverse_step,
+        t * V.integers.inverse_step,
         r,
-        V.other_largest,
-        V.other_mantissa,
-        V.other_min_exponent,
-        V.code_bits,
+        V.integers.largest,
+        V.integers.mantissa,
+        V.integers.min_exponent,
+        V.element.code_bits,
         ROUNDING,
     )
-    return tl.where(marked, integer * V.step, value)
+    return tl.where(marked, integer * V.integers.step, value)

@@ -80,7 +80,7 @@ def codes_of(t, r, encode, V: tl.constexpr):
     """Codes (uint32) of t, x * encode."""
     limit = rounding.code_limit(encode, V)
     if V.given:
-        limit = tl.where(t == t, limit, V.nan_value)
+        limit = tl.where(t == t, limit, V.element.nan_value)
     return rounding.element_codes(t, r, limit, V)
 
 
@@ -258,7 +258,7 @@ def quantize_whole(
     row = (tl.program_id(0) // tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
     eight = (tile_col * V.tile_blocks + tl.arange(0, V.tile_blocks))[None, :]
     x = load_eights(x_ptr, row, eight, rows, cols, x_stride)
-    if V.outer == "row":
+    if V.outer.kind == "row":
         scale, inverse = float_scales(tl.load(amax_ptr + row, mask=row < rows, other=0.0), V)
         if tile_col == 0:
             tl.store(scale_ptr + row, inverse, mask=row < rows)
@@ -300,7 +300,7 @@ def quantize(
 ):
     """Quantise x [rows, cols].
 
-    amax_ptr: one, one of each row, or of each V.outer_rows x V.outer_cols, unless V.outer is
+    amax_ptr: one, one of each row, or of each V.outer.rows x V.outer.cols, unless V.outer.kind is
         "none". out_ptr: codes (uint8 [R, Cp]), packed (int32
         [R, Cp/8], eight
     E2M1 codes each, the first in the lowest nibble) or values (BF16 or float32 [R, C]: element *
@@ -386,7 +386,7 @@ def decode_blocks(
     col = columns_of(eight)
     row64 = row.to(tl.int64)
     code_row = (row64 * code_stride)[:, None]
-    if V.code_bits <= 3:
+    if V.element.code_bits <= 3:
         word = tl.load(code_ptr + code_row + eight, mask=inside[:, None], other=0)
         shift = (4 * tl.arange(0, 8))[None, None, :].to(tl.uint32)
         code = (word.to(tl.uint32, bitcast=True)[:, :, None] >> shift) & 0xF
@@ -395,18 +395,24 @@ def decode_blocks(
             code_ptr + code_row[:, :, None] + col, mask=inside[:, None, None], other=0
         ).to(tl.uint32)
     scale = tl.load(scale_ptr + row64 // V.height * groups + group, mask=inside, other=0)
-    if V.scale == "unsigned":
+    if V.scale.kind == "unsigned":
         scale = decode_codes(
             scale.to(tl.uint32),
-            V.scale_mantissa,
-            V.scale_min_exponent,
-            V.scale_bits,
-            V.scale_nan_above,
+            V.scale.mantissa,
+            V.scale.min_exponent,
+            V.scale.bits,
+            V.scale.nan_above,
         )
-    elif V.scale == "e8m0":
+    elif V.scale.kind == "e8m0":
         scale = e8m0_decode(scale.to(tl.int32))
     value = (
-        decode_codes(code, V.mantissa, V.min_exponent, V.code_bits, V.nan_above)
+        decode_codes(
+            code,
+            V.element.mantissa,
+            V.element.min_exponent,
+            V.element.code_bits,
+            V.element.nan_above,
+        )
         * scale[:, None, None]
     )
     if out_ptr.dtype.element_ty == tl.bfloat16:

@@ -82,7 +82,7 @@ def snap(
     ROUNDING: tl.constexpr,
 ):
     """Magnitudes 0 <= a <= max -> (bits whose low CODE_BITS are position + constant, values on the
-    grid). ROUNDING: as `Variant.rounding`.
+    grid). ROUNDING: as `Elements.rounding`.
 
     Without a mantissa the constant may be odd, and an odd sum would turn ties to odd positions: the
     one is then added to the bits. It is not 0 where the sum begins at a - q/2, below 0.
@@ -120,9 +120,9 @@ def snap(
 
 @triton.jit
 def scaled(x, encode, V: tl.constexpr):
-    """x * encode, the value to round; a negative zero becomes zero unless V.signed_zero."""
+    """x * encode, the value to round; a negative zero becomes zero unless V.scale.signed_zero."""
     t = x * encode
-    if not V.signed_zero:
+    if not V.scale.signed_zero:
         t = t + 0.0
     return t
 
@@ -132,7 +132,7 @@ def code_limit(scale, V: tl.constexpr):
     """The value at which codes saturate: the largest one, or, under a NaN scale, which makes every
     t NaN, the value whose code is the NaN's.
     """
-    return tl.where(scale == scale, V.largest, V.nan_value)
+    return tl.where(scale == scale, V.element.largest, V.element.nan_value)
 
 
 @triton.jit
@@ -140,20 +140,20 @@ def element_codes(t, r, limit, V: tl.constexpr):
     """Codes (uint32) of t, saturating at `limit` (see `code_limit`), which NaN gives too, as fmin
     has it. The NaN that PTX's mul returns has a clear sign; not so everywhere else.
     """
-    return grid_codes(t, r, limit, V.mantissa, V.min_exponent, V)
+    return grid_codes(t, r, limit, V.element.mantissa, V.element.min_exponent, V)
 
 
 @triton.jit
 def grid_codes(t, r, limit, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, V: tl.constexpr):
     """`element_codes` of a format with this mantissa and exponent."""
-    ROUNDING: tl.constexpr = V.rounding
+    ROUNDING: tl.constexpr = V.element.rounding
     a = tl.minimum(tl.abs(t), limit)
-    bits, _ = snap(a, r, MANTISSA, MIN_EXPONENT, V.code_bits, ROUNDING)
-    SIGN: tl.constexpr = 1 << V.code_bits
+    bits, _ = snap(a, r, MANTISSA, MIN_EXPONENT, V.element.code_bits, ROUNDING)
+    SIGN: tl.constexpr = 1 << V.element.code_bits
     code = (bits + (bits >> (23 - MANTISSA))) & (SIGN - 1)
-    code = code | ((t.to(tl.uint32, bitcast=True) >> (31 - V.code_bits)) & SIGN)
+    code = code | ((t.to(tl.uint32, bitcast=True) >> (31 - V.element.code_bits)) & SIGN)
     if not V.hardware:
-        code = tl.where(t != t, V.nan_code, code)
+        code = tl.where(t != t, V.element.nan_code, code)
     return code
 
 
@@ -179,9 +179,17 @@ def element_values(t, r, V: tl.constexpr):
     """Values (float32) of t on the grid, saturating, with the sign of zero. Under a scale of one
     byte, which is NaN itself then, NaN gives the largest value.
     """
-    ROUNDING: tl.constexpr = V.rounding
-    value = grid_values(t, r, V.largest, V.mantissa, V.min_exponent, V.code_bits, ROUNDING)
-    if V.scale == "fp32" or V.scale == "pow2":
+    ROUNDING: tl.constexpr = V.element.rounding
+    value = grid_values(
+        t,
+        r,
+        V.element.largest,
+        V.element.mantissa,
+        V.element.min_exponent,
+        V.element.code_bits,
+        ROUNDING,
+    )
+    if V.scale.kind == "fp32" or V.scale.kind == "pow2":
         value = tl.where(t != t, t, value)
     return value
 
@@ -242,13 +250,15 @@ def fraction(half):
 @triton.jit
 def threshold(half, V: tl.constexpr):
     """What the fraction of a position is compared with, of 16 random bits: `fraction`, or, of the
-    upper n = V.random_bits of them, (bits + 1) / 2^n; or what is added to it, (bits + 1/2) / 2^n.
+    upper n = V.element.random_bits of them, (bits + 1) / 2^n; or what is added to it, (bits + 1/2) / 2^n.
     """
-    if V.rounding == "stochastic":
+    if V.element.rounding == "stochastic":
         return fraction(half)
     else:
-        STEP: tl.constexpr = 2.0**-V.random_bits * (0.5 if V.rounding == "midpoint" else 1.0)
-        upper = (half >> (16 - V.random_bits)) << (23 - V.random_bits)
+        STEP: tl.constexpr = 2.0**-V.element.random_bits * (
+            0.5 if V.element.rounding == "midpoint" else 1.0
+        )
+        upper = (half >> (16 - V.element.random_bits)) << (23 - V.element.random_bits)
         return (upper | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - STEP)
 
 
@@ -271,6 +281,6 @@ def eight_fractions(eight, row, anchor, words, V: tl.constexpr):
     See `random_words`.
     """
     r = 0.0
-    if V.random_bits > 0:
+    if V.element.random_bits > 0:
         r = threshold(eight_halves(eight, row, anchor, words), V)
     return r

@@ -1,7 +1,7 @@
 """Scales from amax, the float32 operations of `quantize.scaling` in its order. A non-finite amax
 makes its scales NaN.
 
-`quantize.triton_variant.Variant.scale` names the way: see there.
+`quantize.triton_variant.Scales.kind` names the way: see there.
 """
 
 # mypy: ignore-errors
@@ -26,15 +26,15 @@ def outer_amax(amax_ptr, row, block, groups, rows, V: tl.constexpr):
     """The amax of the tensor, of each row in `row`, or of what shares a scale with blocks `block`
     of these rows.
     """
-    if V.outer == "tensor":
+    if V.outer.kind == "tensor":
         return tl.load(amax_ptr)
-    elif V.outer == "row":
+    elif V.outer.kind == "row":
         return tl.load(amax_ptr + row, mask=row < rows, other=0.0)
-    elif V.outer_cols == 0:
-        return tl.load(amax_ptr + row // V.outer_rows, mask=row < rows, other=0.0)
+    elif V.outer.cols == 0:
+        return tl.load(amax_ptr + row // V.outer.rows, mask=row < rows, other=0.0)
     else:
-        across = tl.cdiv(groups * V.n, V.outer_cols)
-        place = row // V.outer_rows * across + block * V.n // V.outer_cols
+        across = tl.cdiv(groups * V.n, V.outer.cols)
+        place = row // V.outer.rows * across + block * V.n // V.outer.cols
         return tl.load(amax_ptr + place, mask=(row < rows) & (block < groups), other=0.0)
 
 
@@ -42,7 +42,9 @@ def outer_amax(amax_ptr, row, block, groups, rows, V: tl.constexpr):
 def macro_scales(amax, V: tl.constexpr):
     """(Mantissas of macro-blocks, 1 over these): 1 + the upper 8 bits of that of range / amax."""
     amax = tl.where(amax < SMALLEST_MACRO, SMALLEST_MACRO, amax)
-    ratio = tl.div_rn(tl.full(amax.shape, V.range, tl.float32), amax).to(tl.int32, bitcast=True)
+    ratio = tl.div_rn(tl.full(amax.shape, V.scale.range, tl.float32), amax).to(
+        tl.int32, bitcast=True
+    )
     mantissa = 1.0 + ((ratio >> 15) & 0xFF).to(tl.float32) * 2.0**-8
     mantissa = tl.where(amax < float("inf"), mantissa, float("nan"))
     return mantissa, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), mantissa)
@@ -57,17 +59,17 @@ def outer_scales(amax_ptr, decode_ptr, row, group, block, groups, place, rows, V
     """
     s_enc = 1.0
     s_dec = 1.0
-    if V.macro:
+    if V.outer.macro:
         s_enc, s_dec = macro_scales(outer_amax(amax_ptr, row, block, groups, rows, V), V)
-    elif V.outer != "none":
+    elif V.outer.kind != "none":
         amax = finite_or_nan(outer_amax(amax_ptr, row, block, groups, rows, V))
-        s_enc = tl.div_rn(tl.full(amax.shape, V.bound, tl.float32), amax)
+        s_enc = tl.div_rn(tl.full(amax.shape, V.scale.bound, tl.float32), amax)
         s_enc = tl.where(s_enc > FLT_MAX, FLT_MAX, s_enc)
         s_enc = tl.where(amax == 0.0, 1.0, s_enc)
         s_dec = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), s_enc)
-        if V.outer == "tensor":
+        if V.outer.kind == "tensor":
             tl.store(decode_ptr, s_dec, mask=place == 0)
-        elif V.outer_cols == 0:
+        elif V.outer.cols == 0:
             tl.store(decode_ptr + row, s_dec, mask=row < tl.where(group == 0, rows, 0))
     return s_enc, s_dec
 
@@ -89,9 +91,11 @@ def float_scales(amax, V: tl.constexpr):
     """FP8's (scale, scale_inv): scale = (largest/amax) / 2^margin, 1 where amax = 0, `if_infinite`
     where the quotient is infinite.
     """
-    scale = tl.div_rn(tl.full(amax.shape, V.largest, tl.float32), amax) * V.inverse_margin
-    scale = tl.where(scale == float("inf"), V.if_infinite, scale)
-    if V.scale == "pow2":
+    scale = (
+        tl.div_rn(tl.full(amax.shape, V.element.largest, tl.float32), amax) * V.scale.inverse_margin
+    )
+    scale = tl.where(scale == float("inf"), V.scale.if_infinite, scale)
+    if V.scale.kind == "pow2":
         scale = (scale.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(amax == 0.0, 1.0, scale)
     scale = tl.where(amax < float("inf"), scale, float("nan"))
@@ -104,24 +108,24 @@ def unsigned_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
     s, or s*S_dec where S_dec is that of part of a row).
     """
     amax_b = finite_or_nan(amax_b)
-    if V.scale == "unsigned_divided":
-        exact_scale = tl.div_rn(amax_b, tl.full(amax_b.shape, V.range, tl.float32)) * s_enc
+    if V.scale.kind == "unsigned_divided":
+        exact_scale = tl.div_rn(amax_b, tl.full(amax_b.shape, V.scale.range, tl.float32)) * s_enc
     else:
-        exact_scale = amax_b * (s_enc * V.inverse_range)
+        exact_scale = amax_b * (s_enc * V.scale.inverse_range)
     is_nan = exact_scale != exact_scale
     bits, s = snap(
-        tl.minimum(exact_scale, V.scale_largest),
+        tl.minimum(exact_scale, V.scale.largest),
         0.0,
-        V.scale_mantissa,
-        V.scale_min_exponent,
-        V.scale_bits,
+        V.scale.mantissa,
+        V.scale.min_exponent,
+        V.scale.bits,
         "nearest",
     )
-    NAN: tl.constexpr = (1 << V.scale_bits) - 1
-    byte = tl.where(is_nan, NAN, (bits + (bits >> (23 - V.scale_mantissa))) & NAN)
+    NAN: tl.constexpr = (1 << V.scale.bits) - 1
+    byte = tl.where(is_nan, NAN, (bits + (bits >> (23 - V.scale.mantissa))) & NAN)
     s = tl.where(is_nan, float("nan"), s)
     encode = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s * s_dec)
-    if V.outer == "extent" and V.outer_cols > 0:
+    if V.outer.kind == "extent" and V.outer.cols > 0:
         s = s * s_dec
     return byte.to(tl.uint8), tl.where(encode > FLT_MAX, FLT_MAX, encode), s
 
@@ -140,11 +144,11 @@ def e8m0_scales(amax_b, macro, macro_inverse, V: tl.constexpr):
     the scales are those of x times their mantissas `macro`, by which and by 1 over which the
     factors are multiplied.
     """
-    if V.macro:
+    if V.outer.macro:
         amax_b = amax_b * macro
         amax_b = tl.where(amax_b > FLT_MAX, FLT_MAX, amax_b)
-    if V.scale == "e8m0_rceil":
-        quotient = tl.div_rn(amax_b, tl.full(amax_b.shape, V.largest, tl.float32))
+    if V.scale.kind == "e8m0_rceil":
+        quotient = tl.div_rn(amax_b, tl.full(amax_b.shape, V.element.largest, tl.float32))
         bits = quotient.to(tl.int32, bitcast=True)
         exponent = bits >> 23
         fraction = bits & 0x7FFFFF
@@ -152,21 +156,21 @@ def e8m0_scales(amax_b, macro, macro_inverse, V: tl.constexpr):
         byte = tl.minimum(exponent + up.to(tl.int32), 254)  # also of an infinite quotient
     else:
         bits = amax_b.to(tl.int32, bitcast=True)
-        if V.scale == "e8m0_even":
-            bits += 1 << (22 - V.mantissa)
+        if V.scale.kind == "e8m0_even":
+            bits += 1 << (22 - V.element.mantissa)
         byte = (bits >> 23) & 0xFF
-        if V.scale == "e8m0_ceil":
+        if V.scale.kind == "e8m0_ceil":
             byte += ((bits & 0x7FFFFF) > 0).to(tl.int32)
-        byte = tl.minimum(tl.maximum(byte - V.max_exponent, 0), 254)
+        byte = tl.minimum(tl.maximum(byte - V.element.max_exponent, 0), 254)
     byte = tl.where(amax_b < float("inf"), byte, 255)
-    ZERO: tl.constexpr = 1.0 if V.scale == "e8m0_rceil" else 2.0**126
+    ZERO: tl.constexpr = 1.0 if V.scale.kind == "e8m0_rceil" else 2.0**126
     encode = tl.where(byte == 0, ZERO, e8m0_decode(tl.maximum(254 - byte, 0)))
     encode = tl.where(byte == 255, float("nan"), encode)
     stored = byte.to(tl.uint8)
     decode = e8m0_decode(byte)
-    if V.guard != 1.0:
-        encode = encode * V.guard
-    if V.macro:
+    if V.scale.guard != 1.0:
+        encode = encode * V.scale.guard
+    if V.outer.macro:
         encode = encode * macro
         decode = decode * macro_inverse
     return stored, encode, decode
@@ -177,9 +181,9 @@ def block_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
     """(stored scale, encode factor, decode factor) of each block; s_enc and s_dec count for scales
     with a mantissa, and for macro-blocks.
     """
-    if V.scale == "unsigned" or V.scale == "unsigned_divided":
+    if V.scale.kind == "unsigned" or V.scale.kind == "unsigned_divided":
         return unsigned_scales(amax_b, s_enc, s_dec, V)
-    elif V.scale == "fp32" or V.scale == "pow2":
+    elif V.scale.kind == "fp32" or V.scale.kind == "pow2":
         scale, inverse = float_scales(amax_b, V)
         return inverse, scale, inverse
     else:
