@@ -305,23 +305,11 @@ def resolve(
     unquantised = GEMMS if layer.unconverted else tuple(divided)
     if unquantised:
         followed = followed.with_high_precision(*unquantised)
-    table = followed.table()
-    if layer.unconverted:
-        choices = dict.fromkeys(GEMMS, Choice("torch", layer.unconverted))
-    else:
-        choices = Request(
-            table=table,
-            layer=layer,
-            backend=backend,
-            device=device,
-            cut=layer.cut in ("in", "out"),
-            fused=bool(followed.fused_scales and layer.fused),
-            why_emulated=followed.why_emulated,
-        ).choices()
+    choices = _choices(layer, followed, backend, device)
     readers = policy.readers(layer, recipe)
     gemms: dict[str, Any] = {}
     for name, choice in choices.items():
-        operands = HIGH_PRECISION if layer.unconverted else table[name]
+        operands = HIGH_PRECISION if layer.unconverted else followed.table()[name]
         of_policy = policy.why(layer, name) if recipe.quantised else None
         of_phase = reason if name in recipe.high_precision else None
         if layer.unconverted:
@@ -351,9 +339,25 @@ def resolve(
         layer=layer,
         recipe=followed,
         readers=readers,
-        why_values=layer_backend and layer_backend.why_values(table, layer, device),
+        why_values=layer_backend and layer_backend.why_values(followed.table(), layer, device),
         **gemms,
     )
+
+
+def _choices(layer: Layer, recipe: Recipe, backend: str, device: Device) -> dict[str, Choice]:
+    """The backend of each GEMM of a layer that follows `recipe`."""
+    if layer.unconverted:
+        return dict.fromkeys(GEMMS, Choice("torch", layer.unconverted))
+    request = Request(
+        table=recipe.table(),
+        layer=layer,
+        backend=backend,
+        device=device,
+        cut=layer.cut in ("in", "out"),
+        fused=bool(recipe.fused_scales and layer.fused),
+        why_emulated=recipe.why_emulated,
+    )
+    return request.choices()
 
 
 def derived_note(operands: Operands, gemm: str) -> str:
