@@ -14,7 +14,12 @@ from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.run import Run
 from fp4train.run.step import step_rows
-from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
+from fp4train.run.supervise.agreement import (
+    StopRequest,
+    agree,
+    apply_requests,
+    stop_on_signals,
+)
 from fp4train.run.supervise.divergence import DivergedError, proven_by, verdict
 from fp4train.run.supervise.fault_report import AuditError
 from fp4train.run.supervise.guard import NonFiniteError
@@ -60,9 +65,7 @@ def train(run: Run) -> Result:
         Exception: whatever a step raised.
     """
     config = run.config
-    steps = run.config.train.steps
     began = time.perf_counter()
-    stretch = None
     saved = True
     world = run.world
     companions = run.companions
@@ -76,31 +79,7 @@ def train(run: Run) -> Result:
             Alarm(config.train.step_timeout) as watchdog,
         ):
             try:
-                while True:
-                    watchdog.set()
-                    agreed = agree(run, stop.signal)
-                    apply_requests(run, ledger, agreed.requests)
-                    if run.step >= steps or agreed.ends:
-                        break
-                    stretch = enter_stretch(run, stretch)
-                    companions.before_step()
-                    step = train_step(run, stretch.recipe)
-                    run.step += 1
-                    run.mid_update = False
-                    step.values |= agreed.memory
-                    ledger.add(step)
-                    evaluating = due(run.step, config.eval.every, steps)
-                    if evaluating:
-                        ledger.check()
-                        values = evaluate(run, stretch)
-                        companions.after_evaluation(values)
-                        ledger.flush(values)
-                        check_evaluation(run, values, stretch.recipe.name)
-                    saving = due(run.step, config.checkpoint.every, steps)
-                    if saving:
-                        ledger.flush()
-                        save(run, proven=evaluating and proven_by(run, values))
-                    collector.after(run.step)
+                _steps(run, ledger, stop, collector, watchdog)
                 ledger.flush()
                 saved = run.step == started or save_at_end(run)
             except NonFiniteError as error:
@@ -126,6 +105,41 @@ def train(run: Run) -> Result:
         remark=verdict(run),
         diverged=world.broadcast(run.divergence.beyond_noise),
     )
+
+
+def _steps(
+    run: Run, ledger: Ledger, stop: StopRequest, collector: CollectorBetweenSteps, watchdog: Alarm
+) -> None:
+    """The steps that are left, with their evaluations and checkpoints, until the ranks agree to
+    end.
+    """
+    config = run.config
+    steps = config.train.steps
+    stretch = None
+    while True:
+        watchdog.set()
+        agreed = agree(run, stop.signal)
+        apply_requests(run, ledger, agreed.requests)
+        if run.step >= steps or agreed.ends:
+            return
+        stretch = enter_stretch(run, stretch)
+        run.companions.before_step()
+        step = train_step(run, stretch.recipe)
+        run.step += 1
+        run.mid_update = False
+        step.values |= agreed.memory
+        ledger.add(step)
+        evaluating = due(run.step, config.eval.every, steps)
+        if evaluating:
+            ledger.check()
+            values = evaluate(run, stretch)
+            run.companions.after_evaluation(values)
+            ledger.flush(values)
+            check_evaluation(run, values, stretch.recipe.name)
+        if due(run.step, config.checkpoint.every, steps):
+            ledger.flush()
+            save(run, proven=evaluating and proven_by(run, values))
+        collector.after(run.step)
 
 
 def train_step(run: Run, recipe: Recipe) -> Step:

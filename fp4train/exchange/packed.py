@@ -16,6 +16,7 @@ codes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,13 +24,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fp4train.backends import HIGH_PRECISION
+from fp4train.backends import HIGH_PRECISION, Operands
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.errors import UserError, user_errors
 from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT, Format, format_of
 from fp4train.exchange.stored import EMBEDDING, PIECE_BYTES, StoredModel
 from fp4train.formats.scale import E4M3_SCALE
 from fp4train.hardware import Device
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch, make_plan
 from fp4train.quantize import Quantized, QuantSpec, has_tensor_amax, measure_amax, quantize
@@ -272,27 +274,18 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
             its blocks are not full.
     """
     stretch = _stretch(model, at)
+    ran = _recorded(model, stretch)
     packed: dict[str, PackedLayer] = {}
     kept: list[str] = []
-    ran = _recorded(model, stretch)
     for name, plan in stretch.layers.items():
-        stored = model.path(f"{name}.weight")
-        parts = model.parts_of(stored)
-        operands = plan.fprop.operands
-        if plan.why_no_codes is not None and operands.second is not None:
-            raise UserError(f"to={layout}: {name} in {stretch.title}: {plan.why_no_codes}")
-        if (elements := ran.get(name, operands.elements(plan.fprop.dtype))) != plan.fprop.elements:
-            if operands.second is None or elements != HIGH_PRECISION.elements(plan.fprop.dtype):
-                raise UserError(
-                    f"{model.run}: {name} ran fprop in {elements} in {stretch.title}, by the "
-                    "run's journal, and "
-                    f"this version plans {plan.fprop.elements}: export with the version that "
-                    "trained it"
-                )
-            operands = HIGH_PRECISION  # tensor parallelism cut through its blocks
+        where = f"{name} in {stretch.title}"
+        if plan.why_no_codes is not None and plan.fprop.operands.second is not None:
+            raise UserError(f"to={layout}: {where}: {plan.why_no_codes}")
+        operands = _recorded_operands(model, plan, stretch, ran.get(name))
         experts = plan.layer.experts > 0
-        with user_errors(ValueError, before=f"to={layout}: {name} in {stretch.title}: "):
+        with user_errors(ValueError, before=f"to={layout}: {where}: "):
             form = format_of(operands.second, operands.first, layout, experts=experts)
+        parts = model.parts_of(model.path(f"{name}.weight"))
         if form is None or operands.second is None:
             if not parts:
                 kept.append("lm_head")
@@ -319,25 +312,50 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
         if len(model.shape(part)) == 2 and part not in packed and part != model.path(EMBEDDING)
     ]
     kept += [*map(_renamed, kept), *(_kept_experts(kept, packed) if layout == MODELOPT else ())]
-    formats = {matrix.format.name: matrix.format for matrix in packed.values()}
-    if len(formats) != 1:
-        counts = {
-            name: sum(matrix.format.name == name for matrix in packed.values()) for name in formats
-        }
-        listed = ", ".join(f"{counted(count, 'layer')} in {name}" for name, count in counts.items())
-        raise UserError(
-            f"to={layout}: a folder has one format, and {stretch.title} quantises {listed}: "
-            "take a policy whose kept "
-            "layers are in high precision"
-        )
     return PackedModel(
         model=model,
         layout=layout,
         stretch=stretch,
-        format=next(iter(formats.values())),
+        format=_one_format(packed, f"to={layout}: a folder has one format, and {stretch.title}"),
         layers=_with_amaxes(model, packed),
         kept=sorted(set(kept)),
         trained_fused=stretch.recipe.fused_scales,
+    )
+
+
+def _recorded_operands(
+    model: StoredModel, plan: LayerPlan, stretch: PlannedStretch, elements: str | None
+) -> Operands:
+    """The operands of fprop as the run multiplied them.
+
+    Args:
+        elements: names of their formats by the run's journal; None: it has none.
+    """
+    fprop = plan.fprop
+    if elements is None or elements == fprop.elements:
+        return fprop.operands
+    if fprop.operands.second is None or elements != HIGH_PRECISION.elements(fprop.dtype):
+        raise UserError(
+            f"{model.run}: {plan.layer.name} ran fprop in {elements} in {stretch.title}, by the "
+            f"run's journal, and this version plans {fprop.elements}: export with the version that "
+            "trained it"
+        )
+    return HIGH_PRECISION  # tensor parallelism cut through its blocks
+
+
+def _one_format(packed: Mapping[str, PackedLayer], before: str) -> Format:
+    """The format of all packed matrices.
+
+    Args:
+        before: how the error begins where they have several.
+    """
+    formats = {matrix.format.name: matrix.format for matrix in packed.values()}
+    if len(formats) == 1:
+        return next(iter(formats.values()))
+    counts = Counter(matrix.format.name for matrix in packed.values())
+    listed = ", ".join(f"{counted(count, 'layer')} in {name}" for name, count in counts.items())
+    raise UserError(
+        f"{before} quantises {listed}: take a policy whose kept layers are in high precision"
     )
 
 

@@ -33,12 +33,10 @@ from torch import Tensor, nn
 
 from fp4train.models.common import StageCut, TokenRanks
 from fp4train.parallel.config import Parallel
-from fp4train.parallel.fsdp import synchronise
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.world import World
 from fp4train.shards import like, local
 
-_FULL = ("stage_output", "output_grads", "input_values")
 AT_A_TIME = 4
 """Microbatches per stage of an evaluation: a stage keeps a place for the input of each, and idles
 for a fifth.
@@ -190,51 +188,7 @@ class Pipeline:
         return loss * self._weight
 
     def _stage(self, index: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> Any:
-        from torch.distributed.fsdp import FSDPModule
-        from torch.distributed.pipelining import PipelineStage
-
-        # No public function runs the backward pass of a stage and nothing else.
-        from torch.distributed.pipelining._backward import stage_backward
-
-        pipeline = self
-
-        class ContextStage(PipelineStage):
-            """A stage that runs each microbatch in its context."""
-
-            def forward_one_chunk(
-                self,
-                fwd_chunk_id: int,
-                args: Any,
-                kwargs: Any = None,
-                save_forward_output: bool = True,
-            ) -> Any:
-                # Targets are for the last of a rank's stages only.
-                named = {
-                    **(kwargs if self.is_last else {}),
-                    **({} if self.is_first else {"time": shape[1]}),
-                }
-                try:
-                    with pipeline._microbatches[fwd_chunk_id].context():
-                        output = super().forward_one_chunk(
-                            fwd_chunk_id, args, named, save_forward_output
-                        )
-                except RuntimeError as error:  # torch wraps what was raised
-                    raise error.__cause__ or error from None
-                if self.is_last:
-                    pipeline._losses.append(output.detach().clone())
-                return output
-
-            def backward_maybe_with_nosync(
-                self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
-            ) -> Any:
-                if not isinstance(self.submod, FSDPModule):
-                    return super().backward_maybe_with_nosync(
-                        backward_type, bwd_kwargs, last_backward
-                    )
-                # torch's keeps all weights of the stage gathered from the first backward pass to
-                # the last. Gradients are summed over the ranks when all passes have run.
-                synchronise(self.submod, last=False)
-                return stage_backward(**{key: bwd_kwargs[key] for key in _FULL}), None
+        from fp4train.parallel.context_stage import ContextStage
 
         sizes = (*shape, self.cut.width)
         if self.tensor is None:
@@ -243,16 +197,18 @@ class Pipeline:
             stage_sizes = self.tensor.stream(*sizes)
         stream = torch.empty(stage_sizes, dtype=dtype, device="meta", requires_grad=training)
         loss = torch.empty((), device="meta", requires_grad=training)
+        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         return ContextStage(
             self.stages[index],
             index,
             self.count,
             self.world.device,
-            input_args=torch.empty(shape, dtype=torch.int64, device="meta")
-            if index == 0
-            else stream,
+            input_args=tokens if index == 0 else stream,
             output_args=loss if index == self.count - 1 else stream,
             group=self.world.pipeline,
+            context=lambda number: self._microbatches[number].context(),
+            take_loss=lambda loss: self._losses.append(loss),
+            seq_len=shape[1],
         )
 
 

@@ -122,18 +122,7 @@ class World:
             # has no public call that changes it
             for group in grid.get_all_groups():
                 _set_pg_timeout(timeout, group)
-            if mesh.pipeline > 1:
-                pipeline = grid.get_group(STAGES)
-            else:
-                pipeline = None
-            tensor = grid[TENSOR] if mesh.tensor > 1 else None
-            if pipeline is None and tensor is None:
-                data = None
-            else:
-                data = _group_along(grid, (REPLICATE, SHARD), timeout)
-            peers = None if pipeline is None else data
-            if pipeline is not None and tensor is not None:
-                peers = _group_along(grid, (REPLICATE, SHARD, TENSOR), timeout)
+            cut_groups = _cut_groups(grid, mesh, timeout)
             if cuda:
                 control = dist.new_group(backend="gloo", timeout=timeout)
             else:
@@ -152,14 +141,11 @@ class World:
             device=device,
             mesh=mesh,
             data_mesh=grid[REPLICATE, SHARD],
-            data=data,
-            tensor=tensor,
-            peers=peers,
-            pipeline=pipeline,
             control=control,
             meeting=meeting,
             timeout=parallel.timeout,
             ranks=ranks,
+            **cut_groups,
         )
 
     # -- who ---------------------------------------------------------------------------------------
@@ -384,6 +370,20 @@ class World:
             if self.meeting is not None:
                 self.meeting.leave(code)
         return code
+
+
+def _cut_groups(grid: DeviceMesh, mesh: Mesh, timeout: timedelta) -> dict[str, Any]:
+    """The groups of a model that is cut, by their names in `World`; every rank must ask for them."""
+    pipeline = grid.get_group(STAGES) if mesh.pipeline > 1 else None
+    tensor = grid[TENSOR] if mesh.tensor > 1 else None
+    data = peers = None
+    if pipeline is not None or tensor is not None:
+        data = _group_along(grid, (REPLICATE, SHARD), timeout)
+    if pipeline is not None:
+        peers = data
+        if tensor is not None:
+            peers = _group_along(grid, (REPLICATE, SHARD, TENSOR), timeout)
+    return {"pipeline": pipeline, "tensor": tensor, "data": data, "peers": peers}
 
 
 def _group_along(

@@ -334,14 +334,10 @@ def resolve(
             divided=name in divided,
             grouped=choice.grouped,
         )
-    layer_backend = LAYER_BACKENDS.get(choices["fprop"].backend)
-    return LayerPlan(
-        layer=layer,
-        recipe=followed,
-        readers=readers,
-        why_values=layer_backend and layer_backend.why_values(followed.table(), layer, device),
-        **gemms,
-    )
+    why_values = None
+    if (layer_backend := LAYER_BACKENDS.get(choices["fprop"].backend)) is not None:
+        why_values = layer_backend.why_values(followed.table(), layer, device)
+    return LayerPlan(layer=layer, recipe=followed, readers=readers, why_values=why_values, **gemms)
 
 
 def _choices(layer: Layer, recipe: Recipe, backend: str, device: Device) -> dict[str, Choice]:

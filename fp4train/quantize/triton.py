@@ -149,6 +149,20 @@ def make(spec: QuantSpec) -> TritonQuantizer | StepsQuantizer:
     return StepsQuantizer(spec, first, TritonQuantizer(last_step(spec)))
 
 
+def _given(
+    amaxes: tuple[Tensor | None, Tensor | None], plan: triton_launch.BothPlan
+) -> list[Tensor] | None:
+    """The amaxes that came with a call, of the forms that need one; none: they are measured. None:
+    the kernel does not take them so. It reads one amax where no transform lies between the forms.
+    """
+    came = [
+        amax for amax, needed in zip(amaxes, plan.needs, strict=True) if needed and amax is not None
+    ]
+    if came and (len(came) < sum(plan.needs) or (plan.amax is None and len(came) > 1)):
+        return None
+    return came
+
+
 class TritonQuantizer(Quantizer):
     """See `Quantizer`. What the kernels cannot read, an empty tensor above all, is left to the
     reference.
@@ -295,21 +309,12 @@ class TritonQuantizer(Quantizer):
         if plan is None or words is None:
             return None
         row_needs, column_needs = plan.needs
-        amaxes_given = []
-        if row_needs and row_amax is not None:
-            amaxes_given.append(row_amax)
-        if column_needs and column_amax is not None:
-            amaxes_given.append(column_amax)
-        # The kernel reads one amax where no transform lies between the forms.
-        if amaxes_given and (
-            len(amaxes_given) < row_needs + column_needs
-            or (plan.amax is None and len(amaxes_given) > 1)
-        ):
-            return None
+        measured = None
         if row_needs or column_needs:
+            amaxes_given = _given(amaxes, plan)
+            if amaxes_given is None:
+                return None
             measured = self._both_amaxes(x_MK, plan, amaxes_given)
-        else:
-            measured = None
         make_row, make_row_scales, third, fourth = plan.results
         row = make_row()
         turned = third()
@@ -317,13 +322,11 @@ class TritonQuantizer(Quantizer):
         turned_scales = fourth() if column_codes else turned
         outputs = row, row_scales, turned, turned_scales
         plan.launch(x_MK, row_scales if measured is None else measured, *outputs, words=words)
-        amax_of_row, other, factor, other_factor = (
-            (None,) * 4 if measured is None else measured.unbind()
-        )
-        if not row_needs:
-            amax_of_row = factor = None
-        if not column_needs:
-            other = other_factor = None
+        amax_of_row = other = factor = other_factor = None
+        if measured is not None:
+            both = measured.unbind()
+            amax_of_row, factor = both[::2] if row_needs else (None, None)
+            other, other_factor = both[1::2] if column_needs else (None, None)
         by_row: Decoded | Quantized = self._decoded(row, factor)
         if row_codes:
             by_row = Quantized(self.spec, (rows, columns), row, row_scales, amax_of_row, factor)

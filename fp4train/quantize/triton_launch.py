@@ -34,7 +34,7 @@ from fp4train.quantize.triton_blocks import (
     tile,
 )
 from fp4train.quantize.triton_variant import (
-    Outer,
+    OuterExtent,
     Variant,
     of_elements,
     of_scales,
@@ -309,7 +309,7 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     if spec.hadamard is not None:
         n = spec.block[1] or 16
         tile_rows, tile_blocks = place = column_tile(n, spec)
-        outer = Outer(kind="row" if per_row else "tensor")
+        outer = OuterExtent(kind="row" if per_row else "tensor")
         variant = _variant(n, place, transform=of_transform(spec), outer=outer)
         tiles = cdiv(rows, tile_rows)
         programs = tiles * cdiv(cols, n * variant.transform.parts * tile_blocks)

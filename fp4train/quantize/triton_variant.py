@@ -92,7 +92,7 @@ class Integers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outer:
+class OuterExtent:
     """What shares the global scale of blocks, or the one float32 scale.
 
     kind: "none", "tensor", "row", or "extent", of rows and cols, all of them where that is 0.
@@ -106,7 +106,7 @@ class Outer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transform:
+class TransformConstants:
     """The Hadamard transform of groups of values.
 
     size: 0 for none; bit i of negative: sign i is -1; draws_signs: whether they are drawn for each
@@ -156,8 +156,8 @@ class Variant:
     element: Elements = Elements()
     scale: Scales = Scales()
     integers: Integers = Integers()
-    outer: Outer = Outer()
-    transform: Transform = Transform()
+    outer: OuterExtent = OuterExtent()
+    transform: TransformConstants = TransformConstants()
 
 
 ROUNDINGS: Final = (NEAREST, NEAREST_AWAY, STOCHASTIC, *FEW_BITS, MIDPOINT)
@@ -249,23 +249,23 @@ def other_grid(spec: QuantSpec) -> Integers:
     )
 
 
-def outer_extent(spec: QuantSpec) -> Outer:
+def outer_extent(spec: QuantSpec) -> OuterExtent:
     """What shares a scale above block scales, or the one float32 scale."""
     if spec.block[1] is None:
-        return Outer(kind="tensor" if spec.block[0] is None else "row")
+        return OuterExtent(kind="tensor" if spec.block[0] is None else "row")
     if spec.extent is None or spec.global_scale == "row":
-        return Outer(kind=spec.global_scale or "none")
+        return OuterExtent(kind=str(spec.global_scale or "none"))
     rows, columns = spec.extent
     macro = spec.global_scale == "macro"
-    return Outer(kind="extent", rows=rows, cols=columns or 0, macro=macro)
+    return OuterExtent(kind="extent", rows=rows, cols=columns or 0, macro=macro)
 
 
-def of_transform(spec: QuantSpec) -> Transform:
+def of_transform(spec: QuantSpec) -> TransformConstants:
     """The Hadamard transform of a spec."""
     if spec.hadamard is None:
-        return Transform()
+        return TransformConstants()
     size = spec.hadamard.size
-    transform = Transform(size=size, parts=parts(spec), factor=1.0 / math.sqrt(size))
+    transform = TransformConstants(size=size, parts=parts(spec), factor=1.0 / math.sqrt(size))
     if draws_signs(spec):
         return replace(transform, draws_signs=True)
     signs = hadamard_signs(spec.hadamard)

@@ -19,8 +19,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -79,55 +80,42 @@ class WandbTracker:
             run.folder(FOLDER, create=True) as folder,
         ):
             run_id = _run_id(folder, resumed)
-
-        def start(mode: Literal["online", "offline"]) -> Any:
-            return wandb.init(
-                mode=mode,
-                dir=str(run_dir),
-                id=run_id,
-                resume="allow",
-                name=run_name,
-                config=dict(config),
-                allow_val_change=True,
-                settings=wandb.Settings(
-                    silent=True,
-                    console="off",  # capturing the output would fight with the progress bar
-                    reinit="create_new",
-                    init_timeout=timeout,
-                    finish_timeout=timeout,
-                    finish_timeout_raises=True,
-                ),
-                **named,
-            )
-
         settings = wandb.setup().settings
         if settings.mode == "disabled":
             raise RuntimeError("wandb is disabled in its own settings")
+        start = partial(
+            wandb.init,
+            dir=str(run_dir),
+            id=run_id,
+            resume="allow",
+            name=run_name,
+            config=dict(config),
+            allow_val_change=True,
+            settings=wandb.Settings(
+                silent=True,
+                console="off",  # capturing the output would fight with the progress bar
+                reinit="create_new",
+                init_timeout=timeout,
+                finish_timeout=timeout,
+                finish_timeout_raises=True,
+            ),
+            **named,
+        )
         why_offline = _why_offline(settings, offline)
         self._run: Any = None
         if why_offline is None:
             try:
-                self._run = start("online")
+                self._run = start(mode="online")
                 _log.info("wandb: %s", self._run.url)
             except Exception as error:  # any of wandb's, its server's and the network's
                 why_offline = str(error).partition("\n")[0] or type(error).__name__
-                with suppress(ConnectionError):  # a service that has died needs no end
-                    wandb.teardown()  # it keeps the id of the run that failed to start
-                with (
-                    suppress(OSError),
-                    files.Folder.open(run_dir) as run,
-                    run.folder(FOLDER) as folder,
-                ):
-                    for failed in folder.names():
-                        if failed.startswith("run-") and failed.endswith(f"-{run_id}"):
-                            folder.remove_folder(failed)
+                _forget_failed(run_dir, run_id)
         if self._run is None:
-            self._run = start("offline")
+            self._run = start(mode="offline")
             expected = why_offline in (ASKED_FOR, NOT_LOGGED_IN)
+            level = logging.INFO if expected else logging.WARNING
             later = "wandb is offline (%s); send the run later with:\n  wandb sync %s"
-            _log.log(
-                logging.INFO if expected else logging.WARNING, later, why_offline, self._local()
-            )
+            _log.log(level, later, why_offline, self._local())
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -193,6 +181,18 @@ class WandbTracker:
 
     def _local(self) -> Path:
         return Path(self._run.dir).parent
+
+
+def _forget_failed(run_dir: Path, run_id: str) -> None:
+    """End the service that keeps the id of a run which failed to start, and remove its folder."""
+    import wandb
+
+    with suppress(ConnectionError):  # a service that has died needs no end
+        wandb.teardown()
+    with suppress(OSError), files.Folder.open(run_dir) as run, run.folder(FOLDER) as folder:
+        for failed in folder.names():
+            if failed.startswith("run-") and failed.endswith(f"-{run_id}"):
+                folder.remove_folder(failed)
 
 
 def _why_offline(settings: Any, offline: bool) -> str | None:

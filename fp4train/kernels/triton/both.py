@@ -111,7 +111,7 @@ def quantize_both(
             row_stride = groups * (R.n // PER_WORD)
         quantize_rows(outs, place, rows, cols, groups, tiles, x_stride, row_stride, words, R)
     words = (key0, key1, column_counter2, counter3, column_col_group, column_row_offset)
-    OWN: tl.constexpr = 1 if C.size > 0 else 0
+    OWN: tl.constexpr = 1 if C.transform.size > 0 else 0
     outs = (x_ptr, amax_ptr + OWN, column_ptr, column_scale_ptr, amax_ptr + 3)
     if C.output == "values":
         quantize_columns(
