@@ -10,6 +10,7 @@ kept: those of all layers would be a whole model on every rank.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,17 @@ from fp4train.quantize import (
 )
 from fp4train.quantize.quantized import turned
 from fp4train.quantize.source import Codes
+
+
+class EarlierAmax(NamedTuple):
+    """The amax of earlier steps that scales a weight, where its spec takes one.
+
+    history_entry: the newest entry of the amax history, which a kernel makes the larger of itself
+        and the weight's own amax; None: none does.
+    """
+
+    amax: Tensor | None = None
+    history_entry: Tensor | None = None
 
 
 class PreparedWeights:
@@ -70,31 +82,15 @@ class PreparedWeights:
         """
         if isinstance(w_NK, Gathered):
             return self._of_gathered(w_NK, form, call)
-        prepared = None
-        for key, kept_form in self._forms:
-            if key == form.key:
-                prepared = kept_form
-                break
+        prepared = self._kept(form.key)
         pair = None
         if prepared is None and self.keep and call.gradients.x is not None:
             pair = form.pair
-        amax = history_entry = None
+        earlier = EarlierAmax()
         if form.earlier_amax:
-            amax = self._amax
-            if amax is None or not self._entered:
-                amax, history_entry = self.delayed_amax(
-                    w_NK,
-                    form.quantizer,
-                    call,
-                    kernel_enters_amax=pair is not None and pair.quantizer.joins,
-                    ranks=form.amax_ranks,
-                )
+            earlier = self._earlier_amax(w_NK, form, call, pair)
         if prepared is None:
-            if form.fused and group_amax is None and not is_rounded:
-                group_amax = self._group_amax(call.fused.of(form.fused, call.member), form)
-            prepared = self._prepare(
-                w_NK.detach(), form, call, amax, group_amax, is_rounded, pair, history_entry
-            )
+            prepared = self._prepare(w_NK, form, call, earlier, group_amax, is_rounded, pair)
             if isinstance(prepared, Quantized) and form.tiles:
                 prepared = to_torch(prepared)
             if self.keep:
@@ -102,6 +98,13 @@ class PreparedWeights:
         if form.transposed:
             return form.view_for_gemm(prepared)
         return prepared
+
+    def _kept(self, key: FormKey | None) -> Prepared | None:
+        """The form of this key; None: it is not kept."""
+        for kept_key, kept_form in self._forms:
+            if kept_key == key:
+                return kept_form
+        return None
 
     def _of_gathered(self, w_NK: Gathered, form: WeightForm, call: LayerCall) -> Prepared:
         """A form of a gathered weight: from the codes that came, or as `prepared` makes it of the
@@ -124,55 +127,60 @@ class PreparedWeights:
         w_NK: Tensor,
         form: WeightForm,
         call: LayerCall,
-        amax: Tensor | None,
+        earlier: EarlierAmax,
         group_amax: Tensor | None,
         is_rounded: bool,
         pair: PairedForm | None,
-        history_entry: Tensor | None,
     ) -> Prepared:
         """The weight in the given form; `group_amax` and `is_rounded` as for `prepared`.
 
         Args:
             pair: maker of the transposed form with it, for backward.
-            history_entry: the newest entry of the amax history, which `pair` makes the larger of
-                itself and the weight's own amax.
         """
+        turned_from = self._kept(form.turned_from)
+        if isinstance(turned_from, Quantized):
+            return turned(turned_from)
+        w = w_NK.detach()
+        if form.of_transpose:
+            w = w.T
+        rounded_from = self._kept(form.rounded_from)
+        if isinstance(rounded_from, Decoded):
+            w = rounded_from.rounded().T
+            is_rounded = True
         spec = form.spec
-        w = w_NK.T if form.of_transpose else w_NK
-        for kept_key, kept_form in self._forms:
-            if kept_key == form.turned_from and isinstance(kept_form, Quantized):
-                return turned(kept_form)
-            if kept_key == form.rounded_from and isinstance(kept_form, Decoded):
-                w = kept_form.rounded().T
-                is_rounded = True
         # high precision uses the recipe's dtype; otherwise the master weight is quantised
         if spec is None:
             return Decoded(w.to(form.dtype), None)
-        key = None
-        if spec.random:
-            key = call.position.key(call.layer_key, form.number, *form.start)
+        if form.fused and group_amax is None and not is_rounded:
+            group_amax = self._group_amax(call.fused.of(form.fused, call.member), form)
         rounds_first = form.rounds_first
         if group_amax is not None and spec.requantises is not None:
             rounds_first = True
         if rounds_first and not is_rounded:
-            if group_amax is None:
-                rounded_codes = form.operand.of
-                assert rounded_codes is not None
-                group_amax = self._amax_over_ranks(w.T, rounded_codes, form.rounding_ranks)
-            w = requantised(w, spec, group_amax)
+            w = requantised(w, spec, self._rounding_amax(w, form, group_amax))
             is_rounded = True
-            group_amax = None
+        key = None
+        if spec.random:
+            key = call.position.key(call.layer_key, form.number, *form.start)
+        amax = earlier.amax
         if group_amax is not None and not is_rounded:
             amax = group_amax
         elif form.amax_ranks and amax is None:
-            codes = form.operand.codes
-            assert codes is not None
-            amax = self._amax_over_ranks(w, codes, form.amax_ranks, key)
+            assert form.operand.codes is not None
+            amax = self._amax_over_ranks(w, form.operand.codes, form.amax_ranks, key)
         if pair is not None:
-            prepared, other = pair.quantizer(w, None, amax, None, amax, history_entry)
+            prepared, other = pair.quantizer(w, None, amax, None, amax, earlier.history_entry)
             self._forms.append((pair.key, other))
             return prepared
         return (form.make_of_rounded if is_rounded else form.make)(w, key, amax)
+
+    def _rounding_amax(self, w: Tensor, form: WeightForm, group_amax: Tensor | None) -> Tensor:
+        """The amax of what is requantised: that of a group, or of all ranks that have a part."""
+        if group_amax is not None:
+            return group_amax
+        rounded_codes = form.operand.of
+        assert rounded_codes is not None
+        return self._amax_over_ranks(w.T, rounded_codes, form.rounding_ranks)
 
     def _amax_over_ranks(
         self,
@@ -203,6 +211,21 @@ class PreparedWeights:
                 amax = rank_group.largest(amax)
             self._amaxes["fused"] = amax
         return self._amaxes["fused"]
+
+    def _earlier_amax(
+        self, w_NK: Tensor, form: WeightForm, call: LayerCall, pair: PairedForm | None
+    ) -> EarlierAmax:
+        """The amax of earlier steps that scales a form, also where the form is kept: the weight's
+        own enters the history once.
+        """
+        if self._amax is not None and self._entered:
+            return EarlierAmax(self._amax)
+        joins = pair is not None and pair.quantizer.joins
+        return EarlierAmax(
+            *self.delayed_amax(
+                w_NK, form.quantizer, call, kernel_enters_amax=joins, ranks=form.amax_ranks
+            )
+        )
 
     def delayed_amax(
         self,
