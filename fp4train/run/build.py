@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tqdm import tqdm
 
 from fp4train.config import Config
+from fp4train.data.source import RunData
 from fp4train.errors import user_errors
 from fp4train.files import Folder
 from fp4train.hardware import Device
@@ -27,6 +28,7 @@ from fp4train.optim import check_built, keep_bounds
 from fp4train.parallel.agree import check_same
 from fp4train.parallel.fsdp import distribute, share_tensors
 from fp4train.parallel.held import Inventory
+from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.parameters import largest_values
@@ -219,13 +221,7 @@ def assemble(
     Raises:
         UserError: data, model or plan are not possible.
     """
-    # The lead tokenises what no cache holds; then one rank of each other machine, whose cache may
-    # be its own.
-    data = world.by_machine(lambda: config.data.build(place, config.train.seq_len, config.run.seed))
-    fingerprint = data.fingerprint
-    if world.size > 1:
-        check_same(world, {"the data": fingerprint})
-    _log.info("%s", data.description)
+    data = _data(config, place, world)
     with world.same_outcome():
         model, deferred = built_or_deferred(config, data.vocab_size, world, draws)
         checks.set_masks(model, config, data.borders)
@@ -246,37 +242,19 @@ def assemble(
         batch = {"batch_size": config.train.batch_size, "seq_len": config.train.seq_len}
         train_data = data.training(**batch, seed=config.run.seed)
         val_data = data.validation(**batch)
-    for module in model.modules():
-        if isinstance(module, PlannedLayer):
-            sums = config.train.rows(mesh.data) < config.train.batch_size
-            module.sum_gradients(sums, in_product=config.train.kernels != "torch")
+    _let_layers_add(model, config, mesh.data)
     full_model = model
-    if cut is None:
-        pipeline = None
-    else:
+    pipeline = None
+    if cut is not None:
         pipeline = cut_stages(model, *cut, config.parallel, world, config.train.seq_len)
-    if pipeline is not None:
         model = pipeline.model
-    if world.size > 1:
-        gather = gather_mode(
-            config.parallel.gather, fully_gathered=config.train.whole_weights is not None
-        )
-        for part in (model,) if pipeline is None else pipeline.stages.values():
-            distribute(part, world, gather, config.parallel.reduce)
+    for part in (model,) if pipeline is None else pipeline.stages.values():
+        _distribute(part, config, world)
     if deferred:
         with world.same_outcome(), user_errors(ValueError, before="the weights cannot be drawn: "):
-            if draws:
-                draw = getattr(config.model, "draw", "torch")
-            else:
-                draw = None
+            draw = getattr(config.model, "draw", "torch") if draws else None
             materialise(model, world.device, seed=config.run.seed, draw=draw, whole=full_model)
-    with user_errors(ValueError):
-        optimizer = config.optim.build(model)
-        check_built(optimizer, model, type(config.optim).__name__)
-    keep_bounds(optimizer, model, largest_values(full_model))
-    if pipeline is not None:
-        pipeline.copy_tied()
-        optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
+    optimizer = _optimizer(config, model, full_model, pipeline)
     return Run(
         config=config,
         directory=config.run.dir,
@@ -292,7 +270,7 @@ def assemble(
         loss_scale=1.0,
         loss_scaling=None,
         good_steps=0,
-        fingerprint=fingerprint,
+        fingerprint=data.fingerprint,
         folder=Folder.open(config.run.dir, create=True),
         multiplied=sum(by_block) + besides,
         equip=equipment,
@@ -300,6 +278,54 @@ def assemble(
         teacher=teacher,
         world=world,
     )
+
+
+def _data(config: Config, place: Path, world: World) -> RunData:
+    """The data, the same on all ranks: the lead tokenises what no cache holds; then one rank of each
+    other machine, whose cache may be its own.
+    """
+    data: RunData = world.by_machine(
+        lambda: config.data.build(place, config.train.seq_len, config.run.seed)
+    )
+    if world.size > 1:
+        check_same(world, {"the data": data.fingerprint})
+    _log.info("%s", data.description)
+    return data
+
+
+def _distribute(part: nn.Module, config: Config, world: World) -> None:
+    """Cut what this rank holds of the model over several ranks."""
+    if world.size == 1:
+        return
+    fully_gathered = config.train.whole_weights is not None
+    gather = gather_mode(config.parallel.gather, fully_gathered=fully_gathered)
+    distribute(part, world, gather, config.parallel.reduce)
+
+
+def _let_layers_add(model: nn.Module, config: Config, data_ranks: int) -> None:
+    """Let layers add up the gradients of microbatches, where a rank has several."""
+    several = config.train.rows(data_ranks) < config.train.batch_size
+    for module in model.modules():
+        if isinstance(module, PlannedLayer):
+            module.sum_gradients(several, in_product=config.train.kernels != "torch")
+
+
+def _optimizer(
+    config: Config, model: nn.Module, full_model: nn.Module, pipeline: Pipeline | None
+) -> torch.optim.Optimizer:
+    """The optimizer of what this rank holds of the model.
+
+    Raises:
+        UserError: the configuration names one that does not fit the model.
+    """
+    with user_errors(ValueError):
+        optimizer = config.optim.build(model)
+        check_built(optimizer, model, type(config.optim).__name__)
+    keep_bounds(optimizer, model, largest_values(full_model))
+    if pipeline is not None:
+        pipeline.copy_tied()
+        optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
+    return optimizer
 
 
 def equipment(run: Run) -> Equipment:
