@@ -124,6 +124,13 @@ def make(spec: QuantSpec, machine: cpu.Machine = cpu.HERE) -> CpuQuantizer | Cpu
     return CpuRequantizer(spec, machine)
 
 
+def _whole_extent(spec: QuantSpec) -> str | None:
+    """What the one float32 scale of a spec covers; None: it scales blocks."""
+    if None not in spec.block:
+        return None
+    return "tensor" if spec.block[0] is None else "row"
+
+
 def _sign_bits(transform: Hadamard | Transform) -> int:
     """Bit i: whether the transform negates column i, or one that its signs repeat."""
     signs = hadamard_signs(transform)[: cpu.REPEATED_SIGNS] * 2
@@ -149,9 +156,7 @@ class CpuQuantizer(Quantizer):
         self._run_decode = extension.decode
         self.isa = cpu.INSTRUCTION_SETS.index(machine.instruction_set or cpu.instruction_sets()[-1])
         self.threads = torch.get_num_threads if threads is None else lambda: threads
-        whole_extent = None
-        if None in spec.block:
-            whole_extent = "tensor" if spec.block[0] is None else "row"
+        whole_extent = _whole_extent(spec)
         extent = kernel_extent(spec) or whole_extent
         float32 = not (to_bf16 or spec.exact_in_bf16)
         block: tuple[int, int] = (1, 16) if whole_extent else spec.block  # type: ignore[assignment]
