@@ -49,11 +49,10 @@ SMALL = (
 )
 MODELS = {"dense": ("model.layers=2",), "experts": ("model=moe_tiny", "model.layers=2")}
 AUDITS = {
-    "layers": ("audit.every=1", "audit.sums=0", "audit.repeat=0"),
-    "sums": ("audit.every=0", "audit.sums=1", "audit.repeat=0"),
-    "repeat": ("audit.every=0", "audit.sums=0", "audit.repeat=1"),
+    "layers": ("audit.every=1", "audit.sums=0"),
+    "sums": ("audit.every=0", "audit.sums=1"),
 }
-SHOWN = {"layers": "audit.every=1", "sums": "audit.sums=1", "repeat": "audit.repeat=1"}
+SHOWN = {"layers": "audit.every=1", "sums": "audit.sums=1"}
 WEIGHT = {
     "dense": "model/blocks.0.attention.wk.weight",
     "experts": "model/blocks.1.mlp.down.weight",
@@ -109,13 +108,13 @@ def cases() -> Iterator[Case]:
     yield from memory_cases()
     for name, (gemm, spoil, words) in planting.PRODUCT_FAULTS.items():
         plant = _product(gemm, spoil)
-        yield Case(f"{name}, in one step", "memory", _once(plant), "repeat")
+        yield Case(f"{name}, in one step", "memory", _once(plant), "layers", words)
         yield Case(f"{name}, in every step", "program", plant, "layers", words)
     for name in once:
         change, words = planting.OPERAND_FAULTS[name]
-        yield Case(f"{name}, in one step", "memory", _once(operand(change)), "repeat")
+        yield Case(f"{name}, in one step", "memory", _once(operand(change)), "layers", words)
         yield Case(f"{name}, in every step", "program", operand(change), "layers", words)
-    yield Case("one token", "memory", run_faults.other_token, "repeat")
+    yield Case("one token", "memory", run_faults.other_token, "layers")
 
 
 def memory_cases() -> Iterator[Case]:

@@ -20,21 +20,16 @@ class AuditSettings:
             steps on a CPU, and never on a GPU, where the reference runs on the host.
         sums: steps from one comparison of the sums of bits to the next: the state after an update
             with that before the next step, and copies of it with each other; 0: never.
-        repeat: steps from one step that is computed twice to the next; 0: never. A repeated step
-            takes twice the time, and the memory of a second state.
         action: the answer to a fault: "warn"; "stop", which ends the run without another
             checkpoint.
     """
 
     every: int | None = None
     sums: int = 10
-    repeat: int = 0
     action: str = "warn"
 
     def __post_init__(self) -> None:
-        check_least(
-            self, "audit.", "every", "sums", "repeat", least=0, must="a number of steps, or 0"
-        )
+        check_least(self, "audit.", "every", "sums", least=0, must="a number of steps, or 0")
         check_choice("audit.action", self.action, ACTIONS)
 
     def steps(self, device: str) -> int:

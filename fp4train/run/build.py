@@ -170,7 +170,6 @@ def build(origin: Origin, world: World | None = None) -> Run:
     world = world or World(device=choose_device(config.device))
     with world.same_outcome():  # all that is only read
         checks.check_cut(config, world.mesh)
-        checks.check_repeat(config, world.device.type)
         _ = origin.text  # refused where it is too long to be read again
         timeline = origin.timeline(mend_records=world.lead)
         check_teacher_source(config, world.mesh, origin.tokenizer_of)

@@ -148,19 +148,6 @@ def check_cut(config: Config, mesh: Mesh) -> None:
             check_microbatches(batch // ranks // sequences, config.parallel)
 
 
-def check_repeat(config: Config, device: str) -> None:
-    """Refuse to compare repeated steps where correct ones differ.
-
-    Raises:
-        UserError: kernels of a GPU, and not those that repeat a step to the bit.
-    """
-    if config.audit.repeat and device != "cpu" and not config.train.deterministic:
-        raise UserError(
-            f"audit.repeat={config.audit.repeat} needs train.deterministic=true: without it kernels "
-            f"of {device} give other bits each time, and correct steps would be reported"
-        )
-
-
 def check_oscillation(config: Config, plan: Plan) -> None:
     """Raises UserError where `oscillation.every` would do nothing."""
     settings = config.oscillation

@@ -17,7 +17,7 @@ from fp4train.precision import Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build_model, build_plan
-from fp4train.run.checks import check_cut, check_oscillation, check_repeat
+from fp4train.run.checks import check_cut, check_oscillation
 from fp4train.run.host import choose_device
 from fp4train.run.initial import open_init
 from fp4train.run.teacher import check_teacher
@@ -57,7 +57,6 @@ def plan_on(
         UserError: the batch or the plan cannot be as asked for.
     """
     check_cut(config, Mesh())
-    check_repeat(config, device.type)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_oscillation(config, plan)
     return plan

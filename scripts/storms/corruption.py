@@ -20,7 +20,7 @@ from torch import Tensor
 
 FIRST = 5
 """The first step that the resumed run computes."""
-AUDITED = ("audit.every=0", "audit.sums=1", "audit.repeat=1", "checkpoint.keep=9")
+AUDITED = ("audit.every=1", "audit.sums=1", "checkpoint.keep=9")
 EVENTS = ("audit fault", "checkpoint failed")
 
 
@@ -52,12 +52,12 @@ def planted(kind: str, draw: random.Random) -> tuple[Planted, str]:
         part = draw.choice(("model", "optimizer"))
         return lambda: audit_run_faults.copied_wrongly(part), f"The copy of {part}/"
     if kind == "product":
-        gemm, change, _ = draw.choice(list(audit_planting.PRODUCT_FAULTS.values()))
+        gemm, change, words = draw.choice(list(audit_planting.PRODUCT_FAULTS.values()))
 
         def plant() -> AbstractContextManager[Any]:
             return audit_planting.planted_product(gemm, change)
 
-        return lambda: audit_run_faults.in_one_computation(plant, step - 1), "gave other bits"
+        return lambda: audit_run_faults.in_one_computation(plant, step - 1), words
     act, words = {"weight": (weight, "model/"), "moment": (moment, "optimizer/")}[kind]
     return lambda: audit_run_faults.after_step(lambda run: act(run, draw), step), words
 
@@ -66,7 +66,7 @@ def said(place: Path) -> list[str]:
     """What the run's metrics say of faults."""
     lines = [json.loads(text) for text in (place / "runs/a/metrics.jsonl").read_text().splitlines()]
     return [
-        " ".join(str(line.get(key, "")) for key in ("layer", "what", "reason"))
+        " ".join(str(line.get(key, "")) for key in ("layer", "what", "reason", "cause"))
         for line in lines
         if line.get("event") in EVENTS
     ]

@@ -128,15 +128,6 @@ def test_audits_change_no_bit(ranks: Ranks, name: str) -> None:
     ranks.same("audited", "silent")
 
 
-def test_a_repeated_step_of_stages_that_share_a_weight_changes_no_bit(ranks: Ranks) -> None:
-    """The state that is put back before the repetition is that of the last stage's copy, too."""
-    options = (*AUDITED, *CLEAN["stages"], "train.steps=3")
-    ranks.train(2, "repeated", *options, "audit.repeat=1")
-    ranks.train(2, "silent", *options, "audit.every=0", "audit.sums=0")
-    ranks.same("repeated", "silent")
-    assert events(ranks.folder / "runs/repeated", "audit fault") == []
-
-
 SAYS_WHAT_IS_SENT = """
 import sys
 from fp4train.nn.ranks import Ranks
@@ -239,17 +230,16 @@ def test_bf16_on_the_wire_is_found_and_named(ranks: Ranks) -> None:
 
 
 FAILS = """
-import fp4train.run.supervise.repeat as repeat
 import fp4train.run.supervise.sums as sums
 def broken(run):
     raise RuntimeError("no memory")
 if rank:
-    repeat.state_sums = sums.state_sums = broken
+    sums.state_sums = broken
 """
 
 
 def test_a_rank_whose_audits_fail_still_takes_part_in_those_of_the_others(ranks: Ranks) -> None:
-    mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.repeat=2")
+    mesh = ("parallel.dp_replicate=2", "audit.every=0")
     assert not any(ranks(2, "run.name=a", *AUDITED, *mesh, "audit.sums=1", patch=FAILS).codes)
     assert events(ranks.folder / "runs/a", "audit fault") == []
 

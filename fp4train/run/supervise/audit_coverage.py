@@ -99,8 +99,6 @@ class Coverage:
         extents = ""
         if settings.sums:
             extents += f"; the state is compared every {counted(settings.sums, 'step')}"
-        if settings.repeat:
-            extents += f"; a step is computed twice every {counted(settings.repeat, 'step')}"
         if not every:
             return f"audits: none of layers on {plan.device.type} (audit.every=…){extents}"
         uncovered = self.uncovered(plan)

@@ -1,4 +1,4 @@
-"""All audits of a run: of layers, of sums of the state, of repeated steps (docs/audit.md)."""
+"""All audits of a run: of layers, and of sums of the state (docs/audit.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fp4train.precision import Recipe
 from fp4train.run.queued import Step
 from fp4train.run.supervise.fault_report import report
 from fp4train.run.supervise.layer_audits import LayerAudits, summary
-from fp4train.run.supervise.repeat import STEPS, RepeatedSteps
 from fp4train.run.supervise.sums import STATE, StateSums
 from fp4train.text import counted
 
@@ -32,15 +31,12 @@ class RunAudits(RunCompanion):
     Attributes:
         layers: audits of layers by the readable reference.
         sums: comparisons of sums of bits.
-        repeated: steps that are computed twice.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.layers = LayerAudits(run)
-        failures = self.layers.failures
-        self.sums = StateSums(run, failures)
-        self.repeated = RepeatedSteps(run, failures)
+        self.sums = StateSums(run, self.layers.failures)
 
     def begin(self, run: Run) -> None:
         """Try each distinct quantiser and layer of the plan, before the first step.
@@ -59,25 +55,18 @@ class RunAudits(RunCompanion):
 
     @contextmanager
     def around_step(self, run: Run, recipe: Recipe) -> Iterator[None]:
-        """A context in which the step that `run.step` is at is queued; it is observed, or computed
-        once before, where that is due.
+        """A context in which the step that `run.step` is at is queued; it is observed
+        where that is due.
 
         Raises:
-            AuditError: the state changed since the last update, or a repeated step gave other bits,
-                and audit.action is "stop".
+            AuditError: the state changed since the last update, and audit.action is "stop".
         """
         faults = self.sums.before_step()
         if self.sums.due(run.step - 1):
             self._report(run.step - 1, faults, STATE)
-        repeating = self.repeated.due(run.step)
         shown = run.runner.unrecorded() if self.layers.observes(run.step) else nullcontext()
-        with shown:
-            earlier = self.repeated.computed(recipe) if repeating else None
-            with self.layers.observing():
-                yield
-        if repeating:
-            faults = [] if earlier is None else self.repeated.faults(earlier)
-            self._report(run.step, faults, STEPS)
+        with shown, self.layers.observing():
+            yield
 
     def after_step(self, run: Run, step: Step) -> None:
         """Compare what a step that was queued left behind.
@@ -114,8 +103,6 @@ class RunAudits(RunCompanion):
         extents = []
         if self.sums.count:
             extents.append(f"the state was compared after {counted(self.sums.count, 'update')}")
-        if self.repeated.count:
-            extents.append(f"{counted(self.repeated.count, 'step')} computed twice")
         text = summary(self.layers, extents)
         if text is not None and run.world.lead:
             _log.info("audit: %s", text)

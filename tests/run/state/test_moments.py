@@ -90,15 +90,6 @@ def test_constants_of_an_optimizer_that_counts_may_change(cli: Cli) -> None:
     assert losses("runs/b")[4][2] == 0.25
 
 
-@pytest.mark.parametrize("beside", ["false", "true"], ids=["in groups", "under a key of its own"])
-def test_a_step_that_is_computed_twice_counts_once(cli: Cli, beside: str) -> None:
-    words = (*COUNTING, *SHORT, f"optim.beside={beside}", "audit.every=0")
-    assert cli(*words, "run.name=a", "audit.sums=0").code == 0
-    assert cli(*words, "run.name=b", "audit.sums=1", "audit.repeat=2").code == 0
-    assert events("runs/b", "audit fault") == []
-    assert losses("runs/a") == losses("runs/b")
-
-
 def test_a_checkpoint_without_what_an_optimizer_keeps_beside_is_refused(cli: Cli) -> None:
     assert cli(*COUNTING, *SHORT, "run.name=a").code == 0
     words = ("resume=runs/a", "resume_step=2", "run.name=b", "optim.beside=true")

@@ -154,7 +154,7 @@ def test_a_compiled_run_has_the_same_bits_with_audits_of_its_quantised_layers(
     torch._dynamo.reset()
     options = ("train.compile=true", "recipe=nvfp4", "policy=last15", *STEADY)
     cli.trained("run.name=plain", *options, *SILENT)
-    ended: Any = cli("run.name=audited", *options, *AUDITED, "audit.repeat=2")
+    ended: Any = cli("run.name=audited", *options, *AUDITED)
     assert losses("runs/plain") == losses("runs/audited")
     assert events("runs/audited", "audit fault") == []
     assert events("runs/audited", "audit failed") == []

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from command_line import STEADY, Cli, events, losses
+from command_line import STEADY, Cli, events
 from faulty_kernels import kernels_equal_reference
 
-from fp4train import checkpoint
 from fp4train.audit import Audited, CallComparison, Observer, partly_uncovered
 from fp4train.audit.observe import ADDED_TERMS
 from fp4train.audit.terms import RESIDUAL_CHANNELS
@@ -25,13 +22,8 @@ from fp4train.precision import (
 )
 from fp4train.run.supervise import run_audits, sums as run_sums
 
-SILENT = ("audit.every=0", "audit.sums=0", "audit.repeat=0")
+SILENT = ("audit.every=0", "audit.sums=0")
 NVFP4 = ("recipe=nvfp4", "policy=all", *STEADY)
-
-
-def weights(run: str) -> dict[str, bytes]:
-    state = checkpoint.load(Path(run, "checkpoints"))
-    return {name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()}
 
 
 def test_an_audit_that_sees_no_backward_pass_is_said(
@@ -110,29 +102,6 @@ def test_a_start_is_tried_where_layers_are_not_audited_as_on_a_gpu(
     ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.action=stop")
     assert ended.code == 1 and "quantises otherwise than the reference" in ended.message
     assert cli("run.name=b", *NVFP4, *SILENT, "audit.action=stop").code == 0
-
-
-def test_a_repetition_without_memory_is_taken_back_and_not_tried_again(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fp4train.run.step import EagerSteps
-
-    cli.trained("run.name=b", *NVFP4, *SILENT)
-    original = EagerSteps.step
-    calls: list[int] = []
-
-    def step(self: EagerSteps, recipe: Any, rows: Any) -> Any:
-        calls.append(self.run.step)
-        queued = original(self, recipe, rows)
-        if calls == [0, 1, 2]:
-            raise torch.OutOfMemoryError("no memory")
-        return queued
-
-    monkeypatch.setattr(EagerSteps, "step", step)
-    ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=0", "audit.repeat=2")
-    assert ended.code == 0 and calls == [0, 1, 2, 2, 3, 4, 5]
-    assert losses("runs/a") == losses("runs/b") and weights("runs/a") == weights("runs/b")
-    assert "(its audit failed: no memory)" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from limits import set_limit
 from fp4train import checkpoint
 from fp4train.audit import AuditSettings, CallComparison, ObservedCall
 from fp4train.exchange import RecordedResults
-from fp4train.run.supervise import repeat as run_repeat, sums as run_sums
+from fp4train.run.supervise import sums as run_sums
 from fp4train.run.supervise.layer_audits import LayerAudits
 from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import Saver
 
-AUDITED = ("audit.every=1", "audit.sums=1", "audit.repeat=2")
-SILENT = ("audit.every=0", "audit.sums=0", "audit.repeat=0")
+AUDITED = ("audit.every=1", "audit.sums=1")
+SILENT = ("audit.every=0", "audit.sums=0")
 NVFP4 = ("recipe=nvfp4", "policy=all", *STEADY)
 
 
@@ -62,9 +62,9 @@ def test_a_run_has_the_same_bits_with_and_without_audits_and_no_fault(
 
 
 def test_the_end_of_a_run_says_what_was_compared_besides_layers(cli: Cli) -> None:
-    options = ("audit.every=0", "audit.sums=3", "audit.repeat=2", "checkpoint.every=0")
+    options = ("audit.every=0", "audit.sums=3", "checkpoint.every=0")
     ended = cli("run.name=a", *NVFP4, *options)
-    compared = "the state was compared after 2 updates; 2 steps computed twice"
+    compared = "the state was compared after 2 updates"
     assert f"audit: no layer was audited: 0 faults; {compared}" in ended.err
 
 
@@ -142,16 +142,15 @@ def test_an_audit_that_fails_is_said_once_and_ends_nothing(
     assert "(its audit failed: no reference)" in ended.err
 
 
-@pytest.mark.parametrize("module", [run_sums, run_repeat], ids=["sums", "repeated steps"])
 def test_sums_that_cannot_be_taken_end_nothing_and_are_not_covered(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, module: Any
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: object) -> None:
         raise RuntimeError("no memory")
 
     cli.trained("run.name=b", *NVFP4, *SILENT)
-    monkeypatch.setattr(module, "state_sums", broken)
-    ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=1", "audit.repeat=2")
+    monkeypatch.setattr(run_sums, "state_sums", broken)
+    ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=1")
     assert ended.code == 0
     assert len(events("runs/a", "audit failed")) == 1
     assert events("runs/a", "audit fault") == []
@@ -213,29 +212,6 @@ def test_a_weight_that_is_overwritten_is_named_where_the_evaluation_after_it_is_
     assert ("validation loss is nan" in ended.message) == (action == "warn")
 
 
-def test_a_step_that_gives_other_bits_when_it_is_repeated_is_found(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fp4train.run.step import EagerSteps
-
-    original = EagerSteps.step
-    calls: list[int] = []
-
-    def step(self: EagerSteps, recipe: Any, rows: Any) -> Any:
-        queued = original(self, recipe, rows)
-        calls.append(self.run.step)
-        if calls.count(4) == 1 and self.run.step == 4:
-            flip(next(self.run.model.parameters()), 3)
-        return queued
-
-    monkeypatch.setattr(EagerSteps, "step", step)
-    cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=0", "audit.repeat=2")
-    assert calls == [0, 1, 2, 2, 3, 4, 4, 5]
-    faults = events("runs/a", "audit fault")
-    assert [(entry["layer"], entry["step"]) for entry in faults] == [("model/embed.weight", 5)]
-    assert "other bits" in faults[0]["what"]
-
-
 def flip_all(run: Any) -> None:
     for parameter in run.model.parameters():
         flip(parameter, 3)
@@ -280,27 +256,6 @@ def test_a_bit_that_flips_between_the_last_update_and_its_checkpoint_is_found(
     assert "other bits than the state" in events("runs/a", "checkpoint failed")[0]["reason"]
 
 
-def test_a_repeated_step_leaves_no_new_state_of_the_optimizer(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fp4train.run.step import EagerSteps
-
-    original = EagerSteps.step
-    left: list[bool] = []
-
-    def step(self: EagerSteps, recipe: Any, rows: Any) -> Any:
-        states = self.run.optimizer.state.values()
-        left.append(any("extra" in state for state in states))
-        queued = original(self, recipe, rows)
-        if self.run.step == 4 and len(left) == 6:
-            next(iter(states))["extra"] = torch.zeros(2)
-        return queued
-
-    monkeypatch.setattr(EagerSteps, "step", step)
-    cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=0", "audit.repeat=2")
-    assert left == [False] * 8
-
-
 def test_every_microbatch_of_every_layer_is_audited_in_its_turn(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,13 +272,6 @@ def test_every_microbatch_of_every_layer_is_audited_in_its_turn(
     numbers = {number for _, number in audited}
     assert len(names) > 2 and len(numbers) > 1
     assert len(audited) == len(names) * len(numbers)
-
-
-def test_steps_are_repeated_on_a_gpu_where_correct_ones_are_equal_alone(cli: Cli) -> None:
-    ended = cli("plan", "gpu=H100", "audit.repeat=2")
-    assert ended.code == 1
-    assert "audit.repeat=2 needs train.deterministic=true" in ended.message
-    assert cli("plan", "gpu=H100", "audit.repeat=2", "train.deterministic=true").code == 0
 
 
 def test_a_model_card_says_faults_that_sums_alone_found() -> None:
