@@ -191,8 +191,7 @@ def audited(options: Sequence[str], plant: Plant) -> tuple[list[str], list[str]]
         logging.disable(logging.NOTSET)
         lines = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
     faults = [
-        f"{line['layer']} {line['gemm']} {line['operand']}: {line['what']}: "
-        f"{', '.join(line['hypotheses'])}"
+        f"{line['layer']} {line['gemm']} {line['operand']}: {line['what']}: {line['cause']}"
         for line in lines
         if line.get("event") == "audit fault"
     ]

@@ -4,8 +4,8 @@ readable reference, and compared with what ran.
 
 from fp4train.audit.bits import bit_sum as bit_sum
 from fp4train.audit.call import ObservedCall as ObservedCall, Product as Product
-from fp4train.audit.compare import CallComparison as CallComparison
-from fp4train.audit.expected import Expectation as Expectation
+from fp4train.audit.compare import compare as compare
+from fp4train.audit.expected import AuditedCall as AuditedCall
 from fp4train.audit.fault import Audited as Audited
 from fp4train.audit.foreign import ForeignObserver as ForeignObserver
 from fp4train.audit.loop import AuditReport as AuditReport, audit as audit

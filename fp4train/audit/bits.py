@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fp4train.quantize import Decoded
 
+FEW: Final = 4
+"""Most elements that count as single ones."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -57,6 +60,12 @@ def where_differing(where: Tensor) -> Difference | None:
         return None
     index = where.nonzero()[0].tolist()
     return Difference(count, where.numel(), tuple(index), where)
+
+
+def changed_elements(expected: Tensor, values: Tensor, where: Tensor) -> str:
+    """The elements that differ: "0.5 → 1, 2 → 4"."""
+    pairs = zip(expected[where].tolist(), values[where].tolist(), strict=True)
+    return ", ".join(f"{planned:.4g} → {value:.4g}" for planned, value in pairs)
 
 
 def equal(a: Decoded, b: Decoded) -> bool:

@@ -29,7 +29,7 @@ def kept_or_none(tensor: Tensor | None) -> Tensor | None:
 class Product:
     """One product that a backend computed: left [R, C] · right [S, C]ᵀ + bias [S].
 
-    further: operands of products that are added within it (`nn.executors.joined`).
+    joined: whether other products are added within it (`nn.executors.joined`).
     earlier_sum: the float32 sum to which it was added; None: it stands alone.
     elsewhere: whether another device than a CPU computed it, or kernels that are not fp4train's.
     capability: compute capability of the GPU that computed it; None: none did.
@@ -44,7 +44,7 @@ class Product:
     elsewhere: bool = False
     capability: tuple[int, int] | None = None
     backend: str | None = None
-    further: Sequence[tuple[Decoded, Decoded]] = ()
+    joined: bool = False
 
     def kept(self) -> Product:
         """A copy in main memory, which says where the product was computed."""
@@ -57,7 +57,6 @@ class Product:
             earlier_sum=kept_or_none(self.earlier_sum),
             elsewhere=self.elsewhere or self.result.device.type != "cpu",
             capability=self.capability or _capability(self.result),
-            further=[(_kept_decoded(a), _kept_decoded(b)) for a, b in self.further],
         )
 
 
@@ -93,7 +92,6 @@ class ObservedCall:
         y: [M, N]; dy, dx, dw: its gradients, None until backward, or where they are not wanted.
         dw_before: float32 sum that dw was added to, which dw holds then; None: dw stands alone.
         products: GEMM → what the backend multiplied; none in high precision by torch.
-        terms: GEMM → further products that are added to it, in turn.
         means: x or dy → mean of its tokens that is taken out, float32 [columns].
         scaling: tensors of the layer's delayed scaling before the step.
         fused: weights that share a global scale with w, or their amaxes.
@@ -120,7 +118,6 @@ class ObservedCall:
     dw: Tensor | None = None
     dw_before: Tensor | None = None
     products: dict[str, Product] = field(default_factory=dict)
-    terms: dict[str, list[Product]] = field(default_factory=dict)
     means: dict[str, Tensor] = field(default_factory=dict)
     scaling: dict[str, Tensor] = field(default_factory=dict)
     fused: Sequence[Tensor] = ()
@@ -140,13 +137,12 @@ class ObservedCall:
 
     def sources(self) -> ObservedCall:
         """What operands are made of: the call without products and results."""
-        return replace(self, y=None, dx=None, dw=None, dw_before=None, products={}, terms={})
+        return replace(self, y=None, dx=None, dw=None, dw_before=None, products={})
 
     def forget(self, *gemms: str) -> None:
         """Forget the products of GEMMs that are computed anew."""
         for gemm in gemms:
             self.products.pop(gemm, None)
-            self.terms.pop(gemm, None)
 
     @property
     def complete(self) -> bool:

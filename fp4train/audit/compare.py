@@ -7,9 +7,8 @@ product. So a fault is named where it arises, and not by what follows from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -19,15 +18,17 @@ from torch import Tensor
 from fp4train.audit import products
 from fp4train.audit.bits import Difference, difference, where_differing
 from fp4train.audit.call import ObservedCall, Product
-from fp4train.audit.cut import CutCall
-from fp4train.audit.expected import Expectation, OperandSource, source_of
-from fp4train.audit.fault import Audited, Fault
-from fp4train.audit.hypotheses import Suspect, explain
+from fp4train.audit.expected import AuditedCall, OperandSource
+from fp4train.audit.fault import Audited, CallFinding, Fault, first_fitting, joined
+from fp4train.audit.hypotheses import Suspect
+from fp4train.audit.recorder import CallRecorder
 from fp4train.audit.rounding import rounding_of
-from fp4train.audit.terms import TermComparison
+from fp4train.audit.terms import further_terms, of_means
 from fp4train.backends import GEMMS, OPERANDS, Prepared
+from fp4train.backends.protocol import NotShownError
+from fp4train.nn.executors.joined import Term
 from fp4train.precision.layer_plan import Gemm
-from fp4train.quantize import Decoded, Quantized, QuantSpec
+from fp4train.quantize import Decoded, Quantized
 from fp4train.quantize.quantized import apply_block_scales, operand_width
 from fp4train.text import first_line
 
@@ -37,189 +38,210 @@ chance.
 """
 
 
-@dataclass
-class CallComparison:
-    """The comparison of one call.
+@torch.no_grad()
+def compare(audited: AuditedCall, step: int = 0) -> Audited:
+    """Compare a call, whose backward pass has run, with what it should have been. A GEMM whose
+    comparison fails leaves the faults of the others.
 
     Args:
-        call: the call, whose backward pass has run.
-        expected: plan and position that it should have had.
-        previous: call of the same layer in the step before; None: it was not kept.
-        turn: number of the audit, for `products.sampled`: `run` sets it to the step.
+        step: number of the audit, for `products.sampled`.
+    """
+    name = audited.call.name
+    faults = [_fault(name, gemm, finding) for gemm, finding in _of_call(audited)]
+    compared = []
+    uncovered = []
+    failures = []
+    for gemm in audited.plan.gemms:
+        comparison = GemmComparison(audited, gemm, step)
+        try:
+            for finding in comparison.findings():
+                faults.append(_fault(name, gemm.name, finding))
+            if comparison.compared:
+                compared.append(gemm.name)
+        except Exception as error:
+            failures.append(f"{gemm.name}: {first_line(error)}")
+        uncovered += [f"{gemm.name}{reason}" for reason in comparison.uncovered]
+    return Audited(
+        layer=name,
+        step=step,
+        gemms=compared,
+        faults=faults,
+        uncovered=uncovered,
+        failures=failures,
+    )
+
+
+def compare_records(
+    name: str,
+    recorder: CallRecorder,
+    step: int,
+    expect: Callable[[int, ObservedCall], AuditedCall] = lambda number, record: AuditedCall(record),
+) -> Audited:
+    """The audit of a layer from the records of its calls; one without a record at least says why.
+
+    Args:
+        expect: gives what the record of this number should have been.
+    """
+    if recorder.failure is not None:
+        return Audited(layer=name, step=step, failures=(recorder.failure,))
+    if recorder.uncovered is not None:
+        return Audited(layer=name, step=step, uncovered=(recorder.uncovered,))
+    calls = [expect(number, record) for number, record in enumerate(recorder.records)]
+    audits = [compare(audited, step) for audited in calls]
+    return joined(audits) if audits else Audited(layer=name, step=step)
+
+
+def _fault(layer: str, gemm: str, finding: CallFinding) -> Fault:
+    """The fault of a finding; it counts without a cause."""
+    cause = ""
+    with suppress(Exception):
+        cause = finding.cause()
+    apart = finding.apart
+    return Fault(
+        layer=layer,
+        what=finding.what,
+        gemm=gemm,
+        operand=finding.operand,
+        first=() if apart is None else apart.first,
+        share=0.0 if apart is None else apart.share,
+        cause=cause,
+    )
+
+
+def _of_call(audited: AuditedCall) -> Iterator[tuple[str, CallFinding]]:
+    """(GEMM, or empty; finding): the executor must run the plan of the step, on the weight that the
+    optimizer holds.
+    """
+    call = audited.call
+    for gemm in GEMMS:
+        if audited.plan.operands[gemm] != call.plan.operands[gemm]:
+            yield gemm, CallFinding("the executor runs another plan than that of the step")
+    if audited.weight is None or call.w is None:
+        return
+    apart = difference(call.w, audited.weight)
+    if apart is not None:
+        candidates = {"rounded to BF16": audited.weight.bfloat16().to(audited.weight.dtype)}
+        if audited.previous is not None and audited.previous.w is not None:
+            candidates["weight of the step before"] = audited.previous.w
+        what = "the layer is called with another weight than the optimizer holds"
+        yield "", CallFinding(what, apart, partial(_equal_one, call.w, candidates), "w")
+
+
+def _equal_one(tensor: Tensor, candidates: dict[str, Tensor]) -> str:
+    """The name of the first candidate that has the bits of a tensor."""
+    return first_fitting(
+        (name, partial(torch.equal, tensor, candidate)) for name, candidate in candidates.items()
+    )
+
+
+class GemmComparison:
+    """The comparison of one GEMM of a call.
+
+    Attributes:
+        compared: whether anything of it could be compared.
+        uncovered: what of it could not be, each as the end of a sentence that begins with the GEMM.
     """
 
-    call: ObservedCall
-    expected: Expectation
-    previous: ObservedCall | None = None
-    turn: int = 0
-    faults: list[Fault] = field(default_factory=list)
-    uncovered: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    def __init__(self, audited: AuditedCall, gemm: Gemm, turn: int) -> None:
+        self.audited = audited
+        self.gemm = gemm
+        self.turn = turn
+        self.compared = False
+        self.uncovered: list[str] = []
 
-    @torch.no_grad()
-    def run(self, step: int = 0) -> Audited:
-        """Compare all GEMMs. One whose comparison fails leaves the faults of the others."""
-        self.turn = step
-        self._compare_plan()
-        self._compare_weight()
-        compared = []
-        for gemm in self.expected.plan.gemms:
-            try:
-                if self._compare_gemm(gemm):
-                    compared.append(gemm.name)
-            except Exception as error:
-                self.failures.append(f"{gemm.name}: its comparison failed: {first_line(error)}")
-        return Audited(
-            layer=self.call.name,
-            step=step,
-            gemms=compared,
-            faults=self.faults,
-            uncovered=self.uncovered,
-            failures=self.failures,
-        )
-
-    # -- plan and weight ---------------------------------------------------------------------------
-
-    def _compare_plan(self) -> None:
-        """The executor must run the plan of the step."""
-        for gemm in GEMMS:
-            planned = self.expected.plan.operands[gemm]
-            executed = self.call.plan.operands[gemm]
-            if planned != executed:
-                what = "the executor runs another plan than that of the step"
-                self._add(what, gemm=gemm)
-
-    def _compare_weight(self) -> None:
-        """The layer must multiply the weight that the optimizer holds."""
-        planned = self.expected.weight
-        multiplied = self.call.w
-        if planned is None or multiplied is None:
-            return
-        apart = difference(multiplied, planned)
-        if apart is None:
-            return
-        candidates = {"rounded to BF16": planned.bfloat16().to(planned.dtype)}
-        if self.previous is not None and self.previous.w is not None:
-            candidates["weight of the step before"] = self.previous.w
-
-        def explained() -> list[str]:
-            return [
-                name
-                for name, weight in candidates.items()
-                if difference(multiplied, weight) is None
-            ]
-
-        what = "the layer is called with another weight than the optimizer holds"
-        self._add(what, apart, explained, operand="w")
-
-    # -- a GEMM ------------------------------------------------------------------------------------
-
-    def _compare_gemm(self, gemm: Gemm) -> bool:
-        """Compare a GEMM; whether anything of it could be compared."""
-        result = self.call.result(gemm.name)
-        product = self.call.products.get(gemm.name)
-        if result is None and gemm.name in self.call.unseen:
-            self.uncovered.append(f"{gemm.name}: {self.call.unseen[gemm.name]}")
+    def findings(self) -> Iterator[CallFinding]:
+        """What differs, in the order of the computation."""
+        call = self.audited.call
+        name = self.gemm.name
+        result = call.result(name)
+        product = call.products.get(name)
+        if result is None and name in call.unseen:
+            self.uncovered.append(f": {call.unseen[name]}")
         if product is None:
-            return result is not None and self._compare_in_high_precision(gemm, result)
-        correct = True
+            if result is not None:
+                yield from self._of_high_precision(result)
+            return
+        self.compared = True
         operands = (product.left, product.right)
-        for tensor, operand in zip(OPERANDS[gemm.name], operands, strict=True):
-            correct &= self._compare_operand(gemm.name, tensor, operand)
-        executed: Gemm = getattr(self.call.plan, gemm.name)
+        for tensor, operand in zip(OPERANDS[name], operands, strict=True):
+            yield from self._of_operand(tensor, operand)
+        if not product.joined:
+            yield from self._of_product(product)
+        recipe = self.audited.plan.recipe
+        if recipe.centred or recipe.residual is not None:
+            yield from of_means(self.audited, name)
+            if result is not None:
+                yield from self._of_terms(product, result)
+        elif result is not None and call.cut is not None and call.cut.summed == name:
+            if call.cut.terms is None:
+                self.uncovered.append(": its sum, of which other ranks saw no term")
+            else:
+                bias = call.bias if name == "fprop" else None
+                yield from call.cut.findings(result, bias, self.audited.dtype)
+        elif result is not None:
+            expected = product.result[: len(result)].to(result.dtype)  # without rows of padding
+            yield from products.returned(result, expected.view(result.shape), "the product")
+
+    def _of_operand(self, tensor: str, operand: Prepared) -> Iterator[CallFinding]:
+        source = self.audited.source(self.gemm.name, tensor)
+        if source is None:
+            reason = self.audited.call.hidden.get(tensor, "its values are on other ranks")
+            self.uncovered.append(f", operand {tensor}: {reason}")
+            return
+        finding = _codes_apart(operand, source)
+        if finding is not None:
+            values = products.decoded(operand)
+            suspect = Suspect(self.audited, self.gemm.name, tensor, source, values)
+            yield CallFinding(*finding, suspect.cause, tensor)
+
+    def _of_product(self, product: Product) -> Iterator[CallFinding]:
+        executed: Gemm = getattr(self.audited.call.plan, self.gemm.name)
         apart = products.compare(product, executed, self.turn)
         if apart is not None:
+            cause = partial(products.cause_of_product, product, executed)
+            yield CallFinding("the product is not that of its operands", apart, cause)
 
-            def explained() -> Iterable[str]:
-                again = products.repeated(product, executed)
-                if again is None or difference(product.result, again) is None:
-                    again = _float64_product(product)
-                return products.explain(product.result, again, product.bias)
-
-            what = "the product is not that of its operands"
-            self._add(what, apart, explained, gemm=gemm.name)
-        recipe = self.expected.plan.recipe
-        if recipe.centred or recipe.residual is not None:
-            self._compare_terms(gemm, product, result)
-        elif result is not None:
-            cut = self.call.cut
-            if cut is not None and cut.summed == gemm.name:
-                self._compare_sum(gemm, cut, result)
-            else:
-                self._compare_returned(gemm, product, result)
-        return True
-
-    def _compare_operand(self, gemm: str, tensor: str, operand: Prepared) -> bool:
-        """Compare an operand with the reference; whether it is equal or cannot be compared."""
-        source = source_of(self.call, self.expected, gemm, tensor)
-        if source is None:
-            reason = self.call.hidden.get(tensor, "its values are on other ranks")
-            self.uncovered.append(f"{gemm}, operand {tensor}: {reason}")
-            return True
-        finding = _compare_codes(operand, source)
-        if finding is None:
-            return True
-        what, apart = finding
-        suspect = Suspect(source, self.call, self.expected, gemm, tensor, self.previous)
-
-        def explained() -> Iterable[str]:
-            return explain(products.decoded(operand), suspect)
-
-        self._add(what, apart, explained, gemm=gemm, operand=tensor)
-        return False
-
-    def _compare_returned(self, gemm: Gemm, product: Product, result: Tensor) -> None:
-        """y, dx or dw must be the product, in its dtype."""
-        expected = product.result[: len(result)].to(result.dtype)  # without rows of padding
-        apart = difference(result, expected.view(result.shape))
-        if apart is not None:
-            what = "the layer returns something else than the product"
-            self._add(
-                what,
-                apart,
-                lambda: products.explain(result, expected, product.bias),
-                gemm=gemm.name,
-            )
-
-    def _compare_terms(self, gemm: Gemm, product: Product, result: Tensor | None) -> None:
-        """Further terms of the GEMM, and their sum."""
-        terms = TermComparison(self.call, self.expected, gemm, product, self.turn)
-        for finding in terms.findings(result):
-            explained = partial(tuple, finding.names)
-            self._add(
-                finding.what, finding.apart, explained, gemm=gemm.name, operand=finding.operand
-            )
-        if terms.uncovered is not None:
-            self.uncovered.append(f"{gemm.name}: {terms.uncovered}")
-
-    def _compare_sum(self, gemm: Gemm, cut: CutCall, result: Tensor) -> None:
-        """y or dx must be the sum of the terms of all ranks."""
-        if cut.terms is None:
-            self.uncovered.append(f"{gemm.name}: its sum, of which other ranks saw no term")
-            return
-        bias = self.call.bias if gemm.name == "fprop" else None
-        apart = cut.compare_sum(result, bias, self.expected.plan.table.torch_dtype)
-        if apart is not None:
-            what = "the layer returns something else than the sum of the terms of all ranks"
-            self._add(what, apart[0], lambda: apart[1], gemm=gemm.name)
-
-    def _compare_in_high_precision(self, gemm: Gemm, result: Tensor) -> bool:
-        """Compare a product of torch's own, whose operands are not seen."""
-        sources = [
-            source_of(self.call, self.expected, gemm.name, tensor) for tensor in OPERANDS[gemm.name]
-        ]
-        left, right = sources
+    def _of_high_precision(self, result: Tensor) -> Iterator[CallFinding]:
+        """A product of torch's own, whose operands are not seen."""
+        name = self.gemm.name
+        left, right = [self.audited.source(name, tensor) for tensor in OPERANDS[name]]
         if left is None or right is None:
-            self.uncovered.append(f"{gemm.name}: a tensor of it is on other ranks")
-            return False
-        bias = self.call.bias if gemm.name == "fprop" else None
-        earlier_sum = self.call.dw_before if gemm.name == "wgrad" else None
+            self.uncovered.append(": a tensor of it is on other ranks")
+            return
+        self.compared = True
+        terms = [(left.decoded(), right.decoded())]
+        yield from self._of_sum(result, terms, "the product is not that of the plan")
+
+    def _of_terms(self, product: Product, result: Tensor) -> Iterator[CallFinding]:
+        """The sum of a product of codes and of those that follow it."""
+        try:
+            further = further_terms(self.audited, self.gemm, product)
+        except NotShownError as error:
+            self.uncovered.append(f": {error}")
+            return
+        terms = [(products.decoded(product.left), products.decoded(product.right)), *further]
+        share = products.error_share(product, self.gemm)
+        what = "the layer returns something else than the sum of its products"
+        yield from self._of_sum(result, terms, what, share)
+
+    def _of_sum(
+        self, result: Tensor, terms: Sequence[Term], what: str, share: float | None = None
+    ) -> Iterator[CallFinding]:
+        """y, dx or dw must be the sum of these products and the bias within its rounding.
+
+        Args:
+            share: as `products.bounds` has it.
+        """
+        call = self.audited.call
+        name = self.gemm.name
+        bias = call.bias if name == "fprop" else None
+        earlier_sum = call.dw_before if name == "wgrad" else None
         if earlier_sum is not None:
             result = (result.double() - earlier_sum.double()).float()
-        dtype = self.expected.plan.table.torch_dtype
+        dtype = self.audited.dtype
         narrow = result.to(products.coarser(result.dtype, dtype))
         rows, exact, bound = products.bounds(
-            left.decoded(), right.decoded(), bias, narrow, turn=self.turn
+            *terms[0], bias, narrow, further=terms[1:], share=share, turn=self.turn
         )
         # in the dtype of the layer small numbers are rounded to multiples of its smallest one
         limits = torch.finfo(dtype)
@@ -228,94 +250,26 @@ class CallComparison:
             bound = bound + limits.eps * exact.abs()
         if earlier_sum is not None:
             bound = bound + products.rounding_of_sum(earlier_sum[rows], exact)
-        wrong = products.beyond_rounding(narrow, rows, exact, bound)
-        if not bool(wrong.any()):
-            return True
         where = torch.zeros(result.shape, dtype=torch.bool)
-        where[rows] = wrong
-        index = where.nonzero()[0].tolist()
-        apart = Difference(int(wrong.sum()), wrong.numel(), tuple(index), where)
-
-        def explained() -> Iterable[str]:
-            names = list(self._explained_product(narrow, bias, (left, right)))
-            return names or products.explain(narrow[rows], exact.to(narrow.dtype), bias)
-
-        self._add("the product is not that of the plan", apart, explained, gemm=gemm.name)
-        return True
-
-    def _explained_product(
-        self,
-        result: Tensor,
-        bias: Tensor | None,
-        sources: tuple[OperandSource, OperandSource],
-    ) -> Iterator[str]:
-        """The names of specs with which both operands would give this product."""
-        for recipe, specs in _recipes().items():
-            changed = [
-                replace(source, spec=spec) for source, spec in zip(sources, specs, strict=True)
-            ]
-            left, right = [source.decoded() for source in changed]
-            rows, exact, bound = products.bounds(left, right, bias, result)
-            if not bool(products.beyond_rounding(result, rows, exact, bound).any()):
-                yield f"quantised in {recipe} where the plan keeps high precision"
-
-    def _add(
-        self,
-        what: str,
-        apart: Difference | None = None,
-        explained: Callable[[], Iterable[str]] = tuple,
-        *,
-        gemm: str = "",
-        operand: str = "",
-    ) -> None:
-        """Add a fault, then its explanation: a fault counts without one."""
-        fault = Fault(
-            layer=self.call.name,
-            what=what,
-            gemm=gemm,
-            operand=operand,
-            first=() if apart is None else apart.first,
-            share=0.0 if apart is None else apart.share,
-        )
-        self.faults.append(fault)
-        with suppress(Exception):
-            self.faults[-1] = replace(fault, hypotheses=tuple(explained()))
+        where[rows] = products.beyond_rounding(narrow, rows, exact, bound)
+        apart = where_differing(where)
+        if apart is not None:
+            cause = partial(products.cause, narrow[rows], exact.to(narrow.dtype))
+            yield CallFinding(what, apart, cause)
 
 
-def _float64_product(product: Product) -> Tensor:
-    total = products.exact(product.left) @ products.exact(product.right).T
-    for left, right in product.further:
-        total = total + products.exact(left) @ products.exact(right).T
-    if product.bias is not None:
-        total = total + product.bias.double()
-    if product.earlier_sum is not None:
-        total = total + product.earlier_sum.double()
-    return total.to(product.result.dtype)
-
-
-def _recipes() -> dict[str, tuple[QuantSpec, QuantSpec]]:
-    """Specs of both operands of recipes that a program may run in place of high precision."""
-    nvfp4 = QuantSpec(block=(1, 16))
-    mxfp8 = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
-    return {
-        "NVFP4": (nvfp4, QuantSpec(block=(16, 16))),
-        "NVFP4 1×16": (nvfp4, nvfp4),
-        "MXFP8": (mxfp8, mxfp8),
-    }
-
-
-def _compare_codes(operand: Prepared, source: OperandSource) -> tuple[str, Difference] | None:
+def _codes_apart(operand: Prepared, source: OperandSource) -> tuple[str, Difference] | None:
     """What differs between an operand and the reference; None: nothing does."""
     if isinstance(operand, Quantized):
         expected = source.quantized()
         if expected is None:
             values = operand.decoded()
-            return _compare_values(values, source.decoded())
-        return _compare_quantized(operand, expected, source)
-    return _compare_values(operand, source.decoded())
+            return _values_apart(values, source.decoded())
+        return _quantized_apart(operand, expected, source)
+    return _values_apart(operand, source.decoded())
 
 
-def _compare_quantized(
+def _quantized_apart(
     operand: Quantized, expected: Quantized, source: OperandSource
 ) -> tuple[str, Difference] | None:
     rows, columns = expected.element_codes.shape
@@ -339,7 +293,7 @@ def _compare_quantized(
         apart = where_differing(_values_beyond(operand, rows, columns))
         if apart is not None:
             return "its padding is not zero", apart
-    return _compare_rounding(operand, expected, source) if source.rounds_freely else None
+    return _rounding_apart(operand, expected, source) if source.rounds_freely else None
 
 
 def _values_beyond(operand: Quantized, rows: int, columns: int) -> Tensor:
@@ -361,7 +315,7 @@ def _scales_of_rows(codes: Quantized) -> Tensor:
     return scales.repeat_interleave(height, dim=0)[: codes.shape[0]]
 
 
-def _compare_rounding(
+def _rounding_apart(
     operand: Quantized, nearest: Quantized, source: OperandSource
 ) -> tuple[str, Difference] | None:
     """What speaks against unbiased rounding by random bits that are not known; None: nothing.
@@ -388,7 +342,7 @@ def _compare_rounding(
     return what, everywhere
 
 
-def _compare_values(values: Decoded, expected: Decoded) -> tuple[str, Difference] | None:
+def _values_apart(values: Decoded, expected: Decoded) -> tuple[str, Difference] | None:
     if (apart := difference(values.values, expected.values)) is not None:
         return "the values of the codes are not those of the reference", apart
     apart = difference(_global_scale(values), _global_scale(expected))

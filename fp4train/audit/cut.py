@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from fp4train.audit.amaxes import Amaxes, measured_inner, measured_outer
-from fp4train.audit.bits import Difference, where_differing
+from fp4train.audit.bits import where_differing
+from fp4train.audit.fault import CallFinding, first_fitting
 from fp4train.quantize import Operand, RandomKey
 from fp4train.quantize.source import AXES
 from fp4train.shards import Runs
@@ -100,17 +102,12 @@ class CutCall:
             return amax
         return amax.tensor_split(self.ranks)[self.rank]
 
-    def compare_sum(
+    def findings(
         self, result: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Difference, tuple[str, ...]] | None:
-        """(what differs between y or dx of this rank and the sum of the terms, the names of faults
-        that give it); None: nothing does.
-
-        Args:
-            dtype: dtype to which the sum is rounded.
-        """
+    ) -> Iterator[CallFinding]:
+        """What differs between y or dx of this rank and the sum of the terms, rounded to `dtype`."""
         if self.terms is None:
-            return None
+            return
         rows = self.rows
         terms = self.terms
         if self.sequence:
@@ -119,14 +116,23 @@ class CutCall:
             rows = rows[of_rank] - start
             terms = terms[:, of_rank]
         value = result[rows]
-        wrong = _beyond(value, terms, bias, dtype)
-        if not bool(wrong.any()):
-            return None
         where = torch.zeros(result.shape, dtype=torch.bool)
-        where[rows] = wrong
+        where[rows] = _beyond(value, terms, bias, dtype)
         apart = where_differing(where)
-        assert apart is not None
-        return apart, tuple(_explanations(value, terms, bias, dtype))
+        if apart is not None:
+            what = "the layer returns something else than the sum of the terms of all ranks"
+            faults = {
+                "the terms are rounded to BF16 before they are summed": terms.bfloat16().float()
+            }
+            for rank in range(len(terms)):
+                name = f"the term of rank {rank} of the layer's is left out"
+                faults[name] = torch.cat([terms[:rank], terms[rank + 1 :]])
+
+            def is_sum_of(candidate: Tensor) -> bool:
+                return not bool(_beyond(value, candidate, bias, dtype).any())
+
+            hypotheses = [(name, partial(is_sum_of, faults[name])) for name in faults]
+            yield CallFinding(what, apart, partial(first_fitting, hypotheses))
 
 
 def _beyond(value: Tensor, terms: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -143,19 +149,3 @@ def _beyond(value: Tensor, terms: Tensor, bias: Tensor | None, dtype: torch.dtyp
     overflows = ~(low.isfinite() & high.isfinite())
     never_finite = ~(low.isfinite() | high.isfinite())
     return torch.where(overflows, never_finite & value.isfinite(), outside)
-
-
-def _explanations(
-    value: Tensor, terms: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Iterator[str]:
-    faults = {
-        "the terms are rounded to BF16 before they are summed": terms.bfloat16().float(),
-        "the sum is doubled": terms * 2,
-    }
-    for rank in range(len(terms)):
-        remaining = torch.cat([terms[:rank], terms[rank + 1 :]])
-        faults[f"the term of rank {rank} of the layer's is left out"] = remaining
-        faults[f"it is the term of rank {rank} of the layer's alone"] = terms[rank : rank + 1]
-    for name, candidate in faults.items():
-        if not bool(_beyond(value, candidate, bias, dtype).any()):
-            yield name

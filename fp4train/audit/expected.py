@@ -115,54 +115,140 @@ class OperandSource:
 
 
 @dataclass(frozen=True)
-class Expectation:
-    """The plan and the position that a call should have had.
+class AuditedCall:
+    """A call of a layer as it was observed, and what it should have been.
 
     Args:
-        plan: the layer's plan in this step.
-        position: position of its tokens; None: that of the call itself.
-        weight: the weight that the optimizer holds; None: that of the call itself.
+        call: the record.
+        planned: the layer's plan in this step; None: that which the executor ran.
+        expected_position: position that its tokens should have; None: that of the call.
+        weight: the weight that the optimizer holds; None: that of the call.
+        previous: call of the same layer in the step before; None: it was not kept.
     """
 
-    plan: LayerPlan
-    position: Position | None = None
+    call: ObservedCall
+    planned: LayerPlan | None = None
+    expected_position: Position | None = None
     weight: Tensor | None = None
+    previous: ObservedCall | None = None
 
+    @property
+    def plan(self) -> LayerPlan:
+        return self.planned or self.call.plan
 
-def tensors(call: ObservedCall, expected: Expectation) -> dict[str, Tensor | None]:
-    """x and dy in the dtype of the recipe and the weight as it is stored, by name."""
-    dtype = expected.plan.table.torch_dtype
-    return {
-        "x": None if call.x is None else call.x.to(dtype),
-        "w": call.w if expected.weight is None else expected.weight,
-        "dy": None if call.dy is None else call.dy.to(dtype),
-    }
+    @property
+    def position(self) -> Position | None:
+        """The position that should have keyed the random bits; None: nothing draws any."""
+        return self.expected_position or self.call.position
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the recipe."""
+        return self.plan.table.torch_dtype
 
-def key_of(call: ObservedCall, operand: Operand, position: Position | None) -> RandomKey | None:
-    """The key of the random bits of an operand; None: there is no position."""
-    if position is None:
-        return None
-    feature = call.first_out if operand.tensor == "dy" else call.first_feature
-    if operand.tensor == "w":
-        along = call.first_out
-    elif operand.transposed:
-        along = _token_column(position.token)
-    else:
-        along = position.token
-    row = along
-    column = feature
-    if operand.transposed:
-        row = feature
-        column = along
-    return RandomKey(
-        seed=position.step.seed,
-        step=position.step.number,
-        layer=zlib.crc32(call.name.encode()),
-        operand=operand.random_operand,
-        row_offset=row,
-        col_offset=column,
-    )
+    @property
+    def earlier(self) -> AuditedCall | None:
+        """The call of the step before under this plan; None: it was not kept."""
+        return None if self.previous is None else AuditedCall(self.previous, self.plan)
+
+    def tensor(self, name: str) -> Tensor | None:
+        """x or dy in the dtype of the recipe, or the weight as it is stored; None: it is not there."""
+        if name == "w":
+            return self.call.w if self.weight is None else self.weight
+        values = self.call.x if name == "x" else self.call.dy
+        return None if values is None else values.to(self.dtype)
+
+    def takes_mean(self, gemm: str, name: str) -> bool:
+        """Whether an operand is the codes of its tensor without the mean of its tokens."""
+        return name in self.plan.recipe.centred and self.plan.sources[gemm, name].codes is not None
+
+    def centred(self, gemm: str, name: str, values: Tensor) -> Tensor:
+        """x, w or dy as its codes are made of it: without the mean that the layer took out."""
+        if not self.takes_mean(gemm, name):
+            return values
+        mean = self.call.means.get(name)
+        if mean is None:
+            mean = values.sum(0, dtype=torch.float32) / max(len(values), 1)
+        return (values.float() - mean).to(values.dtype)
+
+    def source(self, gemm: str, name: str) -> OperandSource | None:
+        """The source of an operand; None: its tensor is not there."""
+        operand = self.plan.sources[gemm, name]
+        values = self.tensor(name)
+        if values is None:
+            return None
+        values = self.centred(gemm, name, values)
+        if operand.values is None:
+            return self._source_of(operand, values)
+        codes = self._source_of(operand.prepared_operand, values)
+        values = operand.values(codes.decoded(), self.dtype)
+        if operand.transposed:
+            values = values.T
+        return OperandSource(values, None, None, None, self.dtype)
+
+    def _source_of(self, operand: Operand, values: Tensor) -> OperandSource:
+        """The source of an operand that is quantised, or in high precision, from its tensor as it
+        lies.
+        """
+        if operand.transposed:
+            values = values.T
+        spec = operand.spec
+        if spec is None:
+            return OperandSource(values, None, None, None, self.dtype)
+        key = self.key(operand) if spec.random else None
+        amaxes = self._amaxes(operand, spec, key)
+        return OperandSource(
+            values,
+            spec,
+            key,
+            amaxes.operand,
+            self.dtype,
+            amaxes.inner,
+            runs=() if self.call.cut is None else self.call.cut.runs_of(operand),
+            runs_in_rows=AXES[operand.tensor][int(operand.transposed)] == "out",
+        )
+
+    def key(self, operand: Operand) -> RandomKey | None:
+        """The key of the random bits of an operand; None: there is no position."""
+        position = self.position
+        if position is None:
+            return None
+        call = self.call
+        column = call.first_out if operand.tensor == "dy" else call.first_feature
+        row = call.first_out if operand.tensor == "w" else position.token
+        if operand.transposed:
+            along = row if operand.tensor == "w" else _token_column(row)
+            row = column
+            column = along
+        return RandomKey(
+            seed=position.step.seed,
+            step=position.step.number,
+            layer=zlib.crc32(call.name.encode()),
+            operand=operand.random_operand,
+            row_offset=row,
+            col_offset=column,
+        )
+
+    def _amaxes(self, operand: Operand, spec: QuantSpec, key: RandomKey | None) -> Amaxes:
+        """The amaxes that scale an operand, where they are not its own."""
+        call = self.call
+        name = operand.tensor
+        if self.plan.layer.experts:
+            name = f"{name}.{call.name.rpartition('.')[2]}"
+        if spec.delayed is not None:
+            return Amaxes(_delayed(call.scaling, name, spec, spec.delayed))
+        if spec.held is not None and self.position is not None:
+            amax = _held_amax(call.scaling, name, spec.held, self.position.step.number)
+            if amax is not None:
+                return Amaxes(amax)
+        if operand.tensor == "w" and call.fused and has_tensor_amax(spec.requantises or spec):
+            amax = torch.stack([weight.abs().max().float() for weight in call.fused]).amax()
+            return Amaxes(amax) if spec.requantises is None else Amaxes(inner=amax)
+        if operand in call.joined:
+            return call.joined[operand]
+        if call.cut is not None:
+            return call.cut.amaxes(operand, self.dtype, key)
+        return Amaxes()
 
 
 def _token_column(token: int) -> int:
@@ -172,37 +258,7 @@ def _token_column(token: int) -> int:
     return UNALIGNED_TOKENS + token * 8
 
 
-def amaxes_of(
-    call: ObservedCall,
-    operand: Operand,
-    plan: LayerPlan,
-    position: Position | None = None,
-    key: RandomKey | None = None,
-) -> Amaxes:
-    """The amaxes that scale an operand, where they are not its own."""
-    spec = operand.spec
-    assert spec is not None
-    name = operand.tensor
-    if plan.layer.experts:
-        name = f"{name}.{call.name.rpartition('.')[2]}"
-    if spec.delayed is not None:
-        return Amaxes(delayed(call.scaling, name, spec, spec.delayed))
-    if spec.held is not None and position is not None:
-        amax = held_amax(call.scaling, name, spec.held, position.step.number)
-        if amax is not None:
-            return Amaxes(amax)
-    if operand.tensor == "w" and call.fused and has_tensor_amax(spec.requantises or spec):
-        amaxes = [weight.abs().max().float() for weight in call.fused]
-        amax = torch.stack(amaxes).amax()
-        return Amaxes(amax) if spec.requantises is None else Amaxes(inner=amax)
-    if operand in call.joined:
-        return call.joined[operand]
-    if call.cut is not None:
-        return call.cut.amaxes(operand, plan.table.torch_dtype, key)
-    return Amaxes()
-
-
-def delayed(scaling: dict[str, Tensor], name: str, spec: QuantSpec, settings: Delayed) -> Tensor:
+def _delayed(scaling: dict[str, Tensor], name: str, spec: QuantSpec, settings: Delayed) -> Tensor:
     """The amax that a history gives in the coming step."""
     history = scaling.get(f"history.{name}")
     if history is None:
@@ -210,7 +266,7 @@ def delayed(scaling: dict[str, Tensor], name: str, spec: QuantSpec, settings: De
     return delayed_amax(history[: settings.history], scaling[f"used.{name}"], settings)
 
 
-def held_amax(scaling: dict[str, Tensor], name: str, steps: int, number: int) -> Tensor | None:
+def _held_amax(scaling: dict[str, Tensor], name: str, steps: int, number: int) -> Tensor | None:
     """The amax that is held in a step of this number, where amaxes are held for so many steps;
     None: this call, the first one of the step, measures it.
     """
@@ -220,66 +276,3 @@ def held_amax(scaling: dict[str, Tensor], name: str, steps: int, number: int) ->
     measured = int(scaling[f"held.step.{name}"])
     usable = bool((amax > 0) & amax.isfinite())
     return amax if usable and measured <= number < measured + steps else None
-
-
-def takes_mean(plan: LayerPlan, gemm: str, tensor: str) -> bool:
-    """Whether an operand is the codes of its tensor without the mean of its tokens."""
-    return tensor in plan.recipe.centred and plan.sources[gemm, tensor].codes is not None
-
-
-def centred(call: ObservedCall, plan: LayerPlan, gemm: str, tensor: str, values: Tensor) -> Tensor:
-    """x, w or dy as its codes are made of it: without the mean that the layer took out."""
-    if not takes_mean(plan, gemm, tensor):
-        return values
-    mean = call.means.get(tensor)
-    if mean is None:
-        mean = values.sum(0, dtype=torch.float32) / max(len(values), 1)
-    return (values.float() - mean).to(values.dtype)
-
-
-def source_of(
-    call: ObservedCall, expected: Expectation, gemm: str, tensor: str
-) -> OperandSource | None:
-    """The source of an operand; None: its tensor is not there."""
-    plan = expected.plan
-    operand = plan.sources[gemm, tensor]
-    values = tensors(call, expected)[tensor]
-    if values is None:
-        return None
-    values = centred(call, plan, gemm, tensor, values)
-    dtype = plan.table.torch_dtype
-    if operand.values is not None:
-        codes = source_of_operand(call, expected, operand.prepared_operand, values)
-        values = operand.values(codes.decoded(), dtype)
-        if operand.transposed:
-            values = values.T
-        return OperandSource(values, None, None, None, dtype)
-    return source_of_operand(call, expected, operand, values)
-
-
-def source_of_operand(
-    call: ObservedCall, expected: Expectation, operand: Operand, values: Tensor
-) -> OperandSource:
-    """The source of an operand that is quantised, or in high precision, from its tensor as it
-    lies.
-    """
-    plan = expected.plan
-    dtype = plan.table.torch_dtype
-    if operand.transposed:
-        values = values.T
-    spec = operand.spec
-    if spec is None:
-        return OperandSource(values, None, None, None, dtype)
-    position = expected.position or call.position
-    key = key_of(call, operand, position) if spec.random else None
-    amaxes = amaxes_of(call, operand, plan, position, key)
-    return OperandSource(
-        values,
-        spec,
-        key,
-        amaxes.operand,
-        dtype,
-        amaxes.inner,
-        runs=() if call.cut is None else call.cut.runs_of(operand),
-        runs_in_rows=AXES[operand.tensor][int(operand.transposed)] == "out",
-    )

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Final
+
+from fp4train.audit.bits import Difference
 
 AUDIT = "audit"
 AUDIT_FAULT = "audit fault"
 """Events of a run's metrics: a layer was audited; a fault was found."""
+SECONDS: Final = 20.0
+"""Time that one difference may take to be explained."""
+
+Hypothesis = tuple[str, Callable[[], bool]]
+"""The name of a fault, and whether it gives what was seen."""
+
+
+def first_fitting(hypotheses: Iterable[Hypothesis]) -> str:
+    """The name of the first fault that fits, of those that `SECONDS` allow to try; empty: none."""
+    ends = time.monotonic() + SECONDS
+    for name, fits in hypotheses:
+        if time.monotonic() > ends:
+            break
+        with suppress(Exception):  # a spec may not allow what a fault changes
+            if fits():
+                return name
+    return ""
+
+
+@dataclass(frozen=True)
+class CallFinding:
+    """What differs in one comparison.
+
+    Args:
+        what: sentence about the difference, without a full stop.
+        apart: the elements that differ; None: no single ones do.
+        cause: gives the name of the fault of a program that makes it; empty: none is known.
+        operand: "x", "w" or "dy"; empty: the product itself.
+    """
+
+    what: str
+    apart: Difference | None = None
+    cause: Callable[[], str] = str
+    operand: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +60,7 @@ class Fault:
         what: sentence about the difference, without a full stop.
         first: index of the first element that differs.
         share: share of the elements that differ.
-        hypotheses: faults of a program that give these bits; empty: none of the list does.
+        cause: fault of a program that gives these bits; empty: none of the list does.
         rank: rank that found it; None: it lies between ranks, and none of them is to blame.
     """
 
@@ -32,7 +70,7 @@ class Fault:
     operand: str = ""
     first: tuple[int, ...] = ()
     share: float = 0.0
-    hypotheses: tuple[str, ...] = ()
+    cause: str = ""
     rank: int | None = 0
 
     @property
@@ -46,15 +84,14 @@ class Fault:
         text = f"{self.place}: {self.what}"
         if self.first:
             text += f" ({self.share:.2%} of the elements, first at {list(self.first)})"
-        if self.hypotheses:
-            text += f"; these bits are those of: {' or '.join(self.hypotheses)}"
+        if self.cause:
+            text += f"; these bits are those of: {self.cause}"
         return text
 
     def values(self) -> dict[str, Any]:
         """The fault as plain data, for a tracker."""
         plain = asdict(self)
         plain["first"] = list(self.first)
-        plain["hypotheses"] = list(self.hypotheses)
         return plain
 
 
@@ -77,6 +114,11 @@ class Audited:
     faults: Sequence[Fault] = ()
     uncovered: Sequence[str] = ()
     failures: Sequence[str] = ()
+
+    @property
+    def left_out(self) -> list[str]:
+        """What was not compared, and why."""
+        return [*self.uncovered, *(f"its audit failed: {reason}" for reason in self.failures)]
 
 
 def joined(parts: Sequence[Audited]) -> Audited:

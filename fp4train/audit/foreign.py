@@ -7,15 +7,15 @@ so that dx, dy and dw are those of this call, whoever else reads x or the weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fp4train.audit.call import ObservedCall, kept
-from fp4train.audit.whole_layers import ShownPasses, passed
+from fp4train.audit.recorder import CallRecorder, EdgeCall
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.protocol import ForeignLinear, LayerBackend, NotShownError
 from fp4train.backends.table import DTYPES, Table
@@ -26,14 +26,14 @@ from fp4train.precision.blocks import is_linear
 from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.recipes import Custom
-from fp4train.text import first_line
 
 
-class ForeignObserver:
+class ForeignObserver(CallRecorder):
     """Keeps the tensors of the first training call of a module.
 
-    Attributes:
-        records, uncovered, failure: the attributes of `audit.observe.Observer`.
+    Args:
+        backend: the backend whose module it is; None: torch's.
+        linear: what the backend says of it; None: torch's.
     """
 
     def __init__(
@@ -43,15 +43,12 @@ class ForeignObserver:
         backend: LayerBackend | None = None,
         linear: ForeignLinear | None = None,
     ) -> None:
+        super().__init__()
         self.name = name
-        self.module = module
-        self.records: list[ObservedCall] = []
-        self.uncovered: str | None = linear.why_not if linear is not None else None
-        self.failure: str | None = None
         self._backend = backend
         self._linear = linear
-        self._passes: ShownPasses | None = None
-        self._forward: Any = None
+        self._edges: EdgeCall | None = None
+        self._watched = ExitStack()
         self._parameter: nn.Parameter | None = None
         self._hooks = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -59,34 +56,19 @@ class ForeignObserver:
             module.register_forward_hook(self._end, always_call=True, prepend=True),
         ]
 
-    @contextmanager
-    def guarding(self) -> Iterator[None]:
-        """A context in which tensors are kept; a failure ends the observation alone."""
-        try:
-            yield
-        except NotShownError as error:
-            self.records = []
-            self.uncovered = str(error)
-        except Exception as error:
-            self.records = []
-            if self.failure is None:
-                self.failure = first_line(error)
-
     def remove(self) -> None:
         """Leave the module as it was."""
         for hook in self._hooks:
             hook.remove()
 
     def close(self) -> None:
-        """Forget everything but the call."""
-        if self._passes is not None:
-            self._passes.close()
-        self._passes = None
+        if self._edges is not None:
+            self._edges.close()
+        self._edges = None
 
     def _begin(self, module: nn.Module, arguments: Any, options: Any) -> Any:
         """Keep x and the weight; the call goes on with both passed through the identity."""
-        kept = self.records or self.uncovered is not None or self.failure is not None
-        if kept or not torch.is_grad_enabled():
+        if self.records or self.ended or not torch.is_grad_enabled():
             return None
         changed = None
         with self.guarding():
@@ -100,71 +82,72 @@ class ForeignObserver:
         return (changed, *arguments[1:]), options
 
     def _observed(self, module: Any, x: Tensor) -> Tensor:
-        if self._linear is None:
-            if "weight" not in module._parameters:
-                raise NotShownError("its weight is made of others")
-            weight = module.weight
-            if type(weight) not in (Tensor, nn.Parameter):
-                raise NotShownError(f"its weight is of the kind {type(weight).__name__}")
-            w = weight
-            bias = module.bias
-            table = Table(dtype=_name_of(_computed_dtype(x)))
+        """Begin the record of a call; gives x as the module is to read it."""
+        linear = self._linear
+        dtype = _computed_dtype(x)
+        if linear is None:
+            w = _weight_of(module)
+            table = Table(dtype=_name_of(dtype))
         else:
-            w = self._linear.weight()
-            table = self._linear.table(_computed_dtype(x))
-            bias = getattr(module, "bias", None)
+            w = linear.weight()
+            table = linear.table(dtype)
+        bias = getattr(module, "bias", None)
         record = ObservedCall(
             name=self.name,
-            plan=_plan(self.name, w, table, x.device),
+            plan=_plan(self.name, w, table),
             position=None,
             x=kept(x).reshape(-1, x.shape[-1]),
             w=kept(w),
             bias=None if bias is None or not bias.numel() else kept(bias),
         )
         self.records = [record]
-        if self._linear is None:
+        takes_x = linear is None or linear.takes_x
+        if linear is None:
+            edges = EdgeCall(self, record)
             if _cached(module.weight):
                 record.unseen["wgrad"] = "torch.autocast adds up dw of all readers of a weight"
             else:
                 self._parameter = module.weight
-                module._parameters["weight"] = passed(module.weight, record, "dw", self.guarding)
+                module._parameters["weight"] = edges.passed(module.weight, "dw")
         else:
-            assert self._backend is not None
-            backward_gemms = {"wgrad"} if _learns_weight(module) else set()
-            if x.requires_grad or not self._linear.takes_x:
-                backward_gemms.add("dgrad")
-            self._passes = ShownPasses(record, self.guarding, self._backend, backward_gemms)
-            self._forward = self._passes.forward()
-            self._forward.__enter__()
-        if self._linear is not None and not self._linear.takes_x:
+            gradients = {"wgrad": _learns_weight(module), "dgrad": x.requires_grad or not takes_x}
+            wanted = {gemm for gemm, is_wanted in gradients.items() if is_wanted}
+            edges = EdgeCall(self, record, self._backend, wanted)
+            self._watched.enter_context(edges.forward())
+        self._edges = edges
+        if linear is not None and not takes_x:
             record.x = None
-            record.hidden["x"] = f"{self._linear.title} makes it of its input"
+            record.hidden["x"] = f"{linear.title} makes it of its input"
             return x
         if _cached(x):
             record.unseen["dgrad"] = "torch.autocast adds up dx of all readers of a leaf"
             return x
-        return passed(x, record, "dx", self.guarding)
+        return edges.passed(x, "dx")
 
     def _end(self, module: nn.Module, arguments: Any, result: Any) -> Any:
         """Keep y, and put the weight back."""
-        if self._forward is not None:
-            self._forward.__exit__(None, None, None)
-            self._forward = None
+        self._watched.close()
         if self._parameter is not None:
             module._parameters["weight"] = self._parameter
             self._parameter = None
         record = next(iter(self.records), None)
-        if record is None or record.y is not None:
+        if record is None or record.y is not None or self._edges is None:
             return None
-        changed = None
-        with self.guarding():
-            if not isinstance(result, Tensor):
-                raise NotShownError("it returns more than a tensor")
-            record.y = kept(result).reshape(-1, result.shape[-1])
-            record.returned = not result.requires_grad  # nothing learns: no backward pass comes
-            then = None if self._passes is None else self._passes.backward
-            changed = passed(result, record, "dy", self.guarding, then)
-        return changed
+        if not isinstance(result, Tensor):
+            self.hide("it returns more than a tensor")
+            return None
+        record.returned = not result.requires_grad  # nothing learns: no backward pass comes
+        return self._edges.returned(result)
+
+
+def _weight_of(module: nn.Module) -> Tensor:
+    """The weight of torch's nn.Linear."""
+    if "weight" not in module._parameters:
+        raise NotShownError("its weight is made of others")
+    weight: Any = module.weight
+    if type(weight) not in (Tensor, nn.Parameter):
+        raise NotShownError(f"its weight is of the kind {type(weight).__name__}")
+    return cast(Tensor, weight)
 
 
 def _changed_by_others(module: nn.Module) -> bool:
@@ -206,7 +189,7 @@ def _name_of(dtype: torch.dtype) -> str:
     raise NotShownError(f"it computes in {dtype}")
 
 
-def _plan(name: str, w: Tensor, table: Table, device: torch.device) -> LayerPlan:
+def _plan(name: str, w: Tensor, table: Table) -> LayerPlan:
     """The plan of a layer that runs `table`, whoever runs it."""
     out_features, in_features = w.shape
     layer = Layer(name=name, in_features=in_features, out_features=out_features, block=0, blocks=1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp4train.audit.amaxes import Amaxes, covers_tokens, measured_inner, measured_outer
 from fp4train.audit.call import ObservedCall
-from fp4train.audit.expected import Expectation, centred, key_of, tensors
+from fp4train.audit.expected import AuditedCall
 from fp4train.audit.observe import Observer
 from fp4train.nn.ranks import Ranks
 from fp4train.quantize import Operand, QuantSpec, RandomKey
@@ -106,26 +106,25 @@ def _amaxes_of(record: ObservedCall) -> list[_OperandAmaxes]:
     yet.
     """
     plan = record.plan
-    dtype = plan.table.torch_dtype
-    values = tensors(record, Expectation(plan))
+    audited = AuditedCall(record)
     operands: dict[Operand, _OperandAmaxes] = {}
     for (gemm, name), source in plan.sources.items():
         operand = source.prepared_operand
         spec = operand.spec
-        tensor = values[name]
+        tensor = audited.tensor(name)
         if spec is None or tensor is None:
             continue
         if not (covers_tokens(operand) or covers_tokens(operand, inner=True)):
             continue
-        tensor = centred(record, plan, gemm, name, tensor)
+        tensor = audited.centred(gemm, name, tensor)
         if operand.transposed:
             tensor = tensor.T
         of_all_features = None
         if record.cut is not None:
-            of_all_features = record.cut.whole(operand, dtype)
+            of_all_features = record.cut.whole(operand, audited.dtype)
         if of_all_features is not None:
             tensor = of_all_features
-        key = key_of(record, operand, record.position) if spec.random else None
+        key = audited.key(operand) if spec.random else None
         operands[operand] = _OperandAmaxes(
             operand, spec, tensor, is_whole=of_all_features is not None, key=key
         )

@@ -18,12 +18,12 @@ from typing import Final
 
 from torch import nn
 
-from fp4train.audit.compare import CallComparison
+from fp4train.audit.compare import compare_records
 from fp4train.audit.exchange import exchange
-from fp4train.audit.expected import Expectation
-from fp4train.audit.fault import Audited, Fault, joined
-from fp4train.audit.foreign import ForeignObserver, foreign_observers, linears
+from fp4train.audit.fault import Audited, Fault
+from fp4train.audit.foreign import foreign_observers, linears
 from fp4train.audit.observe import Observer
+from fp4train.audit.recorder import CallRecorder
 from fp4train.audit.turn import due, in_turn
 from fp4train.nn.planned import PlannedLayer
 from fp4train.text import first_line
@@ -123,10 +123,8 @@ def audit(
     try:
         yield report
     except BaseException:
-        for observer in observers.values():
-            observer.close()
-        for foreign_observer in foreign.values():
-            foreign_observer.close()
+        for recorder in (*observers.values(), *foreign.values()):
+            recorder.close()
         raise
     finally:
         for name in observers:
@@ -135,9 +133,9 @@ def audit(
             foreign_observer.remove()
     for name, observer in observers.items():
         exchange(planned[name], observer, turn=turn_of_rows)
-        _compare(name, observer, report, turn_of_rows)
+        _add(name, observer, report, turn_of_rows)
     for name, foreign_observer in foreign.items():
-        _compare(name, foreign_observer, report, turn_of_rows)
+        _add(name, foreign_observer, report, turn_of_rows)
 
 
 def _audits_so_far(model: nn.Module) -> int:
@@ -147,30 +145,25 @@ def _audits_so_far(model: nn.Module) -> int:
     return count
 
 
-def _compare(
-    name: str, observer: Observer | ForeignObserver, report: AuditReport, step: int
-) -> None:
-    records = observer.records
-    observer.close()
-    if observer.failure is not None:
-        report.uncovered[name] = f"its audit failed: {observer.failure}"
-    elif observer.uncovered is not None:
-        report.uncovered[name] = observer.uncovered
-    elif not records:
-        report.uncovered[name] = "it was not called in training"
-        if isinstance(observer, Observer):
-            report.uncovered[name] += ", or outside of f4.autocast"
-    else:
-        try:
-            audited = joined(
-                [CallComparison(call, Expectation(call.plan)).run(step) for call in records]
-            )
-        except Exception as error:  # the loop goes on
-            report.uncovered[name] = f"its audit failed: {first_line(error)}"
-            return
+def _add(name: str, recorder: CallRecorder, report: AuditReport, step: int) -> None:
+    """Add the audit of a layer to a report."""
+    recorder.close()
+    records = recorder.records
+    try:
+        audited = compare_records(name, recorder, step)
+    except Exception as error:  # the loop goes on
+        audited = Audited(layer=name, step=step, failures=(first_line(error),))
+        records = []
+    reasons = [f"its audit failed: {failure}" for failure in audited.failures]
+    if records:
         report.audits.append(audited)
-        reasons = list(audited.failures)
-        if not all(record.complete for record in records):
-            reasons.append("its backward pass was not seen")
-        if reasons:
-            report.uncovered[name] = "; ".join(reasons)
+    elif recorder.ended or audited.failures:
+        reasons += audited.uncovered
+    else:
+        reasons.append("it was not called in training")
+        if isinstance(recorder, Observer):
+            reasons[0] += ", or outside of f4.autocast"
+    if not all(record.complete for record in records):
+        reasons.append("its backward pass was not seen")
+    if reasons:
+        report.uncovered[name] = "; ".join(reasons)

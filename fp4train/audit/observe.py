@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.audit.call import ObservedCall, Product, kept, kept_or_none
 from fp4train.audit.observed import ObservedBackend, ObservedTerms
+from fp4train.audit.recorder import CallRecorder, ObservedLayer
 from fp4train.audit.terms import RESIDUAL_CHANNELS
-from fp4train.audit.whole_layers import ObservedBackendLayer, ObservedTorchLayer
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.protocol import NotShownError
 from fp4train.nn.call import LayerCall
@@ -36,7 +36,6 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import backward_pass
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.shards import is_sharded
-from fp4train.text import first_line
 
 ADDED_TERMS: Final = "its sum is added to that of other calls"
 FUSED_ELSEWHERE: Final = "fused scales of weights that other ranks share"
@@ -73,7 +72,7 @@ def partly_uncovered(plan: LayerPlan, device: str, *, adds_up: bool) -> list[str
     return reasons
 
 
-class Observer:
+class Observer(CallRecorder):
     """Keeps the tensors of one training call of a layer in a step.
 
     Args:
@@ -83,22 +82,15 @@ class Observer:
             the records are given their amax (`ObservedCall.fused`).
 
     Attributes:
-        records: the call, or the parts of its in features that were multiplied apart; none: no call
-            came.
         calls: training calls that came.
-        uncovered: why the layer cannot be observed; None: it can be.
-        failure: why observing it failed, after which nothing more is kept; None: it did not. The
-            pass goes on.
     """
 
     def __init__(self, layer: PlannedLayer, number: int = 0, *, keeps_fused: bool = True) -> None:
+        super().__init__()
         self.layer = layer
         self.number = number
         self.keeps_fused = keeps_fused
-        self.records: list[ObservedCall] = []
         self.calls = 0
-        self.uncovered: str | None = None
-        self.failure: str | None = None
         self._now: ObservedCall | None = None
         self._kept: list[tuple[Executor, LayerCall | None, ObservedCall]] = []
         self._copies: dict[Executor, Executor] = {}
@@ -114,25 +106,6 @@ class Observer:
         """The first record."""
         return self.records[0] if self.records else None
 
-    @contextmanager
-    def guarding(self) -> Iterator[None]:
-        """A context in which tensors are kept; a failure ends the observation alone."""
-        try:
-            yield
-        except NotShownError as error:
-            self.hide(str(error))
-        except Exception as error:
-            self.records = []
-            self._now = None
-            if self.failure is None:
-                self.failure = first_line(error)
-
-    def hide(self, reason: str) -> None:
-        """Note why the layer cannot be observed; nothing more is kept."""
-        self.records = []
-        self._now = None
-        self.uncovered = reason
-
     def __call__(self, executor: Executor) -> Executor:
         """The observed copy of `executor`; itself where it cannot be observed."""
         with self.guarding():
@@ -141,7 +114,7 @@ class Observer:
         return self._copies.get(executor, executor)
 
     def close(self) -> None:
-        """Forget everything but the call."""
+        """Forget everything but the records."""
         self._copies.clear()
         self._counted.clear()
         self._channels.clear()
@@ -155,20 +128,25 @@ class Observer:
             self.uncovered = "held scales that each call joins over the ranks by itself"
         if self.uncovered is not None:
             return executor
-        observed: Any
         if isinstance(executor, GroupGemms):
             group: Any = copy.copy(executor)
-            group.member = self._observed(executor.member)
+            group.member = self._of_engine(executor.member)
             return group  # type: ignore[no-any-return]
+        begin = partial(self.begin, executor, call=None)
+        if isinstance(executor, BackendLayer):
+            return cast(Executor, ObservedLayer(executor, self, begin, executor.backend))
+        observed = self._of_engine(executor)
+        if isinstance(executor, TorchLayer):
+            observed = ObservedLayer(observed, self, begin, None)
+        return cast(Executor, observed)
+
+    def _of_engine(self, executor: Executor) -> Any:
+        """The copy of an executor whose passes the engine runs."""
         if isinstance(executor, ChannelParts):
             return ObservedParts(executor, self)
-        if isinstance(executor, BackendLayer):
-            return ObservedBackendLayer(executor, self)
         if isinstance(executor, TorchLayer):
-            observed = self._watched(ObservedTorchLayer(executor, self), executor)
-        else:
-            observed = self.observed_gemms(executor)
-        return observed  # type: ignore[no-any-return]
+            return self._watched(copy.copy(executor), executor)
+        return self.observed_gemms(executor)
 
     def _joins_amaxes(self, executor: Executor) -> bool:
         """Whether amaxes that a call measures are those of other ranks too, whose x and dy are not
@@ -210,8 +188,7 @@ class Observer:
         call: LayerCall | None,
     ) -> ObservedCall | None:
         """The record of a call that begins; None: it is not kept."""
-        closed = self.failure is not None or self.uncovered is not None
-        if closed or (call is not None and not any(call.gradients)):
+        if self.ended or (call is not None and not any(call.gradients)):
             return None
         for _, earlier, record in self._kept:
             if call is not None and earlier is call:
@@ -282,21 +259,15 @@ class Observer:
             raise NotShownError(FUSED_ELSEWHERE)
         return [kept(weight) for weight in weights]
 
-    def product(self, gemm: str, product: Product, *, is_term: bool = False) -> None:
+    def product(self, gemm: str, product: Product) -> None:
         """A product of the running pass; its operands and its bias are copied: a gathered weight's
         memory is freed after the pass, and the optimizer changes the bias.
-
-        Args:
-            is_term: whether it is added to the first product of the GEMM, which may follow.
+        Products that are added to it follow, and are not kept.
         """
-        if self._now is None:
+        if self._now is None or self.ended or gemm in self._now.products:
             return
         with self.guarding():
-            copied = product.kept()
-            if is_term or gemm in self._now.products:
-                self._now.terms.setdefault(gemm, []).append(copied)
-            else:
-                self._now.products[gemm] = copied
+            self._now.products[gemm] = product.kept()
 
     def mean(self, tensor: str, mean: Tensor | None) -> None:
         """The mean of the tokens of x or dy in the running pass; None: no product takes it."""

@@ -21,10 +21,8 @@ from fp4train.quantize import Decoded, QuantSpec
 class PassRecorder(Protocol):
     """Keeps what the running pass of a layer computes (`audit.observe.Observer`)."""
 
-    def product(self, gemm: str, product: Product, *, is_term: bool = False) -> None:
-        """A product of the running pass, whose tensors are copied; is_term: one that is added to its
-        first.
-        """
+    def product(self, gemm: str, product: Product) -> None:
+        """A product of the running pass, whose tensors are copied."""
 
     def mean(self, tensor: str, mean: Tensor | None) -> None:
         """The mean of the tokens of x or dy; None: no product takes it."""
@@ -69,8 +67,8 @@ class ObservedBackend:
 
 
 class ObservedTerms(TermGemms):
-    """A layer whose operands have two terms, which reports the means that it takes out, and the
-    terms of joined products.
+    """A layer whose operands have two terms, which reports the means that it takes out, and
+    the codes of joined products.
     """
 
     def __init__(self, executor: TermGemms, recorder: PassRecorder) -> None:
@@ -90,10 +88,7 @@ class ObservedTerms(TermGemms):
         return centred
 
     def row_of_mean(self, gemm: str, mean: Decoded, w: Prepared) -> Tensor:
-        row = self._executor.row_of_mean(gemm, mean, w)
-        product = Product(mean, w, row.unsqueeze(0))
-        self._recorder.product(gemm, product, is_term=True)
-        return row
+        return self._executor.row_of_mean(gemm, mean, w)  # not the product of the GEMM
 
     def joined_product(
         self,
@@ -103,6 +98,5 @@ class ObservedTerms(TermGemms):
         bias: Tensor | None,
     ) -> Tensor:
         result = self._executor.joined_product(gemm, terms, operands, bias)
-        codes, further = terms
-        self._recorder.product(gemm, Product(*codes, result, bias, further=further))
+        self._recorder.product(gemm, Product(*terms[0], result, bias, joined=True))
         return result

@@ -16,16 +16,18 @@ are many, some are computed in the model, and the rest must lie within 2⁻⁸ o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4train.audit.bits import Difference, difference, where_differing
+from fp4train.audit.bits import FEW, Difference, changed_elements, difference, where_differing
 from fp4train.audit.call import Product
+from fp4train.audit.fault import CallFinding
 from fp4train.backends import BACKENDS, Prepared, asks_fast_sums, tensor_cores
 from fp4train.backends.tensor_cores import TensorCore
-from fp4train.nn.executors.joined import columns_of, joined
+from fp4train.nn.executors.joined import Term, columns_of
 from fp4train.precision.layer_plan import Gemm
 from fp4train.quantize import Decoded, Quantized
 
@@ -42,7 +44,6 @@ _GOLDEN: Final = 0.6180339887498949
 """Multiples of it, modulo 1, lie evenly, whatever the stride."""
 _SPLITS: Final = range(1, 9)
 """Parts of K that a GPU may sum apart."""
-_FEW: Final = 4
 
 
 def decoded(operand: Prepared) -> Decoded:
@@ -89,7 +90,7 @@ def bounds(
     bias: Tensor | None,
     result: Tensor,
     *,
-    further: Sequence[tuple[Decoded, Decoded]] = (),
+    further: Sequence[Term] = (),
     share: float | None = None,
     turn: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,15 +158,9 @@ def compare(product: Product, gemm: Gemm, turn: int = 0) -> Difference | None:
 
 
 def _bounds(product: Product, share: float | None, turn: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`bounds` of a product with its further terms, or of what was added to a float32 sum."""
+    """`bounds` of a product, or of what was added to a float32 sum."""
     rows, exact_product, bound = bounds(
-        product.left,
-        product.right,
-        product.bias,
-        product.result,
-        further=product.further,
-        share=share,
-        turn=turn,
+        product.left, product.right, product.bias, product.result, share=share, turn=turn
     )
     if product.earlier_sum is not None:
         bound = bound + rounding_of_sum(product.earlier_sum[rows], exact_product)
@@ -296,63 +291,48 @@ def repeated(product: Product, gemm: Gemm) -> Tensor | None:
     if product.earlier_sum is not None or product.elsewhere:
         return None
     backend = BACKENDS[gemm.backend].summing(gemm.operands.accumulator)
-    operands: tuple[Prepared, Prepared] = (product.left, product.right)
-    if product.further:
-        both = joined([(decoded(product.left), decoded(product.right)), *product.further])
-        if both is None:
-            return None
-        operands = both
-    return backend.product(*operands, out_dtype=product.result.dtype, bias=product.bias)
+    return backend.product(
+        product.left, product.right, out_dtype=product.result.dtype, bias=product.bias
+    )
 
 
-def explain(result: Tensor, expected: Tensor, bias: Tensor | None = None) -> tuple[str, ...]:
-    """The names of the faults that give `result` in place of `expected`."""
-    names = [
-        name
-        for name, candidate in _candidates(expected, bias)
-        if difference(result, candidate.to(result.dtype)) is None
-    ]
-    return tuple(names or _structural(result, expected))
+def cause_of_product(product: Product, gemm: Gemm) -> str:
+    """The fault that gives a product in place of that of its operands."""
+    again = repeated(product, gemm)
+    if again is None or difference(product.result, again) is None:
+        total = exact(product.left) @ exact(product.right).T
+        for addend in (product.bias, product.earlier_sum):
+            if addend is not None:
+                total = total + addend.double()
+        again = total.to(product.result.dtype)
+    return cause(product.result, again)
 
 
-def _candidates(expected: Tensor, bias: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    yield "the product is zero", torch.zeros_like(expected)
-    yield "the product is doubled", expected * 2
-    yield "the product is halved", expected / 2
-    yield "the product is negated", -expected
-    if bias is not None:
-        yield "the bias is left out", expected - bias.to(expected.dtype)
-        yield "the bias is added twice", expected + bias.to(expected.dtype)
-    if expected.dim() == 2 and expected.shape[0] == expected.shape[1]:
-        yield "the product is transposed", expected.T.contiguous()
+def returned(result: Tensor, expected: Tensor, what: str) -> Iterator[CallFinding]:
+    """The finding that y, dx or dw is something else than `what`."""
+    apart = difference(result, expected)
+    if apart is not None:
+        sentence = f"the layer returns something else than {what}"
+        yield CallFinding(sentence, apart, partial(cause, result, expected))
 
 
-def _structural(result: Tensor, expected: Tensor) -> list[str]:
-    """What the place of the differences says, where no fault of the list gives the bits."""
+def cause(result: Tensor, expected: Tensor) -> str:
+    """The fault that gives `result` in place of `expected`; empty: none is known."""
+    for name, factor in (("zero", 0), ("doubled", 2)):
+        if torch.equal(result, (expected * factor).to(result.dtype)):
+            return f"the product is {name}"
     apart = difference(result, expected)
     if apart is None:
-        return []
+        return ""
     if not bool(result.isfinite().all()):
-        return ["NaN or infinity"]
-    if apart.count <= _FEW:
-        changed = ", ".join(
-            f"{float(expected[at]):.4g} → {float(result[at]):.4g}"
-            for at in map(tuple, apart.where.nonzero().tolist())
-        )
-        return [f"single elements changed ({changed})"]
-    value = result.double()
-    reference = expected.double()
+        return "NaN or infinity"
+    if apart.count <= FEW:
+        return f"single elements changed ({changed_elements(expected, result, apart.where)})"
+    words = _factor(result[apart.where].double(), expected[apart.where].double())
     rows = apart.where.any(dim=1).nonzero().flatten()
-    columns = apart.where.any(dim=0).nonzero().flatten()
     if len(rows) == 1 and len(result) > 1:
-        at = int(rows[0])
-        return [f"row {at} alone is another one{_factor(value[at], reference[at])}"]
-    if len(columns) == 1 and result.shape[1] > 1:
-        at = int(columns[0])
-        words = _factor(value[:, at], reference[:, at])
-        return [f"column {at} alone is another one{words}"]
-    words = _factor(value, reference)
-    return [f"the whole product is another one{words}"] if words else []
+        return f"row {int(rows[0])} alone is another one{words}"
+    return f"the whole product is another one{words}" if words else ""
 
 
 def _factor(value: Tensor, reference: Tensor) -> str:
@@ -365,6 +345,4 @@ def _factor(value: Tensor, reference: Tensor) -> str:
     scatter = float((ratios - middle).abs().max())
     if scatter > 2.0**-6 * max(abs(middle), 1e-3):
         return ""
-    if f"{middle:.3g}" == "1":
-        return ""
-    return f", multiplied by {middle:.3g}"
+    return "" if f"{middle:.3g}" == "1" else f", multiplied by {middle:.3g}"

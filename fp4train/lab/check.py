@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Final
 
 from fp4train.audit.fault import Audited, Fault
@@ -24,7 +23,7 @@ from fp4train.run.host import free_memory
 from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.run import Run
 from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses
-from fp4train.run.supervise.audit_room import needed
+from fp4train.run.supervise.audit_coverage import needed
 from fp4train.run.supervise.planned_calls import PlannedCalls, weight_of
 from fp4train.text import first_line
 
@@ -37,8 +36,8 @@ class Checked:
     """What `fp4train check` found.
 
     Args:
-        audits: result of each layer.
-        uncovered: layer → why it was not audited, or what of it was not.
+        audits: result of each layer of which GEMMs were compared, or that has a fault.
+        uncovered: layer or trial → why it was not audited, or what of it was not.
         plan: faults of kernels and layers on small random tensors.
         failed: names of `uncovered` whose audit failed.
     """
@@ -71,11 +70,17 @@ def check(subject: Subject) -> Checked:
         for start in range(0, len(run.planned_layers), count)
         for result in _audited(run, run.planned_layers[start : start + count])
     ]
-    uncovered = {
-        result.layer: reason for result in results if (reason := _left_out(result)) is not None
-    }
     untried: dict[str, str] = {}
-    faults = list(check_plan(run.plan, partial(_noting, untried)))
+
+    @contextmanager
+    def noting(trial: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            untried[trial] = f"its audit failed: {first_line(error)}"
+
+    faults = list(check_plan(run.plan, noting))
+    uncovered = {result.layer: "; ".join(result.left_out) for result in results if result.left_out}
     return Checked(
         audits=[result for result in results if result.gemms or result.faults],
         uncovered={**uncovered, **untried},
@@ -94,21 +99,6 @@ def _layers_at_once(run: Run) -> int:
     return max(1, min(LAYERS, free // largest))
 
 
-@contextmanager
-def _noting(untried: dict[str, str], trial: str) -> Iterator[None]:
-    """A context of a trial; one that fails is noted in `untried` with the reason."""
-    try:
-        yield
-    except Exception as error:
-        untried[trial] = f"its audit failed: {first_line(error)}"
-
-
-def _left_out(result: Audited) -> str | None:
-    """Why a layer, or a part of it, was not compared; None: all was."""
-    reasons = [*result.uncovered, *(f"its audit failed: {reason}" for reason in result.failures)]
-    return "; ".join(reasons) or None
-
-
 def _audited(run: Run, layers: Sequence[PlannedLayer]) -> Iterator[Audited]:
     """The audits of these layers in the coming step, by the run's plan."""
     planned = PlannedCalls(run)
@@ -125,15 +115,13 @@ def _audited(run: Run, layers: Sequence[PlannedLayer]) -> Iterator[Audited]:
             layer.observer = None
             observer.close()
     for layer, observer in observers.items():
-        name = layer.layer.name
+        result = Audited(layer=layer.layer.name, step=run.step)
         try:
-            result = planned.compare(layer, observer, run.step, weight_of(layer, divided=False))
+            weight = weight_of(layer, divided=False)
+            compared = planned.compare(layer, observer, run.step, weight)
+            yield compared or replace(result, uncovered=("none of its experts had a token",))
         except Exception as error:  # the others are compared
-            result = Audited(layer=name, step=run.step, failures=(first_line(error),))
-        if result is None:
-            why = "none of its experts had a token"
-            result = Audited(layer=name, step=run.step, uncovered=(why,))
-        yield result
+            yield replace(result, failures=(first_line(error),))
 
 
 def _compute(run: Run, microbatches: int) -> None:

@@ -1,30 +1,33 @@
-"""Explanations of a difference."""
+"""The cause of a difference."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 from limits import set_limit
 
-from fp4train.audit import hypotheses
-from fp4train.quantize import Decoded
+from fp4train.audit.fault import first_fitting
 
 
-def test_an_explanation_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def fails() -> bool:
+    raise ValueError("a spec does not allow it")
+
+
+def test_the_first_fault_that_fits_is_named_and_one_that_cannot_be_made_does_not() -> None:
+    faults = [("a", fails), ("b", lambda: False), ("c", lambda: True), ("d", lambda: True)]
+    assert first_fitting(faults) == "c"
+    assert first_fitting(faults[:2]) == ""
+
+
+def test_a_search_for_a_cause_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def endless(suspect: Any) -> Iterator[tuple[str, Any]]:
+    def endless() -> Iterator[tuple[str, Callable[[], bool]]]:
         while len(tried) < 100_000:
             tried.append(1)
-            yield "slow", lambda: Decoded(torch.zeros(2, 2), None)
+            yield "slow", lambda: False
 
     set_limit(monkeypatch, "seconds to explain a difference", 0.01)
-    monkeypatch.setattr(hypotheses, "_other_plans", endless)
-    monkeypatch.setattr(hypotheses, "_structural", lambda *_: ["no name"])
-    suspect: Any = SimpleNamespace(source=SimpleNamespace(spec=None))
-    assert hypotheses.explain(Decoded(torch.ones(2, 2), None), suspect) == ("no name",)
+    assert first_fitting(endless()) == ""
     assert 0 < len(tried) < 100_000

@@ -5,7 +5,6 @@ to a sum in the product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +14,8 @@ from lengths import long_but
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.audit import CallComparison, Expectation, ObservedCall, Observer, Product, products
-from fp4train.audit.whole_layers import ShownPasses
+from fp4train.audit import AuditedCall, ObservedCall, Observer, Product, compare, products
+from fp4train.audit.recorder import CallRecorder, EdgeCall
 from fp4train.backends import Multiplied, tensor_cores
 from fp4train.nn import Linear
 from fp4train.precision import BF16, FP8Current, FP8Row, Recipe
@@ -85,8 +84,8 @@ def sums_of(call: ObservedCall, term: Tensor) -> ObservedCall:
 def test_dw_in_high_precision_that_is_added_to_a_sum_is_compared_without_it() -> None:
     call = observed(BF16())
     assert call.dw is not None
-    assert not CallComparison(sums_of(call, call.dw), Expectation(call.plan)).run().faults
-    (fault,) = CallComparison(sums_of(call, 2 * call.dw), Expectation(call.plan)).run().faults
+    assert not compare(AuditedCall(sums_of(call, call.dw))).faults
+    (fault,) = compare(AuditedCall(sums_of(call, 2 * call.dw))).faults
     assert (fault.gemm, fault.what) == ("wgrad", "the product is not that of the plan")
 
 
@@ -100,7 +99,7 @@ def test_a_bias_that_the_optimizer_changes_after_the_pass_is_no_fault() -> None:
     (record,) = observer.records
     with torch.no_grad():
         layer.bias += 1
-    assert not CallComparison(record, Expectation(record.plan)).run().faults
+    assert not compare(AuditedCall(record)).faults
 
 
 def test_an_element_beyond_the_share_that_the_model_gives_is_no_fault() -> None:
@@ -173,7 +172,7 @@ def test_a_shown_product_names_the_backend_that_multiplied() -> None:
         def watcher(self, report: Callable[[Multiplied], None], guarding: Any) -> None:
             reports.append(report)
 
-    ShownPasses(call, nullcontext, Backend(), set())  # type: ignore[arg-type]
+    EdgeCall(CallRecorder(), call, Backend())  # type: ignore[arg-type]
     product = cut_off()
     reports[0](Multiplied("fprop", product.left, product.right, product.result, None, None))
     assert call.products["fprop"].backend == "te"
@@ -236,7 +235,7 @@ def test_codes_beyond_the_tensor_must_be_zero(code: int) -> None:
 
     product = call.products["fprop"]
     call.products["fprop"] = replace(product, right=wider(product.right))
-    faults = CallComparison(call, Expectation(call.plan)).run().faults
+    faults = compare(AuditedCall(call)).faults
     if code in (0x00, 0x80):  # zero, and -0
         assert not faults
         return
@@ -248,6 +247,6 @@ def test_codes_beyond_the_tensor_must_be_zero(code: int) -> None:
 def test_a_result_that_is_not_seen_is_told_where_its_product_is_compared() -> None:
     call = observed(FP8Row(), tokens=64)
     call = replace(call, dw=None, unseen={"wgrad": "its sum is added to that of other calls"})
-    audited = CallComparison(call, Expectation(call.plan)).run()
+    audited = compare(AuditedCall(call))
     assert "wgrad" in audited.gemms and not audited.faults
     assert audited.uncovered == ["wgrad: its sum is added to that of other calls"]

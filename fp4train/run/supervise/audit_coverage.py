@@ -1,20 +1,50 @@
-"""The layers of a run that no audit compares, and what audits of the others leave out, by the reason."""
+"""What audits of a run leave out: layers that none compares, those without room in main memory, and
+audits that failed themselves.
+
+All tensors of an audit are copied to main memory. A layer [N, K] and M tokens take bytes of
+
+    14·N·K + 9·M·K + 10·M·N      for the record of a call, by emulation in NVFP4
+    `OTHERS` times as many       in the recipe with the largest records
+    4·N·K                        for the weight of the optimizer, of all experts
+    `COMPARING`·max(…)           for the comparison: of N·K, M·K and M·N
+
+Where every step is audited, two layers are observed in each: that of the step, and that of the next
+one, whose operands of the step before are kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from torch import nn
 
 from fp4train.audit.observe import partly_uncovered, why_not_observed
 from fp4train.config import Config
 from fp4train.nn.executors import executor_class
+from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Mesh
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.plan import Plan, PlannedStretch
+from fp4train.run.host import free_memory
 from fp4train.run.supervise.planned_calls import BY_WEIGHT
-from fp4train.text import counted, first_few
+from fp4train.text import counted, first_few, first_line
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+_log = logging.getLogger(__name__)
+
+COMPARING: Final = 40
+"""Bytes for each element of the largest operand: its codes are made again in float32, and the
+product of some rows is computed in float64.
+"""
+OTHERS: Final = 1.3
+"""The most that records of other recipes are larger than those of NVFP4: 1.27 was measured."""
+_GIB: Final = 2**30
 
 
 class Reasons(dict[str, list[str]]):
@@ -110,3 +140,66 @@ class Coverage:
             + self.partly_covered(plan, mesh).told_as("partly covered")
             + extents
         )
+
+
+def needed(layer: PlannedLayer, tokens: int, observed: int = 1) -> int:
+    """Bytes of main memory that the audit of a layer takes in passes of so many tokens.
+
+    Args:
+        observed: number of layers of this size that are observed in a step.
+    """
+    in_features = layer.layer.in_features
+    out_features = layer.layer.out_features
+    weights = out_features * in_features
+    inputs = tokens * in_features
+    outputs = tokens * out_features
+    record = int(OTHERS * (14 * weights + 9 * inputs + 10 * outputs))
+    gathered = 4 * layer.weight.numel()
+    return observed * record + gathered + COMPARING * max(weights, inputs, outputs)
+
+
+def check_main_memory(layer: PlannedLayer, tokens: int, ranks: int, observed: int = 1) -> None:
+    """Check that main memory has room for the audits that the ranks of this machine make at once.
+
+    Args:
+        observed: number of layers that are observed in a step, as `needed` has it.
+
+    Raises:
+        MemoryError: it has not.
+    """
+    free = free_memory()
+    total = needed(layer, tokens, observed) * ranks
+    if free is not None and total > free:
+        raise MemoryError(
+            f"its audit takes about {total / _GIB:.1f} GiB of main memory, and "
+            f"{free / _GIB:.1f} GiB are free"
+        )
+
+
+class AuditFailures:
+    """The failures of the audits of `run`, of which the first one is logged.
+
+    Attributes:
+        reasons: subject, a layer or a part of the state → why it was not audited.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.reasons: dict[str, str] = {}
+
+    @contextmanager
+    def guarding(self, subject: str) -> Iterator[None]:
+        """A context of an audit of `subject`: where it fails, that is noted, and nothing ends."""
+        try:
+            yield
+        except Exception as error:
+            self.add(subject, first_line(error))
+
+    def add(self, subject: str, reason: str) -> None:
+        """Note that `subject` could not be audited."""
+        if not self.reasons:
+            step = self.run.step + 1
+            _log.warning("step %d: the audit of %s failed: %s", step, subject, reason)
+            values = {"layer": subject, "reason": reason}
+            self.run.record.tracker.log_event(step, "audit failed", values)
+        self.reasons.setdefault(subject, reason)

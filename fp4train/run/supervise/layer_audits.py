@@ -25,9 +25,12 @@ from fp4train.audit.observe import Observer
 from fp4train.audit.turn import due, in_turn
 from fp4train.nn.planned import PlannedLayer
 from fp4train.run.queued import Step
-from fp4train.run.supervise.audit_coverage import Coverage, Reasons
-from fp4train.run.supervise.audit_failures import AuditFailures
-from fp4train.run.supervise.audit_room import check_main_memory
+from fp4train.run.supervise.audit_coverage import (
+    AuditFailures,
+    Coverage,
+    Reasons,
+    check_main_memory,
+)
 from fp4train.run.supervise.fault_report import report
 from fp4train.run.supervise.planned_calls import (
     PlannedCalls,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fp4train.audit.call import ObservedCall
-from fp4train.audit.compare import CallComparison
-from fp4train.audit.expected import Expectation
-from fp4train.audit.fault import Audited, Fault, joined
+from fp4train.audit.compare import compare_records
+from fp4train.audit.expected import AuditedCall
+from fp4train.audit.fault import Audited, Fault
 from fp4train.audit.observe import Observer
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.gather import gather_mode, wire_form
@@ -63,11 +63,8 @@ class PlannedCalls:
         """
         name = layer.layer.name
         plan = self.run.plan.at(step).layers[name]
-        if observer.failure is not None:
-            return Audited(layer=name, step=step, failures=(observer.failure,))
-        if observer.uncovered is not None:
-            return Audited(layer=name, step=step, uncovered=(observer.uncovered,))
-        if not observer.records:
+        records = observer.records
+        if not records and not observer.ended:
             if layer.layer.experts:
                 return None
             if not plan.quantised:
@@ -75,20 +72,20 @@ class PlannedCalls:
             what = "the plan has this layer, and the step did not call it"
             fault = Fault(layer=name, what=what, rank=self.run.world.place.rank)
             return Audited(layer=name, step=step, faults=(fault,))
-        if not all(record.complete for record in observer.records):
+        if not all(record.complete for record in records):
             return Audited(layer=name, step=step, failures=("its backward pass was not seen",))
-        audits = []
-        for number, record in enumerate(observer.records):
-            previous = earlier[number] if len(earlier) == len(observer.records) else None
+
+        def expect(number: int, record: ObservedCall) -> AuditedCall:
+            previous = earlier[number] if len(earlier) == len(records) else None
             part = plan
             if record.channels is not None:
                 part = plan.split_channels().channel_parts[number]
             if fused is not None:
                 record.fused = [fused[record.place] if layer.layer.group else fused[0]]
             position = self._position(record, observer.number, step)
-            expected = Expectation(part, position, self._weight_for(record, weight))
-            audits.append(CallComparison(record, expected, previous).run(step))
-        return joined(audits)
+            return AuditedCall(record, part, position, self._weight_for(record, weight), previous)
+
+        return compare_records(name, observer, step, expect)
 
     def multiplied(self, layer: PlannedLayer, weight: Tensor, step: int) -> Tensor:
         """The weight of a layer, or an amax of it, that the optimizers hold, as ranks send it to

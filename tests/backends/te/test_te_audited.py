@@ -47,7 +47,7 @@ FAULTS = {
     "rounded to nearest": "rounding to nearest, planned stochastically",
     "rounded down": "none of the two neighbours",
     "beside the neighbours": "none of the two neighbours",
-    "no transform": "quantised by the spec of x in fprop",
+    "no transform": "hadamard=None",
     "doubled products": "the product is doubled",
 }
 
@@ -90,5 +90,5 @@ def test_what_te_does_not_show_is_said(report: Any) -> None:
 def test_a_module_that_keeps_the_options_of_an_earlier_recipe_is_found(report: Any) -> None:
     """TE matches the class of a recipe alone: the transform stays off."""
     faults = report["te switched off"]["faults"]
-    named = "quantised by the spec of x in fprop"
+    named = "hadamard=None"
     assert any("wgrad, operand x" in text and named in text for text in faults), faults

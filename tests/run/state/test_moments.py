@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import STEADY, Cli, events, losses
+from command_line import STEADY, Cli, losses
 
 from fp4train import checkpoint
 from fp4train.run.state.moments import placed

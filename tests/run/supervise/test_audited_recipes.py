@@ -110,6 +110,9 @@ def terms_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terms, "Outer", lambda column, row: Outer(column, 2 * row))
 
 
+SUM = "the layer returns something else than the sum of its products"
+
+
 @pytest.mark.parametrize(
     ("arguments", "plant", "words"),
     [
@@ -118,12 +121,12 @@ def terms_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(
             recipe("averis"),
             means_left_out,
-            "an operand of the mean of x is not that",
+            SUM,
             marks=pytest.mark.long,
         ),
-        (recipe("averis"), terms_doubled, "the term of the mean is another one"),
-        (recipe("chon"), residuals_doubled, "an operand of the residual of x is not that"),
-        (recipe("chon"), terms_left_out, "the product is not that of its operands"),
+        (recipe("averis"), terms_doubled, SUM),
+        (recipe("chon"), residuals_doubled, SUM),
+        (recipe("chon"), terms_left_out, SUM),
     ],
     ids=["scales that are not held", "other means", "no means", "terms", "residuals", "no terms"],
 )
@@ -139,7 +142,7 @@ def test_a_wrong_scale_mean_or_residual_is_found(
     plant(monkeypatch)
     cli("run.name=a", *arguments(tmp_path), *AUDITED, "train.steps=4")
     faults = events("runs/a", "audit fault")
-    sentences = [text for fault in faults for text in (fault["what"], *fault["hypotheses"])]
+    sentences = [text for fault in faults for text in (fault["what"], fault["cause"])]
     assert any(words in text for text in sentences), faults
     assert events("runs/a", "audit failed") == []
 

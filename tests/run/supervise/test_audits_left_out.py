@@ -8,7 +8,7 @@ import pytest
 from command_line import STEADY, Cli, events
 from faulty_kernels import kernels_equal_reference
 
-from fp4train.audit import Audited, CallComparison, Observer, partly_uncovered
+from fp4train.audit import Audited, Observer, partly_uncovered
 from fp4train.audit.observe import ADDED_TERMS
 from fp4train.audit.terms import RESIDUAL_CHANNELS
 from fp4train.backends import NotShownError
@@ -20,7 +20,7 @@ from fp4train.precision import (
     Residual,
     resolve,
 )
-from fp4train.run.supervise import run_audits, sums as run_sums
+from fp4train.run.supervise import planned_calls, run_audits, sums as run_sums
 
 SILENT = ("audit.every=0", "audit.sums=0")
 NVFP4 = ("recipe=nvfp4", "policy=all", *STEADY)
@@ -42,10 +42,10 @@ def test_an_audit_that_sees_no_backward_pass_is_said(
 def test_an_audit_that_compared_nothing_is_no_clean_one(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compared(self: Any, step: int) -> Audited:
-        return Audited(layer=self.call.name, step=step, uncovered=["fprop: it is not seen"])
+    def compared(name: str, recorder: Any, step: int, expect: Any) -> Audited:
+        return Audited(layer=name, step=step, uncovered=["fprop: it is not seen"])
 
-    monkeypatch.setattr(CallComparison, "run", compared)
+    monkeypatch.setattr(planned_calls, "compare_records", compared)
     ended = cli("run.name=a", *NVFP4, "audit.every=1")
     assert events("runs/a", "audit") == []
     assert "no layer was audited: 0 faults; not covered: " in ended.err

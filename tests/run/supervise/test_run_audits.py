@@ -21,9 +21,9 @@ from lengths import long_but
 from limits import set_limit
 
 from fp4train import checkpoint
-from fp4train.audit import AuditSettings, CallComparison, ObservedCall
+from fp4train.audit import AuditSettings, ObservedCall
 from fp4train.exchange import RecordedResults
-from fp4train.run.supervise import sums as run_sums
+from fp4train.run.supervise import planned_calls, sums as run_sums
 from fp4train.run.supervise.layer_audits import LayerAudits
 from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import Saver
@@ -107,7 +107,7 @@ def test_a_fault_in_all_layers_is_found_at_its_place_and_named(cli: Cli, fault: 
         ended = cli("run.name=a", *NVFP4, "train.microbatch=2", "audit.every=1")
     assert ended.code == 0
     faults = events("runs/a", "audit fault")
-    assert any(words in name for entry in faults for name in entry["hypotheses"]), faults
+    assert any(words in entry["cause"] for entry in faults), faults
     assert "audit: " in ended.err and words in ended.err
 
 
@@ -123,7 +123,7 @@ def test_a_fault_ends_the_run_where_that_is_asked_for(
         )
     assert ended.code == 1
     assert "step 2: the audit found" in ended.message
-    assert "rounded to nearest, planned stochastically" in ended.message
+    assert "rounding=nearest, planned stochastic" in ended.message
     assert steps("runs/a") == [1]
 
 
@@ -133,7 +133,7 @@ def test_an_audit_that_fails_is_said_once_and_ends_nothing(
     def broken(*_: object) -> None:
         raise RuntimeError("no reference")
 
-    monkeypatch.setattr(CallComparison, "run", broken)
+    monkeypatch.setattr(planned_calls, "compare_records", broken)
     ended = cli("run.name=a", *NVFP4, "audit.every=1")
     assert ended.code == 0
     (entry,) = events("runs/a", "audit failed")
@@ -347,7 +347,7 @@ def test_a_layer_that_is_quantised_although_the_policy_keeps_it_is_found(cli: Cl
     faults = events("runs/a", "audit fault")
     assert {fault["layer"].split(".")[1] for fault in faults} == {"1"}
     assert any("another plan" in fault["what"] for fault in faults)
-    assert any("quantised by the plan that" in h for fault in faults for h in fault["hypotheses"])
+    assert any("quantised by the plan that" in fault["cause"] for fault in faults)
     assert events("runs/a", "audit failed") == []
 
 

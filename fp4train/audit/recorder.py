@@ -1,0 +1,220 @@
+"""What keeps the tensors of calls of a layer, and a call that is observed at its edges alone: of torch in
+high precision, of Transformer Engine, of modules that are not fp4train's.
+
+x, w and y pass through the identity, whose backward pass copies the gradient. Products of a backend
+are shown by itself (`LayerBackend.watcher`), in the passes of the layer alone: backward from where
+dy arrives to the last product that is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set as AbstractSet
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4train.audit.call import ObservedCall, Product, kept
+from fp4train.backends.protocol import LayerBackend, Multiplied, NotShownError, ProductWatcher
+from fp4train.text import first_line
+
+
+class CallRecorder:
+    """Keeps records of calls. What fails in it ends the observation alone; the pass goes on.
+
+    Attributes:
+        records: the call, or the parts of its in features that were multiplied apart; none: no call
+            came.
+        uncovered: why the layer cannot be observed; None: it can be.
+        failure: why observing it failed, after which nothing more is kept; None: it did not.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[ObservedCall] = []
+        self.uncovered: str | None = None
+        self.failure: str | None = None
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """A context in which tensors are kept."""
+        try:
+            yield
+        except NotShownError as error:
+            self.hide(str(error))
+        except Exception as error:
+            self.records = []
+            self.failure = self.failure or first_line(error)
+
+    def hide(self, reason: str) -> None:
+        """Note why the layer cannot be observed; nothing more is kept."""
+        self.records = []
+        self.uncovered = reason
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is kept."""
+        return self.failure is not None or self.uncovered is not None
+
+    def close(self) -> None:
+        """Forget everything but the records."""
+
+
+class EdgeCall:
+    """A call that is observed at its edges.
+
+    Args:
+        record: receives the tensors; with a backend x and dy are filled up to the tokens that were
+            multiplied.
+        backend: backend that shows its products; None: torch multiplies.
+        wanted: GEMMs of the backward pass that the backend will multiply.
+    """
+
+    def __init__(
+        self,
+        recorder: CallRecorder,
+        record: ObservedCall,
+        backend: LayerBackend | None = None,
+        wanted: AbstractSet[str] = frozenset(),
+    ) -> None:
+        self.recorder = recorder
+        self.record = record
+        self._left = set(wanted)
+        self._backend = backend
+        self._watcher: ProductWatcher | None = None
+        if backend is not None:
+            self._watcher = backend.watcher(self._seen, recorder.guarding)
+
+    def passed(self, tensor: Tensor, name: str) -> Tensor:
+        """The tensor, whose gradient becomes the field `name` of the record."""
+        if not tensor.requires_grad:
+            return tensor
+        result: Tensor = _Passed.apply(tensor, name, self)  # type: ignore[no-untyped-call]
+        return result
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The context of the forward pass."""
+        if self._watcher is not None:
+            self._watcher.begin()
+        try:
+            yield
+        finally:
+            self.close()
+
+    def returned(self, y: Tensor) -> Tensor:
+        """y as the layer returns it."""
+        with self.recorder.guarding():
+            self.record.y = kept(y).reshape(-1, y.shape[-1])
+            return self.passed(y, "dy")
+        return y
+
+    def arrived(self, name: str, gradient: Tensor) -> None:
+        """Keep a gradient; the products that follow dy are watched, up to the last one wanted."""
+        with self.recorder.guarding():
+            if type(gradient) is not Tensor:
+                kind = type(gradient).__name__
+                raise NotShownError(f"its {name} is no tensor of values, but a {kind}")
+            setattr(self.record, name, kept(gradient).reshape(-1, gradient.shape[-1]))
+            if name == "dy" and self._left and self._watcher is not None:
+                self._watcher.begin()
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._watcher is not None:
+            self._watcher.end()
+
+    def _seen(self, product: Multiplied) -> None:
+        record = self.record
+        assert self._backend is not None
+        shown = Product(
+            product.first,
+            product.second,
+            product.result,
+            product.bias,
+            product.before,
+            elsewhere=True,
+            backend=self._backend.name,
+        )
+        copied = record.products[product.gemm] = shown.kept()
+        if product.gemm == "fprop":
+            if record.x is not None:
+                record.x = _filled(record.x, len(product.result))
+            return
+        if product.gemm == "dgrad" and record.dy is not None:
+            record.dy = _filled(record.dy, len(product.result))
+        elif product.gemm == "wgrad":
+            record.dw = copied.result
+            forward = record.products.get("fprop")
+            if record.dy is not None and forward is not None:
+                record.dy = _filled(record.dy, len(forward.result))
+        self._left.discard(product.gemm)
+        if not self._left:
+            self.close()
+
+
+def _filled(tensor: Tensor, rows: int) -> Tensor:
+    """The tensor with rows of zeros behind it: backends fill up tokens to whole blocks."""
+    return F.pad(tensor, (0, 0, 0, rows - len(tensor)))
+
+
+class ObservedLayer:
+    """An executor of a whole layer (`nn.executors.whole_layer`), observed at the edges of its calls; a call
+    that the engine runs it observes itself.
+
+    Args:
+        executor: the executor that computes.
+        begin: gives the record of a call that begins, of its x, w and bias; None: it is not kept.
+        backend: backend that shows its products; None: torch multiplies.
+    """
+
+    def __init__(
+        self,
+        executor: Any,
+        recorder: CallRecorder,
+        begin: Callable[[Tensor, Tensor, Tensor | None], ObservedCall | None],
+        backend: LayerBackend | None,
+    ) -> None:
+        self._executor = executor
+        self._recorder = recorder
+        self._begin = begin
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def __call__(self, x_MK: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> Tensor:
+        by_engine = self._backend is None and call is not None
+        edges = None
+        if torch.is_grad_enabled() and not by_engine:
+            with self._recorder.guarding():
+                record = self._begin(x_MK, w, bias)
+                if record is not None:
+                    gradients = {"dgrad": x_MK, "wgrad": w}
+                    wanted = {gemm for gemm, of in gradients.items() if of.requires_grad}
+                    edges = EdgeCall(self._recorder, record, self._backend, wanted)
+        if edges is None:
+            y_MN: Tensor = self._executor(x_MK, w, bias, call)
+            return y_MN
+        x_MK = edges.passed(x_MK, "dx")
+        if self._backend is None:
+            w = edges.passed(w, "dw")
+        with edges.forward():
+            y_MN = self._executor(x_MK, w, bias, call)
+        return edges.returned(y_MN)
+
+
+class _Passed(torch.autograd.Function):
+    """The identity, whose gradient an observed call keeps under a name."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str, edges: EdgeCall) -> Tensor:
+        ctx.name = name
+        ctx.edges = edges
+        return tensor.detach()  # no view, which later code could not write
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.edges.arrived(ctx.name, gradient)
+        return gradient, None, None
