@@ -31,6 +31,10 @@ def test_every_suggestion_is_a_key_a_group_or_an_option() -> None:
         ("bs", "'train.batch_size'"),
         ("per_device_train_batch_size", "'train.microbatch'"),
         ("dropout", ": the models here have no dropout"),
+        (
+            "audit.repeat",
+            ": steps are no longer computed twice: audit.every=1 compares a layer of every step, audit.sums=1 the state",
+        ),
         ("max_steps", "'train.steps'"),
         ("epochs", "one epoch has tokens of the data"),
         ("warmup_steps", "'schedule.warmup'"),
