@@ -33,7 +33,8 @@ def test_every_suggestion_is_a_key_a_group_or_an_option() -> None:
         ("dropout", ": the models here have no dropout"),
         (
             "audit.repeat",
-            ": steps are no longer computed twice: audit.every=1 compares a layer of every step, audit.sums=1 the state",
+            ": steps are no longer computed twice: audit.every=1 compares a layer of every step, "
+            "audit.sums=1 the state",
         ),
         ("max_steps", "'train.steps'"),
         ("epochs", "one epoch has tokens of the data"),
