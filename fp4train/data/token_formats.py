@@ -302,3 +302,22 @@ def _check_width(file: WatchedFile) -> None:
             f"{small}, as in an array of {likely}: give its type, "
             f"data.dtype={likely}, or data.dtype={name} if that is right"
         )
+    if file.dtype.itemsize == 2 and (reason := _why_no_pairs(head, file.path.name)):
+        raise DataError(f"{file.path}: {reason}, or data.dtype=uint16 if that is right")
+
+
+def _why_no_pairs(head: bytes, name: str) -> str | None:
+    """Why pairs of bytes are no uint16, and what to do; None: they may be. Tokenizers number frequent
+    tokens first, so that the high bytes of ids, the second ones, hold fewer bits than the low ones.
+    """
+    pairs = np.frombuffer(head, np.uint8).reshape(-1, 2)
+    shares = [np.bincount(pairs[:, place], minlength=256) / len(pairs) for place in (0, 1)]
+    bits = [float(-(share * np.log2(share.clip(1e-9))).sum()) for share in shares]
+    if bits[1] > bits[0] + 1:
+        return (
+            "its high bytes seem to come first, as in an array of >u2. Write its ids with the low "
+            f"bytes first: numpy.fromfile('{name}', '>u2').astype('<u2').tofile('train.bin')"
+        )
+    if 0 < bits[0] < 7.5 and np.abs(shares[0] - shares[1]).sum() < 0.1:
+        return "both bytes of its ids are alike, as in an array of uint8: give data.dtype=uint8"
+    return None

@@ -404,6 +404,26 @@ def test_ids_whose_high_bytes_come_first_are_not_taken_for_uint16_unasked(
 
 
 LARGE = np.random.default_rng(2).integers(0, 100_278, 300_000)
+FREQUENT_FIRST = np.minimum(np.random.default_rng(3).zipf(1.2, 300_000), 65_535)
+
+
+@pytest.mark.parametrize(
+    ("ids", "dtype", "said"),
+    [
+        (FREQUENT_FIRST, ">u2", r"high bytes seem to come first, .*'>u2'\)\.astype\('<u2'\)"),
+        (FREQUENT_FIRST % 200, "u1", r"as in an array of uint8: give data\.dtype=uint8"),
+    ],
+)
+def test_other_ids_than_uint16_are_seen_where_every_pair_of_bytes_is_in_the_vocabulary(
+    tmp_path: Path, ids: np.ndarray, dtype: str, said: str
+) -> None:
+    ids.astype(dtype).tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=said):
+        build(tmp_path / "train.bin", vocab_size=65_536)
+    assert len(everything(build(tmp_path / "train.bin", vocab_size=65_536, dtype="uint16")))
+    for right in (ids, np.full(1000, 257), LARGE % 65_536):
+        right.astype("<u2").tofile(tmp_path / "right.bin")
+        assert len(everything(build(tmp_path / "right.bin", vocab_size=65_536))) == len(right)
 
 
 @pytest.mark.parametrize("name", ["part-0-00000.npy", "train.bin", "000_tok.ds"])
