@@ -32,7 +32,9 @@ from unflushed import checked
 from fp4train.config import composition
 from fp4train.config.folders import registered_files
 from fp4train.formats import ELEMENT_FORMATS, SCALE_FORMATS
-from fp4train.lab.analysis import curves, draw_curves, draw_statistics, figure, heatmap
+from fp4train.lab.analysis import curves, figure, heatmap
+from fp4train.lab.analysis.curves import draw_curves
+from fp4train.lab.analysis.heatmap import draw_statistics
 from fp4train.precision import Recipe
 from fp4train.quantize import ROUNDINGS
 from fp4train.run import host
@@ -157,14 +159,7 @@ def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are not drawn: an empty one stands in the place of each. For tests of what is beside
     them.
     """
-
-    def rendered(draw: Any, width: float, ending: str, **settings: Any) -> bytes:
-        if ending == ".svg":
-            size = f"0 0 {72 * width} 72"
-            return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}"/>'.encode()
-        return b""
-
-    monkeypatch.setattr(figure, "rendered", rendered)
+    monkeypatch.setattr(figure, "rendered", lambda draw, width, ending: b"")
 
 
 @pytest.fixture(autouse=True)

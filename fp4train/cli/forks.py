@@ -5,12 +5,12 @@ the folder of each checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from fp4train.lab.studies import Base, ForkRequest
+from fp4train.lab.studies import Base, ForkRequest, GateResult, RankResult
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.sealed import sealed
@@ -33,10 +33,10 @@ def making_forks(request: ForkRequest) -> Iterator[None]:
 
 
 def write_results(
-    name: str, contents: Mapping[str, Any], folders: Sequence[Path], bases: Iterable[Base]
+    name: str, result: RankResult | GateResult, folders: Sequence[Path], bases: Iterable[Base]
 ) -> list[Path]:
     """Write results into the folder of each checkpoint, with the identity of its run; the files."""
     for folder, base in zip(folders, bases, strict=False):
-        body = {**contents, "identity": {"run": run_directory.identity(base.source)}}
+        body = {**asdict(result), "identity": {"run": run_directory.identity(base.source)}}
         run_directory.write_text(folder / name, sealed(body, indent=1).decode())
     return [folder / name for folder in folders]

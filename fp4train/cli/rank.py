@@ -31,10 +31,9 @@ from fp4train.cli.forks import making_forks, write_results
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.command_line import read_line
 from fp4train.lab.analysis import FIGURES, PICTURE, Width, check_out, save
-from fp4train.lab.studies import RANKING, RankRequest, RankResult, figures, rank, rank_json
+from fp4train.lab.studies import RANKING, RankRequest, RankResult, figures, rank
 from fp4train.lab.studies.candidates import SECTIONS
 from fp4train.lab.studies.ranking import render
-from fp4train.lab.studies.stored import bound
 
 FIGURE = "rank.png"
 
@@ -53,14 +52,14 @@ def main(arguments: list[str]) -> int:
     with making_forks(line):
         ranking, folders = rank(line)
     print(fitted(render(ranking, terminal_width())) + "\n")
-    contents = rank_json(ranking)
-    results = write_results(RANKING, contents, folders, ranking.bases)
+    result = RankResult.of(ranking)
+    results = write_results(RANKING, result, folders, ranking.bases)
     pictures = [folder / FIGURE for folder in folders]
-    draw = figures.ranking(bound(contents, RankResult), named=True)
+    draw = figures.ranking(result)
     save(draw, PICTURE, *pictures)
     if line.picture is not None:
         save(draw, line.width, line.picture)
         print(line.picture)
-    for result, picture in zip(results, pictures, strict=True):
-        print(f"{result}; {picture}")
+    for written, picture in zip(results, pictures, strict=True):
+        print(f"{written}; {picture}")
     return 0

@@ -12,12 +12,13 @@ One HTML file about runs and the studies on them, for screens, phones and paper;
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from fp4train.config.command_line import CommandLine, read_line
 from fp4train.config.overrides import baseline_first
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import find_gpu
-from fp4train.lab.analysis import PICTURE, Width, endings_of
+from fp4train.lab.analysis import PICTURE, Width
 from fp4train.lab.report import read_report
 
 _log = logging.getLogger("fp4train")
@@ -27,7 +28,7 @@ _log = logging.getLogger("fp4train")
 class ReportOptions(CommandLine):
     baseline: Path | None = None
     out: Path = Path("report.html")
-    figures: str | None = None
+    figures: tuple[Literal["png", "svg", "pdf"], ...] = ()
     width: Width = PICTURE
     gpu: str | None = None
 
@@ -40,11 +41,10 @@ def main(arguments: list[str]) -> int:
     if not runs:
         raise UserError(f"report needs run directories: {line.usage}")
     with user_errors(ValueError):
-        endings = () if line.figures is None else endings_of(line.figures)
         gpu = None if line.gpu is None else find_gpu(line.gpu)
     report = read_report(runs, out, gpu)
     report.write(out)
-    files = report.write_figures(out, endings, line.width)
+    files = report.write_figures(out, line.figures, line.width)
     for problem in report.problems:
         _log.warning("%s", problem)
     print(f"{out}: {out.stat().st_size / 1000:,.0f} kB")

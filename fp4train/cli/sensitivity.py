@@ -20,7 +20,7 @@ sensitivity.json and sensitivity.png. A study that was killed goes on with the s
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,23 +31,21 @@ from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.command_line import Amount, CommandLine, Count, WholeNumber, read_line
 from fp4train.errors import UserError, in_words
 from fp4train.hardware import find_gpu
-from fp4train.lab.analysis import save
+from fp4train.lab.analysis import PICTURE, save
 from fp4train.lab.studies import (
     SENSITIVITY,
     Effort,
     RecipeParts,
-    SensitivityReport,
     SensitivityResult,
     Study,
     figures,
     open_record,
     open_subject,
-    sensitivity_json,
     study_progress,
+    summary,
     trade_off,
 )
 from fp4train.lab.studies.sensitivity import groups_of, identity_of
-from fp4train.lab.studies.stored import bound
 from fp4train.paths import INIT_KEYS
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
@@ -186,31 +184,27 @@ def _study(command: Command, *, line: SensitivityOptions, fresh: bool, of_run: b
                 judged = None
         finally:
             study.end()
-    report = SensitivityReport(subject=subject, sensitivity=sensitivity, trade=trade, judged=judged)
-    print(fitted(report.render(_written(report, folder), terminal_width())))
+    result = SensitivityResult.of(subject, sensitivity, trade, judged)
+    print(fitted(summary.render(result, _written(result, folder), terminal_width())))
     return 0
 
 
-def _written(report: SensitivityReport, folder: Path) -> list[str]:
+def _written(result: SensitivityResult, folder: Path) -> list[str]:
     """Write the results; their paths.
 
     Raises:
         UserError: one cannot be written; what is measured is in the record.
     """
 
-    policy = report.policy_file()
-    results = sensitivity_json(report)
+    policy = summary.policy_file(result)
     try:
-        files.write(folder / SENSITIVITY, sealed(results, indent=1))
+        files.write(folder / SENSITIVITY, sealed(asdict(result), indent=1))
         if policy is not None:
             files.write(folder / POLICY, policy.encode())
         else:
             with files.Folder.open(folder) as opened:
                 opened.remove(POLICY)  # of a call with other batches
-        figure = figures.sensitivity(
-            bound(results, SensitivityResult), figures.damage_grid(report.sensitivity)
-        )
-        save(figure, figures.STUDY, folder / "sensitivity.png")
+        save(figures.sensitivity(result), PICTURE, folder / "sensitivity.png")
     except (OSError, UserError) as error:
         raise UserError(
             f"{folder}: the results cannot be written ({in_words(error)}); what is on record is "

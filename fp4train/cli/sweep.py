@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fp4train.cli.output import terminal_width
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
-from fp4train.lab.analysis import RunSummary, means_over_seeds, read_history, summarise
+from fp4train.lab.analysis import RunSummary, means_over_seeds, read_history, seed_groups, summarise
 from fp4train.text import screen
 
 
@@ -42,11 +42,12 @@ def table(jobs: Sequence[SweepJob]) -> str:
             recipes[summary.name] = job.config.recipe.name
         points.append((job, summary))
     losses = [summary.train_loss for summary in summaries]
+    groups = seed_groups(histories, [summary.name for summary in summaries])
     return screen(
         __package__,
         "sweep.txt",
         points=points,
-        means=means_over_seeds(histories, summaries, losses),
+        means=means_over_seeds(groups, summaries, losses),
         recipes=recipes,
         width=terminal_width(),
     )

@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.lab.studies import ALPHA, Looks, Pair, estimate, over_units
+from fp4train.lab.intervals import estimate, over_units
+from fp4train.lab.studies import ALPHA, Looks, Pair
 from fp4train.lab.studies.sequential import compare, corrected, needed, share
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]

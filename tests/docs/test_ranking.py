@@ -8,7 +8,8 @@ from shown import commands, in_tenths, shortened, table
 
 from fp4train.cli import main
 from fp4train.config.command_line import option_names
-from fp4train.lab.studies import ALPHA, RankRequest, quantile
+from fp4train.lab.intervals import quantile
+from fp4train.lab.studies import ALPHA, RankRequest
 from fp4train.lab.studies.sequential import needed, share
 
 PAGE = "ranking.md"

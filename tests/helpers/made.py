@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fp4train.lab.studies import quantile
+from fp4train.lab.intervals import estimate
+from fp4train.lab.studies import (
+    Finding,
+    ForkSettings,
+    Judgement,
+    Pair,
+    RankResult,
+    SensitivityResult,
+)
+from fp4train.lab.studies.results import CandidateResult, ChosenPolicy, StudiedCheckpoint
+from fp4train.lab.studies.tradeoff import Point
 from fp4train.sealed import Chain, sealed
 from fp4train.track import GRADIENT, OPERAND, STATISTICS, MetricsLog, Statistics, StatisticsLog
 
 LAYERS = ("blocks.0.mlp.up", "blocks.1.mlp.up")
-SETTINGS = {"steps": 24, "schedule": "linear", "lr": 0.003, "batches": 8}
-"""Of the forks of a ranking."""
 
 
 def chained(lines: Iterable[Mapping[str, Any]]) -> bytes:
@@ -133,99 +142,109 @@ def write_statistics(
 def write_ranking(
     run: Path, name: str = "mxfp8", runs: Sequence[str] = ("runs/a",), spikes: Sequence[str] = ()
 ) -> Path:
-    """A ranking in the form of rank.json, of bf16 and one other candidate, at a checkpoint of each
-    of `runs`.
-    """
-    error = 0.0002 / quantile(0.95, len(runs) - 1 if len(runs) > 1 else 5)
-    gap = {"mean": 0.002, "error": error, "low": 0.0018, "high": 0.0022, "t": 20.0}
-    forks: list[Any] = []
-    shared = {"asked": True, "same": [], "diverged": [], "spikes": [], "forks": forks}
-    found = {
-        "checkpoints": [
-            {"run": a, "step": 30, "trained": "NVFP4", "settings": SETTINGS} for a in runs
-        ],
-        "reference": "bf16",
-        "forks": 6,
-        "units": len(runs),
-        "tested": True,
-        "floor": {**gap, "mean": 0.0, "error": 1.5 * error, "low": -0.0003, "high": 0.0003},
-        "candidates": [
-            {"name": "bf16", "group": "a", **shared, "gap": gap, "gap_high": gap},
-            {
-                "name": name,
-                "group": "b",
-                **shared,
-                "gap": gap,
-                "gap_high": gap,
-                "spikes": list(spikes),
-            },
-        ],
-        "order": ["bf16", name],
-        "pairs": [
-            {
-                "first": "bf16",
-                "second": name,
-                **gap,
-                "p": 0.001,
-                "together": [0.001, 0.003],
-                "verdict": "different",
-            }
-        ],
+    """The file of a ranking of bf16 and one other candidate, at a checkpoint of each of `runs`."""
+    gap = estimate([0.0019, 0.0021, 0.002])
+    reference = CandidateResult(
+        name="bf16", asked=True, same=(), group="a", diverged=(), spikes=(), forks=()
+    )
+    other = replace(
+        reference,
+        name=name,
+        group="b",
+        spikes=tuple(spikes),
+        gap=gap,
+        gap_high=gap,
+        gaps=(gap.mean,) * len(runs),
+        p=0.001,
+        verdict="different",
+        simultaneous=(0.001, 0.003),
+    )
+    pair = Pair(
+        first="bf16",
+        second=name,
+        difference=gap,
+        p=0.001,
+        beyond=1.0,
+        simultaneous=(0.001, 0.003),
+        verdict="different",
+    )
+    settings = ForkSettings(steps=24, schedule="linear", lr=0.003, batches=8)
+    ranking = RankResult(
+        checkpoints=tuple(
+            StudiedCheckpoint(run=source, step=30, trained="NVFP4", settings=settings)
+            for source in runs
+        ),
+        units=len(runs),
+        reference="bf16",
+        forks=6,
+        look=1,
+        tested=True,
+        recorded=2,
+        margin=0.0005,
+        validation_tokens=1024,
+        floor=replace(gap, mean=0.0),
+        candidates=(reference, other),
+        order=("bf16", name),
+        pairs=(pair,),
+    )
+    return _study(run, "rank-30-ab", "rank.json", ranking)
+
+
+def write_sensitivity(
+    run: Path, layer: str = "blocks.0.mlp.up", batches: int = 8, gpu: str | None = None
+) -> Path:
+    """The file of a sensitivity."""
+
+    def finding(name: str, mean: float) -> Finding:
+        errors = estimate([mean - 0.01, mean + 0.01, mean])
+        return Finding(
+            name=name,
+            nmse=errors,
+            variance=None,
+            bias2=None,
+            cosine=errors,
+            loss=errors,
+            output=None,
+        )
+
+    means = {
+        "everything": 0.1,
+        "nothing": 0.001,
+        f"layer/{layer}": 0.08,
+        "layer/blocks.1.mlp.up": 0.01,
+        "operand/fprop.x": 0.09,
     }
-    return _study(run, "rank-30-ab", "rank.json", found)
+    whole = finding("everything", 0.1)
+    judged = Judgement(
+        batches=batches,
+        chosen=finding("chosen policy", 0.021),
+        everything=whole,
+        gain=whole.nmse,
+        over_own=None,
+    )
+    point = Point(kept=(), macs=0.0, nmse=0.1, time=None if gpu is None else 0.4)
+    chosen = {**vars(point), "macs": 0.5, "nmse": 0.02}
+    sensitivity = SensitivityResult(
+        run=str(run),
+        step=30,
+        recipe="NVFP4",
+        identity={"run": None},
+        batches=batches,
+        tokens_per_batch=512,
+        signal=None,
+        parts={name: finding(name, mean) for name, mean in means.items()},
+        shares={},
+        blocks={},
+        cells=None,
+        gpu=gpu,
+        pareto=(point, Point(**chosen)),
+        policy=ChosenPolicy(keep=(layer,), measured=judged.chosen, judged=judged, **chosen),
+    )
+    return _study(run, "sensitivity-nvfp4-30", "sensitivity.json", sensitivity)
 
 
-def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
-    """A sensitivity in the form of sensitivity.json."""
-
-    def part(kind: str, mean: float) -> dict[str, Any]:
-        nmse = {
-            "mean": mean,
-            "error": 0.01,
-            "count": 8,
-            "freedom": 7,
-            "interval": [mean - 0.02, mean + 0.02],
-        }
-        other = {key: None for key in ("variance", "bias2", "output")}
-        return {
-            "kind": kind,
-            "nmse": nmse,
-            **other,
-            "cosine": nmse,
-            "loss": {**nmse, "mean": 0.001},
-        }
-
-    found = {
-        "run": str(run),
-        "step": 30,
-        "recipe": "NVFP4",
-        "batches": 8,
-        "gpu": None,
-        "parts": {
-            "everything": part("everything", 0.1),
-            "nothing": part("nothing", 0.001),
-            f"layer/{layer}": part("layer", 0.08),
-            "layer/blocks.1.mlp.up": part("layer", 0.01),
-            "operand/fprop.x": part("operand", 0.09),
-        },
-        "pareto": [
-            {"macs": 0.0, "nmse": 0.1, "time": None},
-            {"macs": 0.5, "nmse": 0.02, "time": None},
-        ],
-        "policy": {
-            "macs": 0.5,
-            "nmse": 0.02,
-            "time": None,
-            "keep": [layer],
-            "measured": part("chosen policy", 0.021),
-            "judged": {"gain": part("", 0.08)["nmse"]},
-        },
-    }
-    return _study(run, "sensitivity-nvfp4-30", "sensitivity.json", found)
-
-
-def _study(run: Path, folder: str, name: str, found: dict[str, Any]) -> Path:
+def _study(run: Path, folder: str, name: str, result: RankResult | SensitivityResult) -> Path:
     path = run / "studies" / folder / name
     path.parent.mkdir(parents=True)
-    path.write_bytes(sealed({"identity": {"run": None}, **found}))
+    path.write_bytes(sealed({"identity": {"run": None}, **asdict(result)}))
     return path

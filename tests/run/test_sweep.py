@@ -18,19 +18,20 @@ def test_runs_that_differ_in_their_seed_are_averaged_below_the_jobs(cli: Cli) ->
     assert ended.code == 0, ended.err
     rows = [line for line in ended.out.splitlines() if "±" in line and "n" not in line.split()[:1]]
     header, *means = [line for line in ended.out.splitlines() if "±" in line]
-    assert header.split()[:5] == ["mean", "±", "deviation", "over", "seeds"] and rows
+    assert header.split()[:5] == ["mean", "±", "95%", "interval", "over"] and rows
     assert [re.split(r" {2,}", line)[:3] for line in means] == [
         ["recipe=bf16", "BF16", "2"],
         ["recipe=mxfp8", "MXFP8", "2"],
     ]
     losses = [training_loss(Path(f"runs/s-recipe=bf16-seed={seed}")) for seed in (0, 1)]
     known = [found.loss for found in losses if found is not None]
-    assert f"{np.mean(known):.4f} ± {np.std(known, ddof=1):.4f}" in means[0]
+    half = 12.7062 * np.std(known, ddof=1) / np.sqrt(2)
+    assert f"{np.mean(known):.4f} ± {half:.4f}" in means[0], "t(1) = 12.7062"
 
 
 def test_a_sweep_without_seeds_has_no_means(cli: Cli) -> None:
     ended = cli("-m", "recipe=bf16,mxfp8", "run.name=s", "train.steps=1", *STEADY)
-    assert ended.code == 0 and "deviation over seeds" not in ended.out
+    assert ended.code == 0 and "over seeds" not in ended.out
 
 
 @pytest.mark.parametrize("word", ["hydra.sweeper.params=null", "~hydra.sweeper.params.recipe"])

@@ -17,30 +17,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fp4train.errors import UserError
-from fp4train.lab.analysis.counts import loss_at, means_over_seeds, summarise
-from fp4train.lab.analysis.curves import one_run
+from fp4train.lab.analysis.counts import loss_of, means_over_seeds, summarise
+from fp4train.lab.analysis.curves import RecipeRow, one_run, several_runs
 from fp4train.lab.analysis.differing import by_class, differing_values
 from fp4train.lab.analysis.figure import FIGURES, PICTURE, Draw, check_out, save, write
+from fp4train.lab.analysis.groups import seed_groups
 from fp4train.lab.analysis.history import (
     History,
-    Series,
     common_step,
     common_window,
     configuration,
     names_of,
     read_history,
-    seed_groups,
 )
-from fp4train.lab.analysis.over_steps import INSIDE, Losses, RecipeRow, over_steps
+from fp4train.run.record.journal import flat
 from fp4train.text import screen
 
 COMPARISON = "compare.png"
 OUTPUTS = (*FIGURES, ".csv", ".json")
-WITH_LEGEND = 11.5
-"""Inches of the picture where the legend stands beside the panels."""
 DIFFERING = 12
 """Keys that are listed where configurations differ."""
 
@@ -64,22 +59,26 @@ class Comparison:
         self.window = common_window(histories)
         """Steps over which the training losses of gaps and curves are smoothed at most."""
         self.losses = losses = [
-            loss_at(history, self.key, self.step, self.window) for history in histories
+            loss_of(history, self.key, self.step, self.window) for history in histories
         ]
         """That loss of each run, nats per token."""
-        self.seed_groups = seed_groups(histories)
-        """Runs that differ in run.seed only: seed → index of the run."""
+        names = names_of(histories)
+        self.groups = seed_groups(histories, names)
+        """Runs that differ in run.seed only, averaged."""
         gaps = [
             loss / losses[0] - 1 if index and losses[0] else None
             for index, loss in enumerate(losses)
         ]
         self.rows = [
             summarise(history, name, gap, quantised(history.path))
-            for history, name, gap in zip(histories, names_of(histories), gaps, strict=True)
+            for history, name, gap in zip(histories, names, gaps, strict=True)
         ]
-        self.means = means_over_seeds(histories, self.rows, losses)
+        self.means = means_over_seeds(self.groups, self.rows, losses)
         """Means of the seeds, one per group of runs, if any group has several."""
-        self.differing = differing_values([configuration(history) for history in histories])
+        configs = [configuration(history) for history in histories]
+        self.differing = differing_values(
+            [flat(config or {}) for config in configs if all(configs)]
+        )
         """The keys in which configurations differ, with the value of each run; empty where one is
         not known.
         """
@@ -149,34 +148,26 @@ class Comparison:
             path = Path(out)
         else:
             path = self.histories[0].path / COMPARISON
-        default_width = PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND
-        save(self.picture(), width or default_width, path)
+        save(self.picture(), width or PICTURE, path)
         return path
 
     def picture(self) -> Draw:
-        """Curves, gaps to the first run, and the recipe of each run over the steps; of one run its
-        own curves.
+        """Curves, gaps to the first, and the recipe of each run over the steps, runs that differ in
+        their seed only averaged; of one run its own curves.
         """
         if len(self.histories) == 1:
             return one_run(self.histories[0])
-        keys = ("train/loss", "val/loss")
-        reference = [self.histories[0].loss(key, self.window) for key in keys]
-        losses: list[Losses] = []
-        for history, row in zip(self.histories, self.rows, strict=True):
-            train, validation = series = [history.loss(key, self.window) for key in keys]
-            losses.append(
-                Losses(
-                    name=row.name,
-                    train=train,
-                    validation=validation,
-                    gaps=list(map(_gap, series, reference)) if losses else [],
-                )
-            )
         rows = [
-            RecipeRow(label=row.name, index=index, bands=history.bands(), done=row.steps)
-            for index, (history, row) in enumerate(zip(self.histories, self.rows, strict=True))
+            RecipeRow(
+                name=self.rows[place].name,
+                colour=index,
+                bands=run.bands(),
+                done=run.last_step,
+            )
+            for index, group in enumerate(self.groups)
+            for place, run in zip(group.places, group.runs, strict=True)
         ]
-        return over_steps(losses, rows, named=True)
+        return several_runs(self.groups, rows, gaps=len(self.groups) > 1)
 
 
 def compare(
@@ -219,10 +210,3 @@ def _strict(node: Any) -> Any:
     if isinstance(node, float) and not math.isfinite(node):
         return None
     return node
-
-
-def _gap(series: Series, reference: Series) -> Series:
-    """The relative gap in per cent, at the steps that both have."""
-    steps = np.intersect1d(series.steps, reference.steps)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return Series(steps=steps, values=100 * (series.at(steps) / reference.at(steps) - 1))

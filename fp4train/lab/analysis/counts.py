@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp4train.lab.analysis.history import History, seed_groups
+from fp4train.lab.analysis.groups import SeedGroup, mean_loss, relative_gap
+from fp4train.lab.analysis.history import History
+from fp4train.lab.intervals import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +43,18 @@ class SeedMean:
 
     Args:
         runs, seeds: names of the runs and their seeds.
-        train_loss, val_loss, loss: mean and standard deviation (of the sample, n − 1) of the
-            smoothed training loss at the end, of the last validation loss (None where a run has
-            none), and of the loss that gaps are of at `Comparison.step`; the deviation of a single
-            run is None.
-        gap: relative gap of the mean loss to that of the first run's group; None for that group.
+        train_loss, val_loss, loss: means of the smoothed training loss at the end, of the last
+            validation loss (None where a run has none), and of the loss that gaps are of.
+        gap: relative gap of that loss to the first group's; None for that group.
     """
 
     name: str
     runs: tuple[str, ...]
     seeds: tuple[int, ...]
-    train_loss: tuple[float, float | None]
-    val_loss: tuple[float, float | None] | None
-    loss: tuple[float, float | None]
-    gap: float | None
+    train_loss: Estimate
+    val_loss: Estimate | None
+    loss: Estimate
+    gap: Estimate | None
 
 
 def summarise(
@@ -82,46 +82,35 @@ def summarise(
 
 
 def means_over_seeds(
-    histories: list[History], rows: Sequence[RunSummary], losses: Sequence[float]
+    groups: Sequence[SeedGroup], rows: Sequence[RunSummary], losses: Sequence[float]
 ) -> list[SeedMean]:
     """One per group of seeds; none if all are single.
 
     Args:
-        rows: figures of each run.
-        losses: loss of each run that gaps are of.
+        rows, losses: figures of each run, and the loss that gaps are of.
     """
-    groups = seed_groups(histories)
-    if all(len(group) < 2 for group in groups):
+    if all(len(group.runs) < 2 for group in groups):
         return []
-    means: list[SeedMean] = []
+    reference = groups[0]
+    means = []
     for group in groups:
-        members = list(group.values())
-        loss = _mean([losses[i] for i in members])
-        validation = [value for i in members if (value := rows[i].val_loss) is not None]
-        reference = means[0].loss[0] if means else 0.0
+        of_group = [rows[place] for place in group.places]
+        validation = [row.val_loss for row in of_group if row.val_loss is not None]
+        base, own = ([losses[place] for place in of.places] for of in (reference, group))
         means.append(
             SeedMean(
-                name=rows[members[0]].name,
-                runs=tuple(rows[i].name for i in members),
-                seeds=tuple(group),
-                train_loss=_mean([rows[i].train_loss for i in members]),
-                val_loss=_mean(validation) if len(validation) == len(members) else None,
-                loss=loss,
-                gap=loss[0] / reference - 1 if reference else None,
+                name=of_group[0].name,
+                runs=tuple(row.name for row in of_group),
+                seeds=group.seeds,
+                train_loss=mean_loss([row.train_loss for row in of_group]),
+                val_loss=mean_loss(validation) if len(validation) == len(of_group) else None,
+                loss=mean_loss(own),
+                gap=None if group is reference else relative_gap(reference, group, base, own),
             )
         )
     return means
 
 
-def _mean(values: list[float]) -> tuple[float, float | None]:
-    """Mean and standard deviation; a single value has no deviation."""
-    if len(values) > 1:
-        deviation = float(np.std(values, ddof=1))
-    else:
-        deviation = None
-    return float(np.mean(values)), deviation
-
-
-def loss_at(history: History, key: str, step: int, window: int) -> float:
+def loss_of(history: History, key: str, step: int, window: int) -> float:
     """A loss of a run at one of its steps; that of training is smoothed over `window`."""
     return float(history.loss(key, window).at(np.array([step]))[0])

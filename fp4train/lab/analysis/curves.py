@@ -1,26 +1,45 @@
-"""The picture of one run (RUN/curves.png): its losses, the recipe of every stretch, the learning
-rate and the gradient norm.
+"""Pictures over steps: the losses of one run (RUN/curves.png), or of several with their gaps to the
+first; below them the recipe of every run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp4train.lab.analysis import figure as look
-from fp4train.lab.analysis.figure import Draw, style
-from fp4train.lab.analysis.history import ROUTINE, History, Series, read_history
-from fp4train.lab.analysis.over_steps import RecipeRow, RecipeStrip
-from fp4train.text import counted
+from fp4train.lab.analysis.figure import Draw, Panel
+from fp4train.lab.analysis.groups import LOSSES, SeedGroup, gap_curve, loss_curve
+from fp4train.lab.analysis.history import ROUTINE, Band, History, Series, read_history
+from fp4train.text import counted, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 CURVES = "curves.png"
-LOSS = 3.9
-SMALL = 1.25
-"""Inches of the panel of losses, and of those of the learning rate and the gradient norm."""
+SETTLED = 10
+"""The axis of gaps leaves out a tenth of the steps at the beginning."""
+ROW = 28
+"""Characters of the name beside a row of recipes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeRow:
+    """The recipes of one run over its steps.
+
+    Args:
+        colour: index of the curve that the run belongs to.
+        done: number of steps trained.
+        marks: (step, matplotlib's marker).
+    """
+
+    name: str
+    colour: int
+    bands: Sequence[Band]
+    done: int
+    marks: Sequence[tuple[int, str]] = ()
 
 
 def draw_curves(run_dir: Path) -> Path:
@@ -36,74 +55,117 @@ def draw_curves(run_dir: Path) -> Path:
 
 
 def one_run(history: History) -> Draw:
-    """The losses of one run with the recipe of every stretch, the learning rate and the gradient
-    norm.
+    """The losses of one run, its recipes, learning rate and gradient norm."""
+    summary = [
+        history.name,
+        counted(history.last_step, "step"),
+        f"training {history.loss('train/loss').values[-1]:.4f}",
+    ]
+    validation = history.series("val/loss")
+    if len(validation):
+        summary.append(f"validation {validation.values[-1]:.4f}")
+    row = RecipeRow(name="", colour=0, bands=history.bands(), done=history.last_step)
+    losses = Panel(
+        title="loss (nats per token)", height=3.9, paint=lambda axes: _own_losses(axes, history)
+    )
+    return _over_steps(
+        [[losses]],
+        [row],
+        [
+            _small(history, "train/lr", "learning rate"),
+            _small(history, "train/grad_norm", "gradient norm"),
+        ],
+        title="   ".join(summary),
+    )
+
+
+def several_runs(groups: Sequence[SeedGroup], rows: Sequence[RecipeRow], *, gaps: bool) -> Draw:
+    """The mean losses of groups of seeds with their intervals, the gaps to the first group, and the
+    recipes of every run.
+
+    Args:
+        gaps: the runs share a step, and there are several groups.
     """
-
-    def draw(width: float) -> Figure:
-        bands = history.bands()
-        row = RecipeRow(label="", index=0, bands=bands, done=history.last_step)
-        strip = RecipeStrip([row], width, history.last_step)
-        heights = (LOSS, strip.height, SMALL)
-        figure = look.new_figure(width, sum(heights) + 0.7)
-        panels = figure.subplot_mosaic(
-            [["loss", "loss"], ["strip", "strip"], ["rate", "norm"]], height_ratios=heights
+    panels = [
+        Panel(
+            title="loss (nats per token): training, smoothed; dots: validation",
+            height=3.2,
+            paint=lambda axes: _losses(axes, groups),
         )
-        _draw_loss(panels["loss"], history)
-        panels["loss"].tick_params(labelbottom=False)
-        strip.draw(panels["strip"])
-        _draw_small(panels["rate"], history.series("train/lr"), "learning rate")
-        _draw_small(panels["norm"], history.series("train/grad_norm"), "gradient norm", log=True)
-        for name, axes in panels.items():
-            axes.set_xlim(0, look.right_end(history.last_step))
-            if len(bands) < 2 or name == "strip":
-                continue
-            for start, stop, recipe in bands:
-                axes.axvspan(start, stop, alpha=0.45, lw=0, zorder=0, **strip.shades[recipe].fill)
-        look.legend_of_recipes(figure, strip.unnamed, int(width * look.CHARACTERS))
-        _mark_events(panels["loss"], history)
-        title = look.name_lines(history.name, 44)
-        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
-        figure.text(0.988, 0.978, _summary(history), ha="right", va="top", fontsize=9)
-        return figure
-
-    return draw
+    ]
+    if gaps:
+        title = f"gap to {groups[0].name}, %: training, smoothed; dots: validation"
+        panels.append(Panel(title=title, height=1.8, paint=lambda axes: _gaps(axes, groups)))
+    return _over_steps([[panel] for panel in panels], rows)
 
 
-def _draw_loss(axes: Axes, history: History) -> None:
+def _over_steps(
+    above: Sequence[Sequence[Panel]],
+    rows: Sequence[RecipeRow],
+    below: Sequence[Panel] = (),
+    title: str = "",
+) -> Draw:
+    """Panels above and below the recipes of runs, all over the same steps; lines where recipes
+    change.
+    """
+    ends = [step for row in rows for step in (row.done, *(stop for _, stop, _ in row.bands))]
+    right = max([1, *ends]) * 1.012  # no marker on the last step is cut
+
+    def over_steps(panel: Panel) -> Panel:
+        def paint(axes: Axes) -> None:
+            panel.paint(axes)
+            axes.set_xlim(0, right)
+            for row in rows:
+                for start, *_ in row.bands[1:]:
+                    colour = look.colour_of(row.colour)
+                    axes.axvline(start, color=colour, lw=0.8, ls=look.DASHED, alpha=0.6)
+
+        return replace(panel, paint=paint)
+
+    recipes = Panel(
+        title="recipe of every run" if len(rows) > 1 else "recipe",
+        height=0.6 + 0.2 * len(rows),
+        paint=lambda axes: _recipes(axes, rows, right),
+    )
+    grid = [[over_steps(panel) for panel in row] for row in above]
+    grid.append([recipes])
+    if below:
+        grid.append([over_steps(panel) for panel in below])
+    return look.picture(grid, title)
+
+
+def _line(axes: Axes, series: Series, **shape: Any) -> None:
+    """A curve, with the interval of each of its points where it has one."""
+    if len(series) <= 2:
+        shape = {"marker": "o", **shape}
+    axes.plot(series.steps, series.values, **shape)
+    if series.bounds is not None:
+        axes.fill_between(series.steps, *series.bounds, color=shape["color"], alpha=0.15, lw=0)
+
+
+def _own_losses(axes: Axes, history: History) -> None:
     train = history.series("train/loss")
-    smooth = train.smoothed()
-    marker = "o" if len(train) <= 2 else None
-    axes.plot(train.steps, train.values, color=look.TRAIN, alpha=0.28, linewidth=0.8, marker=marker)
-    axes.plot(smooth.steps, smooth.values, color=look.TRAIN, linewidth=1.8, label=smoothing(train))
+    _line(axes, train, color=look.TRAIN, alpha=0.28, lw=0.8)
+    _line(axes, train.smoothed(), color=look.TRAIN, lw=1.8, label=smoothing(train))
     drawn = [train.values]
-    for key, label, colour, line in (
-        ("val/loss", "validation, high precision", look.INK, "-"),
-        ("val/loss_recipe", "validation, in the recipe", look.QUIET, "--"),
+    for key, label, shape in (
+        ("val/loss", "validation, high precision", {"color": look.INK}),
+        ("val/loss_recipe", "validation, in the recipe", {"color": look.QUIET, "ls": "--"}),
     ):
         series = history.series(key)
         if len(series):
-            marker = "o" if len(series) <= 40 else None
-            axes.plot(
-                series.steps,
-                series.values,
-                line,
-                color=colour,
+            _line(
+                axes,
+                series,
                 lw=1.5,
-                marker=marker,
+                marker="o" if len(series) <= 40 else "",
                 ms=3.5,
                 label=label,
+                **shape,
             )
             drawn.append(series.values)
-    look.loss_axis(axes, "loss (nats per token)", drawn)
-    axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=3,
-        fontsize=7.5,
-        borderaxespad=0.2,
-        columnspacing=1.4,
-    )
+    look.loss_axis(axes, drawn)
+    _mark_events(axes, history)
 
 
 def smoothing(train: Series) -> str:
@@ -111,31 +173,23 @@ def smoothing(train: Series) -> str:
     return f"training, smoothed: the last tenth of the steps, at most {train.window}"
 
 
-def _draw_small(axes: Axes, series: Series, title: str, *, log: bool = False) -> None:
-    style(axes, title)
-    if log and (series.values > 0).any():
-        look.logarithmic(axes, fine=False)
-    axes.set_xlabel("step", fontsize=9)
-    if not len(series):
-        axes.text(
-            0.5,
-            0.5,
-            "not logged",
-            transform=axes.transAxes,
-            ha="center",
-            va="center",
-            fontsize=8,
-            color=look.QUIET,
-        )
-        axes.set_yticks([])
-        return
-    axes.plot(
-        series.steps,
-        series.values,
-        color=look.INK,
-        linewidth=0.9,
-        marker="o" if len(series) <= 2 else None,
-    )
+def _small(history: History, key: str, title: str) -> Panel:
+    """A small panel of one key of the metrics."""
+    series = history.series(key)
+    positive = series.values[series.values > 0]
+
+    def paint(axes: Axes) -> None:
+        axes.set_xlabel("step")
+        look.few_ticks(axes, 5, integer=True)
+        if not len(series):
+            axes.set_title(f"{title}: not logged", loc="left")
+            axes.set_yticks([])
+            return
+        if key == "train/grad_norm" and len(positive):
+            look.logarithmic(axes, positive.min(), positive.max())
+        _line(axes, series, color=look.INK, lw=0.9)
+
+    return Panel(title=title, height=1.4, paint=paint)
 
 
 def _mark_events(axes: Axes, history: History) -> None:
@@ -144,9 +198,7 @@ def _mark_events(axes: Axes, history: History) -> None:
         if event.name not in ("recipe", *ROUTINE):  # the strip shows recipes
             names.setdefault(event.step, []).append(event.name)
     for step, several in names.items():
-        axes.axvline(
-            step, color=look.INK, linewidth=0.9, linestyle=look.DASHED, alpha=0.6, zorder=1
-        )
+        axes.axvline(step, color=look.INK, lw=0.9, ls=look.DASHED, alpha=0.6, zorder=1)
         axes.annotate(
             " · ".join(dict.fromkeys(several)),
             (step, 0.985),
@@ -156,17 +208,52 @@ def _mark_events(axes: Axes, history: History) -> None:
             rotation=90,
             ha="right",
             va="top",
-            alpha=0.8,
-            **look.LABEL,
+            fontsize=7.5,
         )
 
 
-def _summary(history: History) -> str:
-    parts = [
-        counted(history.last_step, "step"),
-        f"training {history.loss('train/loss').values[-1]:.4f}",
-    ]
-    validation = history.series("val/loss")
-    if len(validation):
-        parts.append(f"validation {validation.values[-1]:.4f}")
-    return "   ".join(parts)
+def _losses(axes: Axes, groups: Sequence[SeedGroup]) -> None:
+    drawn = []
+    for index, group in enumerate(groups):
+        train, validation = (loss_curve(group, key) for key in LOSSES)
+        shape = {"color": look.colour_of(index), "ls": look.line_of(index)}
+        _line(axes, train, lw=1.4, label=group.name, **shape)
+        _line(axes, validation, **{**shape, "ls": "", "marker": "o", "ms": 3})
+        drawn += [train.values, validation.values]
+    look.loss_axis(axes, drawn)
+
+
+def _gaps(axes: Axes, groups: Sequence[SeedGroup]) -> None:
+    reference, *others = groups
+    settled = []
+    axes.axhline(0, color=look.colour_of(0), lw=1.1)
+    for index, group in enumerate(others, start=1):
+        train, validation = (gap_curve(reference, group, key) for key in LOSSES)
+        shape = {"color": look.colour_of(index), "ls": look.line_of(index)}
+        _line(axes, replace(train, bounds=None), lw=0.9, alpha=0.5, **shape)
+        _line(axes, validation, lw=1.4, marker="o", ms=3, **shape)
+        settled += [gap.values[len(gap) // SETTLED :] for gap in (train, validation)]
+    axes.set_ylim(*look.gap_limits(settled))
+
+
+def _recipes(axes: Axes, rows: Sequence[RecipeRow], right: float) -> None:
+    """The recipes of every run, a row per run: what ran is filled, what is planned is dotted."""
+    grounds = look.grounds(recipe for row in rows for *_, recipe in row.bands)
+    for place, row in enumerate(rows):
+        for start, stop, recipe in row.bands:
+            ran = min(stop, max(start, row.done))
+            shape: dict[str, Any] = {"height": 0.8, "lw": 0.5, **grounds[recipe]}
+            axes.barh(place, ran - start, left=start, label=recipe, **shape)
+            if stop == ran:
+                continue
+            planned: Any = {"height": 0.6, "color": "none", "ec": look.QUIET, "ls": ":", "lw": 0.8}
+            axes.barh(place, stop - ran, left=ran, **planned)
+        for step, marker in row.marks:
+            axes.plot([step], [place], marker=marker, color=look.INK, ms=5, clip_on=False)
+    look.name_rows(axes, [shortened(row.name, ROW) for row in rows], ticks=10)
+    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
+        tick.set_color(look.colour_of(row.colour))
+    axes.grid(visible=False)
+    axes.spines[["left"]].set_visible(False)
+    axes.set_xlim(0, right)
+    axes.set_xlabel("step")

@@ -1,11 +1,9 @@
-"""RUN/metrics.jsonl as series over steps and bands of recipes; which runs differ in their seed
-only.
+"""RUN/metrics.jsonl as series over steps and bands of recipes.
 
 A band is a range of steps in one recipe, read from ``precision/recipe``: phases and swaps both
 start one, also in a resumed run. Losses of training are smoothed (`fp4train.track.series`).
 """
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -182,21 +180,6 @@ def training_loss(run: Path) -> TrainingLoss | None:
     return TrainingLoss.of(history.series("train/loss"))
 
 
-def seed_groups(histories: list[History]) -> list[dict[int, int]]:
-    """Runs that differ in run.seed only, in the order of their first runs: seed → index of the run.
-
-    A run whose configuration is not known, and a second one of the same seed, is a group of its
-    own.
-    """
-    groups: dict[str, dict[int, int]] = {}
-    for index, history in enumerate(histories):
-        seed, same = _identity(history)
-        if same is None or seed in groups.get(same, {}):
-            same = f"run {index}"
-        groups.setdefault(same, {})[seed] = index
-    return list(groups.values())
-
-
 def configuration(history: History) -> dict[str, Any] | None:
     """The configuration of a run; None: not known."""
     try:
@@ -205,18 +188,3 @@ def configuration(history: History) -> dict[str, Any] | None:
         if (history.path / CONFIG).exists():
             _log.warning("%s", error)
         return None
-
-
-def _identity(history: History) -> tuple[int, str | None]:
-    """The seed of a run, and what runs of another seed share with it: configuration and recipes;
-    None: not known.
-    """
-    config = configuration(history)
-    try:
-        assert config is not None
-        seed = int(config["run"]["seed"])
-    except (AssertionError, ValueError, KeyError, TypeError):
-        return 0, None
-    same = {key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN}
-    recipes = [(start, recipe) for start, _, recipe in history.bands()]
-    return seed, json.dumps([same, config.get("init"), recipes], sort_keys=True, default=str)

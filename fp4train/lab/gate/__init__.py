@@ -23,6 +23,6 @@ from fp4train.lab.gate.question import GateRequest as GateRequest
 from fp4train.lab.gate.result import (
     EXIT_CODES as EXIT_CODES,
     Estimated as Estimated,
-    gate_json as gate_json,
+    gate_result as gate_result,
 )
 from fp4train.lab.gate.whole_runs import WholeRuns as WholeRuns, whole_runs as whole_runs

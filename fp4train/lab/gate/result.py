@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
 from fp4train.lab.gate.betting import MOST_ROUNDS, Decision, rounds_needed
 from fp4train.lab.gate.question import Answer, GateRequest
 from fp4train.lab.studies import ALPHA, Base
+from fp4train.lab.studies.results import GateCheckpoint, GateResult
 from fp4train.lab.studies.sequential import Array
 from fp4train.text import screen, tabulate
 
@@ -188,34 +188,28 @@ class Answered:
         )
 
 
-def gate_json(answered: Answered) -> dict[str, Any]:
-    """Everything that a gate found, as JSON values; null: not known, or a fork that diverged."""
-    return {
-        "checkpoints": [
-            {
-                "run": str(base.source),
-                "step": base.step,
-                "trained": base.trained,
-                "settings": asdict(base.settings),
-                "mean": _finite(mean),
-            }
+def gate_result(answered: Answered) -> GateResult:
+    """Everything that a gate found, as its file has it; None: not known, or a fork that diverged."""
+    low, high = map(_finite, answered.interval)
+    return GateResult(
+        checkpoints=tuple(
+            GateCheckpoint.of(base, mean=_finite(mean))
             for base, mean in zip(answered.bases, answered.means, strict=True)
-        ],
-        "recipe": answered.tested,
-        "against": answered.reference,
-        "margin": answered.margin,
-        "bound": answered.bound,
-        "alpha": ALPHA,
-        "verdict": answered.decision.verdict,
-        "pairs_at_verdict": answered.decision.rounds * len(answered.bases),
-        "pairs": answered.pairs,
-        "gap": _finite(answered.gap),
-        "gap_high": _finite(answered.gap_high),
-        "interval": [_finite(end) for end in answered.interval],
-        "differences": [[_finite(value) for value in row] for row in answered.differences.tolist()],
-        "diverged": list(answered.problems),
-        "earlier": [asdict(answer) for answer in answered.earlier],
-    }
+        ),
+        recipe=answered.tested,
+        against=answered.reference,
+        margin=answered.margin,
+        bound=answered.bound,
+        verdict=answered.decision.verdict,
+        pairs_at_verdict=answered.decision.rounds * len(answered.bases),
+        pairs=answered.pairs,
+        gap=_finite(answered.gap),
+        gap_high=_finite(answered.gap_high),
+        interval=(low, high),
+        differences=tuple(tuple(map(_finite, row)) for row in answered.differences.tolist()),
+        diverged=tuple(answered.problems),
+        earlier=tuple(asdict(answer) for answer in answered.earlier),
+    )
 
 
 def _finite(value: float | None) -> float | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from fp4train.lab.analysis import Comparison
 from fp4train.lab.gate.betting import GateVerdict
-from fp4train.lab.studies import estimate, quantile
+from fp4train.lab.intervals import estimate, quantile
 from fp4train.text import screen
 
 CONFIDENCE = 0.9
@@ -75,10 +75,8 @@ class WholeRuns:
 
 def whole_runs(comparison: Comparison, margin: float) -> WholeRuns:
     """The groups of a comparison beside a margin in nats per token."""
-    losses = [
-        [comparison.losses[index] for index in group.values()] for group in comparison.seed_groups
-    ]
-    names = [comparison.rows[next(iter(group.values()))].name for group in comparison.seed_groups]
+    losses = [[comparison.losses[place] for place in group.places] for group in comparison.groups]
+    names = [comparison.rows[group.places[0]].name for group in comparison.groups]
     scatter = _scatter(losses)
     return WholeRuns(
         margin=margin,

@@ -1,21 +1,21 @@
-"""The report: one HTML file that needs no network and runs no script.
+"""The report: one HTML file that needs no network and runs no script, a template over the pictures
+of `analysis` and `studies`.
 
-Figures are SVG by matplotlib. The alternatives ship JavaScript that has to stand in every file (in
-their wheels: Plotly 4.8 MB, Bokeh 1.3 MB) and would be a new dependency. A script lays a plot out
-for the screen that it starts on, so that paper and a turned phone need it to run again. Matplotlib
-is a dependency already, its licence sets no terms for what it draws, a report takes some hundred
-kilobytes, prints as vectors, and shows in viewers that run no scripts: mail, forges, shared disks.
-What is given up is zooming, and reading a value under the pointer; the tables have the numbers.
+A picture stands in the page as SVG of its own, an image in the page's text: what it holds can
+neither run nor be mixed up with the page, it prints as vectors, and it shows in viewers that run no
+scripts: mail, forges, shared disks. What is given up is zooming, and reading a value under the
+pointer; the tables have the numbers.
 
 Names and values come from run directories of other people. The template escapes each of them.
 Besides `<`, `>`, `&` and quotes, control characters, lone surrogates and the marks that turn the
-direction of writing are replaced: they would let a name look like another one, or cannot be
+direction of writing are written as JSON escapes them: they would let a name look like another one, or cannot be
 encoded. Since nothing has to run, the page's Content-Security-Policy forbids every script and every
 request, also one that a name might bring in past the escaping.
 """
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property
 from pathlib import Path
@@ -27,9 +27,10 @@ from markupsafe import Markup
 from fp4train import __version__, text
 from fp4train.errors import UserError
 from fp4train.hardware import Gpu
-from fp4train.lab.analysis import figure, heatmap, over_steps
+from fp4train.lab.analysis import SeedGroup, common_step, figure, groups, heatmap, seed_groups
+from fp4train.lab.analysis.curves import RecipeRow, several_runs
 from fp4train.lab.costs import CostEstimate
-from fp4train.lab.report import facts, groups
+from fp4train.lab.report import facts
 from fp4train.lab.report.sources import RunSource, read_sources
 from fp4train.lab.studies import RankResult, SensitivityResult, figures, sequential
 
@@ -54,15 +55,19 @@ class Report:
     predicted: Mapping[RunSource, CostEstimate]
 
     @cached_property
-    def grouped(self) -> list[groups.SeedGroup]:
-        return groups.group(self.sources)
+    def groups(self) -> list[SeedGroup]:
+        names = [source.name for source in self.sources]
+        return seed_groups([source.metrics for source in self.sources], names)
 
     @cached_property
     def at(self) -> tuple[str, int] | None:
         """The loss and the step that gaps are of; None where the runs share no step."""
-        return groups.common(self.grouped)
+        try:
+            return common_step([source.metrics for source in self.sources])
+        except UserError:
+            return None
 
-    @property
+    @cached_property
     def rankings(self) -> dict[RankResult, RunSource]:
         """Rankings on checkpoints of the runs → the first run that has it."""
         runs: dict[RankResult, RunSource] = {}
@@ -77,26 +82,6 @@ class Report:
             (source, study) for source in self.sources for study in source.studies.sensitivities
         ]
 
-    def render(self) -> str:
-        """The whole page."""
-        rows = groups.recipe_rows(self.grouped)
-        pages = _environment()
-        return pages.get_template(PAGE).render(
-            style=Markup(pages.get_template(STYLE).render()),
-            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            report=self,
-            sources=self.sources,
-            grouped=self.grouped,
-            at=self.at,
-            recipe_rows=rows,
-            shades=figure.shades(recipe for row in rows for *_, recipe in row.bands),
-            stretches=[
-                (source, stretch) for source in self.sources for stretch in source.stretches
-            ],
-            events=[(source, event) for source in self.sources for event in source.events],
-            gates=dict.fromkeys(gate for source in self.sources for gate in source.studies.gates),
-        )
-
     @property
     def problems(self) -> list[str]:
         """Sentences about what is left out or missing."""
@@ -104,6 +89,43 @@ class Report:
             *self.left_out,
             *(problem for source in self.sources for problem in source.problems),
         ]
+
+    @cached_property
+    def figures(self) -> dict[str, figure.Draw]:
+        """Name → picture."""
+        rows = [
+            RecipeRow(
+                name=self.sources[place].label,
+                colour=index,
+                bands=self.sources[place].bands,
+                done=self.sources[place].done,
+                marks=self.sources[place].marks,
+            )
+            for index, group in enumerate(self.groups)
+            for place in group.places
+        ]
+        gaps = self.at is not None and len(self.groups) > 1
+        drawings = {"curves": several_runs(self.groups, rows, gaps=gaps)}
+        for number, ranking in enumerate(self.rankings, start=1):
+            drawings[f"ranking-{number}"] = figures.ranking(ranking)
+        for number, (_, study) in enumerate(self.sensitivities, start=1):
+            drawings[f"sensitivity-{number}"] = figures.sensitivity(study)
+        for source in self.sources:
+            if source.errors is not None:
+                drawings[f"errors-{source.number}"] = heatmap.statistics(
+                    source.errors, source.label
+                )
+        return drawings
+
+    def render(self) -> str:
+        """The whole page."""
+        pages = _environment()
+        return pages.get_template(PAGE).render(
+            style=Markup(pages.get_template(STYLE).render()),
+            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            report=self,
+            gates=dict.fromkeys(gate for source in self.sources for gate in source.studies.gates),
+        )
 
     def write(self, out: Path) -> None:
         """Write the page.
@@ -114,35 +136,17 @@ class Report:
         figure.write(out, self.render().encode())
 
     def write_figures(self, out: Path, endings: Sequence[str], width: float) -> list[Path]:
-        """Write each figure to files beside `out`, named after it; their paths.
+        """Write each picture to files beside `out`, named after it; their paths.
 
         Raises:
             UserError: a file cannot be written.
         """
         written = []
-        drawings = self.figures() if endings else {}
-        for name, draw in drawings.items():
-            paths = [out.with_name(f"{out.stem}-{name}{ending}") for ending in endings]
+        for name, draw in self.figures.items():
+            paths = [out.with_name(f"{out.stem}-{name}.{ending}") for ending in endings]
             figure.save(draw, width, *paths)
             written += paths
         return written
-
-    def figures(self) -> dict[str, figure.Draw]:
-        """Name → figure, each with its names and its legend."""
-        rows = [
-            replace(row, label=source.name)
-            for row, source in zip(groups.recipe_rows(self.grouped), self.sources, strict=True)
-        ]
-        losses = groups.losses(self.grouped, self.at)
-        drawings = {"curves": over_steps(losses, rows, named=True)}
-        for number, ranking in enumerate(self.rankings, start=1):
-            drawings[f"ranking-{number}"] = figures.ranking(ranking, named=True)
-        for number, (_, study) in enumerate(self.sensitivities, start=1):
-            drawings[f"sensitivity-{number}"] = figures.sensitivity(study)
-        for source in self.sources:
-            if source.errors is not None:
-                drawings[f"errors-{source.number}"] = heatmap.worst_maps(source.errors)
-        return drawings
 
 
 def read_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> Report:
@@ -160,20 +164,9 @@ def read_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> Repo
     sources, left_out = read_sources(runs)
     predicted: dict[RunSource, CostEstimate] = {}
     if gpu is not None:
-        predicted, unknown = facts.predict(sources, gpu)
-        left_out += unknown
+        predicted, unpredicted = facts.predict(sources, gpu)
+        left_out += unpredicted
     return Report(sources=sources, left_out=left_out, gpu=gpu, predicted=predicted)
-
-
-def write_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> list[str]:
-    """Write the report of `runs`; sentences about what was left out or is missing.
-
-    Raises:
-        UserError: the errors of `read_report`, or the file cannot be written.
-    """
-    report = read_report(runs, out, gpu)
-    report.write(out)
-    return report.problems
 
 
 @cache
@@ -185,10 +178,11 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         finalize=_seen,
     )
-    modules = (facts, figure, figures, groups, heatmap, sequential, text)
+    modules = (facts, groups, sequential, text)
     pages.globals |= {module.__name__.rpartition(".")[2]: module for module in modules}
-    pages.globals |= {"svg": _svg, "over_steps": over_steps, "version": __version__}
-    pages.filters["form"] = format
+    pages.globals |= {"image": _image, "version": __version__}
+    pages.filters |= {"form": format, "of": lambda place, items: items[place]}
+    pages.tests["of_data"] = lambda key: key.startswith("data.")
     return pages
 
 
@@ -199,5 +193,7 @@ def _seen(value: Any) -> Any:
     return figure.plain(value, LONGEST)
 
 
-def _svg(name: str, draw: figure.Draw, width: float, alt: str) -> Markup:
-    return Markup(figure.inline_svg(name, draw, width, figure.plain(alt, 1000)))
+def _image(draw: figure.Draw) -> Markup:
+    """The address of a picture, which is all of it."""
+    contents = figure.rendered(draw, figure.PICTURE, ".svg")
+    return Markup("data:image/svg+xml;base64," + b64encode(contents).decode())

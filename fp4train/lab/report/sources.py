@@ -8,8 +8,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
-
 from fp4train import checkpoint
 from fp4train.audit.fault import AUDIT, AUDIT_FAULT
 from fp4train.errors import UserError
@@ -36,10 +34,8 @@ from fp4train.track.statistics import STATISTICS, read_statistics
 
 RECIPE = 120
 """Characters of a recipe's name."""
-EVENTS = 60
-"""Events of a run that are listed."""
 MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "x"}
-"""Event → matplotlib's marker on the band of a run."""
+"""Event → matplotlib's marker on the recipes of a run."""
 IN_HISTORY = ("resume", "init", "rewind", "recipe")
 """Events of the metrics that the history tells, too."""
 UNREADABLE = (
@@ -73,16 +69,17 @@ class RunSource:
         self.problems: list[str] = []
         """Messages about files that could not be read."""
         path = metrics.path
-        problems = self.problems
-        records = _try(lambda: run_journal.read_journal(path), problems, list[run_journal.Record]())
-        if not records and not problems:
-            problems.append(
+        records = self._try(lambda: run_journal.read_journal(path), list[run_journal.Record]())
+        if not records and not self.problems:
+            self.problems.append(
                 f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics"
             )
-        self.config = _try(lambda: _config(path, records, problems), problems, None)
-        """Full key → value; None where it is not known."""
-        lost = _try(lambda: _lost(path, records), problems, dict[str, str]())
-        problems += [
+        self.config: Mapping[str, Any] = self._try(
+            lambda: run_journal.flat(saved_config(path / run_directory.CONFIG)), {}
+        )
+        """Full key → value; empty where it is not known."""
+        lost = self._try(lambda: _lost(path, records), dict[str, str]())
+        self.problems += [
             sentence if name == METRICS else f"{sentence} (it is left out)"
             for name, sentence in lost.items()
         ]
@@ -95,12 +92,19 @@ class RunSource:
             (step, environment) for step, environment in recorded if isinstance(environment, dict)
         ]
         """First step → environment, oldest first."""
-        if STATISTICS in lost:
-            self.errors = None
-        else:
-            self.errors = _try(partial(_errors, path, problems), problems, None)
+        self.errors: Errors | None = None
         """Errors of quantisation, where they were measured."""
-        self.studies = _try(lambda: read_studies(path, problems), problems, Studies())
+        if STATISTICS not in lost and (path / STATISTICS).exists():
+            self.errors = self._try(self._errors, None)
+        self.studies = self._try(lambda: read_studies(path, self.problems), Studies())
+
+    def _try(self, read: Callable[[], T], default: T) -> T:
+        """What is read; the default where it cannot be, which is a problem."""
+        return _read(read, self.problems, default)
+
+    def _errors(self) -> Errors | None:
+        statistics = read_statistics(self.metrics.path, self.problems.append)
+        return Errors(statistics) if len(statistics.operands["step"]) else None
 
     @cached_property
     def summary(self) -> RunSummary:
@@ -124,22 +128,8 @@ class RunSource:
         return [(start, stop, plain(recipe, RECIPE)) for start, stop, recipe in bands]
 
     @property
-    def marks(self) -> list[tuple[int, str]]:
-        """(step, marker) of the events that are marked on its band."""
-        events = [(record.event, record.step) for record in self.records if record.step]
-        events += [
-            (event.name, event.step)
-            for event in self.metrics.events()
-            if event.name == "non-finite"
-        ]
-        return [(step, MARKS[name]) for name, step in events if name in MARKS]
-
-    @property
-    def events(self) -> list[tuple[Any, str, str, str]]:
-        """(step, event, time, description) of what happened to it; of many events the first
-        ones.
-        """
-        events: list[tuple[Any, str, str, str]]
+    def events(self) -> list[tuple[int, str, str, str]]:
+        """(step, event, time, description) of what happened to it."""
         events = [
             (r.step, r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in self.records
         ]
@@ -149,11 +139,12 @@ class RunSource:
             for event in self.metrics.events()
             if event.name not in (*IN_HISTORY, *ROUTINE) and (event.step, event.name) not in listed
         ]
-        events.sort(key=lambda event: event[0])
-        more = len(events) - EVENTS
-        if more <= 0:
-            return events
-        return [*events[:EVENTS], ("", f"and {more} more", "", "")]
+        return sorted(events, key=lambda event: event[0])
+
+    @property
+    def marks(self) -> list[tuple[int, str]]:
+        """(step, marker) of the events that are marked on its recipes."""
+        return [(step, MARKS[name]) for step, name, *_ in self.events if step and name in MARKS]
 
     @property
     def audited(self) -> str:
@@ -170,12 +161,6 @@ class RunSource:
             f"{counted(faults, 'fault')} in all audits."
         )
 
-    def setting(self, key: str) -> Any:
-        """The value of a configuration key; None where it is not known."""
-        if self.config is None:
-            return None
-        return self.config.get(key)
-
 
 def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
     """The runs, and a sentence for each directory that is left out.
@@ -183,26 +168,20 @@ def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
     Raises:
         UserError: no run is left.
     """
-    histories: list[History] = []
+    histories: dict[str, History] = {}
     left_out: list[str] = []
-    seen: set[str] = set()
     for path in paths:
-        if os.path.realpath(path) in seen:
+        place = os.path.realpath(path)
+        if place in histories:
             left_out.append(f"{path} is named twice, or under two names")
-            continue
-        seen.add(os.path.realpath(path))
-        problems: list[str] = []
-        history = _try(partial(_metrics, path), problems, None)
-        if history is None:
-            left_out += problems
-        else:
-            histories.append(history)
+        elif (history := _read(partial(_metrics, path), left_out, None)) is not None:
+            histories[place] = history
     if not histories:
         raise UserError("no run can be reported: " + "; ".join(left_out))
-    names = names_of(histories)
+    names = names_of(list(histories.values()))
     return [
         RunSource(number, name, metrics)
-        for number, (name, metrics) in enumerate(zip(names, histories, strict=True), start=1)
+        for number, (name, metrics) in enumerate(zip(names, histories.values(), strict=True), 1)
     ], left_out
 
 
@@ -213,19 +192,6 @@ def _metrics(path: Path) -> History:
     history.bands()
     history.events()
     return history
-
-
-def _errors(run: Path, problems: list[str]) -> Errors | None:
-    """The quantisation errors of a run; None where none were measured. What is damaged is added to
-    `problems`.
-    """
-    if (run / STATISTICS).exists():
-        statistics = read_statistics(run, problems.append)
-    else:
-        statistics = None
-    if statistics is not None and len(statistics.operands["step"]):
-        return Errors(statistics)
-    return None
 
 
 def _lost(path: Path, records: Sequence[run_journal.Record]) -> dict[str, str]:
@@ -249,18 +215,7 @@ def _lost(path: Path, records: Sequence[run_journal.Record]) -> dict[str, str]:
     return lost
 
 
-def _config(
-    path: Path, records: Sequence[run_journal.Record], problems: list[str]
-) -> dict[str, Any] | None:
-    """The configuration in the journal, or else in the file, which is checked in any case."""
-    configuration = run_journal.configuration(records)
-    if configuration is not None:
-        _try(lambda: saved_config(path / run_directory.CONFIG), problems, configuration)
-        return configuration
-    return run_journal.flat(OmegaConf.to_container(run_directory.read_config(path)))  # type: ignore[arg-type]
-
-
-def _try(read: Callable[[], T], problems: list[str], default: T) -> T:
+def _read(read: Callable[[], T], problems: list[str], default: T) -> T:
     try:
         return read()
     except UNREADABLE as error:

@@ -3,12 +3,11 @@ with error bars.
 
 subject      the checkpoint that is studied, opened as a run that trains nothing
 record       finished measurements in a file, so that a killed study goes on, and how far it is
-intervals    means, intervals, paired differences, corrections for several comparisons
 sensitivity  what a recipe harms: parts, gradients, findings, tradeoff
 summary      the table and the policy file of a sensitivity
 rank         which recipe is better: candidates, forks, sequential
 ranking      the result of a ranking, and its table
-results      rank.json and sensitivity.json, written and read
+results      what studies write and read: rank.json, sensitivity.json, gate.json
 figures      pictures of both
 """
 
@@ -34,17 +33,6 @@ from fp4train.lab.studies.findings import (
 )
 from fp4train.lab.studies.forks import Fork as Fork, open_checkpoint as open_checkpoint
 from fp4train.lab.studies.gradients import GradientMeter as GradientMeter
-from fp4train.lab.studies.intervals import (
-    Estimate as Estimate,
-    estimate as estimate,
-    holm as holm,
-    jackknife as jackknife,
-    over_units as over_units,
-    paired as paired,
-    quantile as quantile,
-    spikes as spikes,
-    two_sided as two_sided,
-)
 from fp4train.lab.studies.parts import RecipePart as RecipePart, RecipeParts as RecipeParts
 from fp4train.lab.studies.rank import rank as rank
 from fp4train.lab.studies.ranking import Entry as Entry, Ranking as Ranking
@@ -60,12 +48,11 @@ from fp4train.lab.studies.results import (
     GATE as GATE,
     RANKING as RANKING,
     SENSITIVITY as SENSITIVITY,
+    GateResult as GateResult,
     RankResult as RankResult,
     SensitivityResult as SensitivityResult,
     Studies as Studies,
-    rank_json as rank_json,
     read_studies as read_studies,
-    sensitivity_json as sensitivity_json,
 )
 from fp4train.lab.studies.sensitivity import Effort as Effort, Study as Study
 from fp4train.lab.studies.sequential import (
@@ -75,9 +62,6 @@ from fp4train.lab.studies.sequential import (
     Pair as Pair,
 )
 from fp4train.lab.studies.subject import Subject as Subject, open_subject as open_subject
-from fp4train.lab.studies.summary import SensitivityReport as SensitivityReport
 from fp4train.lab.studies.tradeoff import (
-    Unit as Unit,
-    as_policy as as_policy,
     trade_off as trade_off,
 )

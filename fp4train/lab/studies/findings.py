@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp4train.lab.studies.intervals import Estimate, estimate, jackknife, paired
+from fp4train.lab.intervals import Estimate, estimate, jackknife, paired
 from fp4train.lab.studies.parts import (
     BASELINE,
     CELL,

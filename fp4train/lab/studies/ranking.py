@@ -12,10 +12,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from fp4train.lab.studies.base import Base
-from fp4train.lab.studies.candidates import FLOOR
-from fp4train.lab.studies.forks import Fork
-from fp4train.lab.studies.intervals import (
+from fp4train.lab.intervals import (
     CONFIDENCE,
     Estimate,
     estimate,
@@ -24,6 +21,9 @@ from fp4train.lab.studies.intervals import (
     quantile,
     spikes,
 )
+from fp4train.lab.studies.base import Base
+from fp4train.lab.studies.candidates import FLOOR
+from fp4train.lab.studies.forks import Fork
 from fp4train.lab.studies.sequential import (
     ALPHA,
     VERDICTS,

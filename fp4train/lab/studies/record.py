@@ -101,13 +101,6 @@ class StudyRecord:
             )
         old = flattened(recorded)
         new = flattened(expected)
-        if {LOSS_SCALE: new.get(LOSS_SCALE), **old} == new != old:
-            raise UserError(
-                f"{self.path} is the record of an older fp4train, which does not say with which "
-                f"loss scale it measured gradients; here it is {expected[LOSS_SCALE]:g}. Figures of "
-                "two loss scales are not compared: remove the file to measure anew, or give this "
-                "study another folder, out=…"
-            )
         if other := [key for key in {**new, **old} if old.get(key) != new.get(key)]:
             shown = "; ".join(_difference(key, old, new) for key in other[:SHOWN])
             raise UserError(

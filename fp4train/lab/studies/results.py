@@ -1,86 +1,147 @@
-"""rank.json, sensitivity.json and gate.json: what the commands write, and what figures and reports read of
-it.
+"""rank.json, sensitivity.json and gate.json: each is a dataclass, written as its values and read by
+`bind`, as a configuration is. A key that a class does not have is left out.
+
+The files may be somebody else's: every number is one that a figure can have, and every text is
+short and shows all of its characters.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from fp4train.config.binding import MISSING_KEY
+from fp4train.config.binding import MISSING_KEY, bind, known_part
 from fp4train.errors import UserError, in_words
 from fp4train.files import Folder
-from fp4train.lab.studies.findings import Finding, Judgement
-from fp4train.lab.studies.intervals import CONFIDENCE, Estimate
-from fp4train.lab.studies.parts import KINDS
-from fp4train.lab.studies.sequential import ALPHA
-from fp4train.lab.studies.stored import (
-    StoredBase,
-    StoredCandidate,
-    StoredGap,
-    StoredGateBase,
-    StoredPair,
-    StoredPoint,
-    StoredPolicy,
-    StoredStudy,
-    bound,
-)
-from fp4train.lab.studies.subject import STUDIES
-from fp4train.lab.studies.tradeoff import Point
+from fp4train.lab.analysis.figure import plain
+from fp4train.lab.intervals import CONFIDENCE, Estimate
+from fp4train.lab.studies.base import Base, ForkSettings
+from fp4train.lab.studies.findings import Finding, Judgement, Sensitivity
+from fp4train.lab.studies.forks import Fork
+from fp4train.lab.studies.parts import KINDS, NOTHING
+from fp4train.lab.studies.sequential import ALPHA, Pair, Verdict
+from fp4train.lab.studies.subject import STUDIES, Subject
+from fp4train.lab.studies.tradeoff import Point, Tradeoff
 from fp4train.sealed import identity, unsealed
 from fp4train.text import shortened
 
 if TYPE_CHECKING:
     from fp4train.lab.studies.ranking import Entry, Ranking
-    from fp4train.lab.studies.sequential import Pair
-    from fp4train.lab.studies.summary import SensitivityReport
 
 RANKING = "rank.json"
 SENSITIVITY = "sensitivity.json"
 GATE = "gate.json"
-MEASURED = ("nmse", "variance", "bias2", "cosine", "loss", "output")
-"""The estimates of a part."""
 LIMIT = 1 << 26
 """Bytes of a result that are read."""
 MOST = 32
 """Studies of a run that are read."""
 REASON = 300
 """Characters of the reason why a result cannot be read."""
+LARGEST = 1e100
+"""A larger number is none of a study."""
+NAME = 300
+"""Characters of a text in a study."""
+
+T = TypeVar("T")
+
+
+# -- a sensitivity ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenPolicy(Point):
+    """The point that was chosen.
+
+    Args:
+        keep: patterns of the policy.
+        measured: its findings, on batches that did not choose it where there are some.
+        judged: None: nothing is kept.
+    """
+
+    keep: tuple[str, ...]
+    measured: Finding
+    judged: Judgement | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SensitivityResult:
-    """The findings on one recipe at one step, of what `sensitivity_json` wrote.
+    """The findings on one recipe at one step.
 
     Args:
-        parts: measurements by name of part.
+        identity: what the study is of (`Subject.identity`).
+        signal, shares: see `Sensitivity`; shares by the plural of their kind.
+        parts: findings by name of part.
+        blocks, cells: nMSE above the floor by block, and by layer and operand; cells are None where
+            they were not measured.
         gpu: GPU of the times.
         pareto: points of time and error, from nothing kept to everything that is worth it.
-        policy: the point that was chosen.
     """
 
     run: str
     step: int
-    batches: int
     recipe: str
+    identity: Mapping[str, Any]
+    confidence: float = CONFIDENCE
+    batches: int
+    tokens_per_batch: int
+    signal: Estimate | None
     parts: Mapping[str, Finding]
+    shares: Mapping[str, Estimate]
+    blocks: Mapping[str, float]
+    cells: Mapping[str, Mapping[str, float | None]] | None
     gpu: str | None
-    pareto: tuple[StoredPoint, ...]
-    policy: StoredPolicy
+    pareto: tuple[Point, ...]
+    policy: ChosenPolicy
+
+    def __post_init__(self) -> None:
+        if NOTHING not in self.parts:
+            raise ValueError(f"its parts lack {NOTHING!r}")
+
+    @classmethod
+    def of(
+        cls, subject: Subject, study: Sensitivity, trade: Tradeoff, judged: Judgement | None
+    ) -> SensitivityResult:
+        """The result of a study; `judged`: None if the policy keeps nothing."""
+        cells = None
+        if study.has_cells:
+            operands = study.parts.operands
+            cells = {
+                layer: {operand: study.cell(layer, operand) for operand in operands}
+                for layer in study.parts.layers
+            }
+        return cls(
+            run=subject.title,
+            step=subject.step,
+            recipe=study.parts.recipe.name,
+            identity=subject.identity,
+            batches=study.batches,
+            tokens_per_batch=subject.run.config.train.tokens,
+            signal=study.signal,
+            parts=study.findings,
+            shares={KINDS[kind]: share for kind, share in study.shares.items()},
+            blocks={str(block): damage for block, damage in study.blocks().items()},
+            cells=cells,
+            gpu=None if trade.gpu is None else trade.gpu.name,
+            pareto=tuple(trade.curve),
+            policy=ChosenPolicy(
+                **vars(trade.chosen),
+                keep=tuple(trade.policy.keep),
+                measured=study.whole if judged is None else judged.chosen,
+                judged=judged,
+            ),
+        )
 
     @property
     def name(self) -> str:
         """Name of the run."""
         return Path(self.run).name
 
-    @cached_property
-    def findings(self) -> dict[str, Finding]:
-        """Findings by name of part."""
-        return {name: replace(part, name=name) for name, part in self.parts.items()}
+    @property
+    def floor(self) -> float:
+        """The nMSE of the part that quantises nothing."""
+        return self.parts[NOTHING].nmse.mean
 
     @property
     def gain(self) -> Estimate | None:
@@ -88,66 +149,155 @@ class SensitivityResult:
         return None if self.policy.judged is None else self.policy.judged.gain
 
     def of_kind(self, kind: str) -> list[Finding]:
-        return [finding for finding in self.findings.values() if finding.kind == kind]
+        return [finding for finding in self.parts.values() if finding.kind == kind]
+
+
+# -- a ranking -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudiedCheckpoint:
+    """A checkpoint that forks begin from.
+
+    Args:
+        trained: recipe that trained it.
+    """
+
+    run: str
+    step: int
+    trained: str
+    settings: ForkSettings
+
+    @classmethod
+    def of(cls, base: Base, **more: Any) -> Self:
+        return cls(
+            run=str(base.source),
+            step=base.step,
+            trained=base.trained,
+            settings=base.settings,
+            **more,
+        )
+
+    def __str__(self) -> str:
+        return plain(f"{self.run}, step {self.step}, trained in {self.trained}", NAME)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateResult:
-    """One candidate; gaps in nats per token, None for the reference and for what diverged.
+    """One candidate; gaps to the reference in nats per token, None for the reference and for what
+    diverged.
 
     Args:
-        gap, high: gap to the reference's loss, evaluated in the recipe and in high precision.
-        simultaneous: the interval of the gap that holds together with those of all other pairs.
-        gaps: the gap at each checkpoint of the forks.
-        p: p-value of the gap; None for the reference, and before there are enough forks for a test.
-        verdict: key of `VERDICTS`, or "reference"; "" without a test.
-        diverged: problem that ended its forks; None: none did.
+        asked, same: see `Entry`.
+        group: letters of the groups that it belongs to.
+        diverged: problems that ended its forks.
         spikes: places at which forks of it spiked, in words.
+        gap, gap_high: gap of the losses evaluated in the recipe and in high precision.
+        gaps: the gap at each checkpoint.
+        tokens: see `Ranking.sampling`.
+        p, verdict: of the pair with the reference; None without a test.
+        simultaneous: the interval of the gap that holds together with those of all other pairs.
     """
 
     name: str
-    gap: Estimate | None
-    high: Estimate | None
-    simultaneous: tuple[float, float] | None
-    gaps: tuple[float, ...]
-    p: float | None
-    verdict: str
-    group: str
-    diverged: str | None
+    asked: bool
+    same: tuple[str, ...]
+    group: str | None
+    diverged: tuple[str, ...]
     spikes: tuple[str, ...]
+    gap: Estimate | None = None
+    gap_high: Estimate | None = None
+    gaps: tuple[float, ...] = ()
+    tokens: float | None = None
+    p: float | None = None
+    verdict: Verdict | None = None
+    simultaneous: tuple[float, float] | None = None
+    forks: tuple[Fork, ...]
+
+    @classmethod
+    def of(cls, ranking: Ranking, entry: Entry) -> CandidateResult:
+        found: dict[str, Any] = {}
+        if not entry.diverged and entry is not ranking.reference:
+            found = {
+                "gap": ranking.gap(entry),
+                "gap_high": ranking.gap(entry, "high"),
+                "gaps": tuple(gap.mean for gap in ranking.by_base(entry)),
+                "tokens": ranking.sampling(entry),
+            }
+        pair = ranking.against_reference(entry)
+        if pair is not None and ranking.tested:
+            found |= {"p": pair.p, "verdict": pair.verdict}
+        if pair is not None and pair.simultaneous is not None:
+            low, high = pair.simultaneous
+            ends = (low, high) if pair.first == ranking.reference.name else (-high, -low)
+            found["simultaneous"] = ends
+        return cls(
+            name=entry.name,
+            asked=entry.asked,
+            same=tuple(entry.same),
+            group=ranking.groups.get(entry.name),
+            diverged=tuple(entry.diverged),
+            spikes=tuple(
+                ranking.place(spike.fork) for spike in ranking.spikes if spike.entry is entry
+            ),
+            forks=tuple(fork for fork in entry.forks if fork is not None),
+            **found,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """A ranking on one or several checkpoints, of what `rank_json` wrote. That of several runs is
-    equal in the folder of each.
+    """A ranking on one or several checkpoints. That of several runs is equal in the folder of each.
 
     Args:
         checkpoints: checkpoints that forks begin from.
         units: independent runs among those of the checkpoints.
         forks: forks of each candidate at each checkpoint.
         tested: there were enough forks for a test.
+        recorded: candidates of the record that were compared.
         floor: FP32 − BF16.
+        candidates: the best first, then those that diverged or were not asked for.
         order: names of the candidates that were ranked, the best first.
     """
 
-    checkpoints: tuple[StoredBase, ...]
+    checkpoints: tuple[StudiedCheckpoint, ...]
     units: int
     reference: str
     forks: int
+    look: int | None
     tested: bool
-    floor: StoredGap | None
-    candidates: tuple[StoredCandidate, ...]
+    recorded: int
+    margin: float
+    alpha: float = ALPHA
+    validation_tokens: int
+    floor: Estimate | None
+    candidates: tuple[CandidateResult, ...]
     order: tuple[str, ...]
-    pairs: tuple[StoredPair, ...]
+    pairs: tuple[Pair, ...]
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
             raise ValueError("it has no checkpoints")
-        unknown = [name for name in self.order if name not in self._asked]
-        if unknown:
-            raise ValueError(f"its order has {unknown[0]!r}, which is no candidate of it")
-        _ = self.results, self.noise  # refused where an interval of them does not exist
+
+    @classmethod
+    def of(cls, ranking: Ranking) -> RankResult:
+        ranked = ranking.ranked
+        others = [entry for entry in ranking.entries if not any(entry is x for x in ranked)]
+        return cls(
+            checkpoints=tuple(map(StudiedCheckpoint.of, ranking.bases)),
+            units=len(set(ranking.units)),
+            reference=ranking.reference.name,
+            forks=ranking.per_base,
+            look=ranking.look,
+            tested=ranking.tested,
+            recorded=len(ranking.compared_entries),
+            margin=ranking.margin,
+            validation_tokens=sum(ranking.bases[0].targets),
+            floor=ranking.floor,
+            candidates=tuple(CandidateResult.of(ranking, entry) for entry in (*ranked, *others)),
+            order=tuple(entry.name for entry in ranked),
+            pairs=tuple(ranking.pairs),
+        )
 
     @property
     def steps(self) -> int:
@@ -160,80 +310,58 @@ class RankResult:
         if len(self.checkpoints) > 1:
             return f"at each of {len(self.checkpoints)} checkpoints"
         (base,) = self.checkpoints
-        if base.settings.schedule == "own":
-            rate = "own schedule"
-        else:
+        rate = "own schedule"
+        if base.settings.schedule != "own":
             rate = f"rate {base.settings.lr:.3g} → 0"
         return f"from step {base.step}, {rate}"
 
     @property
-    def noise(self) -> Estimate | None:
-        """The floor with its interval: what rounding alone does."""
-        return self._estimate(self.floor)
-
-    @cached_property
     def results(self) -> list[CandidateResult]:
-        """Results of the candidates that were asked for, in their order, diverged ones last."""
-        names = dict.fromkeys((*self.order, *self._asked))
-        return [self._result(self._asked[name]) for name in names]
-
-    @property
-    def _asked(self) -> dict[str, StoredCandidate]:
         """The candidates that the command named."""
-        return {candidate.name: candidate for candidate in self.candidates if candidate.asked}
+        return [candidate for candidate in self.candidates if candidate.asked]
 
-    def _result(self, candidate: StoredCandidate) -> CandidateResult:
-        is_reference = candidate.name == self.reference
-        names = {candidate.name, self.reference}
-        pair = next((pair for pair in self.pairs if {pair.first, pair.second} == names), None)
-        verdict = "reference" if is_reference else ""
-        if pair is not None and self.tested:
-            verdict = pair.verdict
-        return CandidateResult(
-            name=candidate.name,
-            gap=None if is_reference else self._estimate(candidate.gap),
-            high=None if is_reference else self._estimate(candidate.gap_high),
-            simultaneous=None if pair is None else pair.interval(self.reference),
-            gaps=() if is_reference else candidate.gaps,
-            p=pair.p if pair is not None and self.tested else None,
-            verdict=verdict,
-            group=candidate.group or "",
-            diverged=candidate.diverged[0] if candidate.diverged else None,
-            spikes=candidate.spikes,
-        )
 
-    def _estimate(self, gap: StoredGap | None) -> Estimate | None:
-        """A gap with the freedom of its base runs."""
-        if gap is None:
-            return None
-        count = self.forks * len(self.checkpoints)
-        freedom = (self.units if self.units > 1 else count) - 1
-        return Estimate(mean=gap.mean, error=gap.error, count=count, freedom=freedom)
+# -- a gate ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateCheckpoint(StudiedCheckpoint):
+    """A checkpoint of a gate, and the mean difference there; None: a fork diverged."""
+
+    mean: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
-    """The answer of a gate, of what `gate_json` wrote. That on several runs is equal in the folder
-    of each.
+    """The answer of a gate; see `Answered`. That on several runs is equal in the folder of each.
 
     Args:
         recipe: name of the recipe that was tested.
         against: name of the reference.
         margin: nats per token.
-        pairs: pairs of forks at each checkpoint.
+        pairs: pairs of forks at all checkpoints, and their number when the verdict fell.
         gap: mean difference in nats per token; None: there is none, or a fork diverged.
         interval: ends of the interval of the gap at the verdict's confidence.
     """
 
+    checkpoints: tuple[GateCheckpoint, ...]
     recipe: str
     against: str
     margin: float
+    bound: float
+    alpha: float = ALPHA
     verdict: str
+    pairs_at_verdict: int
     pairs: int
     gap: float | None
-    interval: tuple[float | None, ...]
-    checkpoints: tuple[StoredGateBase, ...]
+    gap_high: float | None
+    interval: tuple[float | None, float | None]
+    differences: tuple[tuple[float | None, ...], ...]
+    diverged: tuple[str, ...]
+    earlier: tuple[Mapping[str, Any], ...] = field(hash=False)
 
+
+# -- reading ---------------------------------------------------------------------------------------
 
 _RESULTS: Mapping[str, type] = {
     SENSITIVITY: SensitivityResult,
@@ -299,142 +427,51 @@ def _why(error: Exception) -> str:
     return f" ({shortened(str(error), REASON)})"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StudyIdentity:
+    """What a study is of: `run` is the identity of its run; None: it has none."""
+
+    run: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StoredStudy:
+    """What every result holds."""
+
+    identity: _StudyIdentity
+
+
 def _parsed(run: Folder, folder: Folder, name: str) -> dict[str, Any]:
     saved = unsealed(folder.read(name, LIMIT))
     run_identity = identity(run)
-    whose = bound(saved, StoredStudy).identity.run
+    whose = bound(saved, _StoredStudy).identity.run
     if run_identity is not None and whose not in (None, run_identity):
         raise ValueError(f"it is of run {whose}, not of this one")
     return saved
 
 
-def sensitivity_json(report: SensitivityReport) -> dict[str, Any]:
-    """Plain values of everything that a sensitivity study found."""
-    subject = report.subject
-    study = report.sensitivity
-    trade = report.trade
-    judged = report.judged
-    layers = study.parts.layers
-    operands = study.parts.operands
-    cells = None
-    if study.has_cells:
-        cells = {
-            layer: {operand: study.cell(layer, operand) for operand in operands} for layer in layers
-        }
-    return {
-        "run": subject.title,
-        "step": subject.step,
-        "recipe": study.parts.recipe.name,
-        "identity": subject.identity,
-        "confidence": CONFIDENCE,
-        "batches": study.batches,
-        "tokens_per_batch": subject.run.config.train.tokens,
-        "signal": _estimate(study.signal),
-        "parts": {name: _finding(finding) for name, finding in study.findings.items()},
-        "shares": {KINDS[kind]: _estimate(share) for kind, share in study.shares.items()},
-        "blocks": {str(block): damage for block, damage in study.blocks().items()},
-        "cells": cells,
-        "gpu": None if trade.gpu is None else trade.gpu.name,
-        "pareto": [_point(point) for point in trade.curve],
-        "policy": {
-            **_point(trade.chosen),
-            "keep": list(trade.policy.keep),
-            "measured": _finding(study.whole if judged is None else judged.chosen),
-            "judged": None if judged is None else _judgement(judged),
-        },
-    }
+def bound(saved: Any, kind: type[T]) -> T:
+    """What a study wrote, as an object of class `kind`.
+
+    Raises:
+        UserError: a key is missing, or its value has another type or is none of a study.
+    """
+    record: T = bind(_shown(known_part(saved, kind)), kind, "")
+    return record
 
 
-def _judgement(judged: Judgement) -> dict[str, Any]:
-    return {
-        "batches": judged.batches,
-        "everything": _finding(judged.everything),
-        "gain": _estimate(judged.gain),
-        "over_the_runs": _estimate(judged.over_own),
-    }
+def _shown(node: Any) -> Any:
+    """`node` with texts that can be shown.
 
-
-def _estimate(estimate: Estimate | None) -> dict[str, Any] | None:
-    if estimate is None:
-        return None
-    return {**asdict(estimate), "interval": estimate.interval()}
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {"kind": finding.kind, **{key: _estimate(getattr(finding, key)) for key in MEASURED}}
-
-
-def _point(point: Point) -> dict[str, Any]:
-    kept = [{"layer": unit.layer, "gemms": list(unit.gemms)} for unit in point.kept]
-    return {"kept": kept, "macs": point.macs, "nmse": point.nmse, "time": point.time}
-
-
-def rank_json(ranking: Ranking) -> dict[str, Any]:
-    """Everything that a ranking found, as JSON values; an interval that is not known is null."""
-    return {
-        "checkpoints": [
-            {
-                "run": str(base.source),
-                "step": base.step,
-                "trained": base.trained,
-                "settings": asdict(base.settings),
-            }
-            for base in ranking.bases
-        ],
-        "units": len(set(ranking.units)),
-        "reference": ranking.reference.name,
-        "forks": ranking.per_base,
-        "look": ranking.look,
-        "tested": ranking.tested,
-        "recorded": len(ranking.compared_entries),
-        "margin": ranking.margin,
-        "alpha": ALPHA,
-        "validation_tokens": sum(ranking.bases[0].targets),
-        "floor": None if ranking.floor is None else _gap(ranking.floor),
-        "candidates": [_candidate(ranking, entry) for entry in ranking.entries],
-        "order": [entry.name for entry in ranking.ranked],
-        "pairs": [_pair(pair) for pair in ranking.pairs],
-    }
-
-
-def _pair(pair: Pair) -> dict[str, Any]:
-    values = {
-        "together" if name == "simultaneous" else name: value
-        for name, value in asdict(pair).items()
-    }
-    return {**_gap(pair.difference), **values, "together": list(map(_finite, pair.simultaneous))}
-
-
-def _candidate(ranking: Ranking, entry: Entry) -> dict[str, Any]:
-    gaps: dict[str, Any] = {}
-    if not entry.diverged:
-        gaps = {"gap": _gap(ranking.gap(entry)), "gap_high": _gap(ranking.gap(entry, "high"))}
-        gaps["gaps"] = [gap.mean for gap in ranking.by_base(entry)]
-        gaps["tokens"] = ranking.sampling(entry)
-    return {
-        "name": entry.name,
-        "asked": entry.asked,
-        "same": list(entry.same),
-        "group": ranking.groups.get(entry.name),
-        "diverged": entry.diverged,
-        "spikes": [ranking.place(spike.fork) for spike in ranking.spikes if spike.entry is entry],
-        **gaps,
-        "forks": [asdict(fork) for fork in entry.forks if fork is not None],
-    }
-
-
-def _gap(gap: Estimate) -> dict[str, Any]:
-    low, high = gap.interval() or (None, None)
-    return {
-        "mean": gap.mean,
-        "error": gap.error,
-        "low": low,
-        "high": high,
-        "t": _finite(gap.t),
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    if value is None or not math.isfinite(value):
-        return None
-    return value
+    Raises:
+        UserError: a number is too large.
+    """
+    if isinstance(node, Mapping):
+        return {plain(key, NAME): _shown(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_shown(item) for item in node]
+    if isinstance(node, str):
+        return plain(node, NAME)
+    if isinstance(node, float) and not abs(node) < LARGEST:
+        raise UserError(f"{node} is no number of a study")
+    return node

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp4train.errors import UserError
+from fp4train.lab.intervals import estimate
 from fp4train.lab.studies.findings import Judgement, Sensitivity, judgement, summarise
 from fp4train.lab.studies.gradients import GradientMeter
-from fp4train.lab.studies.intervals import estimate
 from fp4train.lab.studies.parts import (
     BASELINE,
     CHOSEN,

@@ -49,7 +49,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4train.lab.studies.intervals import Estimate, estimate, holm, over_units
+from fp4train.lab.intervals import Estimate, estimate, holm, over_units
 from fp4train.lab.studies.record import StudyRecord
 from fp4train.lab.studies.subject import digest
 
@@ -157,7 +157,7 @@ class Pair:
         beyond: probability, if they are equal over base runs like these, corrected likewise; 1
             where one base run alone has forks of both.
         simultaneous: confidence interval on these checkpoints that holds together with those of
-            all other pairs and looks; infinite before the first look.
+            all other pairs and looks; None before the first look.
         verdict: "different": told apart, p and `beyond` ≤ α; "here": told apart on these
             checkpoints, p ≤ α; "alike": on these checkpoints within ±margin, whatever the sign;
             "open": none of them.
@@ -168,7 +168,7 @@ class Pair:
     difference: Estimate
     p: float
     beyond: float
-    simultaneous: tuple[float, float]
+    simultaneous: tuple[float, float] | None
     verdict: Verdict
 
 
@@ -216,17 +216,11 @@ def compare(
         beyond = [min(1.0, x / share(look)) for x in holm(over)]
     compared = []
     for pair, here, further in zip(gaps, p, beyond, strict=True):
-        simultaneous = (-math.inf, math.inf)
+        simultaneous = None
         if look is not None:
-            alone = estimate(forks[pair])
-            simultaneous = alone.interval(1 - ALPHA * share(look) / len(gaps)) or simultaneous
+            simultaneous = estimate(forks[pair]).interval(1 - ALPHA * share(look) / len(gaps))
         earlier_p = (earlier or {}).get(frozenset(pair), (1.0, 1.0))
         least = min(here, earlier_p[0]), min(further, earlier_p[1])
-        verdict: Verdict = "open"
-        if least[0] <= ALPHA:
-            verdict = "different" if least[1] <= ALPHA else "here"
-        elif -margin <= simultaneous[0] and simultaneous[1] <= margin:
-            verdict = "alike"
         compared.append(
             Pair(
                 first=pair[0],
@@ -235,10 +229,20 @@ def compare(
                 p=least[0],
                 beyond=least[1],
                 simultaneous=simultaneous,
-                verdict=verdict,
+                verdict=_verdict(*least, simultaneous, margin),
             )
         )
     return compared
+
+
+def _verdict(
+    p: float, beyond: float, interval: tuple[float, float] | None, margin: float
+) -> Verdict:
+    if p <= ALPHA:
+        return "different" if beyond <= ALPHA else "here"
+    if interval is not None and max(map(abs, interval)) <= margin:
+        return "alike"
+    return "open"
 
 
 def groups(order: Sequence[str], pairs: Sequence[Pair]) -> dict[str, str]:

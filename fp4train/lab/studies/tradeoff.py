@@ -127,21 +127,27 @@ def trade_off(
 
     limit = keep if cost is None else cost * bf16 - base
     assert limit is not None
+    chosen = _within(limit, order, price)
+    spent = math.fsum(price[i] for i in chosen)
+    if spent > limit * (1 + 1e-12) + 1e-15:
+        raise UserError(
+            f"cost={cost:g}: on {gpu} the layers take at least {(base + spent) / bf16:.3f} of "
+            "their time in BF16; give that or more"
+        )
+    curve = [point(order[:count]) for count in range(len(order) + 1)]
+    picked = point(chosen)
+    return Tradeoff(curve=curve, chosen=picked, policy=as_policy(parts, picked.kept), gpu=gpu)
+
+
+def _within(limit: float, order: Sequence[int], price: Sequence[float]) -> list[int]:
+    """The units in this order that can be paid for; one that costs nothing always can."""
     chosen: list[int] = []
     spent = 0.0
     for i in order:
         if price[i] <= 0 or spent + price[i] <= limit * (1 + 1e-12):
             chosen.append(i)
             spent += price[i]
-    if spent > limit * (1 + 1e-12) + 1e-15:
-        raise UserError(
-            f"cost={cost:g}: on {gpu} the layers take at least {(base + spent) / bf16:.3f} of "
-            "their time in BF16; give "
-            "that or more"
-        )
-    curve = [point(order[:count]) for count in range(len(order) + 1)]
-    picked = point(chosen)
-    return Tradeoff(curve=curve, chosen=picked, policy=as_policy(parts, picked.kept), gpu=gpu)
+    return chosen
 
 
 def as_policy(parts: RecipeParts, kept: Sequence[Unit]) -> LayerPolicy:

@@ -11,9 +11,9 @@ import yaml
 
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.errors import UserError
-from fp4train.lab.analysis import PICTURE, colour_of, compare, line_of
-from fp4train.lab.report import gap_at, gap_curve, read_sources
-from fp4train.lab.report.groups import group
+from fp4train.lab.analysis import PICTURE, compare
+from fp4train.lab.analysis.figure import colour_of, line_of
+from fp4train.lab.analysis.groups import gap_at, gap_curve
 from fp4train.track import MetricsLog
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -160,27 +160,33 @@ def test_runs_that_differ_in_their_seed_only_are_averaged(tmp_path: Path) -> Non
     found = compare(runs)
     a, b = found.means
     assert (a.runs, a.seeds, a.gap) == (("a0", "a1", "a2"), (0, 1, 2), None)
-    assert a.loss == pytest.approx((2.0, 0.1)) and b.loss == pytest.approx((2.1, math.sqrt(0.02)))
-    assert b.gap == pytest.approx(0.05)
+    assert (a.loss.mean, b.loss.mean) == pytest.approx((2.0, 2.1))
+    assert a.loss.half_width() == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4), "t(2)"
+    assert b.gap is not None and b.gap.mean == pytest.approx(0.05)
     shown = found.render()
-    assert "2.0000 ± 0.1000" in shown and "0 1 2" in shown and "+5.00%" in shown
+    assert "2.0000 ± 0.2484" in shown and "0 1 2" in shown and "+5.00% ± " in shown
+    figure = found.picture()(PICTURE)
+    assert [text.get_text() for text in figure.legends[0].get_texts()][:2] == [
+        "a0, a1, a2",
+        "b0, b1",
+    ]
+    (mean,) = {round(y, 9) for y in figure.axes[0].lines[1].get_ydata()[1:]}
+    assert mean == 2.0, "the validation losses of the seeds are averaged"
     assert compare([runs[0], runs[3]]).means == [], (
         "other configurations are not seeds of each other"
     )
 
 
-def test_a_single_seed_beside_a_group_has_no_deviation(tmp_path: Path) -> None:
+def test_a_single_seed_beside_a_group_has_no_interval(tmp_path: Path) -> None:
     runs = [seeded(tmp_path / f"a{seed}", 2.0 + seed, seed, lr=1) for seed in (0, 1)]
     comparison = compare([*runs, seeded(tmp_path / "b", 2.2, 0, lr=2)])
-    group, single = comparison.means
-    assert None not in (*group.train_loss, *group.loss)
-    assert [*single.train_loss, *single.loss] == [pytest.approx(2.2), None] * 2
     table = comparison.render()
-    assert "2.5000 ± 0.7071" in table and "2.2000 ± -" in table and "± 0.0000" not in table
-    assert "± is the standard deviation over the seeds; a single seed has none" in table
+    assert "2.5000 ± 6.3531" in table and "2.2000  2.2000" in " ".join(table.split(" " * 10))
+    assert "seed by seed; a single seed has none" in table
     assert "a single seed" not in compare(runs).render()
     written = json.loads(comparison.write(tmp_path / "means.json").read_text())
-    assert written["means"][1]["loss"] == [pytest.approx(2.2), None]
+    assert written["means"][1]["loss"]["mean"] == pytest.approx(2.2)
+    assert written["means"][1]["loss"]["error"] is None
 
 
 @pytest.mark.parametrize(
@@ -335,13 +341,14 @@ def test_recipes_of_several_classes_differ_by_name_and_not_by_the_options_of_one
         write_run(tmp_path / "a", 2.0),
         recipe__target_="fp4train.precision.NVFP4",
         recipe_hadamard=True,
+        train_steps=30,
     )
     b = configured(
         write_run(tmp_path / "b", 2.2), recipe__target_="fp4train.precision.BF16", train_steps=40
     )
     found = compare([a, b])
     assert (
-        "the configurations differ in recipe=NVFP4|BF16, train.steps=-|40\n"
+        "the configurations differ in recipe=NVFP4|BF16, train.steps=30|40\n"
         in found.render() + "\n"
     )
     assert found.differing["recipe.hadamard"] == [True, "-"], "out=FILE.json has every key"
@@ -371,7 +378,7 @@ def test_equal_losses_of_runs_of_other_lengths_have_no_gap(tmp_path: Path) -> No
     assert long_and_short.rows[1].gap == 0
     assert long_and_short.losses == short_and_long.losses
     assert "gap: training loss (mean of at most 10 steps) against 400" in short_and_long.render()
-    first, second = group(read_sources(runs)[0])
+    first, second = compare(runs).groups
     assert gap_at(first, second, "train/loss", 400).mean == 0
     assert not gap_curve(first, second, "train/loss").values.any()
 

@@ -13,7 +13,7 @@ import yaml
 from fp4train.cli import main
 from fp4train.lab.analysis import Comparison
 from fp4train.lab.gate import WholeRuns, whole_runs
-from fp4train.lab.studies import quantile
+from fp4train.lab.intervals import quantile
 from fp4train.track import MetricsLog
 
 

@@ -1,68 +1,85 @@
-"""The picture of a sensitivity is drawn from its result; its numbers are plain."""
+"""The pictures of studies show what was found, with plain numbers, and name what they draw."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import pytest
 from made import write_ranking, write_run, write_sensitivity
 
-from fp4train.lab.analysis import NARROW, WIDE
+from fp4train.lab.analysis import PICTURE
+from fp4train.lab.analysis.figure import common_look
 from fp4train.lab.studies import RankResult, SensitivityResult
-from fp4train.lab.studies.figures import DamageMap, ranking, sensitivity
-from fp4train.lab.studies.stored import bound
+from fp4train.lab.studies.figures import ranking, sensitivity
+from fp4train.lab.studies.results import bound
 from fp4train.sealed import unsealed
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-def test_a_map_in_the_picture_and_bars_in_a_page_have_the_layers_and_plain_numbers(
+T = TypeVar("T")
+
+
+def read(path: Path, kind: type[T]) -> T:
+    return bound(unsealed(path.read_bytes()), kind)
+
+
+def drawn_sensitivity(study: SensitivityResult) -> Figure:
+    with common_look():
+        figure = sensitivity(study)(PICTURE)
+        figure.draw_without_rendering()
+    return figure
+
+
+def names(axes: Axes) -> tuple[list[str], list[str]]:
+    rows, columns = (axes.get_yticklabels(), axes.get_xticklabels())
+    return [label.get_text() for label in rows], [label.get_text() for label in columns]
+
+
+def test_a_map_has_the_damage_of_the_layers_of_each_block(tmp_path: Path) -> None:
+    study = read(write_sensitivity(write_run(tmp_path / "a")), SensitivityResult)
+    damage, scale, bars, points = drawn_sensitivity(study).axes
+    assert names(damage) == (["blocks.0", "blocks.1"], ["mlp.up"])
+    assert damage.images[0].get_array().ravel().tolist() == pytest.approx([0.079, 0.009])
+    assert names(bars)[0] == ["fprop.x"]
+    assert bars.patches[0].get_width() == pytest.approx(0.089)
+    assert points.lines[0].get_xydata().tolist() == [[0.0, 0.1], [50.0, 0.02]]
+    assert "0.01" in names(scale)[0], "a plain number, though the scale is logarithmic"
+
+
+def test_with_single_cells_a_map_has_the_operands_of_each_layer_and_with_a_gpu_times(
     tmp_path: Path,
 ) -> None:
-    found = bound(
-        unsealed(write_sensitivity(write_run(tmp_path / "a")).read_bytes()), SensitivityResult
-    )
-    damage = DamageMap(
-        ["blocks.0", "blocks.1"],
-        ["mlp.up", "mlp.down"],
-        np.array([[1e-2, 1e-4], [1e-3, np.nan]]),
-        [1],
-    )
-    for drawn, wanted in (
-        (
-            sensitivity(found, damage)(WIDE),
-            {"blocks.0", "blocks.1", "mlp.up", "mlp.down", "0.01", "fprop.x"},
-        ),
-        (sensitivity(found)(WIDE), {"blocks.0.mlp.up", "blocks.1.mlp.up", "fprop.x"}),
-        (sensitivity(found)(NARROW), {"blocks.0.mlp.up", "blocks.1.mlp.up", "fprop.x"}),
-    ):
-        drawn.canvas.draw()
-        labels = [
-            label
-            for axes in drawn.axes
-            for label in (*axes.get_yticklabels(), *axes.get_xticklabels())
-        ]
-        words = {label.get_text() for label in labels}
-        assert wanted <= words and not [word for word in words if "$" in word]
+    path = write_sensitivity(write_run(tmp_path / "a"), gpu="B200")
+    cells = {"blocks.0.mlp.up": {"fprop.x": 0.05, "fprop.w": None}}
+    damage, _, _, points = drawn_sensitivity(
+        replace(read(path, SensitivityResult), cells=cells)
+    ).axes
+    assert names(damage) == (["blocks.0.mlp.up", "blocks.1.mlp.up"], ["fprop.x", "fprop.w", "all"])
+    values = damage.images[0].get_array().filled(np.nan)
+    assert values[0, 0] == 0.05 and np.isnan(values[0, 1]) and values[1, 2] == pytest.approx(0.009)
+    assert points.get_xlabel() == "time relative to BF16 on B200"
+    assert points.lines[0].get_xdata().tolist() == [0.4, 0.4]
 
 
 def test_the_legend_of_a_ranking_names_what_is_drawn_and_nothing_else(tmp_path: Path) -> None:
     for runs, others in ((("runs/a",), set[str]()), (("runs/a", "runs/b"), {"one checkpoint"})):
-        body = unsealed(write_ranking(write_run(tmp_path / str(len(runs))), runs=runs).read_bytes())
-        for candidate in body["candidates"]:
-            candidate["gaps"] = (
-                [candidate["gap"]["mean"]] * len(runs) if candidate.get("gap") else []
-            )
-        figure = ranking(bound(body, RankResult), named=True)(WIDE)
+        study = read(write_ranking(write_run(tmp_path / str(len(runs))), runs=runs), RankResult)
+        figure = ranking(study)(PICTURE)
         shown = {text.get_text() for text in figure.legends[0].get_texts()}
-        always = {
-            "told apart from the reference",
-            "gap, and its own 95% interval",
+        assert shown == others | {
+            "floor of the noise, |FP32 − BF16|",
             "the reference",
+            "gap, 95% interval: told apart from the reference",
+            "95% interval of all pairs together",
             "in high precision",
         }
-        assert always | others <= shown and "not told apart" not in shown
-        assert ("one checkpoint" in shown) == bool(others)
         axes = figure.axes[0]
+        assert names(axes)[0] == ["bf16", "mxfp8"]
+        assert axes.texts[0].get_text() == "+0.00200 ± 0.00025  b"
         low, high = axes.get_xlim()
-        assert all(
-            low < x < high for line in axes.lines for x in line.get_xdata() if x not in (0, 1)
-        )
+        assert low < 0 < 0.003 < high

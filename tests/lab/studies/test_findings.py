@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4train.lab.studies import RecipePart, estimate, judgement
+from fp4train.lab.intervals import estimate
+from fp4train.lab.studies import RecipePart, judgement
 from fp4train.lab.studies.findings import share, systematic
 from fp4train.lab.studies.parts import CHOSEN, OF_THE_RUN, WHOLE
 from fp4train.precision import NVFP4, PlannedStretch

@@ -131,7 +131,7 @@ def test_a_study_of_an_older_fp4train_with_another_loss_scale_is_not_gone_on_wit
     with open_record(tmp_path, older, subject.step):
         pass
     with (
-        pytest.raises(UserError, match=r"with which loss scale .* here it is 65536\. .* out=…"),
+        pytest.raises(UserError, match=r"\(loss_scale: the default there, 65536.* out=…"),
         open_record(tmp_path, scaled, subject.step),
     ):
         pass

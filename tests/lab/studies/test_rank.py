@@ -220,7 +220,9 @@ def test_several_checkpoints_are_ranked_together_and_one_is_said_to_hold_for_its
     assert "12.7 errors of the mean of 2" in shown and "sign flips of 6 forks" in shown
     found = numbers(Path("a"))
     assert [each["step"] for each in found["checkpoints"]] == [3, 6] and found["units"] == 2
-    assert all(len(each["gaps"]) == 2 and len(each["forks"]) == 6 for each in found["candidates"])
+    reference, *others = found["candidates"]
+    assert reference["gaps"] == [] and all(len(other["gaps"]) == 2 for other in others)
+    assert all(len(candidate["forks"]) == 6 for candidate in found["candidates"])
     outcome = cli.raw("rank", str(trained), str(trained), *sweep)
     assert outcome.code == 1 and "are the same checkpoint: name it once" in outcome.message
 
@@ -283,7 +285,9 @@ def test_one_fork_has_no_interval_and_says_so(
     shown = said(cli.raw("rank", str(trained), "step=3", "recipe=bf16,nvfp4", "forks=1", "out=a"))
     assert "± –" in shown and "one fork: no interval, and nothing is told apart" in shown
     found = numbers(Path("a"))
-    assert found["pairs"][0]["error"] is None and found["pairs"][0]["verdict"] == "open"
+    assert (
+        found["pairs"][0]["difference"]["error"] is None and found["pairs"][0]["verdict"] == "open"
+    )
 
 
 def test_a_candidate_that_diverges_is_last_with_the_layer_and_not_compared(

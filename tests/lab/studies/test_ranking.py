@@ -1,16 +1,13 @@
-"""What a ranking says of its forks: order, gaps, floor, words, JSON without infinities, and a
-picture of it.
-"""
+"""What a ranking says of its forks: order, gaps, floor, words, and its file."""
 
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from fp4train.lab.analysis import PICTURE, Draw, save
 from fp4train.lab.studies import (
     Base,
     Entry,
@@ -18,11 +15,9 @@ from fp4train.lab.studies import (
     ForkSettings,
     Ranking,
     RankResult,
-    figures,
-    rank_json,
 )
 from fp4train.lab.studies.ranking import render
-from fp4train.lab.studies.stored import bound
+from fp4train.lab.studies.results import bound
 
 GAPS = {"bf16": 0.0, "mxfp8": 0.0009, "nvfp4": 0.006, "nvfp4_plain": 0.006, "mxfp4": 0.009}
 
@@ -82,11 +77,6 @@ def ranking(
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
-def picture(found: Ranking) -> Draw:
-    """As the command draws it: from what it writes."""
-    return figures.ranking(bound(json.loads(json.dumps(rank_json(found))), RankResult), named=True)
-
-
 def test_the_table_gives_the_order_the_gaps_and_what_is_told_apart() -> None:
     found = ranking(12)
     text = render(found)
@@ -136,14 +126,31 @@ def test_a_reference_that_is_not_the_best_has_better_ones_before_it() -> None:
     assert found.groups == {"bf16": "a", "mxfp4": "b"}
 
 
-def test_json_has_no_number_that_json_lacks() -> None:
-    for forks in (1, 2, 6):
-        values = rank_json(ranking(forks))
-        again = json.loads(json.dumps(values, allow_nan=False))
-        assert again["pairs"][0]["together"] == (
-            [None, None] if forks < 6 else values["pairs"][0]["together"]
-        )
-        assert (again["candidates"][1]["gap"]["low"] is None) == (forks == 1)
+@pytest.mark.parametrize("forks", [1, 2, 6, 12])
+def test_a_ranking_is_read_back_as_it_was_written(forks: int) -> None:
+    """Without a test, and of one fork without an interval, too."""
+    result = RankResult.of(ranking(forks))
+    text = json.dumps(asdict(result), allow_nan=False)
+    assert json.dumps(asdict(bound(json.loads(text), RankResult))) == text
+    first, second, *_ = result.results
+    assert (first.name, first.gap, first.verdict) == ("bf16", None, None)
+    assert second.gap is not None and (second.gap.error is None) == (forks == 1)
+    assert (second.verdict is None) == (second.simultaneous is None) == (forks < 6)
+    if forks == 12:
+        assert second.verdict == "here"
+
+
+def test_the_interval_with_all_pairs_is_that_of_the_gap_to_the_reference() -> None:
+    """A pair names the better candidate first; where that is not the reference, its difference has
+    the other sign.
+    """
+    found = ranking(12, {"mxfp4": 0.009, "bf16": 0.0})
+    (pair,) = found.pairs
+    assert pair.first == "bf16" and pair.simultaneous is not None
+    low, high = pair.simultaneous
+    best, _ = RankResult.of(found).results
+    assert best.name == "bf16" and best.simultaneous == (-high, -low)
+    assert best.gap is not None and -high < best.gap.mean < -low < 0
 
 
 def test_what_is_not_told_apart_names_the_forks_to_go_on_with() -> None:
@@ -173,7 +180,7 @@ def test_several_base_runs_have_their_spread_in_the_interval_and_each_its_gap() 
         and "told apart here" in text
     )
     assert "gap at each checkpoint\nnvfp4  +0.006" in text and "4.3 errors of the mean of 3" in text
-    assert len(rank_json(wide)["candidates"][1]["gaps"]) == 3
+    assert len(RankResult.of(wide).results[1].gaps) == 3
 
 
 def test_the_order_in_which_checkpoints_are_named_makes_no_other_test() -> None:
@@ -197,9 +204,7 @@ def test_the_order_in_which_checkpoints_are_named_makes_no_other_test() -> None:
     assert [pair.p for pair in found.compared] == [pair.p for pair in other.compared]
 
 
-def test_a_fork_that_spikes_is_named_with_its_place_in_table_file_and_picture(
-    tmp_path: Path,
-) -> None:
+def test_a_fork_that_spikes_is_named_with_its_place_in_table_and_file() -> None:
     found = ranking(6, runs=2)
     forks = list(found.entries[2].forks)
     assert forks[8] is not None
@@ -211,11 +216,8 @@ def test_a_fork_that_spikes_is_named_with_its_place_in_table_file_and_picture(
     assert "nvfp4 spikes: its loss is +1.1" in render(
         spiky
     ) and "at runs/b, step 200, seed 2" in render(spiky)
-    assert [each["spikes"] for each in rank_json(spiky)["candidates"]][2] == [
-        "runs/b, step 200, seed 2"
-    ]
-    texts = [text.get_text() for text in picture(spiky)(PICTURE).axes[0].texts]
-    assert any("spikes at runs/b, step 200, seed 2" in text for text in texts)
+    spikes = {result.name: result.spikes for result in RankResult.of(spiky).results}
+    assert spikes["nvfp4"] == ("runs/b, step 200, seed 2",)
 
 
 def test_the_choice_of_validation_tokens_is_said_beside_the_interval() -> None:
@@ -233,19 +235,3 @@ def test_the_choice_of_validation_tokens_is_said_beside_the_interval() -> None:
         for entry in found.entries
     ]
     assert replace(found, entries=bare).sampling(bare[2]) is None
-
-
-def test_the_picture_has_a_row_per_candidate_and_intervals_in_view(tmp_path: Path) -> None:
-    found = ranking(6)
-    (axes,) = picture(found)(PICTURE).axes
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == [
-        entry.name for entry in found.ranked
-    ]
-    low, high = axes.get_xlim()
-    for entry in found.ranked:
-        interval = found.gap(entry).interval()
-        assert interval is not None and low < interval[0] <= interval[1] < high
-    save(picture(found), PICTURE, tmp_path / "rank.png", tmp_path / "again.png")
-    assert (tmp_path / "rank.png").stat().st_size > 10_000
-    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "rank.png").read_bytes()
-    save(picture(ranking(1)), PICTURE, tmp_path / "one.png")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from made import write_ranking, write_run, write_sensitivity
 
 from fp4train.errors import UserError
 from fp4train.lab.studies import RankResult, SensitivityResult
-from fp4train.lab.studies.stored import bound
+from fp4train.lab.studies.results import bound
 from fp4train.sealed import unsealed
 
 DELETED = object()
@@ -23,21 +22,14 @@ def written(path: Path) -> dict[str, Any]:
     return unsealed(path.read_bytes())
 
 
-def test_a_sensitivity_is_read_as_findings_and_points(tmp_path: Path) -> None:
-    found = bound(written(write_sensitivity(write_run(tmp_path / "a"))), SensitivityResult)
-    (first, second) = found.of_kind("layer")
-    assert (first.what, second.what) == ("blocks.0.mlp.up", "blocks.1.mlp.up")
-    assert (first.nmse.mean, first.nmse.error, first.nmse.freedom, first.bias2) == (
-        0.08,
-        0.01,
-        7,
-        None,
-    )
-    assert (
-        [point.macs for point in found.pareto] == [0.0, 0.5]
-        and found.policy.nmse == 0.02
-        and found.gpu is None
-    )
+def test_keys_of_another_version_are_left_out(tmp_path: Path) -> None:
+    body = written(write_sensitivity(write_run(tmp_path / "a")))
+    body["parts"]["nothing"]["nmse"]["interval"] = [0.0, 1.0]
+    study = bound({**body, "later": 1}, SensitivityResult)
+    assert [part.what for part in study.of_kind("layer")] == ["blocks.0.mlp.up", "blocks.1.mlp.up"]
+    assert study.floor == pytest.approx(0.001)
+    assert (study.policy.macs, study.policy.keep) == (0.5, ("blocks.0.mlp.up",))
+    assert study.gain == study.parts["everything"].nmse and study.gain.freedom == 2
 
 
 @pytest.mark.parametrize("freedom", [0, -1, 9, 10**30, "x"])
@@ -48,60 +40,47 @@ def test_an_interval_without_degrees_of_freedom_is_refused(tmp_path: Path, freed
         bound(body, SensitivityResult)
 
 
-def test_the_interval_of_a_gap_has_the_freedom_of_its_base_runs(tmp_path: Path) -> None:
-    one, three = (
-        bound(written(write_ranking(write_run(tmp_path / str(len(runs))), runs=runs)), RankResult)
-        for runs in (("runs/a",), ("runs/a", "runs/b", "runs/c"))
-    )
-    for found, freedom in ((one, 5), (three, 2)):
-        gap = found.results[1].gap
-        assert (
-            gap is not None and gap.freedom == freedom and gap.half_width() == pytest.approx(0.0002)
-        )
-        assert found.results[0].gap is None and found.results[1].simultaneous == (
-            0.001,
-            0.003,
-        )
-    assert one.where == "from step 30, rate 0.003 → 0" and three.where == "at each of 3 checkpoints"
-
-
-def test_a_verdict_that_is_none_is_refused(tmp_path: Path) -> None:
-    body = written(write_ranking(write_run(tmp_path / "a")))
-    assert [each.verdict for each in bound(body, RankResult).results] == ["reference", "different"]
-    body["pairs"][0]["verdict"] = "apart"
-    with pytest.raises(
-        UserError, match="its verdict 'apart' is none of different, here, alike, open"
-    ):
-        bound(body, RankResult)
-
-
-def test_the_interval_with_all_pairs_is_that_of_the_gap_to_the_reference(tmp_path: Path) -> None:
-    """A pair names the better candidate first; where that is not the reference, its difference has
-    the other sign.
-    """
-    body = written(write_ranking(write_run(tmp_path / "a")))
-    (pair,) = body["pairs"]
-    pair["first"], pair["second"] = pair["second"], pair["first"]
-    assert bound(body, RankResult).results[1].simultaneous == (-0.003, -0.001)
-    pair["together"] = [None, None]
-    assert bound(json.loads(json.dumps(body)), RankResult).results[1].simultaneous is None
+@pytest.mark.parametrize(
+    ("runs", "where"),
+    [
+        (("runs/a",), "from step 30, rate 0.003 → 0"),
+        (("runs/a", "runs/b"), "at each of 2 checkpoints"),
+    ],
+)
+def test_a_ranking_says_where_its_forks_begin(
+    tmp_path: Path, runs: tuple[str, ...], where: str
+) -> None:
+    study = bound(written(write_ranking(write_run(tmp_path / "a"), runs=runs)), RankResult)
+    assert (study.where, study.steps) == (where, 24)
 
 
 @pytest.mark.parametrize(
-    ("keys", "value", "message"),
+    ("write", "keys", "value", "message"),
     [
-        (("parts", "nothing", "cosine", "mean"), "x", "parts.nothing.cosine.mean='x' must be a"),
-        (("parts", "nothing", "loss"), [], "parts.nothing.loss"),
-        (("pareto", 1, "time"), 1e200, "1e+200 is no number of a study"),
-        (("policy", "keep"), {"a": 1}, "policy.keep"),
-        (("step",), None, "step=null must be a whole number"),
-        (("policy", "judged", "gain", "count"), DELETED, "policy.judged.gain.count is missing"),
+        (write_sensitivity, ("parts", "nothing"), DELETED, "its parts lack 'nothing'"),
+        (write_sensitivity, ("parts", "nothing", "loss"), [], "parts.nothing.loss"),
+        (write_sensitivity, ("pareto", 1, "time"), 1e200, "1e+200 is no number of a study"),
+        (write_sensitivity, ("policy", "keep"), {"a": 1}, "policy.keep"),
+        (write_sensitivity, ("step",), None, "step=null must be a whole number"),
+        (
+            write_sensitivity,
+            ("policy", "judged", "gain", "count"),
+            DELETED,
+            "policy.judged.gain.count is missing",
+        ),
+        (write_ranking, ("checkpoints",), [], "it has no checkpoints"),
+        (
+            write_ranking,
+            ("candidates", 1, "verdict"),
+            "apart",
+            "verdict='apart' must be one of different, here, alike, open",
+        ),
     ],
 )
 def test_a_value_that_is_none_of_a_study_is_named_by_its_key(
-    tmp_path: Path, keys: tuple[Any, ...], value: object, message: str
+    tmp_path: Path, write: Any, keys: tuple[Any, ...], value: object, message: str
 ) -> None:
-    body = written(write_sensitivity(write_run(tmp_path / "a")))
+    body = written(write(write_run(tmp_path / "a")))
     node = body
     for key in keys[:-1]:
         node = node[key]
@@ -110,20 +89,4 @@ def test_a_value_that_is_none_of_a_study_is_named_by_its_key(
     else:
         node[keys[-1]] = value
     with pytest.raises(UserError, match=re.escape(message)):
-        bound(body, SensitivityResult)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"checkpoints": []}, "it has no checkpoints"),
-        ({"order": ["bf16", "fp8"]}, "its order has 'fp8', which is no candidate of it"),
-        ({"forks": 1}, "0 degrees of freedom of 1 values"),
-    ],
-)
-def test_a_ranking_that_contradicts_itself_is_refused(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    body = {**written(write_ranking(write_run(tmp_path / "a"))), **change}
-    with pytest.raises(UserError, match=message):
-        bound(body, RankResult)
+        bound(body, SensitivityResult if write is write_sensitivity else RankResult)

@@ -10,7 +10,8 @@ import pytest
 import simulate_ranking as simulated
 from simulate_ranking import NOISE, Record, Way, draw, look, told_apart
 
-from fp4train.lab.studies import ALPHA, Pair, paired
+from fp4train.lab.intervals import paired
+from fp4train.lab.studies import ALPHA, Pair
 from fp4train.lab.studies.sequential import compare, corrected, groups, needed, share
 
 SKEWED = ("exponential", "one-in-ten spiky")

@@ -10,19 +10,18 @@ from subjects import subject_of
 
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
+from fp4train.lab.intervals import Estimate
 from fp4train.lab.studies import (
-    Estimate,
     Finding,
     Judgement,
     RecipeParts,
     Sensitivity,
-    SensitivityReport,
-    Unit,
-    as_policy,
-    sensitivity_json,
+    SensitivityResult,
     trade_off,
 )
 from fp4train.lab.studies.parts import CELL, LAYER, NOTHING, OPERAND, WHOLE
+from fp4train.lab.studies.summary import policy_file, render
+from fp4train.lab.studies.tradeoff import Unit, as_policy
 from fp4train.precision import NVFP4
 
 ONE = Estimate(mean=1.0, error=0.0, count=4, freedom=3)
@@ -168,13 +167,8 @@ def test_a_policy_is_judged_by_the_interval_of_what_it_saves_batch_by_batch(
     found = sensitivity(parts, {"blocks.0.attention.wo": 0.05, "blocks.1.mlp.up": 0.04})
     trade = trade_off(found, keep=0.15, cost=None, gpu=find_gpu("B200"))
     gain = Estimate(mean=0.06, error=error, count=8, freedom=7)
-    report = SensitivityReport(
-        subject=parts.subject,
-        sensitivity=replace(found, signal=ONE),
-        trade=trade,
-        judged=judged(gain),
-    )
-    said = report.render([])
+    report = SensitivityResult.of(parts.subject, replace(found, signal=ONE), trade, judged(gain))
+    said = render(report, [])
     assert (
         "judged on the 8 batches after those that chose it: nMSE 0.0400" in said
         and "0.0600 ± 0." in said
@@ -192,9 +186,9 @@ def test_a_study_that_finds_no_layer_asks_for_more_batches_and_has_no_policy(
 ) -> None:
     found = sensitivity(parts, {})
     trade = trade_off(found, keep=0.15, cost=None, gpu=None)
-    report = SensitivityReport(subject=parts.subject, sensitivity=found, trade=trade, judged=None)
-    assert report.policy_file() is None and sensitivity_json(report)["policy"]["judged"] is None
-    said = report.render([])
+    report = SensitivityResult.of(parts.subject, found, trade, None)
+    assert policy_file(report) is None and report.policy.judged is None
+    said = render(report, [])
     assert (
         "no policy: no layer's damage is told apart from the floor" in said
         and "batches=… or budget=…" in said
@@ -204,8 +198,8 @@ def test_a_study_that_finds_no_layer_asks_for_more_batches_and_has_no_policy(
 def test_a_share_too_small_for_any_layer_says_what_the_least_costs(parts: RecipeParts) -> None:
     found = sensitivity(parts, {"blocks.0.mlp.up": 0.05})
     trade = trade_off(found, keep=0.0001, cost=None, gpu=None)
-    report = SensitivityReport(subject=parts.subject, sensitivity=found, trade=trade, judged=None)
-    said = report.render([])
+    report = SensitivityResult.of(parts.subject, found, trade, None)
+    said = render(report, [])
     assert (
         "no policy: of what is worth keeping blocks.0.mlp.up costs least" in said
         and "allow more" in said

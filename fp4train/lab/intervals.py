@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
 
-from mpmath import mp
-
 CONFIDENCE = 0.95
 """The confidence of intervals, unless another is asked for."""
 
@@ -187,6 +185,8 @@ def two_sided(t: float, freedom: int) -> float:
     """
     if freedom < 1:
         raise ValueError(f"freedom={freedom} must be at least 1")
+    from mpmath import mp  # it takes a while, and few commands need it
+
     if math.isinf(t):
         return 0.0
     return float(mp.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))

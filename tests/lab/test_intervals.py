@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fp4train.lab.studies import (
+from fp4train.lab.intervals import (
     estimate,
     holm,
     jackknife,

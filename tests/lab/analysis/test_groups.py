@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from made import write_run
 
-from fp4train.lab.report import curve, gap_at, gap_curve, read_sources
-from fp4train.lab.report.groups import common, group
+from fp4train.lab.analysis import SeedGroup, common_step, read_history, seed_groups
+from fp4train.lab.analysis.groups import gap_at, gap_curve, loss_curve
 
 
-def groups_of(tmp_path: Path, *levels: tuple[str, float, int, str]):  # type: ignore[no-untyped-def]
-    paths = [
-        write_run(tmp_path / name, level, seed=seed, recipe=recipe)
+def groups_of(tmp_path: Path, *levels: tuple[str, float, int, str]) -> list[SeedGroup]:
+    histories = [
+        read_history(write_run(tmp_path / name, level, seed=seed, recipe=recipe))
         for name, level, seed, recipe in levels
     ]
-    return group(read_sources(paths)[0])
+    return seed_groups(histories, [history.name for history in histories])
 
 
 def test_equal_seeds_are_compared_seed_by_seed(tmp_path: Path) -> None:
@@ -32,12 +32,11 @@ def test_equal_seeds_are_compared_seed_by_seed(tmp_path: Path) -> None:
         ("b1", 2.2 * 1.02, 1, "B"),
         ("b0", 2.0 * 1.01, 0, "B"),
     )
-    assert common([first, second]) == ("val/loss", 40)
+    assert common_step([*first.runs, *second.runs]) == ("val/loss", 40)
     gap = gap_at(first, second, "val/loss", 40)
-    assert gap.mean == pytest.approx(1.5) and gap.half_width() == pytest.approx(
-        12.706 * 0.5, rel=1e-3
-    )
-    assert gap.show("+.2f") == "+1.50 ± 6.35"
+    assert gap.mean == pytest.approx(0.015)
+    assert gap.half_width() == pytest.approx(12.706 * 0.005, rel=1e-3)
+    assert gap.show("+.2%") == "+1.50% ± 6.35%"
 
 
 def test_other_seeds_are_compared_by_their_means(tmp_path: Path) -> None:
@@ -48,24 +47,24 @@ def test_other_seeds_are_compared_by_their_means(tmp_path: Path) -> None:
         tmp_path, ("a0", 1.9, 0, "A"), ("a1", 2.1, 1, "A"), ("b2", 2.1, 2, "B"), ("b3", 2.3, 3, "B")
     )
     gap = gap_at(first, second, "val/loss", 40)
-    assert gap.mean == pytest.approx(10.0)
-    assert gap.half_width() == pytest.approx(
-        12.706 * 100 * math.hypot(0.1 * 1.1, 0.1) / 2.0, rel=1e-3
-    )
+    assert gap.mean == pytest.approx(0.1)
+    assert gap.half_width() == pytest.approx(12.706 * math.hypot(0.1 * 1.1, 0.1) / 2.0, rel=1e-3)
 
 
 def test_single_runs_have_no_interval(tmp_path: Path) -> None:
     first, second = groups_of(tmp_path, ("a", 2.0, 0, "A"), ("b", 2.1, 0, "B"))
     gap = gap_at(first, second, "val/loss", 40)
-    assert gap.mean == pytest.approx(5.0) and gap.half_width() is None
-    found = gap_curve(first, second, "val/loss")
-    assert found.steps.tolist() == [10, 20, 30, 40] and np.isnan(found.bounds[0]).all()
+    assert gap.mean == pytest.approx(0.05) and gap.half_width() is None
+    curve = gap_curve(first, second, "val/loss")
+    assert curve.steps.tolist() == [10, 20, 30, 40] and curve.values == pytest.approx([5.0] * 4)
+    assert curve.bounds is not None and np.isnan(curve.bounds[0]).all()
 
 
 def test_a_curve_is_the_mean_over_seeds_with_its_interval(tmp_path: Path) -> None:
-    (found,) = groups_of(tmp_path, ("a0", 2.0, 0, "A"), ("a1", 2.2, 1, "A"))
-    validation = curve(found, "val/loss")
-    assert found.numbers == "1, 2" and validation.values.tolist() == pytest.approx([2.1] * 4)
+    (group,) = groups_of(tmp_path, ("a0", 2.0, 0, "A"), ("a1", 2.2, 1, "A"))
+    validation = loss_curve(group, "val/loss")
+    assert group.name == "a0, a1" and validation.values.tolist() == pytest.approx([2.1] * 4)
+    assert validation.bounds is not None
     assert (validation.bounds[1] - validation.values).tolist() == pytest.approx(
         [12.706 * 0.1] * 4, rel=1e-3
     )
