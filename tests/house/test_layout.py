@@ -21,13 +21,10 @@ NO_PACKAGE = {
 
 PROGRAMS = {
     "backends/te/te_audited_on_cpu.py": "one test starts it",
-    "backends/te/te_calls_on_cpu.py": "one test starts it",
     "backends/te/te_codes_on_cpu.py": "one test starts it",
     "backends/te/te_experts_on_cpu.py": "one test starts it",
-    "backends/te/te_host_on_cpu.py": "one test and a script start it",
     "backends/te/te_on_cpu.py": "one test starts it",
-    "backends/te/te_products_on_cpu.py": "two of these and a patch of ranks import it",
-    "backends/te/te_readers_on_cpu.py": "part of te_steps_on_cpu.py",
+    "backends/te/te_products_on_cpu.py": "three of these and a patch of ranks import it",
     "backends/te/te_server.py": "the conftest beside it starts it",
     "backends/te/te_steps_on_cpu.py": "one test starts it",
     "golden/few_bits.py": "makes the vectors beside it",

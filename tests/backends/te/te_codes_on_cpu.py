@@ -1,5 +1,5 @@
-"""Exact codes for an extension of TE's real Python that multiplies, and a layer whose weight is
-gathered as codes: a program, started by test_te_codes.py, that prints JSON; and for the ranks of
+"""Exact codes for an extension of TE's real Python that multiplies, beside the emulation and with a
+weight that is gathered as codes: a program, started by test_te_codes.py, that prints JSON; and for the ranks of
 tests/distributed/test_te.py.
 
 Besides what te_products_on_cpu.py fakes: what is quantised has the values that fp4train's reference
@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import te_calls_on_cpu
 import te_products_on_cpu as products
 import torch
 import transformer_engine_torch as tex
@@ -32,13 +31,11 @@ from transformer_engine.pytorch import tensor as te_tensor, utils
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
 
-from fp4train.backends import GEMMS, Operands
 from fp4train.backends.te import weights
-from fp4train.hardware import Device
 from fp4train.nn import Gathered, LayerCall, WeightForm, convert
 from fp4train.parallel.gather_items import GatherItem, ReceivedWeight
-from fp4train.precision import MXFP8, NVFP4, Context, FP8Block, FP8Current, Recipe, resolve, use
-from fp4train.precision.recipes import Custom, Mixed
+from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, Recipe
+from fp4train.precision.recipes import Mixed
 from fp4train.quantize import (
     Hadamard,
     Quantized,
@@ -50,7 +47,9 @@ from fp4train.quantize import (
     quantizer,
 )
 
-MX, BLOCK, CURRENT = (each.table()["fprop"].first for each in (MXFP8(), FP8Block(), FP8Current()))
+MX, BLOCK, CURRENT = (
+    recipe.table()["fprop"].first for recipe in (MXFP8(), FP8Block(), FP8Current())
+)
 NV = NVFP4().table()["fprop"].first
 both_layouts: list[bool] = []
 """Not empty where the GPU multiplies x·w as well as x·wᵀ, so that one copy of FP8 codes serves all
@@ -98,20 +97,18 @@ def spec_of(quantiser: Any, column: bool) -> QuantSpec | None:
     )
 
 
-def quantise(x: Tensor, quantiser: Any, *rest: Any) -> Any:
-    made = products.quantise(x, quantiser, *rest)
-    made.exact = x.detach().reshape(-1, x.shape[-1])
-    return made
+def quantise(x: Tensor, quantiser: Any, *options: Any) -> Any:
+    quantised = products.quantise(x, quantiser, *options)
+    quantised.exact = x.detach().reshape(-1, x.shape[-1])
+    return quantised
 
 
 def dequantised(x: Tensor, spec: QuantSpec | None, column: bool) -> Tensor:
+    if spec is None:
+        return x
     x = x.T if column else x
-    found = (
-        x
-        if spec is None
-        else quantizer(spec, "cpu", "reference").codes(x.contiguous()).dequantize()
-    )
-    return found.T if column else found
+    values = quantizer(spec, "cpu", "reference").codes(x.contiguous()).dequantize()
+    return values.T if column else values
 
 
 def padded(shape: Sequence[int], block: int) -> tuple[int, int]:
@@ -154,58 +151,51 @@ def decoded(codes: Any, column: bool) -> Any:
             amax = getattr(codes, f"_amax_{form}").reshape(())
             assert codes._with_gemm_swizzled_scales and tuple(scales.shape) == padded(shape, 16)
             scales = scales.reshape(-1)
-        found = Quantized(spec, shape, data.contiguous(), scales, amax).dequantize()
-        return found.T if column else found
+        values = Quantized(spec, shape, data.contiguous(), scales, amax).dequantize()
+        return values.T if column else values
     if isinstance(codes, te_tensor.Float8TensorStorage):
         # common/gemm/cublaslt_gemm.cu CanonicalizeGemmInput
         column = column and not both_layouts
         data = codes._transpose if column else codes._data
         assert not both_layouts or codes._transpose is None
-        found = data.view(torch.float8_e4m3fn).float() * codes._scale_inv
+        values = data.view(torch.float8_e4m3fn).float() * codes._scale_inv
         assert (
             tuple(codes._scale_inv.shape) == (1,)
             and data.is_contiguous()
             and codes._fp8_dtype == DType.kFloat8E4M3
         )
-        return found.T if column else found
+        return values.T if column else values
     if isinstance(codes, te_tensor.Float8BlockwiseQTensorStorage):
         data = getattr(codes, f"_{form}_data")
         scales = getattr(codes, f"_{form}_scale_inv")
         rows, columns = (-(-size // 128) for size in data.shape)
-        if codes._is_2D_scaled:
-            assert tuple(scales.shape) == (rows, -(-columns // 4) * 4)
-            scales = scales[:, :columns].repeat_interleave(128, dim=0)
-        else:
-            assert tuple(scales.shape) == (columns, -(-data.shape[0] // 4) * 4)
-            scales = scales[:, : data.shape[0]].T
-        found = (
-            data.view(torch.float8_e4m3fn).float()
-            * scales.repeat_interleave(128, dim=1)[: data.shape[0], : data.shape[1]]
-        )
-        return found.T if column else found
-    exact = (
-        codes.values if isinstance(codes, products.TensorCodes) else getattr(codes, "exact", None)
-    )
+        assert codes._is_2D_scaled and tuple(scales.shape) == (rows, -(-columns // 4) * 4)
+        scales = scales[:, :columns].repeat_interleave(128, dim=0)
+        scales = scales.repeat_interleave(128, dim=1)[: data.shape[0], : data.shape[1]]
+        values = data.view(torch.float8_e4m3fn).float() * scales
+        return values.T if column else values
+    exact = getattr(codes, "exact", None)
+    if isinstance(codes, products.TensorCodes):
+        exact = codes.values
     return codes if exact is None else dequantised(exact, spec_of(codes._quantizer, column), column)
 
 
-def gemm(a: Any, transa: bool, b: Any, transb: bool, *rest: Any, **options: Any) -> Any:
-    return products.gemm(
-        decoded(a, not transa), transa, decoded(b, transb), transb, *rest, **options
-    )
+def gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **options: Any) -> Any:
+    left = decoded(a, not transa)
+    right = decoded(b, transb)
+    return products.gemm(left, transa, right, transb, *more, **options)
 
 
 def noted(*arguments: Any, **options: Any) -> Any:
-    made = weight_codes(*arguments, **options)
-    made_of_weights.add(made)
-    return made
+    codes = weight_codes(*arguments, **options)
+    made_of_weights.add(codes)
+    return codes
 
 
 weight_codes = weights.weight_codes
 weights.weight_codes = noted  # type: ignore[assignment]
 tex.quantize = quantise
 tex.generic_gemm = gemm
-tex.bgrad_quantize = lambda dy, quantiser: (dy.sum(0), quantise(dy, quantiser))
 
 
 def row_wise_values(codes: Any, *, dtype: torch.dtype) -> Tensor:
@@ -216,7 +206,7 @@ def row_wise_values(codes: Any, *, dtype: torch.dtype) -> Tensor:
 
 
 for kind in (
-    te_calls_on_cpu.Codes,
+    products.Codes,
     products.TensorCodes,
     te_tensor.NVFP4TensorStorage,
     te_tensor.MXFP8TensorStorage,
@@ -242,133 +232,94 @@ class Source:
 
     def codes(self, part: GatherItem, call: LayerCall) -> Quantized:
         assert part.spec is not None
-        amax = torch.stack([measure_amax(each, part.spec) for each in self.shards]).amax()
+        amax = torch.stack([measure_amax(shard, part.spec) for shard in self.shards]).amax()
         amax = amax if amax_extent(part.spec) == "tensor" else None
         make = quantizer(part.spec, "cpu").codes
-        shards = [make(each.T if part.column else each, None, amax) for each in self.shards]
+        shards = [make(shard.T if part.column else shard, None, amax) for shard in self.shards]
         if part.spec.has_outer_scale:
-            shards = [each._replace(amax=None) for each in shards]
-        sent = zip(*(divided_tensors(each, columns=part.column) for each in shards), strict=True)
+            shards = [shard._replace(amax=None) for shard in shards]
+        sent = zip(*(divided_tensors(shard, columns=part.column) for shard in shards), strict=True)
         self.asked.append("codes")
-        rows = sum(len(each) for each in self.shards)
-        return joined(shards[0], [torch.cat(each) for each in sent], rows, columns=part.column)
+        rows = sum(len(shard) for shard in self.shards)
+        return joined(shards[0], [torch.cat(parts) for parts in sent], rows, columns=part.column)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         self.asked.append(str(dtype))
         return torch.cat(self.shards).to(dtype)
 
 
-def passes(
-    recipe: Recipe, sums: bool, gathered: bool, features: int = 128
-) -> tuple[list[Tensor], dict[str, Any]]:
-    """Outputs and gradients of two microbatches, whose backward passes follow both; and what was
-    kept and asked.
+def passes(recipe: Recipe, backend: str = "te", *, gathered: bool = False) -> Any:
+    """Outputs and gradients of two microbatches, whose backward passes follow both; the codes of
+    the weight that were alive between them, how often TE quantised it, and what was asked.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(features, 256, bias=False))
-    convert(model, backend="te")
-    layer: Any = model[0]
-    layer.sum_gradients(sums)
-    layer.apply_plan(resolve(layer.layer, recipe, None, "te", Device.of(CPU)), recipe, None, CPU)
+    layer: Any = convert(nn.Sequential(nn.Linear(128, 256, bias=False)), backend=backend)[0]
+    layer.sum_gradients(True)
+    products.apply(layer, recipe)
     source = Source(layer.weight)
     if gathered:
         layer.keeps_forms = False
         layer._parameters["weight"] = nn.Parameter(Gathered(source, layer.weight.shape, CPU))  # type: ignore[arg-type]
-    inputs = [torch.randn(64, features).bfloat16().requires_grad_() for _ in range(2)]
+    inputs = [torch.randn(64, 128).bfloat16().requires_grad_() for _ in range(2)]
     products.quantised_from.clear()
-    with use(Context(recipe=recipe, counts="nothing", applied=True)):
-        outputs = [layer(each) for each in inputs]
+    with products.step_context(recipe):
+        outputs = [layer(x) for x in inputs]
         gc.collect()
         kept = len(made_of_weights) + sum(
-            tuple(each.shape) == (256, features) for each in products.codes
+            tuple(codes.shape) == (256, 128) for codes in products.codes
         )
-        for each in reversed(outputs):
-            each.backward(
-                torch.randn(each.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-            )
-    with (
-        torch.no_grad(),
-        use(Context(recipe=recipe, counts="nothing", applied=True)),
-    ):
-        evaluated = layer(inputs[0])
-    by_te = sum(shape == (256, features) for shape, _ in products.quantised_from)
-    seen = {"kept": kept, "by te": by_te, "asked": source.asked}
-    if recipe.backward == "dequantised":
-        seen |= straight_through(recipe, layer, torch.cat(source.shards), inputs)
-    return [*outputs, evaluated, *(each.grad for each in inputs), layer.weight.grad], seen  # type: ignore[list-item]
+        for y in reversed(outputs):
+            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+            y.backward(dy.bfloat16())
+    by_te = sum(shape == (256, 128) for shape, _ in products.quantised_from)
+    tensors = [*outputs, *(x.grad for x in inputs), layer.weight.grad]
+    return tensors, {"kept": kept, "by te": by_te, "asked": source.asked}
 
 
-def straight_through(
-    recipe: Recipe, layer: Any, w_NK: Tensor, inputs: list[Tensor]
-) -> dict[str, Any]:
-    """Whether each dx is that of a straight-through estimator in every bit, and how far dw is from
-    it, relative.
-    """
-    of_x, of_w = recipe.table()["fprop"].both
-    assert of_x is not None and of_w is not None
-    reference = [quantizer(spec, "cpu", "reference") for spec in (of_x, of_w)]
-    w = reference[1].codes(w_NK).dequantize(torch.bfloat16).double()
-    dy = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16().double()
-    xs = [reference[0].codes(x.detach()).dequantize(torch.bfloat16).double() for x in inputs]
-    dw = sum(dy.T @ x for x in xs)
-    dx = (dy @ w).float().bfloat16()
-    return {
-        "dx": [torch.equal(x.grad, dx) for x in inputs],  # type: ignore[arg-type]
-        "dw": float((layer.weight.grad - dw).norm() / dw.norm()),  # type: ignore[union-attr]
-    }
+NEAREST = NVFP4(stochastic_rounding=False)
+RECIPES: dict[str, Recipe] = {
+    "nvfp4": NEAREST,
+    "nvfp4, 1D weights": NVFP4(stochastic_rounding=False, two_d_weights=False),
+    "nvfp4, four over six": NVFP4(four_over_six="all", hadamard=False, stochastic_rounding=False),
+    "nvfp4, fprop high": NEAREST.with_high_precision("fprop"),
+    "nvfp4, dequantised": NVFP4(backward="dequantised"),
+    "nvfp4, then mxfp8": Mixed(fprop=NEAREST, dgrad=MXFP8(), wgrad=MXFP8()),
+    "mxfp8": MXFP8(),
+    "mxfp8, 2D weights": MXFP8(two_d_weights=True),
+    "fp8_current": FP8Current(),
+    "fp8_current, both layouts": FP8Current(),
+    "fp8_block": FP8Block(),
+}
 
 
 def results() -> dict[str, Any]:
-    """Of each recipe whether a gathered weight gives the bits of a whole one, and what is kept
-    between the passes.
+    """How far TE's results are from the emulation's, whether a gathered weight gives the bits of a
+    whole one, and what is kept between the passes.
     """
     # what was imported is no garbage, and each pass collects
     gc.freeze()
-    found: dict[str, Any] = {}
-    cases: dict[str, Recipe] = {
-        "nvfp4": NVFP4(),
-        "nvfp4, 1D weights": NVFP4(two_d_weights=False),
-        "nvfp4, four over six": NVFP4(
-            four_over_six="all", hadamard=False, stochastic_rounding=False
-        ),
-        "nvfp4, fprop high": NVFP4().with_high_precision("fprop"),
-        "nvfp4, dgrad high": NVFP4().with_high_precision("dgrad"),
-        "nvfp4, wgrad high": NVFP4().with_high_precision("wgrad"),
-        "mxfp8": MXFP8(),
-        "mxfp8, 2D weights": MXFP8(two_d_weights=True),
-        "nvfp4, dequantised": NVFP4(backward="dequantised"),
-        "nvfp4, 1D weights, dequantised": NVFP4(two_d_weights=False, backward="dequantised"),
-        "mxfp8, dequantised": MXFP8(backward="dequantised"),
-        "fp8_current, dequantised": FP8Current(backward="dequantised"),
-        "fp8_current, both layouts, dequantised": FP8Current(backward="dequantised"),
-        "fp8_block, dequantised": FP8Block(backward="dequantised"),
-        "nvfp4, then mxfp8": Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
-        "fp8_current": FP8Current(),
-        "fp8_current, both layouts": FP8Current(),
-        "fp8_block": FP8Block(),
-        "fp8_block, parts of blocks": FP8Block(),
-        "fp8_block, 1D weights": Custom(
-            **{gemm: Operands(first=BLOCK, second=BLOCK) for gemm in GEMMS}
-        ),
-    }
-    for name, recipe in cases.items():
-        features = 192 if "parts of blocks" in name else 128
+    answers: dict[str, Any] = {}
+    for name, recipe in RECIPES.items():
         both_layouts[:] = [True] * ("both layouts" in name)
-        for sums in (False, True):
-            (whole, before), (gathered, seen) = (
-                passes(recipe, sums, each, features) for each in (False, True)
-            )
-            equal = [torch.equal(a, b) for a, b in zip(whole, gathered, strict=True)]
-            found[f"{name}, summed" if sums else name] = {"equal": equal, "whole": before, **seen}
+        emulated, _ = passes(recipe, "emulate")
+        of_weight, kept = passes(recipe)
+        of_shards, sent = passes(recipe, gathered=True)
+        distances = [
+            float((ours - theirs).norm() / theirs.norm())
+            for ours, theirs in zip(of_weight, emulated, strict=True)
+        ]
+        equal = all(map(torch.equal, of_weight, of_shards))
+        answers[name] = {"distance": max(distances), "equal": equal, "whole": kept, **sent}
     sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))
     import gpu_layers as script
 
     script.plan_here = lambda layer, recipe: None  # type: ignore[assignment, return-value]
     problem = script.Problem.draw(64, 128, 256, "cpu")
-    names = ("nvfp4", "nvfp4, nearest", "nvfp4, plain", "nvfp4, dequantised", "mxfp8")
-    names += ("mxfp8, 2D weights", "fp8 current", "fp8 delayed", "fp8 blocks")
-    checked = {name: script.weights_row(script.RECIPES[name], problem) for name in names}
-    return found | {"self check": checked}
+    names = ("nvfp4", "nvfp4, nearest", "mxfp8", "fp8 current", "fp8 delayed", "fp8 blocks")
+    answers["self check"] = {
+        name: script.weights_row(script.RECIPES[name], problem) for name in names
+    }
+    return answers
 
 
 if __name__ == "__main__":

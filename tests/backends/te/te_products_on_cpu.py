@@ -1,7 +1,7 @@
-"""An extension of TE's real Python that multiplies, and small models on it: for te_steps_on_cpu.py
-and te_experts_on_cpu.py, and for the ranks of tests/distributed/test_te.py.
+"""An extension of TE's real Python that multiplies, and small models on it: for the programs beside
+it, and for the ranks of tests/distributed/test_te.py.
 
-Besides what te_calls_on_cpu.py fakes: quantising rounds to BF16, and the GEMM is one in float64,
+Besides what te_on_cpu.py fakes: quantising rounds to BF16, and the GEMM is one in float64,
 whose result is added to what it is given where TE asks for that (cublaslt_gemm.cu: `accumulate` is
 β = 1). Histories are rolled by TE's own Python (quantization.py _amax_and_scale_update, which
 NVTE_UNFUSED_FP8_UPDATE=1 chooses), amaxes enter by a maximum (quantize_fp8.cuh, cast_transpose.cu:
@@ -11,15 +11,14 @@ atomicMaxFloat).
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
 
-import te_calls_on_cpu
 import torch
 import transformer_engine_torch as tex
-from te_calls_on_cpu import shared_input
-from te_on_cpu import K, no_gpu, pretend_gpu, te
+from te_on_cpu import DType, K, no_gpu, pretend_gpu, te
 from torch import Tensor, nn
 from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
 from transformer_engine.pytorch.quantized_tensor import (
@@ -29,7 +28,7 @@ from transformer_engine.pytorch.quantized_tensor import (
 )
 
 from fp4train.backends import LAYER_BACKENDS
-from fp4train.backends.te import TEExecutor
+from fp4train.backends.te import TEExecutor, TransformerEngine, executor
 from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.precision import Context, Recipe, recompute, resolve, use
@@ -43,12 +42,71 @@ torch.cuda.current_device = lambda: 0
 CPU = torch.device("cpu")
 TOKENS = 32
 """Of a row."""
+DTYPES = {
+    DType.kFloat32: "float32",
+    DType.kFloat16: "float16",
+    DType.kBFloat16: "bfloat16",
+}
+gemms: list[dict[str, Any]] = []
+"""Each GEMM, with the kinds of its operands and its result."""
 codes: weakref.WeakSet[Any] = weakref.WeakSet()
 """All quantised tensors that are alive."""
-tensors: list[weakref.ref[Any]] = []
-"""All `TensorCodes`."""
 quantised_from: list[tuple[tuple[int, ...], int]] = []
 """Shape and address of every tensor that was quantised."""
+shared_input: list[bool] = []
+"""Not empty while an input is quantised for all layers that read it."""
+codes_of = executor._Built.codes_of
+
+
+def codes_of_input(*arguments: Any) -> Any:
+    shared_input.append(True)
+    try:
+        return codes_of(*arguments)
+    finally:
+        shared_input.pop()
+
+
+executor._Built.codes_of = codes_of_input  # type: ignore[method-assign]
+
+
+class Codes(QuantizedTensorStorage):
+    """A quantised tensor of which only `values` is looked at."""
+
+    def __init__(self, x: Tensor, quantizer: Any) -> None:
+        self.values = x.detach().to(torch.bfloat16)
+        self.dtype = self._dtype = x.dtype
+        self.device = x.device
+        self._quantizer = quantizer
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def size(self, *dim: int) -> Any:
+        return self.values.size(*dim)
+
+    def update_usage(self, **_: Any) -> None:
+        pass
+
+    def get_usages(self) -> dict[str, bool]:
+        return {"rowwise": True, "columnwise": True}
+
+    def get_data_tensors(self, **_: Any) -> tuple[None, None]:
+        return None, None
+
+    def quantize_(self, x: Tensor, *, noop_flag: Any = None) -> Codes:
+        """TE's way to quantise a kept weight anew."""
+        tex.quantize(x, self._quantizer)
+        return self
+
+    def clear(self) -> None:
+        pass
+
+    def prepare_for_saving(self) -> tuple[list[Any], Any]:
+        return [], self
+
+    def restore_from_saved(self, tensors: list[Any]) -> list[Any]:
+        return tensors
 
 
 class TensorCodes(QuantizedTensorStorage, QuantizedTensor):
@@ -58,10 +116,11 @@ class TensorCodes(QuantizedTensorStorage, QuantizedTensor):
     """
 
     def __new__(cls, values: Tensor, quantizer: Any, usages: dict[str, bool]) -> TensorCodes:
-        made: Any = QuantizedTensor.__new__(cls, values.shape, values.dtype, device=values.device)
-        made.values, made._quantizer, made.usages = values, quantizer, dict(usages)
-        tensors.append(weakref.ref(made))
-        return made  # type: ignore[no-any-return]
+        tensor: Any = QuantizedTensor.__new__(cls, values.shape, values.dtype, device=CPU)
+        tensor.values = values
+        tensor._quantizer = quantizer
+        tensor.usages = dict(usages)
+        return tensor  # type: ignore[no-any-return]
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -75,22 +134,34 @@ class TensorCodes(QuantizedTensorStorage, QuantizedTensor):
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        for name, wanted in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
-            assert not wanted or self.usages[name], f"the {name} form is not there"
-            self.usages[name] &= wanted is not False
+        for name, usage in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
+            assert not usage or self.usages[name], f"the {name} form is not there"
+            self.usages[name] &= usage is not False
 
 
 def quantise(x: Tensor, quantizer: Any, *_: Any) -> Any:
-    if shared_input:
-        made = TensorCodes(
-            x.detach().to(torch.bfloat16), quantizer, Quantizer.get_usages(quantizer)
-        )
-    else:  # TE's weights are tensors, too, which nothing here looks at
-        made = te_calls_on_cpu.quantise(x, quantizer)
-        made.values = x.detach().to(torch.bfloat16)
-        codes.add(made)
+    """TE's tensor; per-tensor kernels write the amax where delayed scaling will look for it."""
     quantised_from.append((tuple(x.shape), x.untyped_storage().data_ptr()))
-    return made
+    if shared_input:
+        usages = Quantizer.get_usages(quantizer)
+        return TensorCodes(x.detach().to(torch.bfloat16), quantizer, usages)
+    if type(quantizer).__name__ == "Float8Quantizer":
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, x.detach().abs().max().float()))
+    # TE's weights are tensors, too, which nothing here looks at
+    quantised = Codes(x, quantizer)
+    codes.add(quantised)
+    return quantised
+
+
+def kind(x: Any) -> str:
+    """ "bfloat16" of a plain tensor, else the quantiser that made it."""
+    if isinstance(x, Codes | TensorCodes):
+        return type(x._quantizer).__name__.removesuffix("Quantizer")
+    return str(x.dtype).removeprefix("torch.")
+
+
+def values(x: Any) -> Any:
+    return x.values if isinstance(x, Codes | TensorCodes) else x
 
 
 def gemm(
@@ -101,74 +172,83 @@ def gemm(
     out: Any,
     _: Any,
     out_dtype: Any,
-    *rest: Any,
+    *options: Any,
     **__: Any,
 ) -> Any:
     """cuBLASLt's D = A·B, or D += A·B, column by column: row by row it is D = op(b)·op(a)."""
-    accumulate = rest[7]  # after bias, its dtype, gelu, its input, grad, the workspace and its size
-    a, b = (
-        each.values if isinstance(each, (te_calls_on_cpu.Codes, TensorCodes)) else each
-        for each in (a, b)
-    )
-    product = ((b.T if transb else b).double() @ (a.T if transa else a).double()).float()
-    found = (
-        te_calls_on_cpu.TE_DTYPES[out_dtype]
-        if out is None
-        else str(out.dtype).removeprefix("torch.")
-    )
-    kind = "wgrad" if transb else "fprop" if transa else "dgrad"
+    # after bias, its dtype, gelu, its input, grad, the workspace and its size
+    accumulate = options[7]
+    dtype = DTYPES[out_dtype] if out is None else kind(out)
+    name = "wgrad" if transb else "fprop" if transa else "dgrad"
     at = None if out is None else out.data_ptr()
-    te_calls_on_cpu.gemms.append({"gemm": kind, "d": found, "at": at})
+    gemms.append({"gemm": name, "a": kind(a), "b": kind(b), "d": dtype, "at": at})
+    a = values(a).double()
+    b = values(b).double()
+    product = ((b.T if transb else b) @ (a.T if transa else a)).float()
     if out is None:
-        return product.to(getattr(torch, found)), None, None, None
+        return product.to(getattr(torch, dtype)), None, None, None
     return (out.add_(product) if accumulate else out.copy_(product)), None, None, None
 
 
-cpp_gemm._NATIVE_GEMM_INPUT_STORAGES += (TensorCodes,)
+def bgrad_quantise(dy: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    return dy.sum(0), tex.quantize(dy, quantizer)
+
+
 call = TEExecutor.__call__
 
 
 def on_a_gpu(*arguments: Any) -> Tensor:
     *tensors, shared = arguments
+    weight_codes = shared.codes
 
     def codes(column: bool) -> Any:
         with no_gpu():
-            return given_codes(column)
+            return weight_codes(column)
 
-    given_codes = shared.codes
-    if given_codes is not None:
+    if weight_codes is not None:
         shared = shared._replace(codes=codes)
     with pretend_gpu():
         return call(*tensors, shared)
 
 
-TEExecutor.__call__ = on_a_gpu  # type: ignore[method-assign]
-tex.quantize = quantise
-tex.generic_gemm = gemm
-tex.bgrad_quantize = lambda dy, quantizer: (dy.sum(0), quantise(dy, quantizer))
+manager = te.quantization.FP8GlobalStateManager
 updates: list[str] = []
 """Direction of each update of histories."""
-manager = te.quantization.FP8GlobalStateManager
 roll = manager.reduce_and_update_fp8_tensors
 
 
 def noted(cls: Any, forward: bool = True) -> None:
-    if any(
-        key.startswith("forward") is forward for key in cls.quantization_state.global_amax_buffer
-    ):
+    keys = cls.quantization_state.global_amax_buffer
+    if any(key.startswith("forward") is forward for key in keys):
         updates.append("forward" if forward else "backward")
     roll(forward=forward)
 
 
-manager.reduce_and_update_fp8_tensors = classmethod(noted)
+def replace_extension() -> None:
+    autocasts = torch.is_autocast_enabled
+    autocast_dtype = torch.get_autocast_dtype
+    torch.is_autocast_enabled = lambda device="cpu": autocasts("cpu")
+    torch.get_autocast_dtype = lambda device: autocast_dtype("cpu")
+    create = te.quantization.RecipeState.create
+    te.quantization.RecipeState.create = staticmethod(
+        lambda *args, **options: create(*args, **{**options, "device": CPU})
+    )
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine") and hasattr(module, "_empty_tensor"):
+            module._empty_tensor = lambda: torch.empty(0)
+    for format in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling"):
+        setattr(manager, f"is_{format}_available", classmethod(lambda cls: (True, "")))
+    te.quantization.check_recipe_support = lambda recipe: None
+    TransformerEngine.why_not = lambda self, table, layer, device: None  # type: ignore[method-assign]
+    manager.reduce_and_update_fp8_tensors = classmethod(noted)
+    cpp_gemm._NATIVE_GEMM_INPUT_STORAGES += (Codes, TensorCodes)
+    tex.quantize = quantise
+    tex.generic_gemm = gemm
+    tex.bgrad_quantize = bgrad_quantise
+    TEExecutor.__call__ = on_a_gpu  # type: ignore[method-assign]
 
 
-def added(model: nn.Module) -> int:
-    """GEMMs that wrote to where the gradients of a model are: the first may be one that autograd
-    took.
-    """
-    gradients = {each.grad.data_ptr() for each in model.parameters() if each.grad is not None}
-    return sum(each["at"] in gradients for each in te_calls_on_cpu.gemms)
+replace_extension()
 
 
 class Model(nn.Module):
@@ -176,36 +256,32 @@ class Model(nn.Module):
 
     recomputes = False
 
-    def __init__(self, layers: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.table = nn.Buffer(torch.randn(64, K, generator=generator).bfloat16())
-        self.wanted = nn.Buffer(torch.randn(64, K, generator=generator))
-        self.layers = nn.ModuleList(nn.Linear(K, K, bias=False, dtype=dtype) for _ in range(layers))
-        for each in self.layers:
-            nn.init.normal_(each.weight, std=0.1, generator=generator)
+        self.targets = nn.Buffer(torch.randn(64, K, generator=generator))
+        self.layers = nn.ModuleList(nn.Linear(K, K, bias=False) for _ in range(layers))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=0.1, generator=generator)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         x = self.table[tokens_BT].detach().requires_grad_()
         for layer in self.layers:
             x = recompute(layer, x) if self.recomputes else layer(x)
-        return (x.float() * self.wanted[targets_BT]).sum()
+        return (x.float() * self.targets[targets_BT]).sum()
 
 
-def made(
+def small_run(
     recipe: Recipe,
     *,
     backend: str = "te",
     rows: int = 1,
     layers: int = 1,
-    sums: bool = True,
     in_product: bool = True,
 ) -> Any:
     """What `train_losses` needs of a run, with four sequences in a batch."""
-    model = Model(layers)
-    convert(model, backend=backend)
-    for module in model.layers:
-        module.sum_gradients(sums, in_product=in_product)
+    model = convert(Model(layers), backend=backend)
     run = SimpleNamespace(
         model=model,
         world=SimpleNamespace(size=1, data_rank=0, peers=None),
@@ -223,20 +299,19 @@ def made(
         teacher=None,
         device=CPU,
         pipeline=None,
+        recipe=recipe,
+        _regions=[(LAYER_BACKENDS["te"], [recipe.table()])] if backend == "te" else [],
     )
     run.region = lambda: Run.region(run)  # type: ignore[arg-type]
-    apply(run, recipe)
+    for layer in model.layers:
+        layer.sum_gradients(True, in_product=in_product)
+        apply(layer, recipe)
     return run
 
 
-def apply(run: Any, recipe: Recipe) -> None:
-    for module in run.model.layers:
-        module.apply_plan(
-            resolve(module.layer, recipe, None, module.backend, Device.of(CPU)), recipe, None, CPU
-        )
-    te_runs = run.model.layers[0].backend == "te"
-    run._regions = [(LAYER_BACKENDS["te"], [recipe.table()])] if te_runs else []
-    run.recipe = recipe
+def apply(layer: Any, recipe: Recipe) -> None:
+    plan = resolve(layer.layer, recipe, None, layer.backend, Device.of(CPU))
+    layer.apply_plan(plan, recipe, None, CPU)
 
 
 def step(run: Any) -> None:
@@ -250,12 +325,6 @@ def step(run: Any) -> None:
     run.step += 1
 
 
-def step_context(run: Any) -> Any:
-    return use(
-        Context(
-            recipe=run.recipe,
-            position=Position(RunStep(0, run.step)),
-            counts="nothing",
-            applied=True,
-        )
-    )
+def step_context(recipe: Recipe, step: int = 0) -> Any:
+    position = Position(RunStep(0, step))
+    return use(Context(recipe=recipe, position=position, counts="nothing", applied=True))
