@@ -5,9 +5,8 @@ import os
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ SCRIPT = Path(gpu_check.__file__).with_suffix(".sh")
 
 def flat(steps: Iterable[Step]) -> list[Step]:
     """All steps, those that run beside others, too."""
-    return [each for step in steps for each in (step, *step.beside)]
+    return [program for step in steps for program in (step, *step.beside)]
 
 
 def steps_with(text: str, lines: list[str]) -> set[str]:
@@ -64,17 +63,19 @@ def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`check(step, …)`: a call of the part `nine`, which runs these steps."""
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`call(steps, *words)`: the exit code of a call where there is a GPU, whose part `nine` has
+    these steps.
+    """
 
-    def called(*steps: Step, seconds: float = 60.0) -> Check:
+    def called(steps: Iterable[Step], *words: str) -> int:
         monkeypatch.setattr(gpu_check, "steps_of", lambda *_: iter(steps))
-        ends = time.monotonic() + seconds
-        found = Check(out=tmp_path / "x", archive=tmp_path / "back", ends=ends)
-        found.part("nine")
-        return found
+        monkeypatch.setattr(Check, "why_no_gpu", lambda self: None)
+        monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
+        place = [str(tmp_path / "x"), "--archive", str(tmp_path / "back")]
+        return gpu_check.main([*place, "--total", "9", *words])
 
-    yield called
+    return called
 
 
 def shell(name: str, command: str, **options: Any) -> Step:
@@ -86,62 +87,83 @@ def packed(tmp_path: Path) -> set[str]:
         return set(archive.getnames())
 
 
-def test_a_step_that_ended_is_not_run_again_and_others_are(check: Any, tmp_path: Path) -> None:
-    count = f"echo >> {tmp_path}/"
-    steps = (
+def test_a_step_that_ended_is_not_run_again_and_results_of_one_that_failed_come_back(
+    call: Any, tmp_path: Path
+) -> None:
+    count = f"echo >> {tmp_path}/x-"
+    steps = [
         shell("good", f"{count}good"),
         shell("absent", f"{count}absent; exit 3"),
-        shell("bad", f"{count}bad; exit 1"),
-    )
-    assert check(*steps).failed
-    assert check(*steps).failed
-    assert [(tmp_path / name).read_text().count("\n") for name in ("good", "absent", "bad")] == [
-        1,
-        2,
-        2,
+        shell("bad", f"{count}bad; echo why >&2; exit 1"),
     ]
-    assert not check(*steps[:2]).failed, "what cannot run on a machine is no failure"
-
-
-def test_results_of_a_step_that_failed_come_back(check: Any, tmp_path: Path) -> None:
-    check(shell("bad", f"echo half > {tmp_path}/x-half.json; echo why >&2; exit 1"))
-    assert {"x-half.json", "x-bad.log"} <= packed(tmp_path)
+    assert [call(steps), call(steps)] == [1, 1]
+    runs = {name: (tmp_path / f"x-{name}").read_text() for name in ("good", "absent", "bad")}
+    assert runs == {"good": "\n", "absent": "\n\n", "bad": "\n\n"}
+    assert {"x-bad", "x-bad.log"} <= packed(tmp_path)
     assert (tmp_path / "x-bad.log").read_text() == "why\n"
-
-
-def test_a_step_that_takes_too_long_is_ended_with_what_it_started(
-    check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hanging = shell(
-        "hangs", f"(sleep 30; echo > {tmp_path}/late) & echo $! > {tmp_path}/x-pid; wait"
-    )
-    began = time.monotonic()
-    found = check(hanging, shell("next", "true"), seconds=1.0)
-    assert found.failed
-    assert time.monotonic() - began < 20
-    assert "== hangs: FAILED (124)" in capsys.readouterr().out
-    assert found.summary() == "failed: hangs; no time was left, call it again: next"
-    pid = int((tmp_path / "x-pid").read_text())
-    with pytest.raises(ProcessLookupError):
-        while (status := Path(f"/proc/{pid}/stat")).exists() and status.read_text().split()[
-            2
-        ] == "Z":
-            raise ProcessLookupError  # ended, and not yet waited for
-        os.kill(pid, 0)
-    assert "x-pid" in packed(tmp_path)
+    assert call(steps[:2]) == 0, "what cannot run on a machine is no failure"
 
 
 def test_steps_beside_each_other_share_a_limit_and_each_is_noted_when_it_ends(
-    check: Any, tmp_path: Path
+    call: Any, tmp_path: Path
 ) -> None:
     meets = f"touch {tmp_path}/x-{{0}}; until [ -e {tmp_path}/x-{{1}} ]; do sleep 0.1; done"
-    hangs = shell("hangs", f"until grep -q ^second {tmp_path}/x.done; do sleep 0.1; done; sleep 60")
-    steps = shell(
-        "first", meets.format("a", "b"), beside=(shell("second", meets.format("b", "a")), hangs)
+    hangs = shell("hangs", f"until grep -q ^b {tmp_path}/x.done; do sleep 0.1; done; sleep 60")
+    beside = (shell("b", meets.format("b", "a")), hangs)
+    assert call([shell("a", meets.format("a", "b"), beside=beside, limit=5)]) == 1
+    assert sorted((tmp_path / "x.done").read_text().split()) == ["a", "b"]
+
+
+def test_total_bounds_the_whole_call_whatever_a_step_does(
+    call: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A machine that is there for minutes is taken away then, with what was not packed."""
+    monkeypatch.setattr(gpu_check, "ENDING", 5.9)
+    monkeypatch.setattr(gpu_check, "GRACE", 0.5)
+    stubborn = shell(
+        "stubborn", f"trap '' TERM; echo > {tmp_path}/x-found.json; while :; do sleep 0.2; done"
     )
-    found = check(steps, seconds=5.0)
-    assert sorted((tmp_path / "x.done").read_text().split()) == ["first", "second"]
-    assert found.failed == ["hangs"]
+    began = time.monotonic()
+    assert call([stubborn, shell("next", "true")], "--total", "0.2") == 1
+    assert time.monotonic() - began < 12.0
+    assert "failed: stubborn" in capsys.readouterr().out
+    assert {"x-found.json", "x-stubborn.log"} <= packed(tmp_path)
+
+
+def test_a_step_has_a_limit_of_its_own_and_what_it_leaves_is_for_the_next(
+    call: Any, tmp_path: Path
+) -> None:
+    """Of 1.5 minutes, a sixth of nine, each gets a sixth of its limit."""
+    hangs = shell("hangs", "sleep 60", limit=6)
+    quick = shell("quick", "true", limit=60)
+    longer = shell("longer", "sleep 3", limit=6)
+    began = time.monotonic()
+    assert call([hangs, quick, longer], "--total", "1.5") == 1
+    assert time.monotonic() - began < 30
+    assert (tmp_path / "x.done").read_text().split() == ["quick", "longer"]
+
+
+def test_a_part_stops_at_a_gate_that_is_not_passed(call: Any, tmp_path: Path) -> None:
+    after = shell("next", f"touch {tmp_path}/ran")
+    for code in (1, 3):
+        assert call([shell("gate", f"exit {code}", gate=True), after]) == 1
+        assert not (tmp_path / "ran").exists()
+    assert call([shell("gate", "true", gate=True), after]) == 0
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_first_visit_takes_nine_minutes_and_is_what_a_call_without_parts_runs(
+    tmp_path: Path,
+) -> None:
+    steps = list(gpu_check.steps_of("nine", tmp_path / "x", None))
+    assert steps[0].gate and all(step.limit is not None for step in steps)
+    assert 500 < sum(step.limit or 0 for step in steps) <= gpu_check.NINE - gpu_check.ENDING
+    names = [step.name for step in steps]
+    assert names.index("nine bandwidth") < names.index("nine profile") < names.index("nine state")
+    assert gpu_check.read(["x", "--total", "9"]).parts == ["nine"]
 
 
 def test_without_a_gpu_nothing_runs_and_the_exit_code_says_so(tmp_path: Path) -> None:
@@ -152,32 +174,8 @@ def test_without_a_gpu_nothing_runs_and_the_exit_code_says_so(tmp_path: Path) ->
     assert "sees no GPU; nothing ran" in done.stderr and "====" not in done.stdout
 
 
-def test_results_are_packed_while_a_step_runs(
-    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The whole call may be ended from outside at any time."""
-    monkeypatch.setattr(gpu_check, "EVERY", 0.2)
-    seen = f"until tar tf {tmp_path}/back/x.tgz | grep -q x-half; do sleep 0.1; done"
-    assert not check(
-        shell("long", f"echo half > {tmp_path}/x-half.json; {seen}"), seconds=30.0
-    ).failed
-
-
-def test_checkpoints_and_installed_packages_are_not_packed(check: Any, tmp_path: Path) -> None:
-    for folder in ("x-run/checkpoints/step_1", "x.site/te"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "large").write_bytes(b"0" * 1000)
-    (tmp_path / "x-run" / "metrics.jsonl").write_text("{}\n")
-    check(shell("good", "true"))
-    assert {name for name in packed(tmp_path) if "log" not in name} == {
-        "x-run",
-        "x-run/metrics.jsonl",
-        "x.done",
-    }
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reason"),
     [
         ([], "required: out"),
         (["te"], "before the parts"),
@@ -187,11 +185,11 @@ def test_checkpoints_and_installed_packages_are_not_packed(check: Any, tmp_path:
     ],
 )
 def test_wrong_arguments_are_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         gpu_check.main(words)
-    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert ended.value.code == 2 and reason in capsys.readouterr().err
 
 
 def test_a_carried_transformer_engine_is_installed_first_and_found_afterwards(
@@ -203,27 +201,6 @@ def test_a_carried_transformer_engine_is_installed_first_and_found_afterwards(
     path = Check(out=tmp_path / "x", archive=None).environment()["PYTHONPATH"]
     assert path.split(os.pathsep)[:2] == [str(gpu_check.ROOT), str(tmp_path / "x.site")]
     assert check.words[:2] == ("gpu_layers.py", "te")
-
-
-def test_compiled_kernels_lie_outside_of_results_unless_a_folder_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cache among the results would fill what comes back from a machine; one in the tree what is
-    carried to it.
-    """
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    check = Check(out=tmp_path / "benchmarks" / "x", archive=tmp_path / "back")
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    assert check.environment()["TRITON_CACHE_DIR"] == str(tmp_path / "temporary" / "x.triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/named")
-    assert check.environment()["TRITON_CACHE_DIR"] == "/named"
-
-
-def test_every_program_of_every_part_is_there(tmp_path: Path) -> None:
-    for part in PARTS:
-        for step in gpu_check.steps_of(part, tmp_path / "x", None):
-            scripts = [word for word in step.command() if word.endswith(".py")]
-            assert all(Path(word).is_file() for word in scripts)
 
 
 def test_what_failed_is_tried_again_and_what_worked_is_not(

@@ -1,19 +1,16 @@
 """scripts/pack_gpu.py: the wheels that a machine with torch, Triton and transformers lacks, which are enough."""
 
 import json
-import re
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pack_gpu
 import pytest
 from packaging.requirements import Requirement
-
-TARGET = pack_gpu.Target(python="3.12", platform="manylinux_2_28_x86_64")
-FAST_TO_FAIL = ("--retries", "0", "--timeout", "10")
 
 WITHOUT = """
 import sys
@@ -34,21 +31,21 @@ main({words!r})
 
 def needed_by(*packages: str) -> set[str]:
     """The installed packages that these need, and themselves."""
-    found: set[str] = set()
+    names: set[str] = set()
     pending = list(packages)
     while pending:
         name = pack_gpu.normalised(pending.pop())
-        try:
-            lines = requires(name) or []
-        except PackageNotFoundError:
+        if name in names:
             continue
-        if name not in found:
-            found.add(name)
-            requirements = map(Requirement, lines)
+        with suppress(PackageNotFoundError):
+            requirements = map(Requirement, requires(name) or [])
             pending += [
-                r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})
+                need.name
+                for need in requirements
+                if need.marker is None or need.marker.evaluate({"extra": ""})
             ]
-    return found
+            names.add(name)
+    return names
 
 
 def test_the_machine_has_what_torch_and_transformers_need_in_each_version() -> None:
@@ -91,36 +88,6 @@ def test_a_run_trains_to_its_end_where_only_torch_transformers_and_the_packed_wh
     assert "figures need matplotlib" in done.stdout
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1]["step"] == 3
-
-
-@pytest.mark.long
-def test_the_wheels_of_the_registry_are_packed_and_their_size_is_said(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    reach = [
-        *pack_gpu.PIP,
-        "download",
-        *FAST_TO_FAIL,
-        "--no-deps",
-        "--dest",
-        str(tmp_path / "reach"),
-    ]
-    if subprocess.run([*reach, "iniconfig"], capture_output=True).returncode:
-        pytest.skip("pip reaches no registry of packages")
-    folder = tmp_path / "wheels"
-    assert pack_gpu.main([str(folder)]) == 0
-    names = {path.name.partition("-")[0] for path in folder.iterdir()}
-    assert names == {"hydra_core", "omegaconf", "antlr4_python3_runtime", "liger_kernel"}
-    assert all(path.name.endswith("-py3-none-any.whl") for path in folder.iterdir()), (
-        "of any Python and machine"
-    )
-    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
-    assert 1 < size < 2
-    assert re.search(
-        rf"^ +{size:.2f} MB  {folder}, [\d.]+ MB with the files",
-        capfd.readouterr().out,
-        re.MULTILINE,
-    )
 
 
 REGISTRY = {
@@ -170,15 +137,9 @@ def test_an_extra_comes_with_what_it_needs_there_and_torch_is_never_downloaded(
     assert asked[len(pack_gpu.WHEELS) :] == [pinned, "psutil", "Some.Extra>=2", "speedup==1"]
 
 
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [("dataset", "constraints.txt pins no such package"), ("Torch", "the machine has it")],
-)
-def test_an_extra_that_is_unknown_or_there_is_refused(
-    asked: list[str], tmp_path: Path, extra: str, said: str
-) -> None:
-    with pytest.raises(SystemExit, match=said):
-        pack_gpu.main([str(tmp_path / "wheels"), "--with", extra])
+def test_an_extra_that_is_unknown_is_refused(asked: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="pins no such package"):
+        pack_gpu.main([str(tmp_path / "wheels"), "--with", "dataset"])
     assert not asked and not (tmp_path / "wheels").exists()
 
 
@@ -192,18 +153,5 @@ def test_a_folder_that_holds_something_or_is_too_large_is_refused(
     monkeypatch.setattr(pack_gpu, "checkout_bytes", lambda: 3_000_000)
     folder = tmp_path / "wheels"
     assert pack_gpu.main([str(folder), "--limit", "4"]) == 1
-    said = capsys.readouterr()
-    assert (
-        "2.00 MB" in said.out
-        and "5.0 MB with the files" in said.out
-        and "more than 4 MB" in said.err
-    )
+    assert "more than 4 MB" in capsys.readouterr().err
     assert pack_gpu.main([str(folder)]) == 2, "nothing is added to what somebody packed before"
-
-
-def test_wheels_of_older_systems_run_on_newer_ones() -> None:
-    assert TARGET.platforms()[0] == "manylinux_2_28_x86_64"
-    assert {"manylinux_2_17_x86_64", "manylinux2014_x86_64"} <= set(TARGET.platforms())
-    assert "manylinux_2_34_x86_64" not in TARGET.platforms()
-    other = pack_gpu.Target(python="3.12", platform="macosx_14_0_arm64")
-    assert other.platforms() == ["macosx_14_0_arm64"]

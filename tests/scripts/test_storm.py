@@ -4,13 +4,11 @@ import os
 import runpy
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import storm
 from command_line import PATIENCE
-from storms.ground import end_measured
 
 ROOT = Path(__file__).parents[2]
 COUNTS = {"parts": 60, "damages": 150, "hostile": 4, "foreign": 12, "inputs": 2}
@@ -52,16 +50,3 @@ def test_trials_are_counted_by_kind_and_a_failed_one_is_told() -> None:
         "| **power** | all | 4 | 3 | 1 |",
     ]
     assert failures == ["power 0 (start): other losses"]
-
-
-def test_the_memory_that_a_command_holds_at_most_is_measured(tmp_path: Path) -> None:
-    peaks = []
-    for size in (0, 64 << 20):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-            pid = os.fork()
-        if not pid:
-            len(b"x" * size)
-            os._exit(0)
-        peaks.append(end_measured(pid, tmp_path).peak)
-    assert 60 << 20 < peaks[1] - peaks[0] < 70 << 20

@@ -16,9 +16,10 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import te_on_cpu
 import torch
 import transformer_engine_torch as tex
-from te_on_cpu import DType, K, no_gpu, pretend_gpu, te
+from te_on_cpu import K, no_gpu, pretend_gpu, te
 from torch import Tensor, nn
 from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
 from transformer_engine.pytorch.quantized_tensor import (
@@ -43,9 +44,9 @@ CPU = torch.device("cpu")
 TOKENS = 32
 """Of a row."""
 DTYPES = {
-    DType.kFloat32: "float32",
-    DType.kFloat16: "float16",
-    DType.kBFloat16: "bfloat16",
+    te_on_cpu.DType.kFloat32: "float32",
+    te_on_cpu.DType.kFloat16: "float16",
+    te_on_cpu.DType.kBFloat16: "bfloat16",
 }
 gemms: list[dict[str, Any]] = []
 """Each GEMM, with the kinds of its operands and its result."""
