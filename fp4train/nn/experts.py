@@ -124,13 +124,6 @@ class Experts(PlannedLayer):
         return *self.quantised_columns(x, self.w_ENK[busiest]), slice(start, start + rows[busiest])
 
     def shard(self, own: LayerShard) -> None:
-        if own.amax == "data":
-            raise ValueError(
-                f"{self.layer.name} has {self.experts} experts, and an expert has tokens on "
-                "some ranks only: an amax "
-                "over the tokens of all ranks (parallel.amax=data) would wait for the "
-                "others; use parallel.amax=tp"
-            )
         assert own.tensor is not None and own.cut == "experts"
         # a call cannot join: other ranks have other experts
         self.layer_shard = own

@@ -31,10 +31,8 @@ from fp4train.quantize import (
 )
 from fp4train.quantize.source import AXES
 from fp4train.shards import Runs
-from fp4train.text import check_choice
 
 Cut = Literal["in", "out", "experts"]
-AMAXES = ("tp", "data", "local")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,11 +50,6 @@ class LayerShard:
             (else).
         runs: ranges of this rank's out features in the whole layer's, (first, number) each; none:
             they follow `first`.
-        data: ranks that hold the same shard and other tokens; None: there are none.
-        amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other
-            shards; "data": also those of `data`; "local": this rank's alone, and the result depends
-            on the cut. The amaxes of delayed scaling are joined over all ranks in any case
-            (`nn.scaling`).
     """
 
     tensor: Ranks | None = None
@@ -64,15 +57,12 @@ class LayerShard:
     sequence: bool = False
     first: int = 0
     runs: Runs = ()
-    data: Ranks | None = None
-    amax: str = "tp"
 
     def __post_init__(self) -> None:
         if (self.tensor is None) != (self.cut is None):
             raise ValueError(
                 f"cut={self.cut!r} with tensor={self.tensor}: a layer that is cut has ranks"
             )
-        check_choice("amax", self.amax, AMAXES)
 
     @property
     def parts(self) -> int:
@@ -124,21 +114,17 @@ class LayerShard:
         Args:
             transposed: whether the transposed tensor is quantised, so that an amax per row is one
                 per column.
-            tokens: whether the tensor is this rank's tokens, and `tensor` holds the others: they
-                are gathered, so they share an amax even with amax="local".
+            tokens: whether the tensor is this rank's tokens, and `tensor` holds the others.
         """
         extent = amax_extent(spec)
-        if extent is None or (self.amax == "local" and not tokens):
+        if extent is None or self.tensor is None:
             return ()
         rows, columns = AXES[tensor]
         covers: dict[str, bool] = {rows: extent == "tensor" or transposed}
         covers[columns] = extent == "tensor" or not transposed
-        groups = []
-        if self.tensor is not None and covers.get("tokens" if tokens else str(self.cut)):
-            groups.append(self.tensor)
-        if self.amax == "data" and self.data is not None and covers.get("tokens"):
-            groups.append(self.data)
-        return tuple(groups)
+        if covers.get("tokens" if tokens else str(self.cut)):
+            return (self.tensor,)
+        return ()
 
     def amax_and_rounding_ranks(
         self, operand: Operand, *, tokens: bool = False

@@ -20,6 +20,9 @@ _SPLIT = ("zb", "zbv", "zero_bubble", "interleaved_zb", "dualpipe", "dualpipev",
 
 
 _ABSENT = {
+    "amax": "it went: the largest magnitude of a tensor is that of all ranks that share it, as "
+    "with parallel.amax=tp; for codes that do not depend on how a batch is cut, take microbatches "
+    "of one size (train.microbatch) on any number of ranks",
     "cp": "context parallelism cuts the attention of a sequence over ranks, which torch does "
     "on GPUs alone, so that no "
     "test here could show that the loss does not depend on it; for long sequences take "
@@ -159,9 +162,6 @@ class Parallel:
             within one machine.
         sp: with tp, whether tokens between the matrices are shared as well (sequence parallelism,
             arXiv:2205.05198).
-        amax: whose values the largest magnitude of a tensor covers. "tp": those of the ranks that
-            share it, so that codes do not depend on tp; "data": also those of the data ranks, so
-            that they do not depend on how a batch is cut; "local": this rank's alone.
         gather: form in which ranks of dp_shard send each other the weights of the blocks' layers.
             "recipe": codes and scales where the layer's recipe quantises the weight, else values in
             the recipe's dtype, in every bit as on one rank; BF16, which changes digits, where a
@@ -180,7 +180,6 @@ class Parallel:
     pp_chunks: int = 2
     tp: int = 1
     sp: bool = True
-    amax: str = "tp"
     gather: str = "recipe"
     reduce: str = "float32"
     timeout: float = 1800.0
@@ -212,8 +211,6 @@ class Parallel:
                 f"parallel.pp_chunks={self.pp_chunks} must be at least 2; "
                 "parallel.pp_schedule=1f1b has 1"
             )
-        if self.amax not in ("tp", "data", "local"):
-            raise ValueError(f"parallel.amax={self.amax!r} must be tp, data or local")
         check_choice("parallel.gather", self.gather, GATHERS)
         check_choice("parallel.reduce", self.reduce, REDUCES)
         if not 1 <= self.timeout <= 1e6:

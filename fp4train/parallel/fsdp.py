@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from fp4train.errors import user_errors
 from fp4train.nn.executors import join_states
 from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.ranks import Ranks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.gather import gather_weights
-from fp4train.parallel.tensor import cut_tensors, set_data_ranks
+from fp4train.parallel.tensor import cut_tensors
 from fp4train.parallel.world import World
 from fp4train.precision.layers import find_blocks
 
@@ -40,22 +39,15 @@ if TYPE_CHECKING:
 
 
 def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
-    """Cut the matrices of a converted model over the tensor-parallel ranks, and tell its layers
-    whose amaxes they take.
+    """Cut the matrices of a converted model over the tensor-parallel ranks.
 
     Raises:
         UserError: the model's class does not say how it is cut, or a size is not divisible.
     """
-    if world.mesh.data > 1:
-        data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data)
-    else:
-        data = None
     if world.tensor is None:
-        with user_errors(ValueError):
-            set_data_ranks(model, amax=parallel.amax, data=data)
         return
     with user_errors(TypeError, ValueError):
-        cut_tensors(model, world.tensor, sequence=parallel.sp, amax=parallel.amax, data=data)
+        cut_tensors(model, world.tensor, sequence=parallel.sp)
 
 
 def distribute(

@@ -345,12 +345,7 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
     by_name = {gather.layer.layer.name: gather.amaxes for gather in gathers}
     for gather in gathers:
         gather.amaxes.fused = by_name
-    alone = world.mesh.tensor == 1 or any(
-        gather.layer.layer_shard is not None and gather.layer.layer_shard.amax == "local"
-        for gather in gathers
-    )
-
-    largest = ranks.largest if alone else world.largest
+    largest = ranks.largest if world.mesh.tensor == 1 else world.largest
     # Before FSDP's own hook, which gathers.
     model.register_forward_pre_hook(lambda *_: begin(gathers, largest), prepend=True)
 

@@ -50,10 +50,7 @@ class GatherAmaxes:
         self.layer = layer
         self.ranks = ranks
         place = layer.layer_shard
-        if place is None or place.amax == "local":
-            self.cut = None
-        else:
-            self.cut = place.cut
+        self.cut = None if place is None else place.cut
         """The features along which ranks that share the amaxes of the weight cut it."""
         self.fused: Mapping[str, GatherAmaxes] = {}
         self.shared: QuantSpec | None = None

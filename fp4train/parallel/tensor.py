@@ -33,8 +33,6 @@ def cut_tensors(
     mesh: DeviceMesh,
     *,
     sequence: bool = True,
-    amax: str = "tp",
-    data: Ranks | None = None,
 ) -> nn.Module:
     """Cut `model` over the ranks of `mesh`, in place, and return it.
 
@@ -42,8 +40,6 @@ def cut_tensors(
         model: a converted model that says how its parameters are cut (`fp4train_parameters`).
         mesh: mesh with one dimension, `world.mesh["tp"]`.
         sequence: whether the tokens of the residual stream and norms are cut too.
-        amax: "tp", "data" or "local": see `nn.layer_shard.LayerShard`.
-        data: ranks with the same shards and other tokens; None: there are none.
 
     Raises:
         TypeError: the model does not say how it is cut.
@@ -80,8 +76,6 @@ def cut_tensors(
                     sequence=sequence,
                     first=ranks.rank * part,
                     runs=runs,
-                    data=data,
-                    amax=amax,
                 )
             )
     for name, attribute, _ in cut.counts:
@@ -97,7 +91,6 @@ def cut_tensors(
     for names, distinct in ((cut.tokens, sequence), (cut.features, False), (cut.heads, True)):
         for name in names:
             model.get_submodule(name).tensor = TokenRanks(ranks=ranks, sequence=distinct)  # type: ignore[assignment]
-    set_data_ranks(model, amax=amax, data=data)
     return model
 
 
@@ -124,20 +117,6 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
                 "otherwise: it must cut each group of experts along Split.EXPERTS, and nothing else"
             )
     return cut
-
-
-def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
-    """Let layers that are not cut take their amaxes over the ranks with other tokens, if `amax` is
-    "data".
-    """
-    for module in model.modules():
-        if (
-            isinstance(module, PlannedLayer)
-            and module.layer_shard is None
-            and amax == "data"
-            and data is not None
-        ):
-            module.shard(LayerShard(amax=amax, data=data))
 
 
 def check_division(model: nn.Module, cut: TensorCut, size: int) -> None:

@@ -369,7 +369,7 @@ def test_what_is_said_of_gpus_is_told_from_the_keys_of_the_section() -> None:
 
 
 def test_a_command_or_its_configuration_asks_for_a_mesh() -> None:
-    assert not asks_for_mesh(Parallel(timeout=9, amax="data"), None, ["model", "parallel.timeout"])
+    assert not asks_for_mesh(Parallel(timeout=9), None, ["model", "parallel.timeout"])
     assert asks_for_mesh(Parallel(dp_shard=8), None, [])
     assert asks_for_mesh(Parallel(), None, ["parallel.dp_shard"]) and asks_for_mesh(
         Parallel(), 8, []

@@ -285,41 +285,6 @@ def test_weights_and_gradients_in_bf16_change_digits_as_those_of_one_family_do(
     assert apart(one[1:], gradients[1:], "train/loss") < 1e-3
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_an_amax_of_each_tensor_parallel_rank_alone_changes_the_first_step(
-    ranks: Ranks, family: str
-) -> None:
-    options = (*CUT[family], "recipe=nvfp4", "train.steps=2")
-    ranks.train(2, "local", *options, "parallel.tp=2", "parallel.amax=local")
-    one = ranks.losses(ranks.reference(*options))
-    local = ranks.losses("local")
-    assert (
-        1e-5 < apart(one, local, "train/loss") < 5e-3
-        and apart(one, local, "train/grad_norm") > 1e-3
-    )
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_an_amax_of_all_data_ranks_is_that_of_the_whole_batch_on_one_rank(
-    ranks: Ranks, family: str
-) -> None:
-    """Experts refuse it: one may have tokens on a single rank."""
-    options = (
-        *(each for each in four(family) if not each.startswith("train.microbatch")),
-        "recipe=nvfp4",
-    )
-    if family == "moe":
-        assert (
-            "an expert has tokens on some ranks only"
-            in ranks(2, "run.name=a", *options, "parallel.amax=data").message
-        )
-        return
-    ranks.train(2, "data", *options, "parallel.amax=data")
-    one = ranks.losses(ranks.reference(*options))
-    data = ranks.losses("data")
-    assert apart(one, data, "train/loss") <= 1e-6 and apart(one, data, "train/grad_norm") <= 1e-4
-
-
 def apart(one: list[dict[str, Any]], other: list[dict[str, Any]], key: str) -> float:
     """Relative difference of a number in the first of these steps."""
     first: float = one[0][key]

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from fp4train.nn.executors.cut import CutGemms, GatheredForms
 from fp4train.nn import Ranks
-from fp4train.parallel.tensor import cut_tensors, set_data_ranks
+from fp4train.parallel.tensor import cut_tensors
 
 made = CutGemms.__init__
 
@@ -40,12 +40,8 @@ mesh = init_device_mesh("cpu", (data, world // data), mesh_dim_names=("dp", "tp"
 dp = Ranks.of(mesh["dp"])
 for case in json.loads(arguments[0]):
     model = llama_steps.model(**case["model"])
-    options = {"sequence": case["sequence"], "amax": case["amax"]}
     CutGemms.__init__ = made if case["codes"] else sending_activations
-    if world > data:
-        cut_tensors(model, mesh["tp"], data=dp if data > 1 else None, **options)
-    else:
-        set_data_ranks(model, amax=case["amax"], data=dp)
+    cut_tensors(model, mesh["tp"], sequence=case["sequence"])
     if case.get("compile"):
         for block in model.blocks:
             block.compile()
@@ -74,7 +70,7 @@ def trained(
     **options: Any,
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(on several ranks, on one) for each recipe, with and without cut tokens (`tokens`)."""
-    given = {"amax": "tp", "codes": True, **options}
+    given = {"codes": True, **options}
     given["model"] = {"layers": 2, **given.get("model", {})}
     cases = [
         {"recipe": recipe, "sequence": sequence, **given}
@@ -140,15 +136,6 @@ def test_what_is_requantised_and_turned_by_signs_of_the_step_is_that_of_one_rank
 
 
 @pytest.mark.long
-def test_with_the_amax_of_each_rank_alone_it_is_not(ranks: Ranks) -> None:
-    """What the tests above see if the amax is not that of the whole tensor."""
-    recipes = ["nvfp4", "fp8_current"]
-    for ours, one in trained(ranks, 2, recipes, amax="local", model={"layers": 3}):
-        assert llama_steps.difference(ours, one, "losses", 0) > 1e-5, ours
-        assert llama_steps.difference(ours, one, "norms", 0) > 1e-3, ours
-
-
-@pytest.mark.long
 def test_recomputation_changes_nothing(ranks: Ranks) -> None:
     plain = trained(ranks, 2, ["nvfp4"])
     again = trained(ranks, 2, ["nvfp4"], model={"recompute": True})
@@ -178,16 +165,6 @@ def test_fsdp_over_two_and_tensors_over_two(ranks: Ranks) -> None:
         limit = 1e-6 if ours["recipe"] == "fp32" else RARE
         assert llama_steps.difference(ours, one, "losses", 1) <= limit, ours
         assert llama_steps.difference(ours, one, "norms", 0) <= limit, ours
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world", [2, 4])
-def test_with_the_amax_of_all_data_ranks_they_equal_the_whole_batch_on_one_rank(
-    ranks: Ranks, world: int
-) -> None:
-    for ours, one in trained(ranks, world, ["nvfp4"], data=2, amax="data"):
-        assert llama_steps.difference(ours, one, "losses", 0) <= 1e-6, ours
-        assert llama_steps.difference(ours, one, "norms", 0) <= 1e-4, ours
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.backends import widens
-from fp4train.nn import Experts, LayerShard, Linear
+from fp4train.nn import Experts, Linear
 from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.parameters import ParameterSpec, Split
 from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute
@@ -268,14 +268,6 @@ def test_recomputed_experts_choose_outlier_channels_once_and_repeat_the_bits() -
         torch.equal(each, plain.scaling_state()[name])
         for name, each in again.scaling_state().items()
     )
-
-
-def test_an_amax_over_the_tokens_of_all_ranks_is_refused_by_name() -> None:
-    """An expert may have tokens on one rank alone, which would wait for the others."""
-    with pytest.raises(
-        ValueError, match=r"up has 4 experts, .* \(parallel\.amax=data\) .* use parallel\.amax=tp"
-    ):
-        pair()[0].shard(LayerShard(amax="data"))
 
 
 def test_a_cut_that_does_not_say_which_ranks_have_which_experts_is_refused() -> None:

@@ -9,21 +9,13 @@ from fp4train.precision import MXFP8, NVFP4, FP8Delayed, FP8Row
 from fp4train.quantize import QuantSpec
 
 TENSOR = Ranks(group=None, rank=1, size=2)
-DATA = Ranks(group=None, rank=0, size=4)
 NVFP4_X = NVFP4().table().fprop.first
 ROW = FP8Row().table().fprop.first
 assert NVFP4_X is not None and ROW is not None
 
 
-def shard(cut: Cut | None, amax: str = "tp", sequence: bool = False) -> LayerShard:
-    return LayerShard(
-        tensor=None if cut is None else TENSOR,
-        cut=cut,
-        first=64,
-        data=DATA,
-        amax=amax,
-        sequence=sequence,
-    )
+def shard(cut: Cut, sequence: bool = False) -> LayerShard:
+    return LayerShard(tensor=TENSOR, cut=cut, first=64, sequence=sequence)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +32,6 @@ def test_the_amax_of_a_tensor_covers_the_ranks_that_hold_its_parts(
         assert shard(cut).amax_ranks(tensor, NVFP4_X, transposed=transposed) == (
             (TENSOR,) if shared else ()
         )
-    assert shard(cut, amax="local").amax_ranks(tensor, NVFP4_X) == ()
 
 
 def test_the_amax_of_a_row_covers_the_ranks_that_hold_its_parts() -> None:
@@ -51,33 +42,18 @@ def test_the_amax_of_a_row_covers_the_ranks_that_hold_its_parts() -> None:
     assert shard("out").amax_ranks("w", ROW, transposed=True) == (TENSOR,)
 
 
-@pytest.mark.parametrize("cut", [None, "out", "in"])
-def test_with_amax_data_it_covers_the_tokens_of_all_data_ranks(cut: Cut | None) -> None:
-    assert DATA in shard(cut, amax="data").amax_ranks("x", NVFP4_X)
-    assert DATA in shard(cut, amax="data").amax_ranks("x", ROW, transposed=True)
-    assert DATA not in shard(cut, amax="data").amax_ranks("x", ROW)
-    assert DATA not in shard(cut, amax="data").amax_ranks("w", NVFP4_X)
-    assert DATA not in shard(cut).amax_ranks("x", NVFP4_X)
-
-
 def test_tokens_that_are_gathered_as_codes_share_their_amax() -> None:
     assert shard("out", sequence=True).amax_ranks("x", NVFP4_X, tokens=True) == (TENSOR,)
-    assert shard("out", "local", sequence=True).amax_ranks("x", NVFP4_X, tokens=True) == (TENSOR,)
 
 
 @pytest.mark.parametrize("spec", [MXFP8().table().fprop.first, FP8Delayed().table().fprop.first])
 def test_scales_of_blocks_and_of_histories_need_no_other_rank(spec: QuantSpec) -> None:
-    assert shard("in", amax="data").amax_ranks("x", spec) == ()
+    assert shard("in").amax_ranks("x", spec) == ()
 
 
 def test_random_bits_begin_at_the_shards_first_element() -> None:
     assert [shard("out").starts(t) for t in ("x", "w", "dy")] == [(0, 0), (64, 0), (0, 64)]
     assert [shard("in").starts(t) for t in ("x", "w", "dy")] == [(0, 64), (0, 64), (0, 0)]
-
-
-def test_an_unknown_amax_is_refused() -> None:
-    with pytest.raises(ValueError, match="amax='all' is not one of"):
-        LayerShard(tensor=TENSOR, cut="in", amax="all")
 
 
 def test_a_cut_needs_ranks() -> None:
