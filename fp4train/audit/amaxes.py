@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.quantize import Operand, QuantSpec, RandomKey, amax_extent, reference
-from fp4train.quantize.source import AXES
+from fp4train.quantize import QuantSpec, RandomKey, amax_extent, reference
 
 
 class Amaxes(NamedTuple):
@@ -44,21 +43,3 @@ def measured_outer(
         tensor = rounded.restore(torch.bfloat16).T
         spec = replace(spec, requantises=None)
     return measured(tensor, spec, key)
-
-
-def covers_tokens(operand: Operand, *, inner: bool = False) -> bool:
-    """Whether the amax of x or dy is one of several tokens, which other ranks may have.
-
-    Args:
-        inner: whether it is the amax of what the operand requantises, along the other axis.
-    """
-    spec = operand.spec
-    transposed = operand.transposed
-    if spec is not None and inner:
-        spec = spec.requantises
-        transposed = not transposed
-    extent = None if spec is None else amax_extent(spec)
-    axes = AXES[operand.tensor]
-    if extent == "row":
-        return "tokens" in axes and axes[int(transposed)] != "tokens"
-    return extent == "tensor" and "tokens" in axes

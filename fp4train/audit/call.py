@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fp4train.audit.amaxes import Amaxes
 from fp4train.audit.cut import CutCall
 from fp4train.backends import Prepared
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Decoded, Operand, Position, Quantized
+from fp4train.quantize import Decoded, Position, Quantized
 
 
 def kept(tensor: Tensor) -> Tensor:
@@ -95,7 +94,6 @@ class ObservedCall:
         means: x or dy → mean of its tokens that is taken out, float32 [columns].
         scaling: tensors of the layer's delayed scaling before the step.
         fused: weights that share a global scale with w, or their amaxes.
-        joined: operand → its amaxes, where they cover the tokens of other ranks.
         hidden: tensor, x or dy → why it is None although it was multiplied.
         returned: whether its backward pass has run, with a dy or without.
         channels: numbers of the in features of a part of the layer, int64; None: it has all.
@@ -121,7 +119,6 @@ class ObservedCall:
     means: dict[str, Tensor] = field(default_factory=dict)
     scaling: dict[str, Tensor] = field(default_factory=dict)
     fused: Sequence[Tensor] = ()
-    joined: dict[Operand, Amaxes] = field(default_factory=dict)
     hidden: dict[str, str] = field(default_factory=dict)
     returned: bool = False
     channels: Tensor | None = None

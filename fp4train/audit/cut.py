@@ -39,7 +39,6 @@ class CutCall:
         sequence: whether tokens are cut between layers: of a sum each rank takes its own.
         runs: (first, number) of this rank's out features in the whole layer's, where they do not
             follow each other; empty: they do.
-        joined: whether the scale of an operand covers the parts of all ranks.
         tensors: x, w and dy of the whole layer, those that are cut; parts of ranks in turn.
         rows: indices of the rows whose terms were gathered, among all tokens.
         terms: terms of the GEMM that is summed, float32 [ranks, rows, columns]; None: it did not
@@ -51,7 +50,6 @@ class CutCall:
     ranks: int
     sequence: bool
     runs: Runs
-    joined: bool
     tensors: Mapping[str, Tensor]
     rows: Tensor
     terms: Tensor | None
@@ -69,11 +67,9 @@ class CutCall:
         return ()
 
     def whole(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
-        """The whole layer's tensor in the orientation that is multiplied; None: the scale of the
-        operand covers this rank's part alone.
-        """
+        """The whole layer's tensor in the orientation that is multiplied; None: it is not cut."""
         tensor = self.tensors.get(operand.tensor)
-        if tensor is None or not (self.joined and operand.has(self.along)):
+        if tensor is None or not operand.has(self.along):
             return None
         if operand.tensor != "w":
             tensor = tensor.to(dtype)

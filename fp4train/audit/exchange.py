@@ -1,5 +1,4 @@
-"""Exchange of one call of a layer between the ranks that tensor parallelism cuts it over, and of
-amaxes between those whose tokens share a scale (parallel.amax=data).
+"""Exchange of one call of a layer between the ranks that tensor parallelism cuts it over.
 
 Every rank of the layer calls `exchange`, in the same order of layers: also one that has nothing to
 send, or whose audit failed.
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from fp4train.audit.call import ObservedCall
 from fp4train.audit.cut import CutCall
-from fp4train.audit.joined_amaxes import join_amaxes
 from fp4train.audit.observe import Observer
 from fp4train.audit.products import sampled
 from fp4train.nn.layer_shard import LayerShard
@@ -54,7 +52,7 @@ def exchange(
     turn: int = 0,
 ) -> None:
     """Give the records of a layer what the other ranks have of them; nothing where no rank has a
-    part of its features, or of the tokens of its amaxes. A collective.
+    part of its features. A collective.
 
     Args:
         observer: observer of the layer, whose passes have run; None: it has none here.
@@ -67,8 +65,6 @@ def exchange(
         return
     if shard.tensor is not None and shard.cut in ("in", "out"):
         _exchange_parts(shard, shard.tensor, observer, weight, turn)
-    if shard.data is not None and shard.amax == "data":
-        join_amaxes(shard.data, observer)
 
 
 def _exchange_parts(
@@ -100,10 +96,9 @@ def _exchange_parts(
 def _needed(shard: LayerShard, weight: Tensor | None) -> tuple[str, ...]:
     """The tensors of a call of which other ranks need this rank's part."""
     names = _CUT[shard.cut]
-    joins_amaxes = shard.amax != "local"
     needed = {
-        names.features: joins_amaxes,
-        "w": joins_amaxes and weight is None,
+        names.features: True,
+        "w": weight is None,
         names.tokens: shard.sequence,
     }
     return tuple(name for name, is_needed in needed.items() if is_needed)
@@ -144,7 +139,7 @@ def _join(
     layer_tensors = {cut.features: joined(cut.features, 1), "w": weight}
     if weight is None:
         layer_tensors["w"] = joined("w", cut.weight_axis)
-    if record.fused and shard.amax != "local":
+    if record.fused:
         record.fused = [part["fused"] for part in parts]
     terms = [part["term"] for part in parts]
     seen = all(term is not None for term in terms)
@@ -160,7 +155,6 @@ def _join(
         ranks=shard.tensor.size,
         sequence=shard.sequence,
         runs=shard.runs if len(shard.runs) > 1 else (),
-        joined=shard.amax != "local",
         tensors={name: tensor for name, tensor in layer_tensors.items() if tensor is not None},
         rows=sampled(0 if product is None else len(product.result), turn),
         terms=torch.stack(terms) if seen else None,

@@ -244,8 +244,6 @@ class AuditedCall:
         if operand.tensor == "w" and call.fused and has_tensor_amax(spec.requantises or spec):
             amax = torch.stack([weight.abs().max().float() for weight in call.fused]).amax()
             return Amaxes(amax) if spec.requantises is None else Amaxes(inner=amax)
-        if operand in call.joined:
-            return call.joined[operand]
         if call.cut is not None:
             return call.cut.amaxes(operand, self.dtype, key)
         return Amaxes()

@@ -95,7 +95,7 @@ class Choice(NamedTuple):
         return Choice(self.backend, f"{self.why}; {how}", grouped=reason is None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Request:
     """What a layer asks of the backends.
 
@@ -112,9 +112,9 @@ class Request:
     layer: Shape
     backend: str
     device: Device
-    cut: bool
-    fused: bool
-    why_emulated: str | None
+    cut: bool = False
+    fused: bool = False
+    why_emulated: str | None = None
 
     def choices(self) -> dict[str, Choice]:
         """The backend of each GEMM.

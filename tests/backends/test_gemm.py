@@ -15,8 +15,8 @@ from fp4train.backends import (
     BACKENDS,
     CHOICES,
     Operands,
+    Request,
     Table,
-    choose,
     emulate,
     matmul,
     native,
@@ -282,18 +282,18 @@ def test_emulated_products_on_cuda_are_reduced_in_float32_whatever_the_user_has_
 
 def test_auto_emulates_on_a_cpu_where_scaled_mm_is_slow() -> None:
     for spec in (FP8, ROW, QuantSpec()):
-        chosen = choose(table(spec, spec), LAYER, "auto", CPU)["fprop"]
+        chosen = Request(table(spec, spec), LAYER, "auto", CPU).choices()["fprop"]
         assert chosen.backend == "emulate"
         assert "not cpu" in chosen.why
-    assert choose(table(FP8, FP8), LAYER, "native", CPU)["fprop"].backend == "native"
+    assert Request(table(FP8, FP8), LAYER, "native", CPU).choices()["fprop"].backend == "native"
 
 
 def test_high_precision_is_torchs_whatever_the_backend() -> None:
     for backend in CHOICES:
-        assert {c.backend for c in choose(table(None, None), LAYER, backend, CPU).values()} == {
-            "torch"
-        }
-    assert choose(table(FP8, FP8), LAYER, "native", CPU)["dgrad"].backend == "torch"
+        assert {
+            c.backend for c in Request(table(None, None), LAYER, backend, CPU).choices().values()
+        } == {"torch"}
+    assert Request(table(FP8, FP8), LAYER, "native", CPU).choices()["dgrad"].backend == "torch"
 
 
 @pytest.mark.parametrize(
@@ -311,23 +311,23 @@ def test_a_named_backend_that_cannot_is_refused_with_the_reason_and_what_could(
     first: QuantSpec, second: QuantSpec | None, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=r"blocks\.0\.up \(32→64\) on cpu") as refused:
-        choose(table(first, second), LAYER, "native", CPU)
+        Request(table(first, second), LAYER, "native", CPU).choices()
     assert reason in str(refused.value)
     assert "backend=auto would run it by emulate" in str(refused.value)
-    assert choose(table(first, second), LAYER, "auto", CPU)["fprop"].backend == "emulate"
+    assert Request(table(first, second), LAYER, "auto", CPU).choices()["fprop"].backend == "emulate"
 
 
 def test_sizes_that_scaled_mm_does_not_take_are_refused_by_name() -> None:
     odd = Layer(name="head", in_features=32, out_features=65, block=None, blocks=1)
     with pytest.raises(ValueError, match="out_features divisible by 16, not 65"):
-        choose(table(FP8, FP8), odd, "native", CPU)
+        Request(table(FP8, FP8), odd, "native", CPU).choices()
 
 
 def test_an_unknown_backend_is_named_with_what_is_allowed() -> None:
     with pytest.raises(
         ValueError, match="backend='cuda' is not one of auto, te, native, emulate, reference"
     ):
-        choose(table(None, None), LAYER, "cuda", CPU)
+        Request(table(None, None), LAYER, "cuda", CPU).choices()
 
 
 def test_a_gpu_elsewhere_is_judged_by_its_capability() -> None:
@@ -335,17 +335,17 @@ def test_a_gpu_elsewhere_is_judged_by_its_capability() -> None:
     row = FP8Row().table()
     hopper = Device.elsewhere(find_gpu("H100"))
     ampere = Device.elsewhere(find_gpu("A100"))
-    assert choose(fp8, LAYER, "auto", hopper)["fprop"].backend == "te"
-    assert choose(row, LAYER, "auto", hopper)["fprop"].backend == "native"
+    assert Request(fp8, LAYER, "auto", hopper).choices()["fprop"].backend == "te"
+    assert Request(row, LAYER, "auto", hopper).choices()["fprop"].backend == "native"
     for recipe in (fp8, row):
-        assert choose(recipe, LAYER, "auto", ampere)["fprop"].backend == "emulate"
+        assert Request(recipe, LAYER, "auto", ampere).choices()["fprop"].backend == "emulate"
     with pytest.raises(ValueError, match=r"FP8 needs compute capability 8\.9; A100 has 8\.0"):
-        choose(row, LAYER, "native", ampere)
+        Request(row, LAYER, "native", ampere).choices()
 
 
 def test_scaled_mm_is_not_used_on_other_devices() -> None:
     with pytest.raises(ValueError, match="not used on meta"):
-        choose(table(FP8, FP8), LAYER, "native", Device(type="meta"))
+        Request(table(FP8, FP8), LAYER, "native", Device(type="meta")).choices()
 
 
 def test_a_torch_whose_cpu_products_take_one_scale_per_tensor_is_refused_for_rows(
@@ -355,9 +355,11 @@ def test_a_torch_whose_cpu_products_take_one_scale_per_tensor_is_refused_for_row
     with pytest.raises(
         ValueError, match=r"torch .* has no scaled_mm with one scale per row on CPUs"
     ):
-        choose(FP8Row().table(), LAYER, "native", Device(type="cpu"))
+        Request(FP8Row().table(), LAYER, "native", Device(type="cpu")).choices()
     assert (
-        choose(FP8Current().table(), LAYER, "native", Device(type="cpu"))["fprop"].backend
+        Request(FP8Current().table(), LAYER, "native", Device(type="cpu"))
+        .choices()["fprop"]
+        .backend
         == "native"
     )
 

@@ -14,7 +14,7 @@ from recorded_products import Recorder
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
-from fp4train.backends import BACKENDS, Operands, Table, choose
+from fp4train.backends import BACKENDS, Operands, Request, Table
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Linear
 from fp4train.precision import MXFP8, NVFP4, FP8Block, Layer, Recipe, autocast
@@ -178,7 +178,7 @@ def test_a_gpu_without_these_tensor_cores_is_refused_by_its_capability(
     recipe: Recipe, device: Device, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        choose(recipe.table(), LAYER, "native", device)
+        Request(recipe.table(), LAYER, "native", device).choices()
 
 
 def test_what_scaled_mm_does_not_combine_is_refused() -> None:
@@ -194,17 +194,17 @@ def test_what_scaled_mm_does_not_combine_is_refused() -> None:
         (nvfp4, None, B200, "both operands quantised"),
     ):
         with pytest.raises(ValueError, match=reason):
-            choose(
+            Request(
                 Table(fprop=Operands(first=first, second=second), name="mine"),
                 LAYER,
                 "native",
                 device,
-            )
+            ).choices()
     with pytest.raises(ValueError, match="gives bfloat16 and float32, not float16"):
-        choose(replace(NVFP4().table(), dtype="float16"), LAYER, "native", B200)
+        Request(replace(NVFP4().table(), dtype="float16"), LAYER, "native", B200).choices()
     odd = replace(LAYER, in_features=272)
     with pytest.raises(ValueError, match="NVFP4 needs in_features divisible by 32, not 272"):
-        choose(NVFP4().table(), odd, "native", B200)
+        Request(NVFP4().table(), odd, "native", B200).choices()
 
 
 def test_a_torch_for_an_older_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,8 +213,8 @@ def test_a_torch_for_an_older_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         ValueError, match=r"NVFP4 needs CUDA 12\.8; this torch is built for CUDA 12\.6"
     ):
-        choose(NVFP4().table(), LAYER, "native", here)
-    assert choose(NVFP4().table(), LAYER, "native", B200)["fprop"].backend == "native", (
+        Request(NVFP4().table(), LAYER, "native", here).choices()
+    assert Request(NVFP4().table(), LAYER, "native", B200).choices()["fprop"].backend == "native", (
         "another machine, another torch"
     )
 
@@ -229,9 +229,9 @@ def test_auto_multiplies_the_codes_where_transformer_engine_is_missing(
         (FP8Block(), "H100", (9, 0)),
     ):
         here = Device(type="cuda", name=name, capability=capability)
-        assert {c.backend for c in choose(recipe.table(), LAYER, "auto", here).values()} == {
-            "native"
-        }, recipe
+        assert {
+            c.backend for c in Request(recipe.table(), LAYER, "auto", here).choices().values()
+        } == {"native"}, recipe
 
 
 def test_what_cublas_refuses_names_the_product_and_what_computes_it(
@@ -254,4 +254,4 @@ def test_what_cublas_refuses_names_the_product_and_what_computes_it(
 
 def test_rows_are_refused_in_float32_as_before() -> None:
     with pytest.raises(ValueError, match="writes BF16 only, not float32"):
-        choose(replace(FP8Row().table(), dtype="float32"), LAYER, "native", H100)
+        Request(replace(FP8Row().table(), dtype="float32"), LAYER, "native", H100).choices()

@@ -37,12 +37,7 @@ CLEAN = {
     "replicas": ("parallel.dp_replicate=2",),
     "one microbatch each": ("parallel.dp_replicate=2", "train.microbatch=2"),
     "tensor": CUT,
-    "tensor, whole tokens, amaxes of ranks": (
-        *CUT,
-        "parallel.sp=false",
-        "recipe=fp8_current",
-        "parallel.amax=local",
-    ),
+    "tensor, whole tokens": (*CUT, "parallel.sp=false", "recipe=fp8_current"),
     "tensor, tokens that are no whole blocks": (*CUT, "train.seq_len=24", *TWO_ROWS),
     "tensor, amaxes of earlier steps": (*CUT, "recipe=fp8_delayed"),
     "tensor, a scale of x for rows of both ranks": (*CUT, "recipe=mfu_localcta", *TWO_ROWS),
@@ -51,21 +46,9 @@ CLEAN = {
     "shards, fused scales": ("parallel.dp_shard=2", FUSED),
     "bf16, fused scales": ("parallel.dp_shard=2", FUSED, "parallel.gather=bf16"),
     "tensor, fused scales": (*CUT, FUSED),
-    "tensor, fused scales of ranks": (*CUT, FUSED, "parallel.amax=local"),
     "shards of experts, fused scales": tiny_run("moe", "parallel.dp_shard=2", FUSED),
     "bf16 of experts, fused scales": tiny_run(
         "moe", "parallel.dp_shard=2", FUSED, "parallel.gather=bf16"
-    ),
-    "amaxes of all tokens": ("parallel.dp_replicate=2", "parallel.amax=data"),
-    "amaxes of all tokens, requantised": (
-        "parallel.dp_shard=2",
-        "parallel.amax=data",
-        "recipe=quartet_ii",
-    ),
-    "amaxes of all tokens, of columns": (
-        "parallel.dp_replicate=2",
-        "parallel.amax=data",
-        "recipe=nvfp4_per_token",
     ),
     "shards, residuals of weights": ("parallel.dp_shard=2", "recipe=chon"),
     "shards, outlier channels": ("parallel.dp_shard=2", *OUTLIERS),
@@ -76,11 +59,8 @@ LONG = (
     "tensor, tokens that are no whole blocks",
     "tensor, amaxes of earlier steps",
     "tensor, experts",
-    "tensor, fused scales of ranks",
     "shards of experts, fused scales",
     "bf16 of experts, fused scales",
-    "amaxes of all tokens, requantised",
-    "amaxes of all tokens, of columns",
     "shards, outlier channels",
     "replicas, outlier channels of experts",
 )
@@ -145,9 +125,8 @@ Ranks.objects = objects
     [
         ((), {"sent: dy term x"}),
         (("parallel.sp=false",), {"sent: dy term", "sent: term x"}),
-        (("parallel.sp=false", "parallel.amax=local"), {"sent: term"}),
     ],
-    ids=["tokens are cut", "tokens are whole", "each its own amax"],
+    ids=["tokens are cut", "tokens are whole"],
 )
 def test_ranks_send_what_others_lack_of_a_call_and_no_weight(
     ranks: Ranks, options: tuple[str, ...], sent: set[str]
@@ -339,18 +318,9 @@ GatherAmaxes.join_fused = join_fused
 """
 
 
-@pytest.mark.parametrize(
-    ("mesh", "patch", "operand"),
-    [
-        (("parallel.dp_replicate=2", "parallel.amax=data"), NOT_JOINED, "x"),
-        (("parallel.dp_shard=2", FUSED), NOT_FUSED, "w"),
-    ],
-    ids=["of all tokens", "of fused weights"],
-)
-def test_amaxes_that_ranks_do_not_join_are_found_and_named(
-    ranks: Ranks, mesh: tuple[str, ...], patch: str, operand: str
-) -> None:
-    ranks(2, "run.name=a", *AUDITED, *mesh, "model.layers=1", patch=patch)
+def test_amaxes_of_fused_weights_that_ranks_do_not_join_are_found_and_named(ranks: Ranks) -> None:
+    mesh = ("parallel.dp_shard=2", FUSED)
+    ranks(2, "run.name=a", *AUDITED, *mesh, "model.layers=1", patch=NOT_FUSED)
     faults = events(ranks.folder / "runs/a", "audit fault")
     named = {fault["operand"] for fault in faults if "its own amax alone" in fault["cause"]}
-    assert operand in named, faults
+    assert "w" in named, faults

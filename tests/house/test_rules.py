@@ -123,7 +123,7 @@ def second_resolvers(source: Source) -> list[str]:
     """
     if source.within("precision/layer_plan.py", "precision/policy.py", "backends/__init__.py"):
         return []
-    decisions = ("recipe_for", "why_kept", "choose")
+    decisions = ("recipe_for", "why_kept", "choices")
     return [
         f"{line}: {name}()" for line, name in source.calls if name.rpartition(".")[2] in decisions
     ]

@@ -229,6 +229,21 @@ _OF_LOOPS: Mapping[str, Any] = {
 """Sections whose classes nothing but a training loop needs → those of a run without any."""
 
 
+SETTLED: Mapping[str, Any] = {
+    "audit.repeat": 0,
+    "parallel.amax": "tp",
+    "parallel.norm": "auto",
+}
+"""Keys that went → the value under which a run is what it is without them."""
+
+
+def without_settled(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, as full key → value, without keys that went and changed nothing."""
+    return {
+        key: value for key, value in flat.items() if key not in SETTLED or SETTLED[key] != value
+    }
+
+
 def read_config(run: Path) -> DictConfig:
     """The saved configuration of a run, checked to be data only, and to be as the run wrote it.
 
@@ -253,6 +268,10 @@ def read_config(run: Path) -> DictConfig:
             raise UserError(
                 f"{path} cannot be read as a configuration: it holds a {type(value).__name__}"
             )
+    for key, value in SETTLED.items():
+        section, _, name = key.partition(".")
+        if name in saved.get(section, {}) and saved[section][name] == value:
+            del saved[section][name]
     return OmegaConf.create(saved)
 
 

@@ -37,7 +37,7 @@ from fp4train.errors import OlderForm, OlderRecipe, UserError, in_words, user_er
 from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.precision.plan import Plan
-from fp4train.run.record.directory import HISTORY, OLD_SWAPS
+from fp4train.run.record.directory import HISTORY, OLD_SWAPS, without_settled
 from fp4train.run.record.formats import described_formats
 from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
 from fp4train.sealed import Chain, LogWriter, NoChecksum
@@ -366,6 +366,8 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The keys of two flat configurations whose values differ, with both values."""
+    old = without_settled(old)
+    new = without_settled(new)
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in UNRECORDED]
     return {key: (old.get(key), new.get(key)) for key in keys}
 

@@ -176,11 +176,6 @@ def fused_amaxes(layers: Sequence[PlannedLayer], *, divided: bool) -> Tensor | N
         weight = layer.weight.detach()
         if divided and is_sharded(weight):
             weight = weight.full_tensor()  # type: ignore[attr-defined]
-        shard = layer.layer_shard
-        if shard is not None and shard.amax == "local" and shard.cut in ("out", "in"):
-            assert shard.tensor is not None
-            axis = 0 if shard.cut == "out" else 1
-            weight = weight.tensor_split(shard.tensor.size, dim=axis)[shard.tensor.rank]
         low, high = weight.reshape(layer.layer.group or 1, -1).aminmax(dim=1)
         amaxes.append(torch.maximum(-low, high).float().cpu())
     return torch.stack(amaxes).amax(0) if amaxes else None

@@ -10,6 +10,7 @@ from command_line import Cli, StopAt, losses
 
 from fp4train import checkpoint
 from fp4train.run.record import directory as run_directory
+from fp4train.run.record.directory import SETTLED
 
 
 def test_a_run_of_another_configuration_is_left_alone(cli: Cli) -> None:
@@ -105,23 +106,23 @@ def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
     assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0
 
 
-def test_a_run_that_was_saved_with_the_precision_of_the_norm_is_told_to_take_it_out(
-    cli: Cli,
-) -> None:
+@pytest.mark.parametrize("key", SETTLED)
+def test_a_key_that_went_is_read_with_the_value_that_every_run_has(cli: Cli, key: str) -> None:
     cli.trained("run.name=a", "train.steps=1")
     path = Path("runs/a/config.yaml")
-    body = path.read_text().partition("\n")[2]
-    path.write_text(body.replace("parallel:\n", "parallel:\n  norm: auto\n"))
+    body = path.read_text().partition("\n")[2]  # without the checksum, as in runs of older versions
+    section, _, name = key.partition(".")
+
+    def saved_with(value: object) -> None:
+        path.write_text(body.replace(f"{section}:\n", f"{section}:\n  {name}: {value}\n"))
+
+    saved_with("17")
     said = cli("resume=runs/a", "train.steps=2", *cli.paths).message
-    assert said.startswith(
-        "runs/a/config.yaml holds parallel.norm, which is no longer an option: take it out of that"
-    )
-    path.write_text(body)
+    assert said.startswith(f"runs/a/config.yaml holds {key}, which is no longer an option: take it")
+    saved_with(SETTLED[key])
+    assert cli("run.name=a", "train.steps=1").code == 0
     assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0
-    said = cli("run.name=b", "parallel.norm=float64").message
-    assert said.startswith(
-        "unknown key 'parallel.norm': the gradient norm is summed in float64 on any number of ranks"
-    )
+    assert f"  {name}:" not in path.read_text()
 
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(
