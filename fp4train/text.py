@@ -7,11 +7,11 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import cache
-from itertools import chain, islice, zip_longest
+from itertools import zip_longest
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp4train.errors import in_words
 
@@ -22,13 +22,6 @@ _ALIKE = 0.5
 """Smallest similarity (difflib's ratio) of a suggested word."""
 _PIECE = 16
 """Characters of a line of a long name in a table that is too wide."""
-_SIGN = re.compile(r"[-_/=.,:;|+()×·]+")
-"""Signs in a long name, behind which it may be broken."""
-_BEFORE_UNIT = re.compile(
-    r"(?<=\d) (?=(?:[µmn]?s|min|h|[kMGTP]?i?B(?:/s)?|[kMGTP]|[GTP]?FLOPs?(?:/s)?)(?![\w-]))"
-)
-"""The space between a number and its unit, which stay on one line."""
-_UNBROKEN = "\u00a0"
 
 
 def printable(text: str, *, kept: str = "\n\t") -> str:
@@ -60,165 +53,91 @@ def columns(
     right: Container[int] = (),
     width: int | None = None,
     indent: str = "",
+    headings: Iterable[str] = (),
+    ruled: bool = False,
 ) -> list[str]:
     """Rows with equal numbers of cells as lines of aligned columns; columns in `right` are
     right-aligned.
 
     Args:
-        width: characters of a line; wider tables fold the cells of their widest columns between
-            words. None: any.
+        width: characters of a line; a wider table folds the cells of its widest columns between
+            words, or else anywhere, but those in `right`. None: any.
         indent: text before every line.
+        headings: heading of each row; it stands in lines of its own above neighbouring rows that
+            share it. Empty: there is none.
+        ruled: whether the first row is underlined as the header.
     """
-    room = None if width is None else width - len(indent)
-    lines = list(chain.from_iterable(_folded(rows, right, room)))
-    return _aligned(lines, right, room, indent)
-
-
-def tabulate(
-    rows: Iterable[Sequence[str]],
-    *,
-    right: Container[int] = (),
-    width: int | None = None,
-    indent: str = "",
-    headings: Sequence[str] = (),
-) -> list[str]:
-    """`columns` with the first row underlined as the header.
-
-    Args:
-        headings: heading of each row but the first; it stands in a line of its own above
-            neighbouring rows that share it. Empty: there are no such lines.
-    """
-    room = None if width is None else width - len(indent)
-    header, *body = _folded(rows, right, room)
-    cells = list(chain(header, *body))
-    rule = ["─" * size for size in _widths(cells)]
-    lines = iter(_aligned([*header, rule, *cells[len(header) :]], right, room, indent))
-    parted = list(islice(lines, len(header) + 1))
-    current = None
-    of_rows: Sequence[str | None] = headings or [None] * len(body)
-    for row, heading in zip(body, of_rows, strict=True):
-        if heading is not None and heading != current:
-            parted.append(heading)
-        current = heading
-        parted += islice(lines, len(row))
-    return parted
-
-
-def table_width(rows: Sequence[Sequence[str]]) -> int:
-    """Characters of a line of a table that is not folded."""
-    widths = _widths(rows)
-    return sum(widths) + 2 * (len(widths) - 1)
-
-
-def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """The lines of a text in `width` characters, broken between words alone, and not before a
-    unit.
-    """
-    lines = textwrap.wrap(
-        _BEFORE_UNIT.sub(_UNBROKEN, text),
-        max(width, 1),  # a column without any text has none
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+    cells = [  # no newline leads out of a cell
+        [cell if cell.isprintable() else printable(cell, kept="") for cell in row] for row in rows
+    ]
+    sizes = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    gap = "  "
+    if width is not None and sum(sizes) + 2 * (len(sizes) - 1) > width - len(indent):
+        gap = " "
+        sizes = _narrowed(cells, sizes, right, width - len(indent), header=ruled)
+    form = indent + gap.join(
+        [f"{{:{'>' if i in right else '<'}{size}}}" for i, size in enumerate(sizes)]
     )
-    return [line.replace(_UNBROKEN, " ") for line in lines]
-
-
-def fold(text: str, room: int) -> list[str]:
-    """The whole text in lines of at most `room` characters.
-
-    Lines end between words. A word that is longer is broken behind a sign (-, _, /, =, …), or else
-    anywhere.
-    """
+    heading = ""
     lines: list[str] = []
-    for line in wrapped(text, room):
-        while len(line) > room:
-            breaks = [sign.end() for sign in _SIGN.finditer(line, 0, room)]
-            end = breaks[-1] if breaks else room
-            lines.append(line[:end])
-            line = line[end:]
-        lines.append(line)
+    for row, above in zip_longest(cells, headings, fillvalue=""):
+        if above != heading:
+            lines += str(above).split("\n")
+            heading = str(above)
+        folded = [
+            textwrap.wrap(cell, size) if len(cell) > size else [cell]
+            for cell, size in zip(row, sizes, strict=True)
+        ]
+        lines += [form.format(*parts).rstrip() for parts in zip_longest(*folded, fillvalue="")]
+        if ruled:
+            lines.append(form.format(*["─" * size for size in sizes]).rstrip())
+            ruled = False
     return lines
 
 
-def _folded(
-    rows: Iterable[Sequence[str]], right: Container[int], width: int | None
-) -> list[list[Sequence[str]]]:
-    """The rows of a table, each as the lines that it takes where cells are folded until the table
-    has `width`; no newline leads out of a cell.
+def tabulate(rows: Iterable[Sequence[str]], **options: Any) -> list[str]:
+    """`columns` with the first row underlined as the header."""
+    return columns(rows, ruled=True, **options)
+
+
+def _narrowed(
+    cells: list[list[str]], sizes: list[int], right: Container[int], width: int, *, header: bool
+) -> list[int]:
+    """The sizes of columns that make lines of `width` characters, a blank between two.
+
+    The widest gives room first, down to its longest word or a piece of it. Columns in `right`
+    break words of the header alone.
     """
-    cells = [[printable(cell, kept="") for cell in row] for row in rows]
-    if width is None or not cells:
-        return [[row] for row in cells]
-    sizes = _fitting(cells, right, width)
-    return [
-        list(zip_longest(*map(fold, row, sizes), fillvalue="")) or [[""] * len(row)]
-        for row in cells
-    ]
+    narrow = list(sizes)
+    least = []
+    for i, column in enumerate(zip(*cells, strict=True)):
+        words = " ".join(column[:header] if i in right else column).split()
+        longest = max(map(len, words), default=0)
+        whole = max(map(len, column[header:]), default=0) if i in right else 0
+        least.append(max(whole, min(_PIECE, longest)))
+    for _ in range(sum(sizes) + len(sizes) - 1 - width):
+        free = [i for i, size in enumerate(narrow) if size > least[i]]
+        if free:
+            narrow[max(free, key=narrow.__getitem__)] -= 1
+    return narrow
 
 
-def _aligned(
-    rows: list[Sequence[str]], right: Container[int], width: int | None, indent: str
-) -> list[str]:
-    """Rows as lines of aligned columns, which stand nearer where `width` asks for it."""
-    widths = _widths(rows)
-    if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
-        gap = "  "
-    else:
-        gap = " "
-    pads = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    padded = (
-        [pad(cell, size) for pad, cell, size in zip(pads, row, widths, strict=True)] for row in rows
+def wrapped(text: str, width: int, hang: str = "") -> list[str]:
+    """The lines of a text in `width` characters, broken between words alone; `hang` stands before
+    those below the first.
+    """
+    return textwrap.wrap(
+        text, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False
     )
-    return [indent + gap.join(cells).rstrip() for cells in padded]
 
 
-def _fitting(rows: list[list[str]], right: Container[int], width: int) -> list[int]:
-    """The sizes of columns that make lines of `width` characters.
-
-    Columns of text give room first, down to their longest words, then to the pieces of long names.
-    Numbers keep theirs.
-    """
-    sizes = _widths(rows)
-    gaps = len(sizes) - 1
-    columns_of = list(zip(*rows, strict=True))
-    words = [
-        max(len(word) for cell in cells for word in _BEFORE_UNIT.sub(_UNBROKEN, cell).split(" "))
-        for cells in columns_of
-    ]
-    pieces = [words[i] if i in right else min(words[i], _PIECE) for i in range(len(sizes))]
-    for least, gap in ((words, 2), (words, 1), (pieces, 1)):
-        while sum(sizes) + gap * gaps > width:
-            free = [i for i, size in enumerate(sizes) if size > max(least[i], 1)]
-            if not free:
-                break
-            widest = max(free, key=lambda i: sizes[i])
-            sizes[widest] -= 1
-    return sizes
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-
-
-def screen(
-    package: str | None,
-    name: str,
-    filters: Mapping[str, Callable[..., str]] | None = None,
-    /,
-    **values: object,
-) -> str:
+def screen(package: str | None, name: str, /, **values: object) -> str:
     """The text of a template, the file `name` of `package`: lines of Jinja2, in which a name that
     nobody gives is an error. A list stands for its lines, a path for one line (`line`). Templates
     have `TOOLS` for tables and sentences, and filters: `form` and `number` for numbers, of which
     the latter shows None as a dash, `short`, `unit` and `time` for amounts, and `line`.
     """
-    environment = _templates(package or "")
-    if filters:
-        environment = environment.overlay()
-        environment.filters = {**environment.filters, **filters}
-    return environment.get_template(name).render(values).rstrip("\n")
+    return _templates(package or "").get_template(name).render(values).rstrip("\n")
 
 
 @cache
@@ -389,9 +308,9 @@ TOOLS: tuple[Callable[..., object], ...] = (
     counted_are,
     p_value,
     span,
-    table_width,
     tabulate,
     shortened,
+    wrapped,
 )
 """The functions that templates of screens call."""
 
@@ -430,7 +349,6 @@ def check_choice(key: str, value: object, allowed: Collection[object]) -> None:
     the nearest one.
     """
     if value not in allowed:
-        hint = ""
-        if isinstance(value, str):
-            hint = near_miss(value, [choice for choice in allowed if isinstance(choice, str)])
-        raise ValueError(f"{key}={value!r} is not one of {', '.join(map(str, allowed))}{hint}")
+        names = list(map(str, allowed))
+        hint = near_miss(str(value), names)
+        raise ValueError(f"{key}={value!r} is not one of {', '.join(names)}{hint}")

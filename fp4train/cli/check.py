@@ -1,13 +1,16 @@
 """fp4train check RUN [step=200] [--json] [key=value…]
 
-Whether this machine computes what the plan of a run says: one step at a checkpoint, on the batch that comes next, with
-every layer's three GEMMs made again by the readable reference and compared (docs/audit.md), and each distinct quantiser
-and layer of the plan on small random tensors. Nothing is trained or written. Exit code 0: all is equal; 1: not; 2: no
-GEMM could be compared, an audit failed, or there is no such run, checkpoint or option.
+Whether this machine computes what the plan of a run says: one step at a
+checkpoint, on the batch that comes next, with every layer's three GEMMs made
+again by the readable reference and compared (docs/audit.md), and each distinct
+quantiser and layer of the plan on small random tensors. Nothing is trained or
+written. Exit code 0: all is equal; 1: not; 2: no GEMM could be compared, an
+audit failed, or there is no such run, checkpoint or option.
 
   step=200         the checkpoint; the default is the newest
   --json           as data
-  backend=… device=…  and other keys that a resume may change: what is checked is the run as it would go on
+  backend=… device=…  and other keys that a resume may change: what is checked
+                      is the run as it would go on
   plugins=[NAME]   packages of classes of your own that the run needs
 """
 

@@ -1,13 +1,15 @@
 """fp4train compare RUN RUN… [baseline=RUN] [out=FILE.png|.svg|.pdf|.csv|.json] [margin=0.01]
 
-The loss gap between runs, as a table and a plot, and the keys in which their configurations differ. Runs that differ in
-run.seed only are averaged.
+The loss gap between runs, as a table and a plot, and the keys in which their
+configurations differ. Runs that differ in run.seed only are averaged.
 
   baseline=RUN     the run that gaps are to; the default is the first one
-  out=FILE         a picture (.png, .svg, .pdf), the table (.csv) or everything (.json); the default is compare.png in
-                   the first RUN; of one RUN its curves
+  out=FILE         a picture (.png, .svg, .pdf), the table (.csv) or everything
+                   (.json); the default is compare.png in the first RUN; of one
+                   RUN its curves
   width=6.3        inches of the picture
-  margin=0.01      nats per token: are the gaps shown to be within it, what one seed cannot show (docs/gate.md)
+  margin=0.01      nats per token: are the gaps shown to be within it, what one
+                   seed cannot show (docs/gate.md)
 """
 
 import re

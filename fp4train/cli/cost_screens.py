@@ -58,7 +58,7 @@ def render_mesh(costs: Sequence[StretchOnMesh], width: int) -> str:
     return screen(
         __package__,
         "mesh.txt",
-        {"gib": _gib},
+        gib=_gib,
         costs=costs,
         first_stretch=columns,
         reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",

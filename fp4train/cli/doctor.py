@@ -1,7 +1,8 @@
 """fp4train doctor [--json]
 
-What this machine can do: recipes, kernels, versions. Exit code 0 where the default run will work. Under torchrun the
-ranks try the collectives together, and the first one looks at its machine and prints.
+What this machine can do: recipes, kernels, versions. Exit code 0 where the
+default run will work. Under torchrun the ranks try the collectives together,
+and the first one looks at its machine and prints.
 
   --json           as data
 """

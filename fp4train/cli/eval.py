@@ -1,20 +1,26 @@
 """fp4train eval RUN|FOLDER [task=NAME,FILE.yaml | text=PATH] [recipe=A,B] [step=STEP] [batches=8] [--json]
 
-Loss and bits per byte of a run's model on its held-out text, or tasks of lm_eval, in any recipes (docs/evaluation.md).
-FOLDER is a model of Hugging Face, for task= and text=.
+Loss and bits per byte of a run's model on its held-out text, or tasks of
+lm_eval, in any recipes (docs/evaluation.md). FOLDER is a model of Hugging Face,
+for task= and text=.
 
-  recipe=A,B       and recipe.KEY=VALUE, policy=NAME; the default is high precision, and the recipe that the forward
-                   pass was trained in
+  recipe=A,B       and recipe.KEY=VALUE, policy=NAME; the default is high
+                   precision, and the recipe that the forward pass was trained
+                   in
   step=200         the checkpoint, as RUN@200; the default is the newest
 {kinds}
-  batches=8        at most, of held-out text; the default is all of it, and eval.batches of the run gives its val/loss
+  batches=8        at most, of held-out text; the default is all of it, and
+                   eval.batches of the run gives its val/loss
   text=PATH        instead of held-out text: a text file, or those of a folder
-  task=NAME        tasks of lm_eval, or a YAML file of your own; several are separated by commas
+  task=NAME        tasks of lm_eval, or a YAML file of your own; several are
+                   separated by commas
   limit=100        only so many documents of each task
   shots=5          examples before each question
   rows=16          most sequences of a batch, for tasks and text
-  record=false     do not keep the results; otherwise they are an event in the run's metrics, and in its tracker
-  data.path=PATH   paths of the run's configuration, where it is another user's or machine's, or the data was moved
+  record=false     do not keep the results; otherwise they are an event in the
+                   run's metrics, and in its tracker
+  data.path=PATH   paths of the run's configuration, where it is another user's
+                   or machine's, or the data was moved
   plugins=[NAME]   packages of the classes of your own that the run uses
   --json           as data
 """

@@ -1,27 +1,35 @@
 """fp4train export RUN to=hf|compressed-tensors|modelopt out=FOLDER [key=value…]
 
-A run as a folder that other software loads: configuration, weights, tokenizer and model card (docs/exchange.md).
+A run as a folder that other software loads: configuration, weights, tokenizer
+and model card (docs/exchange.md).
 
   to=hf            for Hugging Face's transformers, and what reads its folders
-  to=compressed-tensors, to=modelopt  the codes and scales of NVFP4, MXFP8 or FP8 that training used, for vLLM, SGLang
+  to=compressed-tensors, to=modelopt  the codes and scales of NVFP4, MXFP8 or
+                                      FP8 that training used, for vLLM, SGLang
                                       and TensorRT-LLM
   out=FOLDER       a new folder; it is whole, or not there
   step=200         the checkpoint, as RUN@200; the default is the newest
 {kinds}
-  dtype=float32    of the weights: float32 keeps every bit, bf16 rounds to half the size; of codes bf16 is the default,
-                   for what is in high precision
+  dtype=float32    of the weights: float32 keeps every bit, bf16 rounds to half
+                   the size; of codes bf16 is the default, for what is in high
+                   precision
   shard=5GB        largest file of weights
-  plugins=[NAME]   packages of classes of your own that the run needs; --config-dir FOLDER: where they are
+  plugins=[NAME]   packages of classes of your own that the run needs;
+                   --config-dir FOLDER: where they are
 
 Of codes:
 
-  stretch=100      a step of the steps whose codes are written; the default is the last in which fprop quantised weights
-  calibrate=4      batches of training text for the scales of activations; the default takes what the run measured
-                   (eval.errors_every), or 4
-  losses=false     do not measure the validation loss in high precision, in the recipe and as served
-  data.path=PATH   and other paths of the run's data, where it names some outside of itself
+  stretch=100      a step of the steps whose codes are written; the default is
+                   the last in which fprop quantised weights
+  calibrate=4      batches of training text for the scales of activations; the
+                   default takes what the run measured (eval.errors_every), or 4
+  losses=false     do not measure the validation loss in high precision, in the
+                   recipe and as served
+  data.path=PATH   and other paths of the run's data, where it names some
+                   outside of itself
 
-The moments are not read. Neither the model nor the data is built, but for losses and scales of activations.
+The moments are not read. Neither the model nor the data is built, but for
+losses and scales of activations.
 """
 
 import re

@@ -1,8 +1,10 @@
 """fp4train formats [plugins=[NAME]] [--config-dir FOLDER]
 
-The number formats as a table, the roundings and the transforms. Those of plugins stand after the program's own.
+The number formats as a table, the roundings and the transforms. Those of
+plugins stand after the program's own.
 
-  plugins=[NAME]   packages that add formats of your own; --config-dir FOLDER: where they are
+  plugins=[NAME]   packages that add formats of your own; --config-dir FOLDER:
+                   where they are
 """
 
 import inspect

@@ -1,28 +1,37 @@
 """fp4train gate RUN… recipe=nvfp4 margin=0.01 [against=bf16] [policy=…] [phases=…] [step=…]
 
-Is a recipe good enough? Whether its loss is within ±margin of another's: a sequential test on paired forks of
-checkpoints (docs/gate.md). How many forks it will need is said first. Forks are made until the verdict falls.
+Is a recipe good enough? Whether its loss is within ±margin of another's: a
+sequential test on paired forks of checkpoints (docs/gate.md). How many forks it
+will need is said first. Forks are made until the verdict falls.
 
 Exit code: 0 within, 1 beyond, 2 undecided, 3 for an error, whatever it is.
 
-  recipe=nvfp4     the recipe; policy=, phases= and their keys, recipe.KEY=, belong to it
+  recipe=nvfp4     the recipe; policy=, phases= and their keys, recipe.KEY=,
+                   belong to it
   margin=0.01      nats per token; the largest gap that does not matter
   against=bf16     the reference, under the run's own policy
   step=100,200     the checkpoints of each run; the default is the newest
-  forks=40         most seeds at each checkpoint; the default is enough for a gap of half the margin; 0: only say how
-                   many it will need
-  bound=0.1        nats per token; the largest difference that one fork may have; the default is ten margins
-  deviation=0.002  from seed to seed, for the number of forks; the default is as measured, or a quarter of the margin
-  steps=24         optimizer steps of a fork; the default with schedule=own is the rest of the run
-  schedule=linear  the learning rate falls to zero over the steps; own: as the run's would
+  forks=40         most seeds at each checkpoint; the default is enough for a
+                   gap of half the margin; 0: only say how many it will need
+  bound=0.1        nats per token; the largest difference that one fork may
+                   have; the default is ten margins
+  deviation=0.002  from seed to seed, for the number of forks; the default is as
+                   measured, or a quarter of the margin
+  steps=24         optimizer steps of a fork; the default with schedule=own is
+                   the rest of the run
+  schedule=linear  the learning rate falls to zero over the steps; own: as the
+                   run's would
   lr=1e-3          that it falls from; the default is that of the checkpoint
   batches=8        validation batches; the default is the run's
   processes=1      forks at the same time, each with a copy of the model
   plugins=[NAME]   packages of the classes of your own that the run uses
-  data.path=PATH   paths of the run's configuration, where it is another user's or machine's, or the data was moved
-  out=FOLDER       for the record and the results; the default is a folder in RUN/studies
+  data.path=PATH   paths of the run's configuration, where it is another user's
+                   or machine's, or the data was moved
+  out=FOLDER       for the record and the results; the default is a folder in
+                   RUN/studies
 
-Writes gate.json. Finished forks and answers are recorded: the same command goes on, and a verdict stands.
+Writes gate.json. Finished forks and answers are recorded: the same command goes
+on, and a verdict stands.
 """
 
 import sys

@@ -5,20 +5,20 @@ and binds it once; with -m each point of the sweep does.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fp4train.checkpoint.source import WeightSource
 from fp4train.cli.output import explained
-from fp4train.config import foreign, overrides, plugins
+from fp4train.config import overrides, plugins
 from fp4train.config.binding import MISSING_KEY, bind, unknown_keys
 from fp4train.config.composition import Composed, check_flags, composed
 from fp4train.config.from_folder import with_folder
 from fp4train.config.schema import Config, keys, plain, take_over, to_config
 from fp4train.config.typed import typed_texts
+from fp4train.config.unknown import unknown_key
 from fp4train.errors import UserError
 from fp4train.hardware import memory_asked
 from fp4train.run.command import Command as Command
@@ -30,8 +30,8 @@ from fp4train.text import shortened
 LONGEST_GROUP = 128
 """Characters of a group's name that Weights & Biases takes."""
 _SHOW = {"--cfg", "-c"}
-_SOURCES = {"init": "weights", "teacher": "model"}
-"""Keys that take a run or a folder."""
+_SOURCES = {"resume": "run", "init": "weights", "teacher": "model"}
+"""Keys that take a run, the last two a folder, too."""
 
 
 def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
@@ -43,103 +43,69 @@ def launch(arguments: list[str], task: Callable[[Command], int]) -> int:
     Raises:
         UserError: the arguments do not fit the configuration, or a plugin cannot be imported.
     """
-    flags, _ = overrides.flags_and_words(arguments)
-    asked_for = {flag.partition("=")[0] for flag in flags}
     check_flags(arguments)
     arguments = overrides.with_files(arguments)
-    if asked_for & overrides.SWEEP and asked_for & _SHOW:
-        raise UserError("--cfg shows one configuration, not a sweep's: leave out -m")
-    resumed = overrides.resumed_run(arguments)
-    if resumed is not None and not resumed.removeprefix("resume=").strip("'\" "):
-        raise UserError("resume= names no run: resume=RUN")
-    _refuse_empty_sources(arguments)
-    if resumed and asked_for & _SHOW:
-        run = Path(resumed.removeprefix("resume="))
-        raise UserError(
-            f"--cfg shows what a command composes: {run / run_directory.CONFIG} is "
-            f"the configuration of the run, fp4train plan {run} what it ran"
-        )
-    for slip in (a for a in arguments if a.startswith(("resume.", "init."))):
-        key = slip.partition("=")[0].replace(".", "_").replace("init_from", "init")
-        raise UserError(f"unknown key {slip.partition('=')[0]!r}; did you mean {key!r}?")
-    folders = overrides.own_folders(arguments)
-    if "--resolve" in asked_for and not asked_for & _SHOW:
-        raise UserError(
-            "--resolve belongs to --cfg job, which shows the configuration: --cfg job --resolve"
-        )
-    with plugins.using(overrides.plugins(arguments), folders):
-        if asked_for & _SHOW:
+    _check_sources(arguments)
+    with plugins.using(overrides.plugins(arguments), overrides.own_folders(arguments)):
+        if {argument.partition("=")[0] for argument in arguments} & {*_SHOW, "--resolve"}:
             return _show(arguments)
-        commands = []
-        wrong = []
-        for composition in composed(arguments):
-            if composition.point and not resumed:
-                _group(composition)
-            if (
-                resumed
-                and composition.point
-                and not {"run.name", "run.dir"} & set(composition.changed)
-            ):
-                swept = [key for key in composition.swept if key != "resume"]
-                if swept:
-                    raise UserError(
-                        f"a sweep over {swept[0]} makes a branch of {resumed} at each point: "
-                        "name them, run.name=…"
-                    )
-            try:
-                commands.append(settings(composition))
-            except UserError as error:
-                if not composition.point:
-                    raise
-                wrong.append(f"{composition.point}: {error}")
-        if len(wrong) == 1:
-            raise UserError(f"the sweep is not started: {wrong[0]}")
-        if wrong:
-            raise UserError("\n  ".join(["the sweep is not started: ", *wrong]))
         codes = [0]
-        for command in commands:
+        for command in _commands(arguments):
             codes.append(_run(task, command))
             if codes[-1] > 128:  # a signal ends the whole sweep
-                break
-        if codes[-1] <= 128 and 1 in codes:
-            return 1  # an error, not another job's divergence
-        return max(codes)
+                return codes[-1]
+        return 1 if 1 in codes else max(codes)  # an error, not another job's divergence
 
 
-def _refuse_empty_sources(arguments: list[str]) -> None:
-    """Refuse `init=` and `teacher=` without a name, as an unset variable of a shell leaves them."""
+def _check_sources(arguments: list[str]) -> None:
+    """Refuse `resume=`, `init=` and `teacher=` without a name, as an unset variable of a shell
+    leaves them.
+    """
     for override in overrides.parse(arguments):
-        key = overrides.dotted(override)
+        key = override.key_or_group
         if key not in _SOURCES or override.is_delete():
             continue
-        names: list[Any]
+        names = [override.value()]
         if override.is_choice_sweep():
             names = [name.strip("'\"") for name in override.sweep_string_iterator()]
-        else:
-            names = [override.value()]
         if any(isinstance(name, str) and not name.strip() for name in names):
-            raise UserError(
-                f"{override.input_line} names no {_SOURCES[key]}: {key}=RUN, or {key}=FOLDER of "
-                "Hugging Face"
-            )
+            folder = "" if key == "resume" else f", or {key}=FOLDER of Hugging Face"
+            raise UserError(f"{override.input_line} names no {_SOURCES[key]}: {key}=RUN{folder}")
 
 
-def _group(composition: Composed) -> None:
-    """Let the runs of a sweep share a group of the service that tracks them, unless the command
-    names one.
+def _commands(arguments: list[str]) -> list[Command]:
+    """The commands of all points of a sweep, or the one.
+
+    Raises:
+        UserError: some of them do not fit; the message names each.
     """
-    track = composition.cfg.get("track")
-    if isinstance(track, DictConfig) and "group" in track and track.group is None:
-        track.group = shortened(" ".join(composition.swept.values()), LONGEST_GROUP)
+    commands = []
+    wrong = []
+    for composition in composed(arguments):
+        try:
+            commands.append(settings(composition))
+        except UserError as error:
+            if not composition.point:
+                raise
+            wrong.append(f"{composition.point}: {error}")
+    if wrong:
+        begin = "\n  " if len(wrong) > 1 else ""
+        raise UserError(f"the sweep is not started: {begin}" + "\n  ".join(wrong))
+    return commands
 
 
 def _show(arguments: list[str]) -> int:
-    """Print the configuration."""
-    (command,) = composed(arguments)  # refuses what does not fit
-    flags, _ = overrides.flags_and_words(arguments)
-    _, kind = next(overrides.flag_values(flags, _SHOW))
-    if kind != "job":
-        raise UserError(f"--cfg {kind}: it is job, the configuration of the run")
+    """Print the configuration that a command composes."""
+    flags, words = overrides.flags_and_words(arguments)
+    kinds = [kind for _, kind in overrides.flag_values(flags, _SHOW)]
+    if kinds != ["job"]:
+        raise UserError("the configuration of a run is shown by --cfg job, with --resolve or not")
+    if overrides.SWEEP & set(flags) or overrides.resumed_run(words):
+        raise UserError(
+            "--cfg shows one configuration, which a command composes: leave out -m; that of RUN is "
+            f"RUN/{run_directory.CONFIG}, and fp4train plan RUN shows what it ran"
+        )
+    (command,) = composed(arguments)
     shown = command.cfg if "--resolve" in flags else command.unresolved
     print(OmegaConf.to_yaml(shown), end="")
     return 0
@@ -179,13 +145,16 @@ def settings(composition: Composed) -> Command:
 def _new_settings(composition: Composed) -> Command:
     """As `settings`, of a run that begins."""
     changed = composition.changed
+    track = composition.cfg.get("track")
+    if composition.point and isinstance(track, DictConfig) and track.get("group", "") is None:
+        # the runs of a sweep share a group of the service that tracks them
+        track.group = shortened(" ".join(composition.swept.values()), LONGEST_GROUP)
     resolved = with_folder(composition.cfg, changed)
     init_run = saved_configuration(resolved)
-    if init_run is None:
-        config = to_config(resolved)
-    else:
+    if init_run is not None:
         resolved = with_run(resolved, init_run, changed)
-        config = to_config(resolved)
+    config = to_config(resolved)
+    if init_run is not None:
         option = composition.choices["model"] if "model" in changed else ""
         check_model(config, resolved, init_run, option)
     return Command(config=config, cfg=resolved, named=changed, point=composition.point)
@@ -196,52 +165,42 @@ def _resumed_settings(composition: Composed) -> Command:
     resolved = composition.cfg
     changed = composition.changed
     source = _resumed(str(resolved.resume), resolved.resume_step)
+    swap = _swap(composition)
     saved = run_directory.read_config(source)
     saved_values = plain(saved)
-    if "experiment" in changed:
-        raise UserError("resume=… takes single keys (train.steps=…, policy.last=…), no experiment=")
     if "init" in changed and resolved.init != saved.get("init"):
         raise UserError("resume=… goes on with a run, init=… begins one: leave one of them out")
-    swap = None
-    options = [key for key in changed if key.startswith("recipe.")]
-    if "recipe" in changed:
-        swap = RecipeChoice.chosen(
-            composition.choices["recipe"], plain(resolved)["recipe"], options
-        )
-    elif options:
-        raise UserError(
-            f"resume=… {options[0]}=… is a swap: name its recipe, too (recipe=NAME {options[0]}=…)"
-        )
-    unknown = set(unknown_keys(saved_values, Config))
+    for key, text in typed_texts(composition.words, saved_values):
+        OmegaConf.update(resolved, key, text, merge=False, force_add=True)
     with open_dict(saved):
         saved.run.overwrite = False
         saved.resume_step = None
         saved.plugins = list(plugins.named())
-        for key, text in typed_texts(composition.words, saved_values):
-            OmegaConf.update(resolved, key, text, merge=False, force_add=True)
         for key in changed:
             if key.split(".")[0] == "recipe" or take_over(saved, resolved, key):
                 continue
             if not any(key.startswith(f"{section}.") for section in changed):
-                raise foreign.unknown_key(key, list(keys(plain(saved))))
+                raise unknown_key(key, list(keys(saved_values)))
         # In its own directory, unless a new name asks for a branch of the run.
-        if {"run.name", "run.dir"} & set(changed):
-            saved.run.dir = resolved.run.dir
-        else:
-            saved.run.dir = str(source)
-    if gone := [key for key in unknown_keys(plain(saved), Config) if key in unknown]:
-        raise UserError(
-            f"{source / run_directory.CONFIG} holds {gone[0]}, which is no longer an option: "
-            "take it out of that file to go on without it"
-        )
+        named = {"run.name", "run.dir"} & set(changed)
+        saved.run.dir = resolved.run.dir if named else str(source)
+    for key in unknown_keys(plain(saved), Config):
+        if key not in changed:
+            raise UserError(
+                f"{source / run_directory.CONFIG} holds {key}, which is no longer an option: "
+                "take it out of that file to go on without it"
+            )
     try:
         with run_directory.recipes_of(source, saved_values):
             config = to_config(saved)
     except UserError as error:
-        if not str(error).endswith(MISSING_KEY):
+        key, missing, end = str(error).partition(MISSING_KEY)
+        if not missing or end:
             raise
-        missing = str(error).removesuffix(MISSING_KEY)
-        raise UserError(_of_missing(missing, saved_values, changed, source)) from error
+        raise UserError(
+            f"{error} in {source / run_directory.CONFIG} as this command changes it; {key}=… sets "
+            "it"
+        ) from error
     return Command(
         config=config,
         cfg=saved,
@@ -252,24 +211,31 @@ def _resumed_settings(composition: Composed) -> Command:
     )
 
 
-def _of_missing(key: str, saved: Mapping[str, Any], changed: Sequence[str], source: Path) -> str:
-    """The message about a key that is missing where a run goes on.
+def _swap(composition: Composed) -> RecipeChoice | None:
+    """The recipe that a resumed run swaps to; None: it keeps its own.
 
-    Args:
-        saved: the configuration of the run.
-        changed: the keys that the command sets or takes out.
-        source: the run.
+    Raises:
+        UserError: the command has words that a run does not go on with.
     """
-    if key in changed:
-        return f"~{key}: a run needs {key}; {key}=VALUE sets it"
-    section = key.rpartition(".")[0]
-    set_there = [name for name in changed if name.startswith(f"{section}.")]
-    in_file = any(name.startswith(f"{section}.") for name in keys(saved))
-    if not set_there or (in_file and key not in keys(saved)):
-        return f"{source / run_directory.CONFIG}: {key}{MISSING_KEY}; put it back"
-    return (
-        f"{set_there[0]}: there is no {section} that it could change; a new one needs {key}=…, too"
-    )
+    resolved = composition.cfg
+    changed = composition.changed
+    if "experiment" in changed:
+        raise UserError("resume=… takes single keys (train.steps=…, policy.last=…), no experiment=")
+    swept = [key for key in composition.swept if key != "resume"]
+    if swept and not {"run.name", "run.dir"} & set(changed):
+        raise UserError(
+            f"a sweep over {swept[0]} makes a branch of resume={resolved.resume} at each point: "
+            "name them, run.name=…"
+        )
+    options = [key for key in changed if key.startswith("recipe.")]
+    if "recipe" in changed:
+        recipe = plain(resolved)["recipe"]
+        return RecipeChoice.chosen(composition.choices["recipe"], recipe, options)
+    if options:
+        raise UserError(
+            f"resume=… {options[0]}=… is a swap: name its recipe, too (recipe=NAME {options[0]}=…)"
+        )
+    return None
 
 
 def _resumed(text: str, step: int | None) -> Path:
@@ -282,16 +248,14 @@ def _resumed(text: str, step: int | None) -> Path:
         UserError: it names weights of a run, which goes on with all of its state.
     """
     source = WeightSource.parse(text)
-    if (
-        source == WeightSource(path=Path(text))
-        or not (source.path / run_directory.CONFIG).is_file()
-    ):
-        return Path(text)
-    start = source if step is None else source.at(step)
-    raise UserError(
-        f"resume={text} names weights, and a run goes on with all of its state: "
-        f"{' '.join(start.resume_words)}"
-    )
+    weights = source != WeightSource(path=Path(text))
+    if weights and (source.path / run_directory.CONFIG).is_file():
+        start = source if step is None else source.at(step)
+        raise UserError(
+            f"resume={text} names weights, and a run goes on with all of its state: "
+            f"{' '.join(start.resume_words)}"
+        )
+    return Path(text)
 
 
 def _check_plugins(cfg: DictConfig) -> None:

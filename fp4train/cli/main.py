@@ -1,34 +1,62 @@
 """fp4train [VERB] key=value…
 
 fp4train recipe=nvfp4                       train (the default verb)
-torchrun --nproc-per-node 8 -m fp4train parallel.dp_shard=8       on 8 GPUs (docs/scale.md)
-fp4train plan model=llama_1b recipe=nvfp4   which precision every GEMM runs in, and why; trains nothing
-fp4train plan model=llama_8b gpu=B200       … and the time each GEMM would take on that GPU
-fp4train plan gpu=H100 gpus=64 parallel.tp=8 train.batch_size=64   what a mesh of GPUs holds, sends and costs
+torchrun --nproc-per-node 8 -m fp4train parallel.dp_shard=8
+                                            on 8 GPUs (docs/scale.md)
+fp4train plan model=llama_1b recipe=nvfp4   which precision every GEMM runs in,
+                                            and why; trains nothing
+fp4train plan model=llama_8b gpu=B200       … and the time each GEMM would take
+                                            on that GPU
+fp4train plan gpu=H100 gpus=64 parallel.tp=8 train.batch_size=64
+                                            what a mesh of GPUs holds, sends and
+                                            costs
 fp4train -m recipe=bf16,mxfp8,nvfp4         a sweep
-fp4train plan runs/a                        what a run was told, what it ran, and what is planned for the rest
-fp4train resume=runs/a recipe=mxfp8         go on from a checkpoint, here with another recipe
+fp4train plan runs/a                        what a run was told, what it ran,
+                                            and what is planned for the rest
+fp4train resume=runs/a recipe=mxfp8         go on from a checkpoint, here with
+                                            another recipe
 fp4train resume=runs/a resume_step=200 …    … from a chosen one
-fp4train init=runs/a data=text data.path=…  a new run with the weights of another
-fp4train swap runs/a recipe=bf16 at=200     change the recipe of a run that is running
-fp4train swap runs/a                        its swaps; with cancel=all, take back those that have not begun
+fp4train init=runs/a data=text data.path=…  a new run with the weights of
+                                            another
+fp4train swap runs/a recipe=bf16 at=200     change the recipe of a run that is
+                                            running
+fp4train swap runs/a                        its swaps; with cancel=all, take
+                                            back those that have not begun
 fp4train compare runs/a runs/b              loss gap, table and plot
-fp4train sensitivity runs/a recipe=nvfp4    which layers and operands a recipe harms; ends in a policy
-fp4train rank runs/a recipe=bf16,nvfp4      paired forks of a checkpoint: gaps with intervals and tests
-fp4train gate runs/a recipe=A margin=0.01   whether a recipe is within a margin of BF16: a sequential test, an exit code
-fp4train report runs/a runs/b               one HTML file about runs: curves, gaps, errors, studies, differences
-fp4train sample runs/a prompt="def f("      text that a model writes, in any recipe
-fp4train export runs/a to=hf out=FOLDER     a folder that transformers loads, tokenizer and model card included
-fp4train export runs/a to=compressed-tensors out=FOLDER   NVFP4 codes and scales for vLLM and SGLang, or to=modelopt
-fp4train verify FOLDER against=runs/a       whether an export has the codes, scales and weights of the run, bit by bit
-fp4train eval runs/a recipe=bf16,nvfp4      bits per byte on held-out text, or task=…: tasks of lm_eval
+fp4train sensitivity runs/a recipe=nvfp4    which layers and operands a recipe
+                                            harms; ends in a policy
+fp4train rank runs/a recipe=bf16,nvfp4      paired forks of a checkpoint: gaps
+                                            with intervals and tests
+fp4train gate runs/a recipe=A margin=0.01   whether a recipe is within a margin
+                                            of BF16: a sequential test, an exit
+                                            code
+fp4train report runs/a runs/b               one HTML file about runs: curves,
+                                            gaps, errors, studies, differences
+fp4train sample runs/a prompt="def f("      text that a model writes, in any
+                                            recipe
+fp4train export runs/a to=hf out=FOLDER     a folder that transformers loads,
+                                            tokenizer and model card included
+fp4train export runs/a to=compressed-tensors out=FOLDER
+                                            NVFP4 codes and scales for vLLM and
+                                            SGLang, or to=modelopt
+fp4train verify FOLDER against=runs/a       whether an export has the codes,
+                                            scales and weights of the run, bit
+                                            by bit
+fp4train eval runs/a recipe=bf16,nvfp4      bits per byte on held-out text, or
+                                            task=…: tasks of lm_eval
 fp4train formats                            the number formats
-fp4train recipes                            the published recipes, their papers, what of them is mirrored; recipes NAME
-fp4train doctor                             what this machine can do: recipes, kernels, versions; --json
-fp4train check runs/a                       whether this machine computes what the plan of a run says
+fp4train recipes                            the published recipes, their papers,
+                                            what of them is mirrored; recipes
+                                            NAME
+fp4train doctor                             what this machine can do: recipes,
+                                            kernels, versions; --json
+fp4train check runs/a                       whether this machine computes what
+                                            the plan of a run says
 fp4train --cfg job                          the whole configuration
-fp4train help plan                          the options of a verb, as plan --help
-fp4train help train.steps                   what a key means; or a group (recipe), or recipe=mxfp8
+fp4train help plan                          the options of a verb, as plan
+                                            --help
+fp4train help train.steps                   what a key means; or a group
+                                            (recipe), or recipe=mxfp8
 """
 
 import re
@@ -116,11 +144,8 @@ def _help(verb: str, arguments: list[str], *, named: bool, topics: bool) -> int:
         return 0
     if not named and words and (unknown := _no_verb(words)):
         raise UserError(unknown)
-    if named:
-        screen = import_module(f"{__package__}.{verb}").__doc__ or ""
-    else:
-        screen = USAGE
-    print(screens.of_verb(verb, screen, words, keys=verb in COMPOSED))
+    verb_help = import_module(f"{__package__}.{verb}").__doc__ if named else USAGE
+    print(screens.of_verb(verb_help or "", words, keys=verb in COMPOSED))
     return 0
 
 

@@ -136,45 +136,24 @@ def terminal_width() -> int:
 
 def fitted(text: str) -> str:
     """A text in the terminal's width: a line that is too long goes on below where its last column
-    begins.
+    begins, or indented where that has too little room.
 
-    A last column that has too little room there stands below the line, where those of the lines
-    above it begin. Rules below headers, which are no words, are cut. A word that is too long, such
-    as a path, stays whole.
+    A word that is too long, such as a path, stays whole.
     """
     width = terminal_width()
     lines: list[str] = []
-    column_above = 0
     for line in text.split("\n"):
         gaps = [gap.end() for gap in re.finditer(r"(?<=\S) {2,}", line)]
         column = gaps[-1] if gaps else 0
-        has_room = column < width * 2 // 3
-        if len(line) <= width or set(line) <= {"─", " "}:
-            lines.append(line[:width])
-        elif column and has_room:
-            start, *more = wrapped(line[column:].strip(), width, " " * column)
-            lines += [line[:column] + start[column:], *more]
-        else:
-            indent = " " * (len(line) - len(line.lstrip()))
-            below = " " * (column_above or len(indent) + HANGING)
-            lines += wrapped(line[: column or len(line)].strip(), width, indent)
-            lines += wrapped(line[column:].strip(), width, below) if column else []
-        if not line.strip():
-            column_above = 0
-        elif column and has_room:
-            column_above = column
+        if not 0 < column < width * 2 // 3:
+            column = len(line) - len(line.lstrip()) + HANGING
+        lines += wrapped(line, width, " " * column) if len(line) > width else [line]
     return "\n".join(lines)
 
 
 def print_screen(name: str, **values: object) -> None:
     """Print a template of this package (`fp4train.text.screen`) in the terminal's width."""
     print(fitted(screen(__package__, name, width=terminal_width(), **values)))
-
-
-def hanging(line: str) -> list[str]:
-    """The lines of a text in the terminal's width; those below the first are indented."""
-    start, *more = wrapped(line, terminal_width() - HANGING)
-    return [start, *(" " * HANGING + below for below in more)]
 
 
 def message(text: str, stream: TextIO) -> str:

@@ -1,13 +1,17 @@
 """fp4train plan [key=value…] | RUN
 
-What every GEMM of a run would run in, and why; trains nothing. Takes the keys of a run, which are listed below.
+What every GEMM of a run would run in, and why; trains nothing. Takes the keys
+of a run, which are listed below.
 
   full=true        every layer and GEMM, not folded
-  gpu=B200         with the time of each GEMM on that GPU: A100, H100, H200, B200, GB200, B300, GB300
-  gpus=64          on so many of them: what each holds, sends and computes; with parallel.tp=8 and the like
+  gpu=B200         with the time of each GEMM on that GPU: A100, H100, H200,
+                   B200, GB200, B300, GB300
+  gpus=64          on so many of them: what each holds, sends and computes; with
+                   parallel.tp=8 and the like
   --json           as data, not of RUN
   resume=RUN       what is left of a run
-  RUN              what a run was told, what it ran, and what is planned for the rest; with full=true too
+  RUN              what a run was told, what it ran, and what is planned for the
+                   rest; with full=true too
 """
 
 import json

@@ -1,8 +1,10 @@
 """fp4train recipes [NAME] [--markdown]
 
-The published recipes that files of recipes/ mirror, as a table: their papers and programs (docs/recipes.md).
+The published recipes that files of recipes/ mirror, as a table: their papers
+and programs (docs/recipes.md).
 
-  NAME             one recipe in full, or those of a paper by its number (2610.00053): what is mirrored and what is not
+  NAME             one recipe in full, or those of a paper by its number
+                   (2610.00053): what is mirrored and what is not
   --markdown       the tables of docs/recipes.md
 """
 

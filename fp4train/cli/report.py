@@ -1,10 +1,12 @@
 """fp4train report RUN RUN… [baseline=RUN] [out=report.html] [figures=pdf] [gpu=B200]
 
-One HTML file about runs and the studies on them, for screens, phones and paper; it needs no network (docs/report.md).
+One HTML file about runs and the studies on them, for screens, phones and paper;
+it needs no network (docs/report.md).
 
   baseline=RUN     the run that gaps are to; the default is the first one
   out=report.html  the file
-  figures=svg,pdf  its figures as files beside it, too: report-curves.pdf, …; .png, .svg and .pdf
+  figures=svg,pdf  its figures as files beside it, too: report-curves.pdf, …;
+                   .png, .svg and .pdf
   width=6.3        inches of these files
   gpu=B200         with the predicted time of the linear layers on that GPU
 """

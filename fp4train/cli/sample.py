@@ -1,14 +1,19 @@
 """fp4train sample RUN|FOLDER prompt="…" [tokens=64] [temperature=1] [seed=0] [recipe=NAME] [step=STEP] [--json]
 
-Text that the model of a run, or of a Hugging Face folder, writes after a prompt, in any recipe (docs/evaluation.md).
+Text that the model of a run, or of a Hugging Face folder, writes after a
+prompt, in any recipe (docs/evaluation.md).
 
   prompt="def f("  the text to go on from
-  tokens=64        most tokens to write; it ends earlier at the end of a document, and where the context is full
-  temperature=1    what the logits are divided by; 0: the most likely token each time
+  tokens=64        most tokens to write; it ends earlier at the end of a
+                   document, and where the context is full
+  temperature=1    what the logits are divided by; 0: the most likely token each
+                   time
   top_k=40         only so many of the most likely tokens
-  top_p=0.9        only the most likely tokens that together have this probability
+  top_p=0.9        only the most likely tokens that together have this
+                   probability
   seed=0           of the random numbers: the same command writes the same text
-  recipe=bf16      and recipe.KEY=VALUE, policy=NAME; the default is the recipe that the forward pass was trained in
+  recipe=bf16      and recipe.KEY=VALUE, policy=NAME; the default is the recipe
+                   that the forward pass was trained in
   step=200         the checkpoint, as RUN@200; the default is the newest
 {kinds}
   plugins=[NAME]   packages of the classes of your own that the run uses

@@ -1,22 +1,33 @@
 """fp4train sensitivity RUN | model=NAME [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]
 
-Which layers and operands of a model a recipe harms, measured on its gradients; ends in a policy (docs/studies.md). RUN
-is a run directory; model=NAME, with any other keys of a run, is a model as it is initialised.
+Which layers and operands of a model a recipe harms, measured on its gradients;
+ends in a policy (docs/studies.md). RUN is a run directory; model=NAME, with any
+other keys of a run, is a model as it is initialised.
 
-  recipe=NAME      the recipe to study, and recipe.KEY=VALUE; the default is that of the run
-  step=200         the checkpoint; 0: the model as it was initialised; the default is the newest
-  batches=8        batches that every part is measured on; with one there is no interval
-  repeats=4        passes over each with other random bits, where rounding is stochastic
-  budget=5min      instead of batches: spend this time where the intervals are widest
-  cells=true       also one operand of one layer at a time; the policy then chooses single GEMMs
-  keep=0.15        the policy may keep this share of the multiply-adds in high precision
+  recipe=NAME      the recipe to study, and recipe.KEY=VALUE; the default is
+                   that of the run
+  step=200         the checkpoint; 0: the model as it was initialised; the
+                   default is the newest
+  batches=8        batches that every part is measured on; with one there is no
+                   interval
+  repeats=4        passes over each with other random bits, where rounding is
+                   stochastic
+  budget=5min      instead of batches: spend this time where the intervals are
+                   widest
+  cells=true       also one operand of one layer at a time; the policy then
+                   chooses single GEMMs
+  keep=0.15        the policy may keep this share of the multiply-adds in high
+                   precision
   gpu=B200         predict times on that GPU
-  cost=0.6         with gpu=, instead of keep=: the longest time of the layers relative to BF16
-  out=FOLDER       for the results; the default is RUN/studies/sensitivity-RECIPE-STEP, without a run
+  cost=0.6         with gpu=, instead of keep=: the longest time of the layers
+                   relative to BF16
+  out=FOLDER       for the results; the default is
+                   RUN/studies/sensitivity-RECIPE-STEP, without a run
                    runs/studies/sensitivity-MODEL-RECIPE
 
-The policy is judged on other batches than those that chose it. Writes policy.yaml (unless nothing is worth keeping),
-sensitivity.json and sensitivity.png. A study that was killed goes on with the same command.
+The policy is judged on other batches than those that chose it. Writes
+policy.yaml (unless nothing is worth keeping), sensitivity.json and
+sensitivity.png. A study that was killed goes on with the same command.
 """
 
 import re

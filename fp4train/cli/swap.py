@@ -1,14 +1,19 @@
 """fp4train swap RUN recipe=NAME [at=STEP] [wait=SECONDS]
 
-Change the recipe of a run, at once if it is running. Without recipe= it lists the swaps that are recorded and pending.
+Change the recipe of a run, at once if it is running. Without recipe= it lists
+the swaps that are recorded and pending.
 
   recipe=NAME      and recipe.KEY=VALUE
   at=200           the step; the default is the next one
-  wait=10          seconds to wait for the answer of the process that trains; 0: do not wait
-  cancel=ID        instead of recipe=: take back a swap that has not begun, by its ID or step; cancel=all: each of them
-  plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: recipes of your own
+  wait=10          seconds to wait for the answer of the process that trains; 0:
+                   do not wait
+  cancel=ID        instead of recipe=: take back a swap that has not begun, by
+                   its ID or step; cancel=all: each of them
+  plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: recipes
+                   of your own
 
-Exit code: 0 accepted (or, where no process trains, left for the next resume), 1 refused, 2 no answer yet.
+Exit code: 0 accepted (or, where no process trains, left for the next resume), 1
+refused, 2 no answer yet.
 """
 
 from dataclasses import dataclass

@@ -2,19 +2,32 @@
 
 Train a run, or go on with it; the keys are listed below.
 
-  recipe=nvfp4     and the other groups: model, data, optim, schedule, policy, phases, track; GROUP=FILE.yaml, too
-  run.name=NAME    the run is written to runs/NAME; run.overwrite=true replaces one that is there
-  data=text data.path=PATH   UTF-8 text; data.suffixes=[.txt,.md] are the files that are read of a folder
-  data=hf data.name=NAME     of Hugging Face, or data.path=FILE.jsonl|FILE.parquet; data.column=text, data.max_tokens=…
-  data=tokens data.path=PATH data.vocab_size=N    ids of tokens, data.val_path=PATH those of validation
-  resume=RUN       go on from its newest checkpoint, or resume_step=200; with run.name=NAME as another run
-  init=RUN         a new run with the weights of another, of its newest checkpoint or init_step=200 (RUN@200)
-  init=FOLDER      a new run with the weights, model and tokenizer of a Hugging Face folder (docs/exchange.md)
-  parallel.KEY=N   how the ranks that torchrun or srun starts share the run (docs/scale.md)
-  plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: options of your own
+  recipe=nvfp4     and the other groups: model, data, optim, schedule, policy,
+                   phases, track; GROUP=FILE.yaml, too
+  run.name=NAME    the run is written to runs/NAME; run.overwrite=true replaces
+                   one that is there
+  data=text data.path=PATH   UTF-8 text; data.suffixes=[.txt,.md] are the files
+                             that are read of a folder
+  data=hf data.name=NAME     of Hugging Face, or
+                             data.path=FILE.jsonl|FILE.parquet;
+                             data.column=text, data.max_tokens=…
+  data=tokens data.path=PATH data.vocab_size=N    ids of tokens,
+                                                  data.val_path=PATH those of
+                                                  validation
+  resume=RUN       go on from its newest checkpoint, or resume_step=200; with
+                   run.name=NAME as another run
+  init=RUN         a new run with the weights of another, of its newest
+                   checkpoint or init_step=200 (RUN@200)
+  init=FOLDER      a new run with the weights, model and tokenizer of a Hugging
+                   Face folder (docs/exchange.md)
+  parallel.KEY=N   how the ranks that torchrun or srun starts share the run
+                   (docs/scale.md)
+  plugins=[NAME]   packages of classes of your own; --config-dir FOLDER: options
+                   of your own
   -m KEY=A,B       a sweep: one run after another
   --cfg job        the configuration, nothing trained
-Exit code 0: done; 3: the loss has diverged, and the message says what to do (docs/guide.md); 1: an error
+Exit code 0: done; 3: the loss has diverged, and the message says what to do
+(docs/guide.md); 1: an error
 """
 
 import gc

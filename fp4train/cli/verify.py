@@ -1,16 +1,21 @@
 """fp4train verify FOLDER against=RUN [key=value…] [--json]
 
-Whether a folder that `export` wrote has the numbers of the run: codes, block scales, global scales, what is in high
-precision, names, shapes and configuration; a line for each layer, and for each file that an export does not write,
-since other software may read it. Exit code 0: all are equal; 1: not.
+Whether a folder that `export` wrote has the numbers of the run: codes, block
+scales, global scales, what is in high precision, names, shapes and
+configuration; a line for each layer, and for each file that an export does not
+write, since other software may read it. Exit code 0: all are equal; 1: not.
 
   against=RUN      the run directory, or RUN@200:ema as for export
-  step=200         the checkpoint; the default is the one that the folder names, or the newest
-  stretch=100      a step of the steps whose codes the folder has; the default is as it says
-  loss=8           also the loss of the folder in transformers, on so many batches of held-out text, beside the run's,
-                   where all is equal
+  step=200         the checkpoint; the default is the one that the folder names,
+                   or the newest
+  stretch=100      a step of the steps whose codes the folder has; the default
+                   is as it says
+  loss=8           also the loss of the folder in transformers, on so many
+                   batches of held-out text, beside the run's, where all is
+                   equal
   --json           as data
-  data.path=PATH   and other paths of the run's data, where it names some outside of itself, for loss=
+  data.path=PATH   and other paths of the run's data, where it names some
+                   outside of itself, for loss=
   plugins=[NAME]   packages of classes of your own that the run needs
 """
 

@@ -20,12 +20,11 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fp4train.config.folders import own_options
-from fp4train.config.foreign import suggestion
 from fp4train.config.plugins import own_class
+from fp4train.config.unknown import unknown_key
 from fp4train.errors import UserError, check_local, user_errors
 from fp4train.keys import MayDiffer, WrittenUnder
 from fp4train.paths import NamesDestination, NamesPath, is_hub_name
-from fp4train.text import near_miss
 
 M = TypeVar("M")
 
@@ -423,10 +422,7 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str, mark: WrittenUnde
     prefix = f"{path}." if path else ""
     for key in node:
         if key not in fields:
-            word = prefix + str(key)
-            full_names = [prefix + name for name in fields]
-            hint = suggestion(word, full_names) or near_miss(word, full_names)
-            raise UserError(f"unknown key {word!r}{hint} (known: {', '.join(fields)})")
+            raise unknown_key(f"{prefix}{key}", [prefix + name for name in fields])
     for name, field in fields.items():
         if name not in node and default_of(field) is dataclasses.MISSING:
             raise UserError(f"{prefix}{name}{MISSING_KEY}")

@@ -23,7 +23,6 @@ from hydra.errors import HydraException
 
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind, mark_of, takes_path, types_of
-from fp4train.config.foreign import suggestion
 from fp4train.config.schema import Config
 from fp4train.config.typed import typed
 from fp4train.errors import UserError, check_local, user_errors
@@ -217,7 +216,7 @@ def _check_run_keys(line: CommandLine, names: Sequence[str]) -> None:
         key, equals, _ = word.partition("=")
         if equals and "." not in key and key.lstrip("+~") not in run_keys:
             candidates = [*names, *overrides.settable_keys()]
-            hint = suggestion(key) or near_miss(key, candidates, alike)
+            hint = near_miss(key, candidates, alike)
             if hint or line.runs:
                 listing = f" (known: {', '.join(names)} and the keys of a run)"
                 raise UserError(f"unknown key {key!r}{hint}{listing}")

@@ -5,45 +5,31 @@ the result, so that keys that only a section's class has can be set as well, and
 found beside those that there are.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from fp4train.checkpoint.source import WeightSource
-from fp4train.config import foreign, overrides
+from fp4train.config import overrides
 from fp4train.config.binding import complete, key_fields
 from fp4train.config.folders import CONFIGS, own_options, register_recipes, yaml_problem
-from fp4train.config.plugins import check_targets
 from fp4train.config.schema import Config, is_entry, keys, plain, take_out
 from fp4train.config.typed import items, lost_texts, typed, typed_texts
+from fp4train.config.unknown import check_option, near_key, unknown_key
 from fp4train.errors import UserError, user_errors
 from fp4train.sealed import CONFIG
 from fp4train.text import first_few, near_miss
-
-_HYDRAS_ERRORS = (
-    HydraException,
-    OmegaConfBaseException,
-    AssertionError,
-    AttributeError,
-    ValueError,
-)
-"""What Hydra raises where a setting of its own has a value that it did not expect."""
-
-_ONE_AFTER_ANOTHER = ("hydra/launcher", "hydra/sweeper")
-"""Groups of Hydra's whose option is fixed: the points of a sweep run here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +68,6 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
             values without -m, or a --config-dir that cannot be used.
     """
     sweep = bool(overrides.SWEEP & set(arguments))
-    resumed = bool(overrides.resumed_run(arguments))
     folders = overrides.own_folders(arguments)
     groups = overrides.groups(folders)
     words = overrides.parse(arguments)
@@ -94,34 +79,17 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         overrides.dotted(word): str(word.input_line) for word in words if word.is_sweep_override()
     }
     for lines in product(*axes.values()):
-        point_words = words
-        if sweep:
-            point_words = overrides.parse(list(lines))
+        point_words = overrides.parse(lines) if sweep else words
         chosen = [
             word for word in point_words if word.key_or_group in groups or overrides.is_hydras(word)
         ]
+        single = [word for word in point_words if word not in chosen]
         composition = _composition([str(word.input_line) for word in chosen], folders)
-        _refuse_idle(chosen)
-        params: Mapping[str, Any] = {}
-        if sweep:  # an experiment's file may ask for one, too
-            params = HydraConfig.get().sweeper.params or {}
-        if sweep and not swept and not params:
-            raise UserError(
-                "-m trains a run for each value of a key, and no key has several values: -m "
-                "recipe=bf16,nvfp4"
-            )
-        if more := [f"{key}={value}" for key, value in params.items() if key not in axes]:
+        if sweep and (more := _axes_of_file(axes, swept)):
             yield from composed([*more, *arguments])
             return
-        elsewhere = None
-        if resumed:
-            elsewhere = ""
-        elif _model_brought(point_words):
-            elsewhere = "model."
         choices = _choices()
-        single = [word for word in point_words if word not in chosen]
-        _set_keys(composition, single, choices, elsewhere)
-        _whole_numbers(composition, changed)
+        _set_keys(composition, single, _checked_elsewhere(point_words))
         _keep_texts(composition, single)
         _name_point(composition, choices, swept)
         yield Composed(
@@ -137,17 +105,33 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         )
 
 
-def _model_brought(words: Iterable[Override]) -> bool:
-    """Whether init=… brings the model: it names a Hugging Face folder, or a run, and no model=… is
-    chosen.
+def _axes_of_file(axes: Collection[str], swept: Collection[str]) -> list[str]:
+    """The values that an experiment's file gives its keys in a sweep, but for those in `axes`.
+
+    Raises:
+        UserError: neither the file nor the command sweeps over a key.
     """
-    sources = [
-        WeightSource.parse(str(word.value())) for word in words if word.key_or_group == "init"
-    ]
-    if any(source.is_folder for source in sources):
-        return True
-    runs = [source for source in sources if (source.path / CONFIG).is_file()]
-    return bool(runs) and not any(word.key_or_group == "model" for word in words)
+    params = HydraConfig.get().sweeper.get("params") or {}
+    if not swept and not params:
+        raise UserError(
+            "-m trains a run for each value of a key, and no key has several values: -m "
+            "recipe=bf16,nvfp4"
+        )
+    return [f"{key}={value}" for key, value in params.items() if key not in axes and value]
+
+
+def _checked_elsewhere(words: Iterable[Override]) -> str | None:
+    """The beginning of the keys that are checked against another configuration than the composed
+    one: all of a run that goes on, those of a model that init=… brings. None: there are none.
+    """
+    given = {word.key_or_group: word.value() for word in words}
+    if given.get("resume") is not None:
+        return ""
+    if given.get("init") is None:
+        return None
+    source = WeightSource.parse(str(given["init"]))
+    has_model = (source.path / CONFIG).is_file() and "model" not in given
+    return "model." if source.is_folder or has_model else None
 
 
 def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
@@ -198,6 +182,18 @@ def option_values(
     return by_option
 
 
+def keys_around(
+    key: str, groups: Mapping[str, Sequence[str]], folders: Iterable[Path] = ()
+) -> dict[str, list[str]]:
+    """The keys that the options of the groups around a key have → these options ("data=text")."""
+    having: dict[str, list[str]] = {}
+    for group in groups_around(key, groups):
+        for option, values in option_values(group, groups[group], folders).items():
+            for name in values:
+                having.setdefault(name, []).append(f"{group}={option}")
+    return having
+
+
 def groups_around(key: str, groups: Iterable[str]) -> list[str]:
     """The groups whose section is `key` or holds it, the innermost first."""
     around = [group for group in groups if f"{key}.".startswith(group.replace("/", ".") + ".")]
@@ -211,7 +207,7 @@ def named(group: str, option: str) -> Any:
     Raises:
         UserError: the group has no such option; the message suggests one.
     """
-    foreign.check_option(group, option, own_options()[group])
+    check_option(group, option, own_options()[group])
     their_hydra = GlobalHydra.instance().hydra
     their_config = HydraConfig.instance().cfg
     try:
@@ -245,17 +241,7 @@ def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
         raise UserError(f"{name} cannot be read: {yaml_problem(error)}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"a file of options is not UTF-8 text: {error}") from error
-    except _HYDRAS_ERRORS as error:
-        settings = [word for word in words if word.lstrip("+~").startswith("hydra")]
-        if not settings and not isinstance(error, (HydraException, OmegaConfBaseException)):
-            raise
-        if settings == words and len(words) == 1:
-            raise UserError(
-                f"{words[0]}: Hydra has no such setting or value, and no setting of Hydra's "
-                "changes a run: leave it out"
-            ) from error
-        for setting in settings:
-            _composition([setting], ())  # names the one at fault
+    except (HydraException, OmegaConfBaseException) as error:
         raise UserError(overrides.first_lines(error)) from error
 
 
@@ -265,16 +251,10 @@ def _choices() -> dict[str, str]:
     return {str(group): str(option) for group, option in chosen.items()}
 
 
-def _set_keys(
-    composition: DictConfig,
-    words: list[Override],
-    choices: Mapping[str, str],
-    elsewhere: str | None,
-) -> None:
+def _set_keys(composition: DictConfig, words: Iterable[Override], elsewhere: str | None) -> None:
     """Set single keys of a composition: those it has, and those that only its classes have.
 
     Args:
-        choices: group → its option in the composition.
         elsewhere: beginning of the keys that are checked elsewhere, against another configuration,
             so that any of them can be set here; None: there are none.
 
@@ -282,55 +262,25 @@ def _set_keys(
         UserError: a key is unknown, or a value cannot stand there.
     """
     body = plain(composition, resolve=False)
-    have = list(keys(body))
-    for word in words:
-        if is_entry(word.key_or_group) and word.value() is None:
-            word.type = OverrideType.DEL
-    assignments = [word for word in words if word.type == OverrideType.CHANGE]
-
-    def kept_elsewhere(word: Override) -> bool:
-        return elsewhere is not None and word.key_or_group.startswith(elsewhere)
-
-    strange = [word for word in assignments if kept_elsewhere(word)]
-    missing = [word for word in assignments if word in strange or word.key_or_group not in have]
-    try:
-        if missing:
-            check_targets(body)
-            added = [key for key in keys(complete(body, Config)) if key not in have]
-        else:
-            added = []
-    except UserError:  # a class that is not there is reported where it is bound
-        added = []
-    for word in assignments:
-        # unknown keys within a mapping are found where it is bound
-        section = isinstance(word.value(), dict) and word.key_or_group in have
-        if section or word in strange or word.key_or_group in added:
-            word.type = OverrideType.FORCE_ADD
-        _check_shape(word, _value_at(composition, word.key_or_group))
-    for word in words:
-        if word.is_delete() and kept_elsewhere(word):
-            if word.value() is not None:  # which the other configuration may not have
-                key = word.key_or_group
-                raise UserError(f"{word.input_line}: a key of a run is taken out by ~{key} alone")
-            take_out(composition, word.key_or_group)
-    words = [word for word in words if not (word.is_delete() and kept_elsewhere(word))]
+    known = list(keys(body))
+    if any(word.key_or_group not in known for word in words):
+        known = list(keys(complete(body, Config)))
     for word in words:
         key = word.key_or_group
-        if word.is_delete() and key in have and _value_at(composition, key) is None:
-            raise UserError(f"{word.input_line}: {key} is null, and cannot be taken out")
-    try:
-        ConfigLoaderImpl._apply_overrides_to_config(words, composition)
-    except (HydraException, OmegaConfBaseException) as error:
-        taken_out = [word for word in words if word.is_delete()]
-        unknown = [
-            word.key_or_group
-            for word in (*missing, *taken_out)
-            if word.key_or_group not in (*have, *added)
-        ]
-        if unknown:
-            of_others = _check_options(unknown[0], choices)
-            raise foreign.unknown_key(unknown[0], [*have, *added], of_others) from error
-        raise UserError(overrides.first_lines(error)) from error
+        value = word.value()
+        if key not in known and (elsewhere is None or not key.startswith(elsewhere)):
+            having = keys_around(key, own_options())
+            if key in having:
+                raise UserError(f"unknown key {key!r}: it is one of {first_few(having[key], 6)}")
+            raise unknown_key(key, known, having)
+        if word.is_delete() and value is not None:
+            raise UserError(f"{word.input_line}: a key is taken out by ~{key} alone")
+        if word.is_delete() or (value is None and is_entry(key)):
+            take_out(composition, key)
+        else:
+            _check_shape(word, _value_at(composition, key))
+            with user_errors(OmegaConfBaseException, message=overrides.first_lines):
+                OmegaConf.update(composition, key, value, merge=True, force_add=True)
 
 
 def _check_shape(word: Override, current: Any) -> None:
@@ -347,41 +297,6 @@ def _check_shape(word: Override, current: Any) -> None:
         )
     if OmegaConf.is_list(current) and isinstance(word.value(), dict):
         raise UserError(f"{word.input_line}: {key} is a list: {key}=[…]")
-
-
-def _check_options(key: str, choices: Mapping[str, str]) -> dict[str, str]:
-    """The keys that other options of the group of a key have, and which: "data=text has it".
-
-    Raises:
-        UserError: `key` is one of them.
-    """
-    groups = groups_around(key, own_options())
-    if not groups:
-        return {}
-    group = groups[0]
-    having: dict[str, list[str]] = {}
-    for option, values in option_values(group, own_options()[group]).items():
-        for name in values:
-            having.setdefault(name, []).append(option)
-    chosen = choices.get(group, "")
-    elsewhere = {name: options for name, options in having.items() if chosen not in options}
-    if key in elsewhere:
-        section = group.replace("/", ".")
-        beside = [name.removeprefix(f"{section}.") for name in having if name not in elsewhere]
-        listing = ""
-        if names := sorted(name for name in beside if "." not in name):
-            listing = f" (known: {', '.join(names)})"
-        raise UserError(
-            f"unknown key {key!r}: {group}={chosen} has none of that name, "
-            f"{_has(group, elsewhere[key])}{listing}"
-        )
-    return {name: _has(group, options) for name, options in elsewhere.items()}
-
-
-def _has(group: str, options: Sequence[str]) -> str:
-    """ "data=text and data=hf have it"."""
-    named = first_few([f"{group}={option}" for option in options], 6)
-    return f"{named} {'has' if len(options) == 1 else 'have'} it"
 
 
 def _keep_texts(composition: DictConfig, words: Iterable[Override]) -> None:
@@ -401,19 +316,6 @@ def _keep_texts(composition: DictConfig, words: Iterable[Override]) -> None:
             f"{lost[0]} is text, and YAML reads {lost[1]!r}, which may be written otherwise: put "
             "it in quotes"
         )
-
-
-def _whole_numbers(composition: DictConfig, changed: Iterable[str]) -> None:
-    """Make integers of the numbers that keys of whole numbers were given otherwise: train.steps=1e3
-    is 1000.
-    """
-    float_keys = [key for key in changed if isinstance(_value_at(composition, key), float)]
-    if not float_keys:
-        return
-    body = plain(composition, resolve=False)
-    for key in key_fields(body, Config):
-        if key.path in float_keys and key.takes_integers and float(key.value).is_integer():
-            OmegaConf.update(composition, key.path, int(key.value))
 
 
 def _value_at(composition: DictConfig, key: str) -> Any:
@@ -438,73 +340,28 @@ def _name_point(cfg: DictConfig, choices: Mapping[str, str], swept: Iterable[str
 
 
 def _check_word(word: Override, groups: Mapping[str, list[str]], sweep: bool) -> None:
-    """Refuse several values without a sweep, a group taken out, and an option that is not there."""
+    """Refuse settings of Hydra's that change nothing, several values without a sweep, a group taken
+    out, and an option that is not there.
+    """
     key = word.key_or_group
     line = word.input_line
-    if key in (
-        "hydra.run.dir",
-        "hydra.sweep.dir",
-        "hydra.sweep.subdir",
-        "hydra.output_subdir",
-        "hydra.job.name",
-    ):
-        ours = "run.name" if key == "hydra.job.name" else "run.dir"
-        value = "…" if word.value() is None else word.value()
-        raise UserError(
-            f"{line}: the {ours.partition('.')[2].replace('dir', 'directory')} of a run is "
-            f"{ours}={value}"
-        )
-    if word.is_delete() and key in {field.name for field in fields(Config)} and key not in groups:
-        raise UserError(f"{line}: a run needs {key}; {key}.KEY=VALUE sets its keys")
     if overrides.is_hydras(word):
-        _check_hydras(word)
-        return
-    if word.is_sweep_override() and not sweep:
+        if not f"{key}.".startswith("hydra.sweeper.params.") or word.value() is not None:
+            raise UserError(
+                f"{line}: settings of Hydra change nothing of a run, whose directory is run.dir=…; "
+                "the values of a sweep are written KEY=A,B, with -m"
+            )
+    elif word.is_sweep_override() and not sweep:
         raise UserError(
             f"{line} holds several values: -m sweeps over them, and a list has brackets, {key}=[…]"
         )
-    if key in groups:
-        if word.is_delete():
-            raise UserError(
-                f"{line}: the option of a group cannot be taken out; {key}=NAME chooses another"
-            )
-        if word.is_sweep_override():
-            values = [v.partition("=")[2] for v in _values(word)]
-        else:
-            values = [str(word.value())]
-        for value in values:
-            foreign.check_option(key, value, groups[key])
-
-
-def _check_hydras(word: Override) -> None:
-    """Refuse settings of Hydra that fp4train has another word for, or nothing of."""
-    key = word.key_or_group
-    line = word.input_line
-    value = word.value()
-    if key == "hydra.searchpath":
-        raise UserError(f"{line}: a folder of your own options is named by --config-dir FOLDER")
-    if f"{key}.".startswith("hydra.sweeper.params.") and value is not None:
-        raise UserError(f"{line}: the values of a sweep are written KEY=A,B, with -m")
-    if key == "hydra.sweeper.params" and word.is_delete():
-        raise UserError(f"{line}: an experiment's sweep is left out by {key}=null")
-    if key.startswith("hydra.sweeper.params.") and not word.is_delete():
-        swept = key.removeprefix("hydra.sweeper.params.")
-        raise UserError(f"{line}: ~{key} leaves {swept} out of an experiment's sweep")
-    if key in _ONE_AFTER_ANOTHER and not str(value).startswith("basic"):
+    elif key in groups and word.is_delete():
         raise UserError(
-            f"{line}: Hydra has no such setting (the points of a sweep run here, one after another)"
+            f"{line}: the option of a group cannot be taken out; {key}=NAME chooses another"
         )
-
-
-def _refuse_idle(words: Iterable[Override]) -> None:
-    """Refuse settings of Hydra that change nothing here: of its jobs, logs and folders."""
-    for word in words:
-        key = word.key_or_group
-        sweep = f"{key}.".startswith("hydra.sweeper.params.")
-        if overrides.is_hydras(word) and not sweep and key not in _ONE_AFTER_ANOTHER:
-            raise UserError(
-                f"{word.input_line}: this setting of Hydra changes nothing of a run: leave it out"
-            )
+    elif key in groups:
+        for value in _values(word):
+            check_option(key, value.partition("=")[2], groups[key])
 
 
 def _values(word: Override) -> list[str]:
@@ -520,42 +377,20 @@ def _values(word: Override) -> list[str]:
     return [f"{word.get_key_element()}={value}" for value in values]
 
 
-def check_flags(arguments: list[str]) -> None:
+def check_flags(arguments: Sequence[str]) -> None:
     """Refuse flags that are not fp4train's.
 
     Raises:
-        UserError: an unknown flag, a key written as one, or one of Hydra's that names another
-            configuration.
+        UserError: an unknown flag, or a key written as one.
     """
     flags, _ = overrides.flags_and_words(arguments)
-    sections = {field.name for field in fields(Config)} | {
-        group.split("/")[0] for group in overrides.groups()
-    }
-    for flag in [a for a in flags if a.startswith("-")]:
+    for flag in flags:
         name = flag.partition("=")[0]
-        bare = flag.lstrip("-")
-        if re.split(r"[.=/]", bare)[0] in sections:
-            raise UserError(
-                f"{flag}: keys are written without dashes, {bare if '=' in bare else f'{bare}=…'}"
-            )
-        if name in ("--config-path", "-cp", "--config-name", "-cn"):
-            raise UserError(
-                f"{name}: fp4train has one configuration; a folder of your own options is "
-                "--config-dir FOLDER"
-            )
-        if name not in overrides.KNOWN_FLAGS:
-            namesakes = [
-                f"{k}=…"
-                for k in keys(plain(compose([]), resolve=False))
-                if k.rpartition(".")[2] == bare
-            ]
-            if namesakes:
-                hint = f"; keys are written without dashes: {' or '.join(namesakes)}"
-            else:
-                hint = ""
-            hint = (
-                hint
-                or foreign.suggestion(bare.partition("=")[0])
-                or near_miss(name, overrides.KNOWN_FLAGS, 0.7)
-            )
-            raise UserError(f"unknown flag {name}{hint}; fp4train --help lists keys")
+        if not flag.startswith("-") or name in overrides.KNOWN_FLAGS:
+            continue
+        known = [*overrides.groups(), *keys(plain(compose([]), resolve=False))]
+        if meant := near_key(name.lstrip("-"), known):
+            hint = f"; keys are written without dashes: {meant}=…"
+        else:
+            hint = near_miss(name, overrides.KNOWN_FLAGS, 0.7)
+        raise UserError(f"unknown flag {name}{hint}; fp4train --help lists keys")

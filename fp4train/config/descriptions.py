@@ -7,19 +7,15 @@ the option that the file is. Keys that no option sets are in `configs/classes.ya
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from fp4train.config.binding import KeyField, flattened
+from fp4train.config.binding import KeyField
 from fp4train.config.folders import CONFIGS, RECIPES
-from fp4train.config.plugins import own_class
-from fp4train.errors import UserError
 
 CLASSES = CONFIGS / "classes.yaml"
 _PLACE = re.compile(r"# @package\b")
@@ -131,7 +127,7 @@ class Descriptions:
 
     def option(self, group: str, name: str) -> str:
         """The description of an option of a group; empty for one that is no file."""
-        path = self._file(group, name)
+        path = self.file(group, name)
         if path is not None:
             return comments(path).header
         return ""
@@ -159,52 +155,30 @@ class Descriptions:
         """
         below = key.path.removeprefix(group.replace("/", ".") + ".")
         if group:
-            path = self._file(group, name)
+            path = self.file(group, name)
         else:
             path = CONFIGS / "train.yaml"
         while path is not None:
             if text := comments(path).keys.get(below, ""):
                 return text
             path = self._base(group, path)
-        return self.field(key.owner, key.name)
-
-    def field(self, owner: type | None, name: str) -> str:
-        """The description of a field of a class, which it may inherit."""
-        for kind in owner.__mro__ if owner is not None else ():
-            for named, text in self._fields(kind.__name__, name):
-                with suppress(UserError):  # a plugin's class, where the plugin is not named
-                    if own_class(named, "_target_") is kind:
-                        return text
+        for kind in getattr(key.owner, "__mro__", ()):  # a class may inherit the field
+            if text := self._of_fields.get((kind.__name__, key.name), ""):
+                return text
         return ""
 
-    def _fields(self, kind: str, name: str) -> Sequence[tuple[str, str]]:
-        """(class as a file names it, description) of the fields `name` of all classes with the name
-        `kind`.
-        """
-        return self._described.get((kind, name), ())
-
     @cached_property
-    def _described(self) -> Mapping[tuple[str, str], Sequence[tuple[str, str]]]:
-        """(name of a class, field) → what the files say of it, as `_fields` gives it."""
-        described: dict[tuple[str, str], list[tuple[str, str]]] = {}
-        for path in self._files():
-            for (owner, name), text in comments(path).classes.items():
-                kind = owner.rpartition(".")[2]
-                described.setdefault((kind, name), []).append((owner, text))
+    def _of_fields(self) -> Mapping[tuple[str, str], str]:
+        """(Name of a class, field) → what the files say of it."""
+        described: dict[tuple[str, str], str] = {}
+        for folder in (CONFIGS, RECIPES, *self.folders):
+            for pattern in ("*.yaml", "*/*.yaml", "*/*/*.yaml"):
+                for path in sorted(folder.glob(pattern)):
+                    for (owner, name), text in comments(path).classes.items():
+                        described.setdefault((owner.rpartition(".")[2], name), text)
         return described
 
-    def _files(self) -> Iterator[Path]:
-        for folder in (CONFIGS, *self.folders):
-            yield from sorted(folder.glob("*/*.yaml"))
-            yield from sorted(folder.glob("*/*/*.yaml"))
-        yield from sorted(RECIPES.glob("*.yaml"))
-        yield CLASSES
-
-    def set_by(self, group: str, name: str) -> set[str]:
-        """The full keys that the file of an option names."""
-        return set(flattened(_body(self._file(group, name))))
-
-    def _file(self, group: str, name: str) -> Path | None:
+    def file(self, group: str, name: str) -> Path | None:
         """The file of an option; None where it is none of a folder."""
         own_folder = RECIPES if group == "recipe" else CONFIGS / group
         places = [own_folder, *(folder / group for folder in self.folders)]
@@ -214,15 +188,7 @@ class Descriptions:
 
     def _base(self, group: str, path: Path) -> Path | None:
         """The option that the file of an option begins with."""
-        listed = _body(path).get("defaults", [])
+        body = yaml.safe_load(path.read_text(encoding="utf-8"))
+        listed = body.get("defaults", []) if isinstance(body, dict) else []
         names = [item for item in listed if isinstance(item, str) and item != "_self_"]
-        return self._file(group, names[0]) if names else None
-
-
-@cache
-def _body(path: Path | None) -> Mapping[str, Any]:
-    """The keys and values in the file of an option, which is read once; none where there is no
-    file.
-    """
-    body = None if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
-    return body if isinstance(body, dict) else {}
+        return self.file(group, names[0]) if names else None

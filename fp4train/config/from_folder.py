@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from fp4train.checkpoint import model_folder
 from fp4train.checkpoint.source import WeightSource
-from fp4train.config import foreign
 from fp4train.config.binding import MISSING
 from fp4train.config.plugins import named
 from fp4train.config.schema import keys, plain
+from fp4train.config.unknown import unknown_key
 from fp4train.data.tokenizers import Bytes, Pretrained
 from fp4train.errors import UserError, user_errors
 from fp4train.models.families import Family, family_for
@@ -91,7 +91,7 @@ def _model(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any]:
         chosen = OmegaConf.select(cfg, key)
         if not any(f"{name}.".startswith(f"{free}.") for free in family.free):
             if key not in model_keys:
-                raise foreign.unknown_key(key, model_keys)
+                raise unknown_key(key, model_keys)
             if chosen != (of_folder := OmegaConf.select(section, name)):
                 free_keys = ", ".join(f"model.{free}" for free in family.free)
                 raise UserError(

@@ -51,12 +51,17 @@ def typed_texts(words: Iterable[Override], values: Mapping[str, Any]) -> Iterato
             if not kinds or len(texts) != len(value):
                 continue
             text = [_text(*pair, kinds[0]) for pair in zip(value, texts, strict=True)]
-        if text != value:
+        if text is not value:
             yield word.key_or_group, text
 
 
 def _text(value: Any, text: str, hint: Any) -> Any:
-    """`text` where text is needed and `value` is what Hydra reads in it."""
+    """`text` where text is needed and `value` is what Hydra reads in it; 1000 for 1e3 where a whole
+    number is needed.
+    """
+    kinds = types_of(hint)
+    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
+        return int(value)
     return text if _is_lost(value, hint) and text != "null" else value
 
 

@@ -101,7 +101,7 @@ def model_card(
     text = screen(
         __package__,
         "card.md",
-        {"inline": _inline},
+        inline=_inline,
         tags=[
             "fp4train",
             *dict.fromkeys(re.sub(r"[^a-z0-9]+", "-", stretch.recipe.lower()) for stretch in ran),

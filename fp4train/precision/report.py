@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -201,37 +200,18 @@ def summarise(sections: Iterable[Section], width: int | None = None) -> str:
         width: characters of a line, for which reasons become footnotes; None: any.
     """
     groups: list[tuple[str, ...]] = []
-    titles: dict[int, str] = {}
+    titles: list[str] = []
     for title, rows in sections:
-        titles[len(groups)] = title
+        heading = title if width is None else "\n".join(wrapped(title, width))
         total = sum(row.macs for row in rows) or 1
         for gemms, group in _alike(rows):
             share = f"{sum(row.macs for row in group) / total:6.1%}"
             where = _where([row.layer for row in group], [row.layer for row in rows])
             groups.append((where, gemms, group[0].elements, share, group[0].backend, group[0].why))
+            titles.append(heading)
     shown, notes = _footnotes(groups, width, indent=2)
-    table = columns(shown, indent="  ", width=width)
-    # names that are too long take several lines: a table for each stretch
-    if len(table) > len(shown):
-        bounds = [*titles, len(shown)]
-        tables = [columns(shown[a:b], indent="  ", width=width) for a, b in pairwise(bounds)]
-        table, titles = _joined(tables, list(titles.values()))
-    lines = []
-    for index, line in enumerate(table):
-        if index in titles:
-            lines += [titles[index]] if width is None else wrapped(titles[index], width)
-        lines.append(line)
+    lines = columns(shown, indent="  ", width=width, headings=titles)
     return "\n".join([*lines, *notes])
-
-
-def _joined(tables: list[list[str]], titles: list[str]) -> tuple[list[str], dict[int, str]]:
-    """The lines of several tables, and the titles by the line that each stands above."""
-    lines: list[str] = []
-    places = {}
-    for table, title in zip(tables, titles, strict=True):
-        places[len(lines)] = title
-        lines += table
-    return lines, places
 
 
 def _footnotes(
@@ -247,8 +227,7 @@ def _footnotes(
     marks = {reason: f"[{number}]" for number, reason in enumerate(reasons, 1)}
     notes: list[str] = []
     for reason, mark in marks.items():
-        start, *more = wrapped(f"{mark} {reason}", width - 4, " " * indent)
-        notes += [start, *(f"{' ' * 4}{line}" for line in more)]
+        notes += wrapped(f"{' ' * indent}{mark} {reason}", width, " " * 4)
     return [(*row[:-1], marks.get(row[-1], "")) for row in rows], notes
 
 

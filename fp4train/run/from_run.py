@@ -9,9 +9,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fp4train.checkpoint.source import WeightSource
 from fp4train.config.binding import bind, path_values
-from fp4train.config.foreign import unknown_key
 from fp4train.config.from_folder import warn_of_other_tokens
 from fp4train.config.schema import Config, keys, plain, take_over
+from fp4train.config.unknown import unknown_key
 from fp4train.data.source import planned_vocab_size
 from fp4train.data.tokens import TokenizerConfig
 from fp4train.errors import UserError

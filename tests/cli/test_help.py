@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -103,7 +102,7 @@ def test_comments_are_read_where_they_stand(tmp_path: Path) -> None:
             ["help", "train.batch_size"],
             ["train.batch_size", "sequences per step", "16", "a whole number"],
         ),
-        (["help", "optim.lr"], ["0.003, with optim=adamw", "0.1 with optim=sgd"]),
+        (["help", "optim.lr"], ["0.003, with optim=adamw"]),
         (["help", "lr"], ["optim.lr"]),
         (["help", "recipe"], ["* nvfp4", "MXFP8: E4M3 with a power of two", "recipe.guard=1.0"]),
         (["help", "recipe=mxfp8"], ["recipe.scale_rounding=rceil"]),
@@ -112,11 +111,10 @@ def test_comments_are_read_where_they_stand(tmp_path: Path) -> None:
         (
             ["help", "experiment=llama_1b_fineweb"],
             [
-                "data=fineweb_edu_29b",
-                "data/tokenizer=gpt_neox",
-                "train.batch_size=256",
-                "schedule.warmup=5000",
-                "optim.lr",
+                "/data: fineweb_edu_29b",
+                "/data/tokenizer: gpt_neox",
+                "batch_size: 256 # × 2,048 tokens",
+                "warmup: 5000",
             ],
         ),
         (["help", "optim.momentum"], ["0.95, with optim=muon"]),
@@ -124,7 +122,7 @@ def test_comments_are_read_where_they_stand(tmp_path: Path) -> None:
         (["help", "parallel"], ["parallel.tp=1"]),
         (["help", "checkpoint."], ["checkpoint.keep"]),
         (["help", "plan", "gpu"], ["gpu=B200", "H200"]),
-        (["plan", "--help", "train.steps"], ["optimizer steps"]),
+        (["help", "data.path"], ["data.path", "with data=", "takes text or a list"]),
         (["plan", "--help", "recipe=mxfp8"], ["recipe.scale_rounding=rceil"]),
         (["help", "compare", "out"], ["out=FILE"]),
         (["compare", "runs/a", "runs/b", "--help"], ["fp4train compare"]),
@@ -140,37 +138,27 @@ def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["help", "plan", "foo"], "plan has no option 'foo'"),
-        (["plan", "--help", "ful"], "plan has no option 'ful'; did you mean 'full'?"),
         (["help", "train.stepz"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
         (["help", "data.pth"], "did you mean 'data.path'?"),
-        (["help", "optim.lr=3"], "help shows keys, not their values: fp4train help optim.lr"),
-        (["help", "recipes=nvfp4"], "did you mean fp4train help recipe=nvfp4?"),
         (["help", "optim.lrr=3"], "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
-        (["help", "plan=3"], "help of a verb takes no value: fp4train help plan"),
-        (["help", "curves"], "unknown verb 'curves'; fp4train help lists verbs and keys"),
-        (["help", "help"], "unknown verb 'help'; fp4train help lists verbs and keys"),
-        (["help", "nvfp4"], "'nvfp4' is an option of a group: fp4train help recipe=nvfp4"),
-        (["help", "moe_tiny"], "fp4train help model=moe_tiny"),
-        (["help", "at"], "'at' is an option of swap: fp4train help swap at"),
-        (["help", "swap.at"], "options of a verb follow it: fp4train help swap at"),
-        (["help", "eval.text"], "options of a verb follow it: fp4train help eval text"),
+        (["help", "trian"], "did you mean 'train'?"),
+        (["help", "curves"], "unknown key 'curves'"),
+        (["help", "nvfp4"], "did you mean 'recipe=nvfp4'?"),
+        (["help", "moe_tiny"], "did you mean 'model=moe_tiny'?"),
         (["help", "eval.everyy"], "unknown key 'eval.everyy'; did you mean 'eval.every'?"),
         (["recipe=NVFP4"], "there is no such recipe; did you mean 'nvfp4'?"),
-        (["hydra.run.dir=x"], "the directory of a run is run.dir=x"),
         (["--multirun"], "no key has several values"),
-        (["--resolve"], "--resolve belongs to --cfg job"),
+        (["--resolve"], "shown by --cfg job, with --resolve or not"),
         (["data.tokenizer=gpt2"], "is chosen with a slash, data/tokenizer=NAME"),
-        (["~train"], "a run needs train"),
+        (["~train"], "train is missing"),
         (["help", "recipe=nvpf4"], "there is no such recipe; did you mean 'nvfp4'?"),
-        (["help", "zzzzzz"], "unknown verb 'zzzzzz'; fp4train help lists verbs and keys"),
         (["--cfg", "job", "recipe=nvpf4"], "there is no such recipe; did you mean 'nvfp4'?"),
         (
             ["--cfg", "job", "train.stepz=3"],
             "unknown key 'train.stepz'; did you mean 'train.steps'?",
         ),
         (["--cfg", "job", "foo"], "'foo' is no key=value"),
-        (["--cfg", "jobb"], "it is job, the configuration of the run"),
+        (["--cfg", "jobb"], "shown by --cfg job"),
         (["--info", "defaults"], "unknown flag --info"),
         (["trian"], "unknown verb 'trian'; did you mean 'train'?"),
         (
@@ -215,8 +203,6 @@ def test_a_verb_on_a_run_lists_its_own_options(
     refused = " ".join(cli(verb, str(small_run), "zzz=3").err.split())
     assert f"unknown key 'zzz' (known: {options}" in refused
     assert "and the keys of a run)" in refused and "write plan" not in refused
-    namesake = " ".join(cli(verb, str(small_run), "learning_rate=3").err.split())
-    assert "did you mean 'optim.lr'?" in namesake
 
 
 @pytest.mark.parametrize("verb", ["compare", "report"])
@@ -242,18 +228,6 @@ def test_help_lists_a_users_own_option_with_its_comments(cli: Cli, tmp_path: Pat
     )
     shown = cli("help", "--config-dir", "own", "recipe=house").out
     assert "Ours" in shown and "as we like it" in shown and "32×32 blocks" in shown
-
-
-@pytest.mark.parametrize("verb", ["plan", "rank", "export", "sensitivity", "compare"])
-def test_prose_and_descriptions_of_a_verb_are_folded_once(cli: Cli, verb: str) -> None:
-    lines = cli("help", verb).out.splitlines()
-    paragraphs = "\n".join(lines).split("\n\n")
-    for paragraph in paragraphs[:3]:
-        for line, following in pairwise(paragraph.splitlines()):
-            first = following.split()[0]
-            same = len(line) - len(line.lstrip()) == len(following) - len(following.lstrip())
-            if same and "  " not in line.strip() and not line.startswith("fp4train"):
-                assert len(line) + 1 + len(first) > 80, (line, following)
 
 
 def test_help_of_plan_says_what_a_run_takes(cli: Cli, small_run: Path) -> None:

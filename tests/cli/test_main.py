@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from command_line import options_of
 from tqdm import tqdm
 
 import fp4train
 from fp4train.cli import main
-from fp4train.cli.help import options_of
 from fp4train.cli.main import USAGE, VERBS
 from fp4train.errors import UserError
 from fp4train.formats import ELEMENT_FORMATS
@@ -111,7 +111,7 @@ def test_help_alone_is_the_usage_and_of_no_verb_an_error(
     assert not run("help")
     assert capsys.readouterr().out.startswith(USAGE)
     assert run("help", "pln") == 1
-    assert "unknown verb 'pln'; did you mean 'plan'?" in capsys.readouterr().err
+    assert "unknown key 'pln'; did you mean 'plan'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,6 @@ def test_a_command_line_is_taken_apart(tmp_path: Path, monkeypatch: pytest.Monke
         (["out=a", "out=b"], "out=… is given twice"),
         (["frks=3"], "unknown key 'frks'; did you mean 'forks'?"),
         (["ot=a"], "unknown key 'ot'; did you mean 'out'?"),
-        (["learning_rate=3"], "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
         (["runs/a", "nothing=3"], "unknown key 'nothing'.* .known: .* and the keys of a run"),
     ],
 )

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import simulate_gate as simulated
+from command_line import options_of
 from shown import blocks, commands, in_tenths, shortened, table
 
 from fp4train.cli import main
-from fp4train.cli.help import options_of
 from fp4train.lab.gate import EXIT_CODES
 
 PAGE = "gate.md"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import options_of
 from configured import config_of, points_of
 
-from fp4train.cli.help import options_of
 from fp4train.cli.main import VERBS
 from fp4train.config import overrides
 from fp4train.exchange import LAYOUTS

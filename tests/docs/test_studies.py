@@ -5,10 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from command_line import options_of
 from shown import SMALL, commands, shortened
 
 from fp4train.cli import main
-from fp4train.cli.help import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")

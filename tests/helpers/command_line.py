@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.checkpoint import write_parts
 from fp4train.cli import main
+from fp4train.config.command_line import CommandLine, option_names
 from fp4train.run.record.journal import read_journal, swaps
 from fp4train.sealed import checksum as checksum_of
 from fp4train.shards import shard_of
@@ -73,6 +75,12 @@ def tiny(text: Path, *arguments: str) -> list[str]:
         return list(arguments)
     base = TINY if "data" in given else (*TINY, *reading(text))
     return [*verb, *besides(base, given), *rest]
+
+
+def options_of(verb: str) -> list[str]:
+    """The names of a verb's own options: the fields of its class, as `PlanOptions` of plan."""
+    module = import_module(f"fp4train.cli.{verb}")
+    return option_names(getattr(module, f"{verb.capitalize()}Options", CommandLine))
 
 
 def named(words: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from fp4train import files
 from fp4train.config.command_line import Within
 from fp4train.errors import UserError, reason, user_errors
 from fp4train.lab.analysis.history import Floats
-from fp4train.text import fold, printable, shortened
+from fp4train.text import printable, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -219,7 +220,7 @@ def plain(text: object, limit: int) -> str:
 
 def name_lines(name: str, room: int) -> str:
     """A name in lines of at most `room` characters: the whole of it, up to `LONGEST` characters."""
-    return "\n".join(fold(shortened(name, LONGEST), room))
+    return textwrap.fill(shortened(name, LONGEST), room)
 
 
 def colour_of(index: int) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from fp4train.lab.doctor.machine import Fact, device, parts
 from fp4train.lab.doctor.ranks import CollectiveCheck
 from fp4train.lab.doctor.recipes import RecipeCheck, check_all
 from fp4train.precision.recipe import Recipe
-from fp4train.text import screen, wrapped
+from fp4train.text import screen
 
 WIDTH = 120
 HEADER = ("recipe", "runs here", "quantised by", "codes", "products", "scaled_mm", "native on")
@@ -71,7 +70,6 @@ class DoctorReport:
         return screen(
             __package__,
             "report.txt",
-            {"wrapped": partial(_wrapped, width=width)},
             report=self,
             version=__version__,
             header=HEADER,
@@ -91,11 +89,6 @@ class DoctorReport:
             ("all" if len(names) == len(emulated) else ", ".join(names), why)
             for why, names in by_reason.items()
         ]
-
-
-def _wrapped(text: str, width: int = WIDTH) -> str:
-    start, *more = wrapped(text, width - 4, "  ")
-    return "\n".join([start, *(f"  {line}" for line in more)])
 
 
 def examine(

@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 
 from fp4train.config.binding import bind
 from fp4train.config.composition import sections
-from fp4train.config.foreign import check_option
 from fp4train.config.overrides import groups, parse
 from fp4train.config.schema import Config, is_entry
+from fp4train.config.unknown import check_option
 from fp4train.errors import UserError
 from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import near_miss
