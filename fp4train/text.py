@@ -105,8 +105,8 @@ def _narrowed(
 ) -> list[int]:
     """The sizes of columns that make lines of `width` characters, a blank between two.
 
-    The widest gives room first, down to its longest word or a piece of it. Columns in `right`
-    break words of the header alone.
+    Headers of columns in `right` give room first, then the widest column, down to its longest word
+    or a piece of it.
     """
     narrow = list(sizes)
     least = []
@@ -116,9 +116,9 @@ def _narrowed(
         whole = max(map(len, column[header:]), default=0) if i in right else 0
         least.append(max(whole, min(_PIECE, longest)))
     for _ in range(sum(sizes) + len(sizes) - 1 - width):
-        free = [i for i, size in enumerate(narrow) if size > least[i]]
+        free = [(i in right, size, i) for i, size in enumerate(narrow) if size > least[i]]
         if free:
-            narrow[max(free, key=narrow.__getitem__)] -= 1
+            narrow[max(free)[-1]] -= 1
     return narrow
 
 

@@ -369,21 +369,20 @@ def test_a_run_goes_on_without_a_phase_that_is_left_out(cli: Cli, word: str) -> 
     [
         (
             ["phases.late.gemms=null"],
-            "phases.late.gemms: there is no phases.late that it could change; a new one needs "
-            "phases.late.start=…, too",
+            "phases.late.start is missing in runs/a/config.yaml as this command changes it; "
+            "phases.late.start=… sets it",
         ),
         (
             ["phases=none", "phases.cooldown.start=3"],
-            "phases.cooldown.start: there is no phases.cooldown that it could change; a new one "
-            "needs phases.cooldown.recipe=…, too",
+            "phases.cooldown.recipe is missing in runs/a/config.yaml as this command changes it; ",
         ),
         (["phases.late=null"], "unknown key 'phases.late' (known: cooldown)"),
         (["~policy.lst"], "unknown key 'policy.lst'; did you mean 'policy.last'?"),
-        (["~policy.last=1"], "~policy.last=1: a key of a run is taken out by ~policy.last alone"),
-        (["~eval.every"], "~eval.every: a run needs eval.every; eval.every=VALUE sets it"),
+        (["~policy.last=1"], "~policy.last=1: a key is taken out by ~policy.last alone"),
+        (["~eval.every"], "eval.every is missing in runs/a/config.yaml as this command"),
     ],
 )
-def test_what_a_resume_cannot_leave_out_is_said_of_the_command_and_not_of_the_file(
+def test_what_a_resume_cannot_leave_out_is_said_with_what_sets_it(
     cli: Cli, words: list[str], message: str
 ) -> None:
     cli.trained("run.name=a", "train.steps=2", "schedule=constant", "schedule.warmup=0")

@@ -197,7 +197,8 @@ def test_an_edited_configuration_is_noticed(cli: Cli) -> None:
     path.write_text(path.read_text().partition("\n")[2].replace("  every: 50\n", "", 1))
     assert (
         cli("resume=runs/a", "train.steps=4").message
-        == "runs/a/config.yaml: eval.every is missing; put it back"
+        == "eval.every is missing in runs/a/config.yaml as this command changes it; eval.every=… sets "
+        "it"
     )
 
 
