@@ -268,7 +268,9 @@ def _set_keys(composition: DictConfig, words: Iterable[Override], elsewhere: str
     for word in words:
         key = word.key_or_group
         value = word.value()
-        if key not in known and (elsewhere is None or not key.startswith(elsewhere)):
+        beside_text = isinstance(_value_at(composition, key.rpartition(".")[0]), str)
+        free = elsewhere is not None and key.startswith(elsewhere) and not beside_text
+        if key not in known and not free:
             having = keys_around(key, own_options())
             if key in having:
                 raise UserError(f"unknown key {key!r}: it is one of {first_few(having[key], 6)}")

@@ -5,9 +5,28 @@ from collections.abc import Collection, Sequence
 
 from fp4train.config.folders import own_options
 from fp4train.errors import UserError
-from fp4train.parallel.config import why_absent
 from fp4train.text import near_miss, nearest
 
+_ABSENT = {
+    "audit.repeat": "steps are no longer computed twice: audit.every=1 compares a layer of every "
+    "step, audit.sums=1 the state",
+    "parallel.amax": "it went: the largest magnitude of a tensor is that of all ranks that share it, "
+    "as with parallel.amax=tp; for codes that do not depend on how a batch is cut, take microbatches "
+    "of one size (train.microbatch) on any number of ranks",
+    "parallel.cp": "context parallelism cuts the attention of a sequence over ranks, which torch does "
+    "on GPUs alone, so that no "
+    "test here could show that the loss does not depend on it; for long sequences take "
+    "parallel.tp with parallel.sp, "
+    "which cuts tokens between the matrices, and model.recompute=true",
+    "parallel.ep": "expert parallelism sends tokens to ranks that hold some of the experts, and here "
+    "each data rank multiplies "
+    "its own tokens with all experts; parallel.tp gives each rank some experts with all of "
+    "their tokens, and "
+    "parallel.dp_shard cuts the experts' weights over ranks, and sends them as codes",
+    "parallel.norm": "the gradient norm is summed in float64 on any number of ranks, and there is "
+    "nothing to choose",
+}
+"""Full key → why there is none, and what to take instead."""
 _PARTS = re.compile("[./=]")
 _ALMOST = 0.8
 _ALIKE = 0.65
@@ -24,7 +43,7 @@ def unknown_key(key: str, have: Collection[str], others: Collection[str] = ()) -
         have: keys that there are; those in its section are listed.
         others: names that are suggested, too, such as keys of other options.
     """
-    if (reason := why_absent(key.removeprefix("parallel."))) is not None:
+    if reason := _ABSENT.get(key):
         return UserError(f"unknown key {key!r}: {reason}")
     section, dot, _ = key.rpartition(".")
     beside = [name.rpartition(".")[2] for name in have if name.rpartition(".")[0] == section]

@@ -19,32 +19,6 @@ _SPLIT = ("zb", "zbv", "zero_bubble", "interleaved_zb", "dualpipe", "dualpipev",
 """Schedules that run the gradients of inputs and of weights at different times."""
 
 
-_ABSENT = {
-    "amax": "it went: the largest magnitude of a tensor is that of all ranks that share it, as "
-    "with parallel.amax=tp; for codes that do not depend on how a batch is cut, take microbatches "
-    "of one size (train.microbatch) on any number of ranks",
-    "cp": "context parallelism cuts the attention of a sequence over ranks, which torch does "
-    "on GPUs alone, so that no "
-    "test here could show that the loss does not depend on it; for long sequences take "
-    "parallel.tp with parallel.sp, "
-    "which cuts tokens between the matrices, and model.recompute=true",
-    "ep": "expert parallelism sends tokens to ranks that hold some of the experts, and here "
-    "each data rank multiplies "
-    "its own tokens with all experts; parallel.tp gives each rank some experts with all of "
-    "their tokens, and "
-    "parallel.dp_shard cuts the experts' weights over ranks, and sends them as codes",
-    "norm": "the gradient norm is summed in float64 on any number of ranks, and there is "
-    "nothing to choose",
-}
-
-
-def why_absent(name: str) -> str | None:
-    """Why section `parallel` has no key of this name, and what to take instead; None: it is not
-    known for anything.
-    """
-    return _ABSENT.get(name)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The ranks of a run by their use, and how they communicate: the run, its plan, and the cost

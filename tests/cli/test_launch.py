@@ -46,6 +46,7 @@ def call(
         (["data.tokenizer.nme=x"], "did you mean 'data.tokenizer.name'? (known: "),
         (["optim.momentumm=1"], "did you mean 'optim.momentum'? (known: "),
         (["model.foo=1"], "unknown key 'model.foo' (known: "),
+        (["audit.repeat=1"], "'audit.repeat': steps are no longer computed twice: audit.every=1"),
     ],
 )
 def test_a_key_of_another_option_is_told_whose_it_is(
