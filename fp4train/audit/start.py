@@ -110,10 +110,14 @@ class LayerTrial:
         """The faults of the quantisers of its operands."""
         return quantiser_faults(self.plan.specs, self.device)
 
+    def why_not_observed(self) -> str | None:
+        """Why its calls cannot be observed; None: they can be."""
+        return why_not_observed(executor_class(self.plan), self.plan)
+
     def call_faults(self) -> list[Fault]:
         """The faults of its three GEMMs in one call; none where it cannot be observed."""
         plan = self.plan
-        if why_not_observed(executor_class(plan), plan) is not None:
+        if self.why_not_observed() is not None:
             return []
         in_features, out_features = self.shape
         with torch.random.fork_rng(devices=[]):  # its first weights leave the run's numbers alone

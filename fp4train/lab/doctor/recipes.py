@@ -1,45 +1,27 @@
 """Backend of each recipe on this machine, and small computations of it against the reference.
 
-A layer of 256 features takes 128 tokens forward and backward through what
-`precision.layer_plan.resolve` decides. Each of the recipe's quantisers takes one tensor. The
-kernels' codes must equal the readable reference's to the bit; y, dx and dw must lie within BF16's
-rounding of the reference product, where both draw the same random bits. The same layer is then tried
-as before the first step of a run (`audit.start.LayerTrial`): each operand of one call is made again.
+Each of the recipe's quantisers takes one tensor: the kernels' codes must equal the readable
+reference's to the bit. A layer of 256 features is then tried as before the first step of a run
+(`audit.start.LayerTrial`), by what `precision.layer_plan.resolve` decides and on backend=native:
+each operand and product of one call is made again.
 """
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-import torch
-from torch import Tensor, nn
-
-from fp4train.audit.start import LayerTrial, drawn
-from fp4train.backends import LAYER_BACKENDS
+from fp4train.audit.start import LayerTrial
 from fp4train.errors import named
 from fp4train.hardware import Device, gpus
-from fp4train.nn import Linear
-from fp4train.precision.context import autocast
-from fp4train.precision.layer_plan import Gemm, LayerPlan, resolve
+from fp4train.precision.layer_plan import Gemm, resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.recipe import Recipe
-from fp4train.precision.recipes import BF16
 from fp4train.quantize import quantizer
 
 FEATURES = 256
-TOKENS = 128
 SAMPLE = Layer(name="sample", in_features=FEATURES, out_features=FEATURES, block=0, blocks=1)
-CLOSE = 1e-2
-"""Distance of products relative to the norm: BF16's rounding."""
-
-ALIKE = 2.0
-"""Largest ratio of two distances from the product in BF16, TE's and ours, where TE draws other
-random bits.
-"""
-
 WORDS = {"te": "TE", "emulate": "emulated"}
 """Backend → its word in the table, where that is not its name."""
 KERNELS = {"cpu": "C", "triton": "Triton", "reference": "torch"}
@@ -58,11 +40,12 @@ class RecipeCheck:
         kernels: kernels that quantise its operands: "C", "Triton", or "torch", the readable
             reference.
         codes: whether they equal the reference; None: it quantises nothing.
-        distance: largest distance of y, dx and dw from the reference; None: it failed earlier.
+        products: whether the layer's products are those of its operands; None: they cannot be
+            observed.
         native_on: GPUs that run all its GEMMs on their own kernels.
         problem: sentence about what is wrong, or None.
-        scaled: largest distance on backend=native, torch's scaled_mm; None: it cannot run the
-            recipe here.
+        scaled: as `products`, on backend=native, torch's scaled_mm; None: it cannot run the recipe
+            here.
         scaled_why: reason why it cannot.
         scaled_problem: sentence about what is wrong with it, or None.
     """
@@ -72,10 +55,10 @@ class RecipeCheck:
     why: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     codes: bool | None = None
-    distance: float | None = None
+    products: bool | None = None
     native_on: tuple[str, ...] = ()
     problem: str | None = None
-    scaled: float | None = None
+    scaled: bool | None = None
     scaled_why: str | None = None
     scaled_problem: str | None = None
 
@@ -134,12 +117,11 @@ def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
                 outcome.problem = (
                     f"{kernels} quantise {wrong[0].layer} otherwise than the reference"
                 )
-        outcome.distance, far = products(recipe, plan, device)
-        outcome.problem = outcome.problem or far
-        if outcome.problem is None:
-            outcome.problem = next((str(fault) for fault in trial.call_faults()), None)
+        outcome.products, problem = _tried(trial)
+        outcome.problem = outcome.problem or problem
     # of a driver, a compiler, a missing library: to be reported, whatever it is
     except Exception as error:
+        outcome.products = False
         outcome.problem = named(error)
     if plan.quantised:
         _try_scaled(outcome, recipe, device)
@@ -154,8 +136,9 @@ def _try_scaled(outcome: RecipeCheck, recipe: Recipe, device: Device) -> None:
         outcome.scaled_why = str(error)
         return
     try:
-        outcome.scaled, problem = products(recipe, plan, device, "native")
+        outcome.scaled, problem = _tried(LayerTrial(plan, device.type, (FEATURES, FEATURES)))
     except Exception as error:  # of a driver, of cuBLAS
+        outcome.scaled = False
         problem = named(error)
     outcome.scaled_problem = problem and f"backend=native: {problem}"
 
@@ -165,50 +148,9 @@ def _native(recipe: Recipe, device: Device) -> bool:
     return all(gemm.backend != "emulate" for gemm in plan.gemms)
 
 
-def products(
-    recipe: Recipe, plan: LayerPlan, device: Device, backend: str = "auto"
-) -> tuple[float, str | None]:
-    """(the largest distance of y, dx and dw from the reference, what is wrong with it or None)."""
-    measured = _run(recipe, device.type, backend)
-    reference = _run(recipe, "cpu", "reference")
-    if plan.layer_backend is None or not any(spec.random for spec in plan.table.specs()):
-        distance = max(_distance(a, b) for a, b in zip(measured, reference, strict=True))
-        close = distance <= CLOSE
-    else:
-        exact = _run(BF16(), "cpu", "reference")
-        errors = [
-            (_distance(a, c), _distance(b, c))
-            for a, b, c in zip(measured, reference, exact, strict=True)
-        ]
-        distance = max(abs(a - b) for a, b in errors)
-        close = all(a <= ALIKE * b + CLOSE and b <= ALIKE * a + CLOSE for a, b in errors)
-    if close:
-        return distance, None
-    return distance, f"y, dx or dw lie {distance:.1e} from the reference"
-
-
-def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and dw of the sample layer."""
-    linear = nn.Linear(FEATURES, FEATURES, bias=False)
-    with torch.no_grad():
-        linear.weight.copy_(drawn(FEATURES, FEATURES, seed=2) / FEATURES**0.5)
-    layer = Linear.from_linear(linear.to(device), SAMPLE, backend)
-    x = drawn(TOKENS, FEATURES, seed=3).to(torch.bfloat16).to(device).requires_grad_()
-    dy = drawn(TOKENS, FEATURES, seed=4).to(torch.bfloat16).to(device)
-    layer_backend = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
-    region: AbstractContextManager[object] = nullcontext()
-    if layer_backend is not None:
-        region = LAYER_BACKENDS[layer_backend].region([recipe.table()], None)
-    with region, autocast(recipe, step=0):
-        y = layer(x)
-    y.backward(dy)
-    assert x.grad is not None and layer.weight.grad is not None
-    return y.detach().cpu(), x.grad.cpu(), layer.weight.grad.cpu()
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    """‖a - b‖ / ‖b‖; NaN anywhere gives infinity, which no tolerance passes."""
-    distance = float((a.double() - b.double()).norm() / b.double().norm())
-    if distance == distance:
-        return distance
-    return float("inf")
+def _tried(trial: LayerTrial) -> tuple[bool | None, str | None]:
+    """(whether the products of a layer's call are right, or None, what is wrong with them or None)."""
+    if trial.why_not_observed() is not None:
+        return None, None
+    faults = trial.call_faults()
+    return not faults, next(map(str, faults), None)
