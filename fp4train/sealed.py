@@ -3,15 +3,14 @@ record of a run.
 
 - An object in JSON (a request, a study's result) holds the checksum of the rest of it: `sealed`,
   `unsealed`.
-- A line that is appended to a record holds its own checksum and that of the line before (`Chain`)::
+- A line that is appended to a record holds its own checksum (`seal_line`)::
 
-      {"step": 120, "train/loss": 2.31, "after": "03b1c9e7", "crc": "5f0e2d1a"}
+      {"step": 120, "train/loss": 2.31, "crc": "5f0e2d1a"}
 
-  so that a digit that was changed is told from a line that is gone, moved or another file's. The
-  first line follows the identity of the run, that of a journal nothing. Metrics, the journal and
-  studies' records are such lines; a block of the statistics says the same of itself in its header.
-- What is appended to a file cannot show that its end is cut off. So each checkpoint holds the
-  length and the checksum of every record (`FileDigest`), and `changed_since` compares them.
+  Metrics, the journal and studies' records are such lines; a block of the statistics has its
+  checksum in its header.
+- Lines do not show that one of them is gone. So each checkpoint holds the length and the checksum
+  of every record (`FileDigest`), and `changed_since` compares them.
 
 A record that is appended to is read as `ScannedPart` parts (lines, blocks), each whole or damaged;
 `cut` leaves the whole ones that a run goes on from, and `LogWriter` adds to them.
@@ -41,8 +40,8 @@ from fp4train.text import first_line
 
 _CRC = b', "crc": "%08x"}'
 _CRC_BYTES = len(_CRC % 0)
-_AFTER = b', "after": "%b"'
-_LINKED = len(_AFTER % bytes(8)) + _CRC_BYTES
+_SUM = re.compile(rb'"[0-9a-f]{8}"\}$')
+"""The end of a line with a checksum, whose name may be damaged."""
 
 CONFIG = "config.yaml"
 CONFIG_LIMIT = 1 << 19
@@ -94,81 +93,38 @@ def unsealed(data: bytes) -> dict[str, Any]:
 
 
 class NoChecksum(ValueError):
-    """A line without a checksum, or without that of the line before."""
+    """A line without a checksum."""
 
 
-class Chain:
-    """Seals the parts of a record, lines or blocks, or checks them, one after another.
+def seal_line(text: bytes) -> bytes:
+    """`text`, an object in JSON that is not empty, as a line with its checksum."""
+    body = text[:-1]
+    return body + _CRC % zlib.crc32(body) + b"\n"
 
-    Args:
-        start: text that the first part follows: the identity of the run, or an empty one; None: it
-            is not compared.
+
+def checksum_of(raw: bytes) -> str:
+    """The checksum at the end of a line, eight digits."""
+    return raw.removesuffix(b"\n")[-10:-2].decode()
+
+
+def open_line(raw: bytes) -> dict[str, Any]:
+    """The object in a line, without its checksum.
+
+    Raises:
+        NoChecksum: it has none.
+        ValueError, RecursionError: it is no line, or not as it was written.
     """
-
-    def __init__(self, start: str | None = None) -> None:
-        self.last: int | None = None
-        if start is not None:
-            self.last = zlib.crc32(start.encode())
-        """Checksum of the part before; None: not known, and not compared."""
-
-    @property
-    def after(self) -> str:
-        """The checksum of the part before, as the next one says it."""
-        return f"{self.last or 0:08x}"
-
-    def follow(self, crc: int, after: str) -> bool:
-        """Whether a part follows the one before, as which it counts from now on.
-
-        Args:
-            crc: checksum of the part.
-            after: checksum of the part before, as this one says it.
-        """
-        follows = self.last is None or after == self.after
-        self.last = crc
-        return follows
-
-    def seal(self, text: bytes) -> bytes:
-        """`text`, an object in JSON that is not empty, as the next line."""
-        body = text[:-1] + _AFTER % self.after.encode()
-        self.last = zlib.crc32(body)
-        return body + _CRC % self.last + b"\n"
-
-    def again(self, raw: bytes) -> bytes:
-        """A whole line of another chain, which `open` has taken, as the next one of this."""
-        return self.seal(raw[: -_LINKED - 1] + b"}")
-
-    def open(self, raw: bytes) -> tuple[dict[str, Any], str]:
-        """The object in the next line, without the chain's keys, and what is wrong with what is
-        before it, in words; empty: nothing. After a `ValueError` what follows is not compared.
-
-        Raises:
-            NoChecksum: it has none of its own, or none of the line before.
-            ValueError, RecursionError: it is no line, or not as it was written.
-        """
-        raw = raw.removesuffix(b"\n")
-        previous = self.last
-        self.last = None
-        line = json.loads(raw)
-        if not isinstance(line, dict):
-            raise ValueError("it is no object")
-        crc = zlib.crc32(raw[:-_CRC_BYTES])
-        if "crc" not in line and not _almost_sealed(raw, _CRC % crc):
-            raise NoChecksum("it has no checksum")
-        if raw[-_CRC_BYTES:] != _CRC % crc:
-            raise ValueError("its checksum differs")
-        after = str(line.pop("after", ""))
-        if raw[-_LINKED:-_CRC_BYTES] != _AFTER % after.encode():
-            raise NoChecksum("it has no checksum of the line before")
-        del line["crc"]
-        self.last = previous
-        if self.follow(crc, after):
-            return line, ""
-        return line, "a line before it is missing, or it is of another file"
-
-
-def _almost_sealed(raw: bytes, end: bytes) -> bool:
-    """Whether the end of a line without a checksum is one whose name was damaged."""
-    return sum(a == b for a, b in zip(raw[-_CRC_BYTES:], end, strict=False)) >= len(end) - 3
+    raw = raw.removesuffix(b"\n")
+    line = json.loads(raw)
+    if not isinstance(line, dict):
+        raise ValueError("it is no object")
+    if "crc" not in line and not _SUM.search(raw):
+        raise NoChecksum("it has no checksum")
+    if raw[-_CRC_BYTES:] != _CRC % zlib.crc32(raw[:-_CRC_BYTES]):
+        raise ValueError("its checksum differs")
+    del line["crc"]
+    line.pop("after", None)  # older lines name the checksum of the line before
+    return line
 
 
 Header = tuple[str, str, str | None]
@@ -272,7 +228,7 @@ class ScannedPart(NamedTuple):
         number: number of the line, from 1; 0 of a block.
         raw: bytes of the part in the file.
         value: content of the part; None: it is damaged.
-        why: sentence about the damage to it, or to what is before it; empty: there is none.
+        why: sentence about the damage to it; empty: there is none.
     """
 
     number: int
@@ -285,16 +241,14 @@ def cut(
     folder: Folder,
     name: str,
     scanned: Iterable[ScannedPart],
-    again: Callable[[ScannedPart], bytes],
     keep: Callable[[Any], bool],
     damaged: str | None = None,
 ) -> tuple[FileDigest, list[ScannedPart]]:
-    """Leave the whole parts of the file `name` that `keep` takes, in one chain; atomically, and
-    only if that differs.
+    """Leave the whole parts of the file `name` that `keep` takes; atomically, and only if that
+    differs.
 
     Args:
         scanned: parts of the file.
-        again: function that gives the bytes of a part as the next one of a new chain.
         keep: whether the content of a part stays.
         damaged: the name under which the file is kept as it was, if something was wrong with it.
 
@@ -303,19 +257,17 @@ def cut(
     """
     kept = []
     wrong = []
-    same = True
     if (status := folder.status(name)) is None:
         return FileDigest(), []
     for part in scanned:
         if part.why:
             wrong.append(part)
         if part.value is not None and keep(part.value):
-            kept.append(again(part))
-            same = same and kept[-1] == part.raw
+            kept.append(part.raw)
     left = FileDigest(kept)
     if wrong and damaged is not None:
         folder.write(damaged, folder.pieces(name, status.st_size))
-    if not same or left.size != status.st_size:
+    if left.size != status.st_size:
         folder.write(name, kept)
     return left, wrong
 

@@ -4,12 +4,11 @@ logged.
 This file is the truth about a run: a kill loses at most the line being written. Two kinds of
 lines::
 
-    {"step": 120, "train/loss": 2.31, "after": "03b1c9e7", "crc": "5f0e2d1a"}
-    {"step": 120, "event": "swap", "recipe": "bf16", "after": "5f0e2d1a", "crc": "81d2c3aa"}
+    {"step": 120, "train/loss": 2.31, "crc": "5f0e2d1a"}
+    {"step": 120, "event": "swap", "recipe": "bf16", "crc": "81d2c3aa"}
 
-"crc" is the CRC-32 of the line without it, and "after" that of the line before (`fp4train.sealed`):
-`read_metrics` names a line in which a digit is not as it was written, and one before which lines
-are gone. The first line follows the run's identity.
+"crc" is the CRC-32 of the line without it (`fp4train.sealed`): `read_metrics` names a line in which a
+digit is not as it was written. Checkpoints know whether the file lost lines since (`mend`).
 
 A thread writes, because a disk may stall. The caller waits for each line up to `WAIT_SECONDS`;
 where that is not enough it says so once and goes on, the lines wait in memory, and nobody waits
@@ -39,7 +38,15 @@ from typing import Any
 from fp4train import files
 from fp4train.errors import OlderForm, UserError, reason, user_errors
 from fp4train.files import Folder
-from fp4train.sealed import Chain, LogWriter, NoChecksum, ScannedPart, changed_since, cut, identity
+from fp4train.sealed import (
+    LogWriter,
+    NoChecksum,
+    ScannedPart,
+    changed_since,
+    cut,
+    open_line,
+    seal_line,
+)
 from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
 from fp4train.worker import Worker
 
@@ -75,9 +82,7 @@ class MetricsLog:
 
         refused = user_errors(OSError, before=f"{self.path} cannot be written: ")
         with refused, files.parent(self.path, create=True) as (folder, name):
-            self._chain = Chain(identity(folder) or "")
-            lines = _intact_lines(folder, name, REMEDY)
-            self._all, _ = cut(folder, name, lines, lambda line: self._chain.again(line.raw), keep)
+            self._all, _ = cut(folder, name, _intact_lines(folder, name, REMEDY), keep)
             self._file = LogWriter(folder, name, self._all.size)
         self._waiting: deque[bytes] = deque()
         self._worker = Worker("metrics", lambda error: _log.error("%s: %s", self.path, error))
@@ -139,7 +144,7 @@ class MetricsLog:
             raise ValueError(f"key {reserved[0]!r} is reserved in {self.path.name}")
         if not self._open:
             raise ValueError(f"{self.path} is finished; nothing can be logged any more")
-        data = self._chain.seal(_dump({**head, **values}))
+        data = seal_line(_dump({**head, **values}))
         self._all.add(data)
         self._waiting.append(data)
         if self._behind and self._worker.wait(0):
@@ -195,8 +200,8 @@ def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
         remedy: advice about a damaged line, as the error says it.
 
     Raises:
-        UserError: the file is missing, or a line is damaged or does not follow the one before; of
-            the last one only a warning is given.
+        UserError: the file is missing, or a line is damaged; of the last one only a warning is
+            given.
     """
     refused = user_errors(OSError, before=f"{path} cannot be read: ", message=reason)
     with refused, files.parent(path) as (folder, name):
@@ -211,15 +216,14 @@ def check_form(path: Path) -> None:
     """
     unreadable = user_errors(OSError, before=f"{path} cannot be read: ", message=reason)
     with unreadable, suppress(FileNotFoundError), files.parent(path) as (folder, name):
-        next(_scan(folder, name, Chain()), None)
+        next(_scan(folder, name), None)
 
 
 def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[str]:
     """Leave the whole lines of a log, and say what is not as the checkpoint of `resume_step` saw
     it.
 
-    Lines that are damaged, but for a torn last one, are left out, and what remains is chained anew;
-    the file as it was found is kept as NAME.damaged.
+    Lines that are damaged, but for a torn last one, are left out; the file as it was found is kept as NAME.damaged.
 
     Args:
         path: the log; it may be missing.
@@ -245,19 +249,8 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
         files.parent(path) as (folder, name),
     ):
         changed = changed_since(folder, name, mark, LIMIT)
-        # The lines may be those of the run that this one is a branch of: the first one may follow
-        # any.
-        lines = _scan(folder, name, Chain())
-        anew = Chain(identity(folder) or "")
-        _, wrong = cut(
-            folder, name, lines, lambda line: anew.again(line.raw), keep, f"{name}.damaged"
-        )
-    problems = []
-    for damage in wrong:
-        if damage.value is None:
-            problems.append(f"line {damage.number} was damaged and is left out")
-        else:
-            problems.append(f"lines before line {damage.number} are missing")
+        _, wrong = cut(folder, name, _scan(folder, name), keep, f"{name}.damaged")
+    problems = [f"line {damage.number} was damaged and is left out" for damage in wrong]
     if changed:
         problems.append(f"the file {changed} since the checkpoint of step {resume_step}")
         if missing := _missing(steps, resume_step):
@@ -280,7 +273,7 @@ def _missing(steps: Set[int], last: int) -> tuple[int, int, int] | None:
     return first_missing, next(step for step in range(last, 0, -1) if step not in steps), count
 
 
-def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[ScannedPart]:
+def _scan(folder: Folder, name: str) -> Iterator[ScannedPart]:
     """The lines; not the torn end of one, nor a damaged last one, of which a warning is given.
 
     Raises:
@@ -297,7 +290,7 @@ def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[ScannedPart]:
         try:
             if torn:
                 raise ValueError(f"it has more than {files.LINE:,} bytes")
-            line, why = _parsed(raw, chain)
+            line = parse_line(raw)
         except (ValueError, RecursionError) as error:
             if isinstance(error, NoChecksum) and number == 1:
                 raise OlderForm(
@@ -305,7 +298,7 @@ def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[ScannedPart]:
                 ) from error
             damaged = ScannedPart(number, raw, None, str(error) or type(error).__name__)
             continue
-        yield ScannedPart(number, raw, line, why)
+        yield ScannedPart(number, raw, line, "")
     if damaged is not None and damaged.raw.strip(b"\0\n"):  # a power cut may leave zeros for data
         where = f"{folder.path / name}, line {damaged.number}"
         _log.warning("%s, the last one, is damaged and left out (%s)", where, damaged.why)
@@ -315,29 +308,22 @@ def _intact_lines(folder: Folder, name: str, remedy: str) -> Iterator[ScannedPar
     """The lines of a log, of which each is intact.
 
     Raises:
-        UserError: a line is damaged, or does not follow the one before.
+        UserError: a line is damaged.
     """
-    for line in _scan(folder, name, Chain(identity(folder))):
+    for line in _scan(folder, name):
         if line.why:
-            if line.value is None:
-                why = f"not a line of metrics ({line.why})"
-            else:
-                why = line.why
-            raise UserError(f"{folder.path / name}, line {line.number}: {why}; {remedy}")
+            where = f"{folder.path / name}, line {line.number}"
+            raise UserError(f"{where}: not a line of metrics ({line.why}); {remedy}")
         yield line
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:
-    """A line of a metrics log, whatever is before it.
+    """A line of a metrics log.
 
     Raises:
         ValueError, RecursionError: it is none, or is not as it was written.
     """
-    return _parsed(raw, Chain())[0]
-
-
-def _parsed(raw: bytes, chain: Chain) -> tuple[dict[str, Any], str]:
-    line, why = chain.open(raw)
+    line = open_line(raw)
     if not isinstance(line.get("step"), int):
         raise ValueError("no step in it")
     nonfinite = line.pop("nonfinite", {})
@@ -347,7 +333,7 @@ def _parsed(raw: bytes, chain: Chain) -> tuple[dict[str, Any], str]:
         raise ValueError("nonfinite names no numbers")
     for key, text in nonfinite.items():
         line[key] = float(text)
-    return line, why
+    return line
 
 
 def _dump(line: Mapping[str, Any]) -> bytes:

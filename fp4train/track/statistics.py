@@ -6,8 +6,7 @@ A block is complete in itself::
     4 bytes   b"f4s1"
     3 × u32   lengths of the header and of the two tables, little-endian
     1 × u32   CRC-32 of all that follows
-    header    JSON: step, recipe, the layers' names, the operands' names, the columns (NumPy's descr) of both tables,
-              and "after", as lines of metrics have it (`fp4train.sealed`)
+    header    JSON: step, recipe, the layers' names, the operands' names, the columns (NumPy's descr) of both tables
     table 1   a row for each quantised operand: `OPERAND`
     table 2   a row for each layer with one: `GRADIENT`
 
@@ -23,9 +22,7 @@ import logging
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4train import files
-from fp4train.errors import OlderForm, UserError, user_errors
-from fp4train.sealed import Chain, LogWriter, ScannedPart, cut, identity
+from fp4train.errors import UserError, user_errors
+from fp4train.sealed import LogWriter, ScannedPart, cut
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +84,6 @@ class Statistics:
             for.
         operands: rows of `OPERAND`.
         gradients: rows of `GRADIENT`.
-        after: checksum of the block before, as the block that was read says it; None: it says none,
-            or was not read.
     """
 
     step: int
@@ -97,10 +92,9 @@ class Statistics:
     names: tuple[str, ...]
     operands: NDArray[Any]
     gradients: NDArray[Any]
-    after: str | None = None
 
-    def to_bytes(self, after: str) -> bytes:
-        """The block; `after`: checksum of the one before."""
+    def to_bytes(self) -> bytes:
+        """The block."""
         columns = [[list(column) for column in dtype.descr] for dtype in (OPERAND, GRADIENT)]
         head = {
             "step": self.step,
@@ -109,7 +103,7 @@ class Statistics:
             "names": self.names,
         }
         parts = (
-            json.dumps({**head, "columns": columns, "after": after}).encode(),
+            json.dumps({**head, "columns": columns}).encode(),
             self.operands.astype(OPERAND).tobytes(),
             self.gradients.astype(GRADIENT).tobytes(),
         )
@@ -149,23 +143,17 @@ class StatisticsLog:
         self._file: LogWriter | None = None
         self._failing = False
 
-        def again(block: ScannedPart) -> bytes:
-            raw: bytes = block.value.to_bytes(self._chain.after)
-            self._chain.last = _checksum(raw)
-            return raw
-
         def keep(block: Statistics) -> bool:
             return resume_step is None or block.step <= resume_step
 
         remedy = "; move it away to go on without what was measured"
         refused = user_errors(OSError, before=f"{self.path} cannot be written: ", after=remedy)
         with refused, files.parent(self.path, create=True) as (folder, name):
-            self._chain = Chain(identity(folder) or "")
             if folder.status(name) is None:
                 data = b""
             else:
                 data = folder.read(name, LIMIT)
-            self._all, wrong = cut(folder, name, _blocks(self.path, data, Chain()), again, keep)
+            self._all, wrong = cut(folder, name, _blocks(data), keep)
         for damage in wrong:
             _log.warning("%s: %s", self.path, damage.why)
         self.mark = self._all.mark()
@@ -175,7 +163,7 @@ class StatisticsLog:
         """Append a block. A disk that does not take it is reported once, and the block is left
         out.
         """
-        data = statistics.to_bytes(self._chain.after)
+        data = statistics.to_bytes()
         try:
             if self._all.size + len(data) > LIMIT:
                 raise OSError(errno.EFBIG, f"it has {LIMIT:,} bytes")
@@ -184,7 +172,6 @@ class StatisticsLog:
                     self._file = LogWriter(folder, name, self._all.size)
             self._file.write(data)
             self._all.add(data)
-            self._chain.last = _checksum(data)
             self.mark = self._all.mark()
             self._failing = False
         except OSError as error:
@@ -206,18 +193,6 @@ class StatisticsLog:
             self._file = None
 
 
-def check_form(path: Path) -> None:
-    """Refuse statistics of an older form, by their first block; a file that is missing is of none.
-
-    Raises:
-        UserError: they are of an older form, or cannot be read.
-    """
-    unreadable = user_errors(OSError, before=f"{path} cannot be read: ")
-    with unreadable, suppress(FileNotFoundError), files.parent(path) as (folder, name):
-        for piece in islice(folder.pieces(name, LIMIT), 1):
-            next(_blocks(path, piece, Chain()), None)
-
-
 def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> Columns:
     """All whole blocks of RUN/statistics.bin, also of a run that is running or was killed.
 
@@ -231,7 +206,6 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
     try:
         with files.parent(path) as (folder, name):
             data = folder.read(name, LIMIT)
-            run_identity = identity(folder)
     except FileNotFoundError as error:
         raise UserError(
             f"{path} is missing: a run writes it with eval.errors_every=STEPS"
@@ -239,7 +213,7 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     blocks: list[Statistics] = []
-    for scanned in _blocks(path, data, Chain(run_identity)):
+    for scanned in _blocks(data):
         if scanned.why:
             say(f"{path}: {scanned.why}")
         if scanned.value is not None:
@@ -286,23 +260,16 @@ def _columns(
     return columns
 
 
-def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[ScannedPart]:
-    """The blocks of the file `path`. What is damaged is skipped up to the next one; a torn end is
-    left out. Linear in the file.
-
-    Raises:
-        OlderForm: a block does not say which one it follows.
+def _blocks(data: bytes) -> Iterator[ScannedPart]:
+    """The blocks of a file. What is damaged is skipped up to the next one; a torn end is left out.
+    Linear in the file.
     """
     at = 0
     left = _FREE + 4 * len(data)
     while 0 <= at < len(data):
         raw = data[at : at + _claimed(data, at)]
         if (block := _block(raw)) is not None:
-            if block.after is None:
-                raise OlderForm(path, "has measured steps without the checksum of the step before")
-            gone = f"measured steps before step {block.step} are missing, or it is of another run"
-            follows = chain.follow(_checksum(raw), block.after)
-            yield ScannedPart(0, raw, block, "" if follows else gone)
+            yield ScannedPart(0, raw, block, "")
             at += len(raw)
             continue
         following = data.find(_MAGIC, at + 1)
@@ -320,7 +287,6 @@ def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[ScannedPart]:
                 0, b"", None, f"{following - at} bytes at {at} are damaged and left out"
             )
         at = following
-        chain.last = None
 
 
 def _checksum(block: bytes) -> int:
@@ -356,7 +322,6 @@ def _block(raw: bytes) -> Statistics | None:
             recipe=str(head["recipe"]),
             operands=operands,
             gradients=gradients,
-            after=None if "after" not in head else str(head["after"]),
             layers=tuple(map(str, head["layers"])),
             names=tuple(map(str, head["names"])),
         )

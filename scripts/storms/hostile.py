@@ -203,16 +203,14 @@ def escape_trial(ground: Ground, place: Path, draw: random.Random) -> Result:
 
 def rewrite(path: Path, text: str) -> None:
     """Put a text into the lines of a record, with checksums that fit: damage would hide it."""
-    from fp4train.sealed import Chain, config_parts
+    from fp4train.sealed import open_line, seal_line
 
-    header, _ = config_parts(path.with_name("config.yaml"))
-    chain = Chain(header[0] if header and path.name == "metrics.jsonl" else "")
     quoted = json.dumps(text)[1:-1]
     lines = []
     for raw in path.read_bytes().splitlines(keepends=True):
-        table = json.dumps(Chain().open(raw)[0])
+        table = json.dumps(open_line(raw))
         changed = table.replace("mxfp8", quoted).replace("MXFP8", quoted)
-        lines.append(chain.seal(changed.encode()))
+        lines.append(seal_line(changed.encode()))
     path.write_bytes(b"".join(lines))
 
 

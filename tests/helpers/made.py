@@ -21,16 +21,15 @@ from fp4train.lab.studies import (
 )
 from fp4train.lab.studies.results import CandidateResult, ChosenPolicy, StudiedCheckpoint
 from fp4train.lab.studies.tradeoff import Point
-from fp4train.sealed import Chain, sealed
+from fp4train.sealed import seal_line, sealed
 from fp4train.track import GRADIENT, OPERAND, STATISTICS, MetricsLog, Statistics, StatisticsLog
 
 LAYERS = ("blocks.0.mlp.up", "blocks.1.mlp.up")
 
 
-def chained(lines: Iterable[Mapping[str, Any]]) -> bytes:
+def sealed_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
     """The lines of a journal, as a run writes them."""
-    chain = Chain("")
-    return b"".join(chain.seal(json.dumps(line).encode()) for line in lines)
+    return b"".join(seal_line(json.dumps(line).encode()) for line in lines)
 
 
 def write_run(
@@ -100,7 +99,7 @@ def write_history(
         },
         "stretches": [stretch],
     }
-    (run / "history.jsonl").write_bytes(chained([line]))
+    (run / "history.jsonl").write_bytes(sealed_lines([line]))
 
 
 def write_statistics(

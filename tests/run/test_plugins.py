@@ -11,7 +11,7 @@ import pytest
 from command_line import Cli, StopAt, events, losses
 
 from fp4train.run.record.journal import read_journal, swaps
-from fp4train.sealed import Chain, sealed
+from fp4train.sealed import open_line, seal_line, sealed
 
 LAB = '''
 from dataclasses import dataclass
@@ -193,16 +193,15 @@ def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.M
     assert cli("resume=runs/a", "train.steps=3", *cli.paths).code == 0
     assert "evil.Recipe" in events("runs/a", "swap refused")[0]["reason"]
     journal = Path("runs/a/history.jsonl")
-    lines = journal.read_bytes().splitlines(keepends=True)
-    chain = Chain("")
-    swap = Chain().open(lines[-1])[0] | {
+    lines = journal.read_bytes()
+    swap = open_line(lines.splitlines()[-1]) | {
         "event": "swap",
         "name": "x",
         "at": 3,
         "recipe": recipe,
         "stretches": [],
     }
-    journal.write_bytes(b"".join(map(chain.again, lines)) + chain.seal(json.dumps(swap).encode()))
+    journal.write_bytes(lines + seal_line(json.dumps(swap).encode()))
     assert "evil.Recipe" in cli("resume=runs/a", "train.steps=4").message
     assert "evil" not in sys.modules and not Path("hit").exists()
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4train.errors import OlderForm, UserError
+from fp4train.errors import UserError
 from fp4train.track import (
     GRADIENT,
     OPERAND,
@@ -91,8 +91,8 @@ def test_a_block_torn_by_a_kill_is_left_out_and_replaced(tmp_path: Path, cut: in
     assert set(read_statistics(tmp_path).operands["step"]) == {1}
     written(tmp_path, 3)
     assert set(read_statistics(tmp_path).operands["step"]) == {1, 3}
-    first = block(1).to_bytes("00000000")
-    assert path.read_bytes() == first + block(3).to_bytes(f"{zlib.crc32(first[20:]):08x}")
+    first = block(1).to_bytes()
+    assert path.read_bytes() == first + block(3).to_bytes()
 
 
 @pytest.mark.parametrize("at", [0, 6, 30, 300])
@@ -101,57 +101,12 @@ def test_a_damaged_block_costs_itself_alone(
 ) -> None:
     path = written(tmp_path, 1, 2, 3)
     data = bytearray(path.read_bytes())
-    size = len(block(1).to_bytes("00000000"))
+    size = len(block(1).to_bytes())
     data[size + at] ^= 0x55
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
         assert sorted(set(read_statistics(tmp_path).operands["step"])) == [1, 3]
     assert f"{size} bytes at {size} are damaged" in caplog.text
-
-
-def test_measured_steps_that_are_gone_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = written(tmp_path, 1, 2, 3)
-    size = path.stat().st_size // 3
-    path.write_bytes(path.read_bytes()[:size] + path.read_bytes()[2 * size :])
-    said: list[str] = []
-    assert set(read_statistics(tmp_path, said.append).operands["step"]) == {1, 3}
-    assert said == [f"{path}: measured steps before step 3 are missing, or it is of another run"]
-    written(tmp_path, 4)
-    assert "measured steps before step 3 are missing" in caplog.text
-    caplog.clear()
-    assert set(read_statistics(tmp_path).operands["step"]) == {1, 3, 4} and not caplog.text, (
-        "chained anew"
-    )
-
-
-def test_statistics_of_another_run_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = written(tmp_path, 1, 2)
-    (tmp_path / "config.yaml").write_text(f"# fp4train run {'a' * 16} sha256 {'0' * 64}\n")
-    read_statistics(tmp_path)
-    assert (
-        f"{path}: measured steps before step 1 are missing, or it is of another run" in caplog.text
-    )
-
-
-def test_blocks_that_are_not_chained_are_of_an_older_form(tmp_path: Path) -> None:
-    raw = block(1).to_bytes("00000000")
-    first = len(raw) - block(1).operands.nbytes - block(1).gradients.nbytes
-    header = json.loads(raw[20:first])
-    del header["after"]
-    body = json.dumps(header).encode() + raw[first:]
-    sizes = (len(json.dumps(header)), block(1).operands.nbytes, block(1).gradients.nbytes)
-    (tmp_path / STATISTICS).write_bytes(
-        struct.pack("<4sIIII", b"f4s1", *sizes, zlib.crc32(body)) + body
-    )
-    for use in (lambda: read_statistics(tmp_path), lambda: written(tmp_path, 2)):
-        with pytest.raises(
-            OlderForm, match="it has measured steps without the checksum of the step before, which"
-        ):
-            use()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +123,7 @@ def test_blocks_that_are_not_chained_are_of_an_older_form(tmp_path: Path) -> Non
 )
 def test_a_block_whose_numbers_are_none_is_left_out(tmp_path: Path, values: dict[str, Any]) -> None:
     """Of a file that somebody else wrote, with checksums that fit."""
-    raw = block(1).to_bytes("00000000")
+    raw = block(1).to_bytes()
     tables = block(1).operands.nbytes + block(1).gradients.nbytes
     header = json.loads(raw[20:-tables])
     header |= {key: value for key, value in values.items() if key in header}

@@ -1,12 +1,11 @@
 """STUDY/measurements.jsonl: what a study has measured, a line for each finished measurement,
 written as it happens.
 
-    {"step": 200, "event": "study", "identity": {"study": "sensitivity", …}, "after": …, "crc": …}
-    {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, …], …}, "after": …, "crc": …}
+    {"step": 200, "event": "study", "identity": {"study": "sensitivity", …}, "crc": …}
+    {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, …], …}, "crc": …}
 
 The first line says what the measurements are of. A study that goes on compares it with its own, and
-refuses the record of another one. The lines are chained, so that one that was changed, lost or
-moved is noticed; a last line that a kill tore is dropped (`fp4train.track.metrics`). JSON keeps
+refuses the record of another one. Each line has a checksum; a last one that a kill tore is dropped (`fp4train.track.metrics`). JSON keeps
 floats exactly: what is read back equals what was measured in every bit.
 
 How far a study is, is a bar on a terminal and lines elsewhere, with the time that is left.
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 from fp4train import __version__
 from fp4train.config.binding import bind, flattened
-from fp4train.errors import OlderForm, UserError, user_errors
+from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
 from fp4train.run.record import directory as run_directory
 from fp4train.run.supervise.ledger import BAR
@@ -72,7 +71,7 @@ class StudyRecord:
         header = json.loads(json.dumps(header, allow_nan=False))
         with Folder.open(path.parent, create=True) as folder:
             if folder.status(path.name) is not None:
-                lines = _lines(path)
+                lines = read_metrics(path, REMEDY)
             else:
                 lines = []
         for number, line in enumerate(lines, start=1):
@@ -144,19 +143,6 @@ class StudyRecord:
     def close(self) -> None:
         """Make what is recorded durable, and close the file."""
         self._log.finish()
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a record.
-
-    Raises:
-        UserError: one is damaged, or the record is of an older form.
-    """
-    try:
-        return read_metrics(path, REMEDY)
-    except OlderForm as error:
-        cure = f"{REMEDY}, or give this study another folder, out=…"
-        raise OlderForm(path, error.difference, cure) from error
 
 
 def _version(identity: Mapping[str, Any]) -> str:

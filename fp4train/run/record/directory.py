@@ -56,8 +56,6 @@ CONFIG = sealed.CONFIG
 REQUESTS = "swap_requests"
 CHECKPOINTS = "checkpoints"
 PLAN = "plan.txt"
-OLD_SWAPS = "swaps.json"
-"""The swaps of a run of an older fp4train, which is refused, or replaced."""
 LOCK = ".lock"
 HEARTBEAT = "heartbeat.json"
 HISTORY = "history.jsonl"
@@ -391,7 +389,7 @@ def start_over(run: Path, beside: Collection[str]) -> None:
         for name in (*_FOLDERS, *beside):
             folder.remove_folder(name)
         drawn = ("curves.png", "statistics.png")
-        records = (HISTORY, METRICS, STATISTICS, HEARTBEAT, CONSOLE, OLD_SWAPS)
+        records = (HISTORY, METRICS, STATISTICS, HEARTBEAT, CONSOLE)
         for name in (*records, PLAN, *drawn, DIGESTS, *TOKENIZER, CONFIG):
             folder.remove(name)
         folder.sync()

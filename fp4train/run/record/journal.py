@@ -3,14 +3,14 @@ never rewritten.
 
 One record per line::
 
-    {"event": "start",  "step": 0,  "time": …, "config": {…}, "environment": {…}, "stretches": […], "after": …, …}
+    {"event": "start",  "step": 0,  "time": …, "config": {…}, "environment": {…}, "stretches": […], …}
     {"event": "resume", "step": 12, "time": …, "from": "step_00000012", "changed": {"train.steps":
     [12, 20]}, …}
     {"event": "swap",   "step": 15, "time": …, "name": "mxfp8", "at": 16, "recipe": {…}, "stretches": […], …}
 
 `stretches` is the plan from `step` on (`stretches`). A later record replaces it from its own step
-on, and nothing before, so that the plan of the past stays what ran. The lines are chained as those
-of the metrics are (`fp4train.sealed`); a last line that a power cut tore is left out. A checkpoint
+on, and nothing before, so that the plan of the past stays what ran. Each line has its checksum
+(`fp4train.sealed`); a last line that a power cut tore is left out. A checkpoint
 holds the checksum of the last record that it was trained with, and the swaps, from which a journal
 that was lost is mended.
 
@@ -37,10 +37,10 @@ from fp4train.errors import OlderForm, OlderRecipe, UserError, in_words, user_er
 from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.precision.plan import Plan
-from fp4train.run.record.directory import HISTORY, OLD_SWAPS, without_settled
+from fp4train.run.record.directory import HISTORY, without_settled
 from fp4train.run.record.formats import described_formats
 from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
-from fp4train.sealed import Chain, LogWriter, NoChecksum
+from fp4train.sealed import LogWriter, NoChecksum, checksum_of, open_line, seal_line
 from fp4train.text import as_written, first_line
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Record:
         values: other keys of the line: config, environment (`fp4train.run.host`), formats, from,
             name, at, recipe, request, run, the identity of the run that wrote it, and of a rewind
             diverged, skipped (`fp4train.run.supervise.divergence`).
-        crc: checksum of its line.
+        sum: checksum of its line, in words: what checkpoints remember of it.
     """
 
     event: str
@@ -131,12 +131,7 @@ class Record:
     changed: dict[str, tuple[Any, Any]]
     stretches: tuple[RecordedStretch, ...]
     values: dict[str, Any]
-    crc: int
-
-    @property
-    def sum(self) -> str:
-        """What checkpoints remember of it: its checksum in words."""
-        return f"{self.crc:08x}"
+    sum: str
 
     def describe(self) -> str:
         """Everything but event and step, in a line."""
@@ -203,11 +198,8 @@ class Journal:
         }
         if plan is not None:
             line["formats"] = described_formats(plan)
-        text = json.dumps(line, ensure_ascii=False, default=str)
-        chain = Chain("")
-        chain.last = self.records[-1].crc if self.records else chain.last
-        raw = chain.seal(text.encode())
-        self.records.append(_record(json.loads(text), chain))
+        raw = seal_line(json.dumps(line, ensure_ascii=False, default=str).encode())
+        self.records.append(_record(raw))
         self.waiting.append((self.records[-1], raw))
 
     def take_back(self) -> None:
@@ -272,9 +264,6 @@ def read_journal(run: Path) -> list[Record]:
 def _lines(folder: Folder) -> tuple[list[Record], int]:
     """The records, and how many bytes of the file they are."""
     path = folder.path / HISTORY
-    chain = Chain("")
-    if folder.status(OLD_SWAPS) is not None:
-        raise OlderForm(folder.path / OLD_SWAPS, "holds swaps beside the journal")
     records: list[Record] = []
     try:
         *complete, torn = folder.read(HISTORY, LIMIT).split(b"\n")
@@ -287,10 +276,7 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
         ) from error
     for number, raw in enumerate(complete, start=1):
         try:
-            line, why = chain.open(raw)
-            if why:
-                raise ValueError(why)
-            records.append(_record(line, chain))
+            records.append(_record(raw))
         except _DAMAGE as error:
             if isinstance(error, NoChecksum) and number == 1:
                 raise OlderForm(path, "has lines without the checksums of today") from error
@@ -308,7 +294,8 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
     return records, sum(len(raw) + 1 for raw in complete)
 
 
-def _record(line: Mapping[str, Any], chain: Chain) -> Record:
+def _record(raw: bytes) -> Record:
+    line = open_line(raw)
     if ("recipe" in line or line["event"] == "swap cancelled") and type(line["at"]) is not int:
         raise ValueError("a swap at no step")
     for key in ("config", "environment", "recipe", "formats"):
@@ -326,7 +313,7 @@ def _record(line: Mapping[str, Any], chain: Chain) -> Record:
         changed={str(key): (old, new) for key, (old, new) in line.get("changed", {}).items()},
         stretches=tuple(expanded(stretch) for stretch in line["stretches"]),
         values={key: value for key, value in line.items() if key not in own_keys},
-        crc=chain.last or 0,
+        sum=checksum_of(raw),
     )
 
 

@@ -40,7 +40,7 @@ from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.directory import CONFIG, HISTORY
 from fp4train.run.record.generation import GENERATION
 from fp4train.sealed import CONFIG_LIMIT, changed_since, config_parts
-from fp4train.track import metrics, statistics
+from fp4train.track import metrics
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import LIMIT, STATISTICS
 from fp4train.track.wandb import FOLDER as CHARTS, RUN_ID
@@ -360,7 +360,6 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
             "there, or it was copied from one. Move it away, or resume the run that it belongs to"
         )
     metrics.check_form(source / METRICS)
-    statistics.check_form(source / STATISTICS)
     run = start.state.get("run")
     if run_identity is None and isinstance(run, dict) and run.get("config") is not None:
         body = hashlib.sha256(config_parts(source / CONFIG)[1]).hexdigest()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from made import (
-    chained,
+    sealed_lines,
     write_history,
     write_ranking,
     write_run,
@@ -80,7 +80,7 @@ def test_damaged_and_unfinished_runs_are_named_and_the_rest_goes_on(tmp_path: Pa
     empty.mkdir()
     huge = tmp_path / "huge"
     huge.mkdir()
-    (huge / "metrics.jsonl").write_bytes(chained([{"step": 1, "train/loss": 10**400}]))
+    (huge / "metrics.jsonl").write_bytes(sealed_lines([{"step": 1, "train/loss": 10**400}]))
     page = report(tmp_path, good, damaged, old, strange, empty, huge, tmp_path / "none", good)
     assert "3 runs" in page.text
     for sentence in (

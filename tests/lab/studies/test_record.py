@@ -2,7 +2,6 @@
 Its progress.
 """
 
-import json
 import logging
 import sys
 import time
@@ -68,21 +67,12 @@ def test_a_fork_that_is_none_is_named_by_its_key_in_the_record(
             record.bound("bf16/0", Fork)
 
 
-@pytest.mark.parametrize(
-    "damage", ["a number", "a line that is gone", "two lines that changed places"]
-)
-def test_damage_is_refused(tmp_path: Path, damage: str) -> None:
+def test_damage_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path)
     lines = path.read_text().splitlines(keepends=True)
-    if damage == "a number":
-        lines[1] = lines[1].replace("0.1", "0.2")
-    elif damage == "a line that is gone":
-        del lines[1]
-    else:
-        lines[1:] = lines[:0:-1]
+    lines[1] = lines[1].replace("0.1", "0.2")
     path.write_text("".join(lines))
-    why = "its checksum differs" if damage == "a number" else "a line before it is missing"
-    damaged = rf"line 2: .*{why}.*remove the file"
+    damaged = r"line 2: .*its checksum differs.*remove the file"
     with pytest.raises(UserError, match=damaged), open_record(tmp_path, WHO, 200):
         pass
 
@@ -113,10 +103,6 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         pytest.raises(UserError, match="line 1: no measurement of a study"),
         open_record(tmp_path, WHO, 200),
     ):
-        pass
-    path.write_text(json.dumps({"step": 1, "train/loss": 2.0}) + "\n")
-    refused = "is of an older fp4train.*, or remove the file to measure anew, or .*out=…$"
-    with pytest.raises(UserError, match=refused), open_record(tmp_path, WHO, 200):
         pass
 
 
