@@ -5,8 +5,9 @@ written as it happens.
     {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, …], …}, "crc": …}
 
 The first line says what the measurements are of. A study that goes on compares it with its own, and
-refuses the record of another one. Each line has a checksum; a last one that a kill tore is dropped (`fp4train.track.metrics`). JSON keeps
-floats exactly: what is read back equals what was measured in every bit.
+refuses the record of another one. Each line has a checksum; a last one that a kill tore is dropped
+(`fp4train.track.metrics`). JSON keeps floats exactly: what is read back equals what was measured in
+every bit.
 
 How far a study is, is a bar on a terminal and lines elsewhere, with the time that is left.
 """
