@@ -174,8 +174,6 @@ class ParameterSpec:
         """The same parameter of a module at `path`, whose tensors lie under `stored` in a
         folder.
         """
-        if not path and not stored:
-            return self
         tied = joined(path, self.tied) if self.tied else ""
         if isinstance(self.stored, str):
             place: Stored = joined(stored, self.stored) if self.stored else ""
@@ -270,7 +268,8 @@ def declared(model: nn.Module) -> dict[str, ParameterSpec]:
                 raise ValueError(
                     f"{where} names {spec.name!r}, which is no parameter of {type(module).__name__}"
                 )
-            specs.setdefault(joined(path, spec.name), spec.inside(path, ""))
+            in_model = spec.inside(path, "") if path else spec
+            specs.setdefault(in_model.name, in_model)
     return specs
 
 

@@ -54,10 +54,7 @@ def modules(root: Path) -> list[Path]:
     paths: list[Path] = []
     for folder, names, files in os.walk(root):
         names[:] = [name for name in names if name not in LEFT_OUT]
-        paths.extend(Path(folder, file) for file in files if file.endswith(".py"))
-
-    def key(path: Path) -> tuple[int, str]:
-        name = path.relative_to(root).as_posix()
-        return zlib.crc32(name.encode()), name
-
-    return sorted(paths, key=key)
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
+    names_of_paths = [path.relative_to(root).as_posix() for path in paths]
+    numbered = sorted([(zlib.crc32(name.encode()), name) for name in names_of_paths])
+    return [root / name for _, name in numbered]

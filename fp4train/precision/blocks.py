@@ -40,7 +40,7 @@ def is_linear(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Linear)
         or getattr(module, "is_fp4train_layer", False)
-        or is_conv1d(module)
+        or (type(module).__qualname__ == "Conv1D" and is_conv1d(module))
     )
 
 

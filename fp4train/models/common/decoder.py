@@ -9,6 +9,7 @@ embedding equals that of one rank in every bit.
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +28,7 @@ from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.common.operators import Fusible
 from fp4train.models.common.shape import DecoderShape
 from fp4train.nn.ranks import all_rows, local, summed_over, with_summed_gradient
-from fp4train.parameters import ParameterSpec
+from fp4train.parameters import ParameterSpec, Spread
 from fp4train.precision.context import activation_dtype
 from fp4train.precision.recompute import recompute
 from fp4train.shards import RowOrder
@@ -167,21 +168,22 @@ class Decoder(Fusible, nn.Module):
     def fp4train_parameters(self) -> list[ParameterSpec]:
         """The parameters and buffers that this part of the model has, of the table of its shape."""
         names = {*dict(self.named_parameters(remove_duplicate=False)), *dict(self.named_buffers())}
-        specs = [
-            spec for spec in (*self.shape.parameters(), *self.computed()) if spec.name in names
-        ]
-        return [self._with_deviation(spec) for spec in specs]
-
-    def _with_deviation(self, spec: ParameterSpec) -> ParameterSpec:
-        """A parameter with the initial values that the shape gives it."""
-        initial = self.shape.initial(spec.initial)
-        if initial is spec.initial:
-            return spec
-        return replace(spec, initial=initial)
+        return [spec for spec in (*_table(self.shape), *self.computed()) if spec.name in names]
 
     def computed(self) -> Iterable[ParameterSpec]:
         """The buffers that follow from the shape, which no checkpoint holds."""
         return ()
+
+
+@cache
+def _table(shape: DecoderShape) -> list[ParameterSpec]:
+    """The parameters of a model, with the initial values that the shape gives them."""
+    return [
+        replace(spec, initial=shape.initial(spec.initial))
+        if isinstance(spec.initial, Spread)
+        else spec
+        for spec in shape.parameters()
+    ]
 
 
 class FamilyDecoder(Decoder):
