@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fp4train.parallel.world import AgreedError
@@ -14,12 +16,7 @@ from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.run import Run
 from fp4train.run.step import step_rows
-from fp4train.run.supervise.agreement import (
-    StopRequest,
-    agree,
-    apply_requests,
-    stop_on_signals,
-)
+from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
 from fp4train.run.supervise.divergence import DivergedError, proven_by, verdict
 from fp4train.run.supervise.fault_report import AuditError
 from fp4train.run.supervise.guard import NonFiniteError
@@ -65,7 +62,9 @@ def train(run: Run) -> Result:
         Exception: whatever a step raised.
     """
     config = run.config
+    steps = config.train.steps
     began = time.perf_counter()
+    stretch = None
     saved = True
     world = run.world
     companions = run.companions
@@ -78,17 +77,33 @@ def train(run: Run) -> Result:
             companions,
             Alarm(config.train.step_timeout) as watchdog,
         ):
-            try:
-                _steps(run, ledger, stop, collector, watchdog)
+            with _keeping_what_is_whole(run, ledger):
+                while True:
+                    watchdog.set()
+                    agreed = agree(run, stop.signal)
+                    apply_requests(run, ledger, agreed.requests)
+                    if run.step >= steps or agreed.ends:
+                        break
+                    stretch = enter_stretch(run, stretch)
+                    companions.before_step()
+                    step = train_step(run, stretch.recipe)
+                    run.step += 1
+                    run.mid_update = False
+                    step.values |= agreed.memory
+                    ledger.add(step)
+                    evaluating = due(run.step, config.eval.every, steps)
+                    if evaluating:
+                        ledger.check()
+                        values = evaluate(run, stretch)
+                        companions.after_evaluation(values)
+                        ledger.flush(values)
+                        check_evaluation(run, values, stretch.recipe.name)
+                    if due(run.step, config.checkpoint.every, steps):
+                        ledger.flush()
+                        save(run, proven=evaluating and proven_by(run, values))
+                    collector.after(run.step)
                 ledger.flush()
                 saved = run.step == started or save_at_end(run)
-            except NonFiniteError as error:
-                raise AgreedError(rescue(run, error)) from error
-            except (AuditError, DivergedError):
-                raise
-            except Exception as error:
-                keep_what_is_whole(run, ledger, error)
-                raise
             signal = world.largest_numbers(stop.signal or 0)[0] or None
         if trouble := world.first(companions.trouble):
             raise AgreedError(f"{trouble}; the run ended after step {run.step}")
@@ -107,39 +122,18 @@ def train(run: Run) -> Result:
     )
 
 
-def _steps(
-    run: Run, ledger: Ledger, stop: StopRequest, collector: CollectorBetweenSteps, watchdog: Alarm
-) -> None:
-    """The steps that are left, with their evaluations and checkpoints, until the ranks agree to
-    end.
-    """
-    config = run.config
-    steps = config.train.steps
-    stretch = None
-    while True:
-        watchdog.set()
-        agreed = agree(run, stop.signal)
-        apply_requests(run, ledger, agreed.requests)
-        if run.step >= steps or agreed.ends:
-            return
-        stretch = enter_stretch(run, stretch)
-        run.companions.before_step()
-        step = train_step(run, stretch.recipe)
-        run.step += 1
-        run.mid_update = False
-        step.values |= agreed.memory
-        ledger.add(step)
-        evaluating = due(run.step, config.eval.every, steps)
-        if evaluating:
-            ledger.check()
-            values = evaluate(run, stretch)
-            run.companions.after_evaluation(values)
-            ledger.flush(values)
-            check_evaluation(run, values, stretch.recipe.name)
-        if due(run.step, config.checkpoint.every, steps):
-            ledger.flush()
-            save(run, proven=evaluating and proven_by(run, values))
-        collector.after(run.step)
+@contextmanager
+def _keeping_what_is_whole(run: Run, ledger: Ledger) -> Iterator[None]:
+    """Save the last state that is whole and finite where an error ends the steps."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise AgreedError(rescue(run, error)) from error
+    except (AuditError, DivergedError):
+        raise
+    except Exception as error:
+        keep_what_is_whole(run, ledger, error)
+        raise
 
 
 def train_step(run: Run, recipe: Recipe) -> Step:

@@ -10,7 +10,7 @@ kept: those of all layers would be a whole model on every rank.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ class EarlierAmax(NamedTuple):
 
     amax: Tensor | None = None
     history_entry: Tensor | None = None
+
+
+MEASURED: Final = EarlierAmax()
+"""Of a spec whose amax is measured in each step."""
 
 
 class PreparedWeights:
@@ -82,11 +86,15 @@ class PreparedWeights:
         """
         if isinstance(w_NK, Gathered):
             return self._of_gathered(w_NK, form, call)
-        prepared = self._kept(form.key)
+        prepared = None
+        for key, kept_form in self._forms:
+            if key == form.key:
+                prepared = kept_form
+                break
         pair = None
         if prepared is None and self.keep and call.gradients.x is not None:
             pair = form.pair
-        earlier = EarlierAmax()
+        earlier = MEASURED
         if form.earlier_amax:
             earlier = self._earlier_amax(w_NK, form, call, pair)
         if prepared is None:
@@ -98,13 +106,6 @@ class PreparedWeights:
         if form.transposed:
             return form.view_for_gemm(prepared)
         return prepared
-
-    def _kept(self, key: FormKey | None) -> Prepared | None:
-        """The form of this key; None: it is not kept."""
-        for kept_key, kept_form in self._forms:
-            if kept_key == key:
-                return kept_form
-        return None
 
     def _of_gathered(self, w_NK: Gathered, form: WeightForm, call: LayerCall) -> Prepared:
         """A form of a gathered weight: from the codes that came, or as `prepared` makes it of the
@@ -137,16 +138,15 @@ class PreparedWeights:
         Args:
             pair: maker of the transposed form with it, for backward.
         """
-        turned_from = self._kept(form.turned_from)
-        if isinstance(turned_from, Quantized):
-            return turned(turned_from)
         w = w_NK.detach()
         if form.of_transpose:
             w = w.T
-        rounded_from = self._kept(form.rounded_from)
-        if isinstance(rounded_from, Decoded):
-            w = rounded_from.rounded().T
-            is_rounded = True
+        for kept_key, kept_form in self._forms:
+            if kept_key == form.turned_from and isinstance(kept_form, Quantized):
+                return turned(kept_form)
+            if kept_key == form.rounded_from and isinstance(kept_form, Decoded):
+                w = kept_form.rounded().T
+                is_rounded = True
         spec = form.spec
         # high precision uses the recipe's dtype; otherwise the master weight is quantised
         if spec is None:

@@ -149,20 +149,6 @@ def make(spec: QuantSpec) -> TritonQuantizer | StepsQuantizer:
     return StepsQuantizer(spec, first, TritonQuantizer(last_step(spec)))
 
 
-def _given(
-    amaxes: tuple[Tensor | None, Tensor | None], plan: triton_launch.BothPlan
-) -> list[Tensor] | None:
-    """The amaxes that came with a call, of the forms that need one; none: they are measured. None:
-    the kernel does not take them so. It reads one amax where no transform lies between the forms.
-    """
-    came = [
-        amax for amax, needed in zip(amaxes, plan.needs, strict=True) if needed and amax is not None
-    ]
-    if came and (len(came) < sum(plan.needs) or (plan.amax is None and len(came) > 1)):
-        return None
-    return came
-
-
 class TritonQuantizer(Quantizer):
     """See `Quantizer`. What the kernels cannot read, an empty tensor above all, is left to the
     reference.
@@ -311,10 +297,9 @@ class TritonQuantizer(Quantizer):
         row_needs, column_needs = plan.needs
         measured = None
         if row_needs or column_needs:
-            amaxes_given = _given(amaxes, plan)
-            if amaxes_given is None:
+            measured = self._both_amaxes(x_MK, plan, amaxes)
+            if measured is None:
                 return None
-            measured = self._both_amaxes(x_MK, plan, amaxes_given)
         make_row, make_row_scales, third, fourth = plan.results
         row = make_row()
         turned = third()
@@ -366,16 +351,28 @@ class TritonQuantizer(Quantizer):
         )
 
     def _both_amaxes(
-        self, x_MK: Tensor, plan: triton_launch.BothPlan, given_amaxes: list[Tensor]
-    ) -> Tensor:
-        """The amaxes of both forms, or twice the one of x, and room for S_dec of both: float32
-        [4].
+        self,
+        x_MK: Tensor,
+        plan: triton_launch.BothPlan,
+        amaxes: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor | None:
+        """The amaxes of both forms, or twice the one of x, and room for S_dec of both: float32 [4].
+        None: of those that came the kernel, which reads one where no transform lies between the
+        forms, does not take them so.
+
+        Args:
+            amaxes: those that came with the call.
         """
+        came = []
+        if plan.needs[0] and amaxes[0] is not None:
+            came.append(amaxes[0])
+        if plan.needs[1] and amaxes[1] is not None:
+            came.append(amaxes[1])
+        if came and (len(came) < sum(plan.needs) or (plan.amax is None and len(came) > 1)):
+            return None
         out = torch.zeros(4, dtype=torch.float32, device=x_MK.device)
-        if given_amaxes:
-            out[:2] = torch.stack(
-                [amax.reshape(()) for amax in (given_amaxes[0], given_amaxes[-1])]
-            )
+        if came:
+            out[:2] = torch.stack([amax.reshape(()) for amax in (came[0], came[-1])])
         elif plan.amax is not None:
             plan.amax(x_MK, out)
         else:

@@ -31,7 +31,7 @@ def recipe_of(name: str) -> Recipe:
 
 def runs(table: Table, backend: str, device: Device) -> bool:
     try:
-        backends.choose(table, LAYER, backend, device)
+        backends.Request(table, LAYER, backend, device).choices()
     except ValueError:
         return False
     return True
@@ -67,7 +67,8 @@ def test_the_page_says_which_gpu_multiplies_what(names: str, cells: list[str]) -
         for capability, cell in zip(CAPABILITIES, cells, strict=True):
             device = Device(type="cuda", name="GPU", capability=capability, here=False)
             chosen = {
-                choice.backend for choice in backends.choose(table, LAYER, "auto", device).values()
+                choice.backend
+                for choice in backends.Request(table, LAYER, "auto", device).choices().values()
             }
             native = {backend for backend in ("te", "native") if runs(table, backend, device)}
             said = {"emulated": {"emulate"}, "torch": {"torch"}}.get(cell, set(cell.split(", ")))
