@@ -19,15 +19,6 @@ One trial, and when it passes:
   was written, or a message names it, or what is gone is only what a kill may cost and is written again.
 - resumes: the same for any file, then a resume. It ends as an undisturbed one in every bit, with a warning where the
   file counts; or refuses in one line.
-- hostile: links, pipes and folders among a run's files; paths outside of the run, terminal escapes and hostile YAML in
-  resealed configurations and records; then any verb. Nothing outside of the run changes or leaks, nothing hangs, no
-  escape is printed, no traceback.
-- sizes: files, names and numbers made to take long, or all memory; then any verb, which ends with 0, or with 1 and a
-  reason, within 60 s of processor time and 3 GiB.
-- foreign: a change of a Hugging Face folder (a key, a table, a header, a file), of an entry of the token cache, of a
-  tokenizer or of a chat template, then a command that reads it. It ends with 0, where a cache gives the losses of an
-  undisturbed run, or with 1 and a reason, within 10 s of processor time and 1 GB of memory; no escape is printed, no
-  traceback.
 - corruption: a bit of a weight, a moment or a checkpoint's copy flips in a resumed run, or a product of one step is
   wrong. The run's audits name it; the run warns or ends, as configured; a resume from the last good state ends as an
   undisturbed run in every bit.
@@ -58,9 +49,7 @@ from storms.commands import input_trial, kill_trial, stream_trial
 from storms.corruption import corruption_trial
 from storms.damage import damage_trial, resume_trial
 from storms.faults import fault_trial, part_trial
-from storms.foreign import foreign_trial
 from storms.ground import Ground, Result, prepare
-from storms.hostile import hostile_trial, size_trial
 from storms.power import power_trial
 
 ROOT = Path(__file__).parents[1]
@@ -73,9 +62,6 @@ STORMS: dict[str, tuple[Callable[[Ground, Path, random.Random, int], Result], in
     "streams": (stream_trial, 7, 20),
     "damages": (damage_trial, 1000, 5000),
     "resumes": (resume_trial, 30, 200),
-    "hostile": (hostile_trial, 60, 300),
-    "sizes": (size_trial, 18, 90),
-    "foreign": (foreign_trial, 120, 600),
     "corruption": (corruption_trial, 12, 100),
     "inputs": (input_trial, 60, 300),
 }

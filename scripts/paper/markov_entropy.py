@@ -1,19 +1,18 @@
 """What a Markov model of DNA reaches on the bases that a run holds out: nats per base, by the order of the model.
 
-    python scripts/paper/markov_entropy.py FASTA [--orders 0 2 5 8 10] [--val 0.05] [--run RUN --picture FILE.png]
+    python scripts/paper/markov_entropy.py FASTA [--orders 0 2 5 8 10] [--val 0.05]
 
 The bases are those of `data=dna data.path=FASTA data.val=…` with its other defaults. A model of order k counts in the
 training bases which letter follows each k letters, with half a count for each letter that it has not seen there
 (Krichevsky and Trofimov 1981), and is applied to each held-out base but the first k of each document. It knows all of
-its parameters after one pass, so that what a network must be better than costs no training. The picture has the
-losses of a run beside the entropies.
+its parameters after one pass, so that what a network must be better than costs no training.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4train.data import Dna
-from fp4train.lab.analysis import figure
-from fp4train.track.config import METRICS
-from fp4train.track.metrics import read_metrics
 
 HALF = 0.5
 
@@ -64,48 +60,12 @@ def _counts(ids: NDArray[Any], letters: NDArray[Any], order: int) -> tuple[list[
     return found.tolist(), counts.astype(float).tolist()
 
 
-def draw(run: Path, entropies: Mapping[int, float], picture: Path) -> None:
-    """Training and validation losses of a run, and a line per entropy."""
-    lines = [line for line in read_metrics(run / METRICS) if "train/loss" in line]
-    tested = [line for line in lines if "val/loss" in line]
-
-    def drawn(width: float) -> Any:
-        axes = figure.new_figure(width, 4.0).add_subplot()
-        figure.style(axes, "nats per base")
-        axes.plot(
-            *zip(*((e["step"], e["train/loss"]) for e in lines), strict=True),
-            color=figure.TRAIN,
-            label="training",
-        )
-        axes.plot(
-            *zip(*((e["step"], e["val/loss"]) for e in tested), strict=True),
-            marker="o",
-            color=figure.VALIDATION,
-            label="held out",
-        )
-        for order, value in entropies.items():
-            axes.axhline(value, color=figure.QUIET, linestyle="--")
-            axes.annotate(
-                f"Markov model, order {order}", (lines[-1]["step"], value), ha="right", va="bottom"
-            )
-        axes.set_ylim(min(e["val/loss"] for e in tested) - 0.01, max(entropies.values()) + 0.02)
-        axes.set_xlabel("step")
-        axes.legend(loc="upper center")
-        return axes.figure
-
-    figure.save(drawn, figure.PICTURE, picture)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("fasta", type=Path)
     parser.add_argument("--orders", type=int, nargs="+", default=[0, 2, 5, 8, 10])
     parser.add_argument("--val", type=float, default=0.05)
-    parser.add_argument("--run", type=Path)
-    parser.add_argument("--picture", type=Path)
     given = parser.parse_args(arguments)
-    if (given.run is None) != (given.picture is None):
-        parser.error("--run and --picture go together")
     with tempfile.TemporaryDirectory() as folder:
         data = Dna(path=str(given.fasta), val=given.val, cache_dir=folder).build(Path(folder), 1, 0)
         end = 256 if data.tokenizer is None else data.tokenizer.end_of_document
@@ -115,8 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     entropies = {order: entropy(train, held_out, order, end) for order in given.orders}
     for order, value in entropies.items():
         print(f"order {order}: {value:.4f} nats per base")
-    if given.run is not None:
-        draw(given.run, entropies, given.picture)
 
 
 if __name__ == "__main__":

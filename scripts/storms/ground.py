@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,8 +43,6 @@ TINY = (
     "data.path=../text.txt",
     "data.cache_dir=cache",
 )
-ESCAPES = ("\x1b[31mred", "\x1b]0;title\x07", "a\x9b2Jb", "x\rcovered", "\x1b[2J\x1b[H")
-"""What must not reach a terminal."""
 ON = ("resume=runs/a", f"train.steps={STEPS}")
 
 
@@ -274,43 +271,19 @@ def run_main(arguments: tuple[str, ...]) -> int:
 
 
 def end(pid: int, place: Path, seconds: float = PATIENCE) -> tuple[int, str]:
-    """Exit code and all output of a command; -1 for what hangs."""
-    ended = end_measured(pid, place, seconds)
-    return ended.code, ended.out
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A command that has ended.
-
-    Attributes:
-        code: its exit code, or minus the signal that ended it.
-        out: all that it printed.
-        seconds: processor time that it took.
-        peak: bytes of memory that it held at most, with those that it shares with the process that
-            it is a fork of.
-    """
-
-    code: int
-    out: str
-    seconds: float
-    peak: int
-
-
-def end_measured(pid: int, place: Path, seconds: float = PATIENCE) -> Ended:
-    """The same, with what it cost."""
+    """Exit code, or minus the signal, and all output of a command; -1 for what hangs."""
     deadline = time.monotonic() + seconds
     pause = 0.001
     while True:
-        done, status, usage = os.wait4(pid, os.WNOHANG)
-        if done:
-            text = _output(place).read_text(errors="replace") if _output(place).exists() else ""
-            code = os.waitstatus_to_exitcode(status)
-            return Ended(code, text, usage.ru_utime + usage.ru_stime, usage.ru_maxrss << 10)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            output = _output(place)
+            text = output.read_text(errors="replace") if output.exists() else ""
+            return os.waitstatus_to_exitcode(status), text
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
-            os.wait4(pid, 0)
-            return Ended(-1, "hangs", seconds, 0)
+            os.waitpid(pid, 0)
+            return -1, "hangs"
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
 
@@ -327,17 +300,6 @@ def call(
 
 def _output(place: Path) -> Path:
     return place.with_name(f"{place.name}.out")
-
-
-@contextlib.contextmanager
-def small_memory(spare: int = 3 << 30) -> Iterator[None]:
-    """The address space of this process is limited to what it has and `spare`, as by `ulimit
-    -v`.
-    """
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * os.sysconf("SC_PAGESIZE") + spare
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    yield
 
 
 def explained(code: int, out: str) -> bool:
