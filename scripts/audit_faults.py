@@ -208,8 +208,8 @@ def table(words: Sequence[str]) -> str:
             continue
         for model in MODELS:
             began = time.perf_counter()
-            found, named, told = tried(case, model)
-            answers = ["yes" if holds else "no" for holds in (found, named)]
+            is_found, named, told = tried(case, model)
+            answers = ["yes" if holds else "no" for holds in (is_found, named)]
             row = (case.name, case.source, model, SHOWN[case.audit], *answers, told[:150])
             rows.append(row)
             print(row, f"{time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)

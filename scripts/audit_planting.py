@@ -37,7 +37,7 @@ class Place:
         values: [R, C] in the orientation that is quantised.
         spec: its spec; key: its random key, or None; codes: whether codes are asked for.
         call: the call.
-        memory: what a fault keeps from step to step.
+        memory: state that a fault keeps from step to step.
     """
 
     tensor: str
@@ -224,7 +224,7 @@ class Planted:
 
     Args:
         layer: name of the layer that has it; None: all layers.
-        memory: what the fault keeps from step to step.
+        memory: state that the fault keeps from step to step.
         on: whether it acts.
     """
 
@@ -259,10 +259,8 @@ def planted_operand(change: Change, layer: str | None = None) -> Iterator[Plante
     ) -> Any:
         if not fault.acts_on(call):
             return whole_prepare(forms, x_MK, call, row, column)
-        return (
-            of_form(forms.row, x_MK, call) if row else None,
-            of_form(forms.column, x_MK, call) if column else None,
-        )
+        pair = ((forms.row, row), (forms.column, column))
+        return tuple(of_form(form, x_MK, call) if asked else None for form, asked in pair)
 
     def forward(executor: Gemms, x_MK: Tensor, w_NK: Tensor, *arguments: Any) -> Any:
         fault.memory["w"] = w_NK

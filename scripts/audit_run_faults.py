@@ -34,10 +34,10 @@ Plant = Callable[[], AbstractContextManager[Any]]
 @contextmanager
 def rounded_weights() -> Iterator[None]:
     """Weights arrive in BF16."""
-    whole = PreparedWeights.prepared
+    prepared = PreparedWeights.prepared
 
     def form(weights: PreparedWeights, w_NK: Tensor, *more: Any, **options: Any) -> Any:
-        return whole(PreparedWeights(False), w_NK.bfloat16().float(), *more, **options)
+        return prepared(PreparedWeights(False), w_NK.bfloat16().float(), *more, **options)
 
     with mock.patch.object(PreparedWeights, "prepared", form):
         yield

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,42 @@ EXPERTS_SETTLE = (100, 30)
 expert of any layer is without tokens, and the largest load is 1.3 to 2.5 times an even one in
 either.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of what is measured.
+
+    Args:
+        square: rows and columns of the quantised tensor.
+        tokens, features: rows of x, and columns of x and y, of the linear layers.
+        keys: keys of the training runs.
+        saved, saved_on_gpu: models whose checkpoints are written.
+    """
+
+    square: int
+    tokens: int
+    features: tuple[int, ...]
+    keys: tuple[str, ...] = ()
+    saved: str
+    saved_on_gpu: str
+
+
+FULL = Sizes(
+    square=4096,
+    tokens=2048,
+    features=(512, 2048),
+    saved="llama_125m",
+    saved_on_gpu="llama_1b",
+)
+QUICK = Sizes(
+    square=256,
+    tokens=256,
+    features=(64,),
+    keys=("train.batch_size=2", "train.seq_len=32"),
+    saved="llama_tiny",
+    saved_on_gpu="llama_tiny",
+)
 
 
 def bench_quantize(report: Report, device: torch.device, size: int) -> None:
@@ -236,14 +273,15 @@ def bench_families(report: Report, device: torch.device, small: list[str], *, qu
 def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: bool) -> None:
     """Measure in this process."""
     keep_freed_memory()
-    small = ["train.batch_size=2", "train.seq_len=32"] if quick else []
+    sizes = QUICK if quick else FULL
+    small = [*sizes.keys]
     if "startup" in parts:
         bench_startup(report)
     if "quantize" in parts:
-        bench_quantize(report, device, 256 if quick else 4096)
+        bench_quantize(report, device, sizes.square)
     if "linear" in parts:
-        for size in [64] if quick else [512, 2048]:
-            bench_linear(report, device, 256 if quick else 2048, size)
+        for features in sizes.features:
+            bench_linear(report, device, sizes.tokens, features)
         what = "bytes an NVFP4 linear saves for backward, per element of x"
         report.add(what, saved_bytes(), 0.6, unit="B")
     if "recipes" in parts:
@@ -257,15 +295,14 @@ def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: 
             keys += ["model=llama_125m", "train.batch_size=2", "train.seq_len=1024"]
             bench_step(report, device, keys, "llama_125m, 2048 tokens", 1.10)
     if "checkpoint" in parts:
-        model = "llama_1b" if device.type == "cuda" else "llama_125m"
-        model = "llama_tiny" if quick else model
+        model = sizes.saved_on_gpu if device.type == "cuda" else sizes.saved
         bench_checkpoint(report, device, [f"model={model}"], model)
 
 
 def run_processes(report: Report, parts: list[str], processes: int, options: list[str]) -> None:
     """Measure each part in `processes` fresh ones; a row is the median of theirs."""
     for part in parts:
-        found = []
+        results = []
         with tempfile.TemporaryDirectory() as folder:
             for i in range(processes):
                 print(f"{part}: process {i + 1} of {processes}", file=sys.stderr, flush=True)
@@ -281,8 +318,8 @@ def run_processes(report: Report, parts: list[str], processes: int, options: lis
                     *options,
                 ]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                found.append(json.loads(out.with_suffix(".json").read_text()))
-        for rows in zip(*(each["rows"] for each in found), strict=True):
+                results.append(json.loads(out.with_suffix(".json").read_text()))
+        for rows in zip(*(result["rows"] for result in results), strict=True):
             values = [row["value"] for row in rows]
             report.add(
                 rows[0]["what"],
@@ -318,10 +355,11 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     if args.processes == 1:
-        report.seconds = 0.0 if args.quick else report.seconds
+        if args.quick:
+            report.seconds = 0.0
         run_parts(report, parts, device, quick=args.quick)
     else:
-        options = ["--device", args.device, *(["--quick"] if args.quick else [])]
+        options = ["--device", args.device, *["--quick"] * args.quick]
         run_processes(report, parts, args.processes, options)
     report.write(machine)
     args.out.with_suffix(".md").write_text(report.markdown(name))

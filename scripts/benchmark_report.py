@@ -9,8 +9,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+
+STATES = {None: "", True: "met", False: "missed"}
+
+
+def goal(row: Mapping[str, Any]) -> str:
+    """The target of a row: "≤ 1.05", "≥ 15" or ""."""
+    if row["target"] is None:
+        return ""
+    return f"{'≥' if row['at_least'] else '≤'} {row['target']:g}"
 
 
 @dataclass
@@ -21,7 +31,7 @@ class Report:
     """That each function is measured for, at least; five times in any case."""
     out: Path | None = None
     """Written anew after each row: what ends the process early leaves those before."""
-    rows: list[dict[str, object]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(
         self,
@@ -35,8 +45,10 @@ class Report:
         """A row: one figure, or those of several processes, of which the median counts."""
         values = values if isinstance(values, list) else [values]
         value = statistics.median(values)
-        met = None if target is None else (value >= target if at_least else value <= target)
-        row = {
+        met = None
+        if target is not None:
+            met = value >= target if at_least else value <= target
+        row: dict[str, Any] = {
             "what": what,
             "value": value,
             "values": values,
@@ -45,16 +57,10 @@ class Report:
             "at_least": at_least,
             "met": met,
         }
-        place = next(
-            (n for n, each in enumerate(self.rows) if each["what"] == what), len(self.rows)
-        )
+        places = {earlier["what"]: number for number, earlier in enumerate(self.rows)}
+        place = places.get(what, len(self.rows))
         self.rows[place : place + 1] = [row]
-        goal = (
-            ""
-            if target is None
-            else f"   target {'≥' if at_least else '≤'} {target:g}   {'met' if met else 'MISSED'}"
-        )
-        print(f"{what:<84} {value:8.3f} {unit}{goal}", flush=True)
+        print(f"{what:<84} {value:8.3f} {unit}   {goal(row)}   {STATES[met]}", flush=True)
         self.write({})
 
     def go_on(self, machine: dict[str, str]) -> None:
@@ -64,17 +70,17 @@ class Report:
         Raises:
             ValueError: another machine, torch or Python measured them.
         """
-        path = None if self.out is None else self.out.with_suffix(".json")
-        if path is None or not path.exists():
+        if self.out is None or not self.out.with_suffix(".json").exists():
             return
-        found = json.loads(path.read_text())
+        path = self.out.with_suffix(".json")
+        stored = json.loads(path.read_text())
         for key, value in machine.items():
-            if found.get(key, value) != value:
+            if stored.get(key, value) != value:
                 raise ValueError(
-                    f"{path} is of {key} {found[key]}, and this is {value}: measure all "
+                    f"{path} is of {key} {stored[key]}, and this is {value}: measure all "
                     "parts, or elsewhere"
                 )
-        self.rows = found["rows"]
+        self.rows = stored["rows"]
 
     def write(self, machine: dict[str, str]) -> None:
         if self.out is not None:
@@ -89,17 +95,12 @@ class Report:
             "|---|---|---|---|---|",
         ]
         for row in self.rows:
-            goal = (
-                ""
-                if row["target"] is None
-                else f"{'≥' if row['at_least'] else '≤'} {row['target']:g}"
-            )
-            state = {None: "", True: "met", False: "missed"}[row["met"]]  # type: ignore[index]
-            low, high = min(row["values"]), max(row["values"])  # type: ignore[call-overload]
+            low = min(row["values"])
+            high = max(row["values"])
             span = "" if low == high else f"{low:.3f} – {high:.3f}"
-            lines.append(
-                f"| {row['what']} | {row['value']:.3f} {row['unit']} | {span} | {goal} | {state} |"
-            )
+            value = f"{row['value']:.3f} {row['unit']}"
+            state = STATES[row["met"]]
+            lines.append(f"| {row['what']} | {value} | {span} | {goal(row)} | {state} |")
         return "\n".join(lines) + "\n"
 
 
@@ -134,12 +135,13 @@ def in_turn(
 def machine_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().split("\n") if Path("/proc/cpuinfo").exists() else []
-    found = {
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().split("\n") if info.exists() else []
+    processor = {
         key.strip(): value.strip()
         for key, _, value in (line.partition(":") for line in reversed(lines))
     }
-    name = found.get("model name", platform.machine())
-    if "cpu family" in found:  # a virtual machine may call two generations by one name
-        name += f" (family {found['cpu family']}, model {found['model']})"
+    name = processor.get("model name", platform.machine())
+    if "cpu family" in processor:  # a virtual machine may call two generations by one name
+        name += f" (family {processor['cpu family']}, model {processor['model']})"
     return f"{name}, {torch.get_num_threads()} threads"

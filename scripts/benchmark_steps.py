@@ -108,16 +108,16 @@ def bare_loop(run: Run, device: torch.device) -> Callable[[], None]:
     biases after each step.
     """
     config = run.config
-    first = run.step
+    start = run.step
     model = config.model.build(
         vocab_size=planned_vocab_size(config.data), seq_len=config.train.seq_len
     )
     model.load_state_dict(run.model.state_dict())
     model = with_torchs_experts(model).to(device)
     optimizer = config.optim.build(model)
-    for own, others in zip(optimizer.param_groups, run.optimizer.param_groups, strict=True):
-        own["lr"] = others["lr"]
-    batches = [run.train_data.batch(first + i) for i in range(8)]
+    for group, settled in zip(optimizer.param_groups, run.optimizer.param_groups, strict=True):
+        group["lr"] = settled["lr"]
+    batches = [run.train_data.batch(start + i) for i in range(8)]
     steps = 0
     none_failed = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -159,8 +159,9 @@ def bench_step(
     bare PyTorch loop.
 
     Args:
-        target, bare_target: of an NVFP4 step over a BF16 step, and of that over the bare loop's.
-        quantised_target: of an NVFP4 step over the bare loop's; None: that is no row.
+        target, bare_target: largest ratio of an NVFP4 step to a BF16 step, and of that to one of
+            the bare loop.
+        quantised_target: largest ratio of an NVFP4 step to one of the bare loop; None: no row.
         settling: BF16 steps of the run, after which the bare loop begins with its weights, and then
             steps of that one, before any is measured. Experts need them: a step's time depends on
             how evenly tokens are routed to them, and the first steps of a new optimizer upset that.

@@ -82,7 +82,9 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        return str(self.row) if self.column is None else f"{self.row}, {self.column} of x.T"
+        if self.column is None:
+            return str(self.row)
+        return f"{self.row}, {self.column} of x.T"
 
     def call(self, x: Tensor) -> Callable[[], object]:
         quantizer = kernels.TritonQuantizer(SPECS[self.row.spec])
@@ -97,7 +99,9 @@ class Kernel:
         """Bytes that it must move: x is read twice where an amax comes first."""
         reads = 1 + SPECS[self.row.spec].has_outer_scale
         moved = 2 * elements * reads + self.row.bytes(elements)
-        return moved if self.column is None else moved + self.column.bytes(elements)
+        if self.column is not None:
+            moved += self.column.bytes(elements)
+        return moved
 
 
 NVFP4_X = Form("nvfp4 hadamard", codes=True)
@@ -258,13 +262,16 @@ def measurements(x: Tensor) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
 def main(words: list[str] | None = None) -> int:
     parser = gpu_results.options(__doc__)
     parser.add_argument("--size", type=int, default=SIZE, help="rows and columns of the tensors")
-    given = parser.parse_args(words)
-    gpu_results.needs_gpu(given)
-    if given.dry_run:
+    options = parser.parse_args(words)
+    gpu_results.needs_gpu(options)
+    if options.dry_run:
         gpu_stand_ins.interpret()
-    results = gpu_results.Results(given.out)
-    size = TINY if given.dry_run else given.size
-    device = "cpu" if given.dry_run else "cuda"
+    results = gpu_results.Results(options.out)
+    size = options.size
+    device = "cuda"
+    if options.dry_run:
+        size = TINY
+        device = "cpu"
     for name, measure in measurements(torch.randn(size, size, device=device).bfloat16()):
         if name == "copy":
             results.rows = [row for row in results.rows if row["name"] != name]

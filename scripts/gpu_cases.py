@@ -213,8 +213,8 @@ def one_form(
     places = product(specs.items(), shapes, ("rows", "columns", "both"))
     for count, ((name, spec), shape, strides) in enumerate(places, start=1):
         label, x = strided(name, shape, strides, *next(turn))
-        given = spec.earlier_amax or (spec.global_scale == "tensor" and count % 4 == 0)
-        amax = torch.tensor(3.0) if given else None
+        takes_amax = spec.earlier_amax or (spec.global_scale == "tensor" and count % 4 == 0)
+        amax = torch.tensor(3.0) if takes_amax else None
         yield Case(label, x, spec, KEY if spec.random else None, amax)
 
 
@@ -236,7 +236,7 @@ def launched_cases(shapes: Shapes = LAUNCHED) -> list[Case]:
     float32, along the features and, as a view, along the tokens; and x and dy in both forms by one
     kernel. Of recipes that quantise an operand alike those of the first one.
     """
-    found: dict[object, Case] = {}
+    launched: dict[object, Case] = {}
     for shape, (name, recipe) in product(shapes, RECIPES.items()):
         table = recipe.table()
         operands = {
@@ -251,8 +251,8 @@ def launched_cases(shapes: Shapes = LAUNCHED) -> list[Case]:
                 label, x = strided(f"{name} {operand}", shape, strides, "wide", dtype)
                 amax = torch.tensor(3.0) if spec.delayed else None
                 case = Case(label, x, spec, KEY if spec.random else None, amax)
-                found.setdefault((spec, strides, dtype, shape), case)
+                launched.setdefault((spec, strides, dtype, shape), case)
             if operand != "w" and has_pair_kernel(row, column):
                 label, x = strided(f"{name} {operand}, both forms", shape, "rows", "wide", dtype)
-                found.setdefault((row, column, shape), of_both_forms(label, x, row, column))
-    return list(found.values())
+                launched.setdefault((row, column, shape), of_both_forms(label, x, row, column))
+    return list(launched.values())

@@ -94,7 +94,7 @@ class Step:
 
     Args:
         name: its name in NAME.done.
-        asks: what it measures on a GPU.
+        asks: the figures or equalities that it looks for on a GPU.
         words: the command, which begins with a script of this folder, "fp4train", or "bash".
         dry: more words in a dry run; None: nothing stands in for what it needs, and it is only
             named there.
@@ -112,11 +112,11 @@ class Step:
     beside: tuple[Step, ...] = ()
 
     def command(self) -> list[str]:
-        first, *rest = self.words
-        if first == "fp4train":
-            return [sys.executable, "-u", "-m", "fp4train", *rest]
-        if first.endswith(".py"):
-            return [sys.executable, "-u", str(SCRIPTS / first), *rest]
+        program, *words = self.words
+        if program == "fp4train":
+            return [sys.executable, "-u", "-m", "fp4train", *words]
+        if program.endswith(".py"):
+            return [sys.executable, "-u", str(SCRIPTS / program), *words]
         return list(self.words)
 
 
@@ -243,7 +243,9 @@ class Check:
         stretch = (self.ends - time.monotonic()) / NINE
         spare = 0.0
         for step in steps_of(name, self.out, self.te):
-            limit = float("inf") if step.limit is None else step.limit * stretch + spare
+            limit = float("inf")
+            if step.limit is not None:
+                limit = step.limit * stretch + spare
             began = time.monotonic()
             passed = self.together(step, limit)
             spare = max(0.0, limit - (time.monotonic() - began))
@@ -258,16 +260,16 @@ class Check:
         """
         seconds = min(limit, self.ends - time.monotonic())
         pending = []
-        for each in (step, *step.beside):
-            if each.name in self.done_before():
-                print(f"== {each.name}: done before")
+        for program in (step, *step.beside):
+            if program.name in self.done_before():
+                print(f"== {program.name}: done before")
             elif self.dry:
-                self.dry_run(each)
+                self.dry_run(program)
             elif seconds <= 0:
-                print(f"== {each.name}: no time left; call it again")
-                self.late.append(each.name)
+                print(f"== {program.name}: no time left; call it again")
+                self.late.append(program.name)
             else:
-                pending.append(each)
+                pending.append(program)
         if pending:
             self.run(pending, seconds)
         return step.name in self.done_before()
@@ -354,9 +356,9 @@ class Check:
 
     def environment(self) -> dict[str, str]:
         """The package, the carried Transformer Engine, and a cache of kernels that is no result."""
-        places = [ROOT, *([site_of(self.out)] if site_of(self.out).is_dir() else [])]
-        before = os.environ.get("PYTHONPATH")
-        path = os.pathsep.join([*map(str, places), *([before] if before else [])])
+        site = site_of(self.out)
+        places = [str(ROOT), *[str(site)] * site.is_dir()]
+        path = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         kernels = str(Path(tempfile.gettempdir(), f"{self.out.name}.triton"))
         return {"TRITON_CACHE_DIR": kernels} | dict(os.environ) | {"PYTHONPATH": path}
 
@@ -367,13 +369,13 @@ class Check:
         command = [sys.executable, str(SCRIPTS / "gpu_results.py")]
         options = {"cwd": ROOT, "env": self.environment(), "text": True, "timeout": PATIENCE}
         try:
-            said = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
+            answer = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
         except subprocess.TimeoutExpired:
             return f"torch did not say within {PATIENCE:.0f} s whether there is a GPU"
-        if said.returncode:
-            return str(((said.stdout + said.stderr).strip().splitlines() or ["no message"])[-1])
-        self.machine.write_text(said.stdout)
-        print(said.stdout, end="", flush=True)
+        if answer.returncode:
+            return str(((answer.stdout + answer.stderr).strip().splitlines() or ["no message"])[-1])
+        self.machine.write_text(answer.stdout)
+        print(answer.stdout, end="", flush=True)
         return None
 
     @property
@@ -426,15 +428,15 @@ def dry_step(step: Step) -> int:
     if step.dry is None:
         print(f"== {step.name}: only named in a dry run: {shlex.join(step.words)}")
         return LEFT_OUT
-    first, *rest = step.words
+    program, *words = step.words
     try:
-        if first == "fp4train":
+        if program == "fp4train":
             import gpu_stand_ins
 
-            gpu_stand_ins.fp4train([*rest, *step.dry])
+            gpu_stand_ins.fp4train([*words, *step.dry])
             return 0
-        with patch.object(sys, "argv", [first, *rest, *step.dry]):
-            runpy.run_path(str(SCRIPTS / first), run_name="__main__")
+        with patch.object(sys, "argv", [program, *words, *step.dry]):
+            runpy.run_path(str(SCRIPTS / program), run_name="__main__")
     except SystemExit as ended:
         return int(ended.code or 0)
     # a step of a real run is a process, which would end with this traceback and 1 as well
@@ -455,37 +457,39 @@ def read(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--archive", type=Path, default=os.environ.get("OUT"), help="a folder")
     parser.add_argument("--total", type=float, metavar="MINUTES", help="of the whole call")
     parser.add_argument("--dry-run", action="store_true", help="all of it on a CPU, with stand-ins")
-    given = parser.parse_intermixed_args(words)
-    if given.out is not None and str(given.out) in PARTS:
-        given.out, given.parts = None, [str(given.out), *given.parts]
-    if given.out is None:
-        if not given.dry_run:
+    options = parser.parse_intermixed_args(words)
+    if options.out is not None and str(options.out) in PARTS:
+        options.out, options.parts = None, [str(options.out), *options.parts]
+    if options.out is None:
+        if not options.dry_run:
             parser.error("the following argument is required: out, before the parts")
-        given.out = Path(tempfile.mkdtemp(prefix="gpu_check_"), "dry")
-        print(f"results: {given.out}-*")
-    if unknown := [part for part in given.parts if part not in PARTS]:
+        options.out = Path(tempfile.mkdtemp(prefix="gpu_check_"), "dry")
+        print(f"results: {options.out}-*")
+    if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"unknown part {unknown[0]}: it is one of {', '.join(PARTS)}")
-    if given.total is not None and not given.total * 60 > 2 * ENDING:
-        parser.error(f"--total {given.total:g} leaves nothing: a call takes {ENDING:.0f} s to end")
-    if given.te is not None and not (given.te / "install.sh").is_file():
-        parser.error(f"--te {given.te} holds no install.sh")
-    if given.kernels is not None and not given.kernels.is_file():
-        parser.error(f"--kernels {given.kernels} is no file")
+    if options.total is not None and not options.total * 60 > 2 * ENDING:
+        parser.error(
+            f"--total {options.total:g} leaves nothing: a call takes {ENDING:.0f} s to end"
+        )
+    if options.te is not None and not (options.te / "install.sh").is_file():
+        parser.error(f"--te {options.te} holds no install.sh")
+    if options.kernels is not None and not options.kernels.is_file():
+        parser.error(f"--kernels {options.kernels} is no file")
     for name in ("out", "te", "archive"):
-        if (path := getattr(given, name)) is not None:
-            setattr(given, name, path.absolute())
-    given.parts = given.parts or ["nine"]
-    return given
+        if (path := getattr(options, name)) is not None:
+            setattr(options, name, path.absolute())
+    options.parts = options.parts or ["nine"]
+    return options
 
 
 def main(words: list[str] | None = None) -> int:
     began = time.monotonic()
-    given = read(words)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    check = Check(out=given.out, archive=given.archive, te=given.te, dry=given.dry_run)
-    if given.total is not None:
-        check.ends = began + 60 * given.total - ENDING
-    if given.dry_run:
+    options = read(words)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    check = Check(out=options.out, archive=options.archive, te=options.te, dry=options.dry_run)
+    if options.total is not None:
+        check.ends = began + 60 * options.total - ENDING
+    if options.dry_run:
         import gpu_stand_ins
 
         sys.path.insert(0, str(ROOT))
@@ -496,12 +500,12 @@ def main(words: list[str] | None = None) -> int:
         if (reason := check.why_no_gpu()) is not None:
             print(f"gpu_check: {reason}; nothing ran. On a CPU: --dry-run", file=sys.stderr)
             return LEFT_OUT
-        if given.kernels is not None:
-            print(check.kernels(given.kernels), flush=True)
-    for part in given.parts:
+        if options.kernels is not None:
+            print(check.kernels(options.kernels), flush=True)
+    for part in options.parts:
         check.part(part)
     print(f"gpu_check: {check.summary()}")
-    return 1 if check.failed else 0
+    return int(bool(check.failed))
 
 
 if __name__ == "__main__":

@@ -132,12 +132,12 @@ class Cache:
         constants = {name: constant(described) for name, described in launch["constants"].items()}
         options = {"num_warps": launch["warps"], "enable_fp_fusion": False}
         try:
-            made = kernel.run(*arguments, grid=(1,), warmup=True, **constants, **options)
+            compiled = kernel.run(*arguments, grid=(1,), warmup=True, **constants, **options)
         except Missing:
             self.missing.add(json.dumps(launch, sort_keys=True))
             return
         if not self.check:
-            self.launcher(made)
+            self.launcher(compiled)
 
     def launcher(self, made: Any) -> None:
         """Compile what launches a kernel, where Triton has C code for each. It is kept, and cannot
@@ -178,20 +178,20 @@ def main() -> int:
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="FOLDER", help="a cache that is copied to CACHE"
     )
-    given = parser.parse_args()
-    if given.source is not None:
-        copy(given.source, given.cache)
+    options = parser.parse_args()
+    if options.source is not None:
+        copy(options.source, options.cache)
     kernels_without_torch()
-    cache = Cache(given.check)
-    triton.knobs.cache.dir = str(given.cache)
+    cache = Cache(options.check)
+    triton.knobs.cache.dir = str(options.cache)
     triton.knobs.compilation.store_binary_only = True
     triton.knobs.compilation.listener = cache.listen
-    driver.set_active(Driver(given.sm))
-    if given.check:
+    driver.set_active(Driver(options.sm))
+    if options.check:
         ASTSource.make_ir = not_compiled
-    launches = json.loads(given.launches.read_text("utf-8"))
+    launches = json.loads(options.launches.read_text("utf-8"))
     with tempfile.TemporaryDirectory() as folder:
-        if not given.check:
+        if not options.check:
             empty_libcuda(folder)
             triton.knobs.nvidia.libcuda_path = folder
             build._load_module_from_path = Unloaded
@@ -204,7 +204,7 @@ def main() -> int:
         "missing": len(cache.missing),
     }
     print(json.dumps({"kernels": sum(counts.values()), **counts}))
-    return 1 if cache.missing else 0
+    return int(bool(cache.missing))
 
 
 def copy(source: Path, cache: Path) -> None:

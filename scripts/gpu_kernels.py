@@ -51,6 +51,7 @@ from fp4train.quantize import (
     triton as kernels,
 )
 
+KINDS_OF_FORM = {True: "codes", False: "values"}
 TURNED = KEY.replace(operand=4, row_offset=16, col_offset=8)
 """The key of the form along tokens."""
 TINY: Shapes = ((20, 40),)
@@ -95,9 +96,9 @@ def difference(ours: Tensor | None, theirs: Tensor | None) -> str | None:
     places = unlike.nonzero().tolist()
     if not places:
         return None
-    first = tuple(places[0])
-    values = f"{ours[first]}, not {theirs[first]}"
-    return f"{len(places)} of {ours.numel()} differ, first at {list(first)}: {values}"
+    place = tuple(places[0])
+    values = f"{ours[place]}, not {theirs[place]}"
+    return f"{len(places)} of {ours.numel()} differ, first at {list(place)}: {values}"
 
 
 class Differences(dict[str, str]):
@@ -134,11 +135,11 @@ def check(case: Case, device: str) -> dict[str, str]:
     codes = quantizer.codes(x, case.key, amax)
     right = reference.quantize(case.x, case.spec, key=case.key, amax=case.amax)
     values = reference.quantize_dequantize(case.x, case.spec, key=case.key, amax=case.amax)
-    found = Differences()
-    found.compare_codes("", codes, right)
-    found.compare_values("", quantizer.values(x, case.key, amax), values)
-    found.compare("decoded", quantizer.decode(codes).values, values.values)
-    return found
+    differences = Differences()
+    differences.compare_codes("", codes, right)
+    differences.compare_values("", quantizer.values(x, case.key, amax), values)
+    differences.compare("decoded", quantizer.decode(codes).values, values.values)
+    return differences
 
 
 def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) -> dict[str, str]:
@@ -156,16 +157,16 @@ def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) ->
     forms = pair[0].with_columns(pair[1], x, keys, (amax, amax), (True, True), newest)
     if forms is None:
         return {"why_not": "no kernel for both forms"}
-    found = Differences()
+    differences = Differences()
     rows = reference.quantize(case.x, case.spec, key=KEY, amax=case.amax)
     columns = reference.quantize(case.x.T, column, key=TURNED, amax=case.amax)
-    found.compare_codes(" of rows", forms[0], rows)
-    found.compare_codes(" of columns", forms[1], columns)
+    differences.compare_codes(" of rows", forms[0], rows)
+    differences.compare_codes(" of columns", forms[1], columns)
     if newest is not None:
-        found.compare("amax of x", newest, case.x.abs().amax().float())
+        differences.compare("amax of x", newest, case.x.abs().amax().float())
     if case.spec.block[1] is not None and (column.hadamard is not None or x.is_cuda):
-        found |= check_values(case, x, amax, column)
-    return found
+        differences |= check_values(case, x, amax, column)
+    return differences
 
 
 def check_values(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) -> dict[str, str]:
@@ -177,21 +178,21 @@ def check_values(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) 
     row = kernels.TritonQuantizer(case.spec)
     other = kernels.TritonQuantizer(column)
     rows = reference.quantize_dequantize(case.x, case.spec, key=KEY, amax=case.amax)
-    found = Differences()
+    differences = Differences()
     for codes in (False,) if case.spec.random else (True, False):
         forms = row.with_columns(other, x, (KEY, TURNED), (amax, amax), (False, codes))
         if forms is None:
             return {"why_not": "no kernel for values of both forms"}
         row_form, column_form = forms
-        found.compare_values(f" of rows beside {'codes' if codes else 'values'}", row_form, rows)
+        differences.compare_values(f" of rows beside {KINDS_OF_FORM[codes]}", row_form, rows)
         if codes:
             assert isinstance(column_form, Quantized)
             columns = reference.quantize(case.x.T, column, key=TURNED, amax=case.amax)
-            found.compare("codes beside values", column_form.codes, columns.codes)
+            differences.compare("codes beside values", column_form.codes, columns.codes)
         else:
             values = reference.quantize_dequantize(case.x.T, column, key=TURNED, amax=case.amax)
-            found.compare_values(" of columns", column_form, values)
-    return found
+            differences.compare_values(" of columns", column_form, values)
+    return differences
 
 
 LARGE = (1 << 17) + 8
@@ -205,32 +206,36 @@ def check_large() -> dict[str, Any]:
     need = LARGE << 17
     if torch.cuda.mem_get_info()[0] < need:
         return {"left out": f"it needs {need >> 30} GiB of free GPU memory"}
-    found = Differences()
+    differences = Differences()
     x = torch.randn(LARGE, 1 << 14, device="cuda", dtype=torch.bfloat16)
-    found |= check_large_rows("nvfp4 stochastic", x)
-    found |= check_large_rows("mxfp8 e4m3", x)
-    found |= check_large_rows("nvfp4 hadamard stochastic", x.view(1 << 14, LARGE).T)
-    return {"ok": not found, "differences": found}
+    differences |= check_large_rows("nvfp4 stochastic", x)
+    differences |= check_large_rows("mxfp8 e4m3", x)
+    differences |= check_large_rows("nvfp4 hadamard stochastic", x.view(1 << 14, LARGE).T)
+    return {"ok": not differences, "differences": differences}
 
 
 def check_large_rows(name: str, x: Tensor) -> dict[str, str]:
     """Differences of the first, some middle and the last rows."""
     spec = SPECS[name]
-    amax = torch.tensor(30.0) if spec.global_scale else None
-    on_device = None if amax is None else amax.to(x.device)
-    whole = kernels.TritonQuantizer(spec).codes(x, KEY, on_device)
-    found = Differences()
+    amax = on_device = None
+    if spec.global_scale:
+        amax = torch.tensor(30.0)
+        on_device = amax.to(x.device)
+    codes = kernels.TritonQuantizer(spec).codes(x, KEY, on_device)
+    differences = Differences()
     for start in (0, LARGE // 32 * 16, LARGE - 16 - LARGE % 16):
         key = KEY.replace(row_offset=KEY.row_offset + start)
         rows = x[start : start + 16].cpu()
         expected = reference.quantize(rows, spec, key=key, amax=amax)
-        found.compare(f"{name}, rows from {start}", whole.codes[start : start + 16], expected.codes)
-    return found
+        differences.compare(
+            f"{name}, rows from {start}", codes.codes[start : start + 16], expected.codes
+        )
+    return differences
 
 
 def row_of(case: Case, device: str) -> dict[str, Any]:
-    found = check(case, device)
-    return {"ok": not found, "differences": found}
+    differences = check(case, device)
+    return {"ok": not differences, "differences": differences}
 
 
 def numbered_row(choice: str, number: int) -> dict[str, Any]:
@@ -254,21 +259,23 @@ def main(words: list[str] | None = None) -> int:
     parser = gpu_results.options(__doc__)
     parser.add_argument("choice", choices=tuple(CHOICES))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    given = parser.parse_args(words)
-    if given.dry_run:
+    options = parser.parse_args(words)
+    if options.dry_run:
         gpu_stand_ins.interpret()
-    device = "cuda" if torch.cuda.is_available() and not given.dry_run else "cpu"
+    device = "cuda" if torch.cuda.is_available() and not options.dry_run else "cpu"
     if reason := kernels.why_not(QuantSpec(), device):
         print(f"the Triton kernels cannot run here: {reason}. Without a GPU: TRITON_INTERPRET=1")
         return 3
-    results = gpu_results.Results(given.out)
-    if device == "cuda" and given.processes > 1 and given.choice != "first":
-        share_out(results, given.choice, given.processes)
+    results = gpu_results.Results(options.out)
+    if device == "cuda" and options.processes > 1 and options.choice != "first":
+        share_out(results, options.choice, options.processes)
     else:
-        found = list(CHOICES[given.choice](SHAPES if device == "cuda" else TINY))
-        for case in found[:: 10 if given.dry_run else 1]:
+        chosen = list(CHOICES[options.choice](SHAPES if device == "cuda" else TINY))
+        if options.dry_run:
+            chosen = chosen[::10]
+        for case in chosen:
             results.measure(case.name, partial(row_of, case, device))
-    if device == "cuda" and given.choice == "all":
+    if device == "cuda" and options.choice == "all":
         results.measure("more than 2^31 elements", check_large)
     return results.code
 

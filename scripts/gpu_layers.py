@@ -173,7 +173,7 @@ def delayed(recipe: Recipe) -> bool:
 def stochastic(recipe: Recipe) -> list[bool]:
     """Whether the operands of each GEMM take random bits."""
     operands = recipe.table().values()
-    return [any(spec is not None and spec.random for spec in each.both) for each in operands]
+    return [any(spec is not None and spec.random for spec in pair.both) for pair in operands]
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -197,7 +197,7 @@ def compare(
     """The row of one recipe: "left out" says why the backend does not run it here.
 
     Args:
-        timed: what is measured; None: nothing is.
+        timed: the problem whose passes are timed; None: none are.
     """
     layer = make(problem, backend)
     try:
@@ -235,9 +235,14 @@ def compared_errors(
     values = []
     agree = []
     for is_random, a, b, truth in zip(random, ours, theirs, exact, strict=True):
-        value = abs(distance(a, truth) / distance(b, truth) - 1) if is_random else distance(a, b)
+        if is_random:
+            value = abs(distance(a, truth) / distance(b, truth) - 1)
+            tolerance = STOCHASTIC
+        else:
+            value = distance(a, b)
+            tolerance = TOLERANCE
         values.append(value)
-        agree.append(value <= (STOCHASTIC if is_random else TOLERANCE))
+        agree.append(value <= tolerance)
     return {"ok": all(agree), "distances": values, "random": list(random)}
 
 
@@ -255,11 +260,11 @@ def emulated_products(recipe: Recipe, problem: Problem, backend: str = "referenc
     }
     y, dx, dw = (
         BACKENDS[backend].product(
-            prepared(first, table[gemm].first),
-            prepared(second, table[gemm].second),
+            prepared(left, table[gemm].first),
+            prepared(right, table[gemm].second),
             out_dtype=torch.float32,
         )
-        for gemm, (first, second) in operands.items()
+        for gemm, (left, right) in operands.items()
     )
     return y, dx, dw
 
@@ -308,8 +313,11 @@ def weights_row(recipe: Recipe, problem: Problem) -> dict[str, Any]:
         x = problem.x.detach().requires_grad_()
 
         def codes(column: bool) -> Prepared:
-            spec = table["dgrad" if column else "fprop"].second
-            values = weight.detach().T if column else weight.detach()
+            spec = table["fprop"].second
+            values = weight.detach()
+            if column:
+                spec = table["dgrad"].second
+                values = values.T
             if spec is None:
                 return Decoded(values.to(table.torch_dtype), None)
             return quantizer(spec, values.device.type).codes(values)
@@ -358,17 +366,17 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("backend", choices=("native", "te"))
     parser.add_argument("--size", type=int, default=4096, help="features of the timed layers")
     parser.add_argument("--no-timing", action="store_true", help="compare only")
-    given = parser.parse_args(words)
-    gpu_results.needs_gpu(given)
-    results = gpu_results.Results(given.out)
-    if given.dry_run:
-        return dry_run(results, given.backend)
+    options = parser.parse_args(words)
+    gpu_results.needs_gpu(options)
+    results = gpu_results.Results(options.out)
+    if options.dry_run:
+        return dry_run(results, options.backend)
     # The float32 products of the reference must be float32 products.
     torch.backends.cuda.matmul.allow_tf32 = False
-    size = given.size
-    timed = None if given.no_timing else Problem.draw(size, size, size, "cuda")
+    size = options.size
+    timed = None if options.no_timing else Problem.draw(size, size, size, "cuda")
     small = Problem.draw(256, 512, 384, "cuda")
-    return check(results, given.backend, RECIPES, small, timed)
+    return check(results, options.backend, RECIPES, small, timed)
 
 
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ def pack(folder: Path, capabilities: Sequence[int], compiler: Compiler) -> None:
             record(launches, capability)
             words = [str(launches), str(cache), "--sm", str(capability)]
             program = [compiler.program, str(SCRIPTS / "gpu_compile.py"), *words]
-            said = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
-            counts = json.loads(said.splitlines()[-1])
+            output = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
+            counts = json.loads(output.splitlines()[-1])
             archive.add(launches, launches.name)
             archive.add(
                 cache,

@@ -197,11 +197,14 @@ def key_words(recipe: str, mode: str, count: int) -> list[str]:
 def prepared(words: list[str], *, dry: bool) -> Iterator[Run]:
     """A run ready to train on random ids of a real vocabulary; in a dry run a tiny one on a CPU."""
     with ExitStack() as stack:
-        data = real_vocabulary(seq_len=4, ids=257) if dry else real_vocabulary(seq_len=2048)
-        words = [*words, *stack.enter_context(data), *(TINY if dry else ())]
         if dry:
-            words = stack.enter_context(gpu_stand_ins.instead_of(words))
-        run, _ = stack.enter_context(built_run(torch.device("cpu" if dry else "cuda"), words))
+            device = "cpu"
+            data = stack.enter_context(real_vocabulary(seq_len=4, ids=257))
+            words = stack.enter_context(gpu_stand_ins.instead_of([*words, *data, *TINY]))
+        else:
+            device = "cuda"
+            words = [*words, *stack.enter_context(real_vocabulary(seq_len=2048))]
+        run, _ = stack.enter_context(built_run(torch.device(device), words))
         enter_stretch(run, None)
         yield run
 
@@ -246,7 +249,7 @@ def measure(run: Run, *, dry: bool) -> dict[str, Any]:
     tokens = run.config.train.tokens
     row: dict[str, Any] = {"backends": sorted({row.backend for row in run.plan.rows})}
     row |= {"step ms": 1000 * step, "host ms": 1000 * host, **profiled(run)}
-    row |= {"tokens/s": tokens / step, "MFU": None if peak is None else tokens / step / peak}
+    row |= {"tokens/s": tokens / step, "MFU": peak and tokens / step / peak}
     if not dry:
         row |= {"peak GiB": torch.cuda.max_memory_allocated() / 2**30}
         row |= {"reserved GiB": torch.cuda.max_memory_reserved() / 2**30}
@@ -269,19 +272,19 @@ def main(words: list[str] | None = None) -> int:
     parser = gpu_results.options(__doc__)
     parser.add_argument("--nine", action="store_true", help="few variants")
     parser.add_argument("--only", help="the variant of this name")
-    given = parser.parse_args(words)
-    gpu_results.needs_gpu(given)
-    results = gpu_results.Results(given.out)
-    chosen = NINE if given.nine or given.dry_run else (*NINE, *OTHERS)
-    pending = [v for v in chosen if runs_here(v) and given.only in (None, label(v))]
-    measurer = Measurer(dry=given.dry_run)
+    options = parser.parse_args(words)
+    gpu_results.needs_gpu(options)
+    results = gpu_results.Results(options.out)
+    chosen = NINE if options.nine or options.dry_run else (*NINE, *OTHERS)
+    pending = [v for v in chosen if runs_here(v) and options.only in (None, label(v))]
+    measurer = Measurer(dry=options.dry_run)
     while pending:
         variant = pending.pop(0)
         if not results.measure(label(variant), partial(measurer.row, variant)):
             break
     measurer.close()
     for variant in pending:
-        command = [sys.executable, __file__, "--out", str(given.out), "--only", label(variant)]
+        command = [sys.executable, __file__, "--out", str(options.out), "--only", label(variant)]
         subprocess.run(command)
     return results.code
 

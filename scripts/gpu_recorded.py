@@ -197,6 +197,12 @@ def forget_plans() -> None:
     scaled._plan_factors.cache_clear()
 
 
+def decoded(operand: Decoded | Quantized) -> Decoded:
+    if isinstance(operand, Quantized):
+        return quantizer(operand.spec, "cpu").decode(operand)
+    return operand
+
+
 def emulated_product(
     self: Emulate,
     a: Decoded | Quantized,
@@ -206,16 +212,12 @@ def emulated_product(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Launch what `Emulate.product` launches on a GPU."""
-    x, y = (
-        quantizer(operand.spec, "cpu").decode(operand)
-        if isinstance(operand, Quantized)
-        else operand
-        for operand in (a, b)
-    )
+    x = decoded(a)
+    y = decoded(b)
     if scaled.why_not(x, y, out_dtype) is None:
-        return SCALED.product(
-            x, y, out_dtype=out_dtype, bias=None if bias is None else bias.to(out_dtype)
-        )
+        if bias is not None:
+            bias = bias.to(out_dtype)
+        return SCALED.product(x, y, out_dtype=out_dtype, bias=bias)
     return x.values.new_empty((len(x.values), len(y.values)), dtype=out_dtype)
 
 
@@ -264,23 +266,28 @@ def bandwidth() -> None:
 
 def sources(capability: int) -> dict[str, Callable[[], None]]:
     """What is recorded, by name."""
-    found: dict[str, Callable[[], None]] = {"cases": cases, "bandwidth": bandwidth}
+    calls: dict[str, Callable[[], None]] = {"cases": cases, "bandwidth": bandwidth}
 
     def backend(recipe: str) -> list[str]:
-        on_codes = recipe.startswith("fp8") or (capability >= 100 and recipe in ("nvfp4", "mxfp8"))
-        return ["backend=native" if on_codes else "backend=emulate"] if recipe != "bf16" else []
+        if recipe == "bf16":
+            return []
+        on_blackwell = capability >= 100 and recipe in ("nvfp4", "mxfp8")
+        if recipe.startswith("fp8") or on_blackwell:
+            return ["backend=native"]
+        return ["backend=emulate"]
 
     for recipe in gpu_training.RECIPES:
         words = [*gpu_training.SHORT, f"recipe={recipe}", *backend(recipe)]
-        found[f"first steps, {recipe}"] = partial(training_steps, words)
+        calls[f"first steps, {recipe}"] = partial(training_steps, words)
     words = [*gpu_training.EXACT, "recipe=nvfp4", *backend("nvfp4")]
-    found["resume"] = partial(training_steps, words)
+    calls["resume"] = partial(training_steps, words)
     for recipe, mode, count in gpu_profile.NINE:
         if mode == "emulated" or mode == "eager" or (mode == "native" and capability >= 100):
             words = gpu_profile.key_words(recipe, mode, count)
-            words += backend(recipe) if mode == "eager" else ()
-            found[f"llama_1b, {recipe}, {mode}"] = partial(training_steps, words)
-    return found
+            if mode == "eager":
+                words += backend(recipe)
+            calls[f"llama_1b, {recipe}, {mode}"] = partial(training_steps, words)
+    return calls
 
 
 def recorded(capability: int, processors: int) -> list[dict[str, Any]]:
@@ -288,9 +295,9 @@ def recorded(capability: int, processors: int) -> list[dict[str, Any]]:
     launches = Launches()
     with as_on_a_gpu(launches, processors):
         for name, call in sources(capability).items():
-            before = len(launches.texts)
+            count = len(launches.texts)
             call()
-            print(f"{name}: {len(launches.texts) - before} launches", flush=True)
+            print(f"{name}: {len(launches.texts) - count} launches", flush=True)
     return [json.loads(text) for text in launches.texts]
 
 
@@ -301,10 +308,10 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--sm", type=int, default=90, help="compute capability times ten")
     parser.add_argument("--processors", type=int, default=132)
-    given = parser.parse_args(words)
-    found = recorded(given.sm, given.processors)
-    given.out.write_text(json.dumps(found), "utf-8")
-    print(f"{len(found)} launches")
+    options = parser.parse_args(words)
+    launches = recorded(options.sm, options.processors)
+    options.out.write_text(json.dumps(launches), "utf-8")
+    print(f"{len(launches)} launches")
     return 0
 
 

@@ -34,9 +34,9 @@ class Results:
         self.rows: list[dict[str, Any]] = []
         self._adding = Lock()
         if path.exists():  # an earlier call of the same part: what worked then is not done again
-            before = json.loads(path.read_text())
-            if before["machine"] == self.machine:
-                self.rows = [row for row in before["rows"] if row["ok"]]
+            stored = json.loads(path.read_text())
+            if stored["machine"] == self.machine:
+                self.rows = [row for row in stored["rows"] if row["ok"]]
 
     def has(self, name: str) -> bool:
         return any(row["name"] == name for row in self.rows)
@@ -46,8 +46,8 @@ class Results:
         with self._adding:
             self.rows = [*(old for old in self.rows if old["name"] != row["name"]), row]
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            found = {"machine": self.machine, "rows": self.rows}
-            text = json.dumps(found, indent=1, ensure_ascii=False)
+            table = {"machine": self.machine, "rows": self.rows}
+            text = json.dumps(table, indent=1, ensure_ascii=False)
             beside = self.path.with_suffix(".part")
             beside.write_text(text + "\n", encoding="utf-8")
             beside.replace(self.path)  # whoever packs results finds the file before or after
@@ -70,7 +70,7 @@ class Results:
     @property
     def code(self) -> int:
         """The exit code of the program."""
-        return 0 if self.rows and all(row["ok"] for row in self.rows) else 1
+        return int(not self.rows or not all(row["ok"] for row in self.rows))
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
@@ -119,17 +119,17 @@ def machine() -> dict[str, Any]:
 
     from fp4train.hardware import driver_version
 
-    found: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    versions: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0]}
     for name in ("triton", "transformer_engine"):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+            versions[name] = None
     if not torch.cuda.is_available():
-        return found | {"gpu": None}
+        return versions | {"gpu": None}
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     gpu = {"gpu": torch.cuda.get_device_name(), "capability": capability}
-    return found | gpu | {"driver": driver_version()}
+    return versions | gpu | {"driver": driver_version()}
 
 
 def first_line(error: BaseException) -> str:

@@ -81,12 +81,12 @@ def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
         announce(
             "a recorder of torch's operators on the CPU repeats them in the place of a CUDA graph"
         )
-    made: list[Any] = []
+    recorders: list[Any] = []
     assemble = build.assemble
 
     def recorder(device: torch.device) -> Any:
-        made.append(RecorderOnCpu(device))
-        return made[-1]
+        recorders.append(RecorderOnCpu(device))
+        return recorders[-1]
 
     def assembled(*args: Any, **options: Any) -> Any:
         run = assemble(*args, **options)
@@ -96,15 +96,15 @@ def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
 
     # The C kernels are no operators of torch: a recorder of operators would not see them.
     unseen = [
-        patch.object(each, "why_not", lambda *_: "not seen by the recorder")
-        for each in (cpu, on_cpu)
+        patch.object(module, "why_not", lambda *_: "not seen by the recorder")
+        for module in (cpu, on_cpu)
     ]
     widened = patch.object(emulate, "WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
     queued = patch.object(emulate, "_of_tensors", emulate.queued_factors)
     quantizer.cache_clear()
     try:
         with patch.object(build, "assemble", assembled), unseen[0], unseen[1], widened, queued:
-            yield made
+            yield recorders
     finally:
         quantizer.cache_clear()
 
@@ -115,9 +115,9 @@ def compiler() -> Iterator[None]:
     import torch
 
     announce("blocks run eagerly in the place of torch.compile, which takes half a minute of a CPU")
-    whole = patch.object(torch.nn.Module, "compile", lambda self, **options: None)
+    modules = patch.object(torch.nn.Module, "compile", lambda self, **options: None)
     recorded = patch.multiple(torch.compiler, set_stance=nullcontext)
-    with whole, recorded, patch.object(torch, "compile", lambda function: function):
+    with modules, recorded, patch.object(torch, "compile", lambda function: function):
         yield
 
 
@@ -201,8 +201,8 @@ class _DecodedWeight:
         from fp4train.quantize import quantize
 
         spec = table["fprop"].second
-        made = call.codes(False) if call.codes is not None else quantize(weight.detach(), spec)
-        change = made.dequantize().to(x.dtype) - weight.detach().to(x.dtype)
+        codes = call.codes(False) if call.codes is not None else quantize(weight.detach(), spec)
+        change = codes.dequantize().to(x.dtype) - weight.detach().to(x.dtype)
         return x @ (weight.to(x.dtype) + change).T
 
 
@@ -235,6 +235,10 @@ def te_layers(script: Any) -> Iterator[None]:
         yield
 
 
+CAPABILITIES = {True: (10, 0), False: (9, 0)}
+"""Compute capabilities whose sums stand in, by whether operands have scales of blocks."""
+
+
 @contextmanager
 def known_sums() -> Iterator[None]:
     """Products of codes by what is known of the sums of Hopper (FP8 with one scale) and Blackwell
@@ -251,7 +255,7 @@ def known_sums() -> Iterator[None]:
         backend: Native, first: Any, second: Any, *, out_dtype: torch.dtype
     ) -> torch.Tensor:
         blocks = first.spec.block != (None, None)
-        capability = (10, 0) if blocks else (9, 0)
+        capability = CAPABILITIES[blocks]
         unit = tensor_cores.unit_for(capability, first.spec.format)
         assert unit is not None
         return tensor_cores.product(first, second, unit, fast=backend.fast).to(out_dtype)

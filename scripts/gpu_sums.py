@@ -76,16 +76,17 @@ def title(spec: QuantSpec) -> str:
     """The name of a format: "E4M3", "MXFP8 E4M3", "NVFP4"."""
     if spec.element == "e2m1":
         return "NVFP4"
-    return f"MXFP8 {spec.element.upper()}" if spec.scale == "e8m0" else spec.element.upper()
+    element = spec.element.upper()
+    return f"MXFP8 {element}" if spec.scale == "e8m0" else element
 
 
 def cases(capability: tuple[int, int]) -> Iterator[Case]:
     """The products that a GPU makes of codes: as in fprop, and as with gradients in E5M2."""
     blackwell = capability[0] == 10
     for depth in DEPTHS:
-        for first in (E4M3, E5M2):
+        for spec_of_x in (E4M3, E5M2):
             for fast in (True, False):
-                yield Case(first=first, second=E4M3, fast=fast, depth=depth)
+                yield Case(first=spec_of_x, second=E4M3, fast=fast, depth=depth)
         if blackwell:
             for spec in (MX_E4M3, NVFP4):
                 yield Case(first=spec, second=spec, fast=False, depth=depth)
@@ -103,8 +104,8 @@ def operands(case: Case, size: int, device: str) -> tuple[Quantized, Quantized]:
         x = 0.5 * common + torch.randn(size, case.depth, generator=generator)
         amax = torch.tensor(AMAX) if spec == NVFP4 and not case.arbitrary else None
         tensors.append(quantizer(spec, "cpu").codes(x.bfloat16(), None, amax))
-    first, second = (moved(tensor, device) for tensor in tensors)
-    return first, second
+    left, right = (moved(tensor, device) for tensor in tensors)
+    return left, right
 
 
 def moved(operand: Quantized, device: str) -> Quantized:
@@ -130,15 +131,15 @@ def compare(case: Case, capability: tuple[int, int], size: int, device: str) -> 
         return {"left out": reason}
     unit = tensor_cores.unit_for(capability, case.first.format)
     assert unit is not None
-    first, second = operands(case, size, device)
+    left, right = operands(case, size, device)
     backend = FAST if case.fast else NATIVE
-    measured = backend.product(first, second, out_dtype=torch.bfloat16)
+    measured = backend.product(left, right, out_dtype=torch.bfloat16)
     count = min(size, SAMPLED)
     rows = torch.linspace(0, size - 1, count, device=device).long()
     measured = measured[rows][:, rows]
-    first = rows_of(first, rows)
-    second = rows_of(second, rows)
-    expected = tensor_cores.product(first, second, unit, fast=case.fast).bfloat16()
+    left = rows_of(left, rows)
+    right = rows_of(right, rows)
+    expected = tensor_cores.product(left, right, unit, fast=case.fast).bfloat16()
     differing = (measured.view(torch.int16) != expected.view(torch.int16)).nonzero()
     row: dict[str, Any] = {"ok": not len(differing), "differ": len(differing)}
     row["of"] = measured.numel()
@@ -150,7 +151,7 @@ def compare(case: Case, capability: tuple[int, int], size: int, device: str) -> 
             "measured": float(measured[row_at, column_at]),
             "expected": float(expected[row_at, column_at]),
         }
-        row["equal to"] = equal_to(measured, first, second, unit, case)
+        row["equal to"] = equal_to(measured, left, right, unit, case)
     return row
 
 
@@ -165,28 +166,28 @@ def why_left_out(case: Case) -> str | None:
 
 
 def equal_to(
-    measured: Tensor, first: Quantized, second: Quantized, unit: TensorCore, case: Case
+    measured: Tensor, left: Quantized, right: Quantized, unit: TensorCore, case: Case
 ) -> list[str]:
     """What has the GPU's bits instead of what was expected."""
-    others: dict[str, Tensor] = {}
-    others["the exact sum, rounded once"] = tensor_cores.exact_product(first, second)
+    sums: dict[str, Tensor] = {}
+    sums["the exact sum, rounded once"] = tensor_cores.exact_product(left, right)
     product = tensor_cores.product
-    others["the other accumulator"] = product(first, second, unit, fast=not case.fast)
+    sums["the other accumulator"] = product(left, right, unit, fast=not case.fast)
     for splits in range(2, MOST_SPLITS + 1):
-        parts = product(first, second, unit, fast=case.fast, splits=splits)
-        others[f"sums over {splits} parts of K"] = parts
+        parts = product(left, right, unit, fast=case.fast, splits=splits)
+        sums[f"sums over {splits} parts of K"] = parts
     for units in tensor_cores.UNITS.values():
         for other in units:
             if other is not unit and case.first.format in other.elements:
-                others[other.name] = product(first, second, other, fast=case.fast)
-    return [name for name, sums in others.items() if torch.equal(sums.bfloat16(), measured)]
+                sums[other.name] = product(left, right, other, fast=case.fast)
+    return [name for name, values in sums.items() if torch.equal(values.bfloat16(), measured)]
 
 
 def main(words: list[str] | None = None) -> int:
-    given = gpu_results.options(__doc__).parse_args(words)
-    gpu_results.needs_gpu(given)
-    results = gpu_results.Results(given.out)
-    if given.dry_run:
+    options = gpu_results.options(__doc__).parse_args(words)
+    gpu_results.needs_gpu(options)
+    results = gpu_results.Results(options.out)
+    if options.dry_run:
         with gpu_stand_ins.known_sums():
             for capability, blocks in (((9, 0), False), ((10, 0), True)):
                 for case in cases(capability):

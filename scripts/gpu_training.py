@@ -177,44 +177,44 @@ def step_ms(lines: Lines) -> float | None:
 
 def checks() -> dict[str, Callable[[Trainer, str], Row]]:
     """All of them by name, what is worth most first."""
-    found: dict[str, Callable[[Trainer, str], Row]] = {}
+    by_name: dict[str, Callable[[Trainer, str], Row]] = {}
     for recipe in RECIPES:
-        found[recipe] = partial(finite, [f"recipe={recipe}"])
-    found["compiled"] = partial(finite, ["recipe=bf16", "train.compile=true"])
-    found["liger"] = liger
+        by_name[recipe] = partial(finite, [f"recipe={recipe}"])
+    by_name["compiled"] = partial(finite, ["recipe=bf16", "train.compile=true"])
+    by_name["liger"] = liger
     for recipe in COMPARED:
         words = [f"recipe={recipe}"]
-        found[f"resumed, {recipe}"] = partial(resumed, recipe)
+        by_name[f"resumed, {recipe}"] = partial(resumed, recipe)
         torchs = [*words, "train.kernels=torch"]
-        found[f"recomputed, {recipe}"] = partial(equal, torchs, "model.recompute")
+        by_name[f"recomputed, {recipe}"] = partial(equal, torchs, "model.recompute")
         # TE's delayed scaling cannot be recorded
         backend = ["backend=native"] * (recipe == "fp8_delayed")
         recorded = [*words, *RECORDED, *backend]
-        found[f"recorded, {recipe}"] = partial(equal, recorded, "train.cuda_graph")
-    return found
+        by_name[f"recorded, {recipe}"] = partial(equal, recorded, "train.cuda_graph")
+    return by_name
 
 
 def main(words: list[str] | None = None) -> int:
     parser = gpu_results.options(__doc__)
     parser.add_argument("names", nargs="*", metavar="CHECK")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds of a run")
-    given = parser.parse_args(words)
-    gpu_results.needs_gpu(given)
-    known = checks()
-    asked = given.names or (DRY if given.dry_run else known)
-    names = [name for name in known if name in asked or name.partition(",")[0] in asked]
-    if given.dry_run:
+    options = parser.parse_args(words)
+    gpu_results.needs_gpu(options)
+    by_name = checks()
+    asked = options.names or (DRY if options.dry_run else by_name)
+    names = [name for name in by_name if name in asked or name.partition(",")[0] in asked]
+    if options.dry_run:
         names = [name for name in names if name in DRY]
     if not names:
-        parser.error(f"no check {' '.join(asked)}: they are {', '.join(known)}")
-    results = gpu_results.Results(given.out)
+        parser.error(f"no check {' '.join(asked)}: they are {', '.join(by_name)}")
+    results = gpu_results.Results(options.out)
     with tempfile.TemporaryDirectory() as place:
-        trainer = Trainer(Path(place), given.patience, given.dry_run)
+        trainer = Trainer(Path(place), options.patience, options.dry_run)
 
         def measure(name: str) -> None:
-            results.measure(name, partial(known[name], trainer, name.replace(", ", "-")))
+            results.measure(name, partial(by_name[name], trainer, name.replace(", ", "-")))
 
-        timed = [name for name in names if given.dry_run or "reco" in name]
+        timed = [name for name in names if options.dry_run or "reco" in name]
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
             list(pool.map(measure, [name for name in names if name not in timed]))
         for name in timed:

@@ -118,8 +118,9 @@ def command(arguments: list[str], ranks: int, *, killed: bool = False) -> None:
         if code != (-signal.SIGKILL if killed else 0):
             log = Path("rank0.log").read_text()[-1500:]
             raise RuntimeError(f"{' '.join(arguments)}: a rank ended with {code}: {log}")
-        for other in running if killed else ():
-            os.kill(other, signal.SIGKILL)
+        if killed:
+            for other in running:
+                os.kill(other, signal.SIGKILL)
 
 
 def digests(run: Path) -> dict[str, str]:
@@ -127,12 +128,12 @@ def digests(run: Path) -> dict[str, str]:
     import torch
     from safetensors import safe_open
 
-    found = {}
+    texts = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         if "event" not in values and "step" in values:
             told = {key: value for key, value in values.items() if not MEASURED.search(key)}
-            found[f"step {values['step']}"] = json.dumps(told, sort_keys=True)
+            texts[f"step {values['step']}"] = json.dumps(told, sort_keys=True)
     for file in sorted((run / "checkpoints" / f"step_{STEPS:08d}").glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  the file is no mapping
@@ -141,8 +142,8 @@ def digests(run: Path) -> dict[str, str]:
                 digest = hashlib.sha256(data).hexdigest()
                 # of the rank; weights may lie apart from moments
                 part = file.stem.partition("-")[2]
-                found[f"{part} {name}".strip()] = f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
-    return found
+                texts[f"{part} {name}".strip()] = f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
+    return texts
 
 
 def measure(recipes: list[str], ranks: list[int]) -> None:
@@ -171,9 +172,11 @@ def main() -> int:
     parser.add_argument("new", type=Path)
     parser.add_argument("recipes", nargs="*")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    given = parser.parse_args()
-    recipes = given.recipes or sorted(path.stem for path in (given.old / "recipes").glob("*.yaml"))
-    asked = json.dumps([recipes, given.ranks])
+    options = parser.parse_args()
+    recipes = options.recipes or sorted(
+        path.stem for path in (options.old / "recipes").glob("*.yaml")
+    )
+    asked = json.dumps([recipes, options.ranks])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", ASKED: asked}
     old, new = (
         subprocess.Popen(
@@ -182,26 +185,26 @@ def main() -> int:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for tree in (given.old, given.new)
+        for tree in (options.old, options.new)
     )
     assert old.stdout is not None and new.stdout is not None
     runs = different = 0
-    for before, after in map(
+    for old_run, new_run in map(
         lambda pair: map(json.loads, pair), zip(old.stdout, new.stdout, strict=False)
     ):
-        keys = before["found"].keys() | after["found"].keys()
-        unlike = sorted(key for key in keys if before["found"].get(key) != after["found"].get(key))
+        keys = old_run["found"].keys() | new_run["found"].keys()
+        unlike = sorted(
+            key for key in keys if old_run["found"].get(key) != new_run["found"].get(key)
+        )
         runs = runs + 1
         different = different + bool(unlike)
-        told = (
-            f"DIFFERENT: {', '.join(unlike[:4])}"
-            if unlike
-            else f"equal: {len(keys)} steps and tensors"
-        )
-        print(f"{before['recipe']}, ranks {before['ranks']}: {told}", flush=True)
+        told = f"equal: {len(keys)} steps and tensors"
+        if unlike:
+            told = f"DIFFERENT: {', '.join(unlike[:4])}"
+        print(f"{old_run['recipe']}, ranks {old_run['ranks']}: {told}", flush=True)
     failed = max(old.wait(), new.wait())
-    print(f"{runs} runs of {len(recipes) * len(given.ranks)}, {different} different")
-    return int(bool(failed or different or runs < len(recipes) * len(given.ranks)))
+    print(f"{runs} runs of {len(recipes) * len(options.ranks)}, {different} different")
+    return int(bool(failed or different or runs < len(recipes) * len(options.ranks)))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from storms.commands import input_trial, kill_trial, stream_trial
 from storms.corruption import corruption_trial
 from storms.damage import damage_trial, resume_trial
 from storms.faults import fault_trial, part_trial
-from storms.ground import Ground, Result, prepare
+from storms.ground import Ground, Result, lines_of, prepare
 from storms.power import power_trial
 
 ROOT = Path(__file__).parents[1]
@@ -74,7 +74,7 @@ def storm(name: str, numbers: list[int], ground: Ground, seed: int, record: Path
     """The trials `numbers` of one storm, one after another; each result is a line of `record`."""
     act = STORMS[name][0]
     failed = 0
-    said = time.monotonic()
+    printed = time.monotonic()
     for done, number in enumerate(numbers, start=1):
         place = ground.folder / f"{name}_{number}"
         place.mkdir()
@@ -88,8 +88,8 @@ def storm(name: str, numbers: list[int], ground: Ground, seed: int, record: Path
             file.write(json.dumps([seed, name, number, result.kind, result.passed, seen]) + "\n")
         shutil.rmtree(place, ignore_errors=True)
         place.with_name(f"{place.name}.out").unlink(missing_ok=True)
-        if not result.passed or done == len(numbers) or time.monotonic() - said > SAID_EVERY:
-            said = time.monotonic()
+        if not result.passed or done == len(numbers) or time.monotonic() - printed > SAID_EVERY:
+            printed = time.monotonic()
             last = "" if result.passed else f"; {result.kind}: {result.seen}"
             print(
                 f"{name}: {done} of {len(numbers)}, {failed} failed{last}",
@@ -102,13 +102,13 @@ def recorded(record: Path, seed: int) -> dict[tuple[str, int], tuple[str, bool, 
     """(storm, number) → (kind, passed, seen) of the trials of `seed` that are done; a torn line is
     none.
     """
-    found = {}
-    for line in record.read_text().splitlines() if record.exists() else []:
+    results = {}
+    for line in lines_of(record):
         with contextlib.suppress(ValueError):
             of, name, number, kind, passed, seen = json.loads(line)
             if of == seed:
-                found[name, number] = kind, passed, seen
-    return found
+                results[name, number] = kind, passed, seen
+    return results
 
 
 def part(counts: dict[str, int], seed: int, record: Path, mine: int, of: int) -> None:

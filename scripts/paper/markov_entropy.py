@@ -49,15 +49,15 @@ def _counts(ids: NDArray[Any], letters: NDArray[Any], order: int) -> tuple[list[
     occurs.
     """
     digits = np.searchsorted(letters, ids)
-    known = (digits < len(letters)) & (letters[np.minimum(digits, len(letters) - 1)] == ids)
+    is_letter = (digits < len(letters)) & (letters[np.minimum(digits, len(letters) - 1)] == ids)
     places = len(ids) - order
     codes = np.zeros(places, dtype=np.int64)
-    whole = np.ones(places, dtype=bool)
+    complete = np.ones(places, dtype=bool)
     for back in range(order + 1):
         codes = codes * len(letters) + digits[back : back + places]
-        whole &= known[back : back + places]
-    found, counts = np.unique(codes[whole], return_counts=True)
-    return found.tolist(), counts.astype(float).tolist()
+        complete &= is_letter[back : back + places]
+    distinct, counts = np.unique(codes[complete], return_counts=True)
+    return distinct.tolist(), counts.astype(float).tolist()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,14 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("fasta", type=Path)
     parser.add_argument("--orders", type=int, nargs="+", default=[0, 2, 5, 8, 10])
     parser.add_argument("--val", type=float, default=0.05)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        data = Dna(path=str(given.fasta), val=given.val, cache_dir=folder).build(Path(folder), 1, 0)
+        data = Dna(path=str(options.fasta), val=options.val, cache_dir=folder).build(
+            Path(folder), 1, 0
+        )
         end = 256 if data.tokenizer is None else data.tokenizer.end_of_document
         train = np.array(data.train.ids)
         held_out = np.array(data.val.ids)
     print(f"{len(train):,} training and {len(held_out):,} held-out tokens")
-    entropies = {order: entropy(train, held_out, order, end) for order in given.orders}
+    entropies = {order: entropy(train, held_out, order, end) for order in options.orders}
     for order, value in entropies.items():
         print(f"order {order}: {value:.4f} nats per base")
 

@@ -60,7 +60,7 @@ class Figure:
         published: its value; `digits`: how many it has after the point; `unit`: what stands behind.
         measure: seed of a draw → the value here.
         seeds: seeds of the draws whose mean is compared.
-        why: what is known of the difference where it is not reproduced; empty where it is.
+        why: known reason of the difference where it is not reproduced; empty where it is.
     """
 
     source: str
@@ -223,13 +223,13 @@ def table(results: Sequence[Result]) -> list[str]:
             source = f"[{figure.source}](https://arxiv.org/abs/{figure.source})"
         else:
             source = figure.source
-        known = figure.why if entry.verdict == MISSED else ""
+        reason = figure.why if entry.verdict == MISSED else ""
         lines.append(
             f"| {source} | {figure.what} | {figure.published:.{figure.digits}f}{figure.unit} | "
             f"± {half_unit(figure):.{figure.digits + 1}f} | "
             f"{entry.here:.{figure.digits + 1}f}{figure.unit} | "
             f"{entry.deviation:.{figure.digits + 2}f} | "
-            f"{': '.join(filter(None, (entry.verdict, known)))} |"
+            f"{': '.join(filter(None, (entry.verdict, reason)))} |"
         )
     return lines
 

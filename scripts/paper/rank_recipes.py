@@ -80,17 +80,17 @@ class Case:
     name: str
     suffix: str = ""
     step: int
-    said: str
+    about: str
     options: tuple[tuple[str, str], ...] = ()
     bases: int = 4
 
 
 CASES = (
-    Case(name="early", step=200, said="step 200 of 300, before the cooldown"),
+    Case(name="early", step=200, about="step 200 of 300, before the cooldown"),
     Case(
         name="policies",
         step=200,
-        said="the early checkpoints; every layer in the recipe (`all`), or the last 15 % of "
+        about="the early checkpoints; every layer in the recipe (`all`), or the last 15 % of "
         "the blocks in BF16 "
         "(`last15`, the default), or the first 15 % (`first15`)",
         options=(("recipe", "bf16,nvfp4"), ("policy", "all,last15,first15")),
@@ -98,13 +98,13 @@ CASES = (
     Case(
         name="annealed",
         step=300,
-        said="the runs at their end; the forks keep the small rate that the cooldown ended with",
+        about="the runs at their end; the forks keep the small rate that the cooldown ended with",
     ),
     Case(
         name="outliers",
         suffix="-outliers",
         step=200,
-        said=f"the early checkpoints with {CHANNELS} outlier channels per norm put in "
+        about=f"the early checkpoints with {CHANNELS} outlier channels per norm put in "
         f"({FACTOR:g} times as large); "
         "the columns that read them are small, so the rate is a tenth",
         options=(("recipe", "bf16,mxfp8,nvfp4,mxfp4"), ("lr", "3e-4")),
@@ -114,7 +114,7 @@ CASES = (
         name="English",
         suffix="-english",
         step=200,
-        said="runs on English text: the topics of Python's help(), 0.5 MB",
+        about="runs on English text: the topics of Python's help(), 0.5 MB",
     ),
 )
 INTRODUCTION = """# Ranking of the recipes
@@ -197,11 +197,9 @@ def prepare(case: Case, seed: int, runs: Path) -> Path:
     if case.name == "outliers":
         put_outliers_in(prepare(CASES[0], seed, runs), case.step, run)
         return run
-    data = (
-        ("data=text", f"data.path={english(runs / 'english')}", "data.val=0.1")
-        if case.name == "English"
-        else ()
-    )
+    data: tuple[str, ...] = ()
+    if case.name == "English":
+        data = ("data=text", f"data.path={english(runs / 'english')}", "data.val=0.1")
     fp4train(f"run.dir={run}", f"run.seed={seed}", f"recipe={recipe}", *TRAINING, *data)
     return run
 
@@ -222,84 +220,91 @@ def ranking(case: Case, bases: Sequence[str], options: Mapping[str, str]) -> lis
     ]
 
 
-def section(case: Case, found: dict[str, Any]) -> str:
+def section(case: Case, ranked: dict[str, Any]) -> str:
     """Markdown of one ranking: a row per candidate, from the best to the worst."""
-    entries = {each["name"]: each for each in found["candidates"]}
-    pairs = {frozenset((pair["first"], pair["second"])): pair for pair in found["pairs"]}
-    reference = found["reference"]
-    floor = found["floor"]
+    entries = {entry["name"]: entry for entry in ranked["candidates"]}
+    pairs = {frozenset((pair["first"], pair["second"])): pair for pair in ranked["pairs"]}
+    reference = ranked["reference"]
+    floor = ranked["floor"]
     where = [
-        f"{Path(each['run']).name} (trained in {each['trained']})" for each in found["checkpoints"]
+        f"{Path(entry['run']).name} (trained in {entry['trained']})"
+        for entry in ranked["checkpoints"]
     ]
     lines = [
-        f"## {case.name}: {case.said}",
+        f"## {case.name}: {case.about}",
         "",
-        f"{found['forks']} forks at each of {len(where)} checkpoints: {', '.join(where)}. "
+        f"{ranked['forks']} forks at each of {len(where)} checkpoints: {', '.join(where)}. "
         + (f"FP32 − BF16: {gap(floor)}. " if floor else "")
-        + f"Look {found['look']} at a record of {found['recorded']} candidates.",
+        + f"Look {ranked['look']} at a record of {ranked['recorded']} candidates.",
         "",
         "| candidate | gap to BF16 | ± tokens | in high precision | at each checkpoint | p | "
         "from BF16 | group |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in found["order"]:
-        each = entries[name]
+    for name in ranked["order"]:
+        entry = entries[name]
         pair = pairs.get(frozenset((name, reference)))
-        same = "".join(f", {other}" for other in each["same"])
-        p, verdict = ("", "–") if pair is None else (p_value(pair["p"]), VERDICTS[pair["verdict"]])
-        gaps = " ".join(f"{at:+.4f}" for at in each["gaps"])
-        tokens = "–" if each["tokens"] is None else f"{each['tokens']:.5f}"
+        same = "".join(f", {other}" for other in entry["same"])
+        p = ""
+        verdict = "–"
+        if pair is not None:
+            p = p_value(pair["p"])
+            verdict = VERDICTS[pair["verdict"]]
+        gaps = " ".join(f"{at:+.4f}" for at in entry["gaps"])
+        tokens = "–" if entry["tokens"] is None else f"{entry['tokens']:.5f}"
         lines.append(
-            f"| {name}{same} | {gap(each['gap'])} | {tokens} | {gap(each['gap_high'])} | "
+            f"| {name}{same} | {gap(entry['gap'])} | {tokens} | {gap(entry['gap_high'])} | "
             f"{gaps} | {p} | {verdict} | "
-            f"{each['group']} |"
+            f"{entry['group']} |"
         )
     lines += [
-        f"| {name} | diverged: {each['diverged'][0]} | | | | | | |"
-        for name, each in entries.items()
-        if each["diverged"]
+        f"| {name} | diverged: {entry['diverged'][0]} | | | | | | |"
+        for name, entry in entries.items()
+        if entry["diverged"]
     ]
     spikes = [
-        f"{name} spikes at {place}." for name, each in entries.items() for place in each["spikes"]
+        f"{name} spikes at {place}." for name, entry in entries.items() for place in entry["spikes"]
     ]
-    others = [
+    apart = [
         f"{pair['first']} < {pair['second']} {gap(pair)}, {VERDICTS[pair['verdict']]}"
-        for pair in found["pairs"]
+        for pair in ranked["pairs"]
         if reference not in (pair["first"], pair["second"]) and pair["verdict"] != "open"
     ]
-    text = ["", "Between the others: " + "; ".join(others) + "."] if others else []
-    if len(others) > MOST_PAIRS:
+    text = []
+    if apart:
+        text = ["", "Between the others: " + "; ".join(apart) + "."]
+    if len(apart) > MOST_PAIRS:
         told = "Candidates without a letter in common are told apart"
-        text = ["", f"{told} on these checkpoints: {len(others)} pairs besides those with BF16."]
+        text = ["", f"{told} on these checkpoints: {len(apart)} pairs besides those with BF16."]
     return "\n".join([*lines, *([""] * bool(spikes)), *spikes, *text])
 
 
-def gap(found: dict[str, float]) -> str:
+def gap(difference: dict[str, float]) -> str:
     """ "+.0044 ± .0009", half of the 95 % interval."""
-    return f"{found['mean']:+.5f} ± {(found['high'] - found['low']) / 2:.5f}"
+    return f"{difference['mean']:+.5f} ± {(difference['high'] - difference['low']) / 2:.5f}"
 
 
-def introduction(words: Sequence[str], given: Mapping[str, str]) -> str:
+def introduction(words: Sequence[str], keys: Mapping[str, str]) -> str:
     """The text before the tables of a new file."""
     return INTRODUCTION.format(
         words="".join(f" {word}" for word in words),
         machine=machine(),
         torch=torch.__version__,
-        steps=given.get("steps", FORKS["steps"]),
+        steps=keys.get("steps", FORKS["steps"]),
     )
 
 
-def introduction_of_the_ledger(words: Sequence[str], given: Mapping[str, str]) -> str:
+def introduction_of_the_ledger(words: Sequence[str], keys: Mapping[str, str]) -> str:
     """The same where the candidates are those of the ledger: what of it is not ranked, and why."""
     left_out = "; ".join(f"{name} is left out: {reason}" for name, reason in LEFT_OUT.items())
-    return introduction(("--ledger", *words), given) + OF_THE_LEDGER.format(left_out=left_out)
+    return introduction(("--ledger", *words), keys) + OF_THE_LEDGER.format(left_out=left_out)
 
 
 def with_section(text: str, new: str) -> str:
     """The file's text with a section in the place of the one of the same case, or at the end."""
     head, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    by_case = {each.partition(":")[0]: each for each in (*sections, new)}
-    return "\n".join(each.strip("\n") + "\n" for each in (head, *by_case.values()))
+    by_case = {part.partition(":")[0]: part for part in (*sections, new)}
+    return "\n".join(part.strip("\n") + "\n" for part in (head, *by_case.values()))
 
 
 def main() -> None:
@@ -313,16 +318,18 @@ def main() -> None:
     parser.add_argument("--ledger", action="store_true", help="all recipes of the ledger")
     parser.add_argument("words", nargs="*", help="for every ranking")
     args = parser.parse_intermixed_args()
-    given = dict(word.split("=", 1) for word in args.words)
+    keys = dict(word.split("=", 1) for word in args.words)
     if args.ledger:
-        given["recipe"] = ",".join(of_the_ledger())
+        keys["recipe"] = ",".join(of_the_ledger())
     begin = introduction_of_the_ledger if args.ledger else introduction
-    text = args.out.read_text() if args.out.exists() else begin(args.words, given)
+    text = begin(args.words, keys)
+    if args.out.exists():
+        text = args.out.read_text()
     commands = []
     for case in (case for case in CASES if case.name in args.cases):
         seeds = range(args.bases or case.bases)
         bases = [str(prepare(case, seed, args.runs)) for seed in seeds]
-        commands.append((case, bases, {**FORKS, **dict(case.options), **given}))
+        commands.append((case, bases, {**FORKS, **dict(case.options), **keys}))
     # so few forks take no look, and the first one has all cases
     single = [
         ranking(case, [base], options)
@@ -338,9 +345,9 @@ def main() -> None:
         print(f"{number} of {count}:", end=" ")
         shown = fp4train(*ranking(case, bases, options))
         print(shown)
-        found = re.search(r"^(.+rank\.json); ", shown, re.MULTILINE)
-        assert found is not None
-        text = with_section(text, section(case, json.loads(Path(found[1]).read_text())))
+        named = re.search(r"^(.+rank\.json); ", shown, re.MULTILINE)
+        assert named is not None
+        text = with_section(text, section(case, json.loads(Path(named[1]).read_text())))
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text)
 

@@ -13,16 +13,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from fp4train.run.supervise.loss_history import (
-    LASTING,
-    LEARNED,
-    LOST,
-    MEMORY,
-    PERSIST,
-    RECENT,
-    WINDOW,
-    Divergence,
-)
+from fp4train.run.supervise.loss_history import Divergence
 
 Curves = Callable[[np.random.Generator, np.ndarray], np.ndarray]
 STEPS = 2000
@@ -76,8 +67,8 @@ def late(draw: np.random.Generator, loss: np.ndarray) -> np.ndarray:
 
 def memorised(draw: np.random.Generator, loss: np.ndarray) -> np.ndarray:
     """Text that is known by heart in the end: a loss of some hundredths, by batch."""
-    known = loss * np.exp(-np.arange(STEPS) / 200)
-    return known + draw.exponential(0.02, loss.shape)
+    memory = loss * np.exp(-np.arange(STEPS) / 200)
+    return memory + draw.exponential(0.02, loss.shape)
 
 
 FALLING: dict[str, Curves] = {
@@ -109,77 +100,11 @@ def seen_at(losses: Iterable[float]) -> int | None:
     return None
 
 
-def high_from(losses: np.ndarray) -> np.ndarray:
-    """The steps from `MEMORY` on at which a rise that becomes a divergence may begin: that loss and
-    the `PERSIST` - 1 after it lie above the ceiling of the losses before, or above their trend by
-    three tenths of it, the least of all limits.
-    """
-    past = np.lib.stride_tricks.sliding_window_view(losses, MEMORY)[:-PERSIST]
-    least = np.lib.stride_tricks.sliding_window_view(losses[MEMORY:], PERSIST).min(axis=1)
-    trend = np.median(past[:, -RECENT:], axis=1)
-    # the ceiling is never below the trend
-    above = np.flatnonzero(least > trend)
-    ceiling = np.partition(past[above], -2, axis=1)[:, -2]
-    limit = np.minimum(ceiling, trend[above] + 0.3 * np.abs(trend[above]))
-    steps: np.ndarray = above[least[above] > limit] + MEMORY
-    return steps
-
-
-def begins_divergence(losses: np.ndarray, step: int) -> bool:
-    """Whether the rule tells a divergence that begins at `step`, if the losses before it are its
-    past.
-    """
-    past = tuple(losses[step - MEMORY : step].tolist())
-    divergence = Divergence(
-        known=step,
-        first=float(losses[0]),
-        past=past,
-        recent=past[-PERSIST:],
-        uniform=UNIFORM,
-    )
-    for number, loss in enumerate(losses[step : step + PERSIST].tolist(), start=step):
-        divergence.add(number, loss)
-    return divergence.seen
-
-
-def mean_rises(losses: np.ndarray) -> bool:
-    """Whether a mean of `WINDOW` losses is above the lowest before it by the least margin."""
-    quarter = WINDOW // 4
-    windows = np.sort(np.lib.stride_tricks.sliding_window_view(losses, WINDOW))
-    means = windows[:, quarter:-quarter].mean(axis=1)
-    lowest = np.minimum.accumulate(means)
-    return bool((means > lowest + np.maximum(0.4 * lowest, 0.1)).any())
-
-
-def returns_to_uniform(losses: np.ndarray) -> bool:
-    """Whether `LASTING` losses in a row are near `UNIFORM`, or above it, after `PERSIST` lower
-    ones.
-    """
-    view = np.lib.stride_tricks.sliding_window_view
-    lost = view(losses, LASTING).min(axis=1) > LOST * UNIFORM
-    learned = view(losses, PERSIST).max(axis=1) < LEARNED * UNIFORM
-    return bool((lost & np.maximum.accumulate(learned)[: len(lost)]).any())
-
-
-def is_alarm(losses: np.ndarray) -> bool:
-    """Whether `seen_at` tells a step, without the rule's cost of most of them: a rise that ends
-    earlier joins the past, so that outside of rises the past is the last `MEMORY` losses.
-    """
-    if seen_at(losses[: MEMORY + PERSIST].tolist()) is not None:
-        return True
-    if not (
-        mean_rises(losses)
-        or returns_to_uniform(losses)
-        or any(begins_divergence(losses, int(step)) for step in high_from(losses))
-    ):
-        return False
-    return seen_at(losses.tolist()) is not None
-
-
 def false_alarms(kind: str, runs: int, fall: float) -> int:
     draw = np.random.default_rng(0)
     curve = 1.5 + 4 * np.exp(-np.arange(STEPS) / fall)
-    return sum(is_alarm(FALLING[kind](draw, curve)) for _ in range(runs))
+    curves = (FALLING[kind](draw, curve).tolist() for _ in range(runs))
+    return sum(seen_at(losses) is not None for losses in curves)
 
 
 def script(arguments: list[str]) -> int:

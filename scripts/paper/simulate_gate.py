@@ -129,10 +129,9 @@ def print_forks(trials: int) -> None:
             rng = np.random.default_rng(1)
             differences = gap + NOISE[noise](rng, (trials, 1000))[..., None]
             kinds, after = decisions(differences, 1.0, BOUND).T
-            right = 1 if gap < 1 else -1
+            right, verdict = (1, "within") if gap < 1 else (-1, "beyond")
             waits = np.sort(np.where(kinds == right, after, np.inf))
             cells = [pairs_shown(waits[int(share * trials) - 1]) for share in (0.5, 0.9)]
-            verdict = "within" if right > 0 else "beyond"
             print(f"| {noise} | {gap:g} | {verdict} | {' | '.join(cells)} |", flush=True)
 
 

@@ -60,8 +60,8 @@ class Record:
 
 def draw(rng: np.random.Generator, noise: str, forks: int, candidates: int) -> Losses:
     """By candidate the losses of its forks."""
-    own = NOISE[noise](rng, (candidates, forks)) + 3 * rng.normal(size=forks)
-    return {f"c{i}": each.tolist() for i, each in enumerate(own)}
+    rows = NOISE[noise](rng, (candidates, forks)) + 3 * rng.normal(size=forks)
+    return {f"c{i}": row.tolist() for i, row in enumerate(rows)}
 
 
 def look(
@@ -95,7 +95,7 @@ def more_forks(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
     losses = draw(rng, noise, 24, 4)
     records = {"a": Record()}
     for forks in (6, 12, 18, 24):
-        yield look(records, {name: each[:forks] for name, each in losses.items()}, "c0")
+        yield look(records, {name: values[:forks] for name, values in losses.items()}, "c0")
 
 
 def every_reference(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
@@ -111,10 +111,10 @@ def every_reference(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]
 
 def chosen_checkpoints(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
     """Three checkpoints together, each two of them, each alone."""
-    each = [draw(rng, noise, 8, 4) for _ in range(3)]
+    drawn = [draw(rng, noise, 8, 4) for _ in range(3)]
     records = [Record() for _ in range(3)]
     for subset in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
-        losses = {name: [loss for i in subset for loss in each[i][name]] for name in each[0]}
+        losses = {name: [loss for i in subset for loss in drawn[i][name]] for name in drawn[0]}
         units = [i for i in subset for _ in range(8)]
         yield look({str(i): records[i] for i in subset}, losses, "c0", units)
 
@@ -134,9 +134,9 @@ def one_look(rng: np.random.Generator, noise: str, forks: int, candidates: int) 
     return look({"a": Record()}, draw(rng, noise, forks, candidates), "c0")
 
 
-def rate(found: Sequence[bool]) -> str:
-    p = sum(found) / len(found)
-    return f"{p:.3f} ± {2 * math.sqrt(max(p * (1 - p), 1 / len(found)) / len(found)):.3f}"
+def rate(outcomes: Sequence[bool]) -> str:
+    p = sum(outcomes) / len(outcomes)
+    return f"{p:.3f} ± {2 * math.sqrt(max(p * (1 - p), 1 / len(outcomes)) / len(outcomes)):.3f}"
 
 
 def errors(trials: int) -> None:
@@ -157,7 +157,7 @@ def asking(trials: int) -> None:
     for way in (*WAYS, one_by_one):
         rng = np.random.default_rng(1)
         cells = [
-            rate([any(told_apart(each) for each in way(rng, noise)) for _ in range(trials)])
+            rate([any(told_apart(table) for table in way(rng, noise)) for _ in range(trials)])
             for noise in NOISE
         ]
         print(f"| {(way.__doc__ or '').rstrip('.')} |", " | ".join(cells), "|", flush=True)
@@ -171,7 +171,7 @@ def power(trials: int) -> None:
     for candidates in (3, 5, 10):
         for forks in (6, 8, 12, 18):
             rng = np.random.default_rng((candidates, forks))
-            found = []
+            trial_verdicts = []
             for _ in range(trials):
                 losses = draw(rng, "Gaussian", forks, candidates)
                 worse = f"c{candidates - 1}"
@@ -182,10 +182,12 @@ def power(trials: int) -> None:
                     estimate([b - a for a, b in zip(losses["c0"], losses[worse], strict=True)]).p
                     or 0.0
                 )
-                found.append((verdict["c0", worse], verdict["c1", worse], t <= ALPHA / len(pairs)))
+                trial_verdicts.append(
+                    (verdict["c0", worse], verdict["c1", worse], t <= ALPHA / len(pairs))
+                )
             print(
                 f"| {candidates} | {forks} |",
-                " | ".join(rate(each) for each in zip(*found, strict=True)),
+                " | ".join(rate(column) for column in zip(*trial_verdicts, strict=True)),
                 "|",
                 flush=True,
             )
@@ -199,7 +201,7 @@ def overstated(trials: int) -> None:
     for gap in (0.5, 1.0, 2.0):
         rng = np.random.default_rng(0)
         gaps = []
-        held = []
+        covered = []
         for _ in range(trials):
             losses = draw(rng, "Gaussian", 6, 2)
             losses["c1"] = [loss + gap * math.sqrt(2) for loss in losses["c1"]]
@@ -207,9 +209,10 @@ def overstated(trials: int) -> None:
             if pair.verdict == "here":
                 low, high = pair.difference.interval() or (0.0, 0.0)
                 gaps.append(pair.difference.mean / math.sqrt(2))
-                held.append(low <= gap * math.sqrt(2) <= high)
+                covered.append(low <= gap * math.sqrt(2) <= high)
         print(
-            f"| {gap} | {len(gaps) / trials:.3f} | {np.mean(gaps):.2f} | {rate(held)} |", flush=True
+            f"| {gap} | {len(gaps) / trials:.3f} | {np.mean(gaps):.2f} | {rate(covered)} |",
+            flush=True,
         )
 
 
@@ -228,11 +231,11 @@ def skewed(trials: int) -> None:
     for name, kind in kinds.items():
         for forks in (6, 12, 24):
             rng = np.random.default_rng(forks)
-            found = []
+            trial_verdicts = []
             for _ in range(trials):
                 values = kind(rng, forks)
                 (p,) = corrected(values[:, None], [1.0])
-                found.append(
+                trial_verdicts.append(
                     (
                         (estimate(values.tolist()).p or 0.0) <= ALPHA,
                         p <= ALPHA,
@@ -241,7 +244,7 @@ def skewed(trials: int) -> None:
                 )
             print(
                 f"| {name} | {forks} |",
-                " | ".join(rate(each) for each in zip(*found, strict=True)),
+                " | ".join(rate(column) for column in zip(*trial_verdicts, strict=True)),
                 "|",
                 flush=True,
             )
@@ -257,7 +260,7 @@ def spread(trials: int) -> None:
     for runs in (2, 3, 4, 6):
         for between in (0.0, 0.5, 2.0):
             rng = np.random.default_rng(runs)
-            found = []
+            trial_verdicts = []
             forks = 4
             for _ in range(trials):
                 units = np.repeat(np.arange(runs), forks)
@@ -265,11 +268,11 @@ def spread(trials: int) -> None:
                 noise = rng.normal(size=(3, len(units)))
                 values = noise[1] - noise[0] + effects[1] - effects[0]
                 covered = []
-                for each in (
+                for estimated in (
                     over_units(values.tolist(), units.tolist()),
                     estimate(values.tolist()),
                 ):
-                    low, high = each.interval() or (0.0, 0.0)
+                    low, high = estimated.interval() or (0.0, 0.0)
                     covered.append(low <= 0 <= high)
                 losses = {f"c{i}": (noise[i] + effects[i]).tolist() for i in range(3)}
                 pairs = look({"a": Record()}, losses, "c0", units.tolist())
@@ -282,7 +285,7 @@ def spread(trials: int) -> None:
                     for p in look({"a": Record()}, moved, "c0", units.tolist())
                     if p.second + p.first == "c1c0"
                 )
-                found.append(
+                trial_verdicts.append(
                     (
                         *covered,
                         told_apart(pairs),
@@ -290,7 +293,7 @@ def spread(trials: int) -> None:
                         far.verdict == "different",
                     )
                 )
-            cells = " | ".join(rate(each) for each in zip(*found, strict=True))
+            cells = " | ".join(rate(column) for column in zip(*trial_verdicts, strict=True))
             print(f"| {runs} | {forks} | {between} | {cells} |", flush=True)
 
 

@@ -107,7 +107,7 @@ def input_trial(ground: Ground, place: Path, draw: random.Random, number: int) -
     random.Random(number // len(pairs)).shuffle(pairs)
     key, value = pairs[number % len(pairs)]
     words = (*TINY, "run.name=a", "train.steps=1", f"data.cache_dir={ground.folder / 'cache'}")
-    others = [word for word in words if word.partition("=")[0] != key]
-    code, out = call(place, *others, f"{key}={value}")
+    sound = [word for word in words if word.partition("=")[0] != key]
+    code, out = call(place, *sound, f"{key}={value}")
     passed = explained(code, out) and (code == 0 or out.count("fp4train: ") == 1)
     return Result(key, passed, f"{key}={value}: exit {code}: {out[-400:]}")

@@ -93,7 +93,8 @@ def corruption_trial(ground: Ground, place: Path, draw: random.Random, number: i
         good = named[1] if named else str(FIRST - 1)
         command = ("resume=runs/a", f"resume_step={good}", f"train.steps={STEPS}")
         code, out = call(place, *command)
-        seen = f"resume_step={good}: exit {code}: {out[-400:]}" if code else ""
+        if code:
+            seen = f"resume_step={good}: exit {code}: {out[-400:]}"
     scenario = SCENARIOS["resume"]
     if not seen and scenario.result(place) != ground.undisturbed("resume").result:
         seen = "the resumed run is another than the undisturbed one"

@@ -92,8 +92,8 @@ def read_part(run: Path, kind: str) -> Any:
     if kind in ("cache.bin", "cache.json"):
         (path,) = {p.with_suffix(".bin") for p in (run / "cache").glob("*.*")}
         with Folder.open(path.parent) as folder:
-            found = cache.stored_tokens(folder, path.stem)
-        return None if found is None else np.asarray(found).tobytes()
+            tokens = cache.stored_tokens(folder, path.stem)
+        return None if tokens is None else np.asarray(tokens).tobytes()
     if kind in ("rank.json", "sensitivity.json"):
         problems: list[str] = []
         studies = read_studies(run, problems)
@@ -120,8 +120,8 @@ def read_part(run: Path, kind: str) -> Any:
             return records
         columns = read_statistics(run)
         return [
-            {k: v.tolist() for k, v in each.items()}
-            for each in (columns.operands, columns.gradients)
+            {k: v.tolist() for k, v in table.items()}
+            for table in (columns.operands, columns.gradients)
         ]
     if kind == "metrics.jsonl":
         for text in mend(run / kind, start.step, start.state.get("metrics")):  # type: ignore[arg-type]
@@ -160,9 +160,9 @@ def studied(ground: Ground, name: str) -> Path:
     return place / "runs/a"
 
 
-def _harmless(kind: str, found: Any, known: Any, marked: int) -> bool:
-    return found == known or (
-        kind in MEASURED_AGAIN and found == known[: len(found)] and len(found) >= marked
+def _harmless(kind: str, reading: Any, sound: Any, marked: int) -> bool:
+    return reading == sound or (
+        kind in MEASURED_AGAIN and reading == sound[: len(reading)] and len(reading) >= marked
     )
 
 
@@ -176,7 +176,7 @@ def damage_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     run: Path = ground.once("read", lambda: studied(ground, "read"))
     other: Path = ground.once("other", lambda: studied(ground, "other"))
     os.chdir(run.parents[1])
-    known: dict[str, Any] = ground.once(
+    readings: dict[str, Any] = ground.once(
         "known", lambda: {kind: read_part(run, kind) for kind in READ}
     )
     kind = draw.choice(tuple(READ))
@@ -192,16 +192,16 @@ def damage_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     seen = ""
     with listening() as messages:
         try:
-            found = read_part(run, kind)
-            named = bool(messages.lines) or (kind.startswith("cache") and found is None)
-            if not (same or named or _harmless(kind, found, known[kind], marked)):
+            reading = read_part(run, kind)
+            named = bool(messages.lines) or (kind.startswith("cache") and reading is None)
+            if not (same or named or _harmless(kind, reading, readings[kind], marked)):
                 seen = "read in silence"
         except UserError as error:
             seen = "" if len(str(error).splitlines()) == 1 else f"no line: {error}"
         except Exception as error:
             seen = f"{type(error).__name__}: {error}"
-    for made in run.glob("*.damaged"):
-        made.unlink()
+    for left in run.glob("*.damaged"):
+        left.unlink()
     path.write_bytes(good)
     return Result(kind, not seen, f"{how} of {path.name}: {seen}")
 

@@ -114,10 +114,10 @@ def fault_trial(ground: Ground, place: Path, draw: random.Random, number: int) -
     seen = "" if explained(code, out) else f"exit {code}: {out[-400:]}"
     # A full disk costs measurements, which is said. A swap holds from the checkpoint that can be
     # read.
-    earlier = name == "swap" and "cannot be used" in out
-    seen = seen or goes_on(
-        ground, name, place, but=("statistics", "losses") if earlier else ("statistics",)
-    )
+    lost = ["statistics"]
+    if name == "swap" and "cannot be used" in out:
+        lost.append("losses")
+    seen = seen or goes_on(ground, name, place, but=lost)
     what = f"{name}, {kind} {at} of {calls}: {errno.errorcode[error]}{' from there on' * lasting}"
     return Result(kind, not seen, f"{what}: {seen}")
 
@@ -136,21 +136,21 @@ def _checkpoint(place: Path, faulty: Callable[[], Any]) -> str:
         for n in range(4)
     ]
     checkpoint.save(folder, 1, tensors[1], {"n": 1}, keep=2)
-    said = ""
+    message = ""
     try:
         with faulty():
             checkpoint.save(folder, 2, tensors[2], {"n": 2}, keep=2)
     except checkpoint.CheckpointError as error:
-        said = str(error)
-    found = checkpoint.load(folder)
-    whole = all(torch.equal(found.tensors[k], v) for k, v in tensors[found.step].items())
+        message = str(error)
+    saved = checkpoint.load(folder)
+    equal = all(torch.equal(saved.tensors[k], v) for k, v in tensors[saved.step].items())
     if (
-        not whole
-        or found.state != {"n": found.step}
-        or (not said and found.step != 2)
-        or found.skipped
+        not equal
+        or saved.state != {"n": saved.step}
+        or (not message and saved.step != 2)
+        or saved.skipped
     ):
-        return f"step {found.step}, whole {whole}, skipped {found.skipped}, said {said!r}"
+        return f"step {saved.step}, whole {equal}, skipped {saved.skipped}, said {message!r}"
     checkpoint.save(folder, 3, tensors[3], {"n": 3}, keep=2)
     return "" if checkpoint.load(folder).step == 3 else "no checkpoint after that one"
 
@@ -166,13 +166,12 @@ def _write(place: Path, faulty: Callable[[], Any]) -> str:
             files.write(path, b"newer")
     except OSError:
         raised = True
-    found = path.read_bytes()
+    content = path.read_bytes()
     left = [p.name for p in place.iterdir() if p != path]
-    return (
-        ""
-        if found in ((b"old", b"newer") if raised else (b"newer",)) and not left
-        else f"{found!r}, beside {left}"
-    )
+    possible = {b"newer", b"old"} if raised else {b"newer"}
+    if content in possible and not left:
+        return ""
+    return f"{content!r}, beside {left}"
 
 
 def _append(place: Path, faulty: Callable[[], Any]) -> str:
@@ -188,8 +187,11 @@ def _append(place: Path, faulty: Callable[[], Any]) -> str:
                 file.write(b"new\n", sync=True)
         except OSError:
             raised = True
-    found = (place / "log").read_bytes()
-    return "" if found == (b"old\n" if raised else b"old\nnew\n") else f"raised {raised}: {found!r}"
+    content = (place / "log").read_bytes()
+    expected = b"old\n" if raised else b"old\nnew\n"
+    if content == expected:
+        return ""
+    return f"raised {raised}: {content!r}"
 
 
 def _metrics(place: Path, faulty: Callable[[], Any]) -> str:
@@ -197,20 +199,18 @@ def _metrics(place: Path, faulty: Callable[[], Any]) -> str:
     from fp4train.track.metrics import MetricsLog, read_metrics
 
     try:
-        with faulty(), listening() as said:
+        with faulty(), listening() as messages:
             log = MetricsLog(place / "metrics.jsonl")
             for step in range(4):
                 log.log(step, {"x": step / 3})
             log.finish()
     except UserError:
         return ""
-    found = [line["x"] for line in read_metrics(place / "metrics.jsonl")]
-    wanted = [step / 3 for step in range(4)]
-    return (
-        ""
-        if found == wanted or (said.lines and found == wanted[: len(found)])
-        else f"{found}, said {said.lines}"
-    )
+    values = [line["x"] for line in read_metrics(place / "metrics.jsonl")]
+    logged = [step / 3 for step in range(4)]
+    if values == logged or (messages.lines and values == logged[: len(values)]):
+        return ""
+    return f"{values}, said {messages.lines}"
 
 
 def _folder(place: Path, faulty: Callable[[], Any]) -> str:
@@ -223,17 +223,15 @@ def _folder(place: Path, faulty: Callable[[], Any]) -> str:
                 folder.write(name, name.encode())
     except OSError:
         raised = True
-    found = {
+    contents = {
         str(path.relative_to(place)): path.read_text()
         for path in place.rglob("*")
         if path.is_file()
     }
-    wanted = {} if raised else {"out/one": "one", "out/two": "two"}
-    return (
-        ""
-        if found == wanted and (place / "out").exists() != raised
-        else f"raised {raised}: {found}"
-    )
+    expected = {} if raised else {"out/one": "one", "out/two": "two"}
+    if contents == expected and (place / "out").exists() != raised:
+        return ""
+    return f"raised {raised}: {contents}"
 
 
 PARTS = {

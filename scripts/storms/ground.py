@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,16 +55,21 @@ class Result:
     seen: str = ""
 
 
+def lines_of(path: Path) -> list[str]:
+    """Lines of a file; none if there is no such file."""
+    return path.read_text(errors="replace").splitlines() if path.is_file() else []
+
+
 def losses(run: Path) -> dict[int, float]:
     """Training losses by step."""
-    found: dict[int, float] = {}
+    by_step: dict[int, float] = {}
     path = run / "metrics.jsonl"
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+    for line in lines_of(path):
         with contextlib.suppress(ValueError, AttributeError):
             values = json.loads(line)
             if "train/loss" in values:
-                found[values["step"]] = values["train/loss"]
-    return found
+                by_step[values["step"]] = values["train/loss"]
+    return by_step
 
 
 def measured(run: Path) -> list[list[float]] | None:
@@ -81,13 +86,10 @@ def measured(run: Path) -> list[list[float]] | None:
 
 def result_of(study: Path, name: str) -> Any:
     """The JSON that a study ends with, and what it measured."""
-    record = study / "measurements.jsonl"
-    lines = (
-        [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
-    )
+    lines = [json.loads(line) for line in lines_of(study / "measurements.jsonl")]
     values = {line["key"]: line["values"] for line in lines if "key" in line}
-    for each in values.values():
-        each.pop("seconds", None)
+    for measurement in values.values():
+        measurement.pop("seconds", None)
     return {"file": (study / name).is_file(), "measured": values}
 
 
@@ -117,7 +119,7 @@ def folder_of(place: Path) -> Any:
     files = sorted(out.iterdir()) if out.is_dir() else []
     hidden = sorted(path.name for path in place.iterdir() if path.name.startswith("."))
     return {
-        "files": {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in files},
+        "files": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
         "hidden": hidden,
     }
 
@@ -155,7 +157,8 @@ class Undisturbed:
     """What a scenario gives when nothing happens to it.
 
     Attributes:
-        result: of the scenario. seconds: that it takes.
+        result: the result of the scenario.
+        seconds: the time that it takes.
     """
 
     result: Any
@@ -278,8 +281,7 @@ def end(pid: int, place: Path, seconds: float = PATIENCE) -> tuple[int, str]:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             output = _output(place)
-            text = output.read_text(errors="replace") if output.exists() else ""
-            return os.waitstatus_to_exitcode(status), text
+            return os.waitstatus_to_exitcode(status), "\n".join(lines_of(output))
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -309,7 +311,7 @@ def explained(code: int, out: str) -> bool:
     )
 
 
-def goes_on(ground: Ground, name: str, place: Path, but: tuple[str, ...] = ()) -> str:
+def goes_on(ground: Ground, name: str, place: Path, but: Sequence[str] = ()) -> str:
     """Whether the scenario's command, given again, ends as it does undisturbed; otherwise what was
     seen.
 
@@ -318,14 +320,12 @@ def goes_on(ground: Ground, name: str, place: Path, but: tuple[str, ...] = ()) -
     scenario = SCENARIOS[name]
     done = scenario.out and (place / scenario.out).exists()
     code, out = (0, "") if done else call(place, *scenario.command)
-    found = scenario.result(place)
-    whole = ground.undisturbed(name).result
-    other = [key for key in whole if found[key] != whole[key] and key not in but]
-    return (
-        ""
-        if code == 0 and not other
-        else f"again: exit {code}, other {', '.join(other)}: {out[-400:]}"
-    )
+    result = scenario.result(place)
+    undisturbed = ground.undisturbed(name).result
+    other = [key for key in undisturbed if result[key] != undisturbed[key] and key not in but]
+    if code == 0 and not other:
+        return ""
+    return f"again: exit {code}, other {', '.join(other)}: {out[-400:]}"
 
 
 class Messages(logging.Handler):
@@ -344,8 +344,8 @@ def listening() -> Any:
     """Collect what fp4train logs instead of printing it."""
     logger = logging.getLogger("fp4train")
     messages = Messages()
-    logger.handlers, before = [messages], logger.handlers
+    logger.handlers, handlers = [messages], logger.handlers
     try:
         yield messages
     finally:
-        logger.handlers = before
+        logger.handlers = handlers

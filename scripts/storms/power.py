@@ -76,21 +76,21 @@ class PowerCut:
             place.write_bytes(durable.get(inode, b""))
             return
         place.mkdir()
-        for name, (each, inner) in durable.get(inode, {}).items():
-            self._rebuild(place / name, each, inner, durable)
+        for name, (child, inner) in durable.get(inode, {}).items():
+            self._rebuild(place / name, child, inner, durable)
 
     def _record(self, descriptor: int) -> None:
-        found = os.fstat(descriptor)
-        self._hold(found.st_ino, f"/proc/self/fd/{descriptor}", os.O_PATH)
-        if stat.S_ISDIR(found.st_mode):
+        status = os.fstat(descriptor)
+        self._hold(status.st_ino, f"/proc/self/fd/{descriptor}", os.O_PATH)
+        if stat.S_ISDIR(status.st_mode):
             with os.scandir(descriptor) as entries:
                 there = {e.name: (e.inode(), e.is_dir(follow_symlinks=False)) for e in entries}
             for name, (inode, _) in there.items():
                 with contextlib.suppress(FileNotFoundError):
                     self._hold(inode, name, os.O_PATH | os.O_NOFOLLOW, descriptor)
-            self.synced.append((found.st_ino, there))
-        elif stat.S_ISREG(found.st_mode):
-            self.synced.append((found.st_ino, Path(f"/proc/self/fd/{descriptor}").read_bytes()))
+            self.synced.append((status.st_ino, there))
+        elif stat.S_ISREG(status.st_mode):
+            self.synced.append((status.st_ino, Path(f"/proc/self/fd/{descriptor}").read_bytes()))
 
     def _hold(self, inode: int, path: str, flags: int, folder: int | None = None) -> None:
         if inode not in self._held:

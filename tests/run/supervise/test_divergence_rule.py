@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulate_divergence import FALLING, STEPS, false_alarms, is_alarm, seen_at
+from simulate_divergence import FALLING, STEPS, false_alarms, seen_at
 
 from fp4train.config import bind
 from fp4train.errors import UserError
@@ -82,34 +82,19 @@ def test_a_loss_that_stays_just_above_its_beginning_after_one_that_was_huge_is_s
 
 @pytest.mark.parametrize("kind", FALLING)
 @pytest.mark.parametrize(
-    ("runs", "fall"), [(20, 200), (20, 30), pytest.param(500, 200, marks=pytest.mark.long)]
+    ("runs", "fall"), [(10, 200), (10, 30), pytest.param(250, 200, marks=pytest.mark.long)]
 )
-def test_falling_losses_raise_at_most_one_alarm_in_500_runs_of_2000_steps(
+def test_falling_losses_raise_at_most_one_alarm_in_250_runs_of_2000_steps(
     kind: str, runs: int, fall: float
 ) -> None:
-    assert false_alarms(kind, runs, fall) <= (runs == 500)
-
-
-@pytest.mark.parametrize("kind", FALLING)
-def test_simulations_tell_the_alarms_of_the_rule_where_losses_rise_by_about_its_limits(
-    kind: str,
-) -> None:
-    """Rises of three to nine losses, at the beginning and later."""
-    draw = np.random.default_rng(1)
-    curve = 1.5 + 4 * np.exp(-np.arange(STEPS) / 200)
-    for _ in range(12):
-        losses = FALLING[kind](draw, curve)
-        begin = int(draw.integers(1, 400))
-        losses[begin : begin + int(draw.integers(3, 10))] += draw.uniform(0.2, 4)
-        losses = losses[: begin + 100]
-        assert is_alarm(losses) == (seen_at(losses.tolist()) is not None)
+    assert false_alarms(kind, runs, fall) <= (runs == 250)
 
 
 def test_simulations_of_rises_have_runs_with_and_without_alarm() -> None:
     calm = 1.5 + 4 * np.exp(-np.arange(STEPS) / 200)
     risen = calm.copy()
     risen[500:505] += 2
-    assert [is_alarm(losses) for losses in (calm, risen)] == [False, True]
+    assert [seen_at(losses.tolist()) for losses in (calm, risen)] == [None, 504]
 
 
 @pytest.mark.parametrize("fall", [10, 20])
