@@ -170,16 +170,6 @@ def _no_verb(arguments: list[str]) -> str:
     if not arguments or not re.fullmatch(r"\w[\w-]*", arguments[0]):
         return ""
     word, *following = arguments
-    takes_value = word == "resume" or word in overrides.groups()
-    if takes_value and following:
-        if following[0] == "=" and following[1:]:
-            value = following[1]
-        else:
-            value = following[0].lstrip("=")
-        if value and "=" not in value:
-            if "=" in "".join(following[:1]):
-                spaces = " (key=value is written without spaces)"
-            else:
-                spaces = ""
-            return f"unknown verb {word!r}; did you mean {word}={value}?{spaces}"
+    if following and "=" not in following[0] and (word == "resume" or word in overrides.groups()):
+        return f"unknown verb {word!r}; did you mean {word}={following[0]}?"
     return f"unknown verb {word!r}{near_miss(word, VERBS) or '; fp4train help lists the verbs'}"

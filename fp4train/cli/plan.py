@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from torch import nn
 
@@ -33,9 +33,10 @@ from fp4train.config.folders import option_of
 from fp4train.config.overrides import names_folder
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
-from fp4train.hardware import Device, find_gpu
+from fp4train.hardware import Device, Gpu, find_gpu
 from fp4train.nn.conversion import weight_groups
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
+from fp4train.precision.phases import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.report import render, summarise
@@ -58,12 +59,9 @@ from fp4train.run.supervise.audit_coverage import Coverage
 from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.text import short
 
-if TYPE_CHECKING:
-    from fp4train.lab.costs.mesh_plan import MeshPlan
-
 _log = logging.getLogger("fp4train")
 
-KEYS = tuple(f"parallel.{f.name}" for f in fields(Parallel) if f.name not in ("amax", "timeout"))
+KEYS = tuple(f"parallel.{f.name}" for f in fields(Parallel) if f.name != "timeout")
 """Keys of section `parallel` that a plan depends on."""
 _GPUS = f"a number of GPUs from 1 to {MOST_RANKS}"
 
@@ -143,11 +141,8 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
     config = command.config
     check_paths(command.cfg, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
-    source = None
-    start = 0
-    if config.resume:
-        source = find_source(command)
-        start = 0 if source is None else start_step(config, source)
+    source = find_source(command) if config.resume else None
+    start = 0 if source is None else start_step(config, source)
     timeline = build_timeline(config, source)
     if source is not None and command.swap is not None:
         timeline = with_swap(timeline, command.swap.at(start))
@@ -156,63 +151,55 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
     for warning in scale_warnings(config, model):
         _log.warning("%s", warning)
     if asks_for_mesh(config.parallel, line.gpus, command.named):
-        if gpu is None:
-            raise UserError(
-                "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, "
-                "B300, GB300 or A100"
-            )
-        # with gpu= alone: a plan of this machine begins without it
-        from fp4train.lab.costs.mesh_plan import MeshPlan
-
-        mesh_plan = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=line.gpus)
-        return _on_mesh(mesh_plan, line)
-    if gpu is None:
-        device = Device.of(choose_device(config.device))
-    else:
-        device = Device.elsewhere(gpu)
+        return _on_mesh(config, model, timeline, gpu, line)
+    device = Device.elsewhere(gpu) if gpu else Device.of(choose_device(config.device))
     plan = plan_on(device, config, model, timeline, start)
-    kernels = kernels_of(config.train, device.type, elsewhere=not device.here)[1]
     for warning in plan_warnings(plan):
         _log.warning("%s", warning)
     if line.as_data:
         print(_json({"recipe": config.recipe.name, **_data(plan, model)}))
         return 0
-    past: list[str] = []
-    if source is not None and start:
-        ran = journal.stretches(journal.read_journal(source))
-        parts = [part for stretch in ran for part in _split(stretch, start)]
-        past = [part.title for part in parts if part.stop <= start]
-    sentences = [kernels]
-    estimated: list[str] = []
+    sentences = [kernels_of(config.train, device.type, elsewhere=not device.here)[1]]
+    estimated = [] if gpu is None else _estimated(config, model, timeline, gpu, plan)
     if gpu is None:
         sentences += kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
         sentences += operations_in_c(
             model, config.train, device.type, plan.stretches[0].recipe.torch_dtype, plan.tokens
         )
-    else:
-        from fp4train.cli.cost_screens import render_step
-        from fp4train.lab.costs import estimate
-        from fp4train.lab.costs.mesh_plan import MeshPlan
-
-        on_one_gpu = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=1)
-        width = terminal_width()
-        estimated = [
-            estimate(plan, gpu, microbatches=config.train.microbatches).render(width),
-            render_step(on_one_gpu, plan, width),
-        ]
-    sentences.append(Coverage.of(config, model).described(plan, Mesh()))
     _show(
         config,
         plan,
         model,
         full=line.full,
         source=source,
-        past=past,
+        past=[] if source is None else _titles_until(start, source),
         states=_checkpoint(model, config),
         estimated=estimated,
-        sentences=sentences,
+        sentences=[*sentences, Coverage.of(config, model).described(plan, Mesh())],
     )
     return 0
+
+
+def _titles_until(start: int, source: Path) -> list[str]:
+    """The titles of the stretches that a run has on record before a step."""
+    ran = journal.stretches(journal.read_journal(source)) if start else []
+    parts = [part for stretch in ran for part in _split(stretch, start)]
+    return [part.title for part in parts if part.stop <= start]
+
+
+def _estimated(
+    config: Config, model: nn.Module, timeline: Timeline, gpu: Gpu, plan: Plan
+) -> list[str]:
+    """The time of the linear layers and of a step on a GPU."""
+    # with gpu= alone: a plan of this machine begins without it
+    from fp4train.cli.cost_screens import render_step
+    from fp4train.lab.costs import estimate
+    from fp4train.lab.costs.mesh_plan import MeshPlan
+
+    width = terminal_width()
+    on_one_gpu = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=1)
+    layers = estimate(plan, gpu, microbatches=config.train.microbatches).render(width)
+    return [layers, render_step(on_one_gpu, plan, width)]
 
 
 def _show(
@@ -292,30 +279,36 @@ def _data(plan: Plan, model: nn.Module) -> dict[str, object]:
     return {"weights": [group._asdict() for group in weight_groups(model)], "gemms": rows}
 
 
-def _on_mesh(mesh_plan: "MeshPlan", line: PlanOptions) -> int:
+def _on_mesh(
+    config: Config, model: nn.Module, timeline: Timeline, gpu: Gpu | None, line: PlanOptions
+) -> int:
     """Print what the mesh will hold, send and cost."""
     from fp4train.cli.cost_screens import cluster_json, notes, render_mesh, stretch_costs
+    from fp4train.lab.costs.mesh_plan import MeshPlan
 
+    if gpu is None:
+        raise UserError(
+            "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or "
+            "A100"
+        )
+    mesh_plan = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=line.gpus)
     mesh_plan.check()
     plan = mesh_plan.plan()
-    check_oscillation(mesh_plan.config, plan)
+    check_oscillation(config, plan)
     costs = stretch_costs(mesh_plan, plan)
     sentences = notes(mesh_plan, plan)
     if line.as_data:
         stretches = [cluster_json(*stretch_cost) for stretch_cost in costs]
-        recipe = mesh_plan.config.recipe.name
-        head = {"recipe": recipe, "notes": sentences, "stretches": stretches}
-        print(_json({**head, **_data(plan, mesh_plan.model)}))
+        head = {"recipe": config.recipe.name, "notes": sentences, "stretches": stretches}
+        print(_json({**head, **_data(plan, model)}))
         return 0
+    covered = Coverage.of(config, model).described(plan, mesh_plan.mesh)
     _show(
-        mesh_plan.config,
+        config,
         plan,
-        mesh_plan.model,
+        model,
         full=line.full,
         on_mesh=render_mesh(costs, terminal_width()),
-        sentences=[
-            *(f"note: {note}" for note in sentences),
-            Coverage.of(mesh_plan.config, mesh_plan.model).described(plan, mesh_plan.mesh),
-        ],
+        sentences=[*(f"note: {note}" for note in sentences), covered],
     )
     return 0

@@ -11,7 +11,6 @@ Which classes `_target_` may name is checked in `targets`.
 import dataclasses
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -342,16 +341,6 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _public_name(kind: type) -> str:
-    """The full name of a class in the first package below the top one that has it."""
-    parts = kind.__module__.split(".")
-    for count in range(2, len(parts)):
-        package = ".".join(parts[:count])
-        if vars(sys.modules.get(package, kind)).get(kind.__qualname__) is kind:
-            return f"{package}.{kind.__qualname__}"
-    return _full_name(kind)
-
-
 def as_node(value: Any) -> Any:
     """An object, or a value, as a configuration would give it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -497,36 +486,10 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
             f"{path}={shown}: an option of a group in a group is chosen with a slash, "
             f"{group}=NAME ({names})"
         )
-    hint = _written(node, options)
+    hint = ""
     if node is None and any(map(is_sequence, options)):
         hint = f": {path}=[] is an empty one"
     raise UserError(f"{path}={shown} must be {_allowed(options)}{hint}")
-
-
-def _written(node: Any, options: tuple[Any, ...]) -> str:
-    """How a configuration writes an object of the first class of `options`, one of its subclasses
-    where it has some: that which `node` names ("mxfp8"), or the first. Empty where all options are
-    values.
-    """
-    for kind in options:
-        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind) and _fields(kind)):
-            continue
-        subclasses = list(_subclasses(kind))
-        if subclasses:
-            name = str(node).replace("_", "").lower()
-            same_name = (derived for derived in subclasses if derived.__name__.lower() == name)
-            chosen = next(same_name, subclasses[0])
-            return f"; one is written with its class, {{_target_: {_public_name(chosen)}}}"
-        keys = "".join(f", {name}: …" for name in _fields(kind))
-        return f"; one is written {{_target_: {_public_name(kind)}{keys}}}"
-    return ""
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    direct: list[type] = kind.__subclasses__()
-    for derived in direct:
-        yield derived
-        yield from _subclasses(derived)
 
 
 def _allowed(options: tuple[Any, ...]) -> str:

@@ -36,14 +36,7 @@ KNOWN_FLAGS = (
     "-h",
     "--version",
 )
-_OTHER_FLAGS = (
-    "--config-path",
-    "-cp",
-    "--config-name",
-    "-cn",
-    "--cfg",
-    "-c",
-)
+_VALUED_FLAGS = (*_FOLDER_FLAGS, "--cfg", "-c")
 SWEEP = frozenset({"-m", "--multirun"})
 
 
@@ -55,7 +48,7 @@ def flags_and_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     words: list[str] = []
     previous = ""
     for argument in arguments:
-        value = previous in _FOLDER_FLAGS or (previous in _OTHER_FLAGS and "=" not in argument)
+        value = previous in _VALUED_FLAGS
         if argument.startswith("-") or value:
             flags.append(argument)
         else:
@@ -118,27 +111,20 @@ def parse(arguments: Sequence[str]) -> list[Override]:
 
 
 def _refused(word: str, error: Exception) -> UserError:
-    if "=" not in word and Path(word).is_dir():
-        return UserError(f"{word} is no key=value; a run goes on with resume={word}")
-    if "=" not in word:
+    """The error about a word that Hydra's grammar does not have."""
+    key, equals, value = shortened(word, 100).partition("=")
+    if not equals:
+        if Path(word).is_dir():
+            return UserError(f"{word} is no key=value; a run goes on with resume={word}")
         return UserError(f"{word!r} is no key=value; a verb stands first: fp4train help lists them")
-    why = first_lines(error).partition(" expecting ")[0]
-    if odd := re.search(r"token recognition error at: '(.)", why):
-        key, _, value = word.partition("=")
-        if odd[1] not in value:
-            return UserError(f"{word!r}: {key} is no key; write key=value")
-        if value.startswith("~/"):
-            return UserError(
-                f"{word!r}: the shell leaves ~ after = as it is; write {key}=$HOME{value[1:]}"
-            )
+    if value.startswith("~/"):
         return UserError(
-            f"{word!r}: a value with the character {odd[1]} needs quotes: '{key}=\"{value}\"'"
+            f"{word!r}: the shell leaves ~ after = as it is; write {key}=$HOME{value[1:]}"
         )
-    if word.endswith(","):
-        return UserError(f"{shortened(word, 100)!r}: a list of values has no spaces, KEY=A,B")
+    why = first_lines(error).partition(" expecting ")[0]
     return UserError(
-        f"{shortened(word, 100)!r}: {why}; write key=value, and quote values with special "
-        "characters"
+        f"{key}={value}: {why}; write key=value, a list without spaces, KEY=A,B, and a value with "
+        f"special characters in quotes: '{key}=\"…\"'"
     )
 
 

@@ -161,10 +161,6 @@ def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str
         (["--cfg", "jobb"], "shown by --cfg job"),
         (["--info", "defaults"], "unknown flag --info"),
         (["trian"], "unknown verb 'trian'; did you mean 'train'?"),
-        (
-            ["train", "recipe", "=", "nvfp4"],
-            "did you mean recipe=nvfp4? (key=value is written without spaces)",
-        ),
     ],
 )
 def test_what_help_does_not_know_is_one_line(cli: Cli, words: list[str], message: str) -> None:

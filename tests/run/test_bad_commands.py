@@ -60,7 +60,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
             "recipe=bf16,mxfp8 holds several values: -m sweeps over them",
         ),
         (["policy.keep=a,b"], "a list has brackets, policy.keep=[…]"),
-        (["-m", "recipe=bf16,"], "'recipe=bf16,': a list of values has no spaces, KEY=A,B"),
+        (["-m", "recipe=bf16,"], "write key=value, a list without spaces, KEY=A,B"),
         (["lr=0.1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
         (["train.lr=0.1"], "unknown key 'train.lr'; did you mean 'optim.lr'? (known: "),
         (["model.dropout=0.1"], "unknown key 'model.dropout' (known: "),
