@@ -154,5 +154,9 @@ def _cancel(run: Path, what: str, wait: float) -> int:
 def _forget(run: Path, step: int, wait: float) -> int:
     at = f"the swap at step {step}"
     return _ask(
-        run, {"cancel": step}, wait, f"to cancel {at}", f"{at} is cancelled when the run is resumed"
+        run,
+        {"recipe": None, "name": "", "at": step},
+        wait,
+        f"to cancel {at}",
+        f"{at} is cancelled when the run is resumed",
     )

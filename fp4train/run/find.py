@@ -122,54 +122,35 @@ def find_source(command: Command) -> Path | None:
             has no checkpoint.
     """
     config = command.config
-    if config.resumed is None:
-        return _find_own(command)
-    source = config.resumed.path
-    if source.resolve() != config.run.dir.resolve():
-        return _find_branched(command, source)
-    if config.run.overwrite:
-        raise UserError(
-            f"resume={source} and run.overwrite=true contradict each other: leave one of them out"
-        )
-    check_source(source, command.cfg, command.saved)
-    return _with_checkpoints(source, config)
-
-
-def _find_own(command: Command) -> Path | None:
-    """As `find_source`, of a command that names no run to resume."""
-    directory = command.config.run.dir
-    is_run = _is_run(directory)
-    if command.config.run.overwrite or not is_run:
-        return None
-    saved = plain(run_directory.read_config(directory))
-    _check_same(saved, command.cfg, directory, resuming=False)
-    if _has_checkpoints(directory):
-        return directory
-    if saved.get("resume"):
-        raise UserError(
-            f"{directory} is a branch that has no checkpoint yet: add resume={saved['resume']}"
-        )
-    return None
-
-
-def _find_branched(command: Command, source: Path) -> Path:
-    """As `find_source`, of a run that goes on from a checkpoint of `source`, or as a branch of it
-    that was begun before.
-    """
-    directory = command.config.run.dir
-    is_run = _is_run(directory)
-    if is_run and not command.config.run.overwrite:
+    directory = config.run.dir
+    source = None if config.resumed is None else config.resumed.path
+    if source is not None and source.resolve() == directory.resolve():
+        if config.run.overwrite:
+            raise UserError(
+                f"resume={source} and run.overwrite=true contradict each other: leave one of them "
+                "out"
+            )
+    elif _is_run(directory) and not config.run.overwrite:
         saved = plain(run_directory.read_config(directory))
-        if Path(str(saved.get("resume"))).resolve() != source.resolve():
+        begun_from = saved.get("resume")
+        if source is not None and Path(str(begun_from)).resolve() != source.resolve():
             raise UserError(
                 f"{directory} holds a run already: choose another run.name for the branch of "
                 f"{source}"
             )
-        _check_same(saved, command.cfg, directory, resuming=True)
+        _check_same(saved, command.cfg, directory, resuming=source is not None)
         if _has_checkpoints(directory):
             return directory
+        if source is None and begun_from:
+            raise UserError(
+                f"{directory} is a branch that has no checkpoint yet: add resume={begun_from}"
+            )
+    if source is None:
+        return None
     check_source(source, command.cfg, command.saved)
-    return _with_checkpoints(source, command.config)
+    if not _has_checkpoints(source):
+        raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
+    return source
 
 
 def _is_run(directory: Path) -> bool:
@@ -197,17 +178,6 @@ def _is_run(directory: Path) -> bool:
 
 def _has_checkpoints(run: Path) -> bool:
     return bool(checkpoint.steps(run / run_directory.CHECKPOINTS))
-
-
-def _with_checkpoints(source: Path, config: Config) -> Path:
-    """`source`, which has a checkpoint.
-
-    Raises:
-        UserError: it has none.
-    """
-    if not _has_checkpoints(source):
-        raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
-    return source
 
 
 def check_source(

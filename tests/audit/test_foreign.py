@@ -116,13 +116,6 @@ def test_a_pass_that_raises_leaves_the_layer_as_it_was() -> None:
     assert layer.weight is weight and not report.audits
 
 
-def test_some_layers_are_named(monkeypatch: Any) -> None:
-    model = Tied()
-    with f4.audit(model, layers=["second"]) as report:
-        gradients(model, torch.float32, False)
-    assert [result.layer for result in report.audits] == ["second"]
-
-
 def test_a_layer_that_learns_nothing_has_no_backward_pass_to_be_seen() -> None:
     layer = nn.Linear(8, 8).requires_grad_(False)
     with f4.audit(layer) as report:

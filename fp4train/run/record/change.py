@@ -3,7 +3,7 @@ back.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan
 from fp4train.run.origin import write_plan
 from fp4train.run.record.inbox import EVALUATION
-from fp4train.run.record.journal import RecipeChoice, SwapEntry
+from fp4train.run.record.journal import CANCELLED, RecipeChoice, SwapEntry, typed_swap
 from fp4train.run.run import Run
 from fp4train.run.timeline import with_swap
 from fp4train.text import counted, counted_are
@@ -31,9 +31,8 @@ def pick_up_swaps(run: Run) -> bool:
         Whether the recipe of a coming step may have changed.
     """
     old_timeline = run.timeline
-    for request in run.inbox.take(
-        {record.values.get("request") for record in run.record.journal.records}
-    ):
+    done = {record.values.get("request") for record in run.record.journal.records}
+    for request in run.inbox.take(done):
         body = request.body or {}
         if EVALUATION in body:
             run.inbox.answer(request, *log_evaluation(run, body[EVALUATION]))
@@ -42,27 +41,24 @@ def pick_up_swaps(run: Run) -> bool:
         try:
             if request.body is None:
                 raise UserError(request.problem)
-            if "cancel" in body:
-                at = bind(body["cancel"], int, "cancel")
-                cancel_swap(run, at, request.id)
-                event = "swap cancelled"
-                text = f"the swap at step {at} is cancelled"
-                values = {"at": at}
-            else:
-                at = run.step if body["at"] is None else body["at"]
-                swap_recipe(run, at, body["recipe"], name, request.id)
-                event = "swap"
-                text = f"recipe {name} from step {at} on"
-                values = {"recipe": name, "at": at}
+            at = run.step if body["at"] is None else bind(body["at"], int, "at")
+            swap_recipe(run, at, body["recipe"], name, request.id)
         except UserError as error:
             _log.error("swap%s refused: %s", f" to {name}" if name else "", error)
             refused = {"recipe": name, "reason": str(error), "request": request.id}
             run.record.tracker.log_event(run.step + 1, "swap refused", refused)
             run.inbox.answer(request, False, str(error))
-        else:
-            _log.warning("swap: %s", text)
-            run.record.tracker.log_event(run.step + 1, event, {**values, "request": request.id})
-            run.inbox.answer(request, True, text)
+            continue
+        event = "swap"
+        text = f"recipe {name} from step {at} on"
+        values = {"recipe": name, "at": at, "request": request.id}
+        if body["recipe"] is None:
+            event = CANCELLED
+            text = f"the swap at step {at} is cancelled"
+            del values["recipe"]
+        _log.warning("swap: %s", text)
+        run.record.tracker.log_event(run.step + 1, event, values)
+        run.inbox.answer(request, True, text)
     return run.timeline is not old_timeline
 
 
@@ -89,56 +85,38 @@ def log_evaluation(run: Run, body: Any) -> tuple[bool, str]:
 
 def follow_swaps(run: Run, entries: Sequence[SwapEntry]) -> None:
     """Go on by the swaps that the lead has recorded, on a rank that records nothing."""
-    swapped = tuple(
-        RecipeChoice(entry["name"], entry["recipe"]).at(entry["step"]) for entry in entries
-    )
-    run.timeline = replace(run.timeline, swaps=swapped)
+    run.timeline = replace(run.timeline, swaps=tuple(map(typed_swap, entries)))
     run.plan = _plan(run, run.timeline)
 
 
 def swap_recipe(
-    run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None
+    run: Run, step: int, recipe: dict[str, Any] | None, name: str, request: str | None = None
 ) -> None:
     """Swap the recipe from `step` on: recorded for good, timeline and plan brought up to date.
 
     Args:
-        run, step, recipe, name: the run, its step, the recipe as plain configuration, and what
-            the user calls it.
+        recipe: the recipe as plain configuration; None: the swap at `step`, which has not begun,
+            is taken back.
+        name: what the user calls it.
         request: the ID of the request that asked for it.
 
     Raises:
         UserError: the swap is impossible; nothing has changed then.
     """
-    swap = RecipeChoice(name, recipe).at(step)
-    if not run.step <= swap.step < run.config.train.steps:
-        if swap.step < run.step:
-            why = f"is past: {counted_are(run.step, 'step')} done"
-        else:
-            why = f"is beyond the end: the run has {counted(run.config.train.steps, 'step')}"
-        raise UserError(f"step {step} {why}")
-    _change(
-        run,
-        with_swap(run.timeline, swap),
-        "swap",
-        name=name,
-        at=swap.step,
-        recipe=recipe,
-        request=request,
-    )
-
-
-def cancel_swap(run: Run, step: int, request: str | None = None) -> None:
-    """Take back the recorded swap at `step`, which has not begun.
-
-    Raises:
-        UserError: there is none, or it has begun.
-    """
-    if step not in {swap.step for swap in run.timeline.swaps}:
-        raise UserError(f"there is no swap at step {step}")
+    steps = run.config.train.steps
     if step < run.step:
-        raise UserError(f"the swap at step {step} has begun: {counted_are(run.step, 'step')} done")
+        raise UserError(f"step {step} is past: {counted_are(run.step, 'step')} done")
+    if step >= steps:
+        raise UserError(f"step {step} is beyond the end: the run has {counted(steps, 'step')}")
+    if recipe is not None:
+        timeline = with_swap(run.timeline, RecipeChoice(name, recipe).at(step))
+        values = {"name": name, "at": step, "recipe": recipe}
+        _change(run, timeline, "swap", {**values, "request": request})
+        return
     left = tuple(swap for swap in run.timeline.swaps if swap.step != step)
-    _change(run, replace(run.timeline, swaps=left), "swap cancelled", at=step, request=request)
+    if left == run.timeline.swaps:
+        raise UserError(f"there is no swap at step {step}")
+    _change(run, replace(run.timeline, swaps=left), CANCELLED, {"at": step, "request": request})
 
 
 def _plan(run: Run, timeline: Timeline) -> Plan:
@@ -148,7 +126,7 @@ def _plan(run: Run, timeline: Timeline) -> Plan:
     return plan.since(run.step)
 
 
-def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:
+def _change(run: Run, timeline: Timeline, event: str, values: Mapping[str, Any]) -> None:
     """The run goes on by `timeline`, as the journal says from now on.
 
     Raises:

@@ -5,9 +5,9 @@ the recipe.
 steps: it renames it to ID.taken, so that it can no longer be cancelled, records the swap with its
 step and the ID in the journal, and writes ID.answer.
 
-A request holds {"recipe", "name", "at"}, or {"cancel": STEP} for a recorded swap that has not
-begun, or {"evaluation": {"step", "scores"}} for results that are to be logged; requests and answers
-carry a checksum.
+A request holds {"recipe", "name", "at"}: its recipe is null where the swap at that step, which has
+not begun, is taken back. Another kind, {"evaluation": {"step", "scores"}}, has results that are to
+be logged. Requests and answers carry a checksum.
 """
 
 import logging
@@ -76,9 +76,8 @@ def ask(run: Path, body: Mapping[str, Any]) -> str:
     """Leave a request for the process that trains in `run` now, or after a resume; returns its ID.
 
     Args:
-        body: "recipe" (plain configuration values), "name" (what the user calls it) and "at" (the
-            step; None: the next one); or "cancel": the step of a recorded swap that has not begun;
-            or EVALUATION: results.
+        body: "recipe" (plain configuration values; None: the swap is taken back), "name" (what
+            the user calls it) and "at" (the step; None: the next one); or EVALUATION: results.
 
     Raises:
         UserError: the request cannot be written.
@@ -306,8 +305,8 @@ def _taken(requests: Folder, name: str, key: str) -> SwapRequest:
     try:
         requests.rename(name, taken)
         body = unsealed(requests.read(taken, REQUEST_LIMIT))
-        if not ({"recipe", "name", "at"} <= set(body) or set(body) in ({"cancel"}, {EVALUATION})):
-            raise ValueError("it does not hold recipe, name and at, nor cancel or evaluation alone")
+        if not ({"recipe", "name", "at"} <= set(body) or set(body) == {EVALUATION}):
+            raise ValueError("it does not hold recipe, name and at, nor evaluation alone")
         return SwapRequest(key, body, "")
     except FileNotFoundError:
         raise

@@ -61,6 +61,8 @@ _DAMAGE = (
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
 """Keys that say how a command was given, and nothing about the run."""
 
+CANCELLED = "swap cancelled"
+"""The event of a swap that is taken back before it begins."""
 SwapEntry = dict[str, Any]
 """A swap: its "step", the "name" that the user gave it, and its plain "recipe"."""
 
@@ -114,7 +116,7 @@ class Record:
     """One line.
 
     Args:
-        event: "start", "init", "resume", "branch", "rewind", "swap" or "swap cancelled".
+        event: "start", "init", "resume", "branch", "rewind", "swap" or `CANCELLED`.
         step: steps done then.
         time: UTC, ISO 8601.
         changed: configuration key → value before and after.
@@ -247,7 +249,7 @@ class Journal:
             if at in want:
                 self.add("swap", step, at=at, name=want[at]["name"], recipe=want[at]["recipe"])
             else:
-                self.add("swap cancelled", step, at=at)
+                self.add(CANCELLED, step, at=at)
         return changed
 
 
@@ -296,7 +298,7 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
 
 def _record(raw: bytes) -> Record:
     line = open_line(raw)
-    if ("recipe" in line or line["event"] == "swap cancelled") and type(line["at"]) is not int:
+    if ("recipe" in line or line["event"] == CANCELLED) and type(line["at"]) is not int:
         raise ValueError("a swap at no step")
     for key in ("config", "environment", "recipe", "formats"):
         if not isinstance(line.get(key, {}), dict):
@@ -367,7 +369,7 @@ def swaps(records: Iterable[Record]) -> list[SwapEntry]:
     entries: dict[int, SwapEntry] = {}
     for record in records:
         values = record.values
-        if record.event == "swap cancelled":
+        if record.event == CANCELLED:
             entries.pop(values["at"], None)
         elif "recipe" in values:
             entries[values["at"]] = {
@@ -384,6 +386,15 @@ def check_entry(entry: Any) -> None:
         raise ValueError("an entry does not hold step, name and recipe alone")
 
 
+def typed_swap(entry: SwapEntry) -> Swap:
+    """The swap of an entry.
+
+    Raises:
+        UserError: see `RecipeChoice.at`.
+    """
+    return RecipeChoice(entry["name"], entry["recipe"]).at(entry["step"])
+
+
 def read_swaps(run: Path) -> list[Swap]:
     """The swaps of a run, by step.
 
@@ -397,7 +408,7 @@ def read_swaps(run: Path) -> list[Swap]:
         with user_errors(UserError, before=f"{path} cannot be read: "):
             check_targets(entry["recipe"], "recipe")
         try:
-            read.append(RecipeChoice(entry["name"], entry["recipe"]).at(entry["step"]))
+            read.append(typed_swap(entry))
         except UserError as error:
             what = f"the recipe of the swap to {entry['name']} at step {entry['step']}"
             raise OlderRecipe(path, what, str(error)) from error

@@ -403,24 +403,6 @@ def test_every_start_records_what_it_ran_on(
     assert first["data"] and first["cores"] >= first["threads"] >= 1
 
 
-def four_records(run: Path) -> list[bytes]:
-    """The lines of RUN/history.jsonl of a run that was resumed four times."""
-    data = sealed_lines(
-        {"event": "resume", "step": step, "time": "", "stretches": []} for step in range(4)
-    )
-    (run / "history.jsonl").write_bytes(data)
-    return data.splitlines(keepends=True)
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_changed_line_is_named(tmp_path: Path, number: int) -> None:
-    lines = four_records(tmp_path)
-    lines[number] = lines[number].replace(b'"time": ""', b'"time": "1"')
-    (tmp_path / "history.jsonl").write_bytes(b"".join(lines))
-    with pytest.raises(UserError, match=rf"line {number + 1} is damaged \(its checksum differs\)"):
-        journal.read_journal(tmp_path)
-
-
 def test_a_journal_is_read_before_a_write_only_where_somebody_else_touched_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

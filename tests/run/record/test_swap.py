@@ -152,7 +152,6 @@ def test_impossible_requests_are_refused_without_hurting_the_run(
     [
         (["runs/a", "recipe=nvfp5"], "did you mean 'nvfp4'?"),
         (["runs/a", "at=1"], "swap needs recipe=NAME"),
-        (["runs/a", "recipe=bf16", "wait=long"], "wait='long' must be a number"),
         (["runs/a", "cancel=7"], "cancel=7: runs/a has no such pending swap; none is pending"),
         (["runs/a", "cancel=7", "recipe=bf16"], "stands alone, not with recipe=bf16"),
         (["recipe=bf16"], "swap needs one run directory"),
@@ -160,21 +159,15 @@ def test_impossible_requests_are_refused_without_hurting_the_run(
             ["runs/b", "recipe=bf16"],
             "runs/b is not a run directory (it has no config.yaml); runs holds a",
         ),
-        (["runs/a", "recipe=bf16", "at=soon"], "at='soon' must be a whole number"),
         (["runs/a", "recipe=bf16", "at=-1"], "at=-1 must be a whole number from 0"),
         (["runs/a", "recipe=bf16", "at=2"], "beyond the end: runs/a has 2 steps"),
         (["runs/a", "recipe=bf16", "policy.last=0"], "unknown key 'policy.last' (known: at, wait"),
-        (["runs/a", "recipe=mxfp8", "recipe.hadamard=false"], "unknown key 'recipe.hadamard'"),
         (["runs/a", "recipe=mxfp8", "recipe.element=e9m9"], "e9m9"),
         (["runs/a", "recipe=house"], "there is no such recipe"),
-        (["runs/a", "recipe=huose", "--config-dir", "mine"], "did you mean 'house'?"),
         (
             ["runs/a", "recipe=house", "--config-dir=nowhere"],
             "--config-dir nowhere: there is no such folder",
         ),
-        (["runs/a", "recipe=house", "--config-dir"], "--config-dir needs a folder"),
-        (["runs/a", "recipe=bf16", "--now"], "swap knows no flag --now"),
-        (["runs/a", "recipe=bf16,mxfp8"], "recipe=bf16,mxfp8 holds several values"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_in_the_terminal(
