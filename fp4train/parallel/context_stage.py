@@ -22,7 +22,7 @@ class ContextStage(PipelineStage):
     """A stage that runs each microbatch in its context.
 
     Args:
-        args, named: as of torch's stage.
+        args, named: arguments of torch's stage.
         context: number of a microbatch → the context of its forward pass.
         take_loss: takes the loss of each microbatch, on the last stage.
         seq_len: tokens of a sequence.

@@ -44,7 +44,7 @@ class RecipeCheck:
             observed.
         native_on: GPUs that run all its GEMMs on their own kernels.
         problem: sentence about what is wrong, or None.
-        scaled: as `products`, on backend=native, torch's scaled_mm; None: it cannot run the recipe
+        scaled: the same on backend=native, torch's scaled_mm; None: it cannot run the recipe
             here.
         scaled_why: reason why it cannot.
         scaled_problem: sentence about what is wrong with it, or None.
