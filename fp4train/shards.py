@@ -83,13 +83,13 @@ class TensorShard:
                     f"{self.runs} are not the rows of a part of shape {list(self.tensor.shape)}"
                 )
             list(self.boxes())  # a box checks itself
-            return
-        check_lies_in("a part of shape", tuple(self.tensor.shape), self.offsets, self.shape)
+        elif self.tensor.shape != self.shape or self.offsets != (0,) * len(self.shape):
+            check_lies_in("a part of shape", tuple(self.tensor.shape), self.offsets, self.shape)
 
     @property
     def whole(self) -> bool:
         """Whether it is all of the tensor."""
-        return tuple(self.tensor.shape) == self.shape and not self.runs
+        return self.tensor.shape == self.shape and not self.runs
 
     def boxes(self) -> Iterator[TensorShard]:
         """The boxes that it consists of, with which it shares memory."""
@@ -157,6 +157,8 @@ def shard_of(tensor: Tensor, order: RowOrder | None = None) -> TensorShard:
 
 def local(tensor: Tensor) -> Tensor:
     """The values of `tensor` on this rank, without a collective."""
+    if type(tensor) in _PLAIN:
+        return tensor.detach()
     return shard_of(tensor).tensor
 
 
