@@ -8,6 +8,8 @@ configurations differ. Runs that differ in run.seed only are averaged.
                    (.json); the default is compare.png in the first RUN; of one
                    RUN its curves
   width=6.3        inches of the picture
+  labels=A,B       names of the runs in tables and picture; runs that differ in
+                   run.seed only may share one
   margin=0.01      nats per token: are the gaps shown to be within it, what one
                    seed cannot show (docs/gate.md)
 """
@@ -35,6 +37,7 @@ class CompareOptions(CommandLine):
     baseline: Path | None = None
     out: Path | None = None
     width: Width | None = None
+    labels: tuple[str, ...] = ()
     margin: float | None = None
 
     def __post_init__(self) -> None:
@@ -53,7 +56,7 @@ def main(arguments: list[str]) -> int:
         check_out(out, OUTPUTS)
     if line.margin is not None and len(runs) < 2:
         raise UserError("margin= is about the gap between runs: name two or more")
-    comparison = compare(runs, quantised_share)
+    comparison = compare(runs, quantised_share, line.labels)
     print(fitted(comparison.render(terminal_width())))
     beside: Mapping[str, object] = {}
     if line.margin is not None:

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from fp4train.cli.output import terminal_width
 from fp4train.config.schema import Config
 from fp4train.errors import UserError
-from fp4train.lab.analysis import RunSummary, means_over_seeds, read_history, seed_groups, summarise
+from fp4train.lab.analysis import (
+    figures_of_groups,
+    read_history,
+    seed_groups,
+    summarise,
+)
+from fp4train.lab.analysis.groups import RunSummary
 from fp4train.text import screen
 
 
@@ -43,11 +49,12 @@ def table(jobs: Sequence[SweepJob]) -> str:
         points.append((job, summary))
     losses = [summary.train_loss for summary in summaries]
     groups = seed_groups(histories, [summary.name for summary in summaries])
+    several = len(groups) < len(histories)
     return screen(
         __package__,
         "sweep.txt",
         points=points,
-        means=means_over_seeds(groups, summaries, losses),
+        means=figures_of_groups(groups, summaries, losses) if several else [],
         recipes=recipes,
         width=terminal_width(),
     )

@@ -97,8 +97,9 @@ def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
     )
     assert "no key=value; a run goes on with resume=runs/a" in cli.raw("train", "runs/a").message
     said = cli.raw("compare", "runs/a", "runs/aa").message
-    assert said == "runs/aa is not a run directory: there is no such folder; did you mean 'a'?"
-    assert "it is a file" in cli.raw("compare", "runs/a", "runs/a/metrics.jsonl").message
+    assert said == "runs/aa is not a run directory (it has no config.yaml); runs holds a"
+    inside = cli.raw("compare", "runs/a", "runs/a/metrics.jsonl").message
+    assert inside == "runs/a/metrics.jsonl is not a run directory, it lies in one: runs/a"
     for words in (["resume=a"], ["swap", "a"], ["compare", "a", "runs/a"]):
         assert cli.raw(*words).message.endswith("; did you mean runs/a?")
     Path("t.txt").write_text("text")
@@ -114,7 +115,7 @@ def test_weights_of_a_run_are_no_run_and_the_command_that_is_meant_is_told(cli: 
         ("plan", "resume=runs/a:ema"): "all of its state: resume=runs/a",
         ("plan", "runs/a@1"): "runs/a@1 names weights of runs/a, and here the run itself is named",
         ("swap", "runs/a:ema", "recipe=bf16"): "runs/a:ema names weights of runs/a, and here",
-        ("compare", "runs/a@1", "runs/a"): "runs/a@1 is not a run directory: there is no such",
+        ("compare", "runs/a@1", "runs/a"): "runs/a@1 names weights of runs/a, and here the run",
     }
     for words, message in said.items():
         refused = cli.raw(*words)

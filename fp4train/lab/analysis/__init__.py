@@ -1,7 +1,7 @@
 """Analysis of run directories, and what all pictures share.
 
 history    metrics as series over steps, recipes and events
-groups     means, gaps and intervals of runs that differ in their seed only
+groups     figures of runs; means, gaps and intervals of those that differ in their seed only
 figure     colours, style, limits; a picture as panels, and as a file
 curves     pictures over steps: one run, several runs
 heatmap    quantisation errors by layer and step
@@ -12,11 +12,6 @@ from fp4train.lab.analysis.compare import (
     OUTPUTS as OUTPUTS,
     Comparison as Comparison,
     compare as compare,
-)
-from fp4train.lab.analysis.counts import (
-    RunSummary as RunSummary,
-    means_over_seeds as means_over_seeds,
-    summarise as summarise,
 )
 from fp4train.lab.analysis.figure import (
     FIGURES as FIGURES,
@@ -33,13 +28,16 @@ from fp4train.lab.analysis.figure import (
     save as save,
     style as style,
 )
-from fp4train.lab.analysis.groups import SeedGroup as SeedGroup, seed_groups as seed_groups
+from fp4train.lab.analysis.groups import (
+    figures_of_groups as figures_of_groups,
+    seed_groups as seed_groups,
+    summarise as summarise,
+)
 from fp4train.lab.analysis.heatmap import Errors as Errors
 from fp4train.lab.analysis.history import (
     ROUTINE as ROUTINE,
     Band as Band,
     History as History,
-    common_step as common_step,
     read_history as read_history,
     training_loss as training_loss,
 )

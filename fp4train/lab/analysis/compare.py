@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis.counts import loss_of, means_over_seeds, summarise
-from fp4train.lab.analysis.curves import RecipeRow, one_run, several_runs
-from fp4train.lab.analysis.differing import by_class, differing_values
+from fp4train.lab.analysis.curves import curves, recipe_rows
 from fp4train.lab.analysis.figure import FIGURES, PICTURE, Draw, check_out, save, write
-from fp4train.lab.analysis.groups import seed_groups
+from fp4train.lab.analysis.groups import figures_of_groups, loss_of, seed_groups, summarise
 from fp4train.lab.analysis.history import (
+    NOT_THE_SAME_RUN,
     History,
     common_step,
     common_window,
-    configuration,
     names_of,
     read_history,
 )
@@ -38,33 +36,36 @@ COMPARISON = "compare.png"
 OUTPUTS = (*FIGURES, ".csv", ".json")
 DIFFERING = 12
 """Keys that are listed where configurations differ."""
+ABSENT = "-"
+"""The value of a key that a configuration does not have."""
 
 
 class Comparison:
-    """Run directories side by side; the first is the reference.
+    """Runs side by side; the first is the reference.
 
     Args:
+        names: what they are called; runs of other seeds may share a name.
         quantised: the share of a run's multiply-adds that were quantised; None: not known.
-
-    Raises:
-        UserError: one is not a run directory or has no metrics yet, or they share no step.
     """
 
-    def __init__(self, runs: Sequence[Path], quantised: Callable[[Path], float | None]) -> None:
-        self.histories = histories = [read_history(Path(run)) for run in runs]
-        self.key, self.step = common_step(histories)
+    def __init__(
+        self,
+        histories: Sequence[History],
+        names: Sequence[str],
+        quantised: Callable[[Path], float | None] = lambda run: None,
+    ) -> None:
+        self.histories = histories
+        self.at = common_step(histories)
         """The loss that the gap is of, ``val/loss`` or ``train/loss``, and the step that it is
-        at.
+        at; None: the runs share none.
         """
         self.window = common_window(histories)
         """Steps over which the training losses of gaps and curves are smoothed at most."""
-        self.losses = losses = [
-            loss_of(history, self.key, self.step, self.window) for history in histories
-        ]
+        losses = [math.nan] * len(histories)
+        if self.at is not None:
+            losses = [loss_of(history, *self.at, self.window) for history in histories]
+        self.losses = losses
         """That loss of each run, nats per token."""
-        names = names_of(histories)
-        self.groups = seed_groups(histories, names)
-        """Runs that differ in run.seed only, averaged."""
         gaps = [
             loss / losses[0] - 1 if index and losses[0] else None
             for index, loss in enumerate(losses)
@@ -73,9 +74,11 @@ class Comparison:
             summarise(history, name, gap, quantised(history.path))
             for history, name, gap in zip(histories, names, gaps, strict=True)
         ]
-        self.means = means_over_seeds(self.groups, self.rows, losses)
-        """Means of the seeds, one per group of runs, if any group has several."""
-        configs = [configuration(history) for history in histories]
+        self.groups = seed_groups(histories, names)
+        """Runs that differ in run.seed only."""
+        self.means = figures_of_groups(self.groups, self.rows, losses)
+        """The figures of each group."""
+        configs = [history.configuration for history in histories]
         self.differing = differing_values(
             [flat(config or {}) for config in configs if all(configs)]
         )
@@ -121,11 +124,11 @@ class Comparison:
         ]
         if out.suffix.lower() == ".json":
             document = {
-                "loss": self.key,
-                "step": self.step,
+                "loss": self.at and self.at[0],
+                "step": self.at and self.at[1],
                 "differing": self.differing,
                 "runs": rows,
-                "means": [asdict(m) for m in self.means],
+                "means": [asdict(figures) for figures in self.means if self.several_seeds],
                 **(beside or {}),
             }
             text = json.dumps(_strict(document), indent=1, ensure_ascii=False) + "\n"
@@ -151,32 +154,43 @@ class Comparison:
         save(self.picture(), width or PICTURE, path)
         return path
 
+    @property
+    def several_seeds(self) -> bool:
+        return len(self.groups) < len(self.histories)
+
     def picture(self) -> Draw:
         """Curves, gaps to the first, and the recipe of each run over the steps, runs that differ in
-        their seed only averaged; of one run its own curves.
+        their seed only averaged.
         """
-        if len(self.histories) == 1:
-            return one_run(self.histories[0])
-        rows = [
-            RecipeRow(
-                name=self.rows[place].name,
-                colour=index,
-                bands=run.bands(),
-                done=run.last_step,
-            )
-            for index, group in enumerate(self.groups)
-            for place, run in zip(group.places, group.runs, strict=True)
-        ]
-        return several_runs(self.groups, rows, gaps=len(self.groups) > 1)
+        return curves(self.groups, recipe_rows(self.groups))
 
 
 def compare(
-    runs: Sequence[Path], quantised: Callable[[Path], float | None] = lambda run: None
+    runs: Sequence[Path],
+    quantised: Callable[[Path], float | None] = lambda run: None,
+    labels: Sequence[str] = (),
 ) -> Comparison:
-    """`Comparison`, of one run at least."""
+    """Run directories side by side, called by `labels`, or else by the names of their folders.
+
+    Raises:
+        UserError: there is none, one is no run directory or has no metrics yet, they share no step,
+            or there are more or fewer labels.
+    """
     if not runs:
         raise UserError("compare needs run directories: fp4train compare RUN RUN...")
-    return Comparison(runs, quantised)
+    if labels and len(labels) != len(runs):
+        raise UserError(f"labels= names {len(labels)} runs of {len(runs)}: give one for each run")
+    histories = [read_history(Path(run)) for run in runs]
+    names = names_of(histories)
+    comparison = Comparison(histories, labels or names, quantised)
+    if comparison.at is None:
+        ranges = ", ".join(
+            f"{name} {int(steps[0])} to {int(steps[-1])}"
+            for name, history in zip(names, histories, strict=True)
+            for steps in [history.series("train/loss").steps]
+        )
+        raise UserError(f"these runs have no step in common: {ranges}")
+    return comparison
 
 
 def _divergences(history: History) -> tuple[int | None, list[int]]:
@@ -210,3 +224,41 @@ def _strict(node: Any) -> Any:
     if isinstance(node, float) and not math.isfinite(node):
         return None
     return node
+
+
+def differing_values(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Key → the value of each run, for the keys in which they differ; those of the run itself are
+    left out.
+
+    Args:
+        configs: full key → value of each run, with the defaults of its classes.
+    """
+    values_of = {
+        key: [config.get(key, ABSENT) for config in configs]
+        for key in dict.fromkeys(key for config in configs for key in config)
+        if key.partition(".")[0] not in NOT_THE_SAME_RUN
+    }
+    return {
+        key: values
+        for key, values in values_of.items()
+        if any(value != values[0] for value in values)
+    }
+
+
+def by_class(differing: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """`differing` with sections of several classes by their names or labels alone,
+    recipe=NVFP4|BF16.
+    """
+    several = [key.removesuffix("._target_") for key in differing if key.endswith("._target_")]
+    relabelled: dict[str, list[Any]] = {}
+    for key, values in differing.items():
+        section = next((name for name in several if key.startswith(f"{name}.")), None)
+        if section is None:
+            relabelled[key] = values
+        elif key == f"{section}._target_":
+            labels = differing.get(f"{section}.label", [ABSENT] * len(values))
+            relabelled[section] = [
+                str(kind).rpartition(".")[2] if label in (ABSENT, "") else label
+                for kind, label in zip(values, labels, strict=True)
+            ]
+    return relabelled

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from fp4train.lab.analysis import figure as look
 from fp4train.lab.analysis.figure import Draw, Panel
-from fp4train.lab.analysis.groups import LOSSES, SeedGroup, gap_curve, loss_curve
-from fp4train.lab.analysis.history import ROUTINE, Band, History, Series, read_history
-from fp4train.text import counted, shortened
+from fp4train.lab.analysis.groups import LOSSES, SeedGroup, gap_curve, loss_curve, seed_groups
+from fp4train.lab.analysis.history import (
+    ROUTINE,
+    Band,
+    History,
+    Series,
+    common_step,
+    read_history,
+)
+from fp4train.text import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,60 +57,44 @@ def draw_curves(run_dir: Path) -> Path:
     """
     history = read_history(run_dir)
     path = Path(run_dir) / CURVES
-    look.save(one_run(history), look.PICTURE, path)
+    groups = seed_groups([history], [history.name])
+    look.save(curves(groups, recipe_rows(groups)), look.PICTURE, path)
     return path
 
 
-def one_run(history: History) -> Draw:
-    """The losses of one run, its recipes, learning rate and gradient norm."""
-    summary = [
-        history.name,
-        counted(history.last_step, "step"),
-        f"training {history.loss('train/loss').values[-1]:.4f}",
+def recipe_rows(groups: Sequence[SeedGroup]) -> list[RecipeRow]:
+    """The recipes of every run, as its metrics have them."""
+    return [
+        RecipeRow(name=name, colour=index, bands=run.bands(), done=run.last_step)
+        for index, group in enumerate(groups)
+        for name, run in zip(group.names, group.runs, strict=True)
     ]
-    validation = history.series("val/loss")
-    if len(validation):
-        summary.append(f"validation {validation.values[-1]:.4f}")
-    row = RecipeRow(name="", colour=0, bands=history.bands(), done=history.last_step)
-    losses = Panel(
-        title="loss (nats per token)", height=3.9, paint=lambda axes: _own_losses(axes, history)
-    )
-    return _over_steps(
-        [[losses]],
-        [row],
-        [
-            _small(history, "train/lr", "learning rate"),
-            _small(history, "train/grad_norm", "gradient norm"),
-        ],
-        title="   ".join(summary),
-    )
 
 
-def several_runs(groups: Sequence[SeedGroup], rows: Sequence[RecipeRow], *, gaps: bool) -> Draw:
-    """The mean losses of groups of seeds with their intervals, the gaps to the first group, and the
-    recipes of every run.
-
-    Args:
-        gaps: the runs share a step, and there are several groups.
+def curves(groups: Sequence[SeedGroup], rows: Sequence[RecipeRow]) -> Draw:
+    """The mean losses of groups of seeds with their intervals, the gaps to the first group where
+    there are some, and the recipes of every run; of a single run also its learning rate and
+    gradient norm.
     """
-    panels = [
-        Panel(
-            title="loss (nats per token): training, smoothed; dots: validation",
-            height=3.2,
-            paint=lambda axes: _losses(axes, groups),
-        )
-    ]
-    if gaps:
+    loss = Panel(
+        title="loss (nats per token): training, smoothed; dots: validation",
+        height=3.2,
+        paint=lambda axes: _losses(axes, groups),
+    )
+    above = [loss]
+    if common_step([run for group in groups for run in group.runs]) and len(groups) > 1:
         title = f"gap to {groups[0].name}, %: training, smoothed; dots: validation"
-        panels.append(Panel(title=title, height=1.8, paint=lambda axes: _gaps(axes, groups)))
-    return _over_steps([[panel] for panel in panels], rows)
+        above.append(Panel(title=title, height=1.8, paint=lambda axes: _gaps(axes, groups)))
+    if len(rows) > 1:
+        return _over_steps(above, rows)
+    (run,) = groups[0].runs
+    losses = Panel(title=loss.title, height=3.9, paint=lambda axes: _own_losses(axes, groups))
+    keys = {"train/lr": "learning rate", "train/grad_norm": "gradient norm"}
+    return _over_steps([losses], rows, [_small(run, key, title) for key, title in keys.items()])
 
 
 def _over_steps(
-    above: Sequence[Sequence[Panel]],
-    rows: Sequence[RecipeRow],
-    below: Sequence[Panel] = (),
-    title: str = "",
+    above: Sequence[Panel], rows: Sequence[RecipeRow], below: Sequence[Panel] = ()
 ) -> Draw:
     """Panels above and below the recipes of runs, all over the same steps; lines where recipes
     change.
@@ -127,11 +118,11 @@ def _over_steps(
         height=0.6 + 0.2 * len(rows),
         paint=lambda axes: _recipes(axes, rows, right),
     )
-    grid = [[over_steps(panel) for panel in row] for row in above]
+    grid = [[over_steps(panel)] for panel in above]
     grid.append([recipes])
     if below:
         grid.append([over_steps(panel) for panel in below])
-    return look.picture(grid, title)
+    return look.picture(grid)
 
 
 def _line(axes: Axes, series: Series, **shape: Any) -> None:
@@ -143,34 +134,16 @@ def _line(axes: Axes, series: Series, **shape: Any) -> None:
         axes.fill_between(series.steps, *series.bounds, color=shape["color"], alpha=0.15, lw=0)
 
 
-def _own_losses(axes: Axes, history: History) -> None:
-    train = history.series("train/loss")
-    _line(axes, train, color=look.TRAIN, alpha=0.28, lw=0.8)
-    _line(axes, train.smoothed(), color=look.TRAIN, lw=1.8, label=smoothing(train))
-    drawn = [train.values]
-    for key, label, shape in (
-        ("val/loss", "validation, high precision", {"color": look.INK}),
-        ("val/loss_recipe", "validation, in the recipe", {"color": look.QUIET, "ls": "--"}),
-    ):
-        series = history.series(key)
-        if len(series):
-            _line(
-                axes,
-                series,
-                lw=1.5,
-                marker="o" if len(series) <= 40 else "",
-                ms=3.5,
-                label=label,
-                **shape,
-            )
-            drawn.append(series.values)
-    look.loss_axis(axes, drawn)
-    _mark_events(axes, history)
-
-
-def smoothing(train: Series) -> str:
-    """What the line of training losses is."""
-    return f"training, smoothed: the last tenth of the steps, at most {train.window}"
+def _own_losses(axes: Axes, groups: Sequence[SeedGroup]) -> None:
+    """`_losses` of one run, with each logged loss, that in the recipe, and what happened."""
+    (run,) = groups[0].runs
+    _line(axes, run.series("train/loss"), color=look.TRAIN, alpha=0.28, lw=0.8)
+    in_recipe = run.series("val/loss_recipe")
+    if len(in_recipe):
+        label = "validation in the recipe"
+        _line(axes, in_recipe, color=look.QUIET, ls="--", lw=1.2, label=label)
+    _losses(axes, groups)
+    _mark_events(axes, run)
 
 
 def _small(history: History, key: str, title: str) -> Panel:
@@ -186,7 +159,7 @@ def _small(history: History, key: str, title: str) -> Panel:
             axes.set_yticks([])
             return
         if key == "train/grad_norm" and len(positive):
-            look.logarithmic(axes, positive.min(), positive.max())
+            look.logarithmic(axes, positive.min(), positive.max(), even=3.0)
         _line(axes, series, color=look.INK, lw=0.9)
 
     return Panel(title=title, height=1.4, paint=paint)
@@ -224,10 +197,10 @@ def _losses(axes: Axes, groups: Sequence[SeedGroup]) -> None:
 
 
 def _gaps(axes: Axes, groups: Sequence[SeedGroup]) -> None:
-    reference, *others = groups
+    reference = groups[0]
     settled = []
     axes.axhline(0, color=look.colour_of(0), lw=1.1)
-    for index, group in enumerate(others, start=1):
+    for index, group in enumerate(groups[1:], start=1):
         train, validation = (gap_curve(reference, group, key) for key in LOSSES)
         shape = {"color": look.colour_of(index), "ls": look.line_of(index)}
         _line(axes, replace(train, bounds=None), lw=0.9, alpha=0.5, **shape)

@@ -272,12 +272,14 @@ def name_rows(axes: Axes, names: Sequence[str], *, ticks: int) -> None:
     few_ticks(axes, ticks)
 
 
-def logarithmic(axes: Axes, low: float, high: float) -> None:
-    """A logarithmic y axis for values from `low` to `high`, with plain numbers."""
+def logarithmic(axes: Axes, low: float, high: float, even: float = EVEN) -> None:
+    """A logarithmic y axis for values from `low` to `high`, with plain numbers, evenly spaced where
+    the ratio of the ends is at most `even`.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     axes.set_yscale("log")
-    if high <= EVEN * low:
+    if high <= even * low:
         axes.yaxis.set_major_locator(MaxNLocator(9))
     else:
         subs = (1.0, 2.0, 5.0) if high <= 1000 * low else (1.0,)

@@ -1,4 +1,4 @@
-"""Losses and gaps of groups of seeds, with intervals.
+"""The figures of runs side by side; losses and gaps of groups of seeds, with intervals.
 
 A group holds the runs that differ in run.seed only. Its loss is the mean over them with Student's
 95 % interval. The gap is relative, loss / loss of the first group − 1. Where two groups have the
@@ -21,7 +21,6 @@ from fp4train.lab.analysis.history import (
     History,
     Series,
     common_window,
-    configuration,
 )
 from fp4train.lab.intervals import Estimate, estimate
 from fp4train.text import first_few, shortened
@@ -38,16 +37,24 @@ class SeedGroup:
     """Runs that differ in their seed only.
 
     Args:
-        name: names of its runs, of the first ones if there are many.
+        names: what its runs are called.
         runs: histories, one per seed.
         places: places of the runs among all.
         seeds: seeds of the runs; a 0 where the configuration is not known.
     """
 
-    name: str
+    names: Sequence[str]
     runs: Sequence[History]
     places: tuple[int, ...]
     seeds: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The names of its runs, of the first ones if there are many."""
+        names = list(dict.fromkeys(self.names))
+        if len(names) == 1:
+            return names[0]
+        return first_few([shortened(name, 40) for name in names], NAMED)
 
     def losses(self, key: str, steps: Floats, window: int) -> Floats:
         """The losses [run, step] at steps that all runs have."""
@@ -68,7 +75,7 @@ def seed_groups(histories: Sequence[History], names: Sequence[str]) -> list[Seed
         members.setdefault(same, {})[seed] = index
     return [
         SeedGroup(
-            name=_joint_name([names[index] for index in group.values()]),
+            names=[names[index] for index in group.values()],
             runs=[histories[index] for index in group.values()],
             places=tuple(group.values()),
             seeds=tuple(group),
@@ -77,17 +84,11 @@ def seed_groups(histories: Sequence[History], names: Sequence[str]) -> list[Seed
     ]
 
 
-def _joint_name(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    return first_few([shortened(name, 40) for name in names], NAMED)
-
-
 def _identity(history: History) -> tuple[int, str | None]:
     """The seed of a run, and what runs of another seed share with it: configuration and recipes;
     None: not known.
     """
-    config = configuration(history)
+    config = history.configuration
     try:
         assert config is not None
         seed = int(config["run"]["seed"])
@@ -115,36 +116,20 @@ def relative_gap(
     if len(losses) > 1 and set(group.seeds) == set(by_seed):
         pairs = zip(group.seeds, losses, strict=True)
         return estimate([loss / by_seed[seed] - 1 for seed, loss in pairs])
-    first = estimate(base)
-    other = estimate(losses)
-    ratio = other.mean / first.mean
-    if first.error is None or other.error is None:
+    base_mean = estimate(base)
+    mean = estimate(losses)
+    ratio = mean.mean / base_mean.mean
+    if base_mean.error is None or mean.error is None:
         return estimate([ratio - 1])
-    shares = (first.error * ratio) ** 2, other.error**2
+    shares = (base_mean.error * ratio) ** 2, mean.error**2
     total = sum(shares)
-    freedom = first.freedom + other.freedom
+    freedom = base_mean.freedom + mean.freedom
     if total > 0:
-        parts = shares[0] ** 2 / first.freedom + shares[1] ** 2 / other.freedom
+        parts = shares[0] ** 2 / base_mean.freedom + shares[1] ** 2 / mean.freedom
         freedom = max(1, int(total**2 / parts))
-    error = math.sqrt(total) / abs(first.mean)
-    count = first.count + other.count
+    error = math.sqrt(total) / abs(base_mean.mean)
+    count = base_mean.count + mean.count
     return Estimate(mean=ratio - 1, error=error, count=count, freedom=freedom)
-
-
-def loss_at(group: SeedGroup, key: str, step: int) -> Estimate:
-    """The loss of a group at one step that all its runs have."""
-    window = common_window(group.runs)
-    return mean_loss(group.losses(key, np.array([float(step)]), window)[:, 0].tolist())
-
-
-def gap_at(reference: SeedGroup, group: SeedGroup, key: str, step: int) -> Estimate:
-    """The gap at one step that all runs have."""
-    window = common_window([*reference.runs, *group.runs])
-    base, losses = (
-        each.losses(key, np.array([float(step)]), window)[:, 0].tolist()
-        for each in (reference, group)
-    )
-    return relative_gap(reference, group, base, losses)
 
 
 def loss_curve(group: SeedGroup, key: str) -> Series:
@@ -160,8 +145,8 @@ def gap_curve(reference: SeedGroup, group: SeedGroup, key: str) -> Series:
     window = common_window([*reference.runs, *group.runs])
     base, losses = (of.losses(key, steps, window).T.tolist() for of in (reference, group))
     gaps = [
-        relative_gap(reference, group, first, other)
-        for first, other in zip(base, losses, strict=True)
+        relative_gap(reference, group, of_reference, of_group)
+        for of_reference, of_group in zip(base, losses, strict=True)
     ]
     return _curve(steps, gaps, 100.0)
 
@@ -179,3 +164,106 @@ def _curve(steps: Floats, estimates: Sequence[Estimate], unit: float = 1.0) -> S
     low, high = (np.array([unit * bound[side] for bound in bounds]) for side in (0, 1))
     mean = np.array([unit * point.mean for point in estimates], dtype=np.float64)
     return Series(steps=steps, values=mean, bounds=(low, high))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One run. Losses in nats per token; None where a run logged no such thing.
+
+    Args:
+        recipe: recipes in order of appearance.
+        quantised: share of the linear layers' multiply-adds that were quantised, over the steps;
+            None: not known.
+        train_loss: smoothed loss at the run's last step.
+        val_loss, best_val_loss: last and lowest validation loss, in high precision.
+        gap: relative gap to the first run at `Comparison.step`; None for the first run.
+        tokens_per_s: median over the run.
+    """
+
+    name: str
+    recipe: str
+    quantised: float | None
+    steps: int
+    train_loss: float
+    val_loss: float | None
+    best_val_loss: float | None
+    gap: float | None
+    tokens_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFigures:
+    """The figures of a group of seeds, or of a single run.
+
+    Args:
+        runs, seeds: names of the runs and their seeds.
+        train_loss, val_loss, loss: means of the smoothed training loss at the end, of the last
+            validation loss (None where a run has none), and of the loss that gaps are of.
+        gap: relative gap of that loss to the first group's; None for that group.
+    """
+
+    name: str
+    runs: tuple[str, ...]
+    seeds: tuple[int, ...]
+    train_loss: Estimate
+    val_loss: Estimate | None
+    loss: Estimate
+    gap: Estimate | None
+
+
+def summarise(
+    history: History, name: str, gap: float | None, quantised: float | None
+) -> RunSummary:
+    """The figures of one run.
+
+    Args:
+        gap, quantised: see `RunSummary`.
+    """
+    validation = history.series("val/loss")
+    speed = history.series("perf/tokens_per_s")
+    finite = validation.values[np.isfinite(validation.values)]
+    return RunSummary(
+        name=name,
+        recipe=" → ".join(recipe for *_, recipe in history.bands()),
+        quantised=quantised,
+        steps=history.last_step,
+        train_loss=float(history.loss("train/loss").values[-1]),
+        val_loss=float(validation.values[-1]) if len(validation) else None,
+        best_val_loss=float(finite.min()) if len(finite) else None,
+        gap=gap,
+        tokens_per_s=float(np.median(speed.values)) if len(speed) else None,
+    )
+
+
+def figures_of_groups(
+    groups: Sequence[SeedGroup], rows: Sequence[RunSummary], losses: Sequence[float]
+) -> list[GroupFigures]:
+    """The figures of each group.
+
+    Args:
+        rows, losses: figures of each run, and the loss that gaps are of.
+    """
+    reference = groups[0]
+    figures = []
+    for group in groups:
+        of_group = [rows[place] for place in group.places]
+        validation = [row.val_loss for row in of_group if row.val_loss is not None]
+        base = [losses[place] for place in reference.places]
+        of_runs = [losses[place] for place in group.places]
+        figures.append(
+            GroupFigures(
+                name=group.name,
+                runs=tuple(row.name for row in of_group),
+                seeds=group.seeds,
+                train_loss=mean_loss([row.train_loss for row in of_group]),
+                val_loss=mean_loss(validation) if len(validation) == len(of_group) else None,
+                loss=mean_loss(of_runs),
+                gap=None if group is reference else relative_gap(reference, group, base, of_runs),
+            )
+        )
+    return figures
+
+
+def loss_of(history: History, key: str, step: int, window: int) -> float:
+    """A loss of a run at one of its steps; that of training is smoothed over `window`."""
+    return float(history.loss(key, window).at(np.array([step]))[0])

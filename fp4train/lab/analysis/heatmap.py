@@ -165,7 +165,7 @@ def heat_map(
     Args:
         rows: names; empty: they stand beside another map.
         scale: arguments of matplotlib's `imshow`.
-        label: what the columns are, of which some are named; empty: their names say it.
+        label: word for the columns, of which some are named; empty: all are.
     """
 
     def paint(axes: Axes) -> None:

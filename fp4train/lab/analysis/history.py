@@ -6,9 +6,9 @@ start one, also in a resumed run. Losses of training are smoothed (`fp4train.tra
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ import numpy as np
 
 from fp4train.audit.fault import AUDIT
 from fp4train.errors import UserError
-from fp4train.paths import INIT_KEYS, RUNS
+from fp4train.paths import INIT_KEYS
+from fp4train.run.record.directory import require_run
 from fp4train.sealed import CONFIG, saved_config
-from fp4train.text import near_miss
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import read_metrics
 from fp4train.track.series import Floats as Floats, Series as Series, TrainingLoss
@@ -66,6 +66,16 @@ class History:
     @property
     def last_step(self) -> int:
         return max(int(line["step"]) for line in self.lines)
+
+    @cached_property
+    def configuration(self) -> dict[str, Any] | None:
+        """The configuration of the run; None: not known."""
+        try:
+            return saved_config(self.path / CONFIG)
+        except UserError as error:
+            if (self.path / CONFIG).exists():
+                _log.warning("%s", error)
+            return None
 
     def series(self, key: str) -> Series:
         by_step: dict[int, float] = {}
@@ -116,29 +126,16 @@ def read_history(run: Path) -> History:
         UserError: not a run directory, or no loss logged yet.
     """
     run = Path(run)
-    if not run.is_dir():
-        if run.parent.is_dir():
-            beside = sorted(p.name for p in run.parent.iterdir() if p.is_dir())
-        else:
-            beside = []
-        if run.exists():
-            why = "it is a file"
-        elif run.is_symlink():
-            why = "it is a link that leads nowhere"
-        else:
-            why = f"there is no such folder{near_miss(run.name, beside)}"
-            if (RUNS / run / METRICS).is_file():
-                why = f"there is no such folder; did you mean {RUNS / run}?"
-        raise UserError(f"{run} is not a run directory: {why}")
     if not (run / METRICS).exists():
-        raise UserError(f"{run} is not a run directory: it has no {METRICS}")
-    history = History(path=run, lines=read_metrics(run / METRICS))
+        require_run(run)
+    lines = read_metrics(run / METRICS) if (run / METRICS).exists() else []
+    history = History(path=run, lines=lines)
     if not len(history.series("train/loss")):
         raise UserError(f"{run} has no metrics yet: no train/loss in its {METRICS}")
     return history
 
 
-def names_of(histories: list[History]) -> list[str]:
+def names_of(histories: Sequence[History]) -> list[str]:
     """The directory's name; where two runs share it, the path."""
     count = Counter(history.name for history in histories)
     return [
@@ -146,22 +143,13 @@ def names_of(histories: list[History]) -> list[str]:
     ]
 
 
-def common_step(histories: list[History]) -> tuple[str, int]:
-    """The loss that gaps are of, and the last step that all runs have it at.
-
-    Raises:
-        UserError: there is no such step.
-    """
+def common_step(histories: Sequence[History]) -> tuple[str, int] | None:
+    """The loss that gaps are of, and the last step that all runs have it at; None: there is none."""
     for key in ("val/loss", "train/loss"):
         steps = reduce(np.intersect1d, [history.series(key).steps for history in histories])
         if len(steps):
             return key, int(steps[-1])
-    ranges = ", ".join(
-        f"{name} {int(steps[0])} to {int(steps[-1])}"
-        for name, history in zip(names_of(histories), histories, strict=True)
-        for steps in [history.series("train/loss").steps]
-    )
-    raise UserError(f"these runs have no step in common: {ranges}")
+    return None
 
 
 def common_window(histories: Iterable[History]) -> int:
@@ -178,13 +166,3 @@ def training_loss(run: Path) -> TrainingLoss | None:
     except UserError:
         return None
     return TrainingLoss.of(history.series("train/loss"))
-
-
-def configuration(history: History) -> dict[str, Any] | None:
-    """The configuration of a run; None: not known."""
-    try:
-        return saved_config(history.path / CONFIG)
-    except UserError as error:
-        if (history.path / CONFIG).exists():
-            _log.warning("%s", error)
-        return None

@@ -60,7 +60,7 @@ def gate(
         UserError: there is no such checkpoint or option, the runs have different models, nothing
             differs between the recipes, or the reference diverged.
     """
-    bases = open_bases(request, _choice(request), _check)
+    bases = open_bases(request, _choice(request))
     _check([base.branches for base in bases])
     with ExitStack() as stack:
         folders = [base.folder_in(request.out, alone=len(bases) == 1) for base in bases]

@@ -15,7 +15,7 @@ from fp4train.config.binding import flattened
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
-from fp4train.lab.analysis.differing import differing_values
+from fp4train.lab.analysis.compare import differing_values
 from fp4train.lab.costs import CostEstimate, estimate
 from fp4train.lab.report.sources import UNREADABLE, RunSource
 from fp4train.precision.layers import find_layers
@@ -86,8 +86,6 @@ class RunCost:
         if len(speed) > 1 and len(tokens) and (speed.values > 0).all():
             seconds = self.tokens / len(speed) * float(np.sum(1 / speed.values))
             self.seconds = seconds if math.isfinite(seconds) else None
-        self.speed = source.summary.tokens_per_s
-        """Tokens per second, median over steps."""
         self.mfu = float(np.median(mfu.values)) if len(mfu) else None
         """Share of the GPU's peak, median over steps."""
         sizes = [source.config.get(f"train.{key}") for key in ("batch_size", "microbatch")]
@@ -125,8 +123,8 @@ def weak_gradient(source: RunSource) -> WeakGradient:
     below = (ratio.values < THRESHOLD).nonzero()[0]
     if not len(below):
         return WeakGradient(0, math.nan, 0, len(ratio))
-    first = below[0]
-    return WeakGradient(int(ratio.steps[first]), float(ratio.values[first]), len(below), len(ratio))
+    index = below[0]
+    return WeakGradient(int(ratio.steps[index]), float(ratio.values[index]), len(below), len(ratio))
 
 
 def other_tokens(sources: Sequence[RunSource]) -> bool:

@@ -27,8 +27,8 @@ from markupsafe import Markup
 from fp4train import __version__, text
 from fp4train.errors import UserError
 from fp4train.hardware import Gpu
-from fp4train.lab.analysis import SeedGroup, common_step, figure, groups, heatmap, seed_groups
-from fp4train.lab.analysis.curves import RecipeRow, several_runs
+from fp4train.lab.analysis import Comparison, figure, heatmap
+from fp4train.lab.analysis.curves import RecipeRow, curves
 from fp4train.lab.costs import CostEstimate
 from fp4train.lab.report import facts
 from fp4train.lab.report.sources import RunSource, read_sources
@@ -55,17 +55,9 @@ class Report:
     predicted: Mapping[RunSource, CostEstimate]
 
     @cached_property
-    def groups(self) -> list[SeedGroup]:
+    def comparison(self) -> Comparison:
         names = [source.name for source in self.sources]
-        return seed_groups([source.metrics for source in self.sources], names)
-
-    @cached_property
-    def at(self) -> tuple[str, int] | None:
-        """The loss and the step that gaps are of; None where the runs share no step."""
-        try:
-            return common_step([source.metrics for source in self.sources])
-        except UserError:
-            return None
+        return Comparison([source.metrics for source in self.sources], names)
 
     @cached_property
     def rankings(self) -> dict[RankResult, RunSource]:
@@ -93,6 +85,7 @@ class Report:
     @cached_property
     def figures(self) -> dict[str, figure.Draw]:
         """Name → picture."""
+        groups = self.comparison.groups
         rows = [
             RecipeRow(
                 name=self.sources[place].label,
@@ -101,11 +94,10 @@ class Report:
                 done=self.sources[place].done,
                 marks=self.sources[place].marks,
             )
-            for index, group in enumerate(self.groups)
+            for index, group in enumerate(groups)
             for place in group.places
         ]
-        gaps = self.at is not None and len(self.groups) > 1
-        drawings = {"curves": several_runs(self.groups, rows, gaps=gaps)}
+        drawings = {"curves": curves(groups, rows)}
         for number, ranking in enumerate(self.rankings, start=1):
             drawings[f"ranking-{number}"] = figures.ranking(ranking)
         for number, (_, study) in enumerate(self.sensitivities, start=1):
@@ -178,7 +170,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         finalize=_seen,
     )
-    modules = (facts, groups, sequential, text)
+    modules = (facts, sequential, text)
     pages.globals |= {module.__name__.rpartition(".")[2]: module for module in modules}
     pages.globals |= {"image": _image, "version": __version__}
     pages.filters |= {"form": format, "of": lambda place, items: items[place]}

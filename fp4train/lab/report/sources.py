@@ -4,7 +4,7 @@ is used.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,9 +17,7 @@ from fp4train.lab.analysis import (
     Band,
     Errors,
     History,
-    RunSummary,
     read_history,
-    summarise,
 )
 from fp4train.lab.analysis.figure import plain
 from fp4train.lab.analysis.history import names_of
@@ -105,11 +103,6 @@ class RunSource:
     def _errors(self) -> Errors | None:
         statistics = read_statistics(self.metrics.path, self.problems.append)
         return Errors(statistics) if len(statistics.operands["step"]) else None
-
-    @cached_property
-    def summary(self) -> RunSummary:
-        """The figures of the run alone."""
-        return summarise(self.metrics, self.name, None, None)
 
     @property
     def label(self) -> str:

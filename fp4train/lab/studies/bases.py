@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.data.passes import Passes
-from fp4train.data.source import ready_tokenizer
 from fp4train.errors import UserError, user_errors
-from fp4train.lab.studies.base import Base, Branch, ForkRequest, ForkSettings
+from fp4train.lab.studies.base import Base, ForkRequest, ForkSettings
 from fp4train.lab.studies.candidates import SECTIONS, RecipeCandidate
-from fp4train.lab.studies.forks import branch, branch_of, checkpoint_command
+from fp4train.lab.studies.forks import branch, checkpoint_command
 from fp4train.lab.studies.subject import open_subject
-from fp4train.precision.layers import find_layers
-from fp4train.run.build import build_model
 from fp4train.run.checks import learning_rate
-from fp4train.run.command import Command
-from fp4train.run.host import choose_device
 from fp4train.run.record import directory as run_directory
 from fp4train.text import counted
 
@@ -35,17 +28,11 @@ CandidatesOf = Callable[[Mapping[str, Any]], list[RecipeCandidate]]
 """Function from the sections of a run, as plain values, to the candidates at its checkpoints."""
 
 
-def open_bases(
-    request: ForkRequest,
-    candidates_of: CandidatesOf,
-    check: Callable[[Sequence[Sequence[Branch]]], object],
-) -> list[Base]:
+def open_bases(request: ForkRequest, candidates_of: CandidatesOf) -> list[Base]:
     """The checkpoints that a request names, each with its candidates.
 
     Args:
         candidates_of: function from the sections of a run, as plain values, to the candidates.
-        check: raises UserError where the candidates of all checkpoints do not fit together; called
-            before data is read, where that is known by then.
 
     Raises:
         UserError: there is no such checkpoint or option, or one is named twice.
@@ -55,13 +42,9 @@ def open_bases(
         for source in map(run_directory.require_run, request.some_runs)
         for step in request.checkpoint_steps
     ]
-    checkpoints = [_configured(request, source, step) for source, step in places]
-    planned = [_planned(chosen, candidates_of) for chosen in checkpoints]
-    if all(planned):
-        check([branches for branches in planned if branches])
     bases: dict[str, Base] = {}
-    for chosen in checkpoints:
-        base = _open(request, candidates_of, chosen, keep=len(places) == 1)
+    for source, step in places:
+        base = _open(request, candidates_of, source, step, keep=len(places) == 1)
         if (same := bases.setdefault(base.mark, base)) is not base:
             raise UserError(f"{base.title} and {same.title} are the same checkpoint: name it once")
     return list(bases.values())
@@ -80,86 +63,29 @@ def _step(source: Path, requested: int | None) -> int:
     return have[-1] if requested is None else requested
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Checkpoint:
-    """A checkpoint before it is opened.
-
-    Args:
-        source: run directory.
-        step: optimizer steps of the checkpoint.
-        command: the command that opens the checkpoint.
-        settings: settings of the forks.
-    """
-
-    source: Path
-    step: int
-    command: Command
-    settings: ForkSettings
-
-    @property
-    def sections(self) -> dict[str, Any]:
-        """Recipe, policy and phases of the run, for what a request does not name."""
-        assert self.command.saved is not None
-        sections = {name: self.command.saved[name] for name in SECTIONS}
-        if self.settings.schedule == "linear":
-            sections["phases"] = {}  # those of the run belong to its own schedule
-        return sections
-
-
-def _configured(request: ForkRequest, source: Path, step: int) -> _Checkpoint:
-    command = checkpoint_command(source, step, request.paths)
-    return _Checkpoint(
-        source=source,
-        step=step,
-        command=command,
-        settings=_settings(request, command.config, source, step),
-    )
-
-
-def _planned(chosen: _Checkpoint, candidates_of: CandidatesOf) -> list[Branch] | None:
-    """The candidates at a checkpoint, planned without its data and weights; None: the data or the
-    model says only when it is read what that takes.
-
-    Raises:
-        UserError: see `branch`.
-    """
-    config = chosen.command.config
-    vocab_size = getattr(config.data, "vocab_size", None)
-    if (tokenizer := ready_tokenizer(config.data, chosen.source)) is not None:
-        vocab_size = tokenizer.vocab_size
-    if not isinstance(vocab_size, int):
-        return None
-    try:
-        model = build_model(config, vocab_size, torch.device("meta"))
-    except RuntimeError:  # it reads values of tensors while it is built
-        return None
-    layers = find_layers(model)
-    device = choose_device(config.device)
-    return [
-        branch_of(config, layers, device, chosen.step, candidate, chosen.settings)
-        for candidate in candidates_of(chosen.sections)
-    ]
-
-
 def _open(
-    request: ForkRequest, candidates_of: CandidatesOf, chosen: _Checkpoint, *, keep: bool
+    request: ForkRequest, candidates_of: CandidatesOf, source: Path, step: int, *, keep: bool
 ) -> Base:
-    settings = chosen.settings
-    subject = open_subject(chosen.command, optimizer=True)
+    command = checkpoint_command(source, step, request.paths)
+    assert command.saved is not None
+    settings = _settings(request, command.config, source, step)
+    sections = {name: command.saved[name] for name in SECTIONS}
+    if settings.schedule == "linear":
+        sections["phases"] = {}  # those of the run belong to its own schedule
+    candidates = candidates_of(sections)
+    subject = open_subject(command, optimizer=True)
     run = subject.run
     passes = Passes(loader=run.val_data, rows=run.microbatch_rows, batches=settings.batches)
     return Base(
         study=request.study,
-        source=chosen.source,
-        step=chosen.step,
+        source=source,
+        step=step,
         settings=settings,
-        run=subject.identity["run"] or str(chosen.source),
+        run=subject.identity["run"] or str(source),
         trained=run.config.recipe.name,
         targets=passes.targets,
         identity={"study": request.study, **subject.identity, **asdict(settings)},
-        branches=[
-            branch(subject, candidate, settings) for candidate in candidates_of(chosen.sections)
-        ],
+        branches=[branch(subject, candidate, settings) for candidate in candidates],
         subject=subject if keep else None,
     )
 

@@ -33,14 +33,14 @@ import torch
 from omegaconf import OmegaConf
 
 from fp4train.companion import Companion
-from fp4train.config import Config, plain
+from fp4train.config import plain
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.lab.studies.base import Base, Branch, ForkRequest, ForkSettings
 from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.optim.schedule import Schedule
-from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_plan
 from fp4train.run.command import Command
 from fp4train.run.companions import in_studies
@@ -141,27 +141,7 @@ def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings)
             run the recipe.
     """
     run = subject.run
-    return branch_of(
-        run.config, find_layers(run.model), run.device, subject.step, candidate, settings
-    )
-
-
-def branch_of(
-    config: Config,
-    layers: Mapping[str, Layer],
-    device: torch.device,
-    step: int,
-    candidate: RecipeCandidate,
-    settings: ForkSettings,
-) -> Branch:
-    """As `branch`, of a checkpoint that need not be opened.
-
-    Args:
-        config: configuration of the run.
-        layers: layers of its model, by name.
-        step: optimizer steps at the checkpoint.
-    """
-    config = candidate.applied(config)
+    config = candidate.applied(run.config)
     config = replace(config, eval=replace(config.eval, batches=settings.batches, errors_every=0))
     if settings.schedule == "linear":
         schedule = ToZero(warmup=0, start=settings.lr / config.optim.lr)
@@ -170,8 +150,8 @@ def branch_of(
         )
     with user_errors(UserError, before=f"{candidate.name}: "):
         timeline = build_timeline(config)
-        plan = build_plan(config, layers, timeline, Device.of(device))
-    start = step if settings.schedule == "own" else 0
+        plan = build_plan(config, find_layers(run.model), timeline, Device.of(run.device))
+    start = subject.step if settings.schedule == "own" else 0
     last = [
         replace(s, stop=min(s.stop, start + settings.steps)) for s in plan.since(start).stretches
     ]

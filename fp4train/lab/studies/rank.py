@@ -41,9 +41,7 @@ def rank(request: RankRequest) -> tuple[Ranking, list[Path]]:
     """
     axes = sweep_axes(request.chosen or [DEFAULT], request.folders)
     bases = _distinct(
-        open_bases(
-            request, lambda sections: candidates(axes, sections, request.baseline), _different
-        )
+        open_bases(request, lambda sections: candidates(axes, sections, request.baseline))
     )
     with ExitStack() as stack:
         folders = [base.folder_in(request.out, alone=len(bases) == 1) for base in bases]

@@ -88,18 +88,7 @@ class StudyRecord:
             self._log.log_event(self.step, "study", {"identity": header})
 
     def _check(self, recorded: Any, expected: Mapping[str, Any]) -> None:
-        recorded = recorded if isinstance(recorded, dict) else {}
-        was = _version(recorded)
-        now = _version(expected)
-        if was != now:
-            raise UserError(
-                f"{self.path} is a record of fp4train {was}; this is {now}. Figures of two "
-                "versions are not compared, "
-                "because the arithmetic of a recipe may have changed between them: go on "
-                "with that version, remove the "
-                "file to measure anew, or give this study another folder, out=…"
-            )
-        old = flattened(recorded)
+        old = flattened(recorded if isinstance(recorded, dict) else {})
         new = flattened(expected)
         if other := [key for key in {**new, **old} if old.get(key) != new.get(key)]:
             shown = "; ".join(_difference(key, old, new) for key in other[:SHOWN])
@@ -144,10 +133,6 @@ class StudyRecord:
     def close(self) -> None:
         """Make what is recorded durable, and close the file."""
         self._log.finish()
-
-
-def _version(identity: Mapping[str, Any]) -> str:
-    return f"{identity.get('fp4train')}, format {identity.get('format')}"
 
 
 def _difference(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

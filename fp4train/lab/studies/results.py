@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from fp4train.config.binding import MISSING_KEY, bind, known_part
-from fp4train.errors import UserError, in_words
+from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.lab.analysis.figure import plain
 from fp4train.lab.intervals import CONFIDENCE, Estimate
@@ -25,7 +25,7 @@ from fp4train.lab.studies.sequential import ALPHA, Pair, Verdict
 from fp4train.lab.studies.subject import STUDIES, Subject
 from fp4train.lab.studies.tradeoff import Point, Tradeoff
 from fp4train.sealed import identity, unsealed
-from fp4train.text import shortened
+from fp4train.text import first_line, shortened
 
 if TYPE_CHECKING:
     from fp4train.lab.studies.ranking import Entry, Ranking
@@ -70,7 +70,7 @@ class SensitivityResult:
     """The findings on one recipe at one step.
 
     Args:
-        identity: what the study is of (`Subject.identity`).
+        identity: identity of the model, data and device (`Subject.identity`).
         signal, shares: see `Sensitivity`; shares by the plural of their kind.
         parts: findings by name of part.
         blocks, cells: nMSE above the floor by block, and by layer and operand; cells are None where
@@ -195,7 +195,7 @@ class CandidateResult:
         gap, gap_high: gap of the losses evaluated in the recipe and in high precision.
         gaps: the gap at each checkpoint.
         tokens: see `Ranking.sampling`.
-        p, verdict: of the pair with the reference; None without a test.
+        p, verdict: result of the test against the reference; None without one.
         simultaneous: the interval of the gap that holds together with those of all other pairs.
     """
 
@@ -216,9 +216,9 @@ class CandidateResult:
 
     @classmethod
     def of(cls, ranking: Ranking, entry: Entry) -> CandidateResult:
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         if not entry.diverged and entry is not ranking.reference:
-            found = {
+            figures = {
                 "gap": ranking.gap(entry),
                 "gap_high": ranking.gap(entry, "high"),
                 "gaps": tuple(gap.mean for gap in ranking.by_base(entry)),
@@ -226,11 +226,11 @@ class CandidateResult:
             }
         pair = ranking.against_reference(entry)
         if pair is not None and ranking.tested:
-            found |= {"p": pair.p, "verdict": pair.verdict}
+            figures |= {"p": pair.p, "verdict": pair.verdict}
         if pair is not None and pair.simultaneous is not None:
             low, high = pair.simultaneous
             ends = (low, high) if pair.first == ranking.reference.name else (-high, -low)
-            found["simultaneous"] = ends
+            figures["simultaneous"] = ends
         return cls(
             name=entry.name,
             asked=entry.asked,
@@ -241,7 +241,7 @@ class CandidateResult:
                 ranking.place(spike.fork) for spike in ranking.spikes if spike.entry is entry
             ),
             forks=tuple(fork for fork in entry.forks if fork is not None),
-            **found,
+            **figures,
         )
 
 
@@ -282,7 +282,7 @@ class RankResult:
     @classmethod
     def of(cls, ranking: Ranking) -> RankResult:
         ranked = ranking.ranked
-        others = [entry for entry in ranking.entries if not any(entry is x for x in ranked)]
+        unranked = [entry for entry in ranking.entries if not any(entry is x for x in ranked)]
         return cls(
             checkpoints=tuple(map(StudiedCheckpoint.of, ranking.bases)),
             units=len(set(ranking.units)),
@@ -294,7 +294,7 @@ class RankResult:
             margin=ranking.margin,
             validation_tokens=sum(ranking.bases[0].targets),
             floor=ranking.floor,
-            candidates=tuple(CandidateResult.of(ranking, entry) for entry in (*ranked, *others)),
+            candidates=tuple(CandidateResult.of(ranking, entry) for entry in (*ranked, *unranked)),
             order=tuple(entry.name for entry in ranked),
             pairs=tuple(ranking.pairs),
         )
@@ -412,19 +412,13 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
 
 def _why(error: Exception) -> str:
     """Why a result cannot be read, as the end of a sentence."""
-    if isinstance(error, RecursionError):
-        return ": its JSON is nested too deep"
-    if isinstance(error, OSError):
-        return f" ({in_words(error)})"
-    if not isinstance(error, UserError):
-        return f" ({type(error).__name__}: {error})"
     key = str(error).removesuffix(MISSING_KEY)
     if key != str(error):
         return (
             f" (it has no {key!r}): another version of fp4train wrote it, or it was changed; the "
             "same command writes it anew"
         )
-    return f" ({shortened(str(error), REASON)})"
+    return f" ({shortened(first_line(error), REASON)})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fp4train.cli import main
-from fp4train.lab.analysis import Comparison
+from fp4train.lab.analysis import compare
 from fp4train.lab.gate import WholeRuns, whole_runs
 from fp4train.lab.intervals import quantile
 from fp4train.track import MetricsLog
@@ -37,7 +37,7 @@ def runs(folder: Path, losses: dict[str, list[float]]) -> list[Path]:
 
 
 def beside(folder: Path, losses: dict[str, list[float]], margin: float) -> WholeRuns:
-    return whole_runs(Comparison(runs(folder, losses), lambda run: None), margin)
+    return whole_runs(compare(runs(folder, losses)), margin)
 
 
 def test_one_seed_each_shows_neither_and_says_how_little_seeds_would_have_to_scatter(
@@ -81,9 +81,7 @@ def test_false_verdicts_of_whole_runs_are_at_most_five_per_cent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three seeds each, a true gap of exactly the margin."""
-    comparison = Comparison(
-        runs(tmp_path, {"bf16": [2.0] * 3, "nvfp4": [2.0] * 3}), lambda run: None
-    )
+    comparison = compare(runs(tmp_path, {"bf16": [2.0] * 3, "nvfp4": [2.0] * 3}))
     rng = np.random.default_rng(0)
     verdicts = []
     for _ in range(1500):

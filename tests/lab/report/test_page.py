@@ -113,31 +113,21 @@ def test_a_run_without_statistics_has_no_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sketched")
-def test_a_gradient_below_its_threshold_is_told(tmp_path: Path) -> None:
+def test_a_gradient_below_its_threshold_and_audits_are_told(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     log = MetricsLog(run / "metrics.jsonl")
     for step, ratio in ((50, 1.8), (60, 1.7), (70, 1.6)):
         log.log(step, {"error/gradient_to_noise": ratio})
-    log.finish()
-    text = report(tmp_path, run).text
-    assert (
-        "at step 60 the gradient's norm was 1.70 times its quantisation noise" in text
-        and "2 of 3 measured" in text
-    )
-
-
-@pytest.mark.usefixtures("sketched")
-def test_the_page_says_what_was_audited(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a")
-    log = MetricsLog(run / "metrics.jsonl")
     for step, layer in ((2, LAYERS[0]), (12, LAYERS[1]), (22, LAYERS[0])):
         log.log_event(step, "audit", {"layer": layer, "gemms": ["fprop"], "faults": 0})
     log.log_event(22, "audit fault", {"layer": LAYERS[0], "what": "other codes", "more": 2})
     log.finish()
-    page = report(tmp_path, run, write_run(tmp_path / "b"))
+    text = report(tmp_path, run, write_run(tmp_path / "b")).text
+    assert "at step 60 the gradient's norm was 1.70 times its quantisation noise" in text
+    assert "2 of 3 measured" in text
     sentence = "3 audits of 2 live layers against the readable reference; 3 faults in all audits."
-    assert f"1 a: {sentence}" in page.text
-    assert page.text.count("against the readable reference") == 1, "the other run has no audit"
+    assert f"1 a: {sentence}" in text
+    assert text.count("against the readable reference") == 1, "the other run has no audit"
 
 
 @pytest.mark.usefixtures("sketched")

@@ -87,7 +87,7 @@ def test_damaged_and_unfinished_runs_are_named_and_the_rest_goes_on(tmp_path: Pa
         f"{damaged / 'metrics.jsonl'}, line 1",
         f"{old / 'history.jsonl'} is of an older fp4train: it has lines without the checksums "
         "of today",
-        f"{empty} is not a run directory: it has no metrics.jsonl",
+        f"{empty} is not a run directory (it has no config.yaml)",
         f"{tmp_path / 'none'} is not a run directory",
         "rank-30-ab cannot be read",
         "sensitivity-bf16-30 has no result: the study is not finished",
@@ -160,15 +160,6 @@ def test_a_study_that_is_no_study_is_named(tmp_path: Path, file: str, text: str)
     assert f"{path.parent} cannot be read" in report(tmp_path, run).text
 
 
-def test_losses_that_are_not_finite_leave_a_report(tmp_path: Path) -> None:
-    runs = [
-        write_run(tmp_path / name, level, seed=0)
-        for name, level in (("a", 3.0), ("b", float("nan")))
-    ]
-    page = report(tmp_path, *runs)
-    assert "nan" in page.text
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "line",
@@ -182,9 +173,7 @@ def test_losses_that_are_not_finite_leave_a_report(tmp_path: Path) -> None:
             "perf/tokens_per_s": 0.0,
             "perf/mfu": float("nan"),
         },
-        {"step": 41, "train/loss": -1e308, "val/loss": float("inf"), "perf/tokens_per_s": -1.0},
         {"step": 50, "train/loss": 0.0, "val/loss": 0.0, "train/tokens": 10**400},
-        {"step": 50, "error/gradient_to_noise": float("nan"), "error/worst": 1e308},
     ],
 )
 def test_strange_numbers_leave_a_report(tmp_path: Path, line: dict[str, Any]) -> None:
@@ -201,7 +190,6 @@ def test_strange_numbers_leave_a_report(tmp_path: Path, line: dict[str, Any]) ->
     "stretch",
     [
         {"start": -(10**400), "stop": 10**400},
-        {"start": 30, "stop": 10},
         {"start": 0, "stop": 10**17},
         {
             "start": 0,

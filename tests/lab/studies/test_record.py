@@ -89,7 +89,7 @@ def test_the_record_of_another_version_is_refused_with_what_to_do(
 ) -> None:
     make(tmp_path)
     monkeypatch.setattr("fp4train.lab.studies.record.__version__", "9.9")
-    refused = r"record of fp4train .*; this is 9\.9.*go on with that version.*out="
+    refused = r"record of another study \(fp4train: .* there, 9\.9 here\): remove it, or .*out="
     with pytest.raises(UserError, match=refused), open_record(tmp_path, WHO, 200):
         pass
 

@@ -189,10 +189,8 @@ def test_a_link_that_leads_nowhere_in_the_place_of_a_run_is_called_one(
 ) -> None:
     Path("runs").mkdir()
     Path("runs/a").symlink_to(target)
-    for command in (["report", "runs/a", "out=page.html"], ["compare", "runs/a", "runs/b"]):
+    for command in (["report", "runs/a"], ["compare", "runs/a", "runs/b"], ["plan", "runs/a"]):
         message = cli.raw(*command).message
-        assert "runs/a is not a run directory: it is a link that leads nowhere" in message
-    message = cli.raw("plan", "runs/a").message
-    assert message == "runs/a is not a run directory (it is a link that leads nowhere)"
+        assert "runs/a is not a run directory (it is a link that leads nowhere)" in message
     message = cli("run.name=a", "train.steps=1").message
     assert message.startswith("runs/a cannot be written: it is a link that leads ")
