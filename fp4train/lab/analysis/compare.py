@@ -44,7 +44,7 @@ class Comparison:
     """Runs side by side; the first is the reference.
 
     Args:
-        names: what they are called; runs of other seeds may share a name.
+        names: names of the runs; those of other seeds may share one.
         quantised: the share of a run's multiply-adds that were quantised; None: not known.
     """
 

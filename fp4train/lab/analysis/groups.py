@@ -37,7 +37,7 @@ class SeedGroup:
     """Runs that differ in their seed only.
 
     Args:
-        names: what its runs are called.
+        names: names of its runs.
         runs: histories, one per seed.
         places: places of the runs among all.
         seeds: seeds of the runs; a 0 where the configuration is not known.
