@@ -139,7 +139,8 @@ class GemmComparison:
 
     Attributes:
         compared: whether anything of it could be compared.
-        uncovered: what of it could not be, each as the end of a sentence that begins with the GEMM.
+        uncovered: reasons why parts of it could not be, each the end of a sentence that begins
+            with the GEMM.
     """
 
     def __init__(self, audited: AuditedCall, gemm: Gemm, turn: int) -> None:
@@ -230,7 +231,7 @@ class GemmComparison:
         """y, dx or dw must be the sum of these products and the bias within its rounding.
 
         Args:
-            share: as `products.bounds` has it.
+            share: largest error of the sums, for `products.bounds`.
         """
         call = self.audited.call
         name = self.gemm.name

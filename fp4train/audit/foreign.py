@@ -33,7 +33,7 @@ class ForeignObserver(CallRecorder):
 
     Args:
         backend: the backend whose module it is; None: torch's.
-        linear: what the backend says of it; None: torch's.
+        linear: description of the module by its backend; None: it is torch's.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class ForeignObserver(CallRecorder):
                 module._parameters["weight"] = edges.passed(module.weight, "dw")
         else:
             gradients = {"wgrad": _learns_weight(module), "dgrad": x.requires_grad or not takes_x}
-            wanted = {gemm for gemm, is_wanted in gradients.items() if is_wanted}
-            edges = EdgeCall(self, record, self._backend, wanted)
+            gemms = {gemm for gemm, is_computed in gradients.items() if is_computed}
+            edges = EdgeCall(self, record, self._backend, gemms)
             self._watched.enter_context(edges.forward())
         self._edges = edges
         if linear is not None and not takes_x:

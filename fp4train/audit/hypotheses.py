@@ -48,7 +48,7 @@ class Suspect:
         audited: the call that multiplied it.
         gemm, tensor: its place.
         source: its source as planned.
-        values: what was multiplied.
+        values: operand that was multiplied.
     """
 
     audited: AuditedCall

@@ -68,7 +68,7 @@ class EdgeCall:
         record: receives the tensors; with a backend x and dy are filled up to the tokens that were
             multiplied.
         backend: backend that shows its products; None: torch multiplies.
-        wanted: GEMMs of the backward pass that the backend will multiply.
+        backward_gemms: GEMMs of the backward pass that the backend will multiply.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class EdgeCall:
         recorder: CallRecorder,
         record: ObservedCall,
         backend: LayerBackend | None = None,
-        wanted: AbstractSet[str] = frozenset(),
+        backward_gemms: AbstractSet[str] = frozenset(),
     ) -> None:
         self.recorder = recorder
         self.record = record
-        self._left = set(wanted)
+        self._left = set(backward_gemms)
         self._backend = backend
         self._watcher: ProductWatcher | None = None
         if backend is not None:
@@ -192,8 +192,8 @@ class ObservedLayer:
                 record = self._begin(x_MK, w, bias)
                 if record is not None:
                     gradients = {"dgrad": x_MK, "wgrad": w}
-                    wanted = {gemm for gemm, of in gradients.items() if of.requires_grad}
-                    edges = EdgeCall(self._recorder, record, self._backend, wanted)
+                    gemms = {gemm for gemm, of in gradients.items() if of.requires_grad}
+                    edges = EdgeCall(self._recorder, record, self._backend, gemms)
         if edges is None:
             y_MN: Tensor = self._executor(x_MK, w, bias, call)
             return y_MN

@@ -122,7 +122,10 @@ WRONG = {
         "~train.ema=0.9: a key is taken out by ~train.ema alone",
     ),
     "a key that begins like Hydra's": (["hydrax=3"], "unknown key 'hydrax'"),
-    "a key that ends with a dot": (["hydra.=3"], "hydra.=3: token recognition error at: '.'; write key=value"),
+    "a key that ends with a dot": (
+        ["hydra.=3"],
+        "hydra.=3: token recognition error at: '.'; write key=value",
+    ),
     "a list that is null": (
         ["policy.keep=null"],
         "policy.keep=null must be a list: policy.keep=[] is an empty one",

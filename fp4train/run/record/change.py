@@ -97,7 +97,7 @@ def swap_recipe(
     Args:
         recipe: the recipe as plain configuration; None: the swap at `step`, which has not begun,
             is taken back.
-        name: what the user calls it.
+        name: name that the user gave it.
         request: the ID of the request that asked for it.
 
     Raises:
