@@ -96,11 +96,11 @@ def without_policy() -> Iterator[None]:
 # -- faults of memory, which happen once -----------------------------------------------------------
 
 
-def flip(tensor: Tensor, bit: int) -> None:
-    """Change one bit of a float32 tensor."""
+def flip(tensor: Tensor, bit: int, place: int | None = None) -> None:
+    """Change one bit of an element of a float32 tensor; None: of the middle one."""
     bits = tensor.detach().view(torch.int32).view(-1)
     mask = 1 << bit if bit < 31 else -(1 << 31)
-    bits[len(bits) // 2] ^= mask
+    bits[len(bits) // 2 if place is None else place] ^= mask
 
 
 def weight(run: Any) -> Tensor:

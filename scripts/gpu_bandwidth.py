@@ -262,11 +262,9 @@ def measurements(x: Tensor) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
 def main(words: list[str] | None = None) -> int:
     parser = gpu_results.options(__doc__)
     parser.add_argument("--size", type=int, default=SIZE, help="rows and columns of the tensors")
-    options = parser.parse_args(words)
-    gpu_results.needs_gpu(options)
+    options, results = gpu_results.begin(parser, words)
     if options.dry_run:
         gpu_stand_ins.interpret()
-    results = gpu_results.Results(options.out)
     size = options.size
     device = "cuda"
     if options.dry_run:

@@ -51,7 +51,6 @@ from fp4train.quantize import (
     triton as kernels,
 )
 
-KINDS_OF_FORM = {True: "codes", False: "values"}
 TURNED = KEY.replace(operand=4, row_offset=16, col_offset=8)
 """The key of the form along tokens."""
 TINY: Shapes = ((20, 40),)
@@ -184,7 +183,8 @@ def check_values(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) 
         if forms is None:
             return {"why_not": "no kernel for values of both forms"}
         row_form, column_form = forms
-        differences.compare_values(f" of rows beside {KINDS_OF_FORM[codes]}", row_form, rows)
+        beside = "codes" if codes else "values"
+        differences.compare_values(f" of rows beside {beside}", row_form, rows)
         if codes:
             assert isinstance(column_form, Quantized)
             columns = reference.quantize(case.x.T, column, key=TURNED, amax=case.amax)

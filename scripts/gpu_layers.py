@@ -366,9 +366,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("backend", choices=("native", "te"))
     parser.add_argument("--size", type=int, default=4096, help="features of the timed layers")
     parser.add_argument("--no-timing", action="store_true", help="compare only")
-    options = parser.parse_args(words)
-    gpu_results.needs_gpu(options)
-    results = gpu_results.Results(options.out)
+    options, results = gpu_results.begin(parser, words)
     if options.dry_run:
         return dry_run(results, options.backend)
     # The float32 products of the reference must be float32 products.

@@ -137,7 +137,7 @@ def timed(run: Run) -> tuple[float, float]:
     synchronize(run.device)
     ended = time.perf_counter() - began
     done.read()
-    run.step = run.step + 1
+    run.step += 1
     run.mid_update = False
     return queued, ended
 
@@ -272,9 +272,7 @@ def main(words: list[str] | None = None) -> int:
     parser = gpu_results.options(__doc__)
     parser.add_argument("--nine", action="store_true", help="few variants")
     parser.add_argument("--only", help="the variant of this name")
-    options = parser.parse_args(words)
-    gpu_results.needs_gpu(options)
-    results = gpu_results.Results(options.out)
+    options, results = gpu_results.begin(parser, words)
     chosen = NINE if options.nine or options.dry_run else (*NINE, *OTHERS)
     pending = [v for v in chosen if runs_here(v) and options.only in (None, label(v))]
     measurer = Measurer(dry=options.dry_run)

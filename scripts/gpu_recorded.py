@@ -234,7 +234,7 @@ def training_steps(words: list[str]) -> None:
             enter_stretch(run, None)
             for _ in range(2):
                 train_step(run, run.plan.at(run.step).recipe)
-                run.step = run.step + 1
+                run.step += 1
                 run.mid_update = False
 
 

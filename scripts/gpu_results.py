@@ -46,10 +46,10 @@ class Results:
         with self._adding:
             self.rows = [*(old for old in self.rows if old["name"] != row["name"]), row]
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            table = {"machine": self.machine, "rows": self.rows}
-            text = json.dumps(table, indent=1, ensure_ascii=False)
+            results = {"machine": self.machine, "rows": self.rows}
+            text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
             beside = self.path.with_suffix(".part")
-            beside.write_text(text + "\n", encoding="utf-8")
+            beside.write_text(text, "utf-8")
             beside.replace(self.path)  # whoever packs results finds the file before or after
             print(json.dumps(row, ensure_ascii=False), flush=True)
 
@@ -83,13 +83,19 @@ def options(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def needs_gpu(given: argparse.Namespace) -> None:
-    """End the program where it asks for a GPU that torch does not see."""
+def begin(
+    parser: argparse.ArgumentParser, words: list[str] | None
+) -> tuple[argparse.Namespace, Results]:
+    """The options of a program and its results; ends it where it asks for a GPU that torch does not
+    see.
+    """
     import torch
 
-    if not given.dry_run and not torch.cuda.is_available():
+    options = parser.parse_args(words)
+    if not options.dry_run and not torch.cuda.is_available():
         print("torch sees no GPU")
         sys.exit(3)
+    return options, Results(options.out)
 
 
 def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:

@@ -184,9 +184,7 @@ def equal_to(
 
 
 def main(words: list[str] | None = None) -> int:
-    options = gpu_results.options(__doc__).parse_args(words)
-    gpu_results.needs_gpu(options)
-    results = gpu_results.Results(options.out)
+    options, results = gpu_results.begin(gpu_results.options(__doc__), words)
     if options.dry_run:
         with gpu_stand_ins.known_sums():
             for capability, blocks in (((9, 0), False), ((10, 0), True)):

@@ -198,8 +198,7 @@ def main(words: list[str] | None = None) -> int:
     parser = gpu_results.options(__doc__)
     parser.add_argument("names", nargs="*", metavar="CHECK")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds of a run")
-    options = parser.parse_args(words)
-    gpu_results.needs_gpu(options)
+    options, results = gpu_results.begin(parser, words)
     by_name = checks()
     asked = options.names or (DRY if options.dry_run else by_name)
     names = [name for name in by_name if name in asked or name.partition(",")[0] in asked]
@@ -207,7 +206,6 @@ def main(words: list[str] | None = None) -> int:
         names = [name for name in names if name in DRY]
     if not names:
         parser.error(f"no check {' '.join(asked)}: they are {', '.join(by_name)}")
-    results = gpu_results.Results(options.out)
     with tempfile.TemporaryDirectory() as place:
         trainer = Trainer(Path(place), options.patience, options.dry_run)
 

@@ -196,8 +196,8 @@ def main() -> int:
         unlike = sorted(
             key for key in keys if old_run["found"].get(key) != new_run["found"].get(key)
         )
-        runs = runs + 1
-        different = different + bool(unlike)
+        runs += 1
+        different += bool(unlike)
         told = f"equal: {len(keys)} steps and tensors"
         if unlike:
             told = f"DIFFERENT: {', '.join(unlike[:4])}"

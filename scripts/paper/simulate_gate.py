@@ -145,16 +145,22 @@ PARTS: Mapping[str, Callable[[int], None]] = {
 }
 
 
-def main() -> None:
+def print_parts(parts: Mapping[str, Callable[[int], None]], text: str | None, trials: int) -> None:
+    """Print the parts that the command line names, of so many trials.
+
+    Args:
+        text: the text that `--help` prints first.
+        trials: their number where the command line names none.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trials", type=int, default=2000)
-    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--trials", type=int, default=trials)
+    parser.add_argument("--parts", nargs="*", choices=list(parts), default=list(parts))
     arguments = parser.parse_args()
     for part in arguments.parts:
-        PARTS[part](arguments.trials)
+        parts[part](arguments.trials)
 
 
 if __name__ == "__main__":
-    main()
+    print_parts(PARTS, __doc__, 2000)

@@ -18,13 +18,13 @@ spread  base runs that differ: intervals over them, and false "told apart" beyon
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 import numpy as np
+from simulate_gate import print_parts, shown
 
 from fp4train.lab.intervals import estimate, over_units
 from fp4train.lab.studies import ALPHA, Looks, Pair
@@ -135,11 +135,12 @@ def one_look(rng: np.random.Generator, noise: str, forks: int, candidates: int) 
 
 
 def rate(outcomes: Sequence[bool]) -> str:
-    p = sum(outcomes) / len(outcomes)
-    return f"{p:.3f} ± {2 * math.sqrt(max(p * (1 - p), 1 / len(outcomes)) / len(outcomes)):.3f}"
+    return shown(sum(outcomes) / len(outcomes), len(outcomes))
 
 
 def errors(trials: int) -> None:
+    shares = (f"{share(number):.3f} (from {needed(number)} forks)" for number in range(1, 6))
+    print("look 1, 2, 3, … has", ", ".join(shares))
     print("\n| equal candidates | forks |", " | ".join(NOISE), "|\n|---|---|" + "---|" * len(NOISE))
     for candidates in (2, 3, 5, 10, 22):
         for forks in (6, 8, 12):
@@ -307,20 +308,5 @@ PARTS: Mapping[str, Callable[[int], None]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
-    args = parser.parse_args()
-    print(
-        "look 1, 2, 3, … has",
-        ", ".join(f"{share(i):.3f} (from {needed(i)} forks)" for i in range(1, 6)),
-    )
-    for part in args.parts:
-        PARTS[part](args.trials)
-
-
 if __name__ == "__main__":
-    main()
+    print_parts(PARTS, __doc__, 1000)

@@ -14,7 +14,6 @@ from typing import Any
 
 import audit_planting
 import audit_run_faults
-import torch
 from storms.ground import ON, SCENARIOS, STEPS, Ground, Result, call
 from torch import Tensor
 
@@ -26,9 +25,7 @@ EVENTS = ("audit fault", "checkpoint failed")
 
 def flip(tensor: Tensor, draw: random.Random) -> None:
     """Change a random bit of a float32 tensor."""
-    bits = tensor.detach().view(torch.int32).view(-1)
-    bit = draw.randrange(32)
-    bits[draw.randrange(len(bits))] ^= 1 << bit if bit < 31 else -(1 << 31)
+    audit_run_faults.flip(tensor, draw.randrange(32), draw.randrange(tensor.numel()))
 
 
 def weight(run: Any, draw: random.Random) -> None:

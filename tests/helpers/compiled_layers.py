@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,29 +36,6 @@ needs_inductor = pytest.mark.skipif(  # tests/house/test_skips.py fails where th
 def graphs() -> int:
     """Graphs compiled so far, in pieces or whole."""
     return int(counters["stats"]["unique_graphs"])
-
-
-@contextmanager
-def traced_blocks() -> Iterator[list[bool]]:
-    """`train.compile` of recorded blocks without a C++ compiler: they are traced, and their graphs
-    run operator by operator, which `RecorderOnCpu` sees, as it would not see inductor's kernels.
-    Gives of each call of a graph of a forward pass whether it is recorded.
-    """
-    backend = torch._dynamo.lookup_backend("aot_eager")
-    calls = list[bool]()
-
-    def noted(graph: Any, inputs: Any) -> Any:
-        compiled = backend(graph, inputs)
-
-        def called(*given: Any) -> Any:
-            calls.append(torch._C._len_torch_dispatch_stack() > 0)
-            return compiled(*given)
-
-        return called
-
-    traced = patch.object(torch, "compile", partial(torch.compile, backend=noted))
-    with traced, patch.object(nn.Module, "compile", lambda self: None):
-        yield calls
 
 
 def llama(*, recompute: bool = False) -> nn.Module:
