@@ -91,29 +91,14 @@ def audit(
     planned = {
         module.layer.name: module for module in model.modules() if isinstance(module, PlannedLayer)
     }
-    names = dict.fromkeys((*planned, *linears(model)))
-    if not names:
-        raise ValueError("audit: the model has no linear layer")
-    if isinstance(layers, str) or (layers is not None and not layers):
-        raise ValueError(f"audit: layers={layers!r} must be a list of names, or None for all")
-    if unknown := sorted(set(layers or ()) - set(names)):
-        raise ValueError(f"audit: the model has no layer {', '.join(unknown)}")
-
     report = AuditReport()
-    if every is not None:
-        if step is None or every < 1:
-            raise ValueError(
-                f"audit: every={every} must be at least 1, beside the number of the step"
-            )
-        if not due(step, every):
-            yield report
-            return
-        turn = [name for name in names if layers is None or name in layers]
-        turn = in_turn(turn, turn[-1])
-        layers = [turn[step // every % len(turn)]]
+    layers = _layers_of(dict.fromkeys((*planned, *linears(model))), layers, every, step)
+    if not layers:
+        yield report
+        return
 
     def chosen(name: str) -> bool:
-        return layers is None or name in layers
+        return name in layers
 
     turn_of_rows = _audits_so_far(model) if step is None else step
     observers = {name: Observer(layer) for name, layer in planned.items() if chosen(name)}
@@ -136,6 +121,31 @@ def audit(
         _add(name, observer, report, turn_of_rows)
     for name, foreign_observer in foreign.items():
         _add(name, foreign_observer, report, turn_of_rows)
+
+
+def _layers_of(
+    names: Collection[str], layers: Collection[str] | None, every: int | None, step: int | None
+) -> Collection[str]:
+    """The layers that are audited now, of those with these names.
+
+    Raises:
+        ValueError: see `audit`.
+    """
+    if not names:
+        raise ValueError("audit: the model has no linear layer")
+    if isinstance(layers, str) or (layers is not None and not layers):
+        raise ValueError(f"audit: layers={layers!r} must be a list of names, or None for all")
+    if unknown := sorted(set(layers or ()) - set(names)):
+        raise ValueError(f"audit: the model has no layer {', '.join(unknown)}")
+    listed = [name for name in names if layers is None or name in layers]
+    if every is None:
+        return listed
+    if step is None or every < 1:
+        raise ValueError(f"audit: every={every} must be at least 1, beside the number of the step")
+    if not due(step, every):
+        return []
+    turn = in_turn(listed, listed[-1])
+    return [turn[step // every % len(turn)]]
 
 
 def _audits_so_far(model: nn.Module) -> int:
