@@ -186,8 +186,7 @@ def compare(
     Args:
         losses: candidate → loss of each fork, None where it was not made; the k-th losses of all
             candidates come from the same checkpoint and seed.
-        reference: the candidate with which comparisons come first, chosen before any fork was made;
-            None: none.
+        reference: the candidate with which comparisons come first, chosen before any fork; or None.
         look: the number of this look; None: no test is made.
         margin: largest difference that does not matter; 0: every difference does.
         units: base run of each fork; empty: one.
