@@ -22,6 +22,8 @@ _ALIKE = 0.5
 """Smallest similarity (difflib's ratio) of a suggested word."""
 _PIECE = 16
 """Characters of a line of a long name in a table that is too wide."""
+_CHUNKS = re.compile(r"(\s+|[^\s_/=|+-]*[_/=|+-]+)")
+"""Blanks, and parts of a long name with the signs behind them."""
 
 
 def printable(text: str, *, kept: str = "\n\t") -> str:
@@ -85,7 +87,7 @@ def columns(
             lines += str(above).split("\n")
             heading = str(above)
         folded = [
-            textwrap.wrap(cell, size) if len(cell) > size else [cell]
+            _folder(size).wrap(cell) if len(cell) > size else [cell]
             for cell, size in zip(row, sizes, strict=True)
         ]
         lines += [form.format(*parts).rstrip() for parts in zip_longest(*folded, fillvalue="")]
@@ -98,6 +100,13 @@ def columns(
 def tabulate(rows: Iterable[Sequence[str]], **options: Any) -> list[str]:
     """`columns` with the first row underlined as the header."""
     return columns(rows, ruled=True, **options)
+
+
+def _folder(width: int) -> textwrap.TextWrapper:
+    """What folds a cell: between words, else behind a sign, else anywhere."""
+    folder = textwrap.TextWrapper(width)
+    folder.wordsep_re = _CHUNKS
+    return folder
 
 
 def _narrowed(
@@ -113,8 +122,8 @@ def _narrowed(
     for i, column in enumerate(zip(*cells, strict=True)):
         words = " ".join(column[:header] if i in right else column).split()
         longest = max(map(len, words), default=0)
-        whole = max(map(len, column[header:]), default=0) if i in right else 0
-        least.append(max(whole, min(_PIECE, longest)))
+        number = max(map(len, column[header:]), default=0) if i in right else 0
+        least.append(max(number, min(_PIECE, longest)))
     for _ in range(sum(sizes) + len(sizes) - 1 - width):
         free = [(i in right, size, i) for i, size in enumerate(narrow) if size > least[i]]
         if free:

@@ -11,6 +11,7 @@ optimizer                  AdamW, and the norm of the gradients
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 from fp4train.lab.costs.cluster import ClusterCost
@@ -40,20 +41,26 @@ def render_mesh(costs: Sequence[StretchOnMesh], width: int) -> str:
     memory = {name: _gib(size) for name, size in cost.memory.parts.items()}
     of_capacity = f"{_gib(cost.memory.total)} of {_gib(cost.gpu.capacity)}"
     stage = f" (stage {cost.memory.stage})" if cost.mesh.pipeline > 1 else ""
-    first_stretch = tabulate(
+    left = tabulate(
         [
             (f"memory of a rank{stage}", "GiB"),
             *(part for part in memory.items() if part[1] != "0.0"),
             ("together", of_capacity),
         ]
     )
-    first_stretch += ["", *_step_table([(title, cost)])]
+    right = _step_table([(title, cost)])
+    column = max(map(len, left)) + 4
+    if column + max(map(len, right)) > width:
+        columns = [*left, "", *right]
+    else:
+        pairs = zip_longest(left, right, fillvalue="")
+        columns = [f"{line.ljust(column)}{beside}".rstrip() for line, beside in pairs]
     return screen(
         __package__,
         "mesh.txt",
         gib=_gib,
         costs=costs,
-        first_stretch=first_stretch,
+        first_stretch=columns,
         reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
         width=width,
     )

@@ -72,11 +72,11 @@ class Topics:
             return "\n\n".join(self.screen(key=key) for key in matching)
         elsewhere = keys_around(name, self.groups, self.descriptions.folders)
         if name in elsewhere:
-            (other,) = composed([*self.words, elsewhere[name][0]])
-            return Topics(other, self.groups, self.descriptions).topic(name)
+            (with_option,) = composed([*self.words, elsewhere[name][0]])
+            return Topics(with_option, self.groups, self.descriptions).topic(name)
         options = (f"{group}={option}" for group in self.groups for option in self.groups[group])
-        others = [*verbs, *self.groups, *elsewhere, *options]
-        raise unknown_key(name, [key.path for key in self.keys], others)
+        further_words = [*verbs, *self.groups, *elsewhere, *options]
+        raise unknown_key(name, [key.path for key in self.keys], further_words)
 
     def screen(self, **subject: object) -> str:
         """The screen (help.txt) about a key, about a group or its chosen option alone, or about

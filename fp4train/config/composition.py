@@ -124,13 +124,13 @@ def _checked_elsewhere(words: Iterable[Override]) -> str | None:
     """The beginning of the keys that are checked against another configuration than the composed
     one: all of a run that goes on, those of a model that init=… brings. None: there are none.
     """
-    given = {word.key_or_group: word.value() for word in words}
-    if given.get("resume") is not None:
+    values = {word.key_or_group: word.value() for word in words}
+    if values.get("resume") is not None:
         return ""
-    if given.get("init") is None:
+    if values.get("init") is None:
         return None
-    source = WeightSource.parse(str(given["init"]))
-    has_model = (source.path / CONFIG).is_file() and "model" not in given
+    source = WeightSource.parse(str(values["init"]))
+    has_model = (source.path / CONFIG).is_file() and "model" not in values
     return "model." if source.is_folder or has_model else None
 
 
@@ -262,19 +262,19 @@ def _set_keys(composition: DictConfig, words: Iterable[Override], elsewhere: str
         UserError: a key is unknown, or a value cannot stand there.
     """
     body = plain(composition, resolve=False)
-    known = list(keys(body))
-    if any(word.key_or_group not in known for word in words):
-        known = list(keys(complete(body, Config)))
+    all_keys = list(keys(body))
+    if any(word.key_or_group not in all_keys for word in words):
+        all_keys = list(keys(complete(body, Config)))
     for word in words:
         key = word.key_or_group
         value = word.value()
         beside_text = isinstance(_value_at(composition, key.rpartition(".")[0]), str)
         free = elsewhere is not None and key.startswith(elsewhere) and not beside_text
-        if key not in known and not free:
+        if key not in all_keys and not free:
             having = keys_around(key, own_options())
             if key in having:
                 raise UserError(f"unknown key {key!r}: it is one of {first_few(having[key], 6)}")
-            raise unknown_key(key, known, having)
+            raise unknown_key(key, all_keys, having)
         if word.is_delete() and value is not None:
             raise UserError(f"{word.input_line}: a key is taken out by ~{key} alone")
         if word.is_delete() or (value is None and is_entry(key)):
@@ -390,8 +390,8 @@ def check_flags(arguments: Sequence[str]) -> None:
         name = flag.partition("=")[0]
         if not flag.startswith("-") or name in overrides.KNOWN_FLAGS:
             continue
-        known = [*overrides.groups(), *keys(plain(compose([]), resolve=False))]
-        if meant := near_key(name.lstrip("-"), known):
+        names = [*overrides.groups(), *keys(plain(compose([]), resolve=False))]
+        if meant := near_key(name.lstrip("-"), names):
             hint = f"; keys are written without dashes: {meant}=…"
         else:
             hint = near_miss(name, overrides.KNOWN_FLAGS, 0.7)

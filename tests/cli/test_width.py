@@ -207,7 +207,6 @@ def test_cells_fold_between_words_and_numbers_keep_their_column() -> None:
     ]
     assert columns(rows, width=80) == columns(rows)
     assert columns([("a_name-of=a.run" * 2, "12345")], right={1}, width=24) == [
-        "a_name-            12345",
-        "of=a.runa_name-",
-        "of=a.run",
+        "a_name-of=a.runa_  12345",
+        "name-of=a.run",
     ]
