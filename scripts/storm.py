@@ -15,7 +15,7 @@ One trial, and when it passes:
 - power: of a recorded command only what was synced until a call of fsync is kept. The same command again gives what an
   undisturbed one does; what had ended is there.
 - streams: a process whose standard streams are closed at its start. It has its exit code, and no traceback.
-- damages: one random change (bytes, lines, another run's file) of a record that is then read. What is read equals what
+- damages: one random change (bytes, another run's file) of a record that is then read. What is read equals what
   was written, or a message names it, or what is gone is only what a kill may cost and is written again.
 - resumes: the same for any file, then a resume. It ends as an undisturbed one in every bit, with a warning where the
   file counts; or refuses in one line.

@@ -49,19 +49,13 @@ them again.
 def damage(path: Path, draw: random.Random, others: Path | None = None) -> str:
     """Change the bytes of a file; returns how. `others`: the file of another run."""
     data = path.read_bytes()
-    lines = data.splitlines(keepends=True)
     at = draw.randrange(max(1, len(data)))
-    line = draw.randrange(max(1, len(lines)))
     size = draw.randint(1, 4096)
     flipped = bytes(byte ^ 1 << draw.randrange(8) for byte in data[at : at + 1])
-    shuffled = draw.sample(lines, len(lines))
     changed = {
         "flip": data[:at] + flipped + data[at + 1 :],
         "cut": data[:at],
         "zeros": data[:at] + bytes(len(data[at : at + size])) + data[at + size :],
-        "line gone": b"".join(lines[:line] + lines[line + 1 :]),
-        "lines swapped": b"".join(shuffled),
-        "line twice": b"".join(lines[: line + 1] + lines[line:]),
         "other": data if others is None else others.read_bytes(),
     }
     how = draw.choice(("flip", "flip", *changed, "gone"))
