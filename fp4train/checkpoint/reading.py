@@ -42,16 +42,17 @@ class File:
         boxes: boxes that it holds of each tensor, by the tensor's name.
     """
 
-    status: tuple[int, int, int, int]
+    status: tuple[int, ...]
     boxes: Mapping[str, tuple[Box, ...]]
 
 
-def status_of(descriptor: int) -> tuple[int, int, int, int]:
-    """Device, inode, size and time of change: they differ once the file was replaced or written
+def status_of(descriptor: int) -> tuple[int, ...]:
+    """Device, inode, size and times of change: they differ once the file was replaced or written
     to.
     """
     status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return status.st_dev, status.st_ino, status.st_size, *times
 
 
 class StoredTensors(Mapping[str, Tensor]):

@@ -57,6 +57,8 @@ _RENDERED = ("tools", "documents", "functions", "system", "chat_template_kwargs"
 """Keys of a record, beside the messages, that templates write, or that say what the first message
 should.
 """
+_LEARNING = "weight los loss train training trained trainable mask masked learn"
+"""Words, without a last s, of keys that say what is learned."""
 _LOSS_KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask")
 """Keys of a message that say whether it is learned: 1 or true, 0 or false."""
 _NOTES = (
@@ -217,8 +219,8 @@ def _talks(
 
 
 def _talk_columns(path: Path, schema: Any, column: str, rendered: Container[str]) -> list[int]:
-    """The places of the column of messages in a table, and of those that a template would render
-    beside it.
+    """The places of the column of messages in a table, and of those beside it that a template would
+    render, or that may say what is learned.
 
     Raises:
         DataError: there is no column of messages of this name.
@@ -242,7 +244,12 @@ def _talk_columns(path: Path, schema: Any, column: str, rendered: Container[str]
             f"data.column={column} of {path} holds {kind}, neither lists of messages nor text that "
             "is such a list in JSON"
         )
-    return [number, *(place for place, name in enumerate(schema.names) if name in rendered)]
+    beside = [
+        place
+        for place, name in enumerate(schema.names)
+        if place != number and (name in rendered or _is_of_learning(name))
+    ]
+    return [number, *beside]
 
 
 def _likely(columns: Sequence[str]) -> str:
@@ -287,10 +294,10 @@ def _talk(record: Any, column: str, rendered: Container[str], special: Sequence[
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'"{column}" holds no list of messages')
     for key, value in record.items():
-        if isinstance(value, list) and len(value) == len(messages) and _is_mask(value):
+        if _seems_to_select(key, value, len(messages)):
             raise ValueError(
-                f'it has a 0 or 1 per message in "{key}" beside "{column}", which is not read: give '
-                f'each message a "weight" of 0 or 1, and leave "{key}" out'
+                f'"{key}" beside "{column}" seems to say which messages are learned, and is not '
+                f'read: give each message a "weight" of 0 or 1, and leave "{key}" out'
             )
     unlearned = set()
     for number, message in enumerate(messages):
@@ -299,6 +306,21 @@ def _talk(record: Any, column: str, rendered: Container[str], special: Sequence[
         if not _is_learned(place, message):
             unlearned.add(number)
     return [_without_empty(message) for message in messages], unlearned
+
+
+def _seems_to_select(key: str, value: Any, messages: int) -> bool:
+    """Whether what stands beside so many messages says which of them are learned: a 0 or 1 for
+    each, or any under a name like "train_on".
+    """
+    if isinstance(value, list):
+        return bool(value) and (_is_of_learning(key) or len(value) == messages) and _is_mask(value)
+    is_flag = isinstance(value, int | float) and value in (0, 1)
+    return _is_of_learning(key) and is_flag and not (key in _LOSS_KEYS and value == 1)
+
+
+def _is_of_learning(key: str) -> bool:
+    words = {word.lower().removesuffix("s") for word in _WORD.findall(key)}
+    return not words.isdisjoint(_LEARNING.split())
 
 
 def _is_mask(entries: list[Any]) -> bool:

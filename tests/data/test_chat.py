@@ -430,12 +430,20 @@ def test_a_weight_of_a_whole_record_is_refused_unless_it_is_one(tmp_path: Path) 
 
 
 def test_a_mask_of_messages_beside_them_is_refused_unless_all_are_learned(tmp_path: Path) -> None:
-    """Whatever its name; a list of something else is a note."""
-    for key, value in {"mask": [1, 1], "scores": [0, 2], "tags": ["a", {}]}.items():
+    """Whatever its name, and of any length under a name that is of learning; a list of something
+    else is a note.
+    """
+    notes = {"mask": [1, 1], "scores": [0, 2], "tags": ["a", {}], "is_safe": False, "ok": [0]}
+    for key, value in {**notes, "train_test_split": "train", "loss_of_base": 0.7}.items():
         answers_of(write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: value}, *TALKS]))
-    for key, mask in {"mask": [0, 1], "train_mask": [False, True], "w": [0.0, 0.0]}.items():
-        with pytest.raises(DataError, match=f'has a 0 or 1 per message in "{key}" beside "mess'):
-            answers_of(write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: mask}, *TALKS]))
+    masks = {"mask": [0, 1], "train_mask": [False, True], "w": [0.0, 0.0], "train_on": [False]}
+    for key, mask in {**masks, "is_trainable": False, "train_on_last_turn": True}.items():
+        rows = [record | {key: mask} for record in TALKS]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{key}.parquet")
+        write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: mask}, *TALKS])
+        for kind in ("jsonl", *["parquet"] * (key != "w")):
+            with pytest.raises(DataError, match=f'"{key}" beside "messages" seems to say which'):
+                answers_of(tmp_path / f"{key}.{kind}")
 
 
 def in_parquet(path: Path) -> None:

@@ -21,6 +21,14 @@ SEVEN_SEQUENCES = (
 @pytest.mark.parametrize(
     ("count", "mesh"),
     [
+        *[
+            pytest.param(
+                2,
+                ("parallel.dp_shard=2", f"train.batch_size={batch}"),
+                marks=[pytest.mark.long] * (batch != 2),
+            )
+            for batch in (2, 4, 16)
+        ],
         (2, ("parallel.dp_shard=2",)),
         pytest.param(2, ("parallel.dp_replicate=2", "parallel.dp_shard=1"), marks=pytest.mark.long),
         pytest.param(2, ("parallel.tp=2",), marks=pytest.mark.long),
@@ -33,7 +41,8 @@ SEVEN_SEQUENCES = (
 def test_ranks_evaluate_the_held_out_sequences_of_one(
     ranks: Ranks, count: int, mesh: tuple[str, ...]
 ) -> None:
-    ranks.train(count, "cut", *SEVEN_SEQUENCES, "train.batch_size=8", *mesh)
+    batch = () if any("batch_size" in word for word in mesh) else ("train.batch_size=8",)
+    ranks.train(count, "cut", *SEVEN_SEQUENCES, *batch, *mesh)
     one = ranks.reference(*SEVEN_SEQUENCES, "train.batch_size=1")
     (cut,) = ranks.losses("cut")
     (whole,) = ranks.losses(one)

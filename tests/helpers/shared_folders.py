@@ -12,16 +12,22 @@ GROWING = {
     "key_of_the_tests": "the key by which runs are signed",
     "text": "token ids, by the text that they are made of",
     "rank_text": "token ids, by the text that they are made of",
-    "server": "runs of ranks, which it numbers itself",
     "_fresh_cache": "compiled kernels, by their source",
     "folder": "a cache, which its tests are about",
 }
-"""Fixture → what its folder may get later, by names that no two tests choose."""
+"""Fixture → what its folder may get later, by names that no two tests choose; but for runs."""
+NUMBERED = ("server",)
+"""Fixtures that number the runs of their tests themselves."""
 
 
-def children(folder: Path) -> set[str]:
-    """The names in a folder; none where it is none."""
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+def below(folder: Path) -> set[str]:
+    """The files and folders below a folder; none where it is none."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def runs_below(folder: Path) -> set[str]:
+    """The folders below a folder that are runs."""
+    return {str(path.parent.relative_to(folder)) for path in folder.rglob("config.yaml")}
 
 
 @contextmanager
@@ -34,16 +40,21 @@ def watched(
         base: folder of pytest's temporary folders.
         at_end: takes what is called where the fixture ends.
     """
-    before = children(base)
+    before = set(base.iterdir())
+    listed = runs_below if fixture in GROWING else below
     yield
-    for name in children(base) - before:
-        if fixture not in GROWING and not (base / name).is_symlink():
-            at_end(partial(check, fixture, base / name, children(base / name)))
+    for folder in set(base.iterdir()) - before:
+        if fixture not in NUMBERED and not folder.is_symlink():
+            at_end(partial(check, fixture, folder, listed, listed(folder)))
 
 
-def check(fixture: str, folder: Path, ready: set[str]) -> None:
-    """Raises AssertionError where the folder has more than when the fixture was `ready`."""
-    if added := sorted(children(folder) - ready):
+def check(fixture: str, folder: Path, listed: Callable[[Path], set[str]], ready: set[str]) -> None:
+    """Raises AssertionError where the folder has more than when the fixture was `ready`.
+
+    Args:
+        listed: gives what counts below a folder.
+    """
+    if added := sorted(listed(folder) - ready)[:8]:
         raise AssertionError(
             f"{added} in {folder}, the folder of the fixture {fixture}, which several tests share: "
             "give it a folder of its own, tmp_path_factory.mktemp(…) or a test's tmp_path; a "

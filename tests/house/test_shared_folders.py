@@ -12,7 +12,7 @@ def made_by(fixture: str, base: Path) -> tuple[Path, list[Callable[[], None]]]:
     ends: list[Callable[[], None]] = []
     with watched(base, fixture, ends.append):
         text = base / "data0" / "text.txt"
-        text.parent.mkdir()
+        (text.parent / "model").mkdir(parents=True)
         text.write_text("text")
     return text, ends
 
@@ -24,8 +24,9 @@ def made_by(fixture: str, base: Path) -> tuple[Path, list[Callable[[], None]]]:
         lambda text: text.with_name("runs"),
         lambda text: Path(str(text).rpartition("/")[0]) / "runs",
         lambda text: Path(f"{text}-runs"),
+        lambda text: text.parent / "model" / "runs",
     ],
-    ids=["beside the text", "by another name", "above the text", "by a longer name"],
+    ids=["beside the text", "by another name", "above the text", "by a longer name", "below"],
 )
 def test_a_store_in_the_folder_of_a_shared_fixture_is_an_error(
     store: Callable[[Path], Path], tmp_path: Path
@@ -45,5 +46,15 @@ def test_a_tests_own_folder_is_none_of_it(tmp_path: Path) -> None:
     end()
 
 
-def test_what_grows_by_names_that_no_two_tests_choose_is_left_out(tmp_path: Path) -> None:
-    assert made_by(next(iter(GROWING)), tmp_path)[1] == []
+@pytest.mark.parametrize("fixture", GROWING)
+def test_what_grows_by_names_that_no_two_tests_choose_gets_no_run(
+    fixture: str, tmp_path: Path
+) -> None:
+    text, (end,) = made_by(fixture, tmp_path)
+    (text.parent / "cache").mkdir()
+    end()
+    run = text.parent / "finished" / "0" / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    with pytest.raises(AssertionError, match=f"'finished/0/runs/a'.* the fixture {fixture}, which"):
+        end()

@@ -81,6 +81,8 @@ WRITES: dict[str, Write] = {
     "foreach": by(torch.optim.AdamW, foreach=True),
     "fused": by(torch.optim.AdamW, fused=True),
     "MeZO": perturbed,
+    "_foreach_copy_, as diffusers": lambda weight, new: torch._foreach_copy_([weight.data], [new]),
+    "lerp_": lambda weight, new: weight.data.lerp_(new, 0.5),
 }
 
 
