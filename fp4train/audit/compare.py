@@ -88,7 +88,9 @@ def compare_records(
         return Audited(layer=name, step=step, uncovered=(recorder.uncovered,))
     calls = [expect(number, record) for number, record in enumerate(recorder.records)]
     audits = [compare(audited, step) for audited in calls]
-    return joined(audits) if audits else Audited(layer=name, step=step)
+    if audits:
+        return joined(audits)
+    return Audited(layer=name, step=step)
 
 
 def _fault(layer: str, gemm: str, finding: CallFinding) -> Fault:
@@ -294,7 +296,9 @@ def _quantized_apart(
         apart = where_differing(_values_beyond(operand, rows, columns))
         if apart is not None:
             return "its padding is not zero", apart
-    return _rounding_apart(operand, expected, source) if source.rounds_freely else None
+    if source.rounds_freely:
+        return _rounding_apart(operand, expected, source)
+    return None
 
 
 def _values_beyond(operand: Quantized, rows: int, columns: int) -> Tensor:
@@ -354,4 +358,6 @@ def _values_apart(values: Decoded, expected: Decoded) -> tuple[str, Difference] 
 
 def _global_scale(values: Decoded) -> Tensor:
     """The global scale, flat: 1 where there is none."""
-    return torch.ones(1) if values.scale is None else values.scale.reshape(-1)
+    if values.scale is None:
+        return torch.ones(1)
+    return values.scale.reshape(-1)

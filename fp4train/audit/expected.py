@@ -149,14 +149,20 @@ class AuditedCall:
     @property
     def earlier(self) -> AuditedCall | None:
         """The call of the step before under this plan; None: it was not kept."""
-        return None if self.previous is None else AuditedCall(self.previous, self.plan)
+        if self.previous is None:
+            return None
+        return AuditedCall(self.previous, self.plan)
 
     def tensor(self, name: str) -> Tensor | None:
         """x or dy in the dtype of the recipe, or the weight as it is stored; None: it is not there."""
         if name == "w":
-            return self.call.w if self.weight is None else self.weight
+            if self.weight is None:
+                return self.call.w
+            return self.weight
         values = self.call.x if name == "x" else self.call.dy
-        return None if values is None else values.to(self.dtype)
+        if values is None:
+            return None
+        return values.to(self.dtype)
 
     def takes_mean(self, gemm: str, name: str) -> bool:
         """Whether an operand is the codes of its tensor without the mean of its tokens."""
@@ -243,7 +249,9 @@ class AuditedCall:
                 return Amaxes(amax)
         if operand.tensor == "w" and call.fused and has_tensor_amax(spec.requantises or spec):
             amax = torch.stack([weight.abs().max().float() for weight in call.fused]).amax()
-            return Amaxes(amax) if spec.requantises is None else Amaxes(inner=amax)
+            if spec.requantises is None:
+                return Amaxes(amax)
+            return Amaxes(inner=amax)
         if call.cut is not None:
             return call.cut.amaxes(operand, self.dtype, key)
         return Amaxes()
@@ -273,4 +281,6 @@ def _held_amax(scaling: dict[str, Tensor], name: str, steps: int, number: int) -
         return None
     measured = int(scaling[f"held.step.{name}"])
     usable = bool((amax > 0) & amax.isfinite())
-    return amax if usable and measured <= number < measured + steps else None
+    if usable and measured <= number < measured + steps:
+        return amax
+    return None

@@ -133,7 +133,9 @@ class Suspect:
     def _earlier(self) -> OperandSource | None:
         """The source of the operand in the step before; None: it was not kept."""
         earlier = self.audited.earlier
-        return None if earlier is None else earlier.source(self.gemm, self.tensor)
+        if earlier is None:
+            return None
+        return earlier.source(self.gemm, self.tensor)
 
     def _other_bits(self, key: RandomKey) -> Iterator[tuple[str, Callable[[], Decoded]]]:
         call = self.audited.call
@@ -273,7 +275,9 @@ def _first_strange_row(values: Decoded, source: OperandSource) -> int | None:
         return None
     rows = apart.where.any(dim=1).nonzero().flatten()
     row = int(rows[0])
-    return row if row and len(rows) == len(values.values) - row else None
+    if row and len(rows) == len(values.values) - row:
+        return row
+    return None
 
 
 def _amax_of_scale(scale: Tensor | None, spec: QuantSpec | None) -> Tensor | None:

@@ -61,7 +61,9 @@ def exact(operand: Prepared, rows: Tensor | None = None) -> Tensor:
         if scale is not None and scale.dim():
             scale = scale[rows]
     values = values.double()
-    return values if scale is None else values * scale.double()
+    if scale is None:
+        return values
+    return values * scale.double()
 
 
 def coarser(*dtypes: torch.dtype) -> torch.dtype:
@@ -188,7 +190,9 @@ def error_share(product: Product, gemm: Gemm) -> float | None:
     fast = _sums_fast(product, gemm)
     share = _MARGIN * tensor_cores.error_share(left, right, unit, fast=fast)
     float32_share = (left.shape[1] + 8) * _SUM
-    return share if share > float32_share else float32_share
+    if share > float32_share:
+        return share
+    return float32_share
 
 
 def _unit(product: Product, operand: Quantized) -> TensorCore | None:
@@ -332,7 +336,9 @@ def cause(result: Tensor, expected: Tensor) -> str:
     rows = apart.where.any(dim=1).nonzero().flatten()
     if len(rows) == 1 and len(result) > 1:
         return f"row {int(rows[0])} alone is another one{words}"
-    return f"the whole product is another one{words}" if words else ""
+    if words:
+        return f"the whole product is another one{words}"
+    return ""
 
 
 def _factor(value: Tensor, reference: Tensor) -> str:
@@ -345,4 +351,6 @@ def _factor(value: Tensor, reference: Tensor) -> str:
     scatter = float((ratios - middle).abs().max())
     if scatter > 2.0**-6 * max(abs(middle), 1e-3):
         return ""
-    return "" if f"{middle:.3g}" == "1" else f", multiplied by {middle:.3g}"
+    if f"{middle:.3g}" == "1":
+        return ""
+    return f", multiplied by {middle:.3g}"
