@@ -155,8 +155,11 @@ class Divergence:
 
     @property
     def is_good(self) -> bool:
-        """Whether the state that gave the last loss is good, as far as losses can tell."""
-        return self.fits and self.since is None
+        """Whether the state that gave the last loss is good, as far as losses can tell: one that is
+        low by chance among losses near `uniform` does not tell it.
+        """
+        lost = self.least < LEARNED * self.uniform and median(self.recent) > LOST * self.uniform
+        return self.fits and self.since is None and not lost
 
     @property
     def window(self) -> tuple[float, ...]:

@@ -181,6 +181,9 @@ def test_one_loss_far_below_that_of_equally_likely_tokens_takes_the_proof_from_t
         assert found.is_good, "nothing is learned yet"
     found.add(4, 3.9)
     assert found.would_fit(4.75) and not found.would_fit(4.76)
+    for step, loss in enumerate([4.8, 4.85, 4.8, 4.7], start=5):
+        found.add(step, loss)
+    assert found.fits and not found.is_good, "one is low by chance"
     unknown = Divergence()
     for step, loss in enumerate([4.9, 4.8, 4.7, 4.6, 3.9]):
         unknown.add(step, loss)
