@@ -270,7 +270,10 @@ def _set_keys(composition: DictConfig, words: Iterable[Override], elsewhere: str
         value = word.value()
         beside_text = isinstance(_value_at(composition, key.rpartition(".")[0]), str)
         free = elsewhere is not None and key.startswith(elsewhere) and not beside_text
-        if key not in all_keys and not free:
+        # what + adds, such as an entry of a section that has any number, is checked where it is bound
+        adds = word.is_add() or word.is_force_add()
+        is_there = key in all_keys or _value_at(composition, key) is not None
+        if not (is_there or free or adds):
             having = keys_around(key, own_options())
             if key in having:
                 raise UserError(f"unknown key {key!r}: it is one of {first_few(having[key], 6)}")

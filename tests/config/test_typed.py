@@ -91,3 +91,10 @@ def test_a_path_of_another_storage_is_refused_wherever_it_is_given(
             with pytest.raises(UserError, match=f"^({key}=|run.dir=runs/)?{folder}{said}"):
                 to_config(next(composed([*others, f"{key}={folder}{place}"])).cfg)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_entry_is_added_to_a_section_that_has_any_number_of_them() -> None:
+    late = "{_target_: fp4train.precision.Phase, start: 2, recipe: {_target_: fp4train.precision.MXFP8}}"
+    phases = values("phases=none", f"+phases.late={late}")["phases"]
+    assert list(phases) == ["late"] and phases["late"]["start"] == 2
+    assert list(values(f"+phases.late={late}", "phases.late.start=3")["phases"])[-1] == "late"
