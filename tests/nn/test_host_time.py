@@ -95,13 +95,17 @@ def test_a_layer_on_native_products_and_triton_runs_few_operators(
 def test_a_layer_on_native_products_and_triton_calls_few_functions(
     recipe: Recipe, most: int
 ) -> None:
-    """Of this package, in Python; a busy machine changes nothing."""
+    """Of this package, in Python; a busy machine changes nothing. Comparisons of equal specs are not
+    counted: a spec that another test made first is another object in the caches.
+    """
     layer = native_layer(recipe)
     called = Counter[str]()
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_globals.get("__name__", "").startswith("fp4train."):
-            called[frame.f_code.co_qualname] += 1
+        name = frame.f_code.co_qualname
+        ours = frame.f_globals.get("__name__", "").startswith("fp4train.")
+        if event == "call" and ours and not name.endswith("__eq__"):
+            called[name] += 1
 
     with microbatches(recipe):
         layer()
