@@ -84,10 +84,11 @@ def test_adapters_are_called_in_high_precision_beside_a_quantised_layer() -> Non
             assert torch.equal(model(**batch).logits, plain)
 
 
-def test_adapters_that_are_merged_and_taken_out_again_reach_the_next_pass() -> None:
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "mxfp8", "fp8_current"])
+def test_adapters_that_are_merged_and_taken_out_again_reach_the_next_pass(recipe: str) -> None:
     model: Any = adapted(converted_first=True)
     batch = next(iter(loader()))
-    Precision("nvfp4", policy="all").attach(model, steps=STEPS)
+    Precision(recipe, policy="all").attach(model, steps=STEPS)
     model(**batch).loss.backward()
     with torch.no_grad():
         seen = [model(**batch).loss]

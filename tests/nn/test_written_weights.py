@@ -98,8 +98,10 @@ def model(recipe: Recipe) -> nn.Module:
 
 
 def evaluated(module: nn.Module, recipe: Recipe) -> Tensor:
+    module.eval()
     with torch.no_grad(), autocast(recipe, step=0):
         y: Tensor = module(X)
+    module.train()
     return y
 
 

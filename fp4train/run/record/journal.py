@@ -171,7 +171,7 @@ class Journal:
         self.waiting: list[tuple[Record, bytes]] = []
         """Records that are added and not written yet, and their lines."""
         self._written = self.last
-        self._left = (-1, 0, 0)
+        self._left = (-1, 0, 0, 0)
 
     @classmethod
     def read(cls, folder: Folder, identity: str | None) -> Journal:
@@ -229,14 +229,14 @@ class Journal:
         self._written = added[-1][0].sum if added else self._written
         del self.waiting[: len(added)]
 
-    def _file(self) -> tuple[int, int, int]:
-        """The file's length, number and time: as this process left them, nobody has written to it
+    def _file(self) -> tuple[int, int, int, int]:
+        """The file's length, number and times: as this process left them, nobody has written to it
         since.
         """
         status = self.folder.status(HISTORY)
         if status is None:
-            return (0, 0, 0)
-        return (status.st_size, status.st_ino, status.st_mtime_ns)
+            return (0, 0, 0, 0)
+        return (status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
     def set_swaps(self, entries: Iterable[SwapEntry], step: int) -> list[int]:
         """Add, at `step`, what makes `entries` the swaps of the run; the steps of those that were

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, Outcome
+from command_line import STEADY, Cli, Outcome
 from stand_in_forks import forks_by, killed_after_forks
 
 import fp4train.lab.studies.forks as workers
@@ -59,6 +59,19 @@ def rows(shown: str) -> list[list[str]]:
 def said(outcome: Outcome) -> str:
     assert outcome.code == 0, outcome.err
     return outcome.out
+
+
+def test_forks_are_evaluated_on_each_held_out_sequence_once(cli: Cli) -> None:
+    """Seven sequences of 32 tokens, fewer than a batch of eight."""
+    held_out = ("data.val=225", "train.batch_size=8", "eval.batches=1")
+    base = cli.trained("run.name=small", "recipe=fp32", "policy=all", *held_out, *STEADY)
+    scored = json.loads(cli.raw("eval", str(base), "record=false", "--json").out)["scores"][0]
+    words = ("recipe=fp32", "steps=1", "forks=2", "lr=1e-12", "schedule=linear", "out=all")
+    said(cli.raw("rank", str(base), *words))
+    ranking = numbers(Path("all"))
+    assert ranking["validation_tokens"] == scored["values"]["tokens"] == 7 * 32
+    (fork, _) = ranking["candidates"][0]["forks"]
+    assert fork["high"] == pytest.approx(scored["values"]["loss"], abs=1e-6)
 
 
 def test_a_ranking_is_a_table_a_file_and_a_picture(cli: Cli, trained: Path) -> None:
