@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ign
 
 from fp4train.errors import LostError, UserError
 from fp4train.parallel.attendance import Attendance
+from fp4train.parallel.rendezvous import PREFIX, Round
 from fp4train.worker import within
 
 _OTHERS = {
@@ -48,7 +48,6 @@ class ProcessRank:
     Args:
         rank, size: among all; local_rank, local_size: among those of its machine.
         address, port: the place at which rank 0 (or torchrun's agent) listens; None on one rank.
-        attempt: how often torchrun has restarted the run.
     """
 
     rank: int = 0
@@ -57,7 +56,6 @@ class ProcessRank:
     local_size: int = 1
     address: str | None = None
     port: int = 0
-    attempt: int = 0
 
     @property
     def lead(self) -> bool:
@@ -94,9 +92,8 @@ def _of_torchrun(environment: Mapping[str, str]) -> ProcessRank:
     rank = _number(environment, "RANK", below=size)
     local_size = _number(environment, "LOCAL_WORLD_SIZE", least=1, default=size)
     local_rank = _number(environment, "LOCAL_RANK", below=local_size, default=rank % local_size)
-    attempt = _number(environment, "TORCHELASTIC_RESTART_COUNT", default=0)
     if size == 1:
-        return ProcessRank(attempt=attempt)
+        return ProcessRank()
     address = environment.get("MASTER_ADDR")
     if not address:
         raise UserError(
@@ -109,7 +106,6 @@ def _of_torchrun(environment: Mapping[str, str]) -> ProcessRank:
         local_size=local_size,
         address=address,
         port=_number(environment, "MASTER_PORT", least=1, below=65_536),
-        attempt=attempt,
     )
 
 
@@ -145,7 +141,6 @@ def _of_slurm(environment: Mapping[str, str]) -> ProcessRank:
         port=_number(
             environment, "MASTER_PORT", least=1, below=65_536, default=_FIRST_PORT + job % _PORTS
         ),
-        attempt=_number(environment, "SLURM_RESTART_COUNT", default=0),
     )
 
 
@@ -200,17 +195,19 @@ class Meeting:
     """The store, as one rank sees it.
 
     Args:
-        store: whose keys this attempt alone reads.
+        store: whose keys this round alone reads.
         listening: another connection to it: one that waits for a key answers nothing else.
-        keeps: whether it ends with this rank.
+        hosts: names of the ranks' hosts, if they have met.
+        keeps: whether the store ends with this rank.
     """
 
-    def __init__(self, place: ProcessRank, store: Any, listening: Any, *, keeps: bool) -> None:
+    def __init__(
+        self, place: ProcessRank, store: Any, listening: Any, hosts: list[str], *, keeps: bool
+    ) -> None:
         self.place = place
         self.store = store
+        self.hosts = hosts
         self.keeps = keeps
-        self.hosts: list[str] = []
-        """Host names of the ranks, once they have met."""
         self.first_word: str | None = None
         """The first word that a rank gave: its exit code and what it said."""
         self._own: str | None = None
@@ -227,18 +224,16 @@ class Meeting:
         Raises:
             LostError: a rank does not come within `PATIENCE`, or `timeout`.
         """
-        # torchrun's agent keeps the store itself; elsewhere rank 0 does. An attempt does not read
-        # the keys of the one before.
+        # torchrun's agent keeps the store itself; elsewhere rank 0 does
         keeps = place.lead and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         patience = min(timeout, PATIENCE)
         where = f"{place.address}:{place.port}"
         address = str(place.address)
         bound = timedelta(seconds=patience)
-        everyone = [f"here/{rank}" for rank in range(place.size)]
         try:
             stores = [
                 PrefixStore(
-                    f"fp4train/{place.attempt}",
+                    PREFIX,
                     TCPStore(address, place.port, None, own_store, bound, wait_for_workers=False),
                 )
                 for own_store in (keeps, False, False)
@@ -250,21 +245,24 @@ class Meeting:
             )
             speaks = place.rank == 1 or place.local_rank == 0
             raise LostError(text.splitlines()[0], speaks=speaks) from error
-        *own_stores, signs = stores
-        meeting = cls(place, *own_stores, keeps=keeps)
+        this_round = Round(place.rank, place.size, stores[0])
+        problem = None
+        hosts: list[str] = []
         try:
-            Attendance.sign(signs, place.rank, 0)
-            meeting.store.set(everyone[place.rank], socket.gethostname())
-            meeting.store.wait(everyone, bound)
-            meeting.hosts = [host.decode() for host in meeting.store.multi_get(everyone)]
+            hosts = this_round.meet(patience)
         except RuntimeError as error:
-            absent = meeting._named(within(GRACE, lambda: meeting._without("here"), [0]))
+            problem = error
+        own, listening, signs = (PrefixStore(this_round.name or "unmet", store) for store in stores)
+        meeting = cls(place, own, listening, hosts, keeps=keeps)
+        if problem is not None:
+            absent = meeting._named(within(GRACE, this_round.absent, [0]))
             text = (
                 f"{absent} did not come to {where} within {patience:g} s: not started, or ended "
                 "before the ranks met"
             )
-            raise LostError(text, speaks=meeting.announce(LostError.exit_code, text)) from error
-        meeting.store.set_timeout(timedelta(seconds=timeout))
+            raise LostError(text, speaks=meeting.announce(LostError.exit_code, text)) from problem
+        own.set_timeout(timedelta(seconds=timeout))
+        Attendance.sign(signs, place.rank, 0)
         Attendance(place.rank, place.size, signs, meeting._named, timeout).start()
         return meeting
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,15 +15,17 @@ import pytest
 Ranks = Any
 
 DIES_ONCE = """
-import os, sys
+import os, sys, time
 import fp4train.train as loop
 from fp4train.cli import main
 original = loop.train_step
 def train_step(run, recipe):
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and run.step == 3:
+    if run.step == 3 and not os.path.exists("died"):
         run.saver.wait(); run.world.wait()
         if not run.world.lead:
+            open("died", "w").close()
             os.kill(os.getpid(), 9)
+        time.sleep(60)
     return original(run, recipe)
 loop.train_step = train_step
 main(sys.argv[1:])
@@ -30,12 +33,16 @@ main(sys.argv[1:])
 """The second rank is killed in its first life, when the checkpoint of step 2 is whole."""
 
 
-def torchrun(ranks: Ranks, *arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
+ONE_MACHINE = ("--nproc-per-node", "2", "--standalone")
+
+
+def torchrun(
+    ranks: Ranks, *arguments: str, machine: tuple[str, ...] = ONE_MACHINE
+) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "torch.distributed.run", *machine, *arguments]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PET_STANDALONE": "1",  # older torchruns of one machine all meet at port 29500
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     return subprocess.Popen(
@@ -55,6 +62,25 @@ def test_a_killed_rank_and_a_restart_end_in_the_same_bits(ranks: Ranks) -> None:
     job = torchrun(ranks, "--max-restarts", "1", "dies_once.py", *options)
     said = job.communicate(timeout=240)[1]
     assert job.returncode == 0 and "going on from step" in said, said
+    ranks.same(ranks.reference("train.microbatch=2"), "restarted")
+
+
+@pytest.mark.long
+def test_torchruns_of_two_machines_meet_again_after_a_killed_rank(ranks: Ranks) -> None:
+    """Only the one whose rank was killed counts a restart."""
+    (ranks.folder / "dies_once.py").write_text(DIES_ONCE)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    machine = (
+        *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "two", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"localhost:{port}", "--max-restarts", "1"),
+    )
+    options = ranks.tiny("run.name=restarted", "checkpoint.every=2", "parallel.timeout=40")
+    jobs = [torchrun(ranks, "dies_once.py", *options, machine=machine) for _ in range(2)]
+    said = [job.communicate(timeout=240)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said
+    assert "going on from step" in "".join(said)
     ranks.same(ranks.reference("train.microbatch=2"), "restarted")
 
 
