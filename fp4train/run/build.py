@@ -251,8 +251,7 @@ def assemble(
         _distribute(part, config, world)
     if deferred:
         with world.same_outcome(), user_errors(ValueError, before="the weights cannot be drawn: "):
-            draw = getattr(config.model, "draw", "torch") if draws else None
-            materialise(model, world.device, seed=config.run.seed, draw=draw, whole=full_model)
+            materialise(model, world.device, seed=config.run.seed if draws else None)
     optimizer = _optimizer(config, model, full_model, pipeline)
     return Run(
         config=config,
@@ -356,13 +355,13 @@ def built_or_deferred(
 ) -> tuple[nn.Module, bool]:
     """The model before it is cut over the ranks, and whether it gets memory and weights after that.
 
-    On several ranks a model is cut first and drawn then, so that none ever holds all of it; one
-    that cannot be drawn in parts is drawn whole. One that does not draw its weights gets its memory
-    then, too. What counters draw has the same bits on every device, and is drawn on the GPU where
-    there is one.
+    On several ranks a model that counters draw is cut first and drawn then, so that none ever holds
+    all of it; another one is drawn whole. One that does not draw its weights gets its memory then,
+    too. What counters draw has the same bits on every device, and is drawn on the GPU where there
+    is one.
     """
-    on_a_gpu = world.device.type == "cuda" and getattr(config.model, "draw", "torch") == "counter"
-    if world.size > 1 or not draws or on_a_gpu:
+    by_counter = getattr(config.model, "draw", "torch") == "counter"
+    if not draws or (by_counter and (world.size > 1 or world.device.type == "cuda")):
         model = build_model(config, vocab_size, torch.device("meta"))
         if world.size == 1:
             checks.check_memory(model)

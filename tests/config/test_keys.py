@@ -40,7 +40,6 @@ DIGITS = [
     "teacher_step",
     "parallel",
     "model.recompute",
-    "model.draw",
     "train.microbatch",
     "train.threads",
     "train.compile",

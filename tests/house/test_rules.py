@@ -313,8 +313,6 @@ EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
     layers_by_class: {
         "precision/blocks.py": "finds torch's linear layers, and ours by their mark, in any model",
         "precision/layers.py": "says why a subclass of torch's linear layer is not converted",
-        "models/common/initialise.py": "takes from the generator what the constructor of "
-        "torch's linear layer takes",
     },
     run_directory_by_path: {
         "run/supervise/agreement.py": "opens /dev/null for a terminal that is gone",

@@ -43,11 +43,11 @@ def test_blocks_are_compiled_with_options_that_the_oldest_torch_has(
 
 
 @pytest.mark.parametrize(
-    ("draw", "device", "waits"),
-    [("counter", "cuda", True), ("torch", "cuda", False), ("counter", "cpu", False)],
+    ("model", "device", "waits"),
+    [("llama_1b", "cuda", True), ("llama_tiny", "cuda", False), ("llama_1b", "cpu", False)],
 )
 def test_a_gpu_draws_by_counter_itself(
-    draw: str, device: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+    model: str, device: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A billion weights take a CPU a minute. `materialise` draws the same bits
     (tests/models/common).
@@ -57,7 +57,7 @@ def test_a_gpu_draws_by_counter_itself(
         build, "build_model", lambda config, size, on: built.append(on.type) or nn.Linear(2, 2)
     )
     monkeypatch.setattr(build, "why_not_deferred", lambda model: None)
-    config = config_of("model=llama_tiny", f"model.draw={draw}", "device=cpu")
+    config = config_of(f"model={model}", "device=cpu")
     world = World(device=torch.device(device))
     _, deferred = build.built_or_deferred(config, 257, world, True)
     assert (built, deferred) == (["meta"] if waits else [device], waits)

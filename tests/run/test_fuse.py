@@ -171,7 +171,7 @@ def test_a_run_with_them_resumes_to_the_bit_and_is_read_where_they_do_not_run(
 
 def test_a_model_that_gets_its_memory_after_it_was_built_runs_in_them() -> None:
     """On several ranks, from a folder of weights, and where a GPU draws the weights itself."""
-    config = config_of("model=llama_tiny", "model.draw=counter", "device=cpu")
+    config = config_of("model=llama_1b", "device=cpu")
     built, deferred = built_or_deferred(config, 257, World(device=torch.device("cuda")), True)
     assert (
         deferred

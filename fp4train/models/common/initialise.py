@@ -3,15 +3,12 @@ them.
 
 A model whose initialisation can be deferred says what its weights and buffers begin as
 (`ParameterSpec.initial`), and is built on the meta device, converted and sharded before it has any
-memory. `materialise` then gives it memory and values:
+memory. `materialise` then gives it memory and values: each rank computes its part from the seed, the
+parameter's name and the global position. Every number of ranks, cut in any way, has the same model
+in every bit.
 
-- `counter`: each rank computes its part from the seed, the parameter's name and the global
-  position;
-- `torch`: the values that `build` draws on a CPU from torch's generator, in the order of the
-  constructor. Each rank
-  draws all of them, one parameter at a time, and keeps its part: as slow on many ranks as on one.
-
-Both give every number of ranks, cut in any way, the same model in every bit.
+A model with `draw` = "torch" has the values that torch's generator gives on a CPU in the order of the
+constructor; each rank draws all of it (`run.build.built_or_deferred`).
 
 A normal value of `counter` is a pure function of the run's seed, the parameter's name and the
 element:
@@ -31,7 +28,7 @@ cosine need not have.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -41,7 +38,6 @@ from fp4train.parameters import Computed, Filled, Initial, Normal, Spread, Unifo
 from fp4train.quantize.random import INITIAL, MASK, RandomKey, philox4x32
 from fp4train.shards import TensorShard, row_orders, shard_of
 
-DRAWS = ("torch", "counter")
 _WORDS = 4
 _CHUNK = 1 << 17
 """Elements drawn at a time: their float64 intermediates stay in a CPU's caches."""
@@ -96,9 +92,7 @@ def materialise(
     model: nn.Module,
     device: torch.device,
     *,
-    seed: int,
-    draw: str | None,
-    whole: nn.Module | None = None,
+    seed: int | None,
 ) -> None:
     """Give a model on the meta device memory on `device`, and its initial weights and buffers, in
     place.
@@ -108,33 +102,23 @@ def materialise(
 
     Args:
         model: one whose parameters all have initial values, converted or not, of any sharding.
-        seed: that of the run.
-        draw: `torch` or `counter`; None: the caller gives it all of its weights, which hold
-            anything until then.
-        whole: with `torch`, the model on the meta device that `model` is a stage of; None: `model`
-            is whole.
+        seed: that of the run; None: the caller gives it all of its weights, which hold anything
+            until then.
 
     Raises:
-        ValueError: a parameter or buffer has no initial values, or `draw` is neither of the two.
+        ValueError: a parameter or buffer has no initial values.
     """
-    if draw not in (*DRAWS, None):
-        raise ValueError(f"draw={draw!r} is not one of {', '.join(DRAWS)}")
     if reason := why_not_deferred(model):
         raise ValueError(f"{reason}: build it on the CPU")
     values = initial_values(model)
     with _swapped():
         model.to_empty(device=device)
     orders = row_orders(model)
-    parts = {
-        name: shard_of(parameter, orders.get(name)) for name, parameter in model.named_parameters()
-    }
-    if draw == "counter":
-        for name, part in parts.items():
-            _fill(part, values[name], seed, name)
-    elif draw is not None:
-        _draw_in_order(parts, whole if whole is not None else model, seed)
+    if seed is not None:
+        for name, parameter in model.named_parameters():
+            _fill(shard_of(parameter, orders.get(name)), values[name], seed, name)
     for name, buffer in model.named_buffers():
-        _fill(shard_of(buffer), values[name], seed, name)
+        _fill(shard_of(buffer), values[name], seed or 0, name)
 
 
 @torch.no_grad()
@@ -187,46 +171,6 @@ def _fill_box(part: TensorShard, initial: Initial, seed: int, name: str) -> None
             numbers = torch.arange(len(values), dtype=torch.float64, device="cpu") + part.offsets[0]
             values = initial.of(numbers).view(-1, *[1] * (values.dim() - 1)).expand(values.shape)
         part.tensor.copy_(values)
-
-
-def _draw_in_order(parts: Mapping[str, TensorShard], model: nn.Module, seed: int) -> None:
-    """The draws of `build` after `torch.manual_seed(seed)`: those of the layers' constructors, then
-    the model's own.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        _pass_over(module, generator)
-    values = initial_values(model)
-    for name, parameter in model.named_parameters():
-        initial = values[name]
-        part = parts.get(name)
-        if not isinstance(initial, Normal):
-            if part is not None:
-                _fill(part, initial, seed, name)
-            continue
-        drawn = torch.empty(tuple(parameter.shape), dtype=torch.float32)
-        nn.init.normal_(drawn, std=initial.std, generator=generator)
-        for box in () if part is None else part.boxes():
-            sides = zip(box.offsets, box.tensor.shape, strict=True)
-            box.tensor.copy_(drawn[tuple(slice(start, start + size) for start, size in sides)])
-
-
-def _pass_over(module: nn.Module, generator: torch.Generator) -> None:
-    """Take from the generator what the constructor of a layer takes."""
-    if isinstance(module, nn.Linear):
-        nn.init.kaiming_uniform_(_scratch(module.weight), a=math.sqrt(5), generator=generator)
-        if module.bias is not None:
-            _scratch(module.bias).uniform_(-1, 1, generator=generator)
-    elif isinstance(module, nn.Embedding):
-        nn.init.normal_(_scratch(module.weight), generator=generator)
-    elif not isinstance(module, nn.RMSNorm | nn.LayerNorm) and any(
-        True for _ in module.parameters(recurse=False)
-    ):
-        raise ValueError(f"what {type(module).__name__} draws is not known: use draw=counter")
-
-
-def _scratch(tensor: Tensor) -> Tensor:
-    return torch.empty(tuple(tensor.shape), dtype=torch.float32)
 
 
 # Normal values by counter

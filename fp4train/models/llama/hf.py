@@ -57,7 +57,6 @@ def shape_of(config: Mapping[str, Any]) -> Llama:
         head_dim=count(config, "head_dim", default),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        draw="counter",
     )
 
 
@@ -117,6 +116,6 @@ FAMILY = Family(
     shape_of=shape_of,
     config_of=config_of,
     small=Llama(width=64, layers=9, heads=8, kv_heads=4, hidden=64),
-    free=("recompute", "draw", "max_positions", "rope_base", "rope_scaling"),
+    free=("recompute", "max_positions", "rope_base", "rope_scaling"),
     computed=is_frequency,
 )

@@ -10,17 +10,16 @@ linear layers of the blocks are plain `nn.Linear`s until `fp4train.convert` repl
 Embedding, norms, attention products and the head stay in high precision.
 
 Initialisation: normal with σ = 0.02 (capped at 1/√width), the projections that write to the
-residual stream scaled by 1/√(2·layers). All come from torch's generator in sequence, or each by
-itself from its name and position (`models/common/initialise.py`).
+residual stream scaled by 1/√(2·layers). Those of small models come from torch's generator in
+sequence, those of large ones each by itself from its name and position
+(`models/common/initialise.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
-from fp4train.keys import CHANGES_DIGITS
 from fp4train.models.common import (
     AttentionDecoder,
     PreNormBlock,
@@ -30,9 +29,11 @@ from fp4train.models.common import (
     pre_norm_parameters,
     rotary_ends,
 )
-from fp4train.models.common.initialise import DRAWS
 from fp4train.parameters import ZEROS, ParameterSpec, Split, inside
-from fp4train.text import check_choice, check_least
+from fp4train.text import check_least
+
+LARGE = 500_000_000
+"""Weights of the blocks from which on each is drawn by itself: those of `llama_1b` are 973 M."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +43,25 @@ class Llama(PreNormShape):
     Args:
         hidden: width of the SwiGLU; None: 8/3 of the width, rounded up to a multiple of 32.
         qkv_bias: whether the projections to queries, keys and values have biases.
-        draw: source of the initial weights. `torch`: torch's generator on the CPU, in sequence.
-            `counter`: each from the seed, its parameter's name and its position, so that ranks draw
-            their parts alone; for large models.
     """
 
     hidden: int | None = None
     qkv_bias: bool = False
-    draw: Annotated[str, CHANGES_DIGITS] = "torch"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("model.draw", self.draw, DRAWS)
         check_least(self, "model.", "hidden", must="at least 1, or null for 8/3 of the width")
 
     @property
     def mlp_width(self) -> int:
         return self.hidden or -(-self.width * 8 // 3 // 32) * 32
+
+    @property
+    def draw(self) -> str:
+        """What draws the first weights; `counter` lets each rank draw its part alone."""
+        heads = 2 * (self.heads + self.kv_heads) * self.head_width
+        weights = self.layers * self.width * (heads + 3 * self.mlp_width)
+        return "counter" if weights >= LARGE else "torch"
 
     def parameters(self) -> Iterator[ParameterSpec]:
         yield from rotary_ends(self)
@@ -77,8 +80,8 @@ class Llama(PreNormShape):
             yield from inside(f"blocks.{index}", f"model.layers.{index}", block)
 
     def build(self, *, vocab_size: int, seq_len: int) -> LlamaModel:
-        """The model with weights drawn from torch's default generator, or with `draw: counter` by
-        that one's seed.
+        """The model with weights drawn from torch's default generator, or a large one's by that
+        one's seed.
 
         Raises:
             ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than

@@ -25,7 +25,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -227,19 +227,18 @@ _OF_LOOPS: Mapping[str, Any] = {
 """Sections whose classes nothing but a training loop needs → those of a run without any."""
 
 
-SETTLED: Mapping[str, Any] = {
-    "audit.repeat": 0,
-    "parallel.amax": "tp",
-    "parallel.norm": "auto",
+SETTLED: Mapping[str, Sequence[Any]] = {
+    "audit.repeat": [0],
+    "model.draw": ["torch", "counter"],
+    "parallel.amax": ["tp"],
+    "parallel.norm": ["auto"],
 }
-"""Keys that went → the value under which a run is what it is without them."""
+"""Keys that went → the values under which a run that goes on is what it is without them."""
 
 
 def without_settled(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration, as full key → value, without keys that went and changed nothing."""
-    return {
-        key: value for key, value in flat.items() if key not in SETTLED or SETTLED[key] != value
-    }
+    return {key: value for key, value in flat.items() if value not in SETTLED.get(key, ())}
 
 
 def read_config(run: Path) -> DictConfig:
@@ -266,9 +265,9 @@ def read_config(run: Path) -> DictConfig:
             raise UserError(
                 f"{path} cannot be read as a configuration: it holds a {type(value).__name__}"
             )
-    for key, value in SETTLED.items():
+    for key, values in SETTLED.items():
         section, _, name = key.partition(".")
-        if name in saved.get(section, {}) and saved[section][name] == value:
+        if name in saved.get(section, {}) and saved[section][name] in values:
             del saved[section][name]
     return OmegaConf.create(saved)
 

@@ -23,7 +23,7 @@ from fp4train.models.common import (
     materialise,
     why_not_deferred,
 )
-from fp4train.models.common.initialise import key_of
+from fp4train.models.common.initialise import initialise, key_of
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.parameters import ONES, ZEROS, Normal, ParameterSpec
 from fp4train.quantize import philox4x32
@@ -117,18 +117,27 @@ def preset(size: str) -> Llama:
     return shape
 
 
-def small(draw: str, *, tied: bool = True) -> Llama:
-    return Llama(width=32, layers=2, heads=4, kv_heads=2, hidden=48, tied=tied, draw=draw)
+def small(*, tied: bool = True) -> Llama:
+    return Llama(width=32, layers=2, heads=4, kv_heads=2, hidden=48, tied=tied)
+
+
+def test_the_blocks_of_large_llamas_are_drawn_by_counter() -> None:
+    assert {size: preset(size).draw for size in ("tiny", "350m", "1b", "405b")} == {
+        "tiny": "torch",
+        "350m": "torch",
+        "1b": "counter",
+        "405b": "counter",
+    }
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("draw", ["torch", "counter"])
-def test_a_model_born_on_the_meta_device_is_the_one_built_on_the_cpu(draw: str, tied: bool) -> None:
+def test_a_model_born_on_the_meta_device_is_the_one_built_on_the_cpu(tied: bool) -> None:
     torch.manual_seed(SEED)
-    built = small(draw, tied=tied).build(vocab_size=60, seq_len=16)
+    built = small(tied=tied).build(vocab_size=60, seq_len=16)
+    initialise(built, "counter")
     with torch.device("meta"):
-        deferred = f4.convert(small(draw, tied=tied).build(vocab_size=60, seq_len=16))
-    materialise(deferred, CPU, seed=SEED, draw=draw)
+        deferred = f4.convert(small(tied=tied).build(vocab_size=60, seq_len=16))
+    materialise(deferred, CPU, seed=SEED)
     assert isinstance(deferred, LlamaModel)
     assert (deferred.head.weight is deferred.embed.weight) == tied
     for (name, a), (again, b) in zip(
@@ -140,20 +149,9 @@ def test_a_model_born_on_the_meta_device_is_the_one_built_on_the_cpu(draw: str, 
     )
 
 
-def test_a_stage_of_a_model_draws_what_the_whole_draws_for_it() -> None:
-    torch.manual_seed(SEED)
-    built = small("torch").build(vocab_size=60, seq_len=16)
-    with torch.device("meta"):
-        whole, stage = (small("torch").build(vocab_size=60, seq_len=16) for _ in range(2))
-    del stage.blocks[1]
-    materialise(stage, CPU, seed=SEED, draw="torch", whole=whole)
-    assert torch.equal(stage.blocks[0].mlp.down.weight, built.blocks[0].mlp.down.weight)
-    assert torch.equal(stage.embed.weight, built.embed.weight)
-
-
 def test_weights_by_counter_have_the_spread_of_those_by_torch() -> None:
-    torch.manual_seed(SEED)
-    models = [small(draw).build(vocab_size=512, seq_len=8) for draw in ("torch", "counter")]
+    models = [small().build(vocab_size=512, seq_len=8) for _ in range(2)]
+    initialise(models[1], "counter")
     for (name, a), b in zip(
         models[0].state_dict().items(), models[1].state_dict().values(), strict=True
     ):
@@ -163,13 +161,6 @@ def test_weights_by_counter_have_the_spread_of_those_by_torch() -> None:
             assert not torch.equal(a, b) and float(a.std() / b.std()) == pytest.approx(
                 1, abs=0.1
             ), name
-
-
-def test_an_unknown_way_to_draw_names_the_field() -> None:
-    with pytest.raises(ValueError, match=r"model\.draw='count' is not one of torch, counter"):
-        small("count")
-    with pytest.raises(ValueError, match="draw='count' is not one of"):
-        materialise(nn.Linear(2, 2), CPU, seed=0, draw="count")
 
 
 class Odd(nn.Module):
@@ -193,15 +184,13 @@ def test_a_model_that_cannot_be_born_is_told_what_it_lacks() -> None:
         why_not_deferred(nn.Linear(2, 2))
     )
     with pytest.raises(ValueError, match=r"of Linear has no initial values.*: build it on the CPU"):
-        materialise(nn.Linear(2, 2), CPU, seed=0, draw="counter")
-    with pytest.raises(ValueError, match="what Conv1d draws is not known: use draw=counter"):
-        materialise(Odd().to("meta"), CPU, seed=0, draw="torch")
+        materialise(nn.Linear(2, 2), CPU, seed=0)
     incomplete = Odd().to("meta")
     incomplete.fp4train_parameters = lambda: Odd().fp4train_parameters()[:2]  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="the buffer mask of Odd has no initial values"):
-        materialise(incomplete, CPU, seed=0, draw="counter")
+        materialise(incomplete, CPU, seed=0)
     model = Odd().to("meta")
-    materialise(model, CPU, seed=0, draw="counter")
+    materialise(model, CPU, seed=0)
     assert bool((model.mix.bias == 0).all()) and bool((model.mask == 1).all())
 
 
