@@ -6,7 +6,6 @@ from fp4train.checkpoint.folder import (
     Checkpoint as Checkpoint,
     CheckpointError as CheckpointError,
     load as load,
-    newest_state as newest_state,
     prune as prune,
     save as save,
     set_doubt as set_doubt,

@@ -53,10 +53,8 @@ from fp4train.shards import TensorShard
 _log = logging.getLogger(__name__)
 
 
-Beside = Callable[[list[int]], Collection[int]]
-"""A choice, of the steps that have a checkpoint, ascending: those that stay beside the newest
-ones.
-"""
+Keep = Callable[[list[int]], Collection[int]]
+"""A choice, of the steps that have a checkpoint, ascending, the newest one last: those that stay."""
 
 
 class CheckpointError(UserError):
@@ -102,13 +100,11 @@ def save(
     tensors: Mapping[str, Tensor] | Mapping[str, TensorShard],
     state: Mapping[str, JSON],
     *,
-    keep: int,
-    unproven: bool = False,
-    beside: Beside | None = None,
+    keep: int | Keep,
     ranks: CheckpointGroup = ALONE,
     kinds: Mapping[str, str] = KINDS,
 ) -> Path:
-    """Write the checkpoint of `step` into `folder` and keep the newest `keep`.
+    """Write the checkpoint of `step` into `folder` and remove those that `keep` leaves out.
 
     Checkpoints of later steps belong to a future that a resume abandoned; they are removed once
     this one is complete. Of several ranks all call this, with the same arguments but for their
@@ -123,10 +119,7 @@ def save(
         state: plain JSON values (see `flatten` for anything nested with tensors, tuples or integer
             keys); of several ranks the first one's, joined with those of the ranks that lead a
             stage.
-        keep: number of checkpoints to keep, this one included; at least 1.
-        unproven: whether nothing has been computed from this state yet. It does not count among the
-            `keep` then: `prune` removes what is too many once it is known to be good.
-        beside: choice of the older ones that stay beside those.
+        keep: checkpoints that stay, this one among them; a number stands for the newest ones.
         ranks: the ranks that write it.
         kinds: kind of file of a state's tensors, by the state's key; those of other keys are in
             files of `layout.TENSORS`.
@@ -140,7 +133,7 @@ def save(
     """
     if step < 0:
         raise ValueError(f"step={step}: a checkpoint's step is 0 or more")
-    if keep < 1:
+    if isinstance(keep, int) and keep < 1:
         raise ValueError(f"keep={keep}: at least 1 checkpoint must be kept")
     if isinstance(folder, Folder):
         place = folder.path
@@ -149,7 +142,7 @@ def save(
     try:
         Writing(folder, step, ranks, kinds).write(tensors, state)
         if ranks.first:
-            prune(folder, step, keep + unproven, beside=beside)
+            prune(folder, step, keep)
     except OSError as error:
         there: list[int] = []
         with suppress(UserError):
@@ -238,37 +231,13 @@ def steps(folder: Path) -> list[int]:
     return sorted(_directories(folder))
 
 
-def newest_state(folder: Path) -> dict[str, JSON]:
-    """The state of the newest checkpoint that has one that can be read, with a warning of those
-    that are skipped; empty where there is none. Tensors are not verified.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
-    skipped: list[tuple[Path, str]] = []
-    for step, name in sorted(_directories(folder).items(), reverse=True):
-        try:
-            with opened_folder(folder) as opened, opened.folder(name) as checkpoint:
-                state = read(checkpoint, step, None)[1]
-        except (Unusable, OSError) as error:
-            skipped.append((folder / name, in_words(error)))
-            continue
-        _warn(skipped, folder / name)
-        return state
-    _warn(skipped, None)
-    return {}
-
-
-def _warn(skipped: Iterable[tuple[Path, str]], taken: Path | None) -> None:
+def _warn(skipped: Iterable[tuple[Path, str]], taken: Path) -> None:
     """Say which checkpoints are passed over, and what is taken in their place: `load` does, so that
     nobody who takes an older checkpoint does so in silence.
     """
+    text = "checkpoint %s cannot be used (%s); %s is taken in its place"
     for path, reason in skipped:
-        if taken is None:
-            instead = "there is no older one that can"
-        else:
-            instead = f"{taken} is taken in its place"
-        _log.warning("checkpoint %s cannot be used (%s); %s", path.name, reason, instead)
+        _log.warning(text, path.name, reason, taken)
 
 
 def _warn_of_doubt(path: Path, state: Mapping[str, JSON], steps: Collection[int]) -> None:
@@ -307,16 +276,18 @@ def set_doubt(
                 _log.warning("the doubt about checkpoint %s is not written: %s", name, error)
 
 
-def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | None = None) -> None:
-    """Remove all checkpoints but the newest `keep` of those up to step `newest`, and what `beside`
-    names of them.
+def prune(folder: Path | Folder, newest: int, keep: int | Keep) -> None:
+    """Remove all checkpoints but those of `keep` (see `save`) among those up to step `newest`.
 
     What cannot be removed is reported.
     """
     with opened_folder(folder) as opened:
         there = {step: name for step, name in _steps_in(opened).items() if opened.has_folder(name)}
         past = sorted(step for step in there if step <= newest)
-        stay = {*past[-keep:], *(beside(past) if beside and past else ())}
+        if isinstance(keep, int):
+            stay = set(past[-keep:])
+        else:
+            stay = set(keep(past))
         for step in sorted(set(there) - stay):
             doomed = f"{layout.LEFTOVER}{layout.directory_name(step)}"
             try:

@@ -287,12 +287,12 @@ def test_links_among_checkpoints_are_neither_followed_nor_removed_through(tmp_pa
         load(own)
 
 
-def test_an_unproven_checkpoint_does_not_push_out_the_last_good_one(tmp_path: Path) -> None:
-    save_steps(tmp_path, 10, keep=1)
-    save(tmp_path, 20, ONE, {}, keep=1, unproven=True)
-    assert steps(tmp_path) == [10, 20]
-    checkpoint.prune(tmp_path, 20, 1)
-    assert steps(tmp_path) == [20]
+def test_a_choice_of_steps_says_which_stay(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20)
+    save(tmp_path, 30, ONE, {}, keep=lambda past: {past[0], past[-1]})
+    assert steps(tmp_path) == [10, 30]
+    checkpoint.prune(tmp_path, 30, 1)
+    assert steps(tmp_path) == [30]
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

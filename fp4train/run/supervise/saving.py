@@ -298,16 +298,20 @@ class Saver:
     def _prune(self, newest: int) -> None:
         if self.ranks.first:
             with self.run.folder.folder(run_directory.CHECKPOINTS) as folder:
-                checkpoint.prune(
-                    folder, newest, self.run.config.checkpoint.keep, beside=self._beside
-                )
+                checkpoint.prune(folder, newest, self._kept)
 
-    def _beside(self, past: list[int]) -> set[int]:
-        """The steps of `past` whose checkpoints stay beside the newest ones."""
+    def _kept(self, past: list[int], *, unproven: bool = False) -> set[int]:
+        """The steps of `past` whose checkpoints stay.
+
+        Args:
+            unproven: nothing has been computed from the newest one yet, and it does not count among
+                `checkpoint.keep`.
+        """
         config = self.run.config
         settings = config.checkpoint
         cooldown = config.schedule.cooldown_start(config.train.steps)
         stay = {step for step in past if step == self.good}
+        stay |= set(past[-settings.keep - unproven :])
         if settings.keep_before_cooldown and cooldown is not None:
             stay |= set([step for step in past if step <= cooldown][-1:])
         for number in range(settings.milestones if settings.every else 0):
@@ -348,9 +352,7 @@ class Saver:
                     step,
                     parts,
                     state,
-                    keep=settings.keep,
-                    unproven=unproven,
-                    beside=self._beside,
+                    keep=partial(self._kept, unproven=unproven),
                     ranks=self.ranks,
                     kinds={state.key: state.file for state in run.states},
                 )
