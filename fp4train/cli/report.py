@@ -1,4 +1,4 @@
-"""fp4train report RUN RUN… [baseline=RUN] [out=report.html] [figures=pdf] [gpu=B200]
+"""fp4train report RUN RUN… [baseline=RUN] [out=report.html] [figures=pdf]
 
 One HTML file about runs and the studies on them, for screens, phones and paper;
 it needs no network (docs/report.md).
@@ -8,7 +8,6 @@ it needs no network (docs/report.md).
   figures=svg,pdf  its figures as files beside it, too: report-curves.pdf, …;
                    .png, .svg and .pdf
   width=6.3        inches of these files
-  gpu=B200         with the predicted time of the linear layers on that GPU
 """
 
 import logging
@@ -18,8 +17,7 @@ from typing import Literal
 
 from fp4train.config.command_line import CommandLine, read_line
 from fp4train.config.overrides import baseline_first
-from fp4train.errors import UserError, user_errors
-from fp4train.hardware import find_gpu
+from fp4train.errors import UserError
 from fp4train.lab.analysis import PICTURE, Width
 from fp4train.lab.report import read_report
 
@@ -32,7 +30,6 @@ class ReportOptions(CommandLine):
     out: Path = Path("report.html")
     figures: tuple[Literal["png", "svg", "pdf"], ...] = ()
     width: Width = PICTURE
-    gpu: str | None = None
 
 
 def main(arguments: list[str]) -> int:
@@ -42,9 +39,7 @@ def main(arguments: list[str]) -> int:
     runs = baseline_first(line.runs, line.baseline)
     if not runs:
         raise UserError(f"report needs run directories: {line.usage}")
-    with user_errors(ValueError):
-        gpu = None if line.gpu is None else find_gpu(line.gpu)
-    report = read_report(runs, out, gpu)
+    report = read_report(runs, out)
     report.write(out)
     files = report.write_figures(out, line.figures, line.width)
     for problem in report.problems:

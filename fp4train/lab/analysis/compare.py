@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.errors import UserError
-from fp4train.lab.analysis.curves import curves, recipe_rows
+from fp4train.lab.analysis.curves import curves
 from fp4train.lab.analysis.figure import FIGURES, PICTURE, Draw, check_out, save, write
 from fp4train.lab.analysis.groups import figures_of_groups, loss_of, seed_groups, summarise
 from fp4train.lab.analysis.history import (
@@ -162,7 +162,7 @@ class Comparison:
         """Curves, gaps to the first, and the recipe of each run over the steps, runs that differ in
         their seed only averaged.
         """
-        return curves(self.groups, recipe_rows(self.groups))
+        return curves(self.groups)
 
 
 def compare(

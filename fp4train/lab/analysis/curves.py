@@ -5,9 +5,9 @@ first; below them the recipe of every run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4train.lab.analysis import figure as look
 from fp4train.lab.analysis.figure import Draw, Panel
@@ -32,21 +32,16 @@ ROW = 28
 """Characters of the name beside a row of recipes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeRow:
+class RecipeRow(NamedTuple):
     """The recipes of one run over its steps.
 
     Args:
         colour: index of the curve that the run belongs to.
-        done: number of steps trained.
-        marks: (step, matplotlib's marker).
     """
 
     name: str
     colour: int
     bands: Sequence[Band]
-    done: int
-    marks: Sequence[tuple[int, str]] = ()
 
 
 def draw_curves(run_dir: Path) -> Path:
@@ -58,20 +53,11 @@ def draw_curves(run_dir: Path) -> Path:
     history = read_history(run_dir)
     path = Path(run_dir) / CURVES
     groups = seed_groups([history], [history.name])
-    look.save(curves(groups, recipe_rows(groups)), look.PICTURE, path)
+    look.save(curves(groups), look.PICTURE, path)
     return path
 
 
-def recipe_rows(groups: Sequence[SeedGroup]) -> list[RecipeRow]:
-    """The recipes of every run, as its metrics have them."""
-    return [
-        RecipeRow(name=name, colour=index, bands=run.bands(), done=run.last_step)
-        for index, group in enumerate(groups)
-        for name, run in zip(group.names, group.runs, strict=True)
-    ]
-
-
-def curves(groups: Sequence[SeedGroup], rows: Sequence[RecipeRow]) -> Draw:
+def curves(groups: Sequence[SeedGroup]) -> Draw:
     """The mean losses of groups of seeds with their intervals, the gaps to the first group where
     there are some, and the recipes of every run; of a single run also its learning rate and
     gradient norm.
@@ -85,22 +71,31 @@ def curves(groups: Sequence[SeedGroup], rows: Sequence[RecipeRow]) -> Draw:
     if common_step([run for group in groups for run in group.runs]) and len(groups) > 1:
         title = f"gap to {groups[0].name}, %: training, smoothed; dots: validation"
         above.append(Panel(title=title, height=1.8, paint=lambda axes: _gaps(axes, groups)))
+    rows = [
+        RecipeRow(name, index, run.bands())
+        for index, group in enumerate(groups)
+        for name, run in zip(group.names, group.runs, strict=True)
+    ]
+    ends = [run.last_step for group in groups for run in group.runs]
+    right = max([1, *ends]) * 1.012  # no marker on the last step is cut
     if len(rows) > 1:
-        return _over_steps(above, rows)
+        return _over_steps(above, rows, right)
     (run,) = groups[0].runs
     losses = Panel(title=loss.title, height=3.9, paint=lambda axes: _own_losses(axes, groups))
     keys = {"train/lr": "learning rate", "train/grad_norm": "gradient norm"}
-    return _over_steps([losses], rows, [_small(run, key, title) for key, title in keys.items()])
+    small = [_small(run, key, title) for key, title in keys.items()]
+    return _over_steps([losses], rows, right, small)
 
 
 def _over_steps(
-    above: Sequence[Panel], rows: Sequence[RecipeRow], below: Sequence[Panel] = ()
+    above: Sequence[Panel],
+    rows: Sequence[RecipeRow],
+    right: float,
+    below: Sequence[Panel] = (),
 ) -> Draw:
-    """Panels above and below the recipes of runs, all over the same steps; lines where recipes
-    change.
+    """Panels above and below the recipes of runs, all over the steps up to `right`; lines where
+    recipes change.
     """
-    ends = [step for row in rows for step in (row.done, *(stop for _, stop, _ in row.bands))]
-    right = max([1, *ends]) * 1.012  # no marker on the last step is cut
 
     def over_steps(panel: Panel) -> Panel:
         def paint(axes: Axes) -> None:
@@ -210,19 +205,12 @@ def _gaps(axes: Axes, groups: Sequence[SeedGroup]) -> None:
 
 
 def _recipes(axes: Axes, rows: Sequence[RecipeRow], right: float) -> None:
-    """The recipes of every run, a row per run: what ran is filled, what is planned is dotted."""
+    """The recipes of every run, a row per run."""
     grounds = look.grounds(recipe for row in rows for *_, recipe in row.bands)
     for place, row in enumerate(rows):
         for start, stop, recipe in row.bands:
-            ran = min(stop, max(start, row.done))
             shape: dict[str, Any] = {"height": 0.8, "lw": 0.5, **grounds[recipe]}
-            axes.barh(place, ran - start, left=start, label=recipe, **shape)
-            if stop == ran:
-                continue
-            planned: Any = {"height": 0.6, "color": "none", "ec": look.QUIET, "ls": ":", "lw": 0.8}
-            axes.barh(place, stop - ran, left=ran, **planned)
-        for step, marker in row.marks:
-            axes.plot([step], [place], marker=marker, color=look.INK, ms=5, clip_on=False)
+            axes.barh(place, stop - start, left=start, label=recipe, **shape)
     look.name_rows(axes, [shortened(row.name, ROW) for row in rows], ticks=10)
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_color(look.colour_of(row.colour))

@@ -220,7 +220,7 @@ def plain(text: object, limit: int) -> str:
 
 def name_lines(name: str, room: int) -> str:
     """A name in lines of at most `room` characters: the whole of it, up to `LONGEST` characters."""
-    return textwrap.fill(shortened(name, LONGEST), room)
+    return textwrap.fill(plain(name, LONGEST), room)
 
 
 def colour_of(index: int) -> str:

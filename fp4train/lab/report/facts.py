@@ -7,28 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from omegaconf import OmegaConf
 
-from fp4train.config import to_config
 from fp4train.config.binding import flattened
-from fp4train.data.source import planned_vocab_size
-from fp4train.errors import UserError
-from fp4train.hardware import Device, Gpu
 from fp4train.lab.analysis.compare import differing_values
-from fp4train.lab.costs import CostEstimate, estimate
-from fp4train.lab.report.sources import UNREADABLE, RunSource
-from fp4train.precision.layers import find_layers
-from fp4train.run.build import build_model, build_plan
+from fp4train.lab.report.sources import RunSource
 from fp4train.run.observe import THRESHOLD
-from fp4train.run.record import directory as run_directory
 from fp4train.run.record.stretches import multiplied
-from fp4train.run.record.trust import check_paths
-from fp4train.run.timeline import build_timeline
-from fp4train.text import as_written, first_line, ranges
+from fp4train.text import as_written, ranges
 
-LARGEST = 1 << 20
-"""A model with a larger number in its configuration is none."""
 MOST_ROWS = 1 << 40
 """A batch of more sequences is none."""
 _CACHE = ".cache_dir"
@@ -36,41 +22,6 @@ _CACHE = ".cache_dir"
 
 ByRuns = list[tuple[str, str]]
 """Distinct values, each with the numbers of its runs; without numbers where all runs have it."""
-
-
-def predict(
-    sources: Sequence[RunSource], gpu: Gpu
-) -> tuple[dict[RunSource, CostEstimate], list[str]]:
-    """The runs that can be estimated, and a sentence for each that cannot."""
-    estimates: dict[RunSource, CostEstimate] = {}
-    problems: list[str] = []
-    for source in sources:
-        try:
-            estimates[source] = _predicted_time(source, gpu)
-        except UNREADABLE as error:
-            problems.append(
-                f"{source.name}: its time on {gpu} is not estimated: {first_line(error)}"
-            )
-    return estimates, problems
-
-
-def _predicted_time(source: RunSource, gpu: Gpu) -> CostEstimate:
-    path = source.metrics.path
-    for key, value in source.config.items():
-        if key.startswith("model.") and isinstance(value, int) and abs(value) > LARGEST:
-            raise UserError(f"{key}={value} is no size of a model")
-    saved = run_directory.read_trained(path)
-    # All that the estimate reads of the data is the size of the vocabulary.
-    check_paths(
-        OmegaConf.create({"resume": str(path), "data": {"tokenizer": saved.data.get("tokenizer")}}),
-        (),
-    )
-    config = to_config(saved)
-    model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
-    plan = build_plan(
-        config, find_layers(model), build_timeline(config, path), Device.elsewhere(gpu)
-    )
-    return estimate(plan, gpu, microbatches=config.train.microbatches)
 
 
 class RunCost:

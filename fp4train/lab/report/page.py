@@ -14,7 +14,7 @@ request, also one that a name might bring in past the escaping.
 """
 
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property
@@ -26,10 +26,7 @@ from markupsafe import Markup
 
 from fp4train import __version__, text
 from fp4train.errors import UserError
-from fp4train.hardware import Gpu
 from fp4train.lab.analysis import Comparison, figure, heatmap
-from fp4train.lab.analysis.curves import RecipeRow, curves
-from fp4train.lab.costs import CostEstimate
 from fp4train.lab.report import facts
 from fp4train.lab.report.sources import RunSource, read_sources
 from fp4train.lab.studies import RankResult, SensitivityResult, figures, sequential
@@ -45,14 +42,11 @@ class Report:
     """Runs that are read, and what is shown of them.
 
     Args:
-        left_out: sentences about runs and predictions that are missing.
-        predicted: estimated time of each run on `gpu`.
+        left_out: sentences about runs that are missing.
     """
 
     sources: Sequence[RunSource]
     left_out: Sequence[str]
-    gpu: Gpu | None
-    predicted: Mapping[RunSource, CostEstimate]
 
     @cached_property
     def comparison(self) -> Comparison:
@@ -85,19 +79,7 @@ class Report:
     @cached_property
     def figures(self) -> dict[str, figure.Draw]:
         """Name → picture."""
-        groups = self.comparison.groups
-        rows = [
-            RecipeRow(
-                name=self.sources[place].label,
-                colour=index,
-                bands=self.sources[place].bands,
-                done=self.sources[place].done,
-                marks=self.sources[place].marks,
-            )
-            for index, group in enumerate(groups)
-            for place in group.places
-        ]
-        drawings = {"curves": curves(groups, rows)}
+        drawings = {"curves": self.comparison.picture()}
         for number, ranking in enumerate(self.rankings, start=1):
             drawings[f"ranking-{number}"] = figures.ranking(ranking)
         for number, (_, study) in enumerate(self.sensitivities, start=1):
@@ -141,11 +123,8 @@ class Report:
         return written
 
 
-def read_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> Report:
+def read_report(runs: Sequence[Path], out: Path) -> Report:
     """The report of `runs`, the first of which is the reference, to be written to `out`.
-
-    Args:
-        gpu: whose time for each run is estimated; None estimates none.
 
     Raises:
         UserError: no run is given or can be read, or there is no such folder.
@@ -154,11 +133,7 @@ def read_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> Repo
     if not runs:
         raise UserError("report needs run directories: fp4train report RUN RUN… [out=report.html]")
     sources, left_out = read_sources(runs)
-    predicted: dict[RunSource, CostEstimate] = {}
-    if gpu is not None:
-        predicted, unpredicted = facts.predict(sources, gpu)
-        left_out += unpredicted
-    return Report(sources=sources, left_out=left_out, gpu=gpu, predicted=predicted)
+    return Report(sources=sources, left_out=left_out)
 
 
 @cache

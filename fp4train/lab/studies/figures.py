@@ -14,9 +14,9 @@ from fp4train.lab.analysis import Draw, figure as look
 from fp4train.lab.analysis.figure import Panel
 from fp4train.lab.analysis.heatmap import heat_map
 from fp4train.lab.intervals import Estimate
-from fp4train.lab.studies.parts import LAYER, OPERAND
+from fp4train.lab.studies.parts import LAYER
 from fp4train.lab.studies.results import CandidateResult, RankResult, SensitivityResult
-from fp4train.text import counted, shortened
+from fp4train.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,20 +39,14 @@ CANDIDATE = 34
 
 
 def sensitivity(study: SensitivityResult) -> Draw:
-    """Damage of every layer and of every operand alone, and what sparing layers buys."""
-    operands = study.of_kind(OPERAND)
-    bars = Panel(
-        title="one operand at a time, with intervals",
-        height=max(2.0, 0.5 + 0.2 * len(operands)),
-        paint=lambda axes: _bars(axes, study),
-    )
+    """Damage of every layer alone, and what sparing layers buys."""
     points = Panel(
         title="nMSE left: points predicted, diamond measured",
-        height=bars.height,
+        height=2.0,
         paint=lambda axes: _points(axes, study),
     )
     title = f"{study.name}, step {study.step}: {study.recipe}, nMSE of the gradient above the floor"
-    return look.picture([[_damage(study)], [bars, points]], title)
+    return look.picture([[_damage(study)], [points]], title)
 
 
 def _damage(study: SensitivityResult) -> Panel:
@@ -79,20 +73,6 @@ def _block_and_rest(layer: str) -> tuple[str, str]:
     """ "blocks.0.mlp.up" → "blocks.0", "mlp.up"; a layer outside of blocks is a row of its own."""
     match = re.fullmatch(r"(.*?\.\d+)\.(.+)", layer)
     return (match[1], match[2]) if match else (layer, "all")
-
-
-def _bars(axes: Axes, study: SensitivityResult) -> None:
-    parts = study.of_kind(OPERAND)
-    axes.barh(
-        range(len(parts)),
-        [part.nmse.mean - study.floor for part in parts],
-        xerr=[part.nmse.half_width() or 0.0 for part in parts],
-        color=look.TRAIN,
-        ecolor=look.QUIET,
-        height=0.7,
-    )
-    look.name_rows(axes, [shortened(part.what, 22) for part in parts], ticks=4)
-    axes.set_xlim(left=0)
 
 
 def _points(axes: Axes, study: SensitivityResult) -> None:

@@ -42,7 +42,6 @@ def test_the_command_writes_the_file_and_says_what_is_missing(
         ((), "report needs run directories"),
         (("nothing",), "no run can be reported: nothing is not a run directory"),
         (("a", "steps=3"), "unknown key 'steps' (known: baseline, out, figures"),
-        (("a", "gpu=V100"), "gpu='V100' is not a GPU whose peak rates are known"),
         (("a", "out=x.pdf"), "the name must end in .html"),
         (("a", "out=no/x.html"), "there is no folder no"),
         (("a", "out=folder.html"), "is a folder"),
