@@ -35,9 +35,6 @@ def test_every_command_works_and_the_report_has_the_sections(
         title for each in named for title in each.split(", ")
     ]
     assert 'class="warnings"' not in page, "nothing of a whole run is missing"
-    assert "Predicted time of the linear layers on B200" in (tmp_path / "a.html").read_text(
-        encoding="utf-8"
-    )
     assert page.count("<img") == 4 and (tmp_path / "a.html").is_file()
 
 

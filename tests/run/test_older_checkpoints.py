@@ -59,16 +59,6 @@ def test_reading_an_older_checkpoint_says_so(
     assert WARNING in ended.err and ended.err.count("is taken in its place") == 1, ended.err
 
 
-@pytest.mark.usefixtures("sketched")
-def test_a_report_says_which_checkpoint_it_compares_the_records_with(
-    cli: Cli, damaged: Path
-) -> None:
-    (damaged / "checkpoints/step_00000004/state.json").write_text("{")
-    ended = cli.raw("report", "runs/a")
-    assert "checkpoint step_00000004 cannot be used (state.json is damaged" in ended.err
-    assert ended.code == 0, ended.err
-
-
 def test_a_checkpoint_that_is_asked_for_has_no_other_in_its_place(cli: Cli, damaged: Path) -> None:
     for command in (("eval", "runs/a", "step=4"), ("sample", "runs/a", "step=4", "prompt=a")):
         refused = cli.raw(*command)

@@ -169,15 +169,10 @@ def test_metrics_that_were_cut_are_said_to_be_incomplete(cli: Cli, stop_at: Stop
     assert "2 steps of 3–4 are missing" in events("runs/a", "metrics mended")[0]["found"]
 
 
-@pytest.mark.usefixtures("sketched")
-def test_records_that_were_shortened_are_named_by_a_resume_and_left_out_of_a_report(
-    cli: Cli,
-) -> None:
+def test_records_that_were_shortened_are_named_by_a_resume(cli: Cli) -> None:
     options = ("eval.errors_every=1", "checkpoint.every=1", *STEADY)
     assert cli("run.name=a", "train.steps=1", *options).code == 0
     assert cli("resume=runs/a", "train.steps=2").code == 0
-    whole = cli.raw("report", "runs/a")
-    assert whole.code == 0 and "is left out" not in whole.err + Path("report.html").read_text()
     ends = {
         "statistics.bin": b"f4s1",
         "history.jsonl": b'{"event"',
@@ -186,14 +181,7 @@ def test_records_that_were_shortened_are_named_by_a_resume_and_left_out_of_a_rep
     for name, last in ends.items():
         data = Path("runs/a", name).read_bytes()
         Path("runs/a", name).write_bytes(data[: data.rindex(last)])
-    assert cli.raw("report", "runs/a").code == 0
-    shown = Path("report.html").read_text()
     reasons = ("statistics.bin is cut off (", "history.jsonl lacks records that the checkpoint saw")
-    assert (
-        all(f"runs/a/{reason}" in shown for reason in reasons)
-        and shown.count("(it is left out)") == 2
-    )
-    assert "runs/a/metrics.jsonl is cut off (" in shown
     again = cli("resume=runs/a", "train.steps=3")
     assert again.code == 0 and all(f"runs/a/{reason}" in again.err for reason in reasons)
     found = events("runs/a", "metrics mended")[0]["found"]
