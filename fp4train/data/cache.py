@@ -23,7 +23,6 @@ import hashlib
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,16 +90,11 @@ def cached_tokens(
 def _own_name(folder: files.Folder, name: str) -> str:
     """The name of an entry that belongs to this user: `name`, or where somebody else has that, one
     with the user's number.
-
-    Raises:
-        OSError: somebody else has that, too.
     """
     user = os.geteuid()
     if (owner := _other_owner(folder, name)) is None:
         return name
     beside = f"{name}-{user}"
-    if (other := _other_owner(folder, beside)) is not None:
-        raise PermissionError(errno.EPERM, f"{beside} belongs to user {other}, not to you ({user})")
     text = (
         "tokenised data in %s belongs to user %d, not to you (%d): it is not read; yours is "
         "kept beside it as %s"
@@ -138,8 +132,6 @@ def stored_tokens(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | N
         if actual != expected:
             bad = sum(digest != right for digest, right in zip(actual, expected, strict=True))
             raise ValueError(f"{bad} of {len(actual)} chunks are not as they were written")
-        if _other_owner(folder, name) is not None or os.fstat(descriptor).st_uid != os.geteuid():
-            raise ValueError("it was replaced by another user's")
     except FileNotFoundError:
         return None
     except (OSError, *_DAMAGE) as error:
@@ -263,7 +255,7 @@ def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]
         if isinstance(entry, dict) and stamp.items() <= entry.items() and "sha256" in entry:
             file.digest = str(entry["sha256"])
         else:
-            file.digest = _timed_digest(file)
+            file.digest = _file_digest(file)
         file.anew = _file_digest
         kept[name] = stamp | {"sha256": file.digest}
     try:
@@ -276,19 +268,3 @@ def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]
 
 def _file_digest(file: IdFile) -> str:
     return _digest("".join(digests(file)).encode())
-
-
-def _timed_digest(file: IdFile) -> str:
-    began = time.perf_counter()
-    digest = _file_digest(file)
-    seconds = time.perf_counter() - began
-    if file.size >= LARGE:
-        speed = file.size / seconds / 1e9
-        _log.info(
-            "%s: %.1f GB read and checked in %.0f s (%.1f GB/s)",
-            file.path,
-            file.size / 1e9,
-            seconds,
-            speed,
-        )
-    return digest

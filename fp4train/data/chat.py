@@ -28,14 +28,7 @@ from fp4train.data.files import shown, stamp
 from fp4train.data.frames import ANSWERS
 from fp4train.data.huggingface import record_files
 from fp4train.data.packing import Learned, pack
-from fp4train.data.records import (
-    column_place,
-    holds_text,
-    name_of,
-    parsed,
-    read_objects,
-    repeated_keys,
-)
+from fp4train.data.records import column_place, holds_text, name_of, parsed, read_objects
 from fp4train.data.source import TextSource
 from fp4train.data.stored import TokenIds
 from fp4train.data.template import MARKERS, ChatTemplate, find_template
@@ -275,7 +268,6 @@ def _talk(record: Any, column: str, rendered: Container[str], special: Sequence[
         raise ValueError(
             f'it has no "{column}"; its keys: {", ".join(record) or "none"} ({likely})'
         )
-    _refuse_repeated("it", record, [column])
     unread = [
         key
         for key, value in record.items()
@@ -352,7 +344,6 @@ def _check_message(place: str, message: Any, special: Sequence[str]) -> None:
             f"{place} is no object with a role and a content, both of them text; "
             f"{_parts_of(message)}"
         )
-    _refuse_repeated(place, message, ["role", "content", *_LOSS_KEYS])
     text = message["role"] + message["content"]
     separating = [
         token for token in special if message["role"] != ANSWERS or not _encloses(token, special)
@@ -394,14 +385,6 @@ def _is_learned(place: str, message: Mapping[str, Any]) -> bool:
             f'be learned, and only messages of the role "{ANSWERS}" are: leave it out'
         )
     return 0 not in flags.values()
-
-
-def _refuse_repeated(place: str, value: dict[str, Any], keys: Sequence[str]) -> None:
-    """Refuse an object that has one of `keys` twice in JSON: its last value would be taken."""
-    if twice := [key for key in keys if key in repeated_keys(value)]:
-        raise ValueError(
-            f'{place} has "{twice[0]}" twice: nobody says which is meant. Write it with one'
-        )
 
 
 def _parts_of(message: Any) -> str:

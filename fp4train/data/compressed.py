@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from fp4train.data.containers import SKIPPABLE, ZSTD
 from fp4train.errors import DataError, reason
@@ -24,7 +24,6 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
     Raises:
         DataError: it cannot be read, or is cut off or damaged; also where the block reads.
     """
-    unpacking: _CountedLines | None = None
     try:
         with path.open("rb") as file:
             head = file.read(len(ZSTD))
@@ -32,33 +31,11 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
             is_zstd = head == ZSTD or SKIPPABLE.match(head) is not None
             if is_zstd or head.startswith(GZIP):
                 with _zstd(path) if is_zstd else cast(BinaryIO, gzip.open(file)) as stream:
-                    unpacking = _CountedLines(stream)
-                    yield cast(BinaryIO, io.BufferedReader(unpacking, 1 << 16))
+                    yield cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream), 1 << 16))
             else:
                 yield file
     except (OSError, EOFError, zlib.error) as error:
-        if unpacking is None:
-            place = ""
-        else:
-            place = f" (after line {unpacking.lines:,})"
-        raise DataError(f"{path} cannot be read: {reason(error)}{place}") from error
-
-
-class _CountedLines(io.RawIOBase):
-    """A stream that counts the lines that are read of it, for errors."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream = stream
-        self.lines = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.stream.read(len(buffer))
-        self.lines += data.count(b"\n")
-        buffer[: len(data)] = data
-        return len(data)
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def _zstd(path: Path) -> BinaryIO:

@@ -1,6 +1,5 @@
 """The files that a path of the user's means, and the text in them; errors suggest the near miss."""
 
-import codecs
 import glob
 import io
 import logging
@@ -249,7 +248,7 @@ def _refuse_parts(folder: Path, files: Sequence[Path], key: str) -> None:
 
 def _part(name: Path) -> str:
     """The part of a data set that a file's name, or a folder of it, says; empty: it says none."""
-    if Path(plain_name(name)).suffix in _PROGRAMS:
+    if name.suffix in (".py", ".ipynb"):  # a train.py trains, and a test.py tests
         return ""
     for part in (*name.parts[:-1], plain_name(name)):
         for word in _words(part):
@@ -276,24 +275,6 @@ _HELD_OUT = {
     **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "validation"),
     **dict.fromkeys(("test", "testing"), "a test"),
 }
-_PROGRAMS = frozenset(
-    {
-        ".py",
-        ".pyi",
-        ".ipynb",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".cuh",
-        ".rs",
-        ".go",
-        ".java",
-    }
-)
-"""Suffixes of programs: a train.py trains, and a test.py tests."""
 
 
 def _size(path: Path, key: str) -> int:
@@ -305,19 +286,11 @@ def _size(path: Path, key: str) -> int:
     """
     with data_errors(OSError, before=f"{key}={path} cannot be read: ", message=reason):
         status = path.stat()
-    if kind := next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), None):
+    if not stat.S_ISREG(status.st_mode):
         raise DataError(
-            f"{key}={path} is {kind}, and data is read more than once: write it to a file first"
+            f"{key}={path} is no regular file, and data is read more than once: write it to one first"
         )
     return status.st_size
-
-
-_KINDS = (
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
 
 
 def stamp(paths: Sequence[Path]) -> list[tuple[str, Stamp]]:
@@ -354,25 +327,11 @@ def read_pieces(path: Path) -> Iterator[Piece]:
                 text = following
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}, line {undecodable_line(path)}: it is not UTF-8 text ({error.reason}, byte "
+            f"{path}, after line {line}: it is not UTF-8 text ({error.reason}, byte "
             f"{error.object[error.start] if error.object else 0:#04x}). Convert the file "
             "(iconv -t utf-8) or leave it "
             "out"
         ) from error
-
-
-def undecodable_line(path: Path) -> int:
-    """The number of the first line of a file, plain or compressed, that is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    line = 1
-    with unpacked(path) as stream:
-        while data := stream.read(PIECE_CHARACTERS):
-            try:
-                decoder.decode(data)
-            except UnicodeDecodeError as error:
-                return line + error.object[: error.start].count(b"\n")
-            line += data.count(b"\n")
-    return line
 
 
 def container_of(path: Path) -> str | None:

@@ -11,7 +11,6 @@ Other columns may hold anything, and differ from file to file.
 
 import codecs
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -95,11 +94,6 @@ def _value(path: Path, place: str, record: Any, column: str) -> Any:
     """The value of a record in a column; None: it has none."""
     if not isinstance(record, dict):
         raise DataError(f"{path}, {place}: it is no JSON object but {name_of(record)}")
-    if column in repeated_keys(record):
-        raise DataError(
-            f"{path}, {place}: it has data.column={column} twice: nobody says which is "
-            "meant. Write it with one"
-        )
     return record.get(column)
 
 
@@ -168,28 +162,7 @@ def _as_lines(path: Path, values: str) -> str:
     return f"and one record a line is read: jq -c '{values}' {name} > {lines}"
 
 
-class _RepeatingObject(dict[str, Any]):
-    """An object in JSON that has keys twice; of each the last value."""
-
-    def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        counts = Counter(key for key, _ in pairs)
-        self.repeated = frozenset(key for key, count in counts.items() if count > 1)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        return _RepeatingObject(pairs)
-    return table
-
-
-def repeated_keys(value: dict[str, Any]) -> frozenset[str]:
-    """Keys that an object has twice where it stands in JSON."""
-    return getattr(value, "repeated", frozenset())
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.data.containers import HEAD, TAIL, container, is_json, is_numbers, is_text
+from fp4train.data.containers import HEAD, TAIL, container, is_text
 from fp4train.data.stored import WatchedFile
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.text import first_line
@@ -144,7 +144,7 @@ def _numpy_layout(path: Path, size: int) -> IdLayout:
     lies there.
     """
     refused = f"{path} is a NumPy array that cannot be read: "
-    with warnings.catch_warnings(), data_errors(Exception, before=refused, message=_why_no_array):
+    with warnings.catch_warnings(), data_errors(Exception, before=refused, message=first_line):
         warnings.simplefilter("ignore")  # about headers of Python 2, which are read
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(mapped, np.memmap):
@@ -156,14 +156,10 @@ def _numpy_layout(path: Path, size: int) -> IdLayout:
         raise DataError(
             f"{path} is a NumPy array of {dtype}, not of token ids, which are whole numbers"
         )
-    if not shape:
-        raise DataError(f"{path} is a NumPy array that holds one number, not a row of token ids")
-    if not mapped.flags.c_contiguous:
+    if not shape or not mapped.flags.c_contiguous:
         raise DataError(
-            f"{path} is a NumPy array of shape {shape} that lies column by column (Fortran "
-            "order), so that its rows "
-            "cannot be read one after another. Write it with numpy.save('train.npy', "
-            "numpy.ascontiguousarray(ids))"
+            f"{path} is a NumPy array of shape {shape} whose rows do not lie one after another. Write "
+            "it with numpy.save('train.npy', numpy.ascontiguousarray(ids))"
         )
     expected = offset + mapped.size * dtype.itemsize
     if expected != size:
@@ -171,17 +167,6 @@ def _numpy_layout(path: Path, size: int) -> IdLayout:
             f"{path} has {size:,} bytes, but its header says {expected:,}: {dtype} of shape {shape}"
         )
     return IdLayout(dtype, offset, int(mapped.size))
-
-
-def _why_no_array(error: Exception) -> str:
-    """Why numpy does not map an array."""
-    why = first_line(error)
-    if "Python objects" in why:
-        return (
-            "it holds Python objects, such as lists of different lengths. Write its ids one after "
-            "another: numpy.save('train.npy', numpy.concatenate(arrays).astype('<u4'))"
-        )
-    return why
 
 
 def _megatron_dtype(index: Path, size: int) -> str:
@@ -256,20 +241,11 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
         raise DataError(f"{path} is {kind}, no array of token ids. {advice}")
     if dtype == "uint8":
         return
-    if is_numbers(head, size):
-        raise DataError(
-            f"{path} is text that holds numbers, no array of token ids. Read them "
-            "(numpy.loadtxt, json.load). " + _WRITE_RAW
-        )
-    if is_text(head, size) and is_json(head):
-        raise DataError(
-            f"{path} is JSON, no array of token ids. data=hf data.path={path} reads texts in "
-            "JSON. Ids in it: read them (json.loads). " + _WRITE_RAW
-        )
     if is_text(head, size):
         raise DataError(
-            f"{path} is text, no array of token ids. data=text data.path={path} reads text, "
-            "and data.dtype=uint8 takes each byte as an id"
+            f"{path} is text, no array of token ids. data=text data.path={path} reads text, data=hf "
+            "JSON, and data.dtype=uint8 takes each byte as an id. Ids in it: read them "
+            "(numpy.loadtxt, json.load). " + _WRITE_RAW
         )
 
 
@@ -284,42 +260,26 @@ def _check_width(file: WatchedFile) -> None:
     if len(ids) < 3 * 64:
         return
     name = file.dtype.name
-    first, second = (int(ids[place::2].max()) for place in (0, 1))
-    least = min(first, second)
-    small = f"{file.path}: every second {name} is {f'at most {least}' if least else 0}"
-    quads = np.frombuffer(head, "<u2").reshape(-1, 4)
-    if second and first <= second // _FAR:
-        likely = ">u4" if quads[:, 1].any() else ">i8"
+    least, most = sorted(int(ids[place::2].max()) for place in (0, 1))
+    if most and least <= most // _FAR:
         raise DataError(
-            f"{small}, the first among them, as in an array of "
-            f"{np.dtype(likely).name} whose high bytes come first. Write its ids with the low "
-            f"bytes first: numpy.fromfile('{file.path.name}', '{likely}').astype('<u4')"
-            f".tofile('train.bin'). data.dtype={name} takes it as it is"
+            f"{file.path}: every second {name} is at most {least}, as halves of wider ids are: give "
+            f"their type, data.dtype=uint32 or int64, or data.dtype={name} if that is right"
         )
-    if first and second <= first // _FAR:
-        likely = "uint32" if quads[:, 2].any() else "int64"
+    if file.dtype.itemsize == 2 and _are_bytes(head):
         raise DataError(
-            f"{small}, as in an array of {likely}: give its type, "
-            f"data.dtype={likely}, or data.dtype={name} if that is right"
+            f"{file.path}: both bytes of its ids are alike, as in an array of uint8: give "
+            "data.dtype=uint8, or data.dtype=uint16 if that is right"
         )
-    if file.dtype.itemsize == 2 and (reason := _why_no_pairs(head, file.path.name)):
-        raise DataError(f"{file.path}: {reason}, or data.dtype=uint16 if that is right")
 
 
-def _why_no_pairs(head: bytes, name: str) -> str | None:
-    """Why pairs of bytes are no uint16, and what to do; None: they may be. Tokenizers number frequent
-    tokens first, so that the high bytes of ids, the second ones, hold fewer bits than the low ones.
+def _are_bytes(head: bytes) -> bool:
+    """Whether pairs of bytes seem to be two ids each. Tokenizers number frequent tokens first, so
+    that the high bytes of ids hold fewer bits than the low ones.
     """
     pairs = np.frombuffer(head, np.uint8).reshape(-1, 2)
     shares = [np.bincount(pairs[:, place], minlength=256) / len(pairs) for place in (0, 1)]
-    bits = [float(-(share * np.log2(share.clip(1e-9))).sum()) for share in shares]
-    if bits[1] > bits[0] + 1:
-        return (
-            "its high bytes seem to come first, as in an array of >u2. Write its ids with the low "
-            f"bytes first: numpy.fromfile('{name}', '>u2').astype('<u2').tofile('train.bin')"
-        )
+    bits = float(-(shares[0] * np.log2(shares[0].clip(1e-9))).sum())
     by_chance = np.sqrt(np.count_nonzero(shares[0] + shares[1]) / len(pairs))
     alike = np.abs(shares[0] - shares[1]).sum() < 0.1 + 2 * by_chance
-    if alike and 0 < bits[0] < 7.5 and by_chance < 0.25:
-        return "both bytes of its ids are alike, as in an array of uint8: give data.dtype=uint8"
-    return None
+    return bool(alike and 0 < bits < 7.5 and by_chance < 0.25)

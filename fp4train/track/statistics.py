@@ -21,7 +21,7 @@ import json
 import logging
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -65,12 +65,6 @@ quantised).
 
 _MAGIC: Final = b"f4s1"
 _HEAD: Final = struct.Struct("<4sIIII")
-_FREE: Final = 1 << 24
-"""Bytes that are checked for the next block after damage, at most, besides four times those of the
-file.
-"""
-_TRY: Final = 1 << 12
-"""Bytes that a try counts beside those that it checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +187,8 @@ class StatisticsLog:
             self._file = None
 
 
-def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> Columns:
+def read_statistics(run: Path) -> Columns:
     """All whole blocks of RUN/statistics.bin, also of a run that is running or was killed.
-
-    Args:
-        say: function that takes a sentence about what is damaged or missing.
 
     Raises:
         UserError: the run has none, or the file cannot be read.
@@ -215,18 +206,9 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
     blocks: list[Statistics] = []
     for scanned in _blocks(data):
         if scanned.why:
-            say(f"{path}: {scanned.why}")
+            _log.warning("%s: %s", path, scanned.why)
         if scanned.value is not None:
             blocks.append(scanned.value)
-    rows = sum(len(block.operands) + len(block.gradients) for block in blocks)
-    longest = max(
-        (len(name) for block in blocks for name in (block.recipe, *block.layers, *block.names)),
-        default=0,
-    )
-    if 4 * rows * longest > LIMIT:
-        raise UserError(
-            f"{path} cannot be read: {rows:,} rows with names of up to {longest:,} letters"
-        )
     return Columns(
         operands=_columns([(block, block.operands) for block in blocks], OPERAND),
         gradients=_columns([(block, block.gradients) for block in blocks], GRADIENT),
@@ -261,11 +243,8 @@ def _columns(
 
 
 def _blocks(data: bytes) -> Iterator[ScannedPart]:
-    """The blocks of a file. What is damaged is skipped up to the next one; a torn end is left out.
-    Linear in the file.
-    """
+    """The blocks of a file. What is damaged is skipped up to the next one; a torn end is left out."""
     at = 0
-    left = _FREE + 4 * len(data)
     while 0 <= at < len(data):
         raw = data[at : at + _claimed(data, at)]
         if (block := _block(raw)) is not None:
@@ -275,14 +254,10 @@ def _blocks(data: bytes) -> Iterator[ScannedPart]:
         following = data.find(_MAGIC, at + 1)
         while (
             following >= 0
-            and left > 0
             and _block(data[following : following + _claimed(data, following)]) is None
         ):
-            left -= _claimed(data, following) + _TRY
             following = data.find(_MAGIC, following + 1)
         if following >= 0:
-            if left <= 0:
-                following = len(data)
             yield ScannedPart(
                 0, b"", None, f"{following - at} bytes at {at} are damaged and left out"
             )
@@ -312,12 +287,9 @@ def _block(raw: bytes) -> Statistics | None:
     try:
         head = json.loads(raw[_HEAD.size : begin])
         dtypes = [np.dtype([(name, kind) for name, kind in columns]) for columns in head["columns"]]
-        for dtype, expected in zip(dtypes, (OPERAND, GRADIENT), strict=True):
-            if any(dtype[name].kind != expected[name].kind for name in expected.names or ()):
-                return None
         operands = np.frombuffer(raw[begin:middle], dtypes[0])
         gradients = np.frombuffer(raw[middle:], dtypes[1])
-        parsed = Statistics(
+        return Statistics(
             step=np.int64(head["step"]).item(),
             recipe=str(head["recipe"]),
             operands=operands,
@@ -325,11 +297,5 @@ def _block(raw: bytes) -> Statistics | None:
             layers=tuple(map(str, head["layers"])),
             names=tuple(map(str, head["names"])),
         )
-        for rows in (operands, gradients):
-            if len(rows) and int(rows["layer"].max()) >= len(parsed.layers):
-                return None
-        if len(operands) and int(operands["operand"].max()) >= len(parsed.names):
-            return None
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
-    return parsed

@@ -292,16 +292,6 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
             '{"messages": [{"from": "human", "value": "x"}]}',
             "Write from as role, human and gpt as user and assistant",
         ),
-        ('{"messages": [], "messages": []}', 'it has "messages" twice'),
-        ('{"messages": [], "\\u006dessages": []}', 'it has "messages" twice'),
-        (
-            '{"messages": [{"role": "user", "content": "x", "content": "y"}]}',
-            'message 1 has "content" twice',
-        ),
-        (
-            '{"messages": "[{\\"role\\": \\"user\\", \\"role\\": \\"assistant\\", \\"content\\": \\"\\"}]"}',
-            'message 1 has "role" twice',
-        ),
         ('{"messages": [{"role": "user", "content": null}]}', r"it has: role, content \(null\)"),
         (
             '{"id": 1, "talks": [{"role": "user", "content": "x"}]}',

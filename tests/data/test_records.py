@@ -330,32 +330,6 @@ def test_two_columns_of_one_name_are_refused(
             ).build(tmp_path / "run", 16, 0)
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        ('{"text": "a"}\n{"text": "b", "id": 1, "text": "c"}\n', 2),
-        ('{"text": "a"} {"text": null, "text": "c"}\n', 1),
-        ('{"text": "a"}\n{"text": "b", "\\u0074e\\u0078t": "c"}\n', 2),
-        ('{"\\u0074ext": "b", "\\u0074ext": "c"}\n', 1),
-    ],
-)
-def test_a_column_that_a_record_in_json_has_twice_is_refused(
-    tmp_path: Path, content: str, line: int
-) -> None:
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(DataError, match=rf"a\.json, line {line}: it has data\.column=text twice"):
-        read(tmp_path / "a.json")
-
-
-def test_a_column_is_twice_in_a_record_of_json_only_as_its_key(tmp_path: Path) -> None:
-    records = [
-        '{"text": "text", "id": 1, "id": 2}',
-        '{"meta": {"text": 1, "text": 2}, "text": "b", "more": [{"text": "c"}]}',
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(records))
-    assert read(tmp_path / "a.jsonl") == ["text", "b"]
-
-
 def test_an_error_in_parquet_names_file_row_group_and_row(tmp_path: Path) -> None:
     table = pyarrow.table({"text": TEXTS, "id": list(range(40))})
     pyarrow.parquet.write_table(

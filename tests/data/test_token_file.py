@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -308,18 +307,10 @@ def test_other_files_of_llmc_are_no_tokens(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_refused_as_what_it_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.bin")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "socket.bin"))
-    for path, kind in (
-        (tmp_path / "pipe.bin", "a pipe"),
-        (tmp_path / "socket.bin", "a socket"),
-        ("/dev/zero", "a device"),
-    ):
-        with pytest.raises(
-            DataError, match=rf"data\.path={path} is {kind}, and data is read more than once"
-        ):
+    for path in (tmp_path / "pipe.bin", "/dev/zero"):
+        with pytest.raises(DataError, match=rf"data\.path={path} is no regular file, and data is"):
             Tokens(path=str(path), vocab_size=9).build(tmp_path / "run", 16, 0)
-    with pytest.raises(DataError, match=r"pipe\.bin is a pipe"):
+    with pytest.raises(DataError, match=r"pipe\.bin is no regular file"):
         build(tmp_path)
 
 

@@ -8,10 +8,8 @@ import json
 import lzma
 import os
 import pickle
-import sqlite3
 import tarfile
 import warnings
-import wave
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-import pyarrow.orc
 import pyarrow.parquet
 import pytest
 import torch
@@ -101,12 +98,6 @@ PADDED = PADDED.astype("<u2")
 """Rows of ids with zeros after them; what they pack into is longer than what is looked at."""
 
 
-def sound(path: Path) -> None:
-    with wave.open(str(path), "wb") as file:
-        file.setparams((1, 2, 8000, 0, "NONE", ""))
-        file.writeframes(RAW.tobytes())
-
-
 OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "npz": (lambda path: archived(path, np.savez), r"an archive of NumPy arrays \(\.npz\)"),
     "npz, compressed": (
@@ -141,13 +132,13 @@ OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: save_file({"ids": torch.from_numpy(IDS)}, path),
         "a safetensors file",
     ),
-    "json": (lambda path: path.write_text(json.dumps(IDS.tolist())), "text that holds numbers"),
-    "csv": (lambda path: path.write_text(" ".join(map(str, IDS))), "text that holds numbers"),
+    "json": (lambda path: path.write_text(json.dumps(IDS.tolist())), "text, no array"),
+    "csv": (lambda path: path.write_text(" ".join(map(str, IDS))), "text, no array"),
     "json lines": (
         lambda path: path.write_text('{"input_ids": [5, 6, 7]}\n' * 99),
-        r"JSON, no array of token ids\. data=hf",
+        r"text, no array of token ids\. .* data=hf JSON",
     ),
-    "lists in json": (lambda path: path.write_text("[[5, 6], " * 20 + '["'), "text|JSON"),
+    "lists in json": (lambda path: path.write_text("[[5, 6], " * 20 + '["'), "text"),
     **{
         f"{codec}, {ids.nbytes} bytes": (
             lambda path, ids=ids, codec=codec: path.write_bytes(
@@ -158,19 +149,6 @@ OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
         for codec in ("zstd", "lz4")
         for ids in (RAW[:10], RAW, PADDED, np.zeros(1 << 20, "u1"))
     },
-    "GGUF": (lambda path: path.write_bytes(b"GGUF\3\0\0\0" + RAW.tobytes()), "a GGUF file"),
-    "Avro": (
-        lambda path: path.write_bytes(b"Obj\x01\x02\x16avro.schema\x0c'null'" + RAW.tobytes()),
-        "an Avro file",
-    ),
-    "a program": (
-        lambda path: path.write_bytes(b"\x7fELF\2\1\1\0" + RAW.tobytes()),
-        "a program",
-    ),
-    "Feather 1": (
-        lambda path: path.write_bytes(b"FEA1\0\0\0\0" + RAW.tobytes() + b"FEA1"),
-        "a Feather file",
-    ),
     "zstd, as pzstd writes it": (
         lambda path: path.write_bytes(
             b"\x50\x2a\x4d\x18\4\0\0\0\1\0\0\0"
@@ -178,27 +156,9 @@ OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "compressed by zstd",
     ),
-    "snappy": (
-        lambda path: path.write_bytes(b"\xff\x06\0\0sNaPpY" + RAW.tobytes()),
-        "compressed by snappy",
-    ),
-    "lit-gpt": (lambda path: path.write_bytes(b"LITPKDS" + RAW.tobytes()), "a file of lit-gpt's"),
-    "MATLAB": (
-        lambda path: path.write_bytes(b"MATLAB 5.0 MAT-file, of".ljust(128) + RAW.tobytes()),
-        "a file of MATLAB",
-    ),
-    "ORC": (
-        lambda path: pyarrow.orc.write_table(pyarrow.table({"ids": IDS}), str(path)),
-        "an ORC file",
-    ),
-    "sound": (lambda path: sound(path), r"a RIFF file \(WAV, AVI\)"),
     "TFRecord": (lambda path: path.write_bytes(TFRECORD + RAW.tobytes()), "a TFRecord file"),
     "text": (lambda path: path.write_text("käse und wein\r\n" * 10_000), "text"),
     "utf-16": (lambda path: path.write_text("käse und wein\n" * 1000, encoding="utf-16"), "text"),
-    "sqlite": (
-        lambda path: sqlite3.connect(path).execute("create table a (b)").connection.close(),
-        "an SQLite",
-    ),
     "index": (lambda path: path.write_bytes(b"MMIDIDX\0\0" + bytes(99)), "a Megatron index"),
 }
 
@@ -233,16 +193,8 @@ def test_other_containers_and_text_are_refused_by_what_they_are(
             b"\x78\x9c",
             b"\x5d\0\0\x80",
             b"\x50\x2a\x4d\x18",
-            b"RIFF",
-            b"\xff\xd8\xff",
-            b"ORC",
             b"\x64\0\0\0",
             b"PAR1",
-            b"PARE",
-            b"FEA1",
-            b"GGUF",
-            b"Obj\x01",
-            b"\x7fELF",
             b"\x04\x22\x4d\x18",
             b"",
         ]
@@ -327,13 +279,13 @@ BAD_ARRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "objects": (
         lambda path: np.save(path, np.array([1, "a"] * 99, object)),
-        r"cannot be read: it holds Python objects.*numpy\.save\('train\.npy'",
+        "cannot be read: .*Python objects|cannot be read: Object arrays",
     ),
     "columns": (
         lambda path: np.save(path, np.asfortranarray(IDS.reshape(10, 100))),
-        "lies column by column",
+        "whose rows do not lie one after another",
     ),
-    "a number": (lambda path: np.save(path, np.array(7)), "holds one number"),
+    "a number": (lambda path: np.save(path, np.array(7)), "whose rows do not lie"),
     "nothing": (lambda path: np.save(path, IDS[:0]), "is empty"),
     "cut off": (lambda path: (np.save(path, IDS), os.truncate(path, 999)), "cannot be read"),
     "more": (extended, r"has 8,131 bytes, but its header says"),
@@ -371,7 +323,7 @@ def test_wider_ids_are_not_taken_for_uint16_unasked(tmp_path: Path, dtype: str, 
     (1 + IDS).astype(dtype).tofile(tmp_path / "train.bin")
     with pytest.raises(
         DataError,
-        match=rf"every second uint16 is 0, as in an array of {named}: .*data\.dtype={named}",
+        match=r"every second uint16 is at most 0, .*data\.dtype=uint32 or int64",
     ):
         build(tmp_path / "train.bin", vocab_size=501)
     assert np.array_equal(
@@ -387,20 +339,8 @@ def test_wider_ids_are_seen_between_zeros(tmp_path: Path, dtype: str, count: int
     ids = np.zeros(count, dtype)
     ids[count // 4 : count // 3] = 777
     ids.tofile(tmp_path / "train.bin")
-    with pytest.raises(DataError, match="every second uint16 is 0, as in an array of"):
+    with pytest.raises(DataError, match="every second uint16 is at most 0, as halves of wider ids"):
         build(tmp_path / "train.bin", vocab_size=50_257)
-
-
-@pytest.mark.parametrize("dtype", [">u4", ">i8"])
-def test_ids_whose_high_bytes_come_first_are_not_taken_for_uint16_unasked(
-    tmp_path: Path, dtype: str
-) -> None:
-    (1 + IDS).astype(dtype).tofile(tmp_path / "train.bin")
-    with pytest.raises(DataError, match="high bytes come first") as refused:
-        build(tmp_path / "train.bin", vocab_size=501)
-    assert f"numpy.fromfile('train.bin', '{dtype}')" in str(refused.value)
-    as_asked = everything(build(tmp_path / "train.bin", vocab_size=65536, dtype="uint16"))
-    assert len(as_asked) == np.dtype(dtype).itemsize // 2 * len(IDS)
 
 
 LARGE = np.random.default_rng(2).integers(0, 100_278, 300_000)
@@ -410,7 +350,6 @@ FREQUENT_FIRST = np.minimum(np.random.default_rng(3).zipf(1.2, 300_000), 65_535)
 @pytest.mark.parametrize(
     ("ids", "dtype", "said"),
     [
-        (FREQUENT_FIRST, ">u2", r"high bytes seem to come first, .*'>u2'\)\.astype\('<u2'\)"),
         (FREQUENT_FIRST % 200, "u1", r"as in an array of uint8: give data\.dtype=uint8"),
     ],
 )
@@ -441,11 +380,11 @@ def test_raw_ids_of_a_large_vocabulary_have_four_bytes(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("dtype", "vocab_size", "said"),
     [
-        ("<u4", 65_536, r"every second uint16 is at most 1, as in an array of uint32: .*=uint32"),
-        ("<i8", 65_536, r"every second uint16 is at most 1, as in an array of int64"),
-        ("<i8", 100_278, r"every second uint32 is 0, as in an array of int64: .*data\.dtype=int64"),
-        (">u4", 65_536, r"every second uint16 is at most 256, the first among them, .*'>u4'"),
-        (">i8", 100_278, r"every second uint32 is 0, the first among them"),
+        ("<u4", 65_536, "every second uint16 is at most 1, "),
+        ("<i8", 65_536, "every second uint16 is at most 1, "),
+        ("<i8", 100_278, "every second uint32 is at most 0, "),
+        (">u4", 65_536, "every second uint16 is at most 256, "),
+        (">i8", 100_278, "every second uint32 is at most 0, "),
     ],
 )
 @pytest.mark.parametrize("zeros", [0, 1 << 15], ids=["at the beginning", "behind zeros"])
