@@ -5,7 +5,7 @@ and programs (docs/recipes.md).
 
   NAME             one recipe in full, or those of a paper by its number
                    (2610.00053): what is mirrored and what is not
-  --markdown       the tables of docs/recipes.md
+  --markdown       the table of docs/recipes.md
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     """Print the table, or recipes in full; returns the exit code."""
     entries = ledger()
     if arguments == [MARKDOWN]:
-        print("\n".join(markdown(entries, code_read())))
+        print("\n".join(markdown(entries)))
         return 0
     line = read_line(arguments, CommandLine, __doc__)
     if len(line.words) > 1:

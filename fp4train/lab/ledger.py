@@ -3,7 +3,7 @@
 Its data are `configs/ledger.yaml`; `fp4train recipes` and docs/recipes.md show them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,25 +102,10 @@ def code_read(path: Path = LEDGER) -> dict[str, str]:
     return dict(bind(OmegaConf.to_container(OmegaConf.load(path).code), dict[str, str], path.name))
 
 
-def markdown(entries: Sequence[PublishedRecipe], code: Mapping[str, str]) -> list[str]:
-    """The tables of docs/recipes.md: what entries mirror, their figures, the `code` that was
-    read.
-    """
-    lines = [
-        "| words of `fp4train` | source | mirrored | not mirrored | layers kept |",
-        "|---|---|---|---|---|",
-    ]
+def markdown(entries: Sequence[PublishedRecipe]) -> list[str]:
+    """The table of docs/recipes.md: the words, the source and the layers kept of each entry."""
+    lines = ["| words of `fp4train` | source | layers kept |", "|---|---|---|"]
     for entry in entries:
         source = f"[{entry.title}]({entry.link}), {entry.year}"
-        lines.append(
-            f"| `{entry.settings}` | {source} | {entry.mirrored} | {entry.differs} | {entry.kept} |"
-        )
-    lines += ["", "| recipe | figure | published | here |", "|---|---|---|---|"]
-    for entry in entries:
-        lines += [
-            f"| `{entry.recipe}` | {figure.what} | {figure.published} | "
-            f"{'–' if figure.here is None else figure.here} |"
-            for figure in entry.figures
-        ]
-    lines += ["", "| recipe | what was read of the authors' code |", "|---|---|"]
-    return lines + [f"| `{name}` | {text} |" for name, text in code.items()]
+        lines.append(f"| `{entry.settings}` | {source} | {entry.kept} |")
+    return lines

@@ -7,14 +7,14 @@ from configured import recipe_named
 from shown import DOCS, SMALL, commands, table
 
 from fp4train.cli import main
-from fp4train.lab.ledger import code_read, ledger, markdown
+from fp4train.lab.ledger import ledger, markdown
 from fp4train.quantize.triton_steps import why_not_steps
 
 TEXT = (DOCS / "recipes.md").read_text(encoding="utf-8")
 
 
 def test_the_page_shows_the_ledger() -> None:
-    assert "\n".join(markdown(ledger(), code_read())) in TEXT
+    assert "\n".join(markdown(ledger())) in TEXT
 
 
 def test_the_page_names_the_recipes_that_the_reference_quantises_on_gpus() -> None:
@@ -46,6 +46,6 @@ def test_commands_of_the_page_run(
     assert Path("runs/a/studies").is_dir()
 
 
-def test_the_verb_prints_the_tables_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_prints_the_table_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended("recipes", "--markdown") == 0
     assert capsys.readouterr().out.strip() in TEXT
