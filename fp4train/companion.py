@@ -88,7 +88,7 @@ class Companion:
         removes.
         """
         name = type(self).__name__
-        with run.folder.folder(HOOKS, create=True) as hooks:
+        with run.record.folder.folder(HOOKS, create=True) as hooks:
             hooks.folder(name, create=True).close()  # a folder of the run, and no link out of it
         place: Path = run.directory / HOOKS / name
         return place

@@ -108,9 +108,9 @@ def train(run: Run) -> Result:
         if trouble := world.first(companions.trouble):
             raise AgreedError(f"{trouble}; the run ended after step {run.step}")
     finally:
-        run.feed.close()
+        run.data.feed.close()
         run.saver.close()
-        run.inbox.close()  # after the saver, which has records written
+        run.record.inbox.close()  # after the saver, which has records written
     return Result(
         step=run.step,
         metrics=ledger.metrics,
@@ -151,7 +151,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
         "precision/recipe": recipe.name,
     }
     if recipe.loss_scaling is not None:
-        values["train/loss_scale"] = run.loss_scale
+        values["train/loss_scale"] = run.loss_scale.value
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     seed_model(run)
@@ -171,7 +171,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
         names=queued.names,
         values=values,
         scaling=scaling,
-        loss_scale=run.loss_scale,
+        loss_scale=run.loss_scale.value,
     )
     run.companions.after_step(step)
     return step
@@ -181,7 +181,7 @@ def enter_stretch(run: Run, previous: PlannedStretch | None) -> PlannedStretch:
     """The stretch of the coming step. Where one begins, its plan is applied to the model; a change
     is logged.
     """
-    stretch = run.plan.at(run.step)
+    stretch = run.course.plan.at(run.step)
     if stretch is previous:
         return stretch
     run.apply(stretch)

@@ -52,9 +52,11 @@ def built_run(
             def step(recipe: Recipe) -> None:
                 if recipe not in plans:
                     timeline = Timeline(recipe=recipe, steps=run.config.train.steps)
-                    plans[recipe] = build_plan(run.config, run.layers, timeline, run.plan.device)
-                if (plan := plans[recipe]) is not run.plan:
-                    run.plan = plan
+                    plans[recipe] = build_plan(
+                        run.config, run.layers, timeline, run.course.plan.device
+                    )
+                if (plan := plans[recipe]) is not run.course.plan:
+                    run.course.plan = plan
                     run.apply(plan.stretches[0])
                 done = train_step(run, plan.stretches[0].recipe)
                 loss, norm = done.read()
@@ -67,7 +69,7 @@ def built_run(
             try:
                 yield run, step
             finally:
-                run.feed.close()
+                run.data.feed.close()
                 run.record.tracker.finish()
 
 
@@ -117,7 +119,7 @@ def bare_loop(run: Run, device: torch.device) -> Callable[[], None]:
     optimizer = config.optim.build(model)
     for group, settled in zip(optimizer.param_groups, run.optimizer.param_groups, strict=True):
         group["lr"] = settled["lr"]
-    batches = [run.train_data.batch(start + i) for i in range(8)]
+    batches = [run.data.training.batch(start + i) for i in range(8)]
     steps = 0
     none_failed = torch.zeros((), dtype=torch.bool, device=device)
 

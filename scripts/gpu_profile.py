@@ -132,7 +132,7 @@ def timed(run: Run) -> tuple[float, float]:
     """Seconds of one step: until it is queued, and until it is done."""
     synchronize(run.device)
     began = time.perf_counter()
-    done = train_step(run, run.plan.at(run.step).recipe)
+    done = train_step(run, run.course.plan.at(run.step).recipe)
     queued = time.perf_counter() - began
     synchronize(run.device)
     ended = time.perf_counter() - began
@@ -247,7 +247,7 @@ def measure(run: Run, *, dry: bool) -> dict[str, Any]:
     host, step = (statistics.median(column) for column in zip(*pairs, strict=True))
     peak = run.peak_tokens_per_s()
     tokens = run.config.train.tokens
-    row: dict[str, Any] = {"backends": sorted({row.backend for row in run.plan.rows})}
+    row: dict[str, Any] = {"backends": sorted({row.backend for row in run.course.plan.rows})}
     row |= {"step ms": 1000 * step, "host ms": 1000 * host, **profiled(run)}
     row |= {"tokens/s": tokens / step, "MFU": peak and tokens / step / peak}
     if not dry:
@@ -262,10 +262,10 @@ def swap(run: Run, recipe: str, mode: str) -> None:
     assert isinstance(cfg, DictConfig)
     config = to_config(cfg)
     timeline = Timeline(recipe=config.recipe, steps=run.config.train.steps)
-    run.plan = build_plan(
-        replace(run.config, backend=config.backend), run.layers, timeline, run.plan.device
+    run.course.plan = build_plan(
+        replace(run.config, backend=config.backend), run.layers, timeline, run.course.plan.device
     )
-    run.apply(run.plan.stretches[0])
+    run.apply(run.course.plan.stretches[0])
 
 
 def main(words: list[str] | None = None) -> int:

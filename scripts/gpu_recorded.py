@@ -233,7 +233,7 @@ def training_steps(words: list[str]) -> None:
         with Uncomputed(), built_run(torch.device("cpu"), keys) as (run, _):
             enter_stretch(run, None)
             for _ in range(2):
-                train_step(run, run.plan.at(run.step).recipe)
+                train_step(run, run.course.plan.at(run.step).recipe)
                 run.step += 1
                 run.mid_update = False
 

@@ -261,10 +261,10 @@ def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result
         layers = kernels_of_layers(
             run.model, run.device.type, deterministic=run.config.train.deterministic
         )
-        audits = Coverage.of(run.config, run.model).described(run.plan, run.world.mesh)
+        audits = Coverage.of(run.config, run.model).described(run.course.plan, run.world.mesh)
         summary = "\n".join(
             [
-                summarise(run.plan.sections, terminal_width()),
+                summarise(run.course.plan.sections, terminal_width()),
                 *(fitted(line) for line in (*run.gathers(), *layers, audits)),
             ]
         )

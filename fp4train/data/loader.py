@@ -307,3 +307,25 @@ class Feed:
         if self.device.type == "cuda":
             rows = (rows[0].pin_memory(), rows[1].pin_memory())
         return _Share(rows, factor)
+
+
+class RunRows:
+    """The rows of a run on `device`: those that it learns, fetched before they are asked for, and
+    those that it is evaluated on.
+
+    Args:
+        fingerprint: checksum of all data.
+    """
+
+    def __init__(
+        self, training: Stream, validation: Stream, fingerprint: str, device: torch.device
+    ) -> None:
+        self.training = training
+        self.validation = validation
+        self.fingerprint = fingerprint
+        self.feed = Feed(training, device)
+
+    def with_seed(self, seed: int) -> "RunRows":
+        """The same data, of which a run with another seed learns."""
+        training = self.training.with_seed(seed)
+        return RunRows(training, self.validation, self.fingerprint, self.feed.device)

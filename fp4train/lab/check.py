@@ -61,7 +61,7 @@ class Checked:
 def check(subject: Subject) -> Checked:
     """Audit all layers of a subject in the step that it would do next."""
     run = subject.run
-    stretch = run.plan.at(run.step)
+    stretch = run.course.plan.at(run.step)
     run.apply(stretch)
     begin_loss_scale(run, stretch.recipe)
     count = _layers_at_once(run)
@@ -79,7 +79,7 @@ def check(subject: Subject) -> Checked:
         except Exception as error:
             untried[trial] = f"its audit failed: {first_line(error)}"
 
-    faults = list(check_plan(run.plan, noting))
+    faults = list(check_plan(run.course.plan, noting))
     uncovered = {result.layer: "; ".join(result.left_out) for result in results if result.left_out}
     return Checked(
         audits=[result for result in results if result.gemms or result.faults],
@@ -126,11 +126,13 @@ def _audited(run: Run, layers: Sequence[PlannedLayer]) -> Iterator[Audited]:
 
 def _compute(run: Run, microbatches: int) -> None:
     """Compute so many microbatches of the coming step, and update nothing."""
-    recipe = run.plan.at(run.step).recipe
+    recipe = run.course.plan.at(run.step).recipe
     scaling = run.scaling()
     seed_model(run)
     with eagerly(run):
-        losses = train_losses(run, recipe, step_rows(run), run.loss_scale * microbatch_share(run))
+        losses = train_losses(
+            run, recipe, step_rows(run), run.loss_scale.value * microbatch_share(run)
+        )
         for _ in itertools.islice(losses, microbatches):
             pass
         del losses

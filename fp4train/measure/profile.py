@@ -160,7 +160,9 @@ class Profiler(RunCompanion):
     def _kept(self, run: Any, name: str, write: Callable[[Path], object]) -> None:
         path = run.directory / FOLDER / name
         try:
-            run.folder.folder(FOLDER, create=True).close()  # a folder of the run, and no link
+            run.record.folder.folder(
+                FOLDER, create=True
+            ).close()  # a folder of the run, and no link
             write(path)
         except (OSError, RuntimeError) as error:
             _log.warning("%s is not written: %s", path, error)

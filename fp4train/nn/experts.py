@@ -38,7 +38,7 @@ class Experts(PlannedLayer):
         bias: whether each expert has a bias; parameter `bias` [experts, out_features].
         per_token: how many of the experts a token is routed to, for costs and for the sizes in a
             plan.
-        layer, backend: see `nn.Linear`.
+        backend: see `nn.Linear`.
 
     Raises:
         ValueError: a size is not positive, or a token has more experts than there are.
@@ -54,7 +54,6 @@ class Experts(PlannedLayer):
         dtype: torch.dtype | None = None,
         *,
         per_token: int = 1,
-        layer: Layer | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -64,10 +63,16 @@ class Experts(PlannedLayer):
                 "must be at least 1, and "
                 f"per_token={per_token} between 1 and experts"
             )
-        alone = Layer(
-            name="experts", in_features=in_features, out_features=out_features, block=0, blocks=1
+        layer = Layer(
+            name="experts",
+            in_features=in_features,
+            out_features=out_features,
+            block=0,
+            blocks=1,
+            experts=experts,
+            per_token=per_token,
         )
-        self._begin(replace(layer or alone, experts=experts, per_token=per_token), backend)
+        self._begin(layer, backend)
         self.weight = nn.Parameter(
             torch.empty(experts, out_features, in_features, device=device, dtype=dtype)
         )

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tqdm import tqdm
 
 from fp4train.config import Config
+from fp4train.data.loader import RunRows
 from fp4train.data.source import RunData
 from fp4train.errors import user_errors
 from fp4train.files import Folder
@@ -43,12 +44,14 @@ from fp4train.run.graphs import check_plan, never_replayed, recorded
 from fp4train.run.host import choose_device
 from fp4train.run.origin import Origin
 from fp4train.run.record import directory as run_directory
-from fp4train.run.run import Equipment, Run
+from fp4train.run.record.run_record import RunRecord
+from fp4train.run.run import Run
 from fp4train.run.state.moments import group_values
 from fp4train.run.states import states_of
 from fp4train.run.step import EagerSteps
 from fp4train.run.supervise.saving import Saver
 from fp4train.run.teacher import check_teacher_source, load_teacher
+from fp4train.run.timeline import Course
 from fp4train.text import short
 
 _log = logging.getLogger(__name__)
@@ -201,7 +204,7 @@ def _warn(run: Run, *, begins: bool) -> None:
         begins: the run is at step 0, with weights that no step has changed.
     """
     checks.warn_of_few_steps(run.config)
-    warnings = [*checks.plan_warnings(run.plan), checks.divided_blocks(run.plan)]
+    warnings = [*checks.plan_warnings(run.course.plan), checks.divided_blocks(run.course.plan)]
     warnings.append(never_replayed(run.config, run.device.type))
     if begins and run.pipeline is None:
         warnings = [*checks.scale_warnings(run.config, run.model), *warnings]
@@ -253,29 +256,21 @@ def assemble(
         with world.same_outcome(), user_errors(ValueError, before="the weights cannot be drawn: "):
             materialise(model, world.device, seed=config.run.seed if draws else None)
     optimizer = _optimizer(config, model, full_model, pipeline)
-    return Run(
+    run = Run(
         config=config,
-        directory=config.run.dir,
-        device=world.device,
         model=model,
         optimizer=optimizer,
+        data=RunRows(train_data, val_data, data.fingerprint, world.device),
+        course=Course(timeline, plan),
+        record=RunRecord.empty(Folder.open(config.run.dir, create=True)),
         built_groups=group_values(optimizer),
-        train_data=train_data,
-        val_data=val_data,
-        timeline=timeline,
-        plan=plan,
-        step=0,
-        loss_scale=1.0,
-        loss_scaling=None,
-        good_steps=0,
-        fingerprint=data.fingerprint,
-        folder=Folder.open(config.run.dir, create=True),
         multiplied=sum(by_block) + besides,
-        equip=equipment,
         pipeline=pipeline,
         teacher=teacher,
         world=world,
     )
+    equip(run)
+    return run
 
 
 def _data(config: Config, place: Path, world: World) -> RunData:
@@ -326,15 +321,12 @@ def _optimizer(
     return optimizer
 
 
-def equipment(run: Run) -> Equipment:
-    """What works on `run`; its steps are queued kernel by kernel."""
-    states = states_of(run)
-    return Equipment(
-        states=states,
-        saver=Saver(run, run.world.ranks),
-        runner=EagerSteps(run),
-        companions=in_studies(run, states),
-    )
+def equip(run: Run) -> None:
+    """Give a run its states and what works on it; its steps are queued kernel by kernel."""
+    run.states = states_of(run)
+    run.saver = Saver(run, run.world.ranks)
+    run.runner = EagerSteps(run)
+    run.companions = in_studies(run, run.states)
 
 
 def stage_cut(

@@ -80,7 +80,7 @@ def _losses(run: Run, recipe: Recipe) -> list[float]:
     has no pass left repeats one, so that all take part in what the ranks do together.
     """
     batches = run.config.eval.batches
-    passes = Passes(loader=run.val_data, rows=run.microbatch_rows, batches=batches)
+    passes = Passes(loader=run.data.validation, rows=run.microbatch_rows, batches=batches)
     count = len(passes.parts)
     mesh = run.world.mesh
     own_losses = torch.zeros(math.ceil(count / mesh.data) * mesh.data, device=run.device)
@@ -90,7 +90,7 @@ def _losses(run: Run, recipe: Recipe) -> list[float]:
         weights = [passes.weight(number % count) for number in own_numbers]
         rows = [passes.read(number % count) for number in own_numbers]
     constant = ConstantWeights()
-    computed = losses(run, (microbatch(run, recipe, *part, constant=constant) for part in rows))
+    computed = losses(run, (microbatch(run, recipe, part, constant=constant) for part in rows))
     for number, weight, loss in zip(own_numbers, weights, computed, strict=False):
         own_losses[number] = loss * weight
     weighted: list[float] = run.world.summed(own_losses)[:count].tolist()

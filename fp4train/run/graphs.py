@@ -44,7 +44,7 @@ def check_graph(run: Run) -> None:
         reason = (
             "a teacher runs beside the model in every microbatch, and its passes are not recorded"
         )
-    elif not run.train_data.all_scored:
+    elif not run.data.training.all_scored:
         reason = "the loss is divided by the answers of each batch, which the host counts"
     elif config.train.compile:
         reason = "train.compile=true queues blocks in graphs of its own; choose one of the two"

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fp4train.precision import LossScaling, Recipe
-from fp4train.run.state.base import Trained
+from fp4train.run.state.base import LossScale, Trained
 
 
 def fields_of(scaling: LossScaling | None) -> Mapping[str, Any] | None:
@@ -23,8 +23,8 @@ def fields_of(scaling: LossScaling | None) -> Mapping[str, Any] | None:
 def coming_loss_scale(run: Trained, recipe: Recipe) -> float:
     """The loss scale with which `recipe` goes on from here."""
     scaling = recipe.loss_scaling
-    if run.loss_scaling == fields_of(scaling):
-        return run.loss_scale
+    if run.loss_scale.scaling == fields_of(scaling):
+        return run.loss_scale.value
     if scaling is None:
         return 1.0
     return scaling.initial
@@ -33,7 +33,5 @@ def coming_loss_scale(run: Trained, recipe: Recipe) -> float:
 def begin_loss_scale(run: Trained, recipe: Recipe) -> None:
     """Let the run have the loss scale with which `recipe` goes on."""
     fields = fields_of(recipe.loss_scaling)
-    if run.loss_scaling != fields:
-        run.loss_scale = coming_loss_scale(run, recipe)
-        run.loss_scaling = fields
-        run.good_steps = 0
+    if run.loss_scale.scaling != fields:
+        run.loss_scale = LossScale(coming_loss_scale(run, recipe), fields)

@@ -51,17 +51,20 @@ class CalledLayers(RunCompanion):
         Raises:
             UserError: other code multiplies the weight of a planned layer; on every rank.
         """
-        if run.called_layers is None:
+        if run.course.called is None:
             return
         called = {
-            module.layer.name for module in run.called_layers if isinstance(module, PlannedLayer)
+            module.layer.name for module in run.course.called if isinstance(module, PlannedLayer)
         }
-        run.called_layers = None
+        run.course.called = None
         names = frozenset(step.names)
         trained = {id(p) for name, p in run.model.named_parameters() if name in names}
         with run.world.same_outcome():
             check_called(
-                run.plan, run.planned_layers, called, lambda layer: id(layer.weight) in trained
+                run.course.plan,
+                run.planned_layers,
+                called,
+                lambda layer: id(layer.weight) in trained,
             )
 
 
@@ -101,7 +104,7 @@ class OperandStatistics(RunCompanion):
         if not run.world.lead:
             return
         key = RandomKey(seed=run.config.run.seed, step=step.index, layer=0, operand=MEASUREMENT)
-        statistics = self._watched.measure(run.plan.at(step.index).layers, key)
+        statistics = self._watched.measure(run.course.plan.at(step.index).layers, key)
         by_name = dict(zip(step.names, norms, strict=True))
         absent = norms.new_full((), math.nan)
         gradients = torch.stack(
@@ -159,7 +162,7 @@ def watching(run: Run, recipe: Recipe) -> Iterator[WatchedLayers]:
         else:
             scaling = run.scaling()
             for _ in train_losses(
-                run, recipe, step_rows(run), run.loss_scale * microbatch_share(run)
+                run, recipe, step_rows(run), run.loss_scale.value * microbatch_share(run)
             ):
                 pass
     if compiled:

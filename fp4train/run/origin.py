@@ -10,7 +10,7 @@ import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,7 +30,6 @@ from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.formats import check_formats
 from fp4train.run.record.generation import belongs_to, keep_generation
 from fp4train.run.record.journal import Record
-from fp4train.run.record.run_record import RunRecord
 from fp4train.run.record.trust import (
     check_belongs,
     config_text,
@@ -129,7 +128,7 @@ class Origin(ABC):
 
     def open_journal(self, run: Run, identity: str) -> journal.Journal:
         """The journal of the run's directory."""
-        return journal.Journal.read(run.folder, identity)
+        return journal.Journal.read(run.record.folder, identity)
 
     @abstractmethod
     def open_records(
@@ -153,20 +152,22 @@ class Origin(ABC):
         if self.place != directory:
             run_directory.take_aside(directory)
         write_config(directory, self.cfg, self.text, identity)
-        configuration = run.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
-        ran_on = environment(run.device, run.fingerprint, run.world.size)
+        configuration = run.record.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
+        ran_on = environment(run.device, run.data.fingerprint, run.world.size)
         history = self.open_journal(run, identity)
         values, events = self.open_records(run, history, ran_on)
-        history.add(**values, plan=run.plan, environment=ran_on)
+        history.add(**values, plan=run.course.plan, environment=ran_on)
         history.write()
         tracker = self.config.track.build(
             directory, self.config.run.name, plain(self.cfg), resume_step=self.resume_step
         )
-        run.record = RunRecord(journal=history, configuration=configuration, tracker=tracker)
+        run.record = replace(
+            run.record, journal=history, configuration=configuration, tracker=tracker
+        )
         for event, details in events:
             tracker.log_event(run.step + 1, event, details)
         write_plan(directory, history.records, run.gathers())
-        tracker.log_table("plan", *table(run.plan.rows))
+        tracker.log_table("plan", *table(run.course.plan.rows))
 
     def after_commit(self, run: Run) -> None:
         """Do what every rank does once the run goes on."""
@@ -199,8 +200,8 @@ class Fresh(Origin):
     def open_records(
         self, run: Run, history: journal.Journal, ran_on: Mapping[str, Any]
     ) -> Opening:
-        run.folder.remove(METRICS)
-        run.folder.remove(STATISTICS)
+        run.record.folder.remove(METRICS)
+        run.record.folder.remove(STATISTICS)
         return {"event": "start", "step": 0, "config": plain(self.cfg)}, []
 
 
@@ -288,9 +289,9 @@ class Continued(Origin):
 
     def load(self, run: Run) -> None:
         run.restore(self.checkpoint)
-        run.plan = run.plan.since(run.step)
+        run.course.plan = run.course.plan.since(run.step)
         recorded = journal.recorded_formats(journal.read_journal(self.source))
-        check_formats(run.plan, recorded, self.source)
+        check_formats(run.course.plan, recorded, self.source)
 
     def open_records(
         self, run: Run, history: journal.Journal, ran_on: Mapping[str, Any]
@@ -321,7 +322,7 @@ class Continued(Origin):
         """Bring the metrics to the step of the checkpoint: the event that something was lost."""
         state = self.checkpoint.state
         metrics = run.directory / METRICS
-        lost = list(lost_records(run.folder, state, history.records).values())
+        lost = list(lost_records(run.record.folder, state, history.records).values())
         mended = mend(metrics, self.resume_step, state.get("metrics"))  # type: ignore[arg-type]
         for sentence in (*(f"{metrics}: {sentence}" for sentence in mended), *lost):
             _log.warning("%s", sentence)
@@ -386,7 +387,7 @@ class Branched(Continued):
     def open_journal(self, run: Run, identity: str) -> journal.Journal:
         """The journal of the run's directory, which begins as that of the other run."""
         files = [METRICS, STATISTICS]
-        if run.folder.status(run_directory.HISTORY) is None:
+        if run.record.folder.status(run_directory.HISTORY) is None:
             files.append(run_directory.HISTORY)
         run_directory.copy_files(self.source, run.directory, tuple(files))
         return super().open_journal(run, identity)

@@ -34,6 +34,10 @@ class Queued(NamedTuple):
 class StepRunner(Protocol):
     """Queues optimizer steps."""
 
+    @property
+    def counters(self) -> Tensor | None:
+        """The number of the step on the device, while one is recorded; None: the host's."""
+
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
         """Queue the step that `run.step` is at, on its microbatches."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,50 +15,29 @@ import torch
 from torch import nn
 
 from fp4train import checkpoint
-from fp4train.backends import LAYER_BACKENDS, LayerBackend, Table
 from fp4train.config import Config
-from fp4train.data.loader import Feed
-from fp4train.data.stream import Stream
+from fp4train.data.loader import RunRows
 from fp4train.errors import UserError
-from fp4train.files import Folder
 from fp4train.formats import BF16
 from fp4train.hardware import detect, peak_flops
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.held import Inventory, modules_in_order
 from fp4train.parallel.pipeline import Pipeline
 from fp4train.parallel.world import World
-from fp4train.precision import GEMMS, Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
-from fp4train.precision.plan import Plan, PlannedStretch, make_plan
+from fp4train.precision.plan import PlannedStretch
 from fp4train.precision.report import gathers
 from fp4train.run.moments import Companions
 from fp4train.run.queued import StepRunner
-from fp4train.run.record.inbox import Inbox
 from fp4train.run.record.journal import swaps
 from fp4train.run.record.run_record import RunRecord
-from fp4train.run.state.base import PlainState, RunState, orders_of, saved_part
+from fp4train.run.state.base import LossScale, PlainState, RunState, orders_of, saved_part
 from fp4train.run.supervise.checkpoints import Checkpoints
 from fp4train.run.supervise.loss_history import LEAST_VOCABULARY, Divergence
 from fp4train.run.teacher import Teacher
+from fp4train.run.timeline import Course
 from fp4train.shards import RowOrder
 from fp4train.text import counted, first_line
-
-
-@dataclass(frozen=True, kw_only=True)
-class Equipment:
-    """What works on a run while it trains.
-
-    Args:
-        states: states that the run keeps from step to step (`run/states.py`).
-        saver: writes checkpoints.
-        runner: queues steps.
-        companions: hear of the steps (`run/companions.py`).
-    """
-
-    states: list[RunState]
-    saver: Checkpoints
-    runner: StepRunner
-    companions: Companions
 
 
 @dataclass
@@ -67,9 +46,11 @@ class Run:
 
     Args:
         model: the model; in a pipeline the part of it that this rank holds.
+        data: the rows that it learns and is evaluated on.
+        course: what it does in each step.
+        record: the run's record of itself; empty until it begins.
         built_groups: values of the optimizer's groups of parameters as it was built
             (`state.moments.group_values`).
-        folder: the run's directory, open: whatever happens to its path, the files go there.
         multiplied: forward multiplications per token of the whole model
             (`models.common.cut.multiplied`).
         mid_update: the weights are being updated; an exception now leaves them between two steps.
@@ -78,58 +59,49 @@ class Run:
             the next step, which goes on. None: all that were read were good.
         pipeline: the stages of the model; None: it is whole.
         teacher: whose distribution it learns; None: the targets alone.
-        counters: `step` on the device while a step is recorded (`step_graph.py`); None: the host's.
-        called_layers: the layers that were called in the first step; None after it.
         world: the ranks that train it. Only the lead's record and checkpoints are written.
-        equip: makes what works on the run (`Equipment`), whose parts become attributes.
 
     Attributes:
-        loss_scaling: fields of the recipe's loss scaling under which `loss_scale` was reached; None:
-            of none, and it is 1.
-        record: the run's record of itself; empty until it begins.
+        states: states that the run keeps from step to step (`run/states.py`).
+        saver: writes checkpoints.
+        runner: queues steps.
+        companions: hear of the steps (`run/companions.py`).
     """
 
     config: Config
-    directory: Path
-    device: torch.device
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    data: RunRows
+    course: Course
+    record: RunRecord
     built_groups: list[dict[str, Any]]
-    train_data: Stream
-    val_data: Stream
-    timeline: Timeline
-    plan: Plan
-    step: int
-    loss_scale: float
-    loss_scaling: Mapping[str, Any] | None
-    good_steps: int
-    fingerprint: str
-    folder: Folder
     multiplied: int
-    equip: Callable[[Run], Equipment] = field(repr=False, compare=False)
+    step: int = 0
+    loss_scale: LossScale = field(default_factory=LossScale)
     mid_update: bool = False
     failed: torch.Tensor | None = None
     pipeline: Pipeline | None = None
     teacher: Teacher | None = None
-    counters: torch.Tensor | None = None
-    called_layers: dict[object, bool] | None = field(default_factory=dict)
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
+    states: list[RunState] = field(init=False)
+    saver: Checkpoints = field(init=False)
+    runner: StepRunner = field(init=False)
+    companions: Companions = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inbox = Inbox(self.folder)
-        self.record = RunRecord.empty(self.folder)
-        self.feed = Feed(self.train_data, self.device)
-        compares = not self.teacher and self.train_data.vocab_size >= LEAST_VOCABULARY
-        uniform = math.log(self.train_data.vocab_size) if compares else 0.0
-        self.divergence = Divergence(uniform=uniform)
-        self._regions: list[tuple[LayerBackend, list[Table]]] = []
-        self._high: tuple[PlannedStretch, PlannedStretch] | None = None
-        """A stretch, and what `in_high_precision` gave for it."""
-        equipment = self.equip(self)
-        self.states = equipment.states
-        self.saver = equipment.saver
-        self.runner = equipment.runner
-        self.companions = equipment.companions
+        vocabulary = self.data.training.vocab_size
+        compares = not self.teacher and vocabulary >= LEAST_VOCABULARY
+        self.divergence = Divergence(uniform=math.log(vocabulary) if compares else 0.0)
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory, by its path; `record.folder` is the folder, wherever it is moved."""
+        return self.config.run.dir
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.world.device
 
     @property
     def rank_rows(self) -> int:
@@ -180,7 +152,9 @@ class Run:
         if shards == 1:
             return []
         blocks = find_blocks(self.model) != [self.model]
-        layers = (layer for stretch in self.plan.stretches for layer in stretch.layers.values())
+        layers = (
+            layer for stretch in self.course.plan.stretches for layer in stretch.layers.values()
+        )
         return [
             gathers(
                 layers,
@@ -193,46 +167,11 @@ class Run:
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
-        for module in self.planned_layers:
-            module.apply_plan(
-                stretch.layers[module.layer.name], stretch.recipe, self.config.policy, self.device
-            )
-        tables = ((backend, stretch.tables(name)) for name, backend in LAYER_BACKENDS.items())
-        self._regions = [
-            (backend, tables_of_backend)
-            for backend, tables_of_backend in tables
-            if tables_of_backend
-        ]
-
-    def in_high_precision(self, stretch: PlannedStretch) -> PlannedStretch:
-        """`stretch` with all GEMMs in high precision, resolved when it is first asked for; itself
-        if nothing of its recipe is quantised.
-        """
-        if not stretch.recipe.quantised:
-            return stretch
-        if self._high is None or self._high[0] is not stretch:
-            timeline = Timeline(
-                recipe=stretch.recipe.with_high_precision(*GEMMS), steps=stretch.stop
-            )
-            layers = [layer_plan.layer for layer_plan in stretch.layers.values()]
-            plan = make_plan(
-                layers,
-                timeline,
-                self.config.policy,
-                tokens=self.plan.tokens,
-                device=self.plan.device,
-            )
-            self._high = stretch, plan.stretches[0]
-        return self._high[1]
+        self.course.apply(stretch, self.planned_layers, self.config.policy, self.device)
 
     def region(self) -> AbstractContextManager[object]:
-        """Context that the backends of the applied stretch need around the passes of a step, or one
-        of an evaluation; within itself it does nothing.
-        """
-        stack = ExitStack()
-        for backend, tables in self._regions:
-            stack.enter_context(backend.region(tables, self.world.peers))
-        return stack
+        """`Course.region` of this run's ranks."""
+        return self.course.region(self.world.peers)
 
     @property
     def inventory(self) -> Inventory | None:
@@ -305,7 +244,7 @@ class Run:
         journal = self.record.journal
         return {
             **states,
-            "data": self.fingerprint,
+            "data": self.data.fingerprint,
             "run": {"id": journal.identity, "config": _checksum(self.record.configuration)},
             "history": journal.last,
             "swaps": swaps(journal.records),
@@ -352,10 +291,10 @@ class Run:
         ) as error:
             reason = first_line(error) + (" is missing" if isinstance(error, LookupError) else "")
             raise UserError(f"{saved.path} does not fit this model: {reason}") from error
-        if data != self.fingerprint:
+        if data != self.data.fingerprint:
             raise UserError(
                 f"{saved.path} was trained on other data (fingerprint {data}, now "
-                f"{self.fingerprint}): "
+                f"{self.data.fingerprint}): "
                 "give the run the data that it began with"
             )
         if self.teacher is None:

@@ -13,7 +13,7 @@ from fp4train.run.state.base import RunState, Trained
 from fp4train.run.state.ema import ExponentialAverage
 from fp4train.run.state.layers import LayerStates
 from fp4train.run.state.moments import Moments
-from fp4train.run.state.numbers import DataPlace, LossHistory, LossScale
+from fp4train.run.state.numbers import DataPlace, LossHistory, LossScaleState
 from fp4train.run.state.oscillation import Oscillation
 from fp4train.run.state.weights import ModelWeights, OtherWeights
 
@@ -23,7 +23,7 @@ STATES: tuple[type[RunState], ...] = (
     LayerStates,
     Oscillation,
     ExponentialAverage,
-    LossScale,
+    LossScaleState,
     LossHistory,
     DataPlace,
 )

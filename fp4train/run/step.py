@@ -51,6 +51,9 @@ cache.
 class EagerSteps:
     """Queues every kernel of a step anew."""
 
+    counters = None
+    """See `StepRunner`."""
+
     def __init__(self, run: Run) -> None:
         self.run = run
 
@@ -66,15 +69,15 @@ class EagerSteps:
         divided = self.run.world.size > 1
         loss = torch.zeros((), device=run.device)
         share = microbatch_share(run)
-        for microbatch_loss in train_losses(run, recipe, rows, run.loss_scale * share):
+        for microbatch_loss in train_losses(run, recipe, rows, run.loss_scale.value * share):
             loss += microbatch_loss * share
         loss = run.world.summed(loss)
         trained = {name: p for name, p in run.model.named_parameters() if p.grad is not None}
         gradients = [
             local(p.grad) if divided else p.grad for p in trained.values() if p.grad is not None
         ]
-        if run.loss_scale != 1.0:
-            torch._foreach_mul_(gradients, 1 / run.loss_scale)
+        if run.loss_scale.value != 1.0:
+            torch._foreach_mul_(gradients, 1 / run.loss_scale.value)
         if run.world.tensor is None:
             replica_counts = None
         else:
@@ -121,7 +124,7 @@ def microbatch_share(run: Run) -> float:
     the targets of the whole batch that count, wherever they lie.
     """
     size = run.config.train.batch_size
-    return run.microbatch_rows / size * run.feed.loss_factor(run.batch_index)
+    return run.microbatch_rows / size * run.data.feed.loss_factor(run.batch_index)
 
 
 def row_range(run: Run) -> tuple[int, int]:
@@ -141,7 +144,9 @@ def step_rows(run: Run) -> Iterator[Rows]:
     The share of the next step is fetched meanwhile.
     """
     first_row, count = row_range(run)
-    tokens, targets = run.feed.rows(first_row, count, then=first_row + run.config.train.batch_size)
+    tokens, targets = run.data.feed.rows(
+        first_row, count, then=first_row + run.config.train.batch_size
+    )
     yield from zip(
         torch.split(tokens, run.microbatch_rows),
         torch.split(targets, run.microbatch_rows),
@@ -153,7 +158,7 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
     """The microbatches of `rows`, with the place of each in the whole batch."""
     rank_start = run.world.data_rank * run.rank_rows
     constant = ConstantWeights()
-    share = run.loss_scale * run.microbatch_rows / run.config.train.batch_size
+    share = run.loss_scale.value * run.microbatch_rows / run.config.train.batch_size
     for start, row in zip(
         range(rank_start, rank_start + run.rank_rows, run.microbatch_rows), rows, strict=True
     ):
@@ -162,11 +167,11 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
         yield microbatch(
             run,
             recipe,
-            *row,
+            row,
             constant=constant,
             token_offset=offset,
             last=last,
-            called_layers=run.called_layers,
+            called_layers=run.course.called,
             auxiliary=share,
         )
 
@@ -174,8 +179,7 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
 def microbatch(
     run: Run,
     recipe: Recipe,
-    tokens_BT: Tensor,
-    targets_BT: Tensor,
+    rows: Rows,
     *,
     constant: ConstantWeights,
     token_offset: int = 0,
@@ -191,12 +195,16 @@ def microbatch(
         auxiliary: weight of a training pass's losses beside the returned one (`Context.auxiliary`).
     """
 
+    tokens_BT, targets_BT = rows
+
     @contextmanager
     def context() -> Iterator[None]:
         now = Context(
             recipe=recipe,
             policy=run.config.policy,
-            position=Position(RunStep(run.config.run.seed, run.step), token_offset, run.counters),
+            position=Position(
+                RunStep(run.config.run.seed, run.step), token_offset, run.runner.counters
+            ),
             counts="nothing",
             constant=constant,
             called_layers=called_layers,

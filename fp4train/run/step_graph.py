@@ -120,6 +120,7 @@ class RecordedSteps:
         self._recorded: _Recorded | None = None
         self._warm = 0
         self._shown = False
+        self.counters: Tensor | None = None
         self._counters = torch.zeros(8, dtype=torch.int32, device=run.device)
         self._lr = torch.zeros((), dtype=torch.float32, device=run.device)
 
@@ -162,7 +163,7 @@ class RecordedSteps:
         """The recorder of the stretch that `run.step` is in; what belongs to the step is written to
         the device.
         """
-        stretch = self.run.plan.at(self.run.step)
+        stretch = self.run.course.plan.at(self.run.step)
         previous = self._of
         self._of = stretch
         if previous is not None and (previous.recipe, previous.layers) != (
@@ -222,11 +223,11 @@ class RecordedSteps:
         saved_groups = [{"lr": group["lr"], "capturable": group["capturable"]} for group in groups]
         for group in groups:
             group.update(lr=self._lr, capturable=True)
-        self.run.counters = self._counters
+        self.counters = self._counters
         try:
             yield
         finally:
-            self.run.counters = None
+            self.counters = None
             for group, values in zip(groups, saved_groups, strict=True):
                 group.update(values)
 

@@ -272,9 +272,7 @@ def test_a_cache_that_changes_on_one_machine_ends_all_ranks_saved(
 @pytest.mark.long
 def test_validation_text_that_one_rank_cannot_read_ends_all_saved(ranks: Ranks) -> None:
     unreadable = "from fp4train.errors import DataError; "
-    unreadable += (
-        "run.val_data.rows = lambda *place: (_ for _ in ()).throw(DataError('the text is gone'))"
-    )
+    unreadable += "run.data.validation.rows = lambda *place: (_ for _ in ()).throw(DataError('the text is gone'))"
     ended = ranks(2, "run.name=a", patch=fails_at_3(1, unreadable))
     assert ended.message == "rank 1: the text is gone" and ended.seconds < 60
     assert [folder.name for folder in (ranks.folder / "runs/a/checkpoints").glob("step_*")] == [

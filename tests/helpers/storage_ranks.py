@@ -35,7 +35,6 @@ from fp4train.run.record.run_record import RunRecord
 from fp4train.run.state.base import RunState, saved_part
 from fp4train.run.state.moments import Moments, group_values
 from fp4train.run.state.weights import ModelWeights
-from fp4train.track import NullTracker
 
 
 class Tied(nn.Module):
@@ -297,9 +296,12 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
         model=model,
         step=0,
         device=torch.device("cpu"),
-        folder=place,
-        record=RunRecord(journal=Journal(place, ""), configuration=b"", tracker=NullTracker()),
-        inbox=SimpleNamespace(sync=lambda journal: None),
+        record=replace(
+            RunRecord.empty(place),
+            inbox=SimpleNamespace(sync=lambda journal: None),
+            journal=Journal(place, ""),
+            configuration=b"",
+        ),
     )
     run.state = lambda: state(model, optimizer)
     run.row_orders = dict

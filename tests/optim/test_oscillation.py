@@ -114,7 +114,7 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
         for name, each in model.items()
     ]
     plan = Namespace(at=lambda step: Namespace(layers=layers))
-    run = Namespace(model=model, step=10, plan=plan, planned_layers=linears)
+    run = Namespace(model=model, step=10, course=Namespace(plan=plan), planned_layers=linears)
     found = watched(run, ["b.weight", "b.bias"])  # type: ignore[arg-type]
     assert [(name, weight) for name, weight, _ in found] == [("b.weight", model["b"].weight)]
     for each in linears:
@@ -126,7 +126,9 @@ def test_experts_are_not_watched_beside_layers_that_are() -> None:
     model = nn.ModuleDict({"mlp": Experts(2, 32, 32), "wq": f4.convert(nn.Linear(32, 32))})
     f4.convert(model)
     plan = f4.plan(model, NVFP4())
-    run = Namespace(model=model, step=0, plan=plan, planned_layers=list(model.values()))
+    run = Namespace(
+        model=model, step=0, course=Namespace(plan=plan), planned_layers=list(model.values())
+    )
     found = [
         weight for _, weight, _ in watched(run, [name for name, _ in model.named_parameters()])
     ]  # type: ignore[arg-type]

@@ -194,7 +194,7 @@ def test_what_cannot_be_recorded_is_refused_with_its_reason(
         world=changes.get("world", SimpleNamespace(size=1)),
         optimizer=changes.get("optimizer", optimizer),
         teacher=changes.get("teacher"),
-        train_data=SimpleNamespace(all_scored=changes.get("scored") is None),
+        data=SimpleNamespace(training=SimpleNamespace(all_scored=changes.get("scored") is None)),
         config=SimpleNamespace(
             train=SimpleNamespace(compile=changes.get("compile", False)),
             optim=None,

@@ -75,7 +75,7 @@ def _open(
     candidates = candidates_of(sections)
     subject = open_subject(command, optimizer=True)
     run = subject.run
-    passes = Passes(loader=run.val_data, rows=run.microbatch_rows, batches=settings.batches)
+    passes = Passes(loader=run.data.validation, rows=run.microbatch_rows, batches=settings.batches)
     return Base(
         study=request.study,
         source=source,

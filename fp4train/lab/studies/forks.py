@@ -41,7 +41,7 @@ from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.optim.schedule import Schedule
 from fp4train.precision.layers import find_layers
-from fp4train.run.build import build_plan
+from fp4train.run.build import build_plan, equip
 from fp4train.run.command import Command
 from fp4train.run.companions import in_studies
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
@@ -52,7 +52,7 @@ from fp4train.run.record.trust import check_paths, saved_with
 from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
-from fp4train.run.timeline import build_timeline
+from fp4train.run.timeline import Course, build_timeline
 from fp4train.train import train_step
 
 
@@ -176,12 +176,12 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
     run = replace(
         subject.run,
         config=config,
-        train_data=subject.run.train_data.with_seed(config.run.seed),
-        timeline=branch.timeline,
-        plan=branch.plan,
+        data=subject.run.data.with_seed(config.run.seed),
+        course=Course(branch.timeline, branch.plan),
         mid_update=False,
         failed=None,
     )
+    equip(run)
     # read anew: the optimizer takes the moments themselves, and a fork changes them
     run.restore(subject.start)
     if settings.schedule == "linear":
@@ -201,7 +201,7 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     problem = None
     try:
         for _ in range(settings.steps):
-            if (now := run.plan.at(run.step)) is not stretch:
+            if (now := run.course.plan.at(run.step)) is not stretch:
                 stretch = now
                 run.apply(stretch)
                 begin_loss_scale(run, stretch.recipe)
@@ -218,7 +218,7 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     except NonFiniteError as error:
         problem = str(error)
     finally:
-        run.feed.close()
+        run.data.feed.close()
     run.optimizer.zero_grad(set_to_none=True)
     seconds = round(time.perf_counter() - began, 3)
     if problem is not None:

@@ -38,6 +38,7 @@ from fp4train.precision.plan import Plan
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.run.finite import first_non_finite
 from fp4train.run.loss_scale import coming_loss_scale
+from fp4train.run.state.base import LossScale
 from fp4train.run.step import eagerly, microbatch_share, microbatches, step_rows
 from fp4train.run.supervise.guard import first_non_finite_output
 
@@ -79,7 +80,7 @@ class GradientMeter:
         }
         self._before = (
             subject.run.config,
-            subject.run.plan,
+            subject.run.course.plan,
             subject.run.step,
             subject.run.loss_scale,
         )
@@ -155,7 +156,7 @@ class GradientMeter:
     def end(self) -> None:
         """Leave run and model as they were."""
         run = self.subject.run
-        run.config, run.plan, run.step, run.loss_scale = self._before
+        run.config, run.course.plan, run.step, run.loss_scale = self._before
         run.load_scaling(self._scaling)
         self.subject.run.model.zero_grad(set_to_none=True)
 
@@ -217,16 +218,16 @@ class GradientMeter:
         run = self.subject.run
         run.step = self.subject.step + batch
         if part.stretch.recipe.loss_scaling is None:
-            run.loss_scale = 1.0
+            run.loss_scale = LossScale()
         else:
-            run.loss_scale = self._loss_scale
-        run.plan = Plan(
+            run.loss_scale = LossScale(self._loss_scale)
+        run.course.plan = Plan(
             stretches=(replace(part.stretch, stop=run.step + 1),),
             policy=run.config.policy,
-            tokens=run.plan.tokens,
-            device=run.plan.device,
+            tokens=run.course.plan.tokens,
+            device=run.course.plan.device,
         )
-        run.apply(run.plan.stretches[0])
+        run.apply(run.course.plan.stretches[0])
         if scaling is not None:
             return scaling
         run.load_scaling(self._scaling)
@@ -251,16 +252,16 @@ class GradientMeter:
             try:
                 return self._pass_at_scale(part, batch)
             except GradientOverflowError:
-                if loss_scaling is None or run.loss_scale <= SMALLEST_LOSS_SCALE:
+                if loss_scaling is None or run.loss_scale.value <= SMALLEST_LOSS_SCALE:
                     raise
-            too_large = run.loss_scale
+            too_large = run.loss_scale.value
             if not known_to_end:  # a number that is not finite at any scale is told at once
                 run.load_scaling(scaling)
-                run.loss_scale = SMALLEST_LOSS_SCALE
+                run.loss_scale = LossScale(SMALLEST_LOSS_SCALE)
                 self._pass_at_scale(part, batch)
                 known_to_end = True
-            run.loss_scale, _ = loss_scaling.update(too_large, 0, finite=False)
-            self._loss_scale = run.loss_scale
+            self._loss_scale, _ = loss_scaling.update(too_large, 0, finite=False)
+            run.loss_scale = LossScale(self._loss_scale)
             run.load_scaling(scaling)
 
     def _pass_at_scale(self, part: RecipePart, batch: int) -> Pass:
@@ -271,7 +272,7 @@ class GradientMeter:
         """
         run = self.subject.run
         model = self.subject.run.model
-        recipe = run.plan.stretches[0].recipe
+        recipe = run.course.plan.stretches[0].recipe
         share = microbatch_share(run)
         model.zero_grad(set_to_none=True)
         torch.manual_seed(batch)  # dropout, if the model has some, drops the same in every part
@@ -281,7 +282,7 @@ class GradientMeter:
             for rows in microbatches(run, recipe, step_rows(run)):
                 loss = rows.loss(model)
                 outputs += latest[-1:]
-                (loss * (run.loss_scale * share)).backward()  # type: ignore[no-untyped-call]
+                (loss * (run.loss_scale.value * share)).backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach()) * share
                 latest.clear()  # of the recomputation, too
         where = f"{part.name} in {recipe.name}, batch {batch}"
@@ -299,11 +300,12 @@ class GradientMeter:
                     "the gradients of all layers that the recipe quantises. fp4train rank compares "
                     "recipes by the losses of forks, of frozen weights, too"
                 )
-            gradient[name] = grad.detach().float() / run.loss_scale
+            gradient[name] = grad.detach().float() / run.loss_scale.value
         if not math.isfinite(_squared(gradient)):
             # Backward reaches the last layers first.
             bad_layer = first_non_finite({name: gradient[name] for name in reversed(self.layers)})
-            at_scale = f" at the loss scale {run.loss_scale:g}" if run.loss_scale != 1 else ""
+            scale = run.loss_scale.value
+            at_scale = f" at the loss scale {scale:g}" if scale != 1 else ""
             raise GradientOverflowError(
                 f"{where}: the gradient of {bad_layer or 'the layers together'} is not finite"
                 f"{at_scale}"

@@ -82,7 +82,7 @@ def groups_of(subject: Subject, effort: Effort) -> list[range]:
     Raises:
         UserError: the data has too few batches, of which some must be left to judge the policy.
     """
-    most = max(2, subject.run.train_data.batches_per_epoch)
+    most = max(2, subject.run.data.training.batches_per_epoch)
     if effort.batches is not None and effort.batches >= most:
         raise UserError(
             f"batches={effort.batches}: the training data has {most} different batches of "
@@ -143,7 +143,8 @@ class Study:
         began = self._groups[len(self._measured[BASELINE]) - 1].stop
         count = sum(len(group["error"]) for group in self._measured[WHOLE])
         groups = _grouped(
-            began, min(began + count, max(2, self.parts.subject.run.train_data.batches_per_epoch))
+            began,
+            min(began + count, max(2, self.parts.subject.run.data.training.batches_per_epoch)),
         )
         compared = [part for part in self._listed if part.name in (WHOLE, OF_THE_RUN)]
         measured = {}

@@ -100,7 +100,7 @@ class Subject:
             "step": self.step,
             "weights": self.weights,
             "settings": dict(self.settings),
-            "data": self.run.fingerprint,
+            "data": self.run.data.fingerprint,
             "device": str(self.run.device),
         }
 
@@ -137,7 +137,7 @@ def open_subject(command: Command, *, fresh: bool = False, optimizer: bool = Fal
         run = assemble(config, Path(place), timeline, world)
     if start is not None:
         run.restore(start)
-        run.plan = run.plan.since(run.step)
+        run.course.plan = run.course.plan.since(run.step)
     elif (init := open_init(config, world.ranks)) is not None:
         init.load(run.model)
     if not optimizer:

@@ -13,17 +13,24 @@ Dimensions: B batch, T time, D width, H heads, P elements of a head, G groups, N
 state, C chunks, L tokens of a chunk, R heads of a group.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp4train.keys import CHANGES_DIGITS
 from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import first_of_document, short_convolution
 from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.operators import Operation
+from fp4train.models.common.scan_kernels import CHOICES
+from fp4train.parameters import ONES, Initial, Numbered, ParameterSpec, Split, Uniform, linear
+from fp4train.text import check_choice, check_least
 
 STEP = (1e-3, 0.1)
 """The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section
@@ -153,6 +160,85 @@ class ScanState:
         self.window_BKC: Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScanShape:
+    """Shape of a Mamba-2 block.
+
+    Args:
+        heads, head_dim: sizes of the scan; the inner width is their product.
+        state: elements of a head's state per element of the head.
+        groups: heads that share B and C; divides `heads`.
+        kernel: tokens of the convolution.
+        chunk: tokens that are multiplied at once; changes the order of sums, not the function.
+        least_step: the smallest time step.
+        kernels: `auto`: those of mamba-ssm where they can be used
+            (`models/common/scan_kernels.py`); `torch`: none.
+    """
+
+    heads: int = 4
+    head_dim: int = 64
+    state: int = 32
+    groups: int = 1
+    kernel: int = 4
+    chunk: int = 64
+    least_step: float = 0.0
+    kernels: Annotated[str, CHANGES_DIGITS] = "auto"
+
+    def __post_init__(self) -> None:
+        check_least(self, "model.scan.", "heads", "head_dim", "state", "groups", "kernel", "chunk")
+        check_least(self, "model.scan.", "kernel", least=2)
+        if self.chunk > 4096:
+            raise ValueError(
+                f"model.scan.chunk={self.chunk} must be at most 4096: memory grows with its square"
+            )
+        if self.heads % self.groups:
+            raise ValueError(
+                f"model.scan.heads={self.heads} is not divisible by model.scan.groups={self.groups}"
+            )
+        if not 0 <= self.least_step < math.inf:
+            raise ValueError(
+                f"model.scan.least_step={self.least_step} must be finite and not negative"
+            )
+        check_choice("model.scan.kernels", self.kernels, CHOICES)
+
+    def parameters(self) -> list[ParameterSpec]:
+        """The parameters of a `Mamba2`, which has the names of transformers (initial values:
+        arXiv:2405.21060's code).
+
+        A tensor-parallel rank has whole groups of the scan with their heads, in each segment of
+        `in_proj` (z, x, B, C and dt) and of the convolution (x, B and C). So it normalises whole
+        groups, and the scan sends nothing. Weight decay spares the filters, as it does those of
+        Hyena (and NeMo's `hyena_no_weight_decay_cond`); the code of Mamba-2 and Megatron-LM, which
+        spare parameters of one dimension and those that are marked, decay them.
+        """
+        inner = self.heads * self.head_dim
+        mixed = (inner, self.groups * self.state, self.groups * self.state)
+        taps = Uniform(-(self.kernel**-0.5), self.kernel**-0.5)
+        shortest, longest = map(math.log, STEP)
+        of_heads: dict[str, Initial] = {
+            "dt_bias": Uniform(shortest, longest, through=step_before_softplus),
+            "A_log": Numbered(lambda number: (number + 1).log()),
+            "D": ONES,
+            "norm.weight": ONES,
+        }
+        counts = (("groups", "model.scan.groups"), ("heads", "model.scan.heads"))
+        rows = partial(ParameterSpec, cut=Split.ROWS)
+        filters = partial(rows, segments=mixed, initial=taps)
+        return [
+            *linear(
+                "in_proj",
+                "in_proj",
+                cut=Split.OUT,
+                segments=(inner, *mixed, self.heads),
+                counts=counts,
+            ),
+            filters(name="conv1d.weight", stored="conv1d.weight", elementwise=True),
+            filters(name="conv1d.bias", stored="conv1d.bias"),
+            *(rows(name=name, stored=name, initial=initial) for name, initial in of_heads.items()),
+            *linear("out_proj", "out_proj", cut=Split.IN),
+        ]
+
+
 class Mamba2(HoldsParts, nn.Module):
     """out_proj(norm(scan(silu(conv(x, B, C))) ⊙ silu(z))), with z, x, B, C and dt from in_proj: [B,
     T, D] → [B, T, D].
@@ -162,49 +248,28 @@ class Mamba2(HoldsParts, nn.Module):
 
     Args:
         width: D.
-        heads, head_dim: H and P; the inner width is their product.
-        state: N.
-        groups: G, which divides `heads`. A group also is what the norm normalises.
-        kernel: tokens of the causal convolution.
-        chunk: tokens of a chunk.
-        eps: ε of the norm.
-        least_step: the smallest time step.
-        kernels: "auto": those of mamba-ssm where they can be used (`scan_kernels.py`); "torch":
-            none.
+        eps: ε of the norm, which normalises the channels of each group.
     """
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        heads: int,
-        head_dim: int,
-        state: int,
-        groups: int,
-        kernel: int,
-        chunk: int,
-        eps: float,
-        least_step: float,
-        kernels: str = "auto",
-    ) -> None:
+    def __init__(self, shape: ScanShape, *, width: int, eps: float) -> None:
         super().__init__()
-        self.kernels = kernels
-        if kernels == "auto":
+        self.kernels = shape.kernels
+        if shape.kernels == "auto":
             self.missing = scan_kernels.missing()
         else:
-            self.missing = (kernels, kernels)
+            self.missing = (shape.kernels, shape.kernels)
         """Reasons why this process cannot call kernels for the scan and the convolution."""
-        self.heads = heads
-        self.groups = groups
-        self.chunk = chunk
+        self.heads = heads = shape.heads
+        self.groups = shape.groups
+        self.chunk = shape.chunk
         self.eps = eps
-        self.least_step = least_step
-        self.head_dim = head_dim
-        self.state = state
-        inner = heads * head_dim
+        self.least_step = shape.least_step
+        self.head_dim = shape.head_dim
+        self.state = shape.state
+        inner = heads * shape.head_dim
         mixed = sum(self.mixed_sizes)
         self.in_proj = nn.Linear(width, sum(self.segments), bias=False)
-        self.conv1d = CausalConvolution(mixed, kernel)
+        self.conv1d = CausalConvolution(mixed, shape.kernel)
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))

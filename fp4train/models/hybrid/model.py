@@ -18,17 +18,14 @@ own as its table says.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Annotated, Any, ClassVar, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.keys import CHANGES_DIGITS
 from fp4train.models.common import (
     Attention,
     DecodeCache,
@@ -39,101 +36,17 @@ from fp4train.models.common import (
     attention_parameters,
     check_pattern,
 )
-from fp4train.models.common.scan import STEP, Mamba2, ScanState, step_before_softplus
-from fp4train.models.common.scan_kernels import CHOICES
+from fp4train.models.common.scan import Mamba2, ScanShape, ScanState
 from fp4train.parameters import (
-    ONES,
-    Initial,
-    Numbered,
     ParameterSpec,
     Split,
-    Uniform,
     inside,
     linear,
     norm,
 )
-from fp4train.text import check_choice, check_least
+from fp4train.text import check_least
 
 KINDS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScanShape:
-    """Shape of a Mamba-2 block.
-
-    Args:
-        heads, head_dim: sizes of the scan; the inner width is their product.
-        state: elements of a head's state per element of the head.
-        groups: heads that share B and C; divides `heads`.
-        kernel: tokens of the convolution.
-        chunk: tokens that are multiplied at once; changes the order of sums, not the function.
-        least_step: the smallest time step.
-        kernels: `auto`: those of mamba-ssm where they can be used
-            (`models/common/scan_kernels.py`); `torch`: none.
-    """
-
-    heads: int = 4
-    head_dim: int = 64
-    state: int = 32
-    groups: int = 1
-    kernel: int = 4
-    chunk: int = 64
-    least_step: float = 0.0
-    kernels: Annotated[str, CHANGES_DIGITS] = "auto"
-
-    def __post_init__(self) -> None:
-        check_least(self, "model.scan.", "heads", "head_dim", "state", "groups", "kernel", "chunk")
-        check_least(self, "model.scan.", "kernel", least=2)
-        if self.chunk > 4096:
-            raise ValueError(
-                f"model.scan.chunk={self.chunk} must be at most 4096: memory grows with its square"
-            )
-        if self.heads % self.groups:
-            raise ValueError(
-                f"model.scan.heads={self.heads} is not divisible by model.scan.groups={self.groups}"
-            )
-        if not 0 <= self.least_step < math.inf:
-            raise ValueError(
-                f"model.scan.least_step={self.least_step} must be finite and not negative"
-            )
-        check_choice("model.scan.kernels", self.kernels, CHOICES)
-
-    def parameters(self) -> list[ParameterSpec]:
-        """The parameters of a `Mamba2`, which has the names of transformers (initial values:
-        arXiv:2405.21060's code).
-
-        A tensor-parallel rank has whole groups of the scan with their heads, in each segment of
-        `in_proj` (z, x, B, C and dt) and of the convolution (x, B and C). So it normalises whole
-        groups, and the scan sends nothing. Weight decay spares the filters, as it does those of
-        Hyena (and NeMo's `hyena_no_weight_decay_cond`); the code of Mamba-2 and Megatron-LM, which
-        spare parameters of one dimension and those that are marked, decay them.
-        """
-        inner = self.heads * self.head_dim
-        mixed = (inner, self.groups * self.state, self.groups * self.state)
-        taps = Uniform(-(self.kernel**-0.5), self.kernel**-0.5)
-        shortest, longest = map(math.log, STEP)
-        of_heads: dict[str, Initial] = {
-            "dt_bias": Uniform(shortest, longest, through=step_before_softplus),
-            "A_log": Numbered(lambda number: (number + 1).log()),
-            "D": ONES,
-            "norm.weight": ONES,
-        }
-        counts = (("groups", "model.scan.groups"), ("heads", "model.scan.heads"))
-        rows = partial(ParameterSpec, cut=Split.ROWS)
-        filters = partial(rows, segments=mixed, initial=taps)
-        return [
-            *linear(
-                "in_proj",
-                "in_proj",
-                cut=Split.OUT,
-                segments=(inner, *mixed, self.heads),
-                counts=counts,
-            ),
-            filters(name="conv1d.weight", stored="conv1d.weight", elementwise=True),
-            filters(name="conv1d.bias", stored="conv1d.bias"),
-            *(rows(name=name, stored=name, initial=initial) for name, initial in of_heads.items()),
-            *linear("out_proj", "out_proj", cut=Split.IN),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +121,7 @@ class HybridBlock(nn.Module):
         self.norm = RMSNorm(shape.width, eps=shape.norm_eps)
         self.mixer: Mamba2 | Attention | SquaredReluMLP
         if kind == "M":
-            self.mixer = Mamba2(width=shape.width, eps=shape.norm_eps, **asdict(shape.scan))
+            self.mixer = Mamba2(shape.scan, width=shape.width, eps=shape.norm_eps)
         elif kind == "*":
             self.mixer = Attention(
                 width=shape.width,

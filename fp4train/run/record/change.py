@@ -30,12 +30,12 @@ def pick_up_swaps(run: Run) -> bool:
     Returns:
         Whether the recipe of a coming step may have changed.
     """
-    old_timeline = run.timeline
+    old_timeline = run.course.timeline
     done = {record.values.get("request") for record in run.record.journal.records}
-    for request in run.inbox.take(done):
+    for request in run.record.inbox.take(done):
         body = request.body or {}
         if EVALUATION in body:
-            run.inbox.answer(request, *log_evaluation(run, body[EVALUATION]))
+            run.record.inbox.answer(request, *log_evaluation(run, body[EVALUATION]))
             continue
         name = str(body.get("name", ""))
         try:
@@ -47,7 +47,7 @@ def pick_up_swaps(run: Run) -> bool:
             _log.error("swap%s refused: %s", f" to {name}" if name else "", error)
             refused = {"recipe": name, "reason": str(error), "request": request.id}
             run.record.tracker.log_event(run.step + 1, "swap refused", refused)
-            run.inbox.answer(request, False, str(error))
+            run.record.inbox.answer(request, False, str(error))
             continue
         event = "swap"
         text = f"recipe {name} from step {at} on"
@@ -58,8 +58,8 @@ def pick_up_swaps(run: Run) -> bool:
             del values["recipe"]
         _log.warning("swap: %s", text)
         run.record.tracker.log_event(run.step + 1, event, values)
-        run.inbox.answer(request, True, text)
-    return run.timeline is not old_timeline
+        run.record.inbox.answer(request, True, text)
+    return run.course.timeline is not old_timeline
 
 
 def log_evaluation(run: Run, body: Any) -> tuple[bool, str]:
@@ -85,8 +85,8 @@ def log_evaluation(run: Run, body: Any) -> tuple[bool, str]:
 
 def follow_swaps(run: Run, entries: Sequence[SwapEntry]) -> None:
     """Go on by the swaps that the lead has recorded, on a rank that records nothing."""
-    run.timeline = replace(run.timeline, swaps=tuple(map(typed_swap, entries)))
-    run.plan = _plan(run, run.timeline)
+    run.course.timeline = replace(run.course.timeline, swaps=tuple(map(typed_swap, entries)))
+    run.course.plan = _plan(run, run.course.timeline)
 
 
 def swap_recipe(
@@ -109,14 +109,16 @@ def swap_recipe(
     if step >= steps:
         raise UserError(f"step {step} is beyond the end: the run has {counted(steps, 'step')}")
     if recipe is not None:
-        timeline = with_swap(run.timeline, RecipeChoice(name, recipe).at(step))
+        timeline = with_swap(run.course.timeline, RecipeChoice(name, recipe).at(step))
         values = {"name": name, "at": step, "recipe": recipe}
         _change(run, timeline, "swap", {**values, "request": request})
         return
-    left = tuple(swap for swap in run.timeline.swaps if swap.step != step)
-    if left == run.timeline.swaps:
+    left = tuple(swap for swap in run.course.timeline.swaps if swap.step != step)
+    if left == run.course.timeline.swaps:
         raise UserError(f"there is no swap at step {step}")
-    _change(run, replace(run.timeline, swaps=left), CANCELLED, {"at": step, "request": request})
+    _change(
+        run, replace(run.course.timeline, swaps=left), CANCELLED, {"at": step, "request": request}
+    )
 
 
 def _plan(run: Run, timeline: Timeline) -> Plan:
@@ -136,6 +138,6 @@ def _change(run: Run, timeline: Timeline, event: str, values: Mapping[str, Any])
     sentences = run.gathers()
     journal = run.record.journal
     journal.add(event, run.step, plan, **values)
-    run.inbox.record(journal, lambda: write_plan(run.directory, journal.records, sentences))
-    run.timeline = timeline
-    run.plan = plan
+    run.record.inbox.record(journal, lambda: write_plan(run.directory, journal.records, sentences))
+    run.course.timeline = timeline
+    run.course.plan = plan

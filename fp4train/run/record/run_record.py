@@ -6,6 +6,7 @@ from typing import Any
 from fp4train.companion import RunCompanion
 from fp4train.files import Folder
 from fp4train.run.queued import Step, Values
+from fp4train.run.record.inbox import Inbox
 from fp4train.run.record.journal import Journal
 from fp4train.track import NullTracker, Tracker
 from fp4train.track.tensorboard import FOLDER as EVENTS
@@ -18,11 +19,15 @@ class RunRecord:
     other ranks, stays empty.
 
     Args:
+        folder: the run's directory, open: whatever happens to its path, the files go there.
+        inbox: requests to the run.
         journal: the journal, with the random number that all parts of the run carry.
         configuration: config.yaml as it was written; None: the run has none.
         tracker: receives metrics and events.
     """
 
+    folder: Folder
+    inbox: Inbox
     journal: Journal
     configuration: bytes | None
     tracker: Tracker
@@ -30,7 +35,13 @@ class RunRecord:
     @classmethod
     def empty(cls, folder: Folder) -> "RunRecord":
         """A record of which nothing is written to `folder`."""
-        return cls(journal=Journal(folder, None), configuration=None, tracker=NullTracker())
+        return cls(
+            folder=folder,
+            inbox=Inbox(folder),
+            journal=Journal(folder, None),
+            configuration=None,
+            tracker=NullTracker(),
+        )
 
 
 class Tracked(RunCompanion):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,14 +20,29 @@ from fp4train.checkpoint import Checkpoint, escaped, unflatten
 from fp4train.checkpoint.layout import TENSORS
 from fp4train.companion import Companion
 from fp4train.config import Config
-from fp4train.data.stream import Stream
+from fp4train.data.loader import RunRows
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.world import World
-from fp4train.precision.plan import Plan
 from fp4train.run.record.run_record import RunRecord
 from fp4train.run.supervise.loss_history import Divergence
+from fp4train.run.timeline import Course
 from fp4train.shards import RowOrder, order_of, row_orders
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The factor of the loss before backward.
+
+    Args:
+        scaling: fields of the recipe's `loss_scaling` under which it was reached; None: it has
+            none, and the factor is 1.
+        good_steps: good steps since it last changed.
+    """
+
+    value: float = 1.0
+    scaling: Mapping[str, Any] | None = None
+    good_steps: int = 0
 
 
 class Trained(Protocol):
@@ -35,17 +51,15 @@ class Trained(Protocol):
     config: Config
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    built_groups: list[dict[str, Any]]
-    plan: Plan
+    course: Course
+    data: RunRows
     step: int
     failed: Tensor | None
-    loss_scale: float
-    loss_scaling: Mapping[str, Any] | None
-    good_steps: int
+    built_groups: list[dict[str, Any]]
+    loss_scale: LossScale
     divergence: Divergence
     record: RunRecord
     world: World
-    train_data: Stream
 
     @property
     def batch_index(self) -> int: ...

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp4train.config.binding import bind
 from fp4train.run.loss_scale import fields_of
-from fp4train.run.state.base import PlainState
+from fp4train.run.state.base import LossScale, PlainState
 from fp4train.run.supervise.loss_history import HISTORY, Divergence
 
 SCALE = "scale"
@@ -17,7 +17,7 @@ SCALING = "scaling"
 GOOD_STEPS = "good_steps"
 
 
-class LossScale(PlainState):
+class LossScaleState(PlainState):
     """The factor of the loss, the `recipe.loss_scaling` under which it was reached, and the good
     steps since it last changed.
     """
@@ -27,9 +27,9 @@ class LossScale(PlainState):
     def saved(self) -> Mapping[str, Any]:
         """See `RunState.saved`."""
         return {
-            SCALE: self.run.loss_scale,
-            SCALING: self.run.loss_scaling,
-            GOOD_STEPS: self.run.good_steps,
+            SCALE: self.run.loss_scale.value,
+            SCALING: self.run.loss_scale.scaling,
+            GOOD_STEPS: self.run.loss_scale.good_steps,
         }
 
     def check(self, saved: Any) -> None:
@@ -49,12 +49,11 @@ class LossScale(PlainState):
 
     def load(self, saved: Any) -> None:
         """See `RunState.load`."""
-        self.run.loss_scale = float(saved[SCALE])
-        self.run.good_steps = saved[GOOD_STEPS]
-        if SCALING in saved:
-            self.run.loss_scaling = saved[SCALING]
-        elif self.run.loss_scale != 1:  # an older checkpoint, which does not say
-            self.run.loss_scaling = fields_of(self.run.config.recipe.loss_scaling)
+        value = float(saved[SCALE])
+        scaling = saved.get(SCALING)
+        if SCALING not in saved and value != 1:  # an older checkpoint, which does not say
+            scaling = fields_of(self.run.config.recipe.loss_scaling)
+        self.run.loss_scale = LossScale(value, scaling, saved[GOOD_STEPS])
 
 
 class LossHistory(PlainState):
@@ -84,11 +83,11 @@ class DataPlace(PlainState):
     @property
     def kept(self) -> bool:
         """See `RunState.kept`."""
-        return self.run.train_data.state(0) is not None
+        return self.run.data.training.state(0) is not None
 
     def saved(self) -> Mapping[str, Any]:
         """See `RunState.saved`."""
-        data = self.run.train_data
+        data = self.run.data.training
         state = data.state(self.run.batch_index * data.batch_size)
         assert state is not None
         return state
@@ -100,4 +99,4 @@ class DataPlace(PlainState):
 
     def load(self, saved: Any) -> None:
         """See `RunState.load`."""
-        self.run.train_data.load(saved)
+        self.run.data.training.load(saved)

@@ -91,7 +91,7 @@ def watched(run: Trained, trained: Iterable[str]) -> Iterator[Watched]:
     fprop with fixed thresholds. Weights stored as [in_features, out_features] (`Conv1D`) and those
     of experts are left alone.
     """
-    layers = run.plan.at(run.step).layers
+    layers = run.course.plan.at(run.step).layers
     names = {id(p): name for name, p in run.model.named_parameters()}
     trained = set(trained)
     for layer in run.planned_layers:

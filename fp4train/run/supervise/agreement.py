@@ -153,7 +153,7 @@ def agree(run: Run, signal: int | None) -> StepAgreement:
             trouble=trouble,
         )
     if run.step < run.config.train.steps:
-        problem = run.feed.problem(*row_range(run))
+        problem = run.data.feed.problem(*row_range(run))
     else:
         problem = None
     number, asks, most, least, unread, troubles = world.largest_numbers(

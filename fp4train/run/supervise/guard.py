@@ -95,7 +95,7 @@ def first_non_finite_output(
 
 def blame(run: Run, recipe: Recipe) -> str:
     """The first tensor that is not finite in the step that `run.step` is at."""
-    run.apply(run.plan.at(run.step))
+    run.apply(run.course.plan.at(run.step))
     with eagerly(run):
         passes = losses(run, microbatches(run, recipe, step_rows(run)))
         where = first_non_finite_output(run.model, passes, cut=run.world.size > 1)

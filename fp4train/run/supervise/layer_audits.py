@@ -100,7 +100,7 @@ class LayerAudits:
 
     def _turn(self, step: int) -> list[PlannedLayer]:
         """The layers in the order in which they are audited, under the plan of a step."""
-        stretch = self.run.plan.at(step)
+        stretch = self.run.course.plan.at(step)
         left_out = self.coverage.left_out(stretch)
         layers = [layer for layer in self.run.planned_layers if layer.layer.name not in left_out]
         if not layers:
@@ -149,7 +149,7 @@ class LayerAudits:
         """
         if not self._shares_weights:
             return []
-        plan = self.run.plan.at(self.run.step).layers[layer.layer.name]
+        plan = self.run.course.plan.at(self.run.step).layers[layer.layer.name]
         return fused_layers(layer, plan.fused)
 
     def _check_main_memory(self, layer: PlannedLayer) -> None:
@@ -322,7 +322,7 @@ def summary(audits: LayerAudits, others: Sequence[str] = ()) -> str | None:
             f"{counted(audits.count, 'audit')} of {counted(len(audits.audited), 'layer')} of "
             f"{sum(layers_of_stage.values())}: {counted(audits.faults, 'fault')}"
         )
-        reasons = audits.coverage.uncovered(run.plan)
+        reasons = audits.coverage.uncovered(run.course.plan)
     elif audits.faults or left_out or others:
         text = f"no layer was audited: {counted(audits.faults, 'fault')}"
     else:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -69,7 +70,9 @@ class Ledger:
             self.check()
             run = self.run
             finite = math.isfinite(step.read()[1])
-            run.loss_scale, run.good_steps = scaling.update(step.loss_scale, run.good_steps, finite)
+            good_steps = run.loss_scale.good_steps
+            value, good_steps = scaling.update(step.loss_scale, good_steps, finite)
+            run.loss_scale = replace(run.loss_scale, value=value, good_steps=good_steps)
             run.failed = None  # skipped, and none of the next ones' business
 
     def check(self) -> None:

@@ -42,7 +42,7 @@ class PlannedCalls:
         """Whether only the first microbatch shows the amaxes of a layer: it measures those that are
         held.
         """
-        specs = self.run.plan.at(step).layers[layer.layer.name].specs
+        specs = self.run.course.plan.at(step).layers[layer.layer.name].specs
         return any(spec.held is not None for spec in specs)
 
     def compare(
@@ -62,7 +62,7 @@ class PlannedCalls:
             fused: the result of `fused_amaxes`; None: the records have the weights themselves.
         """
         name = layer.layer.name
-        plan = self.run.plan.at(step).layers[name]
+        plan = self.run.course.plan.at(step).layers[name]
         records = observer.records
         if not records and not observer.ended:
             if layer.layer.experts:
@@ -99,7 +99,7 @@ class PlannedCalls:
         mode = gather_mode(
             run.config.parallel.gather, fully_gathered=run.config.train.whole_weights is not None
         )
-        form = wire_form(run.plan.at(step).layers[layer.layer.name], shards, mode)
+        form = wire_form(run.course.plan.at(step).layers[layer.layer.name], shards, mode)
         if form.coded or form.dtype is not torch.bfloat16:
             return weight
         return weight.bfloat16().float()

@@ -236,7 +236,8 @@ def _smaller(run: Run) -> str:
     config = run.config.train
     rows = run.microbatch_rows
     kept = sum(
-        _kept(layer, rows * config.seq_len) for layer in run.plan.at(run.step).layers.values()
+        _kept(layer, rows * config.seq_len)
+        for layer in run.course.plan.at(run.step).layers.values()
     )
     words = [
         f"A forward pass of {rows} × {config.seq_len} tokens keeps up to {kept / 2**30:,.2f} "

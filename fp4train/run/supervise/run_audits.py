@@ -50,7 +50,7 @@ class RunAudits(RunCompanion):
         faults: list[Fault] = []
         failures = self.layers.failures
         with failures.guarding(PLAN):
-            faults += check_plan(run.plan, lambda _: failures.guarding(PLAN))
+            faults += check_plan(run.course.plan, lambda _: failures.guarding(PLAN))
         self._report(run.step - 1, faults, PLAN)
 
     @contextmanager

@@ -208,7 +208,7 @@ class Saver:
         """
 
         def job() -> None:
-            mark_in(self.run.folder)
+            mark_in(self.run.record.folder)
             if (also := self.run.config.checkpoint.also) is not None:
                 with self._also(also / self.run.config.run.name) as second:
                     mark_in(second)
@@ -297,7 +297,7 @@ class Saver:
 
     def _prune(self, newest: int) -> None:
         if self.ranks.first:
-            with self.run.folder.folder(run_directory.CHECKPOINTS) as folder:
+            with self.run.record.folder.folder(run_directory.CHECKPOINTS) as folder:
                 checkpoint.prune(folder, newest, self._kept)
 
     def _kept(self, past: list[int], *, unproven: bool = False) -> set[int]:
@@ -359,7 +359,7 @@ class Saver:
 
         try:
             self.ranks.same_outcome(self._sync)
-            save_in(run.folder)
+            save_in(run.record.folder)
         except Exception as error:
             problem = str(error)
         if settings.also is not None:
@@ -382,7 +382,7 @@ class Saver:
         the swaps.
         """
         sync(self.run.record.tracker)
-        self.run.inbox.sync(self.run.record.journal)
+        self.run.record.inbox.sync(self.run.record.journal)
 
     def _also(self, place: Path) -> Folder:
         """A second run directory, open, with the first one's files: it can be resumed like the
@@ -403,8 +403,8 @@ class Saver:
             if run.record.configuration is not None:
                 also.write(run_directory.CONFIG, run.record.configuration)
             for name in (run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
-                if run.folder.has_file(name):
-                    also.write(name, run.folder.pieces(name, METRICS_LIMIT))
+                if run.record.folder.has_file(name):
+                    also.write(name, run.record.folder.pieces(name, METRICS_LIMIT))
         except BaseException:
             also.close()
             raise

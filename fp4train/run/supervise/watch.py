@@ -67,7 +67,7 @@ class Watch(RunCompanion):
         self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
 
     def begin(self, run: Run) -> None:
-        lock = run.folder.status(LOCK)
+        lock = run.record.folder.status(LOCK)
         self._lock = None if lock is None else (lock.st_dev, lock.st_ino)
         if run.world.lead:
             self._thread.start()
@@ -85,7 +85,7 @@ class Watch(RunCompanion):
         if self.trouble is not None or not self.run.world.lead:
             return self.trouble
         run = self.run
-        status = os.fstat(run.folder.descriptor)
+        status = os.fstat(run.record.folder.descriptor)
         try:
             there = os.stat(run.directory)
         except FileNotFoundError:
@@ -96,10 +96,10 @@ class Watch(RunCompanion):
             if status.st_nlink == 0:
                 what = "was removed"
             else:
-                what = f"was moved to {_path(run.folder.descriptor)}"
+                what = f"was moved to {_path(run.record.folder.descriptor)}"
             self.trouble = f"{run.directory} {what} while the run trained in it"
         elif self._lock is not None:
-            lock = run.folder.status(LOCK)
+            lock = run.record.folder.status(LOCK)
             if lock is None or (lock.st_dev, lock.st_ino) != self._lock:
                 self.lost = lock is not None and is_running(run.directory)
                 if self.lost:
@@ -121,7 +121,7 @@ class Watch(RunCompanion):
         """Log, once per step, how long it has waited for its tokens."""
         run = self.run
         limit = self.run.config.train.step_timeout
-        waits = run.feed.waiting()
+        waits = run.data.feed.waiting()
         if (
             waits is None
             or run.step == self._reported
@@ -155,7 +155,7 @@ class Watch(RunCompanion):
                 "process": os.getpid(),
             }
             try:
-                run.folder.write(HEARTBEAT, (json.dumps(beat) + "\n").encode(), sync=False)
+                run.record.folder.write(HEARTBEAT, (json.dumps(beat) + "\n").encode(), sync=False)
             except NotPlain as error:
                 if not self._strange_beat:
                     _log.warning("%s cannot be written: %s", run.directory / HEARTBEAT, error)

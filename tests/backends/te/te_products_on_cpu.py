@@ -34,8 +34,9 @@ from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.precision import Context, Recipe, recompute, resolve, use
 from fp4train.quantize import Position, RunStep
-from fp4train.run.run import Run
+from fp4train.run.state.base import LossScale
 from fp4train.run.step import train_losses
+from fp4train.run.timeline import Course
 
 os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"
 # quantisers are copied in backward, where nothing else looks for a GPU
@@ -283,27 +284,29 @@ def small_run(
 ) -> Any:
     """What `train_losses` needs of a run, with four sequences in a batch."""
     model = convert(Model(layers), backend=backend)
+    course = Course(timeline=None, plan=None, called=None)  # type: ignore[arg-type]
+    if backend == "te":
+        course._regions = [(LAYER_BACKENDS["te"], [recipe.table()])]
     run = SimpleNamespace(
         model=model,
         world=SimpleNamespace(size=1, data_rank=0, peers=None),
         rank_rows=4,
         microbatch_rows=rows,
-        loss_scale=1.0,
+        loss_scale=LossScale(),
         config=SimpleNamespace(
             train=SimpleNamespace(seq_len=TOKENS, batch_size=4),
             policy=None,
             run=SimpleNamespace(seed=0),
         ),
         step=0,
-        counters=None,
-        called_layers=None,
+        runner=SimpleNamespace(counters=None),
+        course=course,
         teacher=None,
         device=CPU,
         pipeline=None,
         recipe=recipe,
-        _regions=[(LAYER_BACKENDS["te"], [recipe.table()])] if backend == "te" else [],
     )
-    run.region = lambda: Run.region(run)  # type: ignore[arg-type]
+    run.region = lambda: course.region(None)
     for layer in model.layers:
         layer.sum_gradients(True, in_product=in_product)
         apply(layer, recipe)

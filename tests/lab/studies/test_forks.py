@@ -93,9 +93,9 @@ def test_candidates_of_a_seed_see_the_same_batches_and_other_seeds_see_others(
         run = begin(
             subject, branch(subject, candidate(trained, f"recipe={recipe}"), LINEAR), LINEAR, number
         )
-        seen.append(torch.cat([run.train_data.batch(step)[0] for step in range(3)]))
+        seen.append(torch.cat([run.data.training.batch(step)[0] for step in range(3)]))
         assert (
-            run.val_data is subject.run.val_data
+            run.data.validation is subject.run.data.validation
             and run.config.run.seed != subject.run.config.run.seed
         )
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
@@ -173,7 +173,7 @@ def test_a_fork_has_the_loss_scale_of_its_own_recipes(
     step = forks.train_step
 
     def noting(run: Run, recipe: Recipe) -> Any:
-        scales.append(run.loss_scale)
+        scales.append(run.loss_scale.value)
         return step(run, recipe)
 
     monkeypatch.setattr(forks, "train_step", noting)

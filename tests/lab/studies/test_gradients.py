@@ -42,7 +42,7 @@ def test_it_is_the_gradient_that_a_training_step_would_have(trained: Path) -> No
     found = gradients.of_reference(range(2))
     gradients.end()
     for index, norm in enumerate(found["norm"]):
-        tokens, targets = subject.run.train_data.batch(subject.step + index)
+        tokens, targets = subject.run.data.training.batch(subject.step + index)
         loss = subject.run.model(tokens, targets)
         loss.backward()
         weights = [subject.run.model.get_parameter(f"{name}.weight") for name in parts.layers]
@@ -111,11 +111,11 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(trained: Path) -> Non
 
 def test_the_subject_is_left_as_it_was(trained: Path) -> None:
     subject = subject_of(trained)
-    before = subject.run.config, subject.run.plan, subject.run.step, subject.weights
+    before = subject.run.config, subject.run.course.plan, subject.run.step, subject.weights
     gradients, _, named = opened(subject, repeats=2)
     gradients.measure(named["everything"], range(2))
     gradients.end()
-    assert (subject.run.config, subject.run.plan, subject.run.step) == before[:3]
+    assert (subject.run.config, subject.run.course.plan, subject.run.step) == before[:3]
     assert all(parameter.grad is None for parameter in subject.run.model.parameters())
     fresh = subject_of(trained).run.model.state_dict()
     assert all(
@@ -153,7 +153,7 @@ def test_a_recipe_has_its_initial_loss_scale_or_the_largest_one_whose_gradients_
         part = next(part for part in parts.all(cells=False) if part.name == "everything")
         errors.append(gradients.measure(part, range(2))["error"])
         gradients.end()
-        assert subject.run.loss_scale == 1.0
+        assert subject.run.loss_scale.value == 1.0
     assert min(errors[0]) > 0.5
     assert max(errors[1]) < 0.01 and max(errors[2]) < 0.01
 

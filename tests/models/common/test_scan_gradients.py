@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.models.common.scan import Mamba2
+from fp4train.models.common.scan import Mamba2, ScanShape
 
 WIDTH = 16
 HEADS = 4
@@ -28,10 +28,8 @@ def layer(chunk: int, most_decay: float, step: float) -> Mamba2:
     """A layer whose heads decay by A = most_decay / HEADS, …, most_decay, at time steps around
     `step`.
     """
-    built = Mamba2(
-        **{"width": WIDTH, "heads": HEADS, "head_dim": HEAD_DIM, "state": STATE, "groups": GROUPS},
-        **{"kernel": TAPS, "chunk": chunk, "eps": EPS, "least_step": 0.0},
-    )
+    sizes = {"heads": HEADS, "head_dim": HEAD_DIM, "state": STATE, "groups": GROUPS}
+    built = Mamba2(ScanShape(**sizes, kernel=TAPS, chunk=chunk), width=WIDTH, eps=EPS)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in built.parameters():

@@ -14,6 +14,7 @@ in their place:
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -134,16 +135,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
 
 def layer(**changes: Any) -> Mamba2:
     """A layer of 32 + 2·2·8 = 64 channels."""
-    shape: dict[str, Any] = {
-        "width": 24,
-        "heads": 4,
-        "head_dim": 8,
-        "state": 8,
-        "groups": 2,
-        "kernel": 4,
-        "chunk": 8,
-    }
-    made = Mamba2(**{**shape, "eps": 1e-5, "least_step": 0.0, **changes})
+    shape = ScanShape(heads=4, head_dim=8, state=8, groups=2, chunk=8)
+    made = Mamba2(replace(shape, **changes), width=24, eps=1e-5)
     draw = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=draw)

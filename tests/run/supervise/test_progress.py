@@ -20,7 +20,7 @@ import torch
 from fp4train.parallel.world import World
 from fp4train.precision import NVFP4, Recipe
 from fp4train.run.queued import Numbers, Step, Values
-from fp4train.run.run import Equipment, Run
+from fp4train.run.run import Run
 from fp4train.run.supervise.ledger import Progress
 
 MULTIPLIED = 29_696
@@ -28,14 +28,11 @@ MULTIPLIED = 29_696
 
 def run_on(device: str) -> Run:
     """A run on `device`, as far as its peak is concerned."""
-    blank = dict.fromkeys(field.name for field in fields(Run))
-    equipment = Equipment(**dict.fromkeys(field.name for field in fields(Equipment)))
+    blank = dict.fromkeys(field.name for field in fields(Run) if field.init)
     known = {
         "multiplied": MULTIPLIED,
-        "train_data": SimpleNamespace(vocab_size=257),
-        "device": torch.device(device),
+        "data": SimpleNamespace(training=SimpleNamespace(vocab_size=257)),
         "world": World(device=torch.device(device)),
-        "equip": lambda run: equipment,
     }
     return Run(**blank | known)
 
