@@ -18,7 +18,6 @@ from fp4train.audit.bits import FEW, changed_elements, difference, equal
 from fp4train.audit.expected import AuditedCall, OperandSource
 from fp4train.audit.fault import Hypothesis, first_fitting
 from fp4train.audit.rounding import rounding_of
-from fp4train.backends import describe
 from fp4train.quantize import Decoded, Quantized, QuantSpec, RandomKey, reference
 from fp4train.quantize.quantized import apply_block_scales, finish_operand
 from fp4train.quantize.random import random_bits
@@ -27,7 +26,6 @@ from fp4train.quantize.scaling import element_range, encode_factor, global_scale
 from fp4train.quantize.transform import transform
 
 _KEYS: Final[dict[str, dict[str, int]]] = {
-    "of seed 0": {"seed": 0},
     "of step 0": {"step": 0},
     "of the step's first tokens": {"row_offset": 0, "col_offset": 0},
     "of operand 0 of a layer without a name and of the first tokens": {
@@ -72,7 +70,6 @@ class Suspect:
         """Name of each fault, and the operand that it would multiply."""
         if self.source.spec is not None:
             yield from self._other_fields(self.source.spec)
-        yield from self._other_specs()
         yield from self._other_tensors()
         if self.source.key is not None:
             yield from self._other_bits(self.source.key)
@@ -94,32 +91,12 @@ class Suspect:
                 name = f"{field.name}={field.default}, planned {planned}"
                 yield name, partial(as_default, field.name, field.default)
 
-    def _other_specs(self) -> Iterator[tuple[str, Callable[[], Decoded]]]:
-        source = self.source
-        if source.spec is not None:
-            yield "not quantised", self._changed(spec=None)
-        executed = self.audited.call.plan.sources[self.gemm, self.tensor]
-        specs: dict[QuantSpec | None, str] = {
-            executed.spec: "quantised by the plan that the executor ran, which is not this step's"
-        }
-        for (gemm, tensor), operand in self.audited.plan.sources.items():
-            specs.setdefault(operand.spec, f"quantised by the spec of {tensor} in {gemm}")
-        for spec, name in specs.items():
-            if spec is not None and spec != source.spec:
-                key = source.key or self.audited.key(executed)
-                changed = self._changed(spec=spec, key=key if spec.random else None)
-                yield f"{name} ({' '.join(describe(spec))})", changed
-
     def _other_tensors(self) -> Iterator[tuple[str, Callable[[], Decoded]]]:
         tensor = self.source.tensor
         yield "quantised from zeros", self._changed(tensor=torch.zeros_like(tensor))
         if tensor.dtype != torch.bfloat16:
             rounded = tensor.bfloat16().to(tensor.dtype)
-            name = "rounded to BF16 before it is quantised"
-            yield name, self._changed(tensor=rounded)
-            if self.source.amax is None:
-                amax = tensor.abs().max().float()
-                yield f"{name}, and not for its amax", self._changed(tensor=rounded, amax=amax)
+            yield "rounded to BF16 before it is quantised", self._changed(tensor=rounded)
         if self._earlier is not None:
             word = "weight" if self.tensor == "w" else self.tensor
             yield f"{word} of the step before", self._changed(tensor=self._earlier.tensor)
@@ -138,16 +115,6 @@ class Suspect:
         return earlier.source(self.gemm, self.tensor)
 
     def _other_bits(self, key: RandomKey) -> Iterator[tuple[str, Callable[[], Decoded]]]:
-        call = self.audited.call
-        operand = self.audited.plan.sources[self.gemm, self.tensor]
-        run = AuditedCall(call, self.audited.plan).key(operand)
-        if run is not None and run != key:
-            name = f"random bits of the position that the call was given (step {run.step})"
-            yield name, self._changed(key=run)
-        if call.first_out or call.first_feature:
-            uncut = replace(self.audited, call=replace(call, first_out=0, first_feature=0))
-            name = "random bits of the layer's first features"
-            yield name, self._changed(key=uncut.key(operand))
         for name, changes in _KEYS.items():
             yield f"random bits {name}", self._changed(key=key.replace(**changes))
 
