@@ -50,7 +50,7 @@ def microbatch_losses(run: Run, stretch: PlannedStretch) -> tuple[list[float], l
     """The loss of each pass over the validation sequences, times its weight (`Passes.weight`), in
     high precision, and in the recipe of `stretch`, whose plan the layers have afterwards.
     """
-    high = run.in_high_precision(stretch)
+    high = run.course.in_high_precision(stretch)
     losses = []
     run.model.eval()
     with torch.no_grad():

@@ -47,7 +47,7 @@ def test_after_an_evaluation_the_layers_have_the_plan_of_their_stretch(
     cli: Cli, before: Before
 ) -> None:
     def look(run: Any) -> None:
-        high = run.in_high_precision(run.course.plan.at(run.step)).recipe
+        high = run.course.in_high_precision(run.course.plan.at(run.step)).recipe
         assert not high.quantised
         context = Context(
             recipe=high,
