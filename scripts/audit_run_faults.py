@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fp4train.train as loop
+from fp4train.data.stream import Rows
 from fp4train.hardware import Device
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.weights import PreparedWeights
@@ -209,11 +210,12 @@ def other_token() -> Iterator[None]:
     """One token of one batch is another one, whenever it is read."""
     original = run_step.microbatch
 
-    def microbatch(run: Any, recipe: Any, tokens: Tensor, *more: Any, **options: Any) -> Any:
+    def microbatch(run: Any, recipe: Any, rows: Rows, **options: Any) -> Any:
+        tokens, targets = rows
         if run.step == STEP:
             tokens = tokens.clone()
             tokens[0, 3] = (tokens[0, 3] + 1) % 100
-        return original(run, recipe, tokens, *more, **options)
+        return original(run, recipe, (tokens, targets), **options)
 
     with mock.patch.object(run_step, "microbatch", microbatch):
         yield

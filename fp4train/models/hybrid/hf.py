@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp4train.models.common.hf import agreed, brief, check_keys, count, number
+from fp4train.models.common.scan import ScanShape
 from fp4train.models.families import Family
 from fp4train.models.hybrid import mamba2
-from fp4train.models.hybrid.model import Hybrid, ScanShape
+from fp4train.models.hybrid.model import Hybrid
 
 _CLASS = "NemotronHForCausalLM"
 _TYPES = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}

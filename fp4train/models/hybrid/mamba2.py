@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp4train.models.common.hf import brief, check_keys, count, flag, number
-from fp4train.models.hybrid.model import Hybrid, ScanShape
+from fp4train.models.common.scan import ScanShape
+from fp4train.models.hybrid.model import Hybrid
 
 KIND = "mamba2"
 _CLASS = "Mamba2ForCausalLM"

@@ -47,9 +47,10 @@ def numbers(found: Fork) -> dict[str, Any]:
     return {key: value for key, value in asdict(found).items() if key != "seconds"}
 
 
-def test_a_copy_of_a_run_has_parts_of_its_own_and_records_nothing(subject: Subject) -> None:
+def test_a_fork_has_parts_of_its_own_and_records_nothing(trained: Path, subject: Subject) -> None:
     """A checkpoint, step or audit of a fork is the fork's, from its making on."""
-    copy = replace(subject.run, step=3)
+    chosen = branch(subject, candidate(trained, "recipe=bf16"), LINEAR)
+    copy = begin(subject, chosen, LINEAR, 0)
     parts = [copy.saver, copy.runner, copy.companions, *copy.states]
     assert all(part.run is copy for part in parts)
     assert copy.record.configuration is None and copy.record.journal.records == []
