@@ -11,7 +11,7 @@ from resolving import refuse_resolving
 
 from fp4train.precision import Context
 from fp4train.quantize import Position, RunStep
-from fp4train.run import run as runs
+from fp4train.run import timeline as courses
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ def test_steps_evaluations_and_measured_steps_resolve_nothing_in_a_call(
 ) -> None:
     refuse_resolving(monkeypatch)
     planned: list[str] = []
-    make_plan = runs.make_plan
+    make_plan = courses.make_plan
 
     def noted(layers: Any, timeline: Any, *rest: Any, **more: Any) -> Any:
         planned.append(timeline.recipe.name)
         return make_plan(layers, timeline, *rest, **more)
 
-    monkeypatch.setattr(runs, "make_plan", noted)
+    monkeypatch.setattr(courses, "make_plan", noted)
     words = (
         "train.steps=5",
         "eval.every=1",

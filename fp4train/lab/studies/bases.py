@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4train import checkpoint
 from fp4train.config import Config
@@ -14,9 +14,10 @@ from fp4train.data.passes import Passes
 from fp4train.errors import UserError, user_errors
 from fp4train.lab.studies.base import Base, ForkRequest, ForkSettings
 from fp4train.lab.studies.candidates import SECTIONS, RecipeCandidate
-from fp4train.lab.studies.forks import branch, checkpoint_command
+from fp4train.lab.studies.forks import branch, checkpoint_command, course_of
 from fp4train.lab.studies.subject import open_subject
 from fp4train.run.checks import learning_rate
+from fp4train.run.command import Command
 from fp4train.run.record import directory as run_directory
 from fp4train.text import counted
 
@@ -43,8 +44,9 @@ def open_bases(request: ForkRequest, candidates_of: CandidatesOf) -> list[Base]:
         for step in request.checkpoint_steps
     ]
     bases: dict[str, Base] = {}
-    for source, step in places:
-        base = _open(request, candidates_of, source, step, keep=len(places) == 1)
+    # all questions are refused that cannot be answered, before data are opened
+    for asked in [_asked(request, candidates_of, *place) for place in places]:
+        base = _open(request, asked, keep=len(places) == 1)
         if (same := bases.setdefault(base.mark, base)) is not base:
             raise UserError(f"{base.title} and {same.title} are the same checkpoint: name it once")
     return list(bases.values())
@@ -63,9 +65,17 @@ def _step(source: Path, requested: int | None) -> int:
     return have[-1] if requested is None else requested
 
 
-def _open(
-    request: ForkRequest, candidates_of: CandidatesOf, source: Path, step: int, *, keep: bool
-) -> Base:
+class _Asked(NamedTuple):
+    """What is asked of a checkpoint, whose data are not opened."""
+
+    source: Path
+    step: int
+    command: Command
+    settings: ForkSettings
+    candidates: Sequence[RecipeCandidate]
+
+
+def _asked(request: ForkRequest, candidates_of: CandidatesOf, source: Path, step: int) -> _Asked:
     command = checkpoint_command(source, step, request.paths)
     assert command.saved is not None
     settings = _settings(request, command.config, source, step)
@@ -73,19 +83,26 @@ def _open(
     if settings.schedule == "linear":
         sections["phases"] = {}  # those of the run belong to its own schedule
     candidates = candidates_of(sections)
-    subject = open_subject(command, optimizer=True)
+    for candidate in candidates:
+        course_of(command.config, candidate, settings)
+    return _Asked(source, step, command, settings, candidates)
+
+
+def _open(request: ForkRequest, asked: _Asked, *, keep: bool) -> Base:
+    settings = asked.settings
+    subject = open_subject(asked.command, optimizer=True)
     run = subject.run
     passes = Passes(loader=run.data.validation, rows=run.microbatch_rows, batches=settings.batches)
     return Base(
         study=request.study,
-        source=source,
-        step=step,
+        source=asked.source,
+        step=asked.step,
         settings=settings,
-        run=subject.identity["run"] or str(source),
+        run=subject.identity["run"] or str(asked.source),
         trained=run.config.recipe.name,
         targets=passes.targets,
         identity={"study": request.study, **subject.identity, **asdict(settings)},
-        branches=[branch(subject, candidate, settings) for candidate in candidates],
+        branches=[branch(subject, candidate, settings) for candidate in asked.candidates],
         subject=subject if keep else None,
     )
 

@@ -33,13 +33,14 @@ import torch
 from omegaconf import OmegaConf
 
 from fp4train.companion import Companion
-from fp4train.config import plain
+from fp4train.config import Config, plain
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.lab.studies.base import Base, Branch, ForkRequest, ForkSettings
 from fp4train.lab.studies.candidates import RecipeCandidate
 from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.optim.schedule import Schedule
+from fp4train.precision import Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_plan, equip
 from fp4train.run.command import Command
@@ -141,15 +142,8 @@ def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings)
             run the recipe.
     """
     run = subject.run
-    config = candidate.applied(run.config)
-    config = replace(config, eval=replace(config.eval, batches=settings.batches, errors_every=0))
-    if settings.schedule == "linear":
-        schedule = ToZero(warmup=0, start=settings.lr / config.optim.lr)
-        config = replace(
-            config, train=replace(config.train, steps=settings.steps), schedule=schedule
-        )
+    config, timeline = course_of(run.config, candidate, settings)
     with user_errors(UserError, before=f"{candidate.name}: "):
-        timeline = build_timeline(config)
         plan = build_plan(config, find_layers(run.model), timeline, Device.of(run.device))
     start = subject.step if settings.schedule == "own" else 0
     last = [
@@ -157,6 +151,24 @@ def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings)
     ]
     plan = replace(plan, stretches=tuple(s for s in last if s.start < s.stop))
     return Branch(candidate=candidate, config=config, timeline=timeline, plan=plan)
+
+
+def course_of(
+    config: Config, candidate: RecipeCandidate, settings: ForkSettings
+) -> tuple[Config, Timeline]:
+    """The configuration of a candidate's forks, of that of the run, and their timeline.
+
+    Raises:
+        UserError: see `branch`.
+    """
+    config = candidate.applied(config)
+    config = replace(config, eval=replace(config.eval, batches=settings.batches, errors_every=0))
+    if settings.schedule == "linear":
+        schedule = ToZero(warmup=0, start=settings.lr / config.optim.lr)
+        train = replace(config.train, steps=settings.steps)
+        config = replace(config, train=train, schedule=schedule)
+    with user_errors(UserError, before=f"{candidate.name}: "):
+        return config, build_timeline(config)
 
 
 def fork_seed(seed: int, number: int) -> int:
