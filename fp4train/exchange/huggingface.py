@@ -9,7 +9,7 @@ to nearest, ties to even. Rows that pad the vocabulary stay: no token has their 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +90,30 @@ def export_huggingface(
             folder,
             model,
             (model.streamed(name, dtype) for name in model.parts),
-            Described(
-                config={"dtype": SPELLED[dtype]},
-                origin="Written by `fp4train export RUN to=hf`; the weights are in "
-                f"{SPELLED[dtype]}, {how}.",
-                loaded=model.family.loaded or _LOADED,
-            ),
+            config={"dtype": SPELLED[dtype]},
+            origin="Written by `fp4train export RUN to=hf`; the weights are in "
+            f"{SPELLED[dtype]}, {how}.",
+            loaded=model.family.loaded or _LOADED,
             shard=shard,
             tell=tell,
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Described:
-    """What an export says of its weights.
+def write_model(
+    folder: Folder,
+    model: StoredModel,
+    tensors: Iterable[StreamedTensor],
+    *,
+    config: Mapping[str, Any],
+    origin: str,
+    loaded: str,
+    record: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+    shard: int = SHARD_BYTES,
+    tell: Tell = silent,
+) -> Exported:
+    """Write into a new folder what every export has: configuration, tokenizer, card, record and
+    weights.
 
     Args:
         config: entries of its `config.json` beside the model's shape and tokens.
@@ -111,27 +121,7 @@ class Described:
         record: entries of its `RECORD` beside step and kind of the weights.
         notes: differences from the run, a sentence each; those of the tokenizer are added.
     """
-
-    config: Mapping[str, Any]
-    origin: str
-    loaded: str
-    record: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-
-
-def write_model(
-    folder: Folder,
-    model: StoredModel,
-    tensors: Iterable[StreamedTensor],
-    described: Described,
-    *,
-    shard: int = SHARD_BYTES,
-    tell: Tell = silent,
-) -> Exported:
-    """Write into a new folder what every export has: configuration, tokenizer, card, record and
-    weights.
-    """
-    notes = [*described.notes, *write_tables(folder, model, described.config)]
+    notes = [*notes, *write_tables(folder, model, config)]
     if (kind := model.source.kind) != WEIGHTS:
         notes.append(
             f"The weights are those that the run keeps as {kind}; its losses are of others."
@@ -140,10 +130,10 @@ def write_model(
     notes += [f"{difference}. {CURE}." for difference in loaded_differently(folder.path, tokenizer)]
     results = measured(model)
     notes += results.notes
-    card = model_card(model, results, origin=described.origin, loaded=described.loaded, notes=notes)
+    card = model_card(model, results, origin=origin, loaded=loaded, notes=notes)
     folder.write(CARD, card.encode())
     weights = {"step": model.saved.step, "weights": model.source.kind}
-    write_json(folder, RECORD, {**weights, **described.record})
+    write_json(folder, RECORD, {**weights, **(record or {})})
     size = write_weights(folder, tensors, shard=shard, tell=tell)
     return Exported(step=model.saved.step, parameters=model.parameters, size=size, notes=notes)
 

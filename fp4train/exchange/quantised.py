@@ -26,7 +26,7 @@ from fp4train.exchange.formats import (
     configuration,
     modelopt_configuration,
 )
-from fp4train.exchange.huggingface import SPELLED, Described, Exported, write_model
+from fp4train.exchange.huggingface import SPELLED, Exported, write_model
 from fp4train.exchange.packed import PackedModel, pack
 from fp4train.exchange.servers import not_in_transformers, not_served
 from fp4train.exchange.stored import open_stored
@@ -116,16 +116,14 @@ def export_quantised(
             folder,
             packed.model,
             packed.streamed(x_amax, dtype),
-            Described(
-                config={**config, "dtype": SPELLED[dtype]},
-                record=record,
-                origin=f"Written by `fp4train export RUN to={layout}`: the weights of "
-                f"{len(packed.layers)} linear layers as "
-                f"{packed.format.name}, {packed.bytes_per_weight:.4f} bytes each; the rest in "
-                f"{SPELLED[dtype]}.",
-                loaded=_LOADED[layout],
-                notes=[*notes, *not_served(packed.format, layout), *_not_loaded(packed)],
-            ),
+            config={**config, "dtype": SPELLED[dtype]},
+            record=record,
+            origin=f"Written by `fp4train export RUN to={layout}`: the weights of "
+            f"{len(packed.layers)} linear layers as "
+            f"{packed.format.name}, {packed.bytes_per_weight:.4f} bytes each; the rest in "
+            f"{SPELLED[dtype]}.",
+            loaded=_LOADED[layout],
+            notes=[*notes, *not_served(packed.format, layout), *_not_loaded(packed)],
             shard=shard,
             tell=tell,
         )
