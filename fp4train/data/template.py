@@ -19,8 +19,8 @@ from fp4train import files
 from fp4train.data.answers import AnswerFinder
 from fp4train.data.files import existing_path
 from fp4train.data.rendering import Message, Renderer
+from fp4train.data.tokenizer_settings import TOKENS, read_settings, texts
 from fp4train.errors import DataError, data_errors, in_words, reason
-from fp4train.text import first_line
 
 CHATML = (
     "{%- for message in messages -%}"
@@ -32,19 +32,7 @@ CHATML = (
 MARKERS = ("<|im_start|>", "<|im_end|>")
 KEPT = "chat_template.json"
 """The copy in a run's directory."""
-TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-"""The special tokens that a template may name."""
 _LIMIT = 1 << 20
-_SETTINGS = 1 << 24
-"""Bytes of a tokenizer_config.json: one that lists thousands of added tokens has more than 1 MB."""
 _BEFORE = "2024-07-26T00:00:00"
 """The time of copies that name none: what Llama 3.2 writes where it knows no day."""
 
@@ -185,11 +173,7 @@ def kept_template(run_dir: Path) -> ChatTemplate | None:
 def _of_tokenizer(place: Path) -> ChatTemplate | None:
     """The template beside a tokenizer.json, with the texts of its special tokens."""
     folder = place if place.is_dir() else place.parent
-    settings: dict[str, Any] = {}
-    if (folder / "tokenizer_config.json").is_file():
-        refused = f"{folder / 'tokenizer_config.json'} is no JSON table: "
-        with data_errors(ValueError, TypeError, RecursionError, before=refused, message=first_line):
-            settings = dict(json.loads(_text(folder / "tokenizer_config.json", _SETTINGS)))
+    settings = read_settings(folder)
     beside = folder / "chat_template.jinja"
     source: Any = settings.get("chat_template")
     if beside.is_file():
@@ -201,15 +185,11 @@ def _of_tokenizer(place: Path) -> ChatTemplate | None:
         source = named.get("default")
     if not isinstance(source, str):
         return None
-    variables: dict[str, str] = {}
-    for name in TOKENS:
-        token = settings.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            variables[name] = text
+    named_texts = texts(settings)
+    variables = {name: named_texts[name] for name in TOKENS if name in named_texts}
     return ChatTemplate(source=source, variables=variables, name=f"the chat template of {folder}")
 
 
-def _text(path: Path, limit: int = _LIMIT) -> str:
+def _text(path: Path) -> str:
     with data_errors(OSError, ValueError, before=f"{path} cannot be read: "):
-        return files.read(path, limit).decode()
+        return files.read(path, _LIMIT).decode()

@@ -18,7 +18,6 @@ import torch
 from fp4train.checkpoint.layout import WEIGHTS
 from fp4train.checkpoint.source import WeightSource
 from fp4train.checkpoint.tensors import StreamedTensor
-from fp4train.data.template import kept_template
 from fp4train.data.tokens import begin_of_document
 from fp4train.exchange.card import measured, model_card
 from fp4train.exchange.folder import (
@@ -31,7 +30,7 @@ from fp4train.exchange.folder import (
 )
 from fp4train.exchange.loaded import CURE, loaded_differently
 from fp4train.exchange.stored import StoredModel, open_stored
-from fp4train.exchange.tokenizer import stored_tokenizer, write_tokenizer
+from fp4train.exchange.tokenizer import TokenizerSettings, stored_tokenizer, write_tokenizer
 from fp4train.files import Folder
 from fp4train.run.record.generation import SETTINGS, kept_generation
 
@@ -146,24 +145,25 @@ def write_tables(folder: Folder, model: StoredModel, config: Mapping[str, Any]) 
         config: entries of its `config.json` beside the model's shape and tokens.
     """
     tokenizer = stored_tokenizer(model.config, model.run)
-    if tokenizer is None:
-        end = None
-    else:
-        end = tokenizer.end_of_document
     generation = kept_generation(model.run)
+    end = pad = settings = None
+    if tokenizer is not None:
+        end = tokenizer.end_of_document
+        settings = TokenizerSettings.of_run(tokenizer, model.run, generation.pad)
+        pad = settings.pad
     ids = {
         "bos_token_id": begin_of_document(tokenizer),
         "eos_token_id": generation.ends_of_model(end),
-        "pad_token_id": None,
+        "pad_token_id": None,  # the row of a padding token is not learned
     }
     described = model.described()
     write_json(folder, "config.json", {**described, **ids, **config})
-    write_json(folder, SETTINGS, generation.settings_of_model(end))
-    if tokenizer is None:
+    write_json(folder, SETTINGS, generation.settings_of_model(end, pad))
+    if tokenizer is None or settings is None:
         return ["The run was trained on token ids: the folder has no tokenizer."]
     # of a recurrence there is none
     most = described.get("max_position_embeddings", model.config.train.seq_len)
-    notes = write_tokenizer(folder, tokenizer, most=most, template=kept_template(model.run))
+    notes = write_tokenizer(folder, tokenizer, settings, model.run, most)
     if (spare := model.vocab_size - tokenizer.vocab_size) > 0:
         notes.append(
             f"The last {spare} of {model.vocab_size} rows of the vocabulary pad it: no token "

@@ -6,12 +6,17 @@ where data.tokenizer.begin_of_document names it. The file adds that one to a tex
 rule that adds others: what is served would differ from what was trained.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
 from fp4train.config import Config
-from fp4train.data.template import ChatTemplate
+from fp4train.data.template import kept_template
+from fp4train.data.tokenizer_settings import SIDES, TOKENS, kept_settings
 from fp4train.data.tokenizers import BytePairs, Pretrained
 from fp4train.data.tokenizers.json_file import library_errors
 from fp4train.data.tokens import Tokenizer
@@ -57,25 +62,66 @@ def stored_tokenizer(config: Config, run: Path) -> FileTokenizer | None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+    """What an export says of its tokenizer beside the file.
+
+    Args:
+        special: special tokens by name.
+        sides: the sides on which texts are padded and cut, by name.
+        pad: id of the token that pads.
+    """
+
+    special: Mapping[str, str]
+    sides: Mapping[str, str]
+    pad: int | None
+
+    @classmethod
+    def of_run(cls, tokenizer: FileTokenizer, run: Path, pad: int | None) -> TokenizerSettings:
+        """The tokens of the run, beside those that the folder of its tokenizer named; where none
+        pads, the end of a document does.
+
+        A name of a token that the vocabulary lacks is left out: transformers would add a row to it.
+
+        Args:
+            pad: id that pads by the settings of generation; None: they name none.
+        """
+        from tokenizers import Tokenizer as File
+
+        vocabulary = File.from_str(tokenizer.to_json())
+        template = kept_template(run)
+        kept = kept_settings(run)
+        named = {**({} if template is None else template.variables), **kept}
+        padding = tokenizer.end if pad is None else vocabulary.id_to_token(pad) or tokenizer.end
+        special = {"pad_token": padding} | {
+            name: token
+            for name in TOKENS
+            if (token := named.get(name)) and vocabulary.token_to_id(token) is not None
+        }
+        special["eos_token"] = tokenizer.end
+        begin: str | None = getattr(tokenizer, "begin", None)
+        if begin is not None:
+            special["bos_token"] = begin
+        return cls(
+            special=special,
+            sides={name: kept[name] for name in SIDES if name in kept},
+            pad=vocabulary.token_to_id(special["pad_token"]),
+        )
+
+
 def write_tokenizer(
-    folder: Folder, tokenizer: FileTokenizer, *, most: int, template: ChatTemplate | None = None
+    folder: Folder, tokenizer: FileTokenizer, settings: TokenizerSettings, run: Path, most: int
 ) -> list[str]:
-    """Write the files of a tokenizer; returns what differs from the run's, a sentence each.
+    """Write the files of a run's tokenizer; returns what differs from the run's, a sentence each.
 
     Args:
         most: number of tokens of the longest sequence.
-        template: template of conversations.
     """
-    begin: str | None = getattr(tokenizer, "begin", None)
-    text, notes = _with_additions(tokenizer.to_json(), begin)
+    text, notes = _with_additions(tokenizer.to_json(), getattr(tokenizer, "begin", None))
     folder.write(TOKENIZER, text.encode())
-    special = {"eos_token": tokenizer.end}
-    if begin is not None:
-        special["bos_token"] = begin
-    if template is not None:
+    if (template := kept_template(run)) is not None:
         folder.write("chat_template.jinja", template.source.encode())
-        named = {name: token for name, token in template.variables.items() if token}
-        if (end := named.pop("eos_token", tokenizer.end)) != tokenizer.end:
+        if (end := template.variables.get("eos_token") or tokenizer.end) != tokenizer.end:
             if template.trained:
                 how = "was trained with"
             else:
@@ -83,10 +129,15 @@ def write_tokenizer(
             notes.append(
                 f"The chat template {how} the eos_token `{end}`; here it is `{tokenizer.end}`."
             )
-        special = special | named | special
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "model_max_length": most}
-    write_json(folder, "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
-    write_json(folder, "special_tokens_map.json", special)
+    table = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **settings.special,
+        **settings.sides,
+        "model_max_length": most,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder, "tokenizer_config.json", table)
+    write_json(folder, "special_tokens_map.json", settings.special)
     return notes
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from fp4train import files
 from fp4train.data.files import existing_path
 from fp4train.data.template import keep_template
+from fp4train.data.tokenizer_settings import keep_settings
 from fp4train.data.tokenizers.json_file import LIMIT, JsonTokenizer, run_tokenizer
 from fp4train.data.tokens import Documents
 from fp4train.errors import DataError, data_errors, reason
@@ -21,7 +22,8 @@ class Pretrained:
     null: a usual one.
 
     `begin_of_document` is the token that stands before each document, null: none does.
-    The chat template beside a file of this machine is kept with the run, too.
+    What lies beside a file of this machine, its chat template and its special tokens, is kept with
+    the run, too.
     """
 
     name: PathOrHubName
@@ -40,7 +42,9 @@ class Pretrained:
             run_dir, origin, self._read, self.end_of_document, self.begin_of_document
         )
         if new and not is_hub_name(self.name):
-            keep_template(Path(self.name), run_dir)
+            place = Path(self.name)
+            keep_template(place, run_dir)
+            keep_settings(place if place.is_dir() else place.parent, run_dir)
         return tokenizer
 
     def open(self) -> JsonTokenizer:

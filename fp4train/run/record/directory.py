@@ -38,6 +38,7 @@ from fp4train.config.plugins import check_targets, walk
 from fp4train.config.schema import plain
 from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.data.template import KEPT as TEMPLATE
+from fp4train.data.tokenizer_settings import KEPT as SETTINGS
 from fp4train.errors import OlderRecipe, UserError, user_errors
 from fp4train.files import Folder
 from fp4train.paths import RUNS, split_weights
@@ -61,7 +62,7 @@ HEARTBEAT = "heartbeat.json"
 HISTORY = "history.jsonl"
 ASIDE = ".new"
 """The folder in a run's for the first files of a new run that may replace it."""
-TOKENIZER = ("tokenizer.json", "tokenizer_origin.json", TEMPLATE, GENERATION)
+TOKENIZER = ("tokenizer.json", "tokenizer_origin.json", TEMPLATE, SETTINGS, GENERATION)
 SAVED = "checkpoint"
 """The event in the metrics of a checkpoint that is whole."""
 _FOLDERS = (CHECKPOINTS, REQUESTS)

@@ -23,6 +23,7 @@ GENERATION = "generation.json"
 SETTINGS = "generation_config.json"
 """The file of a folder."""
 _END = "eos_token_id"
+_PAD = "pad_token_id"
 _LIMIT = 1 << 20
 _MOST = 64
 _OF_THE_WRITER = ("_from_model_config", "transformers_version")
@@ -44,15 +45,21 @@ class GenerationSettings:
         """What `config.json` of an export has, whose documents end with `end`."""
         return _joined(self.ends, end)
 
-    def settings_of_model(self, end: int | None) -> dict[str, Any]:
-        """What `generation_config.json` of an export has, whose documents end with `end`."""
+    @property
+    def pad(self) -> int | None:
+        """The id that pads a text."""
+        pad = self.settings.get(_PAD)
+        return pad if type(pad) is int else None
+
+    def settings_of_model(self, end: int | None, pad: int | None) -> dict[str, Any]:
+        """What `generation_config.json` of an export has, whose documents end with `end`.
+
+        Args:
+            pad: the id with which its tokenizer pads, where the folder named none.
+        """
         named = _ids(self.settings, SETTINGS) or self.ends
-        pad = self.settings.get("pad_token_id")
-        return {
-            **self.settings,
-            _END: _joined(named, end),
-            "pad_token_id": end if pad is None else pad,
-        }
+        padding = pad if self.pad is None else self.pad
+        return {**self.settings, _END: _joined(named, end), _PAD: padding}
 
 
 def belongs_to(folder: Path, tokenizer: object) -> bool:

@@ -30,6 +30,7 @@ from fp4train.config import Config, plain, plugins
 from fp4train.config.binding import destinations, hub_names, names_destinations, path_values
 from fp4train.config.overrides import as_typed
 from fp4train.data.template import KEPT as TEMPLATE
+from fp4train.data.tokenizer_settings import KEPT as SETTINGS
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.data.tokens import Piece, Tokenizer
 from fp4train.errors import OlderForm, UserError, in_words, user_errors
@@ -223,7 +224,7 @@ def own_tokenizer(config: Config, run: Path, anew: Callable[[str], object]) -> T
         lost = [
             name
             for name in run_directory.TOKENIZER
-            if name not in (TEMPLATE, GENERATION) and not folder.has_file(name)
+            if name not in (TEMPLATE, SETTINGS, GENERATION) and not folder.has_file(name)
         ]
         if lost and not isinstance(settings, Bytes):
             anew(lost[0])
