@@ -24,6 +24,8 @@ from fp4train.track.statistics import STATISTICS, read_statistics
 
 MEASURED = 8
 """The last measured steps of a stretch whose amaxes count."""
+UNSEEN = 1.0
+"""The amax of activations that were zero throughout."""
 
 
 def calibrated(trained: TrainedModel, named: NamedRecipe, batches: int) -> dict[str, float]:
@@ -85,20 +87,24 @@ def measured(packed: PackedModel) -> tuple[dict[str, float], int] | None:
     return None
 
 
-def joint(packed: PackedModel, amaxes: Mapping[str, float]) -> dict[str, float]:
-    """The amaxes of packed layers, the largest of each group that is served as one; the experts of
-    a layer share one.
+def joint(packed: PackedModel, amaxes: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+    """The amaxes of packed layers, the largest of each group that is served as one, where the
+    experts of a layer share one; and the layers whose input was zero throughout, of which it is
+    `UNSEEN`.
 
     Raises:
-        UserError: one is zero or not finite.
+        UserError: one is not finite.
     """
     joint_amaxes = {}
-    for matrix in packed.layers.values():
-        name = matrix.layer.name
-        joint_amaxes[name] = max(amaxes.get(other, 0.0) for other in matrix.layer.fused or (name,))
-        if not 0 < joint_amaxes[name] < math.inf:
+    unseen = []
+    for name in dict.fromkeys(matrix.layer.name for matrix in packed.layers.values()):
+        fused = packed.stretch.layers[name].layer.fused
+        amax = max(amaxes.get(other, 0.0) for other in fused or (name,))
+        if not amax < math.inf:
             raise UserError(
-                f"the largest |x| of {name} is {joint_amaxes[name]}: no scale of its activations "
-                "can be made of it"
+                f"the largest |x| of {name} is {amax}: no scale of its activations can be made of it"
             )
-    return joint_amaxes
+        if amax == 0:
+            unseen.append(name)
+        joint_amaxes[name] = amax or UNSEEN
+    return joint_amaxes, unseen

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp4train import __version__
@@ -80,16 +80,31 @@ class RecordedResults:
         return [f"{lines} is not in the model card."]
 
 
-def model_card(
-    model: StoredModel, results: RecordedResults, *, origin: str, loaded: str, notes: Sequence[str]
-) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What an export says of itself beside what all of them say.
+
+    Args:
+        origin: one or more sentences on how the weights became what the folder holds.
+        loaded: Python that loads the folder.
+        in_transformers: whether transformers loads its weights as those of the model.
+        config, record: entries of its `config.json` and `fp4train.json`.
+        notes: differences from the run, a sentence each.
+    """
+
+    origin: str
+    loaded: str
+    in_transformers: bool
+    config: Mapping[str, Any]
+    record: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def model_card(model: StoredModel, results: RecordedResults, described: Description) -> str:
     """The text of the folder's README.md (card.md).
 
     Args:
         results: losses and results of the run.
-        origin: one or more sentences on how the weights became what the folder holds.
-        loaded: Python that loads the folder.
-        notes: differences from the run, a sentence each.
     """
     step = model.saved.step
     records = read_journal(model.run)
@@ -111,8 +126,7 @@ def model_card(
         model=model,
         step=step,
         train=model.config.train,
-        origin=origin,
-        loaded=loaded,
+        described=described,
         losses=LOSSES,
         evaluated=results.evaluated,
         window=results.window,
@@ -121,7 +135,6 @@ def model_card(
         tasks=[(line.get("task"), line.get("recipe"), _results(line)) for line in results.tasks],
         ran=ran,
         plan="\n\n".join(stretch.render(full=False) for stretch in ran).replace("```", "'''"),
-        notes=notes,
         environment=next(
             (r.values["environment"] for r in reversed(records) if "environment" in r.values), None
         ),

@@ -19,7 +19,7 @@ compressed-tensors DIVIDES by its global scale, 2688/amax; ModelOpt MULTIPLIES b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4train import __version__
@@ -227,6 +227,8 @@ def format_of(
     if weight is None:
         return None
     kinds = []
+    if x is not None and x.global_scale == "row":  # servers take one scale of the tensor
+        x = replace(x, global_scale="tensor")
     for what, spec in (("the weight", weight), ("the activation", x)):
         try:
             kinds.append(kind_of(spec))

@@ -8,8 +8,8 @@ Float32, the default, keeps every bit of the weights; BF16 halves the folder and
 to nearest, ties to even. Rows that pad the vocabulary stay: no token has their ids.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fp4train.checkpoint.layout import WEIGHTS
 from fp4train.checkpoint.source import WeightSource
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.data.tokens import begin_of_document
-from fp4train.exchange.card import measured, model_card
+from fp4train.exchange.card import Description, measured, model_card
 from fp4train.exchange.folder import (
     SHARD_BYTES,
     Tell,
@@ -89,10 +89,13 @@ def export_huggingface(
             folder,
             model,
             (model.streamed(name, dtype) for name in model.parts),
-            config={"dtype": SPELLED[dtype]},
-            origin="Written by `fp4train export RUN to=hf`; the weights are in "
-            f"{SPELLED[dtype]}, {how}.",
-            loaded=model.family.loaded or _LOADED,
+            Description(
+                origin="Written by `fp4train export RUN to=hf`; the weights are in "
+                f"{SPELLED[dtype]}, {how}.",
+                loaded=model.family.loaded or _LOADED,
+                in_transformers=model.family.loaded is None,
+                config={"dtype": SPELLED[dtype]},
+            ),
             shard=shard,
             tell=tell,
         )
@@ -102,25 +105,15 @@ def write_model(
     folder: Folder,
     model: StoredModel,
     tensors: Iterable[StreamedTensor],
+    described: Description,
     *,
-    config: Mapping[str, Any],
-    origin: str,
-    loaded: str,
-    record: Mapping[str, Any] | None = None,
-    notes: Sequence[str] = (),
     shard: int = SHARD_BYTES,
     tell: Tell = silent,
 ) -> Exported:
     """Write into a new folder what every export has: configuration, tokenizer, card, record and
-    weights.
-
-    Args:
-        config: entries of its `config.json` beside the model's shape and tokens.
-        origin, loaded: texts of the model card.
-        record: entries of its `RECORD` beside step and kind of the weights.
-        notes: differences from the run, a sentence each; those of the tokenizer are added.
+    weights; the notes of the tokenizer are added to those of `described`.
     """
-    notes = [*notes, *write_tables(folder, model, config)]
+    notes = [*described.notes, *write_tables(folder, model, described.config)]
     if (kind := model.source.kind) != WEIGHTS:
         notes.append(
             f"The weights are those that the run keeps as {kind}; its losses are of others."
@@ -129,10 +122,10 @@ def write_model(
     notes += [f"{difference}. {CURE}." for difference in loaded_differently(folder.path, tokenizer)]
     results = measured(model)
     notes += results.notes
-    card = model_card(model, results, origin=origin, loaded=loaded, notes=notes)
+    card = model_card(model, results, replace(described, notes=notes))
     folder.write(CARD, card.encode())
     weights = {"step": model.saved.step, "weights": model.source.kind}
-    write_json(folder, RECORD, {**weights, **(record or {})})
+    write_json(folder, RECORD, {**weights, **described.record})
     size = write_weights(folder, tensors, shard=shard, tell=tell)
     return Exported(step=model.saved.step, parameters=model.parameters, size=size, notes=notes)
 

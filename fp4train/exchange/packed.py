@@ -134,6 +134,8 @@ class PackedModel:
                 words["fprop multiplies what the codes of x leave, too"] = None
             if x.four_over_six is not None:
                 words["fprop scales each block of x to 6 or to 4"] = None
+            if x.global_scale == "row":
+                words["fprop scales each token of x by its own largest value"] = None
         return list(words)
 
     @property

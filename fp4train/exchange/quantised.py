@@ -18,6 +18,7 @@ import torch
 from fp4train.checkpoint.source import WeightSource
 from fp4train.errors import UserError
 from fp4train.exchange import activations
+from fp4train.exchange.card import Description
 from fp4train.exchange.evaluation import held_out
 from fp4train.exchange.folder import SHARD_BYTES, Tell, new_export, silent, write_json
 from fp4train.exchange.formats import (
@@ -31,7 +32,7 @@ from fp4train.exchange.packed import PackedModel, pack
 from fp4train.exchange.servers import not_in_transformers, not_served
 from fp4train.exchange.stored import open_stored
 from fp4train.exchange.trained import NamedRecipe, load_trained
-from fp4train.text import counted, screen
+from fp4train.text import counted, first_few, screen
 
 CALIBRATION = 4
 """Batches of calibration, where the run did not measure its activations."""
@@ -106,27 +107,25 @@ def export_quantised(
         if layout == MODELOPT:
             write_json(folder, "hf_quant_config.json", modelopt_configuration(packed.format, kept))
         packed_stretch = packed.stretch
-        record = {
-            "recipe": packed_stretch.recipe.name,
-            "stretch": [packed_stretch.start, packed_stretch.stop],
-            "requantised": len(packed.requantised),
-            "losses": losses,
-        }
-        return write_model(
-            folder,
-            packed.model,
-            packed.streamed(x_amax, dtype),
-            config={**config, "dtype": SPELLED[dtype]},
-            record=record,
+        not_loaded = _not_loaded(packed)
+        described = Description(
             origin=f"Written by `fp4train export RUN to={layout}`: the weights of "
             f"{len(packed.layers)} linear layers as "
             f"{packed.format.name}, {packed.bytes_per_weight:.4f} bytes each; the rest in "
             f"{SPELLED[dtype]}.",
             loaded=_LOADED[layout],
-            notes=[*notes, *not_served(packed.format, layout), *_not_loaded(packed)],
-            shard=shard,
-            tell=tell,
+            in_transformers=layout == COMPRESSED_TENSORS and not not_loaded,
+            config={**config, "dtype": SPELLED[dtype]},
+            record={
+                "recipe": packed_stretch.recipe.name,
+                "stretch": [packed_stretch.start, packed_stretch.stop],
+                "requantised": len(packed.requantised),
+                "losses": losses,
+            },
+            notes=[*notes, *not_served(packed.format, layout), *not_loaded],
         )
+        tensors = packed.streamed(x_amax, dtype)
+        return write_model(folder, model, tensors, described, shard=shard, tell=tell)
 
 
 def _not_loaded(packed: PackedModel) -> list[str]:
@@ -155,9 +154,10 @@ def _measured(
         recorded = None
     scales = ""
     x_amax: dict[str, float] = {}
+    unseen: list[str] = []
     if recorded is not None:
         amaxes, steps = recorded
-        x_amax = activations.joint(packed, amaxes)
+        x_amax, unseen = activations.joint(packed, amaxes)
         scales = f"the last {steps} measured steps of training"
     losses: dict[str, float] = {}
     if measures.losses or (packed.format.static and recorded is None):
@@ -171,7 +171,7 @@ def _measured(
             else:
                 batches = measures.calibrate
             amaxes = activations.calibrated(trained, trained_recipe, batches)
-            x_amax = activations.joint(packed, amaxes)
+            x_amax, unseen = activations.joint(packed, amaxes)
             scales = f"{counted(batches, 'batch', 'batches')} of training text"
         if measures.losses:
             recipes = {
@@ -191,6 +191,7 @@ def _measured(
         packed=packed,
         divided=packed.divided,
         scales=scales,
+        unseen=first_few(unseen, 3),
         losses=losses,
     )
     return x_amax, notes.splitlines(), losses

@@ -270,6 +270,7 @@ def test_the_loss_in_transformers_is_refused(
     folder, run = exported("compressed-tensors")
     shown = command("verify", folder, f"against={run}", "loss=1", code=1)
     assert "transformers does not load the codes of experts; the folder is for vLLM" in shown
+    assert "library_name" not in (folder / "README.md").read_text()
 
 
 def test_another_list_of_what_is_kept_is_told_in_a_line(

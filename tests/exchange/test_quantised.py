@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import STEADY, Cli
 from families import folder_names
 from finished_runs import FinishedRuns
 from hf_exports import FP8_BLOCKS, SHORT, Command, amaxes, module_of, weights
 from lengths import long_but
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fp4train.config import to_config
 from fp4train.exchange import (
@@ -25,6 +26,7 @@ from fp4train.exchange import (
     transformers_loss,
     verify,
 )
+from fp4train.exchange.huggingface import export_huggingface
 from fp4train.precision import NVFP4
 from fp4train.quantize import has_tensor_amax, quantize
 from fp4train.run.record import directory as run_directory
@@ -304,7 +306,12 @@ def test_both_configurations_of_modelopt_name_the_format_and_what_is_kept(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("recipe=averis",), "fprop quantises x without its mean over tokens"),
+        (("recipe=nvfp4_per_token",), "fprop scales each token of x by its own largest value"),
+        pytest.param(
+            ("recipe=averis",),
+            "fprop quantises x without its mean over tokens",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             ("recipe=flux_residual",),
             "fprop multiplies what the codes of x leave, too",
@@ -328,6 +335,36 @@ def test_an_export_says_what_serving_software_does_not_do_to_activations(
     plain = finished(*SHORT, "recipe=nvfp4")
     made = export_quantised(plain, tmp_path / "b", "compressed-tensors", measures=measures)
     assert not any("as it is" in note for note in made.notes)
+
+
+def test_a_layer_whose_input_is_zero_has_the_scale_that_the_export_states(
+    finished: FinishedRuns, cli: Cli, tmp_path: Path
+) -> None:
+    begun, out = tmp_path / "begun", tmp_path / "codes"
+    export_huggingface(finished(*SHORT), begun)
+    tensors = load_file(begun / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"].zero_()
+    save_file(tensors, begun / "model.safetensors", {"format": "pt"})
+    dead = (f"init={begun}", "recipe=nvfp4", "optim.lr=1e-60", "train.steps=1")
+    assert cli("run.name=dead", *dead, *STEADY).code == 0
+    measures = quantised.Measures(losses=False)
+    made = export_quantised(Path("runs/dead"), out, "modelopt", measures=measures)
+    (note,) = (note for note in made.notes if "zero throughout" in note)
+    assert "blocks.0.mlp.down" in note and "of 1." in note
+    scale = load_file(out / "model.safetensors")["model.layers.0.mlp.down_proj.input_scale"]
+    assert float(scale) == pytest.approx(1 / 2688)
+    assert verify(out, Path("runs/dead")).equal
+
+
+def test_a_card_names_transformers_where_it_loads_the_codes(
+    finished: FinishedRuns, tmp_path: Path
+) -> None:
+    run = finished(*SHORT, "recipe=nvfp4")
+    for layout in ("compressed-tensors", "modelopt"):
+        measures = quantised.Measures(losses=False)
+        export_quantised(run, tmp_path / layout, layout, measures=measures)
+        card = (tmp_path / layout / "README.md").read_text()
+        assert ("library_name: transformers" in card) == (layout == "compressed-tensors")
 
 
 # -- what cannot be --------------------------------------------------------------------------------
