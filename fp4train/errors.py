@@ -30,6 +30,10 @@ slash, alone or behind a folder of this machine.
 """
 
 NEW_RUN = "begin a new run (another run.name, or run.overwrite=true)"
+OTHER_RECIPE = (
+    "give phases=none or policy=NAME with resume=RUN, or begin a new run with its weights: init=RUN "
+    "run.name=NAME recipe=NAME"
+)
 
 
 class UserError(Exception):
@@ -64,33 +68,16 @@ class OlderForm(UserError):
         path: the file.
         difference: predicate that says how its form differs from that of today: "has …".
         cure: advice on what else one can do.
+        commit: the last one that reads it.
     """
 
-    def __init__(self, path: Path, difference: str, cure: str = NEW_RUN) -> None:
+    def __init__(
+        self, path: Path, difference: str, cure: str = NEW_RUN, commit: str = LAST_READER
+    ) -> None:
         self.difference = difference
         super().__init__(
             f"{path} is of an older fp4train: it {difference}, which this one does not read. "
-            f"Go on with the commit {LAST_READER}, the last that reads it, or {cure}"
-        )
-
-
-class OlderRecipe(UserError):
-    """What a run has on record, with a recipe that this fp4train refuses.
-
-    Args:
-        path: the file that holds it, in the run's directory.
-        what: name of the part that is refused: "phases".
-        why: why it is refused.
-        cure: advice on what else one can do, but for a new run.
-    """
-
-    def __init__(self, path: Path, what: str, why: str, cure: str = "") -> None:
-        super().__init__(
-            f"{path}: this fp4train refuses {what} ({why}). If an older one took it, go on with "
-            f"the commit {LAST_WITH_OLDER_RECIPES}, the last that takes MS-EDEN under signs that "
-            "stay, and delayed scaling of transformed tensors or with two histories of one; "
-            f"{cure and f'{cure}; '}or begin a new run with its weights (init={path.parent} "
-            "run.name=NAME recipe=NAME)"
+            f"Go on with the commit {commit}, the last that reads it, or {cure}"
         )
 
 

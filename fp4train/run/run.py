@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -245,7 +244,7 @@ class Run:
         return {
             **states,
             "data": self.data.fingerprint,
-            "run": {"id": journal.identity, "config": _checksum(self.record.configuration)},
+            "run": {"id": journal.identity},
             "history": journal.last,
             "swaps": swaps(journal.records),
             **({} if self.teacher is None else {"teacher": self.teacher.fingerprint}),
@@ -308,10 +307,3 @@ class Run:
                 "name the weights that the run began with (teacher=FOLDER, or of a run "
                 "teacher_step=STEP)"
             )
-
-
-def _checksum(config: bytes | None) -> str | None:
-    """The checksum in the first line of a saved configuration."""
-    if config is None:
-        return None
-    return hashlib.sha256(config.partition(b"\n")[2]).hexdigest()

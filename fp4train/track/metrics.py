@@ -30,7 +30,7 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -237,40 +237,16 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
     Raises:
         UserError: a file cannot be read or written.
     """
-    steps: set[int] = set()
-
-    def keep(line: dict[str, Any]) -> bool:
-        if "event" not in line:
-            steps.add(line["step"])
-        return True
-
     with (
         user_errors(OSError, before=f"{path} cannot be read: "),
         files.parent(path) as (folder, name),
     ):
         changed = changed_since(folder, name, mark, LIMIT)
-        _, wrong = cut(folder, name, _scan(folder, name), keep, f"{name}.damaged")
+        _, wrong = cut(folder, name, _scan(folder, name), bool, f"{name}.damaged")
     problems = [f"line {damage.number} was damaged and is left out" for damage in wrong]
     if changed:
         problems.append(f"the file {changed} since the checkpoint of step {resume_step}")
-        if missing := _missing(steps, resume_step):
-            start, last, count = missing
-            if count == 1:
-                problems.append(f"step {start} is missing")
-            else:
-                problems.append(f"{count} steps of {start}–{last} are missing")
     return problems
-
-
-def _missing(steps: Set[int], last: int) -> tuple[int, int, int] | None:
-    """The first and the last of the steps 1 to `last` that are not in `steps`, and how many those
-    are.
-    """
-    count = last - sum(1 <= step <= last for step in steps)
-    if not count:
-        return None
-    first_missing = next(step for step in range(1, last + 1) if step not in steps)
-    return first_missing, next(step for step in range(last, 0, -1) if step not in steps), count
 
 
 def _scan(folder: Folder, name: str) -> Iterator[ScannedPart]:

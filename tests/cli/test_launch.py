@@ -100,7 +100,7 @@ def test_a_file_in_the_place_of_a_folder_of_weights_is_called_one(
     message = call(*begin, f"init={metrics}").message
     assert message == f"init={metrics} is a file, and no folder. It lies in one: init={small_run}"
     message = call(*begin, f"teacher={text}").message
-    assert f"teacher={text}: {text} is not a run directory (it is a file)" in message
+    assert f"teacher={text}: {text} is not a run directory (it has no config.yaml)" in message
 
 
 def test_a_run_that_begins_with_another_has_its_model_and_tokenizer(

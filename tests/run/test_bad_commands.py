@@ -104,7 +104,7 @@ def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
         assert cli.raw(*words).message.endswith("; did you mean runs/a?")
     Path("t.txt").write_text("text")
     for verb in (["swap", "t.txt"], ["plan", "t.txt"], ["resume=t.txt"]):
-        assert "t.txt is not a run directory (it is a file)" in cli.raw(*verb).message
+        assert "t.txt is not a run directory (it has no config.yaml)" in cli.raw(*verb).message
 
 
 def test_weights_of_a_run_are_no_run_and_the_command_that_is_meant_is_told(cli: Cli) -> None:

@@ -58,7 +58,7 @@ FORMS = {
         "has lines without the checksums of today",
     ),
     "one file": (with_one_file, "checkpoints/step_00000002", "has checkpoint format version 1"),
-    "no run": (without("run"), "checkpoints/step_00000002", "does not name its run"),
+    "no run": (without("run"), "checkpoints/step_00000002", "has no record of run"),
     "no swaps": (without("swaps"), "checkpoints/step_00000002", "has no record of swaps"),
 }
 

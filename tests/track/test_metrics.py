@@ -212,16 +212,6 @@ def test_a_disk_that_stalls_costs_one_bounded_wait_and_no_line(
     log.finish()
 
 
-def test_missing_steps_are_counted_whatever_step_a_checkpoint_claims(path: Path) -> None:
-    """Somebody else's checkpoint may be of any step: no memory is taken for each."""
-    written(path, 1, 2, 3, 9)
-    mark = {"bytes": 1 << 20, "sha256": ""}
-    assert mend(path, 10, mark)[-1] == "6 steps of 4–10 are missing"
-    assert mend(path, 9, mark)[-1] == "5 steps of 4–8 are missing"
-    assert len(mend(path, 3, mark)) == 1, "the file is cut off, and no step of these is missing"
-    assert mend(path, 10**15, mark)[-1] == f"{10**15 - 4} steps of 4–{10**15} are missing"
-
-
 def test_a_huge_line_takes_no_more_memory_and_time_than_lines_may_have(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,7 +39,13 @@ from fp4train.config.schema import plain
 from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.data.tokenizer_settings import KEPT as SETTINGS
-from fp4train.errors import OlderRecipe, UserError, user_errors
+from fp4train.errors import (
+    LAST_WITH_OLDER_RECIPES,
+    OTHER_RECIPE,
+    OlderForm,
+    UserError,
+    user_errors,
+)
 from fp4train.files import Folder
 from fp4train.paths import RUNS, split_weights
 from fp4train.precision import LayerPolicy, Phase, Recipe
@@ -201,11 +207,7 @@ def require_run(run: Path) -> Path:
         neighbours = f"; {run.parent} holds {first_few(runs, _NEIGHBOURS)}"
     else:
         neighbours = ""
-    if run.exists() and not run.is_dir():
-        why = "it is a file"
-    elif run.is_symlink() and not run.exists():
-        why = "it is a link that leads nowhere"
-    elif kind := kind_of_config(run):
+    if kind := kind_of_config(run):
         why = f"its {CONFIG} is {kind}, not a file: put the run's own back"
     else:
         why = f"it has no {CONFIG}"
@@ -290,12 +292,12 @@ def without_plugins(saved: DictConfig) -> DictConfig:
     return saved
 
 
-_WITH_RECIPES: Mapping[str, tuple[Any, str]] = {
-    "recipe": (Recipe, "put another recipe into that file"),
-    "phases": (Mapping[str, Phase], "give phases=none with resume=RUN"),
-    "policy": (LayerPolicy, "give policy=NAME with resume=RUN"),
+_WITH_RECIPES: Mapping[str, Any] = {
+    "recipe": Recipe,
+    "phases": Mapping[str, Phase],
+    "policy": LayerPolicy,
 }
-"""Section of a configuration that holds recipes → its type, and what helps where it is refused."""
+"""Section of a configuration that holds recipes → its type."""
 
 
 @contextmanager
@@ -303,20 +305,25 @@ def recipes_of(run: Path, saved: Mapping[str, Any]) -> Iterator[None]:
     """Context in which the saved configuration of `run` is bound.
 
     Raises:
-        OlderRecipe: that failed, and the configuration holds a recipe that is refused.
+        OlderForm: that failed, and the configuration holds a recipe that is refused.
     """
     try:
         yield
     except UserError as failure:
         if str(failure).endswith(MISSING_KEY):
             raise
-        for section, (kind, cure) in _WITH_RECIPES.items():
+        for section, kind in _WITH_RECIPES.items():
             if section not in saved:
                 continue
             try:
                 bind(saved[section], kind, section)
             except UserError as error:
-                raise OlderRecipe(run / CONFIG, section, str(error), cure) from error
+                raise OlderForm(
+                    run / CONFIG,
+                    f"has {section} with a refused recipe ({error})",
+                    OTHER_RECIPE,
+                    LAST_WITH_OLDER_RECIPES,
+                ) from error
         raise
 
 

@@ -52,7 +52,7 @@ class SwapRequest(NamedTuple):
     """A request that the training process has taken.
 
     Args:
-        id: its file's name without the suffix; empty where no request can be read at all.
+        id: its file's name without the suffix.
         body: the request; None where it cannot be read.
         problem: why it cannot be read.
     """
@@ -203,8 +203,7 @@ class Inbox:
                 ]:
                     requests.remove(old)
 
-        if request.id:
-            self._worker.put(write)
+        self._worker.put(write)
 
     def record(self, journal: Journal, tell: Callable[[], None]) -> None:
         """Have the record that was added to `journal` last written, and then `tell` called; waits
@@ -268,13 +267,6 @@ class Inbox:
             requests = self._folder.folder(REQUESTS)
         except FileNotFoundError:
             return
-        except OSError as error:
-            problem = f"requests cannot be read: {in_words(error)}"
-            with suppress(OSError):
-                self._folder.rename(REQUESTS, f"{REQUESTS}.refused")
-                problem += f"; it has the name {REQUESTS}.refused now"
-            self._found.append(SwapRequest("", None, problem))
-            return
         with requests:
             for name in [name for name in requests.names() if name.endswith((".json", ".taken"))][
                 :AT_ONCE
@@ -287,8 +279,6 @@ class Inbox:
                     self._found.append(_taken(requests, name, key))
 
     def _remove(self, key: str) -> None:
-        if not key:
-            return
         with self._folder.folder(REQUESTS) as requests:
             if requests.status(f"{key}.taken") is not None:
                 _set_aside(requests, f"{key}.taken")
@@ -316,9 +306,6 @@ def _taken(requests: Folder, name: str, key: str) -> SwapRequest:
 
 
 def _set_aside(requests: Folder, name: str) -> None:
-    """Remove a request, or rename it, so that it is not taken again."""
-    try:
-        requests.remove(name)
-    except OSError:
-        with suppress(OSError):
-            requests.rename(name, f"{name.rpartition('.')[0]}.refused")
+    """Remove a request, so that it is not taken again."""
+    with suppress(OSError):
+        requests.remove_all(name)

@@ -33,7 +33,14 @@ from typing import Any, NamedTuple
 from fp4train.config.binding import bind, complete, flattened
 from fp4train.config.plugins import check_targets
 from fp4train.config.schema import Config
-from fp4train.errors import OlderForm, OlderRecipe, UserError, in_words, user_errors
+from fp4train.errors import (
+    LAST_WITH_OLDER_RECIPES,
+    OTHER_RECIPE,
+    OlderForm,
+    UserError,
+    in_words,
+    user_errors,
+)
 from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.precision.plan import Plan
@@ -400,7 +407,7 @@ def read_swaps(run: Path) -> list[Swap]:
 
     Raises:
         UserError: its journal cannot be read, or one is no recipe.
-        OlderRecipe: one is a recipe that is refused.
+        OlderForm: one is a recipe that is refused.
     """
     path = run / HISTORY
     read = []
@@ -410,6 +417,8 @@ def read_swaps(run: Path) -> list[Swap]:
         try:
             read.append(typed_swap(entry))
         except UserError as error:
-            what = f"the recipe of the swap to {entry['name']} at step {entry['step']}"
-            raise OlderRecipe(path, what, str(error)) from error
+            swap = (
+                f"has a swap to {entry['name']} at step {entry['step']} that is refused ({error})"
+            )
+            raise OlderForm(path, swap, OTHER_RECIPE, LAST_WITH_OLDER_RECIPES) from error
     return read

@@ -18,11 +18,8 @@ from fp4train.precision.plan import Plan
 from fp4train.precision.report import section, shares
 from fp4train.text import printable, step_span
 
-MOST_DIMENSIONS = 8
 MOST_MACS = 10**30
-"""Most dimensions of a GEMM, which take long to multiply, and most multiply-adds of a stretch that
-anyone can run.
-"""
+"""Most multiply-adds of a stretch that anyone can run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,21 +126,10 @@ def expanded(node: Mapping[str, Any]) -> RecordedStretch:
     stop = node["stop"]
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= MOST_STEPS:
         raise ValueError("a stretch of impossible steps")
-    if not isinstance(node["kinds"], list) or not all(_is_kind(kind) for kind in node["kinds"]):
-        raise ValueError("kinds of GEMMs that are none")
-    if any(
-        type(index) is not int or index < 0
-        for indices in node["layers"].values()
-        for index in indices
-    ):
-        raise ValueError("layers without kinds of GEMMs")
-    sizes = [tuple(size) for size, *_ in node["kinds"]]
-    if any(len(size) > MOST_DIMENSIONS or min(size, default=0) < 0 for size in sizes):
-        raise ValueError("a GEMM of too many dimensions, or of negative ones")
-    macs = [math.prod(size) for size in sizes]
+    macs = [math.prod(size) for size, *_ in node["kinds"]]
     kinds = [
-        ("×".join(map(str, size)), *kind[1:])
-        for size, kind in zip(sizes, node["kinds"], strict=True)
+        ("×".join(map(str, size)), str(elements), str(backend), str(why))
+        for size, elements, backend, why in node["kinds"]
     ]
     rows = [
         (str(name), gemm, index)
@@ -168,12 +154,3 @@ def _gemms(products: int) -> tuple[str, ...]:
     """
     parts, residuals = divmod(products, len(GEMMS))
     return (*GEMMS * parts, *GEMMS[:1] * residuals)
-
-
-def _is_kind(kind: object) -> bool:
-    """Whether a value is a kind of GEMMs: its size, and three texts."""
-    if not isinstance(kind, list) or len(kind) != 4 or not isinstance(kind[0], list):
-        return False
-    return all(type(size) is int for size in kind[0]) and all(
-        isinstance(text, str) for text in kind[1:]
-    )

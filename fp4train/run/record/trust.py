@@ -324,16 +324,9 @@ def _make_key(folder: Folder) -> None:
 
 
 def identity_of(start: checkpoint.Checkpoint) -> str:
-    """Identity of the run that a checkpoint belongs to.
-
-    Raises:
-        UserError: it holds none.
-    """
-    run = start.state.get("run")
-    identity = run.get("id") if isinstance(run, dict) else None
-    if not isinstance(identity, str) or not identity:
-        raise OlderForm(start.path, "does not name its run")
-    return identity
+    """Identity of the run that a checkpoint belongs to, as `check_belongs` allows."""
+    run: Any = start.state["run"]
+    return str(run["id"])
 
 
 def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> None:
@@ -348,12 +341,16 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
             to be mended.
     """
     run_identity = run_directory.identity(source)
-    theirs = identity_of(start)
     if lacks := next(
-        (key for key in ("swaps", "history", "metrics", "divergence") if key not in start.state),
+        (
+            key
+            for key in ("run", "swaps", "history", "metrics", "divergence")
+            if key not in start.state
+        ),
         None,
     ):
         raise OlderForm(start.path, f"has no record of {lacks}")
+    theirs = identity_of(start)
     if run_identity is not None and run_identity != theirs:
         raise UserError(
             f"{start.path} is a checkpoint of run {theirs}, not of the run in {source} "
@@ -361,14 +358,8 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
             "there, or it was copied from one. Move it away, or resume the run that it belongs to"
         )
     metrics.check_form(source / METRICS)
-    run = start.state.get("run")
-    if run_identity is None and isinstance(run, dict) and run.get("config") is not None:
-        body = hashlib.sha256(config_parts(source / CONFIG)[1]).hexdigest()
-        if run["config"] == body:
-            changed = ""
-        else:
-            changed = f" and is not as {start.path.name} was trained with"
-        _log.warning("%s has lost its first line%s", source / CONFIG, changed)
+    if run_identity is None:
+        _log.warning("%s has lost its first line", source / CONFIG)
     with user_errors(
         LookupError, TypeError, ValueError, before=f"{start.path} holds no record of swaps: "
     ):
