@@ -347,32 +347,20 @@ def _boxes(name: str, entry: object, place: object, begin: int, size: int) -> It
 
 def _runs(name: str, runs: object, sizes: tuple[int, ...]) -> Runs:
     """The runs of rows of a part of `sizes`."""
-    if not isinstance(runs, list) or not all(
-        isinstance(run, list) and len(run) == 2 and all(type(n) is int and n >= 0 for n in run)
-        for run in runs
-    ):
-        raise ValueError(f"{name}: {runs!r} are no runs of rows")
-    if (sum(count for _, count in runs),) != sizes[:1]:
+    pairs = [_sizes(name, run) for run in runs] if isinstance(runs, list) else []
+    if any(len(pair) != 2 for pair in pairs) or (sum(n for _, n in pairs),) != sizes[:1]:
         raise ValueError(f"{name}: {runs!r} are not the rows of a part of {list(sizes)}")
-    return tuple((first_row, count) for first_row, count in runs)
+    return tuple((first_row, count) for first_row, count in pairs)
 
 
 def _check_contiguous(header: Mapping[str, dict[str, list[int]]], size: int) -> None:
     """Raises ValueError where the tensors of a header do not fill the `size` bytes after it, one
     after another.
     """
-    bounds = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
-    end = 0
-    for name, (begin, after) in sorted(bounds.items(), key=lambda item: item[1]):
-        if begin != end:
-            if begin < end:
-                how = "lies over the tensor before it"
-            else:
-                how = f"leaves {begin - end:,} bytes before it to none"
-            raise ValueError(f"{name} {how}")
-        end = after
-    if end != size:
-        raise ValueError(f"{size - end:,} bytes after the last tensor belong to none")
+    bounds = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+    begins = [begin for begin, _ in bounds]
+    if [*begins, size] != [0, *(end for _, end in bounds)]:
+        raise ValueError("its tensors do not lie one after another, up to its end")
 
 
 def _sizes(name: str, numbers: object) -> tuple[int, ...]:

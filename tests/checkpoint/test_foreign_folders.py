@@ -65,9 +65,7 @@ def test_a_file_is_read_where_the_library_of_its_format_reads_it(
         with safe_open(path, "pt") as file:
             theirs = sorted(file.keys())
     except SafetensorError:
-        with pytest.raises(
-            ValueError, match=r"lies over|leaves .* bytes|after the last tensor|outside of the file"
-        ):
+        with pytest.raises(ValueError, match=r"one after another|outside of the file"):
             read(path)
     else:
         assert read(path) == theirs
