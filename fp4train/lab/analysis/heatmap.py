@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from fp4train.lab.analysis.figure import INK, LINE, Draw, Panel, picture, plain, save
 from fp4train.lab.analysis.history import Floats
-from fp4train.text import shortened
 from fp4train.track import read_statistics
 from fp4train.track.statistics import Columns
 
@@ -35,10 +34,6 @@ STEPS = 6
 ACROSS = 4
 INCHES = 4.4
 """The most maps side by side, and the width of each in a picture beside a run."""
-MOST = 1 << 26
-"""Values of one metric; a file whose names and steps ask for more is none."""
-LAYER = 2000
-"""Characters of a layer's name."""
 
 
 class Errors:
@@ -46,9 +41,6 @@ class Errors:
 
     Args:
         statistics: columns of a run's statistics.
-
-    Raises:
-        ValueError: they name more layers, operands and steps than a run has.
     """
 
     def __init__(self, statistics: Columns) -> None:
@@ -58,15 +50,10 @@ class Errors:
         layers, of_layer = _numbered(rows["layer"])
         operands, of_operand = _numbered(rows["operand"])
         shape = (len(layers), len(operands), len(steps))
-        if np.prod(shape, dtype=float) > MOST:
-            raise ValueError(
-                f"the statistics have {len(layers)} layers, {len(operands)} operands, "
-                f"{len(steps)} steps"
-            )
         self.steps: Sequence[int] = steps.tolist()
         """The measured steps, ascending."""
-        self.layers = [plain(name, LAYER) for name in layers]
-        self.operands = [plain(name, LAYER) for name in operands]
+        self.layers = layers
+        self.operands = operands
         """Layers in the order of the model; operands "fprop.x", …"""
         self.sqnr_db: Floats = np.full(shape, np.nan)
         """[layer, operand, step]: signal to quantisation noise; NaN where nothing was measured."""
@@ -173,7 +160,7 @@ def heat_map(
         image = axes.imshow(masked, aspect="auto", interpolation="none", **scale)
         axes.set_facecolor("#eceef1")
         stride = max(1, -(-len(rows) // NAMED))
-        labels = [shortened(name, 34) for name in rows[::stride]]
+        labels = [plain(name, 34) for name in rows[::stride]]
         axes.set_yticks(range(0, len(rows), stride), labels, fontsize=6.5)
         every = -(-len(columns) // STEPS) if label else 1
         names = [str(column) for column in columns[::every]]

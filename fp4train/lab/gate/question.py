@@ -104,9 +104,8 @@ class Questions:
         """
         recorded: dict[str, float] = {}
         for base_forks, place in self._places:
-            title = base_forks.base.title
-            for bound in _bounds(base_forks, place):
-                recorded[title] = max(bound, recorded.get(title, 0.0))
+            if values := place.known.get(f"{_BOUND}{_pair(base_forks)}"):
+                recorded[base_forks.base.title] = float(values["bound"])
         if len(set(recorded.values())) > 1:
             listed = ", ".join(f"{title}: {bound:g}" for title, bound in recorded.items())
             raise UserError(
@@ -140,7 +139,7 @@ class Questions:
         answers: dict[Answer, None] = {}
         for base_forks, place in self._places:
             for key, values in place.known.items():
-                if key.startswith(_ANSWER) and values["pair"] in _pairs(base_forks):
+                if key.startswith(_ANSWER) and values["pair"] == _pair(base_forks):
                     answers[_answer(values)] = None
         return list(answers)
 
@@ -148,14 +147,14 @@ class Questions:
         """Write an answer into every record that lacks it."""
         for base_forks, place in self._places:
             earlier = [key for key in place.known if key.startswith(_ANSWER)]
-            pairs = _pairs(base_forks)
+            pair = _pair(base_forks)
             if any(
-                place.known[key]["pair"] in pairs and _answer(place.known[key]) == answer
+                place.known[key]["pair"] == pair and _answer(place.known[key]) == answer
                 for key in earlier
             ):
                 continue
             values = {
-                "pair": _pair(base_forks),
+                "pair": pair,
                 "of": list(answer.of),
                 "margin": answer.margin,
                 "pairs": answer.pairs,
@@ -168,25 +167,7 @@ def _pair(forks: Forks) -> str:
     """The two recipes at a checkpoint, by the keys of their forks, whichever of them is the
     reference: both questions are about the same forks.
     """
-    return _pairs(forks)[0]
-
-
-def _pairs(forks: Forks) -> tuple[str, str]:
-    """`_pair`, and the form with the keys in the other order, which earlier versions wrote."""
-    low, high = sorted(branch.key for branch in forks.base.branches)
-    return f"{low} {high}", f"{high} {low}"
-
-
-def _bounds(forks: Forks, place: StudyRecord | KeptQuestions) -> list[float]:
-    """The bounds of the pair in a record. Those of earlier versions may have several: the largest
-    promises most.
-    """
-    keys = [f"{_BOUND}{pair}" for pair in _pairs(forks)]
-    return [
-        float(values["bound"])
-        for key, values in place.known.items()
-        if any(key == pair_key or key.startswith(f"{pair_key}/") for pair_key in keys)
-    ]
+    return " ".join(sorted(branch.key for branch in forks.base.branches))
 
 
 def _answer(values: Mapping[str, Any]) -> Answer:

@@ -1,8 +1,5 @@
 """rank.json, sensitivity.json and gate.json: each is a dataclass, written as its values and read by
 `bind`, as a configuration is. A key that a class does not have is left out.
-
-The files may be somebody else's: every number is one that a figure can have, and every text is
-short and shows all of its characters.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from fp4train.lab.studies.parts import KINDS, NOTHING
 from fp4train.lab.studies.sequential import ALPHA, Pair, Verdict
 from fp4train.lab.studies.subject import STUDIES, Subject
 from fp4train.lab.studies.tradeoff import Point, Tradeoff
-from fp4train.sealed import identity, unsealed
+from fp4train.sealed import unsealed
 from fp4train.text import first_line, shortened
 
 if TYPE_CHECKING:
@@ -39,8 +36,6 @@ MOST = 32
 """Studies of a run that are read."""
 REASON = 300
 """Characters of the reason why a result cannot be read."""
-LARGEST = 1e100
-"""A larger number is none of a study."""
 NAME = 300
 """Characters of a text in a study."""
 
@@ -403,7 +398,8 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
                         if file is None:
                             problems.append(f"{path} has no result: the study is not finished")
                             continue
-                        results[file].append(bound(_parsed(top, folder, file), _RESULTS[file]))
+                        saved = unsealed(folder.read(file, LIMIT))
+                        results[file].append(bound(saved, _RESULTS[file]))
                 except (OSError, ValueError, UserError, RecursionError) as error:
                     problems.append(f"{path} cannot be read{_why(error)}")
     sensitivities, rankings, gates = results.values()
@@ -421,51 +417,11 @@ def _why(error: Exception) -> str:
     return f" ({shortened(first_line(error), REASON)})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StudyIdentity:
-    """What a study is of: `run` is the identity of its run; None: it has none."""
-
-    run: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StoredStudy:
-    """What every result holds."""
-
-    identity: _StudyIdentity
-
-
-def _parsed(run: Folder, folder: Folder, name: str) -> dict[str, Any]:
-    saved = unsealed(folder.read(name, LIMIT))
-    run_identity = identity(run)
-    whose = bound(saved, _StoredStudy).identity.run
-    if run_identity is not None and whose not in (None, run_identity):
-        raise ValueError(f"it is of run {whose}, not of this one")
-    return saved
-
-
 def bound(saved: Any, kind: type[T]) -> T:
     """What a study wrote, as an object of class `kind`.
 
     Raises:
-        UserError: a key is missing, or its value has another type or is none of a study.
+        UserError: a key is missing, or its value has another type.
     """
-    record: T = bind(_shown(known_part(saved, kind)), kind, "")
+    record: T = bind(known_part(saved, kind), kind, "")
     return record
-
-
-def _shown(node: Any) -> Any:
-    """`node` with texts that can be shown.
-
-    Raises:
-        UserError: a number is too large.
-    """
-    if isinstance(node, Mapping):
-        return {plain(key, NAME): _shown(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_shown(item) for item in node]
-    if isinstance(node, str):
-        return plain(node, NAME)
-    if isinstance(node, float) and not abs(node) < LARGEST:
-        raise UserError(f"{node} is no number of a study")
-    return node

@@ -18,7 +18,7 @@ from stand_in_forks import forks_by, killed_after_forks
 
 import fp4train.cli.gate as command
 from fp4train.cli import main
-from fp4train.lab.studies import MEASUREMENTS, Fork, open_record
+from fp4train.lab.studies import MEASUREMENTS, Fork
 
 FAST = ("steps=1", "batches=1", "recipe=mxfp8")
 Pretend = Callable[..., list[tuple[str, int]]]
@@ -399,26 +399,3 @@ def test_other_batches_evaluate_the_same_forks_and_have_the_same_bound(
     assert again.code == 2 and "bound 0.5" in again.out
     other = cli.raw("gate", run, *words, "steps=2", "batches=2", "margin=0.01", "bound=0.06")
     assert other.code == 2, "forks of other steps are others"
-
-
-def test_bounds_that_earlier_versions_kept_count(cli: Cli, run: str, pretend: Pretend) -> None:
-    """They had a folder for each number of batches, and the recipes in the order of the question."""
-    pretend(0.001)
-    assert gate(cli, run, "margin=0.01", "bound=0.5", "forks=2").code == 2
-    (folder,) = Path(run, "gates").iterdir()
-    path = folder / MEASUREMENTS
-    older = folder.with_name(f"{folder.name.partition('-')[0]}-00000000")
-    identity = {**json.loads(path.read_text().splitlines()[0])["identity"], "batches": 7}
-    step = int(folder.name.partition("-")[0])
-    with open_record(older, {k: identity[k] for k in identity if k != "fp4train"}, step) as record:
-        for line in path.read_text().splitlines()[1:]:
-            kept = json.loads(line)
-            words, _, pair = kept["key"].partition("/")
-            if words == "bound":
-                kept["key"] = f"bound/{' '.join(reversed(pair.split()))}"
-            record.add(kept["key"], kept["values"])
-    shutil.rmtree(folder)
-    refused = cli.raw("gate", run, *FAST, "out=b", "margin=0.01", "bound=0.06", "forks=2")
-    assert refused.code == 3 and "began with bound=0.5, which stays" in refused.message
-    again = cli.raw("gate", run, *FAST, "out=b", "margin=0.02", "forks=2")
-    assert again.code == 2 and "0.01" in again.out, "the earlier answer is listed"

@@ -59,7 +59,6 @@ def test_a_ranking_says_where_its_forks_begin(
     [
         (write_sensitivity, ("parts", "nothing"), DELETED, "its parts lack 'nothing'"),
         (write_sensitivity, ("parts", "nothing", "loss"), [], "parts.nothing.loss"),
-        (write_sensitivity, ("pareto", 1, "time"), 1e200, "1e+200 is no number of a study"),
         (write_sensitivity, ("policy", "keep"), {"a": 1}, "policy.keep"),
         (write_sensitivity, ("step",), None, "step=null must be a whole number"),
         (
