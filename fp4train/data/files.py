@@ -54,12 +54,8 @@ def existing_path(path: str, key: str) -> Path:
         there = sorted(os.listdir(parent))
     except OSError:
         there = []
-    suffix = Path(missing).suffix  # names that share no more than it are not alike
-    alike = {name.removesuffix(suffix): name for name in there if name.endswith(suffix)}
-    of_other_suffix = [name for name in there if not name.endswith(suffix)]
-    near = alike.get(nearest(missing.removesuffix(suffix), alike) or "") or nearest(
-        missing, of_other_suffix
-    )
+    alike = {Path(name).stem: name for name in there}  # a common suffix makes no names alike
+    near = alike.get(nearest(Path(missing).stem, alike) or "")
     if near:
         hint = f" Did you mean {parent / near}?"
     else:

@@ -230,14 +230,9 @@ def read_hub(arguments: dict[str, Any], column: str, what: str) -> Iterator[Piec
                 yield Piece(text)
     except DataError:
         raise
-    except ConnectionError as error:
-        raise DataError(
-            f"{what} cannot be reached: {first_line(error).rstrip('.')}. Without a network use "
-            "data=stdlib, data=text, or local "
-            "files with data=hf data.path=FILE.parquet."
-        ) from error
-    # whatever else the library, or one of its readers, makes of a data set or a file
+    # no network, or whatever the library or one of its readers makes of a data set
     except Exception as error:
         raise DataError(
-            f"{what} cannot be read: {first_line(error).rstrip('.')} ({type(error).__name__})"
+            f"{what} cannot be read: {first_line(error).rstrip('.')} ({type(error).__name__}). Local "
+            "files are read by data=hf data.path=FILE.parquet or data=text"
         ) from error

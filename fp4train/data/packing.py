@@ -83,15 +83,10 @@ def pack(
             "answer left are dropped"
         )
         _log.warning(text, cut, seq_len, dropped)
-    if not sequences and not cut:
-        raise DataError(
-            "no answer is to be learned: keys of the messages, such as weight=0, take all of them out "
-            "of the loss"
-        )
     if not sequences:
         raise DataError(
-            f"no answer lies within train.seq_len={seq_len} tokens, of those that are to be "
-            "learned: choose a larger one"
+            f"no answer that is to be learned lies within train.seq_len={seq_len} tokens: choose a "
+            "larger one, or take keys such as weight=0 out of the messages"
         )
     packed = np.full(len(sequences) * seq_len + 1, end, dtype=dtype)
     answers = np.zeros_like(packed)

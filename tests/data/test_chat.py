@@ -349,7 +349,7 @@ def test_a_turn_that_its_key_takes_out_is_not_learned(
 def test_a_conversation_of_which_nothing_is_learned_is_left_out(tmp_path: Path) -> None:
     talks = [turns({"weight": 0}), turns({}), turns({"weight": 0}, {"train": False})] * 4
     assert answers_of(write(tmp_path / "a.jsonl", talks)) == ["a0;"] * 3
-    with pytest.raises(DataError, match="no answer is to be learned: keys of the messages"):
+    with pytest.raises(DataError, match="no answer that is to be learned lies within"):
         answers_of(write(tmp_path / "b.jsonl", [turns({"weight": 0})] * 4))
 
 
@@ -424,16 +424,16 @@ def test_a_mask_of_messages_beside_them_is_refused_unless_all_are_learned(tmp_pa
     else is a note.
     """
     notes = {"mask": [1, 1], "scores": [0, 2], "tags": ["a", {}], "is_safe": False, "ok": [0]}
-    for key, value in {**notes, "train_test_split": "train", "loss_of_base": 0.7}.items():
-        answers_of(write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: value}, *TALKS]))
+    notes |= {"train_test_split": "train", "loss_of_base": 0.7}
+    answers_of(write(tmp_path / "notes.jsonl", [TALKS[0] | notes, *TALKS]))
     masks = {"mask": [0, 1], "train_mask": [False, True], "w": [0.0, 0.0], "train_on": [False]}
     for key, mask in {**masks, "is_trainable": False, "train_on_last_turn": True}.items():
-        rows = [record | {key: mask} for record in TALKS]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{key}.parquet")
-        write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: mask}, *TALKS])
-        for kind in ("jsonl", *["parquet"] * (key != "w")):
-            with pytest.raises(DataError, match=f'"{key}" beside "messages" seems to say which'):
-                answers_of(tmp_path / f"{key}.{kind}")
+        with pytest.raises(DataError, match=f'"{key}" beside "messages" seems to say which'):
+            answers_of(write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: mask}, *TALKS]))
+    rows = [record | {"train_mask": [False, True]} for record in TALKS]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match='"train_mask" beside "messages" seems to say which'):
+        answers_of(tmp_path / "a.parquet")
 
 
 def in_parquet(path: Path) -> None:
@@ -582,7 +582,7 @@ def test_binary_data_is_called_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lines", "said"),
-    [([TALKS[0]], "holds 1 conversations"), ([talk("x" * 200, "y")] * 4, "no answer lies within")],
+    [([TALKS[0]], "holds 1 conversations"), ([talk("x" * 200, "y")] * 4, "no answer that is to be learned lies within")],
 )
 def test_too_little_is_refused(tmp_path: Path, lines: list[Any], said: str) -> None:
     with pytest.raises(DataError, match=said):

@@ -127,7 +127,7 @@ def test_too_few_rows_are_refused(jsonl: Path) -> None:
 def test_a_hub_name_without_a_network_says_what_else_there_is(tmp_path: Path) -> None:
     source = HuggingFace(name="somebody/nothing", config="small", cache_dir=str(tmp_path / "cache"))
     with pytest.raises(
-        DataError, match=r"somebody/nothing small train cannot be reached: .* use data=stdlib"
+        DataError, match=r"somebody/nothing small train cannot be read: .* or data=text"
     ):
         source.build(tmp_path / "run", 16, 0)
 

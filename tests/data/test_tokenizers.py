@@ -302,10 +302,10 @@ def test_a_hub_name_without_a_network_says_what_else_there_is(
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no_token"))
     with pytest.raises(
         DataError,
-        match=r"somebody/nothing: .* cannot be reached. Give the path .* data/tokenizer=bpe",
+        match=r"somebody/nothing: .* it cannot be had: .*Give the path .* data/tokenizer=bpe",
     ):
         Pretrained(name="somebody/nothing").build(documents, tmp_path)
-    with pytest.raises(DataError, match="neither a file nor a hub name"):
+    with pytest.raises(DataError, match="from the hub it cannot be had"):
         Pretrained(name="not a name!").build(documents, tmp_path)
 
 

@@ -11,7 +11,7 @@ from fp4train.data.template import keep_template
 from fp4train.data.tokenizer_settings import keep_settings
 from fp4train.data.tokenizers.json_file import LIMIT, JsonTokenizer, run_tokenizer
 from fp4train.data.tokens import Documents
-from fp4train.errors import DataError, data_errors, reason
+from fp4train.errors import data_errors, reason
 from fp4train.paths import PathOrHubName, is_hub_name
 from fp4train.text import first_line
 
@@ -79,25 +79,10 @@ class Pretrained:
             ImportError, before="a hub name needs the package huggingface_hub (", after=")"
         ):
             from huggingface_hub import hf_hub_download
-            from huggingface_hub.errors import (
-                HFValidationError,
-                LocalEntryNotFoundError,
-                OfflineModeIsEnabled,
-            )
-        try:
+        cure = (
+            ". Give the path of a tokenizer.json, or use data/tokenizer=bytes or data/tokenizer=bpe"
+        )
+        refused = f"data.tokenizer.name={self.name}: there is no such file here, and from the hub it cannot be had: "
+        # no network, no such repository, gated, without a tokenizer.json, HTTP errors
+        with data_errors(Exception, before=refused, after=cure, message=first_line):
             return Path(hf_hub_download(self.name, "tokenizer.json", revision=self.revision))
-        except HFValidationError as error:
-            raise DataError(
-                f"data.tokenizer.name={self.name} is neither a file nor a hub name"
-            ) from error
-        except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
-            raise DataError(
-                f"data.tokenizer.name={self.name}: there is no such file here, and the "
-                "Hugging Face hub cannot be reached. Give the path of a tokenizer.json, or use "
-                "data/tokenizer=bytes or data/tokenizer=bpe."
-            ) from error
-        # no such repository, gated, without a tokenizer.json, HTTP errors
-        except Exception as error:
-            raise DataError(
-                f"data.tokenizer.name={self.name} cannot be had from the hub: {first_line(error)}"
-            ) from error
