@@ -582,7 +582,10 @@ def test_binary_data_is_called_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lines", "said"),
-    [([TALKS[0]], "holds 1 conversations"), ([talk("x" * 200, "y")] * 4, "no answer that is to be learned lies within")],
+    [
+        ([TALKS[0]], "holds 1 conversations"),
+        ([talk("x" * 200, "y")] * 4, "no answer that is to be learned lies within"),
+    ],
 )
 def test_too_little_is_refused(tmp_path: Path, lines: list[Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
