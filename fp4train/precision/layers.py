@@ -50,6 +50,18 @@ _HARMLESS = {
     "__firstlineno__",
 }
 """Names that a subclass of nn.Linear may redefine without changing what it computes."""
+STEERING = frozenset(
+    {
+        "shared_expert_gate",  # Qwen2-MoE
+        "in_proj_ba",  # Qwen3-Next
+        "in_proj_a",  # Qwen3.5
+        "in_proj_b",
+        "x_proj",  # Mamba, Jamba
+        "dt_proj",
+    }
+)
+"""Names in `transformers` of layers that give the gates of shared experts, and the decays and steps
+of recurrences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +113,18 @@ class Layer:
     def weights(self) -> int:
         """The number of its weights: of all experts together."""
         return max(1, self.experts) * self.in_features * self.out_features
+
+    @property
+    def steers(self) -> str | None:
+        """Why its values are weights of others, which a rounding moves most, by its shape or its
+        name; None: they are not, as far as that tells.
+        """
+        name = self.name.rpartition(".")[2]
+        if name in STEERING:
+            return f"{name}: a gate, decay or step by its name"
+        if self.out_features * (self.parts if self.cut == "out" else 1) == 1:
+            return "one out feature: a gate"
+        return None
 
     @property
     def group(self) -> int:

@@ -57,7 +57,8 @@ class LayerPolicy:
     of their own.
 
     Linear layers outside the model's blocks (the head) are always kept in high precision;
-    embeddings, norms and attention products are never quantised.
+    embeddings, norms and attention products are never quantised. Nor are gates, decays and steps
+    (`Layer.steers`), unless `recipes` names them.
 
     Args:
         first, last: blocks kept at either end: a count (integer) or a share of all blocks (float in
@@ -121,6 +122,8 @@ class LayerPolicy:
         """
         if layer.block is None:
             return "outside the blocks"
+        if layer.steers is not None and self.recipe_by_pattern(layer) is None:
+            return layer.steers
         count_first = self.count("first", layer.blocks)
         last = self.count("last", layer.blocks)
         if layer.block < count_first:
@@ -171,8 +174,8 @@ class LayerPolicy:
                     f"policy.keep: {layer.name}: {error}: keep the whole layer, or keep its GEMMs "
                     "in high precision (policy.recipe_for_kept: BF16)"
                 ) from error
-        kept = BF16() if layer.block is None else self.recipe_for_kept
-        return _with_exceptions_of(recipe, kept)
+        steers = layer.block is None or layer.steers is not None
+        return _with_exceptions_of(recipe, BF16() if steers else self.recipe_for_kept)
 
     def readers(self, layer: Layer, recipe: Recipe) -> tuple[str, ...]:
         """The layers of the group of `layer` (`Layer.fused`), itself included, that run in its

@@ -15,6 +15,7 @@ from fp4train.precision import (
     NVFP4,
     Layer,
     LayerPolicy,
+    LayerRecipe,
     autocast,
     find_layers,
     matches,
@@ -104,6 +105,40 @@ def test_named_layers_are_kept_and_the_reason_says_so() -> None:
     )
     first = LayerPolicy(first=1).why_kept(find_layers(Model(6))["blocks.0.mlp.up"])
     assert first == "policy.first=1 (1 of 6 blocks)"
+
+
+class Steered(nn.Module):
+    """A block with the names of Qwen3-Next and Jamba."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.in_proj_ba, self.dt_proj = (nn.Linear(16, 16) for _ in range(3))
+        self.scalar = nn.Linear(16, 1)
+        self.mlp = nn.ModuleDict({"shared_expert_gate": nn.Linear(16, 1), "up": nn.Linear(16, 2)})
+
+
+def test_gates_decays_and_steps_are_in_high_precision_unless_a_recipe_names_them() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Steered(), Steered()])
+    layers = find_layers(model)
+    policy = LayerPolicy(
+        last=0,
+        recipe_for_kept=MXFP8(),
+        recipes=[LayerRecipe(layers=["blocks.1.dt_proj"], recipe=MXFP8())],
+    )
+    reasons = {name: policy.why_kept(layer) for name, layer in layers.items()}
+    kept = {name: reason for name, reason in reasons.items() if reason is not None}
+    by_name = {"in_proj_ba", "dt_proj", "mlp.shared_expert_gate"}
+    first = {f"blocks.0.{name}" for name in (*by_name, "scalar")}
+    assert kept.keys() == first | {f"blocks.1.{name}" for name in (*by_name, "scalar")} - {
+        "blocks.1.dt_proj"
+    }
+    assert kept["blocks.0.dt_proj"] == "dt_proj: a gate, decay or step by its name"
+    assert kept["blocks.0.scalar"] == "one out feature: a gate"
+    recipes = {name: policy.recipe_for(layer, NVFP4()) for name, layer in layers.items()}
+    assert recipes["blocks.0.scalar"] == BF16()
+    assert recipes["blocks.1.dt_proj"] == MXFP8()
+    assert recipes["blocks.0.mlp.up"] == recipes["blocks.0.gate_proj"] == NVFP4()
 
 
 def test_one_pattern_may_be_given_as_a_word() -> None:
