@@ -40,11 +40,6 @@ MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_CODES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_MAGICS = {20240520: "uint16", 20240801: "uint32"}
-LLMC_OTHERS = {
-    20240326: "a model",
-    20240327: "the state of an optimizer",
-    20240522: "questions of an evaluation",
-}
 LENGTHS_AT_ONCE = 1 << 20
 _FAR = 16
 """How many times larger the low half of an id is than its high half, at the largest of many ids."""
@@ -121,10 +116,8 @@ def _layout(path: Path, head: bytes, size: int) -> IdLayout | None:
     if len(head) < 12:
         return None
     magic, version, tokens = struct.unpack("<iii", head[:12])
-    if magic not in {*LLMC_MAGICS, *LLMC_OTHERS} or size < LLMC_HEADER_BYTES:
+    if magic not in LLMC_MAGICS or size < LLMC_HEADER_BYTES:
         return None
-    if magic in LLMC_OTHERS:
-        raise DataError(f"{path} is a file of llm.c that holds {LLMC_OTHERS[magic]}, no tokens")
     if version != 1:
         raise DataError(
             f"{path} is a token file of llm.c of version {version}; supported is version 1"
@@ -181,29 +174,18 @@ def _megatron_dtype(index: Path, size: int) -> str:
                 f"{index} is no Megatron index (it does not start with MMIDIDX). Remove it, "
                 "or write it anew."
             )
-        _, version, code, sequences, documents = MEGATRON_HEADER.unpack(head)
+        _, version, code, sequences, _ = MEGATRON_HEADER.unpack(head)
         if version != 1 or code not in MEGATRON_CODES:
             raise DataError(
                 f"{index} has version {version} and type code {code}; supported are version 1 "
                 "and the codes "
                 + ", ".join(f"{number} ({name})" for number, name in MEGATRON_CODES.items())
             )
-        space = os.fstat(file.fileno()).st_size - MEGATRON_HEADER.size
-        if 12 * sequences + 8 * documents > space:
-            raise DataError(
-                f"{index} counts {sequences:,} sequences and {documents:,} documents, for "
-                f"which its {space:,} bytes are too few: it is cut off or belongs to another"
-            )
         tokens = 0
-        for start in range(0, sequences, LENGTHS_AT_ONCE):
-            lengths: np.ndarray[Any, np.dtype[np.int32]] = np.fromfile(
-                file, dtype="<i4", count=min(LENGTHS_AT_ONCE, sequences - start)
-            )
-            if len(lengths) and lengths.min() < 0:
-                raise DataError(
-                    f"{index} has a sequence of {int(lengths.min())} tokens: it is damaged"
-                )
+        left = sequences
+        while left and len(lengths := np.fromfile(file, "<i4", min(LENGTHS_AT_ONCE, left))):
             tokens += int(lengths.sum(dtype=np.int64))
+            left -= len(lengths)
     expected = tokens * np.dtype(MEGATRON_CODES[code]).itemsize
     if expected != size:
         raise DataError(

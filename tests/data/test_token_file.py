@@ -293,16 +293,9 @@ def test_an_index_that_counts_more_than_it_holds_is_refused_at_once(
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, sequences, documents)
     index.write_bytes(head + index.read_bytes()[len(head) :])
     with pytest.raises(
-        DataError, match=rf"corpus\.idx counts {sequences:,} sequences .* cut off or belongs"
+        DataError, match=rf"corpus\.idx counts .* in {sequences:,} sequences.* cut off or belongs"
     ):
         build(tmp_path / "corpus")
-
-
-def test_other_files_of_llmc_are_no_tokens(tmp_path: Path) -> None:
-    for magic, words in ((20240326, "holds a model"), (20240522, "questions of an evaluation")):
-        write_llmc(tmp_path / "x.bin", magic)
-        with pytest.raises(DataError, match=words):
-            build(tmp_path / "x.bin")
 
 
 def test_what_is_no_file_is_refused_as_what_it_is(tmp_path: Path) -> None:

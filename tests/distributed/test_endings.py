@@ -356,7 +356,9 @@ def test_the_lead_decides_whether_this_user_wrote_a_configuration(ranks: Ranks) 
     said = ranks(
         2, "resume=runs/a", "train.steps=2", XDG_STATE_HOME=str(ranks.folder / "other{rank}")
     ).message
-    assert "names paths outside of the run" in said and all(option in said for option in named)
+    assert "names paths or services outside of the run" in said and all(
+        option in said for option in named
+    )
     for options, state in ((), "state{rank}"), (named, "other{rank}"):
         steps = f"train.steps={2 + len(options)}"
         ended = ranks(2, "resume=runs/a", steps, *options, XDG_STATE_HOME=str(ranks.folder / state))

@@ -15,18 +15,12 @@ from fp4train.lab.analysis.compare import (
 )
 from fp4train.lab.analysis.figure import (
     FIGURES as FIGURES,
-    IN_RECIPE as IN_RECIPE,
-    INK as INK,
     PICTURE as PICTURE,
-    QUIET as QUIET,
-    TRAIN as TRAIN,
-    VALIDATION as VALIDATION,
     Draw as Draw,
     Width as Width,
     check_out as check_out,
     new_figure as new_figure,
     save as save,
-    style as style,
 )
 from fp4train.lab.analysis.groups import (
     figures_of_groups as figures_of_groups,
@@ -36,7 +30,6 @@ from fp4train.lab.analysis.groups import (
 from fp4train.lab.analysis.heatmap import Errors as Errors
 from fp4train.lab.analysis.history import (
     ROUTINE as ROUTINE,
-    Band as Band,
     History as History,
     read_history as read_history,
     training_loss as training_loss,

@@ -7,4 +7,3 @@ page       renders page.html, a template: its words, tables and pictures
 """
 
 from fp4train.lab.report.page import read_report as read_report
-from fp4train.lab.report.sources import read_sources as read_sources

@@ -51,7 +51,6 @@ from fp4train.lab.studies.results import (
     GateResult as GateResult,
     RankResult as RankResult,
     SensitivityResult as SensitivityResult,
-    Studies as Studies,
     read_studies as read_studies,
 )
 from fp4train.lab.studies.sensitivity import Effort as Effort, Study as Study

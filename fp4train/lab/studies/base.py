@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -142,7 +143,7 @@ class Branch:
             for gemm in layer.computation
         )
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The name of its forks in a record, whatever the candidate is called."""
         return digest(self.signature)[:16]

@@ -22,7 +22,6 @@ from fp4train.models.common.cut import (
     multiplications as multiplications,
     multiplied as multiplied,
     share_blocks as share_blocks,
-    shared_by as shared_by,
     stage_cut as stage_cut,
     tensor_cut as tensor_cut,
 )
@@ -51,14 +50,12 @@ from fp4train.models.common.layers import (
 )
 from fp4train.models.common.liger import Liger as Liger, use_liger as use_liger
 from fp4train.models.common.loss import (
-    chunk_rows as chunk_rows,
     chunked_cross_entropy as chunked_cross_entropy,
 )
 from fp4train.models.common.operators import (
     OF_TORCH as OF_TORCH,
     Fusible as Fusible,
     Operation as Operation,
-    operations_of as operations_of,
     rotate as rotate,
 )
 from fp4train.models.common.rotary import (
@@ -73,7 +70,6 @@ from fp4train.models.common.rotary import (
     rotary_ends as rotary_ends,
 )
 from fp4train.models.common.router import (
-    BALANCE as BALANCE,
     DROPPED as DROPPED,
     Balance as Balance,
     ExpertShape as ExpertShape,

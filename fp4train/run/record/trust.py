@@ -158,16 +158,11 @@ def check_paths(cfg: DictConfig, named: Iterable[str], *, sending: bool = False)
     from_hub = unnamed(dict(hub_names(plain(cfg), Config)))
     if not (paths or places or from_hub) or (why := _why_foreign(run)) is None:
         return
-    if paths or places:
-        kinds = ["paths outside of the run"] * bool(paths) + ["where its numbers are sent"] * bool(
-            places
-        )
-        untouched = ["read or written there"] * bool(paths) + ["sent"] * bool(places)
+    if outside := paths | places:
+        named_again = " ".join(as_typed(key, value) for key, value in outside.items())
         raise UserError(
-            f"{run / CONFIG} names {' and '.join(kinds)} and {why}; nothing was "
-            f"{', nor '.join(untouched)}. Add what "
-            "is right to the command: "
-            f"{' '.join(as_typed(key, value) for key, value in (paths | places).items())}"
+            f"{run / CONFIG} names paths or services outside of the run and {why}; nothing was read, "
+            f"written or sent there. Add what is right to the command: {named_again}"
         )
     listed = ", ".join(f"{key}={value}" for key, value in from_hub.items())
     _log.warning(

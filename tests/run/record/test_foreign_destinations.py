@@ -37,10 +37,11 @@ def test_where_it_sends_is_named_again_or_nothing_is_sent(
     before = {path: data for path, data in everything(cli.folder).items() if path.name != ".lock"}
     said = cli.raw(*RESUME, *branch, *cli.paths).message
     assert said.startswith(
-        "runs/a/config.yaml names where its numbers are sent and has no signature"
+        "runs/a/config.yaml names paths or services outside of the run and has no signature"
     )
     assert said.endswith(
-        "nothing was sent. Add what is right to the command: track.entity=them track.project=theirs"
+        "nothing was read, written or sent there. Add what is right to the command: "
+        "track.entity=them track.project=theirs"
     )
     assert not sent
     after = {path: data for path, data in everything(cli.folder).items() if path.name != ".lock"}
@@ -73,8 +74,8 @@ def test_paths_and_destinations_are_one_message_and_another_tracker_needs_none(
     cli: Cli, foreign: Path
 ) -> None:
     said = cli.raw(*RESUME).message
-    assert "names paths outside of the run and where its numbers are sent" in said
-    assert "nothing was read or written there, nor sent" in said and "track.entity=them" in said
+    assert "names paths or services outside of the run" in said
+    assert "nothing was read, written or sent there" in said and "track.entity=them" in said
     assert cli.raw(*RESUME, *cli.paths, "track=jsonl").code == 0
 
 
