@@ -43,7 +43,7 @@ import tarfile
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,9 +240,13 @@ class Check:
     def part(self, name: str) -> None:
         """Run the steps of a part that are not done yet, as long as there is time."""
         print(f"==== {name}: {PARTS[name]}", flush=True)
+        self.take(steps_of(name, self.out, self.te))
+
+    def take(self, steps: Iterable[Step]) -> None:
+        """Run steps that are not done yet, until a gate among them is not passed."""
         stretch = (self.ends - time.monotonic()) / NINE
         spare = 0.0
-        for step in steps_of(name, self.out, self.te):
+        for step in steps:
             limit = float("inf")
             if step.limit is not None:
                 limit = step.limit * stretch + spare
@@ -251,7 +255,7 @@ class Check:
             spare = max(0.0, limit - (time.monotonic() - began))
             self.pack()
             if step.gate and not passed:
-                print(f"== {name} stops here: without {step.name} the other steps tell nothing")
+                print(f"== the part stops here: without {step.name} the other steps tell nothing")
                 return
 
     def together(self, step: Step, limit: float) -> bool:

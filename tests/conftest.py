@@ -267,16 +267,21 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRu
 
 
 @pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def cli(
     text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    working_folder: Path,
     capsys: pytest.CaptureFixture[str],
     finished: FinishedRuns,
 ) -> Cli:
     """The command line in an empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    return Cli(text, tmp_path, capsys, finished)
+    return Cli(text, working_folder, capsys, finished)
 
 
 @pytest.fixture(scope="session")

@@ -5,15 +5,14 @@ something.
 import json
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli
 from pretended import Machine
 
 from fp4train.audit import start
-from fp4train.cli import main
 from fp4train.config import RECIPES
 from fp4train.hardware import Device
 from fp4train.lab.doctor import machine, recipes
@@ -21,20 +20,6 @@ from fp4train.precision import NVFP4, FP8Current
 from fp4train.quantize import Quantizer, QuantSpec
 
 EVERY = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", *arguments])
-    shown = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, shown.out, shown.err
 
 
 @pytest.fixture
@@ -45,12 +30,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_every_recipe_is_tried_and_the_screen_fits(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code, screen, _ = doctor(capsys)
-    assert code == 0, screen
-    lines = screen.splitlines()
+def test_every_recipe_is_tried_and_the_screen_fits(cli: Cli) -> None:
+    ended = cli.raw("doctor")
+    assert ended.code == 0, ended.out
+    lines = ended.out.splitlines()
     for name in EVERY:
         (row,) = [
             line for line in lines if line.split() and line.split()[0] == name and "  " in line
@@ -58,10 +41,10 @@ def test_every_recipe_is_tried_and_the_screen_fits(
         assert "FAILED" not in row and "DIFFERENT" not in row
     assert max(map(len, lines)) <= 120 and len(lines) <= len(EVERY) + 30
     assert lines[-1] == "The default run will work: recipe=nvfp4 on cpu, emulated."
-    assert list(tmp_path.iterdir()) == [], "it looks, and leaves nothing behind"
+    assert list(cli.folder.iterdir()) == [], "it looks, and leaves nothing behind"
 
 
-def test_the_pages_table_of_recipes_is_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_table_of_recipes_is_this_one(cli: Cli) -> None:
     """Some of its rows, in its order."""
 
     def rows(text: str) -> list[tuple[str, ...]]:
@@ -71,7 +54,7 @@ def test_the_pages_table_of_recipes_is_this_one(capsys: pytest.CaptureFixture[st
 
     page = (RECIPES.parent / "docs" / "doctor.md").read_text("utf-8")
     *shown, (*_, left_out) = rows(page)
-    found = rows(doctor(capsys)[1])
+    found = rows(cli.raw("doctor").out)
     assert left_out == "…" and len(shown) > 8 and len(found) == len(EVERY) + 2
     assert shown == [row for row in found if row in shown]
 
@@ -101,27 +84,10 @@ def test_scaled_products_that_fail_or_differ_are_noted(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("few")
-def test_the_screen_fits_80_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    _, screen, _ = doctor(capsys)
-    assert screen and max(map(len, screen.splitlines())) <= 80
-
-
-@pytest.mark.usefixtures("few")
-def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = doctor(capsys, "--json")
-    found: dict[str, Any] = json.loads(out)
-    assert code == 0 and found["works"] and found["problems"] == []
-    assert {part["name"] for part in found["machine"]} >= {
-        "GPU",
-        "torch",
-        "CPU",
-        "disk",
-        "wandb",
-        "threads",
-    }
+def test_json_holds_the_same(cli: Cli) -> None:
+    ended = cli.raw("doctor", "--json")
+    found: dict[str, Any] = json.loads(ended.out)
+    assert ended.code == 0 and found["works"] and found["problems"] == []
     nvfp4, fp8 = found["recipes"]
     assert nvfp4["runs"] == "emulated" and nvfp4["codes"] and nvfp4["native_on"] == ["B200"]
     assert fp8["native_on"] == ["H100", "B200"] and fp8["products"] and fp8["scaled"]
@@ -129,21 +95,21 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_what_the_default_run_needs_and_lacks_is_said_and_the_code_is_1(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Machine(monkeypatch).lacks_package("wandb")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
-    code, screen, _ = doctor(capsys)
-    assert code == 1
-    assert "packages: pip install wandb, or track=jsonl" in screen
-    assert "disk: less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere" in screen
-    assert "will work: recipe" not in screen
+    ended = cli.raw("doctor")
+    assert ended.code == 1
+    assert "packages: pip install wandb, or track=jsonl" in ended.out
+    assert "disk: less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere" in ended.out
+    assert "will work: recipe" not in ended.out
 
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(("name", "code"), [("nvfp4", 1), ("fp8_current", 0)])
 def test_a_kernel_that_quantises_otherwise_is_found_and_matters_where_the_default_run_uses_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, code: int
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
     wrong = {"nvfp4": NVFP4(), "fp8_current": FP8Current()}[name].table().specs()[0]
     quantizer = recipes.quantizer
@@ -163,11 +129,11 @@ def test_a_kernel_that_quantises_otherwise_is_found_and_matters_where_the_defaul
 
     for module in (recipes, start):
         monkeypatch.setattr(module, "quantizer", chosen)
-    found, screen, _ = doctor(capsys)
-    assert found == code
-    (row,) = [line for line in screen.splitlines() if line.startswith(f"{name} ")]
+    ended = cli.raw("doctor")
+    assert ended.code == code
+    (row,) = [line for line in ended.out.splitlines() if line.startswith(f"{name} ")]
     assert "DIFFERENT" in row
-    assert f"recipe={name}: C quantise" in screen.replace("\n    ", " ")
+    assert f"recipe={name}: C quantise" in ended.out.replace("\n    ", " ")
 
 
 def test_a_backend_that_fails_is_a_problem_with_its_message(
@@ -201,10 +167,9 @@ def test_a_driver_without_a_gpu_for_torch_is_explained(
         if raised is not None:
             raise raised
 
-    Machine(monkeypatch).has_driver("550.54.15")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
+    pretended = Machine(monkeypatch)
+    pretended.has_driver("550.54.15")
+    pretended.has_torch_for(cuda, is_available=lambda: False, init=init)
     part = machine._gpu()
     assert part.value == "torch sees none" and part.problem is None
     assert words in str(part.note)
@@ -221,20 +186,22 @@ def test_a_gpu_without_bf16_is_too_old(
         (),
         {"name": "a GPU", "major": capability[0], "minor": capability[1], "total_memory": 1},
     )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    Machine(monkeypatch).has_torch_for(
+        "13.0",
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        get_device_properties=lambda index: found,
+        get_device_capability=lambda index: capability,
+    )
     part = machine._gpu()
     assert part.value.startswith("2 × a GPU, compute capability ")
     assert (part.problem is None) is works
     assert works or "no BF16 products, which need 8.0; use device=cpu" in str(part.problem)
 
 
-def test_other_words_than_json_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, error = doctor(capsys, "recipe=nvfp4")
-    assert code == 1
-    assert error.strip() == "fp4train: doctor takes --json only, not recipe=nvfp4"
+def test_other_words_than_json_are_refused(cli: Cli) -> None:
+    ended = cli.raw("doctor", "recipe=nvfp4")
+    assert ended.code == 1 and "doctor takes --json only" in ended.message
 
 
 @pytest.mark.long

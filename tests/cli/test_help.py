@@ -4,44 +4,41 @@ text.
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from command_line import Outcome
+from command_line import Cli
 from omegaconf import OmegaConf
 
-from fp4train.cli import help as screens, main
-from fp4train.cli.main import VERBS
+from fp4train.cli import help as screens
 from fp4train.config import default_of, own_class, own_options
 from fp4train.config.binding import as_node
 from fp4train.config.composition import Composed, composed, sections
 from fp4train.config.descriptions import CLASSES, Descriptions, comments
 
-Cli = Callable[..., Outcome]
 OPTIONS = [(group, option) for group, names in own_options().items() for option in names]
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
 
-    def call(*arguments: str) -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        shown = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Outcome(ended.value.code, shown.out, shown.err)
 
-    return call
+def shape(section: object) -> object:
+    """The keys and classes of a section, whatever its values are."""
+    if isinstance(section, Mapping):
+        return {key: section[key] if key == "_target_" else shape(section[key]) for key in section}
+    return [shape(entry) for entry in section] if isinstance(section, list) else None
 
 
 def commands_of(group: str) -> Iterator[tuple[str, Composed]]:
-    """Option → what the command that chooses it composes; its section is put into one composition."""
+    """Option → what the command that chooses it composes, one for each shape of their sections; a
+    section is put into one composition.
+    """
     options = own_options()[group]
     if group == "experiment":  # it has no section
         for option in options:
@@ -49,7 +46,9 @@ def commands_of(group: str) -> Iterator[tuple[str, Composed]]:
         return
     words = {"phases": ["schedule=wsd"], "data/tokenizer": ["data=text"]}.get(group, [])
     command = next(composed(words))
-    for (_, option), section in sections({group: options}).items():
+    named = sections({group: options})
+    by_shape = {str(shape(section)): (option, section) for (_, option), section in named.items()}
+    for option, section in by_shape.values():
         cfg = copy.deepcopy(command.cfg)
         OmegaConf.update(cfg, group.replace("/", "."), section, merge=False)
         yield option, replace(command, cfg=cfg, choices={**command.choices, group: option})
@@ -103,10 +102,8 @@ def test_comments_are_read_where_they_stand(tmp_path: Path) -> None:
             ["train.batch_size", "sequences per step", "16", "a whole number"],
         ),
         (["help", "optim.lr"], ["0.003, with optim=adamw"]),
-        (["help", "lr"], ["optim.lr"]),
         (["help", "recipe"], ["* nvfp4", "MXFP8: E4M3 with a power of two", "recipe.guard=1.0"]),
         (["help", "recipe=mxfp8"], ["recipe.scale_rounding=rceil"]),
-        (["help", "data.tokenizer=gpt2"], ["data/tokenizer=gpt2", "50,257 ids"]),
         (["plan", "full=true", "--help"], ["full=true", "every layer and GEMM"]),
         (
             ["help", "experiment=llama_1b_fineweb"],
@@ -117,19 +114,15 @@ def test_comments_are_read_where_they_stand(tmp_path: Path) -> None:
                 "warmup: 5000",
             ],
         ),
-        (["help", "optim.momentum"], ["0.95, with optim=muon"]),
-        (["help", "policy.recipe_for_kept.fused_scales"], ["one global scale"]),
-        (["help", "parallel"], ["parallel.tp=1"]),
         (["help", "checkpoint."], ["checkpoint.keep"]),
         (["help", "plan", "gpu"], ["gpu=B200", "H200"]),
         (["help", "data.path"], ["data.path", "with data=", "takes text or a list"]),
-        (["plan", "--help", "recipe=mxfp8"], ["recipe.scale_rounding=rceil"]),
         (["help", "compare", "out"], ["out=FILE"]),
         (["compare", "runs/a", "runs/b", "--help"], ["fp4train compare"]),
     ],
 )
 def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str]) -> None:
-    found = cli(*words)
+    found = cli.raw(*words)
     text = " ".join(found.out.split())
     assert found.code == 0 and not [part for part in shown if part not in text]
     assert max(map(len, found.out.splitlines())) <= 80
@@ -139,24 +132,13 @@ def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str
     ("words", "message"),
     [
         (["help", "train.stepz"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
-        (["help", "data.pth"], "did you mean 'data.path'?"),
-        (["help", "optim.lrr=3"], "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
-        (["help", "trian"], "did you mean 'train'?"),
-        (["help", "curves"], "unknown key 'curves'"),
         (["help", "nvfp4"], "did you mean 'recipe=nvfp4'?"),
-        (["help", "moe_tiny"], "did you mean 'model=moe_tiny'?"),
-        (["help", "eval.everyy"], "unknown key 'eval.everyy'; did you mean 'eval.every'?"),
         (["recipe=NVFP4"], "there is no such recipe; did you mean 'nvfp4'?"),
         (["--multirun"], "no key has several values"),
         (["--resolve"], "shown by --cfg job, with --resolve or not"),
         (["data.tokenizer=gpt2"], "is chosen with a slash, data/tokenizer=NAME"),
         (["~train"], "train is missing"),
-        (["help", "recipe=nvpf4"], "there is no such recipe; did you mean 'nvfp4'?"),
         (["--cfg", "job", "recipe=nvpf4"], "there is no such recipe; did you mean 'nvfp4'?"),
-        (
-            ["--cfg", "job", "train.stepz=3"],
-            "unknown key 'train.stepz'; did you mean 'train.steps'?",
-        ),
         (["--cfg", "job", "foo"], "'foo' is no key=value"),
         (["--cfg", "jobb"], "shown by --cfg job"),
         (["--info", "defaults"], "unknown flag --info"),
@@ -164,7 +146,7 @@ def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str
     ],
 )
 def test_what_help_does_not_know_is_one_line(cli: Cli, words: list[str], message: str) -> None:
-    found = cli(*words)
+    found = cli.raw(*words)
     assert found.code == 1 and message in " ".join(found.err.split())
     assert found.err.count("fp4train: ") == 1 and not re.search(
         "Traceback|Hydra|hydra.cc", found.err
@@ -172,19 +154,16 @@ def test_what_help_does_not_know_is_one_line(cli: Cli, words: list[str], message
     assert max(map(len, found.err.splitlines())) <= 80
 
 
-VERBS_WITH_OPTIONS = [verb for verb in VERBS if verb not in ("train", "doctor", "recipes")]
-
-
-@pytest.mark.parametrize("verb", VERBS_WITH_OPTIONS)
+@pytest.mark.parametrize("verb", ["plan", "rank"])
 def test_an_option_of_a_verb_without_one_of_its_letters_is_suggested(
     cli: Cli, verb: str, small_run: Path
 ) -> None:
-    options = re.findall(r"^  (\w+)=", cli("help", verb).out, re.MULTILINE)
+    options = re.findall(r"^  (\w+)=", cli.raw("help", verb).out, re.MULTILINE)
     assert options
     for option in options:
         middle = len(option) // 2
         word = f"{option[:middle]}{option[middle + 1 :]}=1"
-        refused = cli(verb, str(small_run), word)
+        refused = cli.raw(verb, str(small_run), word)
         message = " ".join(refused.err.split())
         assert refused.code in (1, 2, 3) and refused.err.count("fp4train: ") == 1
         assert f"did you mean {option!r}?" in message, message
@@ -196,7 +175,7 @@ def test_an_option_of_a_verb_without_one_of_its_letters_is_suggested(
 def test_a_verb_on_a_run_lists_its_own_options(
     cli: Cli, verb: str, options: str, small_run: Path
 ) -> None:
-    refused = " ".join(cli(verb, str(small_run), "zzz=3").err.split())
+    refused = " ".join(cli.raw(verb, str(small_run), "zzz=3").err.split())
     assert f"unknown key 'zzz' (known: {options}" in refused
     assert "and the keys of a run)" in refused and "write plan" not in refused
 
@@ -206,14 +185,14 @@ def test_what_a_verb_knows_follows_what_was_meant(cli: Cli, verb: str) -> None:
     for word, hint in (("bsln=a", "; did you mean 'baseline'?"), ("zzz=a", "")):
         key = word.partition("=")[0]
         message = f"unknown key {key!r}{hint} (known: baseline, out, "
-        assert message in " ".join(cli(verb, "a", "b", word).err.split())
+        assert message in " ".join(cli.raw(verb, "a", "b", word).err.split())
 
 
 def test_the_configuration_is_shown_with_keys_that_only_classes_have(cli: Cli) -> None:
-    shown = yaml.safe_load(cli("--cfg", "job", "recipe.fused_scales=true").out)
+    shown = yaml.safe_load(cli.raw("--cfg", "job", "recipe.fused_scales=true").out)
     assert shown["recipe"]["fused_scales"] is True and shown["run"]["name"].startswith("${hydra:")
     assert "hydra" not in shown
-    resolved = yaml.safe_load(cli("--cfg", "job", "--resolve").out)
+    resolved = yaml.safe_load(cli.raw("--cfg", "job", "--resolve").out)
     assert resolved["run"]["name"] == "llama_tiny-nvfp4"
 
 
@@ -222,18 +201,18 @@ def test_help_lists_a_users_own_option_with_its_comments(cli: Cli, tmp_path: Pat
     (tmp_path / "own" / "recipe" / "house.yaml").write_text(
         "# Ours\ndefaults: [mxfp8, _self_]\nelement: hybrid  # as we like it\n"
     )
-    shown = cli("help", "--config-dir", "own", "recipe=house").out
+    shown = cli.raw("help", "--config-dir", "own", "recipe=house").out
     assert "Ours" in shown and "as we like it" in shown and "32×32 blocks" in shown
 
 
 def test_help_of_plan_says_what_a_run_takes(cli: Cli, small_run: Path) -> None:
-    lines = cli("help", "plan").out
+    lines = cli.raw("help", "plan").out
     assert "not of RUN" in next(line for line in lines.splitlines() if "--json" in line)
     for option in ("full=true", "full=false"):
-        assert cli("plan", str(small_run), option).code == 0
+        assert cli.raw("plan", str(small_run), option).code == 0
     for option in ("--json", "gpus=2", "gpu=B200"):
-        refused = cli("plan", str(small_run), option)
+        refused = cli.raw("plan", str(small_run), option)
         assert refused.code == 1 and "plan RUN shows the run as it is" in " ".join(
             refused.err.split()
         )
-    assert "unknown flag --zzz" in cli("plan", str(small_run), "--zzz").err
+    assert "unknown flag --zzz" in cli.raw("plan", str(small_run), "--zzz").err

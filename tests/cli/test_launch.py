@@ -7,28 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import TINY, Outcome, reading
-
-from fp4train.cli import main
+from command_line import TINY, Cli, Outcome, reading
 
 Call = Callable[..., Outcome]
 
 
 @pytest.fixture
-def call(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Call:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        shown = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Outcome(ended.value.code, shown.out, shown.err)
-
-    return run
+def call(cli: Cli) -> Call:
+    return cli.raw
 
 
 @pytest.mark.parametrize(

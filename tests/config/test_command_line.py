@@ -38,8 +38,7 @@ def of_run(*words: str) -> Options:
     return read_line(list(words), Options, HELP, keys=None)
 
 
-def test_a_command_line_is_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_command_line_is_taken_apart(working_folder: Path) -> None:
     Path("b=2").mkdir()
     Path("mine/recipe").mkdir(parents=True)
     Path("mine/recipe/ours.yaml").write_text("{}")
@@ -79,10 +78,7 @@ def test_a_wrong_option_is_refused(words: list[str], message: str) -> None:
         of_run(*words)
 
 
-def test_keys_of_a_run_and_folders_are_no_misspelt_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_keys_of_a_run_and_folders_are_no_misspelt_options(working_folder: Path) -> None:
     Path("fork=2").mkdir()
     words = ["gpu=B200", "recipe=nvfp4", "model=moe_tiny", "forks.a=1", "fork=2"]
     assert of_run(*words).words == words
@@ -137,10 +133,7 @@ def test_words_on_a_run_are_told_apart_by_what_the_verb_takes() -> None:
     assert line.paths == {"data.path": "x.txt"} and line.run == Path("runs/a")
 
 
-def test_a_file_that_stands_for_an_option_may_have_any_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_that_stands_for_an_option_may_have_any_name(working_folder: Path) -> None:
     file = Path("a=1 (b)'s/ours.yaml")
     file.parent.mkdir()
     file.write_text("_target_: fp4train.precision.NVFP4")

@@ -77,15 +77,12 @@ def test_a_path_is_text_to_the_class_that_has_it() -> None:
     assert made.path == "/x" and type(made.path) is str
 
 
-def test_a_name_on_the_hub_is_no_path_where_nothing_here_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_name_on_the_hub_is_no_path_where_nothing_here_has_it(working_folder: Path) -> None:
     assert all(map(is_hub_name, ("gpt2", "openai-community/gpt2")))
     assert not any(
         map(is_hub_name, ("~/gpt2", "/a", "./a", "../a", "a/b/c", "tokenizer.json", "s3://a/b"))
     )
-    (tmp_path / "gpt2").mkdir()
+    (working_folder / "gpt2").mkdir()
     assert not is_hub_name("gpt2")
     data = {"_target_": "fp4train.data.huggingface.HuggingFace", "name": "gpt2"}
     assert dict(path_values({"data": data}, Config)) == {"data.name": "gpt2"}

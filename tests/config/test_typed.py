@@ -71,9 +71,8 @@ class Options(CommandLine):
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "hf", "https", "file"])
 def test_a_path_of_another_storage_is_refused_wherever_it_is_given(
-    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: str, working_folder: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     place = f"{scheme}://bucket/a"
     said = f"{place}: {scheme}:// is no path here, .* copy it to a disk, or mount it"
     with pytest.raises(UserError, match=f"^out={said}"):
@@ -90,7 +89,7 @@ def test_a_path_of_another_storage_is_refused_wherever_it_is_given(
         for folder in ("", "mine/"):
             with pytest.raises(UserError, match=f"^({key}=|run.dir=runs/)?{folder}{said}"):
                 to_config(next(composed([*others, f"{key}={folder}{place}"])).cfg)
-    assert not list(tmp_path.iterdir())
+    assert not list(working_folder.iterdir())
 
 
 def test_an_entry_is_added_to_a_section_that_has_any_number_of_them() -> None:

@@ -25,10 +25,9 @@ FILES = {
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_run: Path) -> None:
+def files(working_folder: Path, monkeypatch: pytest.MonkeyPatch, small_run: Path) -> None:
     """A working directory with the files that the page shows, a README and a copy of a run."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", working_folder / "cache")
     for name, body in FILES.items():
         Path(name).write_text(body, encoding="utf-8")
     Path("quotes.jsonl").write_text(

@@ -18,6 +18,7 @@ from fp4train.cli.export import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "exchange.md").read_text(encoding="utf-8")
+pytestmark = pytest.mark.usefixtures("working_folder")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TITLE = "From fp4train to transformers"
 PACKED = "From fp4train to packed NVFP4"
@@ -69,11 +70,6 @@ def called(words: list[str], text: Path) -> None:
             ]
         )
     assert ended.value.code == 0
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_the_commands_and_the_python_of_the_page_run(

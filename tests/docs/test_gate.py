@@ -16,9 +16,8 @@ PAGE = "gate.md"
 
 @pytest.mark.long
 def test_every_command_works_and_the_first_gate_prints_what_the_page_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    working_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     printed = {}
     for _, *shown in commands(PAGE):
         words = in_tenths(shown, ("step", "checkpoint.every"))

@@ -42,12 +42,11 @@ def small(words: list[str]) -> list[str]:
 
 @pytest.mark.long
 def test_every_command_of_the_guide_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    working_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for block in [*blocks("python"), *blocks("yaml")]:
         if match := re.match(r"# (mine/[\w/.]+)\n", block):
-            path = tmp_path / match[1]
+            path = working_folder / match[1]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block)
     shown = {}

@@ -11,10 +11,7 @@ from fp4train.models.hybrid import Hybrid, ScanShape
 
 
 @pytest.mark.long
-def test_every_command_works_in_the_order_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_command_works_in_the_order_of_the_page(working_folder: Path) -> None:
     np.zeros(1000, dtype="<u2").tofile("tokens.bin")
     check_commands("hybrid.md", 6)
 

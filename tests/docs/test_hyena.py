@@ -11,10 +11,7 @@ from fp4train.models.hyena import FilterShape, Hyena
 
 
 @pytest.mark.long
-def test_every_command_works_in_the_order_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_command_works_in_the_order_of_the_page(working_folder: Path) -> None:
     Path("genome.fa").write_text(">a\n" + "ACGTTGCA" * 400 + "\n")
     write_evo2(Path("evo2"))
     check_commands("hyena.md", 8)

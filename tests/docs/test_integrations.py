@@ -23,17 +23,16 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def test_all_python_of_the_page_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    working_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("accelerate", "peft", "lightning.pytorch", "transformers.trainer"):
         framework(name)
-    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 7
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "integrations.md", "exec"), names)
-    assert names["precision"].step == 8 and (tmp_path / "accelerate").is_dir()  # type: ignore[attr-defined]
+    assert names["precision"].step == 8 and (working_folder / "accelerate").is_dir()  # type: ignore[attr-defined]
     shown = capsys.readouterr().out
     assert "fprop" in shown and "adapter (lora_A): kept in high precision by its name" in shown
 

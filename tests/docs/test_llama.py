@@ -28,10 +28,7 @@ def keys_of(kind: type) -> set[str]:
 
 
 @pytest.mark.long
-def test_every_command_works_in_the_order_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_command_works_in_the_order_of_the_page(working_folder: Path) -> None:
     np.zeros(1000, dtype="<u2").tofile("tokens.bin")
     check_commands("llama.md", 8)
 

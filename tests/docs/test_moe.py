@@ -17,10 +17,7 @@ from fp4train.models.moe import Balance, ExpertShape
 
 
 @pytest.mark.long
-def test_every_command_works_in_the_order_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_command_works_in_the_order_of_the_page(working_folder: Path) -> None:
     np.zeros(1000, dtype="<u2").tofile("tokens.bin")
     check_commands("moe.md", 7)
 
@@ -32,9 +29,8 @@ def test_the_page_names_every_key_that_is_the_family_s_own() -> None:
 
 
 def test_the_policies_that_are_ranked_keep_the_layers_that_the_table_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    working_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "benchmarks" / "moe_policies.md").read_text(
         encoding="utf-8"
     )

@@ -124,13 +124,12 @@ def test_the_columns_of_doctor_are_explained() -> None:
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mine(working_folder: Path) -> Path:
     """A working directory with the folder `mine/` that plugins.md shows; "continued" adds to a
     file.
     """
-    write_shown(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    write_shown(working_folder)
+    return working_folder
 
 
 def test_the_recipe_in_yaml_is_one(mine: Path) -> None:

@@ -17,8 +17,7 @@ FEW = {"steps": "steps=2", "forks": "forks=1", "batches": "batches=1"}
 
 
 @pytest.mark.long
-def test_every_command_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_command_works(working_folder: Path) -> None:
     found = commands(PAGE)
     assert len(found) > 4
     for _, *shown in found:

@@ -33,10 +33,7 @@ def ended(*words: str) -> object:
     return raised.value.code
 
 
-def test_commands_of_the_page_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_commands_of_the_page_run(working_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipes, recipe, paper, train, rank = commands("recipes.md")
     for words in (recipes, recipe, paper):
         assert ended(*words[1:]) == 0

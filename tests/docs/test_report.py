@@ -16,9 +16,8 @@ SMALL = (*PAGE_RUN, "train.steps=60")
 
 @pytest.mark.long
 def test_every_command_works_and_the_report_has_the_sections(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    working_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     small = {"report": (), "rank": ("steps=2",)}
     for words in [
         *commands("report.md")[:2],
@@ -29,13 +28,13 @@ def test_every_command_works_and_the_report_has_the_sections(
         with pytest.raises(SystemExit) as ended:
             main([*words[1:], *options])
         assert ended.value.code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = (working_folder / "report.html").read_text(encoding="utf-8")
     named = re.findall(r"^\| ([A-Z][^|]+) \|", TEXT, re.MULTILINE)
     assert re.findall(r"<h2>([^<]+)</h2>", page) == [
         title for each in named for title in each.split(", ")
     ]
     assert 'class="warnings"' not in page, "nothing of a whole run is missing"
-    assert page.count("<img") == 4 and (tmp_path / "a.html").is_file()
+    assert page.count("<img") == 4 and (working_folder / "a.html").is_file()
 
 
 def test_its_links_exist() -> None:

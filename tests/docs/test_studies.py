@@ -20,10 +20,7 @@ def of_the_short_run(path: str) -> str:
 
 
 @pytest.mark.long
-def test_every_command_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_command_works(working_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _, *shown in commands("studies.md"):
         words = [of_the_short_run(word) for word in shown]
         if words[0] != "sensitivity":
@@ -37,7 +34,7 @@ def test_every_command_works(
         assert ended.value.code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
     folder = of_the_short_run(re.findall(r"in `(runs/[\w/-]+)`", TEXT)[0])
     for name in re.findall(r"`([\w]+\.(?:json|png|yaml|jsonl))`", TEXT):
-        assert (tmp_path / folder / name).is_file(), name
+        assert (working_folder / folder / name).is_file(), name
 
 
 def test_the_options_are_those_of_the_command() -> None:

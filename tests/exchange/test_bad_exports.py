@@ -58,13 +58,12 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_is_refused_in_one_line(
-    small_run: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    small_run: Path, command: Command, working_folder: Path, case: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     words, said = WRONG[case]
     told = command("export", *(word.format(run=small_run) for word in words), code=1)
     assert said in told and told.count("fp4train: ") == 1
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(working_folder) == []
 
 
 def test_a_model_without_a_form_in_transformers_is_refused(

@@ -273,21 +273,6 @@ def test_the_loss_in_transformers_is_refused(
     assert "library_name" not in (folder / "README.md").read_text()
 
 
-def test_another_list_of_what_is_kept_is_told_in_a_line(
-    exported: Callable[..., tuple[Path, Path]], tmp_path: Path
-) -> None:
-    """Of a large mixture it has thousands of names."""
-    folder, run = exported("modelopt")
-    shutil.copytree(folder, tmp_path / "a")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["ignore"].append("more")
-    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
-    (told,) = verify(tmp_path / "a", run).others
-    assert (
-        told.startswith("config.json: quantization_config.ignore is ['lm_head'") and len(told) < 500
-    )
-
-
 def flip_a_code(tensors: dict[str, Tensor]) -> None:
     tensors[f"{INSIDE}.2.up_proj.weight"][5, 3] ^= 0x80
 

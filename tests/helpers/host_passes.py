@@ -6,7 +6,6 @@ The stand-ins have the signatures of `Launch.__call__` (quantize/triton_launch.p
 that these give.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import cycle
@@ -68,25 +67,9 @@ def passes(layer: nn.Module, size: int, dtype: torch.dtype) -> Callable[[], None
     return both
 
 
-def plain_layer() -> Callable[[], None]:
-    """A small nn.Linear."""
-    return passes(nn.Linear(8, 8, bias=False), 8, torch.float32)
-
-
 def native_layer(recipe: Recipe) -> Callable[[], None]:
     """A layer that fills whole tiles of scales, or which has so few codes that torch's operators on
     them take no time.
     """
     size = 32 if isinstance(recipe, FP8Current | FP8Delayed) else 128
     return passes(Linear(size, size, bias=False, backend="native"), size, torch.bfloat16)
-
-
-def least(work: Callable[[], None], times: int = 50) -> float:
-    """Seconds of this thread for `work`, the least mean of `times` of them in a few tries."""
-    found = []
-    for _ in range(5):
-        began = time.thread_time()
-        for _ in range(times):
-            work()
-        found.append((time.thread_time() - began) / times)
-    return min(found)

@@ -84,6 +84,12 @@ class Machine:
         for module in (host, machine):
             self.patch.setattr(module, "driver_version", lambda: version)
 
+    def has_torch_for(self, cuda: str | None, **functions: Callable[..., Any]) -> None:
+        """A torch that is built for this CUDA, whose module of GPUs has these functions."""
+        self.patch.setattr(torch.version, "cuda", cuda)
+        for name, function in functions.items():
+            self.patch.setattr(torch.cuda, name, function)
+
     def lacks_package(self, package: str) -> None:
         """This package is not installed."""
         installed = host.package_version

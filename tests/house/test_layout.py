@@ -19,24 +19,6 @@ NO_PACKAGE = {
 }
 """Folders of tests/ that stand for no folder of the package, and what they hold."""
 
-PROGRAMS = {
-    "backends/te/te_audited_on_cpu.py": "one test starts it",
-    "backends/te/te_codes_on_cpu.py": "one test starts it",
-    "backends/te/te_experts_on_cpu.py": "one test starts it",
-    "backends/te/te_on_cpu.py": "one test starts it",
-    "backends/te/te_products_on_cpu.py": "three of these and a patch of ranks import it",
-    "backends/te/te_server.py": "the conftest beside it starts it",
-    "backends/te/te_steps_on_cpu.py": "one test starts it",
-    "golden/few_bits.py": "makes the vectors beside it",
-    "golden/hif4.py": "makes the vectors beside it",
-    "golden/hyena.py": "makes the vectors beside it",
-    "golden/if4.py": "makes the vectors beside it",
-    "golden/tensor_cores.py": "makes the vectors beside it",
-    "golden/macro_blocks.py": "makes the vectors beside it",
-    "golden/ue5m3.py": "makes the vectors beside it",
-    "golden/reduce.py": "makes the vectors beside it",
-}
-
 
 def folders() -> set[str]:
     return {path.parent.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py")} - {"."}
@@ -80,17 +62,6 @@ def test_a_test_that_is_named_as_a_module_lies_where_the_module_does() -> None:
 def test_a_test_beside_the_folders_is_of_a_module_beside_the_packages() -> None:
     for path in TESTS.glob("test_*.py"):
         assert (PACKAGE / path.name.removeprefix("test_")).exists(), path.name
-
-
-def test_what_several_tests_share_lies_in_one_folder() -> None:
-    known = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py")} - set(PROGRAMS)
-    for name in known:
-        path = Path(name)
-        assert (
-            path.parent.name == "helpers"
-            or path.name == "conftest.py"
-            or path.name.startswith("test_")
-        ), name
 
 
 def test_every_helper_is_used() -> None:

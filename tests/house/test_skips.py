@@ -1,8 +1,7 @@
 """What tests are skipped without is there where they must run: users may lack it, CI may not.
 
 In CI that is the C extension, all else that `make test` installs, and a C++ compiler. The golden
-vectors are in every clone. A browser is the exception: no package of Python's brings one, so what
-looks at the report is skipped in CI, too, where none is installed, and nothing else may be.
+vectors are in every clone.
 """
 
 import importlib
@@ -13,7 +12,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from browser import browser, page
 
 from fp4train.backends import native
 from fp4train.backends.te import availability
@@ -98,20 +96,3 @@ def test_what_needs_this_torch_is_not_skipped_in_ci() -> None:
         assert native.cpu_multiplies_rows(), (
             "this torch multiplies no rows on CPUs: scaled_mm by row goes untested"
         )
-
-
-def test_nothing_but_the_look_at_the_report_needs_a_browser() -> None:
-    folder = Path(__file__).parents[1]
-    named = {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*.py")
-        if "browser()" in path.read_text()
-    }
-    assert named == {"helpers/browser.py", "lab/report/test_browser.py", "house/test_skips.py"}
-
-
-def test_a_browser_that_is_there_in_ci_can_be_spoken_to() -> None:
-    """One that does not start would fail every test that looks; this says why."""
-    if os.environ.get("CI") and browser() is not None:
-        with page() as opened:
-            assert opened.evaluate("1 + 1") == 2

@@ -3,7 +3,6 @@ refuses.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,46 +156,6 @@ def test_key_words_fit_int32_so_that_no_step_or_seed_recompiles_a_kernel() -> No
     )
     assert random_words(key) == (-1, -1, -1, -1, -1, -1)
     assert random_words(None) == (0,) * 6
-
-
-@needs_triton
-@pytest.mark.parametrize("values", [False, True])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        QuantSpec(),
-        QuantSpec(hadamard=Hadamard(), rounding="stochastic"),
-        QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None),
-        QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None),
-        QuantSpec(element="e4m3", block=(1, None), scale="fp32", global_scale=None),
-    ],
-    ids=["nvfp4", "nvfp4 of tokens", "mxfp8", "fp8 of the tensor", "fp8 of rows"],
-)
-def test_a_quantisation_costs_little_python_before_tritons_launcher(
-    monkeypatch: pytest.MonkeyPatch, spec: QuantSpec, values: bool
-) -> None:
-    """Functions of Python that are entered, which does not depend on the machine: 16 take 5 to 10
-    µs.
-    """
-    monkeypatch.setattr(Launch, "__call__", lambda *args, **options: None)
-    Machine(monkeypatch).interprets_triton(False)
-    quantizer = backend.TritonQuantizer(spec)
-    run = quantizer.values if values else quantizer.codes
-    x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    key = RandomKey(seed=1, step=2, layer=3, operand=0)
-    run(x, key if spec.rounding == "stochastic" else None)
-    entered: list[str] = []
-
-    def note(frame: Any, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_name not in ("<lambda>", "__call__"):
-            entered.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        run(x, key if spec.rounding == "stochastic" else None)
-    finally:
-        sys.setprofile(None)
-    assert len(entered) <= 16, entered
 
 
 @needs_triton

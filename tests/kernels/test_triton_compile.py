@@ -159,15 +159,6 @@ def functions() -> dict[str, Any]:
     }
 
 
-def test_kernels_and_their_functions_have_few_parameters() -> None:
-    """What a launch passes is looked at by Triton in Python, one parameter after the other."""
-    found = {name: len(each.arg_names) for name, each in functions().items()}
-    wanted = {"quantize", "quantize_both", "quantize_turned", "decode_blocks"}
-    wanted |= {"amax_tensor", "amax_rows", "amax_columns", "amax_both"}
-    assert wanted <= found.keys()
-    assert max(found.values()) <= 20, found
-
-
 def test_functions_pass_each_other_what_triton_3_6_makes_constants_of() -> None:
     """Its `call_JitFunction` (compiler/code_generator.py) wraps neither a text that is a
     parameter's default or a field of a variant, nor any field of a variant within a tuple, and

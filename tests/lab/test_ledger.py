@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ import fp4train as f4
 from fp4train.config import own_options
 from fp4train.errors import UserError
 from fp4train.lab.ledger import PublishedRecipe, code_read, ledger, markdown
-from fp4train.lab.studies import candidates, sweep_axes
 from fp4train.precision import BF16, Layer, LayerPolicy, find_layers
 from fp4train.quantize import RandomKey, quantize
 
@@ -81,13 +79,6 @@ def test_a_recipe_of_the_ledger_trains_and_shows_its_plan(name: str) -> None:
     plan = str(f4.plan(model, recipe_named(name), policy))
     elements = {spec.element.upper() for spec in recipe_named(name).table().specs()}
     assert elements and all(element in plan for element in elements)
-
-
-def test_every_recipe_of_the_ledger_is_a_candidate_of_one_ranking(small_run: Path) -> None:
-    saved = yaml.safe_load((small_run / "config.yaml").read_text())
-    axes = sweep_axes([f"recipe={','.join(['bf16', *RECIPES])}", "policy=all"])
-    names = [candidate.name for candidate in candidates(axes, saved) if candidate.asked]
-    assert names == ["bf16", *RECIPES]
 
 
 def test_policies_of_papers_keep_what_they_say() -> None:
@@ -175,20 +166,6 @@ def test_weights_in_four_bits_are_those_of_mlps_and_experts_in_every_family(
     assert quantised == of_mlps
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_ledger_alone_says_what_is_mirrored(name: str) -> None:
-    """A comment of the file that says it, too, would come to say something else."""
-    comments = [
-        line for line in (RECIPE_FILES / f"{name}.yaml").read_text().splitlines() if line[:1] == "#"
-    ]
-    assert f"# What of it is mirrored, and what is not: `fp4train recipes {name}`" in comments[-1]
-    words = " ".join(comments[:-1]).lower()
-    assert "mirrored" not in words and " not:" not in words
-    numbers = set(re.findall(r"\b\d{4}\.\d{5}\b", words))
-    published = {entry.arxiv for entry in ENTRIES if entry.recipe == name}
-    assert numbers <= published | {"2602.11287"}, "the last is the paper of HiFloat4's format"
-
-
 def test_both_forms_of_ufp4_have_the_same_codes_and_values() -> None:
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     key = RandomKey(seed=0, step=1, layer=2, operand=3)
@@ -203,23 +180,6 @@ def test_both_forms_of_ufp4_have_the_same_codes_and_values() -> None:
             assert torch.equal(
                 quarters.dequantize(torch.float32), integers.dequantize(torch.float32)
             )
-
-
-def test_the_ledger_says_of_every_recipe_which_code_of_its_authors_was_read() -> None:
-    """Repository, commit and file, or that there was none; of a published recipe never "of no
-    paper".
-    """
-    code = code_read()
-    assert sorted(code) == sorted(path.stem for path in RECIPE_FILES.glob("*.yaml"))
-    place = re.compile(r"[\w.-]+/[\w.-]+ [0-9a-f]{7}: \S+\.\w+(, \S+\.\w+)*")
-    for name, text in code.items():
-        none = text.startswith(("paper only", "none found"))
-        assert place.fullmatch(text) or none or (text.startswith("none") and name not in RECIPES)
-
-
-def test_each_paper_is_found_by_its_number() -> None:
-    numbers = {entry.arxiv for entry in ENTRIES}
-    assert {"2605.20402", "2606.19348"} <= numbers
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ freed.
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import weakref
 from functools import partial
 
@@ -168,23 +166,6 @@ def test_the_compilers_cache_keys_hold_no_weights() -> None:
     with autocast(NVFP4(), step=0):
         torch.compile(model, fullgraph=True)(torch.randn(8, 16)).sum().backward()
     assert counters["inductor"]["fxgraph_cache_bypass"] == 0
-
-
-def test_copies_and_pickles_of_a_layer_have_handles_of_their_own() -> None:
-    model = f4.convert(pair())
-    stored = io.BytesIO()
-    torch.save(model, stored)
-    stored.seek(0)
-    parametrized = copy.deepcopy(
-        torch.nn.utils.parametrizations.weight_norm(copy.deepcopy(model)[0])
-    )
-    for layer in (
-        copy.copy(model[0]),
-        copy.deepcopy(model)[0],
-        torch.load(stored, weights_only=False)[0],
-        parametrized,
-    ):
-        assert layer.handle.layer is layer
 
 
 def test_a_layer_and_its_weight_are_freed_at_once() -> None:

@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 from compiled_layers import needs_graphs
-from prepared import prepared_forms, sharing
+from prepared import sharing
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -125,17 +125,6 @@ def test_every_bit_is_that_of_a_linear_layer(recipe: Recipe) -> None:
             step(ours, recipe, at, LayerPolicy(last=1)),
             step(plain, recipe, at, LayerPolicy(last=1)),
         )
-
-
-def test_the_codes_of_a_weight_are_made_once_while_it_is_constant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = f4.convert(pair()[0])
-    forms = prepared_forms(monkeypatch)
-    constant = ConstantWeights()
-    for _ in range(3):
-        step(model, NVFP4(), 0, constant=constant)
-    assert len(forms) == 6, "one form serves fprop and dgrad"
 
 
 @needs_graphs

@@ -191,29 +191,6 @@ def test_the_report_is_of_the_model_as_it_is_now() -> None:
     assert report(copy.deepcopy(model)) == report(model)
 
 
-def test_only_the_largest_places_are_named_in_the_warning() -> None:
-    model = nn.Sequential(
-        nn.Linear(32, 32), *(nn.Sequential(nn.Bilinear(8, 8, 2 + i)) for i in range(3))
-    )
-    for i, place in enumerate("abc"):
-        model.add_module(place, nn.Bilinear(4, 4, 10 - i))
-    summary = report(f4.convert(model)).summary()
-    assert summary.count("Bilinear") == 4 and "1 more" not in summary
-    model.add_module("d", nn.Bilinear(2, 2, 2))
-    assert "3 tensors in the children (3-D in Bilinear)" in summary, (
-        "the largest share comes first, numbers left open"
-    )
-    assert "1 more; fp4train.conversion(model) lists them" in report(model).summary()
-
-
-def test_small_shares_are_not_rounded_to_nothing() -> None:
-    found = report(f4.convert(nn.Sequential(nn.Linear(512, 512), nn.Conv1d(16, 16, 2))))
-    assert found.summary().startswith(
-        "<1% of the matrix weights are not converted: 1 tensor in the children (convolution)"
-    )
-    assert str(found).startswith("1 linear layer converted: >99% of the matrix weights")
-
-
 def test_what_is_no_module_cannot_be_reported_on() -> None:
     with pytest.raises(TypeError, match="not NoneType"):
         report(None)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ tensors.
 import sys
 import threading
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +22,6 @@ from fp4train.precision import (
     BF16,
     MXFP8,
     NVFP4,
-    FP8Current,
     FP8Delayed,
     QuartetII,
     Recipe,
@@ -126,15 +124,6 @@ def test_a_layer_makes_few_python_calls(name: str, bias: bool, recipes: dict[str
     assert 0 < sum(trace.calls.values()) <= most, trace.calls.most_common()
 
 
-def test_a_layer_in_two_parts_makes_the_calls_of_two_layers(recipes: dict[str, Recipe]) -> None:
-    """Channels are recorded in the first step, and multiplied apart in the next ones."""
-    recipe = recipes["tetrajet_v2_outliers"]
-    assert recipe.outliers is not None
-    trace = traced_alone(replace(recipe, outliers=replace(recipe.outliers, start=0, steps=1)))
-    assert trace.calls["nn/executors/gemms.py:Gemms.forward"] == 2
-    assert sum(trace.calls.values()) <= 2 * MOST, trace.calls.most_common()
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     "recipe", [NVFP4(two_d_weights=False), QuartetII(), TetraJetV2()], ids=lambda r: r.name
@@ -142,13 +131,6 @@ def test_a_layer_in_two_parts_makes_the_calls_of_two_layers(recipes: dict[str, R
 def test_what_backward_requantises_is_quantised_once_in_forward(recipe: Recipe) -> None:
     """One job for each of the six operands, whether or not backward takes what forward rounded."""
     assert traced_alone(recipe).calls["quantize/cpu.py:CpuQuantizer.job"] == 6
-
-
-def test_a_layer_with_native_products_makes_few_python_calls_too() -> None:
-    layer = Linear(128, 128, bias=False, backend="native")
-    trace = traced(layer, FP8Current(), torch.randn(128, 128).bfloat16().requires_grad_())
-    assert any(name.startswith("backends/native.py") for name in trace.calls)
-    assert sum(trace.calls.values()) <= 60, trace.calls.most_common()
 
 
 @needs_kernels

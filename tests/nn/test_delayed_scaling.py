@@ -8,15 +8,12 @@ scale as it was; it begins with 1.
 
 import copy
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import fp4train as f4
 from fp4train.nn import DelayedScaling, Linear
 from fp4train.precision import NVFP4, FP8Current, FP8Delayed, Recipe, autocast
 from fp4train.quantize import Quantizer, RunStep, delayed_amax, initial_delayed_amax, quantizer
@@ -209,14 +206,6 @@ def test_an_empty_batch_is_a_step_of_nothing() -> None:
     assert module.scaling_state()["history.x"].tolist() == [0, 0]
 
 
-def test_weights_shared_by_two_layers_have_a_history_in_each() -> None:
-    model = nn.ModuleList([layer(), layer()])
-    model[1].weight = model[0].weight
-    for module in model:
-        call(module, FP8Delayed(history=2), torch.ones(8, 16), torch.ones(8, 16), 0)  # type: ignore[arg-type]
-    assert all((m.scaling_state()["history.w"] > 0).sum() == 1 for m in model)  # type: ignore[operator]
-
-
 def test_a_weights_amax_enters_once_per_step_however_often_the_weight_is_gathered() -> None:
     """As under FSDP2, whose parameters are other tensors after each gather: ranks must make the
     same all-reduces.
@@ -296,7 +285,7 @@ KINDS = [
 KINDS += [quantizer_of(FP8Delayed(history=h)) for h in (1, 5)]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_histories_that_roll_together_are_those_that_roll_alone_in_any_order_of_calls(
     seed: int,
 ) -> None:
@@ -352,27 +341,3 @@ def test_histories_that_roll_together_are_those_that_roll_alone_in_any_order_of_
         assert layer.keys() == one.keys() and all(
             torch.equal(layer[name], one[name]) for name in one
         )
-
-
-class Operators(TorchDispatchMode):
-    """Counts torch's operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_all_histories_of_a_model_are_rolled_by_as_many_operators_as_those_of_one_layer() -> None:
-    rolling = ("aten::constant_pad_nd", "aten::unbind.int", "aten::where.self", "aten::gt.Scalar")
-    found = []
-    for layers in (1, 10):
-        model = f4.convert(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers))))
-        for step in range(3):
-            with Operators() as counted, autocast(FP8Delayed(history=4), step=step):
-                model(torch.ones(8, 16)).sum().backward()
-        found.append([counted.counts[each] for each in rolling])
-    assert found == [[1, 3, 1, 1]] * 2

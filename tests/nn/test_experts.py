@@ -4,7 +4,6 @@ recipes of every part.
 
 import copy
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,7 +18,6 @@ from linear_layers import own_channels
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.backends import widens
 from fp4train.nn import Experts, Linear
 from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.parameters import ParameterSpec, Split
@@ -277,49 +275,3 @@ def test_a_cut_that_does_not_say_which_ranks_have_which_experts_is_refused() -> 
         TypeError, match=r"up has experts, and fp4train_parameters of ModuleDict says otherwise"
     ):
         tensor_cut_of(model, 2)
-
-
-@pytest.mark.long
-def test_a_step_of_emulated_experts_takes_at_most_half_again_that_of_a_loop_of_torchs_linear_layers() -> (
-    None
-):
-    """In BF16, with float32 weights as they are trained: 4 experts of 1024 features, 1024 rows
-    each. A CPU without instructions for BF16 runs the loop in float32, which is several times as
-    fast there. CPU time of one thread; other processes can only lengthen it, so the least of each
-    side is compared.
-    """
-    size = 1024
-    counts = [1024] * 4
-    recipe = NVFP4()
-    torch.manual_seed(0)
-    up = Experts(4, size, size)
-    down = Experts(4, size, size)
-    loops = [[nn.Linear(size, size, bias=False) for _ in counts] for _ in range(2)]
-    x = torch.randn(sum(counts), size).bfloat16()
-    plain = torch.float32 if widens(x) else torch.bfloat16
-
-    def experts(step: int) -> float:
-        start = time.thread_time()
-        with autocast(recipe, step=step):
-            y = down(up(x, counts), counts)
-        y.backward(x)
-        return time.thread_time() - start
-
-    def loop() -> float:
-        start = time.thread_time()
-        y = x.to(plain)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=plain == torch.bfloat16):
-            for layers in loops:
-                y = torch.cat(
-                    [layer(part) for layer, part in zip(layers, y.split(counts), strict=True)]
-                )
-        y.backward(x.to(plain))
-        return time.thread_time() - start
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        ours, theirs = zip(*[(experts(step), loop()) for step in range(6)], strict=True)
-    finally:
-        torch.set_num_threads(threads)
-    assert min(ours) <= 1.5 * min(theirs), (ours, theirs)

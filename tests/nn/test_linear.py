@@ -51,12 +51,6 @@ def test_no_size_is_refused(recipe: Recipe, tokens: int, k: int, n: int) -> None
 
 
 @each_recipe
-def test_without_bias_there_is_no_bias(recipe: Recipe) -> None:
-    module = layer(bias=False)
-    assert len(gradients(module, rand(4, 32), recipe)) == 3
-
-
-@each_recipe
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_no_grad_and_inference_mode_give_the_same_output(
     recipe: Recipe, mode: Callable[[], object]

@@ -205,7 +205,7 @@ def hadamards(rounding: str) -> st.SearchStrategy[Hadamard | None]:
     return st.sampled_from((None, Hadamard(), *signed, *larger, *drawn))
 
 
-@settings(max_examples=600, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(
     spec=specs(),
     rows=st.sampled_from((1, 2, 15, 16, 17, 40, 130)),

@@ -136,23 +136,6 @@ def test_both_forms_of_a_tensor_that_one_call_cannot_serve() -> None:
         assert_same_codes(codes, reference.quantize(y.T, TOKENS))
 
 
-def test_kernels_read_a_tensor_that_is_not_finite_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they refuse the reference makes, and no kernel of a single form tries it again."""
-    row = CpuQuantizer(NVFP4)
-    column = CpuQuantizer(TOKENS)
-    runs = list[bool]()
-    for each in (row, column):
-        monkeypatch.setattr(
-            each, "run", lambda *job, own=each.run: runs.append(own(*job)) or runs[-1]
-        )
-    x = draw_values("normal", 32, 64, 4).bfloat16()
-    x[0, 0] = float("inf")
-    values, codes = PairQuantizer(row, column, row_codes=False, column_codes=True)(x)
-    assert runs == [True]
-    assert_same_values(values, reference.quantize_dequantize(x, NVFP4))
-    assert_same_codes(codes, reference.quantize(x.T, TOKENS))
-
-
 @pytest.mark.parametrize("one_read", [False, True])
 def test_both_forms_of_overlapping_rows_and_of_one_column(
     one_read: bool, monkeypatch: pytest.MonkeyPatch

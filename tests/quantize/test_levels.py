@@ -7,7 +7,7 @@ import torch
 from golden import REDUCED
 from safetensors.torch import load_file
 
-from fp4train.formats import E1M2, E2M1, INT4, SCALE_FORMATS, e6m2_decode, e6m2_encode
+from fp4train.formats import e6m2_decode, e6m2_encode
 from fp4train.quantize import (
     Hadamard,
     QuantSpec,
@@ -208,9 +208,3 @@ def test_what_does_not_go_together_is_refused_by_name(fields: dict, message: str
     with pytest.raises(ValueError) as refused:
         QuantSpec(**fields)
     assert message in str(refused.value)
-
-
-def test_formats_of_the_two_are_the_program_s_own() -> None:
-    assert SCALE_FORMATS.is_own("hif4") and SCALE_FORMATS.is_own("if4")
-    assert HIF4.format == E1M2 and HIF4.exact_in_bf16
-    assert IF4.format == E2M1 and IF4.scale_format.other == INT4 and not IF4.exact_in_bf16

@@ -57,10 +57,7 @@ def own(**fields: Any) -> ElementFormat:
         (own(bias=300), "takes those from 2^-64 to 2^64: choose another bias than 300"),
         (own(bias=1.5), "exponent_bits, mantissa_bits and bias are integers"),
         (own(has_nan="no"), "has_nan='no' must be true or false"),
-        (own(has_inf=None), "has_inf=None must be true or false"),
         (own(name="bf16"), "name='bf16' is taken by a format of high precision"),
-        (own(name="BF16"), "name='BF16' is taken by a format of high precision"),
-        (own(name="fp32"), "name='fp32' is taken by a format of high precision"),
         (own(name="e8m0"), "name='e8m0' is taken by the scale format of that name"),
         (own(dtype=torch.float8_e4m3fnuz), "leave them out"),
         (own(rate="FP8"), "leave them out"),
@@ -129,15 +126,11 @@ def test_codes_of_nan_and_infinity_decode_as_the_table_says(has_inf: bool) -> No
     ("values", "message"),
     [
         ([0.5, 1.0], "the grid has no zero as its first value"),
-        ([], "the grid has no zero"),
         ([0.0, 0.3, 0.6, 0.9], "0.3 is not exact in BF16"),
         ([0.0, 2.0, 1.0, 3.0], "must ascend; the sign has a bit of its own"),
         ([0.0, 1.0, 2.0], "are no floating-point grid"),
         (None, "magnitudes=None must be a list of finite numbers"),
-        ("0124", "magnitudes='0124' must be a list"),
-        ([0.0, None], "magnitudes=[0.0, None] must be a list"),
         ([0.0, float("inf")], "magnitudes=[0.0, inf] must be a list"),
-        ([0.0, 0.0796, 0.1609, 0.2461], "not exact in BF16"),
         ([0.0, 0.078125, 0.1640625, 0.24609375], "look-up tables (NF4) and zero points"),
     ],
 )
@@ -171,7 +164,6 @@ def test_a_scale_format_rounds_to_the_nearest_of_its_values(exponent_bits: int) 
     [
         ({"exponent_bits": 4, "mantissa_bits": 3}, "must be 8 bits together"),
         ({"exponent_bits": 4.0, "mantissa_bits": 4}, "exponent_bits=4.0 must be an integer"),
-        ({"exponent_bits": 4, "mantissa_bits": "4"}, "mantissa_bits='4' must be an integer"),
         ({"exponent_bits": 4, "mantissa_bits": 4, "bias": None}, "bias=None must be an integer"),
         ({"exponent_bits": 4, "mantissa_bits": 4, "ieee": 1}, "ieee=1 must be true or false"),
         ({"exponent_bits": 8, "mantissa_bits": 0}, "e8m0 has powers of two"),
@@ -259,11 +251,6 @@ def test_a_changed_rounding_or_scale_format_does_not_take_a_name_in_silence() ->
     for field, value in {"mantissa_bits": 3.5, "max": "480", "smallest": 0, "decode": None}.items():
         with pytest.raises(ValueError, match=f"scale format 'wide': {field}="):
             register(replace(scale, **{field: value}))  # type: ignore[arg-type]
-
-
-def test_transforms_are_checked_on_the_cpu_whatever_the_default_device_is() -> None:
-    with torch.device("meta"):
-        assert QuantSpec(hadamard=Rotation(kind="dct", size=32)).hadamard is not None
 
 
 def test_a_rounding_of_ones_own_draws_bits_for_each_element() -> None:

@@ -97,12 +97,6 @@ def test_an_impossible_spec_names_the_field(fields: dict, message: str) -> None:
         QuantSpec(**fields)
 
 
-def test_four_over_six_recommends_no_scale_that_refuses_it() -> None:
-    with pytest.raises(ValueError, match="four_over_six") as refused:
-        QuantSpec(scale="ue5m3", four_over_six="mse")
-    assert "if4" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("cls", "fields", "message"),
     [

@@ -50,10 +50,3 @@ def test_what_it_copies_and_says_that_one_runs_exists() -> None:
         assert (ROOT / source).exists(), source
     for script in re.findall(r"/opt/fp4train/(scripts/\S+)", TEXT):
         assert (ROOT / script).is_file(), script
-
-
-def test_what_it_writes_survives_in_the_mounted_folder_whoever_starts_it() -> None:
-    (home,) = re.findall(r"^ENV HOME=(\S+)", TEXT, re.MULTILINE)
-    (place,) = re.findall(r"^WORKDIR (\S+)$", TEXT.partition("useradd")[2], re.MULTILINE)
-    assert Path(home).is_relative_to(place) and f"chmod 1777 {place}" in TEXT
-    assert f'--user "$(id -u):$(id -g)" -v "$PWD:{place}"' in TEXT

@@ -92,14 +92,11 @@ def test_four_wheels_are_packed_in_the_versions_of_the_constraints(
 
 
 def test_a_folder_that_holds_something_or_is_too_large_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def pack(folder: Path) -> None:
-        (folder / "x-1-py3-none-any.whl").write_bytes(b"0" * 2_000_000)
-
-    monkeypatch.setattr(pack_gpu, "pack", pack)
-    monkeypatch.setattr(pack_gpu, "checkout_bytes", lambda: 3_000_000)
-    folder = tmp_path / "wheels"
-    assert pack_gpu.main([str(folder), "--limit", "4"]) == 1
-    assert "more than 4 MB" in capsys.readouterr().err
-    assert pack_gpu.main([str(folder)]) == 2, "nothing is added to what somebody packed before"
+    (tmp_path / "x-1-py3-none-any.whl").write_bytes(b"0" * 2_000_000)
+    checkout = pack_gpu.checkout_bytes() / 1e6
+    assert pack_gpu.say_size(tmp_path, checkout + 1) == 1
+    assert "(--limit)" in capsys.readouterr().err
+    assert pack_gpu.say_size(tmp_path, checkout + 3) == 0
+    assert pack_gpu.main([str(tmp_path)]) == 2, "nothing is added to what somebody packed before"

@@ -59,9 +59,3 @@ def test_figures_of_the_ledger_are_those_of_the_page() -> None:
             assert source.partition(",")[0] in entry.title
         else:
             assert source == f"[{entry.arxiv}]({entry.link})"
-
-
-def test_the_folder_has_a_line_about_each_of_its_programs() -> None:
-    folder = Path(script.__file__).parent
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    assert {path.name for path in folder.glob("*.py")} == set(re.findall(r"`(\w+\.py)`", text))

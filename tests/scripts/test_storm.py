@@ -1,7 +1,6 @@
 """A small storm; `python scripts/storm.py` runs larger ones."""
 
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,15 +28,6 @@ def test_a_small_storm_finds_nothing() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = [line.split("|") for line in ended.stdout.splitlines() if line.startswith("| **")]
     assert len(rows) == 9 and sum(int(row[3]) for row in rows) == sum(COUNTS.values()) + 5
-
-
-def test_a_storm_refuses_what_it_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["storm.py", "kils=1"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "scripts/storm.py"), run_name="__main__")
-    assert ended.value.code == 2 and "unknown: kils" in capsys.readouterr().err
 
 
 def test_trials_are_counted_by_kind_and_a_failed_one_is_told() -> None:

@@ -9,7 +9,6 @@ decodes them by that file's own code.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ import te_products_on_cpu as products
 import torch
 import torch.nn.functional as F
 import transformer_engine_torch as tex
-from te_on_cpu import DType, no_gpu, pretend_gpu, te
+from te_on_cpu import no_gpu, pretend_gpu, te
 from te_products_on_cpu import CPU
 from torch import Tensor, nn
 from transformer_engine.common import recipe as te_recipes
@@ -110,36 +109,9 @@ def te_tensor_of(x: Tensor, quantiser: Any) -> Any:
     return kind(**options)
 
 
-def decoded(codes: Any, column: bool) -> Any:
-    """What a GEMM multiplies of TE's tensors, whose scales lie row by row."""
-    way = "columnwise" if column else "rowwise"
-    element = torch.float8_e4m3fn
-    if getattr(codes, "_fp8_dtype", None) == DType.kFloat8E5M2:
-        element = torch.float8_e5m2
-    if isinstance(codes, te_tensor.Float8TensorStorage):
-        data = codes._transpose.T if column else codes._data
-        return data.view(element).float() * codes._scale_inv
-    if not isinstance(codes, te_tensor.NVFP4TensorStorage | te_tensor.MXFP8TensorStorage):
-        return decoded_otherwise(codes, column)
-    data = getattr(codes, f"_{way}_data")
-    data = data.reshape(-1, data.shape[-1])
-    scales = getattr(codes, f"_{way}_scale_inv")
-    if isinstance(codes, te_tensor.MXFP8TensorStorage):
-        factors = coded.MX.scale_format.decode(scales)
-        factors = factors.repeat_interleave(32, dim=0 if column else 1)
-        return data.view(element).float() * factors[: data.shape[0], : data.shape[1]]
-    shape = (data.shape[0], 2 * data.shape[1])
-    scales = scales[: shape[0], : shape[1] // 16].contiguous()
-    amax = getattr(codes, f"_amax_{way}").reshape(())
-    values = Quantized(coded.NV, shape, data, scales, amax).dequantize()
-    return values.T if column else values
-
-
-def gemm(a: Any, transa: bool, b: Any, transb: bool, *more: Any, **options: Any) -> Any:
+def gemm(*arguments: Any, **options: Any) -> Any:
     with no_gpu():
-        left = decoded(a, not transa)
-        right = decoded(b, transb)
-        return products.gemm(left, transa, right, transb, *more, **options)
+        return coded.gemm(*arguments, **options)
 
 
 def normed(
@@ -153,9 +125,6 @@ def normed(
     return y, mean, 1 / deviation
 
 
-for name, module in list(sys.modules.items()):
-    if name.startswith("transformer_engine") and hasattr(module, "is_non_tn_fp8_gemm_supported"):
-        module.is_non_tn_fp8_gemm_supported = lambda: False
 for place in (tex, cpp_extensions):
     place.layernorm_fwd = place.rmsnorm_fwd = normed
     place.layernorm_bwd = place.rmsnorm_bwd = lambda dz, x, *_: (
@@ -163,7 +132,6 @@ for place in (tex, cpp_extensions):
         dz.sum(0),
         dz.sum(0),
     )
-decoded_otherwise = coded.decoded
 tex.quantize = quantise
 tex.generic_gemm = gemm
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import gc
 import json
-import pathlib
-import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,6 +49,7 @@ MX, BLOCK, CURRENT = (
     recipe.table()["fprop"].first for recipe in (MXFP8(), FP8Block(), FP8Current())
 )
 NV = NVFP4().table()["fprop"].first
+ELEMENTS = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 both_layouts: list[bool] = []
 """Not empty where the GPU multiplies x·w as well as x·wᵀ, so that one copy of FP8 codes serves all
 GEMMs (utils.py).
@@ -118,52 +117,50 @@ def padded(shape: Sequence[int], block: int) -> tuple[int, int]:
     return -(-shape[0] // 128) * 128, -(-shape[1] // block // 4) * 4
 
 
+def of_blocks(codes: Any, form: str) -> Tensor:
+    """Values of a form of NVFP4 or MXFP8, whose scales lie in tiles or row by row."""
+    data = getattr(codes, f"_{form}_data")
+    scales = getattr(codes, f"_{form}_scale_inv")
+    assert data.dtype == scales.dtype == torch.uint8
+    assert data.is_contiguous() and scales.is_contiguous()
+    data = data.reshape(-1, data.shape[-1])
+    amax = None
+    columns_as_rows = False
+    if isinstance(codes, te_tensor.MXFP8TensorStorage):
+        spec = replace(MX, element="e5m2" if codes._fp8_dtype == DType.kFloat8E5M2 else "e4m3")
+        columns_as_rows = form == "columnwise"
+        data = data.T if columns_as_rows else data
+        shape = tuple(data.shape)
+    else:
+        assert codes._fp4_dtype == DType.kFloat4E2M1
+        bound = codes._nvfp4_e4m3_max if codes._nvfp4_use_4over6 else 448
+        spec = replace(NV, global_bound=float(bound))
+        shape = (data.shape[0], 2 * data.shape[1])
+        amax = getattr(codes, f"_amax_{form}").reshape(())
+    block = 32 if amax is None else 16
+    lengths = padded(shape, block)
+    assert tuple(scales.shape) == (lengths[::-1] if columns_as_rows else lengths)
+    if codes._with_gemm_swizzled_scales:
+        scales = scales.reshape(-1)
+    else:
+        scales = scales.T if columns_as_rows else scales
+        scales = scales[: shape[0], : -(-shape[1] // block)].contiguous()
+    values = Quantized(spec, shape, data.contiguous(), scales, amax).dequantize()
+    return values.T if form == "columnwise" else values
+
+
 def decoded(codes: Any, column: bool) -> Any:
     """[M, K] of what a GEMM multiplies: of NVFP4 after the transform of the column-wise form."""
     form = "columnwise" if column else "rowwise"
     if isinstance(codes, te_tensor.MXFP8TensorStorage | te_tensor.NVFP4TensorStorage):
-        data = getattr(codes, f"_{form}_data")
-        scales = getattr(codes, f"_{form}_scale_inv")
-        assert (
-            data.is_contiguous()
-            and scales.is_contiguous()
-            and data.dtype == scales.dtype == torch.uint8
-        )
-        if isinstance(codes, te_tensor.MXFP8TensorStorage):
-            element = "e5m2" if codes._fp8_dtype == DType.kFloat8E5M2 else "e4m3"
-            spec = replace(MX, element=element)
-            data = data.T if column else data
-            amax = None
-            shape = tuple(data.shape)
-            if codes._with_gemm_swizzled_scales:
-                assert tuple(scales.shape) == (
-                    padded(shape, 32)[::-1] if column else padded(shape, 32)
-                )
-                scales = scales.reshape(-1)
-            else:
-                scales = (scales.T if column else scales).contiguous()
-        else:
-            assert codes._fp4_dtype == DType.kFloat4E2M1
-            spec = replace(
-                NV, global_bound=float(codes._nvfp4_e4m3_max if codes._nvfp4_use_4over6 else 448)
-            )
-            shape = (data.shape[0], 2 * data.shape[1])
-            amax = getattr(codes, f"_amax_{form}").reshape(())
-            assert codes._with_gemm_swizzled_scales and tuple(scales.shape) == padded(shape, 16)
-            scales = scales.reshape(-1)
-        values = Quantized(spec, shape, data.contiguous(), scales, amax).dequantize()
-        return values.T if column else values
+        return of_blocks(codes, form)
     if isinstance(codes, te_tensor.Float8TensorStorage):
         # common/gemm/cublaslt_gemm.cu CanonicalizeGemmInput
         column = column and not both_layouts
         data = codes._transpose if column else codes._data
         assert not both_layouts or codes._transpose is None
-        values = data.view(torch.float8_e4m3fn).float() * codes._scale_inv
-        assert (
-            tuple(codes._scale_inv.shape) == (1,)
-            and data.is_contiguous()
-            and codes._fp8_dtype == DType.kFloat8E4M3
-        )
+        assert tuple(codes._scale_inv.shape) == (1,) and data.is_contiguous()
+        values = data.view(ELEMENTS[codes._fp8_dtype]).float() * codes._scale_inv
         return values.T if column else values
     if isinstance(codes, te_tensor.Float8BlockwiseQTensorStorage):
         data = getattr(codes, f"_{form}_data")
@@ -310,15 +307,6 @@ def results() -> dict[str, Any]:
         ]
         equal = all(map(torch.equal, of_weight, of_shards))
         answers[name] = {"distance": max(distances), "equal": equal, "whole": kept, **sent}
-    sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))
-    import gpu_layers as script
-
-    script.plan_here = lambda layer, recipe: None  # type: ignore[assignment, return-value]
-    problem = script.Problem.draw(64, 128, 256, "cpu")
-    names = ("nvfp4", "nvfp4, nearest", "mxfp8", "fp8 current", "fp8 delayed", "fp8 blocks")
-    answers["self check"] = {
-        name: script.weights_row(script.RECIPES[name], problem) for name in names
-    }
     return answers
 
 

@@ -16,7 +16,6 @@ import enum
 import importlib.machinery
 import json
 import os
-import pathlib
 import sys
 import types
 import warnings
@@ -179,38 +178,16 @@ N = 32
 
 
 def describe(quantizer: Any) -> dict[str, Any]:
-    """The settings of a TE quantiser that decide its numbers."""
-    kind = type(quantizer).__name__
-    if kind == "HybridQuantizer":
-        return {
-            "kind": kind,
-            "source": quantizer.columnwise_source,
-            "row": describe(quantizer.rowwise_quantizer),
-            "column": describe(quantizer.columnwise_quantizer),
-        }
-    names = {
-        "NVFP4Quantizer": (
-            "with_rht",
-            "with_post_rht_amax",
-            "with_2d_quantization",
-            "stochastic_rounding",
-            "row_scaled_nvfp4",
-            "nvfp4_use_4over6",
-            "nvfp4_e4m3_max",
-            "nvfp4_4over6_err_mode",
-            "rht_matrix_random_sign_mask_t",
-        ),
-        "MXFP8Quantizer": ("dtype", "with_2d_quantization"),
-        "Float8CurrentScalingQuantizer": ("dtype", "force_pow_2_scales"),
-        "Float8BlockQuantizer": ("dtype", "force_pow_2_scales", "block_len", "is_2D_scaled"),
-    }.get(kind, ())
-    values = {name: getattr(quantizer, name) for name in names if hasattr(quantizer, name)}
-    if not values.get("nvfp4_use_4over6"):
-        # TE sets it on every quantiser and reads it with four-over-six only
-        values.pop("nvfp4_4over6_err_mode", None)
-    return {"kind": kind} | {
-        n: v.name if isinstance(v, enum.Enum) else v for n, v in values.items()
+    """The settings of a TE quantiser."""
+    plain = {
+        name: value.name if isinstance(value, enum.Enum) else value
+        for name, value in vars(quantizer).items()
+        if isinstance(value, bool | int | float | str)
     }
+    if type(quantizer).__name__ == "HybridQuantizer":
+        plain["row"] = describe(quantizer.rowwise_quantizer)
+        plain["column"] = describe(quantizer.columnwise_quantizer)
+    return {"kind": type(quantizer).__name__, **plain}
 
 
 def slots(te_recipe: Any) -> dict[str, Any]:
@@ -236,15 +213,12 @@ def recipes() -> dict[str, Recipe]:
         "nvfp4": NVFP4(),
         "nvfp4_plain_1d": NVFP4(hadamard=False, stochastic_rounding=False, two_d_weights=False),
         "nvfp4_4over6_weights": NVFP4(four_over_six="weights", four_over_six_bound="none"),
-        "nvfp4_fprop_bf16": NVFP4().with_high_precision("fprop"),
-        "nvfp4_wgrad_bf16": NVFP4().with_high_precision("wgrad"),
         "nvfp4_row_scaled": Mixed(
             fprop=NVFP4(row_scaled_activation=True), dgrad=NVFP4(), wgrad=NVFP4()
         ),
         "mxfp8_hybrid_2d": MXFP8(element="hybrid", two_d_weights=True),
         "fp8_current_pow2": FP8Current(power_of_two=True),
         "fp8_block_fp32": FP8Block(power_of_two=False),
-        "nvfp4_forward_mxfp8_backward": Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
     }
 
 
@@ -325,42 +299,12 @@ def against_emulation() -> dict[str, list[bool]]:
     }
 
 
-def selfcheck() -> float:
-    """scripts/gpu_layers.py's float32 comparison, with its outliers, as it runs on a GPU."""
-    sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))
-    import gpu_layers as script
-
-    problem = script.Problem.draw(M, 4 * K, N, "cpu")
-    ours = script.emulated_products(script.NEAREST, problem)
-    return max(map(script.distance, script.te_reference(problem), ours))
-
-
-def switching() -> list[bool]:
-    """with_rht of the input quantiser of TE's own module, before and after a switch of NVFP4's
-    options.
-    """
-    module = te.Linear(K, N, bias=False, params_dtype=torch.bfloat16, device="meta")
-    switches = []
-    for recipe in (NVFP4(), NVFP4(hadamard=False)):
-        # NVFP4's kernels are not here: enter by the state that autocast sets, not by its GPU check
-        with te.autocast(enabled=False):
-            state = te.quantization.FP8GlobalStateManager.quantization_state
-            state.fp8_enabled = True
-            state.fp8_recipe = to_te(recipe.table())
-            module.init_fp8_metadata()
-        switches.append(module.quantizers["scaling_fwd"][0].with_rht)
-    return switches
-
-
 def main() -> None:
     torch.manual_seed(0)
-    report: dict[str, Any] = {"against_emulation": against_emulation(), "selfcheck": selfcheck()}
+    report: dict[str, Any] = {"against_emulation": against_emulation()}
     with pretend_gpu():
-        report["quantizers"] = {
-            name: slots(to_te(recipe.table())) for name, recipe in recipes().items()
-        }
+        report["row scaled"] = slots(to_te(recipes()["nvfp4_row_scaled"].table()))["input"]
         report["same_as_native"] = same_as_native()
-        report["switching"] = switching()
     json.dump(report, sys.stdout)
 
 

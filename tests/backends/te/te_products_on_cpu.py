@@ -178,15 +178,18 @@ def gemm(
     **__: Any,
 ) -> Any:
     """cuBLASLt's D = A·B, or D += A·B, column by column: row by row it is D = op(b)·op(a)."""
-    # after bias, its dtype, gelu, its input, grad, the workspace and its size
+    # bias, its dtype, gelu, its input, grad, the workspace, its size, accumulate
+    bias = options[0]
+    grad = options[4]
     accumulate = options[7]
     dtype = DTYPES[out_dtype] if out is None else kind(out)
     name = "wgrad" if transb else "fprop" if transa else "dgrad"
-    at = None if out is None else out.data_ptr()
-    gemms.append({"gemm": name, "a": kind(a), "b": kind(b), "d": dtype, "at": at})
+    gemms.append({"gemm": name, "a": kind(a), "b": kind(b), "d": dtype})
     a = values(a).double()
     b = values(b).double()
     product = ((b.T if transb else b) @ (a.T if transa else a)).float()
+    if bias is not None and not grad:
+        product += bias.float()
     if out is None:
         return product.to(getattr(torch, dtype)), None, None, None
     return (out.add_(product) if accumulate else out.copy_(product)), None, None, None

@@ -4,13 +4,16 @@ by test_te_steps.py, that prints JSON.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import te_products_on_cpu as products
 import torch
+import torch.nn.functional as F
 from te_on_cpu import K
 from te_products_on_cpu import TOKENS, apply, small_run, step, step_context
 from torch import Tensor, nn
@@ -64,17 +67,97 @@ def ways() -> list[bool]:
     return [all(map(torch.equal, gradients[0], others)) for others in gradients]
 
 
-def asked_for_dw() -> str:
-    """The error of a pass that is to return dw."""
+def errors() -> dict[str, str]:
+    """Those of a pass that is to return dw, and of delayed scaling outside of a region."""
     run = small_run(NVFP4())
     layer = run.model.layers[0]
+    x = run.model.table[:32]
     with run.region(), step_context(run.recipe):
-        y = layer(run.model.table[:32])
-    try:
-        torch.autograd.grad(y, layer.weight, torch.ones_like(y))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+        y = layer(x)
+    delayed = small_run(NAMED["fp8_delayed"])
+
+    def outside() -> None:
+        with step_context(delayed.recipe):
+            delayed.model.layers[0](x)
+
+    calls: dict[str, Callable[[], object]] = {
+        "dw": lambda: torch.autograd.grad(y, layer.weight, torch.ones_like(y)),
+        "no region": outside,
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def edges() -> dict[str, Any]:
+    """A layer with a bias: what fills no tile, an input in float32, another weight in the place of
+    its own, as FSDP2 puts there.
+    """
+    answers = {}
+    x = torch.randn(2, 15, K)
+    for name in ("nvfp4", "fp8_block"):
+        layer: Any = convert(nn.Sequential(nn.Linear(K, K)), backend="te")[0]
+        apply(layer, NAMED[name])
+        weight = layer.weight
+        products.quantised_from.clear()
+        with torch.no_grad(), step_context(NAMED[name]):
+            y = layer(x)
+            shapes = [list(layer(part).shape) for part in (x[:, :0], x[0, 0])]
+            layer.weight = nn.Parameter(torch.zeros_like(weight))
+            bias_alone = layer(x)
+        exact = F.linear(x.bfloat16().double(), weight.bfloat16().double(), layer.bias.double())
+        answers[name] = {
+            "tokens": products.quantised_from[0][0][0],
+            "dtype": str(y.dtype),
+            "distance": float((y - exact).norm() / exact.norm()),
+            "shapes": shapes,
+            "replaced": torch.equal(bias_alone, layer.bias.bfloat16().float().expand(2, 15, K)),
+        }
+    return answers
+
+
+def evaluated(recipe: Recipe, state: Any = None) -> Any:
+    """A layer that has run without gradients, which change no history."""
+    run = small_run(recipe)
+    layer = run.model.layers[0]
+    if state is not None:
+        layer.load_scaling_state(state)
+    with torch.no_grad(), run.region(), step_context(recipe):
+        layer(run.model.table)
+    return layer
+
+
+def loaded() -> dict[str, Any]:
+    """Scales and histories of a layer that takes over those of four steps, by the length of its
+    own; those of a copy, and of a layer that has not run.
+    """
+    zeros = evaluated(FP8Delayed(history=4)).scaling_state()
+    saved = {
+        key: torch.arange(4.0)[:, None].expand_as(values).clone()
+        if "amax_history" in key
+        else torch.full_like(values, 5)
+        for key, values in zeros.items()
+    }
+    layers = {str(n): evaluated(FP8Delayed(history=n), saved) for n in (4, 2)}
+    layers["copy"] = copy.deepcopy(layers["4"])
+    layers["not run"] = small_run(FP8Delayed(history=4)).model.layers[0]
+    layers["not run"].load_scaling_state(saved)
+    answers = {}
+    for name, layer in layers.items():
+        state = layer.states["te"].state()
+        history = state["amax_history_fwd"][:, 0].tolist()
+        answers[name] = {"history": history, "scale": state["scale_bwd"].tolist()}
+    return answers
+
+
+def outermost() -> str:
+    """TE's recipe in a region of several tables."""
+    with LAYER_BACKENDS["te"].region([MXFP8().table(), FP8Delayed().table()], None):
+        return type(products.manager.get_fp8_recipe()).__name__
 
 
 def history(run: Any) -> dict[str, list[float]]:
@@ -173,7 +256,10 @@ if __name__ == "__main__":
     report = {
         "gradients": gradients(),
         "ways": ways(),
-        "error": asked_for_dw(),
+        "errors": errors(),
+        "edges": edges(),
+        "loaded": loaded(),
+        "outermost": outermost(),
         "delayed": delayed(),
         "readers": readers(),
     }

@@ -48,10 +48,3 @@ def test_codes_of_shards_give_the_bits_of_a_whole_weight_and_nothing_of_them_is_
     assert seen["whole"]["kept"] > 0 and seen["whole"]["by te"] > 0
     fprop = "torch.bfloat16" if recipe == "nvfp4, fprop high" else "codes"
     assert seen["asked"] == [fprop, fprop, "codes", "codes"]
-
-
-def test_the_self_check_compares_the_same_on_a_gpu(report: Any) -> None:
-    rows = report["self check"]
-    left_out = {name for name, row in rows.items() if "left out" in row}
-    assert left_out == {"nvfp4", "fp8 delayed"}
-    assert all(row["ok"] for name, row in rows.items() if name not in left_out)

@@ -13,6 +13,7 @@ if (availability.version() or ()) < (2, 19):
     pytest.skip("needs the transformer_engine wheel, 2.19 or newer", allow_module_level=True)
 
 PROGRAM = pathlib.Path(__file__).with_name("te_steps_on_cpu.py")
+K = 96
 OPERANDS = {
     "nvfp4": ("NVFP4", "NVFP4", "NVFP4"),
     "nvfp4, fprop high": ("bfloat16", "NVFP4", "NVFP4"),
@@ -44,8 +45,32 @@ def test_gradients_added_by_the_gemm_are_those_that_autograd_adds(report: Any) -
     assert report["ways"] == [True] * 3
 
 
-def test_a_pass_that_is_to_return_dw_names_the_switch(report: Any) -> None:
-    assert "in_product=False" in report["error"]
+def test_passes_that_te_cannot_run_name_what_to_do(report: Any) -> None:
+    assert "in_product=False" in report["errors"]["dw"]
+    assert "region(recipe.table())" in report["errors"]["no region"]
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), [("nvfp4", 32), ("fp8_block", 128)])
+def test_tokens_are_padded_and_cut_back_and_a_replaced_weight_runs(
+    report: Any, recipe: str, tokens: int
+) -> None:
+    edges = report["edges"][recipe]
+    assert edges["distance"] < 2**-8
+    del edges["distance"]
+    shapes = [[2, 0, K], [K]]
+    expected = {"tokens": tokens, "dtype": "torch.float32", "shapes": shapes, "replaced": True}
+    assert edges == expected
+
+
+def test_a_history_is_taken_over_to_its_newest_entries_and_copied(report: Any) -> None:
+    histories = {"2": [0, 3]}
+    for name in ("4", "2", "copy", "not run"):
+        history = histories.get(name, [0, 1, 2, 3])
+        assert report["loaded"][name] == {"history": history, "scale": [5, 5]}, name
+
+
+def test_a_region_of_several_tables_is_one_of_delayed_scaling(report: Any) -> None:
+    assert report["outermost"] == "DelayedScaling"
 
 
 def test_delayed_histories_roll_once_per_step_and_are_those_of_emulation(report: Any) -> None:

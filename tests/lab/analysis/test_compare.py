@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fp4train.cli.output import fitted
 from fp4train.errors import UserError
 from fp4train.lab.analysis import PICTURE, compare
-from fp4train.lab.analysis.figure import colour_of, line_of
 from fp4train.lab.analysis.groups import gap_curve
 from fp4train.track import MetricsLog
 
@@ -195,21 +193,6 @@ def test_no_name_in_a_csv_file_is_a_formula_and_numbers_stay_numbers(
     with compare(runs).write(tmp_path / "gap.csv").open(newline="") as file:
         _, row = csv.DictReader(file)
     assert row["run"] == f"'{name}" and row["recipe"].startswith("'") and float(row["gap"]) == -0.25
-
-
-def test_24_runs_are_told_apart_in_table_and_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    name = "llama_tiny-nvfp4-hadamard=false-stochastic_rounding=true-lr=0.0"
-    runs = [write_run(tmp_path / f"{name}{i:02}", 2.0 + i / 50) for i in range(24)]
-    comparison = compare(runs)
-    lines = fitted(comparison.render(120)).splitlines()
-    assert max(map(len, lines)) <= 120 and not [line for line in lines if "…" in line]
-    assert all(sum(line.startswith(run.name) for line in lines) >= 2 for run in runs), (
-        "its numbers and its recipe"
-    )
-    assert len({(colour_of(i), str(line_of(i))) for i in range(24)}) == 24
 
 
 def test_the_keys_in_which_configurations_differ_are_named(tmp_path: Path) -> None:

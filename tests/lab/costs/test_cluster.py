@@ -4,7 +4,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 from family_models import parameters
 from llama_shapes import SEQ_LEN, SHAPES, measured, model, workload
 
@@ -186,20 +185,6 @@ def test_what_is_sent_is_what_a_run_sends() -> None:
         if w.spec.name.endswith(f"{down}.weight")
     )
     assert weight.on_rank(Mesh(shard=8)).forward == 2 * weight.count
-
-
-def test_packed_bytes_are_those_of_a_quantised_tensor() -> None:
-    from fp4train.quantize import packed_bytes, quantize
-
-    for recipe in (NVFP4(), MXFP8(), FP8Current()):
-        spec = recipe.table()["fprop"].first
-        assert spec is not None
-        found = quantize(torch.randn(48, 64), spec)
-        stored = (
-            found.codes.untyped_storage().nbytes()
-            + found.scales.numel() * found.scales.element_size()
-        )
-        assert packed_bytes(spec, 48, 64) == stored
 
 
 def test_the_parts_of_a_step_add_up_and_the_bubble_is_its_share() -> None:

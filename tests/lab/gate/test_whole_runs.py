@@ -100,10 +100,9 @@ def run_cli(*words: str) -> int:
 
 
 def test_the_command_prints_it_and_writes_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    working_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    runs(tmp_path, {"bf16": [2.0], "nvfp4": [2.05, 2.06]})
+    runs(working_folder, {"bf16": [2.0], "nvfp4": [2.05, 2.06]})
     names = ["bf160", "nvfp40", "nvfp41"]
     assert run_cli("compare", *names, "margin=0.01", "out=gaps.json") == 0
     assert "margin ±0.01 nats per token" in capsys.readouterr().out

@@ -16,7 +16,6 @@ import fp4train.lab.studies.forks as forks
 from fp4train.config import plain
 from fp4train.errors import UserError
 from fp4train.lab.studies import (
-    Branch,
     Fork,
     ForkSettings,
     RecipeCandidate,
@@ -26,7 +25,6 @@ from fp4train.lab.studies import (
     sweep_axes,
 )
 from fp4train.lab.studies.forks import begin, branch, fork
-from fp4train.lab.studies.subject import digest
 from fp4train.precision import Recipe
 from fp4train.run.record.directory import read_config
 from fp4train.run.run import Run
@@ -196,29 +194,6 @@ def test_candidates_that_compute_the_same_have_the_same_signature(
     assert signature("recipe=fp16") != signature("recipe=fp16", "recipe.scaling.initial=8.0")
     scaled = "recipe=nvfp4_ue5m3"
     assert signature(scaled) != signature(scaled, "recipe.scaling=null")
-
-
-def test_forks_keep_their_keys_in_a_record_but_for_those_that_scale_the_loss(
-    trained: Path, subject: Subject
-) -> None:
-    """Those of an older record may have had another loss scale. The rest are gone on with."""
-
-    def older_key(chosen: Branch) -> str:
-        signature = [
-            (stretch.start, stretch.stop, stretch.recipe.dtype, name, *gemm)
-            for stretch in chosen.plan.stretches
-            for name, layer in stretch.layers.items()
-            for gemm in layer.computation
-        ]
-        return digest(signature)[:16]
-
-    def branch_with(recipe: str) -> Branch:
-        return branch(subject, candidate(trained, f"recipe={recipe}"), LINEAR)
-
-    for recipe in ("bf16", "nvfp4", "fp8_delayed"):
-        assert branch_with(recipe).key == older_key(branch_with(recipe))
-    for recipe in ("fp16", "nvfp4_ue5m3"):
-        assert branch_with(recipe).key != older_key(branch_with(recipe))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`fp4train sensitivity` from the command line to its files, and how it spends a budget."""
 
-import errno
 import json
 import shutil
 import time
@@ -12,7 +11,6 @@ import pytest
 from command_line import Cli
 from subjects import subject_of
 
-from fp4train import files
 from fp4train.config import to_config
 from fp4train.errors import UserError
 from fp4train.lab.studies import Effort, GradientMeter, RecipePart, Study, open_record
@@ -126,30 +124,6 @@ def test_two_studies_are_equal_to_the_bit_and_a_killed_one_goes_on(
     )
 
 
-@pytest.mark.usefixtures("sketched")
-@pytest.mark.long
-def test_a_full_disk_at_the_end_loses_nothing(
-    cli: Cli, killed_at: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = files.write
-
-    def full(path: Path, *rest: Any, **options: Any) -> None:
-        if path.name == "sensitivity.json":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        original(path, *rest, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(files, "write", full)
-        said = cli.raw("sensitivity", "runs/a", *QUICK)
-        assert (
-            said.code == 1
-            and "No space left on device" in said.message
-            and "when there is room" in said.message
-        )
-    killed_at(1)
-    assert cli.raw("sensitivity", "runs/a", *QUICK).code == 0
-
-
 def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
     said = cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0.2")
     assert said.code == 0, said.err
@@ -160,15 +134,6 @@ def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
     assert "|G|²" not in said.out, "it needs products of two batches"
     everything = result("runs/a/studies/sensitivity-mxfp8-6")["parts"]["everything"]
     assert everything["nmse"]["error"] is everything["bias2"] is None
-
-
-@pytest.mark.usefixtures("sketched")
-@pytest.mark.parametrize("step", [[], ["step=0"]], ids=["a checkpoint", "as initialised"])
-def test_the_saved_configuration_is_read_once(
-    cli: Cli, config_reads: list[Path], step: list[str]
-) -> None:
-    assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0", *step).code == 0
-    assert config_reads == [Path("runs/a/config.yaml")]
 
 
 @pytest.mark.usefixtures("sketched")
@@ -249,15 +214,9 @@ BAD = {
         ["recipe=nvfp4"],
         "sensitivity needs one run directory, or model=…: fp4train sensitivity RUN",
     ),
-    "a step of no run": (["model=llama_tiny", "step=3"], "step=3 is of a run: give its directory"),
-    "weights of a run": (
-        ["model=llama_tiny", "init=runs/a"],
-        "init=runs/a: to study the weights of a run give its dir",
-    ),
     "a sweep": (["runs/a", "-m", "recipe=nvfp4,mxfp8"], "one recipe at a time"),
     "a recipe that quantises nothing": (["runs/a", "recipe=fp32"], "quantises nothing"),
     "an unknown step": (["runs/a", "step=4"], "no checkpoint of step 4; it has 3, 6"),
-    "resume": (["runs/a", "resume=runs/a"], "sensitivity RUN names the run"),
     "more batches than there are": (
         ["runs/a", "batches=999"],
         "the policy is judged on some that did not choose it",
@@ -273,7 +232,6 @@ BAD = {
     ),
     "a cost without a GPU": (["runs/a", "cost=0.5"], "give gpu=B200 with it, and no keep=…"),
     "another model": (["runs/a", "model.width=64"], "model.width: 32 → 64"),
-    "a name for the run": (["runs/a", "run.name=b"], "leave them out"),
 }
 
 

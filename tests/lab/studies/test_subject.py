@@ -65,11 +65,6 @@ def test_it_can_be_put_back_if_its_optimizer_was_asked_for(trained: Path) -> Non
     assert subject.run.optimizer.state and not subject_of(trained).run.optimizer.state
 
 
-def test_an_unknown_step_is_refused_with_those_that_there_are(trained: Path) -> None:
-    with pytest.raises(UserError, match="no checkpoint of step 4; it has 3, 6"):
-        subject_of(trained, step=4)
-
-
 def test_a_run_without_a_checkpoint_can_be_studied_as_it_was_initialised(
     trained: Path, tmp_path: Path
 ) -> None:

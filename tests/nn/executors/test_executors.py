@@ -14,10 +14,9 @@ from torch import Tensor
 from fp4train.backends import DataRanks, LayerState
 from fp4train.backends.te import TEExecutor, TEExperts
 from fp4train.hardware import Device
-from fp4train.nn import DelayedScaling, HeldAmaxes, LayerShard, Linear
+from fp4train.nn import DelayedScaling, LayerShard, Linear
 from fp4train.nn.engine import EAGER, torch_autocasts
 from fp4train.nn.executors import (
-    EXECUTORS,
     STATES,
     BackendExperts,
     BackendLayer,
@@ -217,12 +216,6 @@ def test_a_state_says_itself_how_it_is_made_saved_checked_and_joined(
     saved = made.scaling_state()
     assert set(saved) == {"seen.tokens", *scaling} and saved["seen.tokens"] == 6
     assert all(torch.equal(saved[name], each) for name, each in scaling.items())
-
-
-def test_every_kind_of_state_that_an_executor_needs_is_known_by_name() -> None:
-    needed = {kind for each in EXECUTORS for kind in each.kinds}
-    assert needed == {DelayedScaling, HeldAmaxes, ChannelNorms} == set(STATES.values())
-    assert all(STATES[kind.kind] is kind for kind in needed)
 
 
 def test_histories_are_joined_before_norms_whatever_the_order_of_the_layers() -> None:

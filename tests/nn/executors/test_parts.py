@@ -23,7 +23,6 @@ from fp4train.nn.executors import ChannelNorms
 from fp4train.precision import (
     BF16,
     MXFP8,
-    NVFP4,
     OutlierChannels,
     Recipe,
     TetraJetV2,
@@ -205,74 +204,6 @@ def test_the_parts_draw_other_bits() -> None:
     rest, top = chosen(made)
     assert sorted((top - K // 2).tolist()) == sorted(rest.tolist()), "the second half is chosen"
     assert not torch.equal(dx[:, rest], dx[:, rest + K // 2])
-
-
-@pytest.mark.parametrize(
-    ("recipe", "least"),
-    [
-        pytest.param(tetrajet(), {"y": 6.0, "dw": 12.0}, id="tetrajet in mxfp8"),
-        pytest.param(
-            NVFP4(
-                dtype="float32",
-                outliers=OutlierChannels(recipe=BF16(), share=CHANNELS / K, start=1, steps=2),
-            ),
-            {"y": 50.0, "dx": 1.05, "dw": 50.0},
-            id="nvfp4 in high precision",
-        ),
-    ],
-)
-def test_the_error_falls_where_channels_are_outliers(
-    recipe: Recipe, least: dict[str, float]
-) -> None:
-    """nMSE of y, dx and dw without outlier channels over that with them."""
-    made = trained(recipe, 3)
-    plain = layer()
-    x, dy = inputs(8)
-    w = made.weight.detach()
-    wanted = {"y": x @ w.T + made.bias.detach(), "dx": dy @ w, "dw": dy.T @ x}
-    without = (
-        f4.precision.NVFP4(dtype="float32")
-        if isinstance(recipe, NVFP4)
-        else TetraJetV2(dtype="float32")
-    )
-    found = dict(zip(wanted, step(made, recipe, 8, x, dy), strict=True))
-    before = dict(zip(wanted, step(plain, without, 8, x, dy), strict=True))
-    gain = {
-        name: (relative(before[name], wanted[name]) / relative(found[name], wanted[name])) ** 2
-        for name in wanted
-    }
-    print({name: round(value, 2) for name, value in gain.items()})
-    assert all(gain[name] >= factor for name, factor in least.items()), gain
-
-
-def test_gradients_of_what_forward_multiplied_are_unbiased() -> None:
-    """dx over all channels, dw over the others, with guard=16/17: means over steps, in standard
-    errors.
-    """
-    recipe = TetraJetV2(
-        dtype="float32",
-        guard=16 / 17,
-        outliers=OutlierChannels(
-            recipe=TetraJetV2Outliers(guard=16 / 17), share=CHANNELS / K, start=0, steps=1
-        ),
-    )
-    made = trained(recipe, 1)
-    x, dy = (t[:64].contiguous() for t in inputs(6, factor=4.0))
-    repeats = 64
-    draws = [step(made, recipe, 10 + number, x, dy) for number in range(repeats)]
-    rest, top = chosen(made)
-    w = made.weight.detach()
-    w_q = torch.empty(N, K, dtype=torch.float64)
-    x_q = torch.from_numpy(double_block(x[:, rest].numpy())).double()
-    w_q[:, rest] = torch.from_numpy(double_block(w[:, rest].numpy())).double()
-    w_q[:, top] = torch.from_numpy(mxfp8(w[:, top].double().numpy()))
-    for name, found, wanted in (
-        ("dx", torch.stack([d[1] for d in draws]).double(), dy.double() @ w_q),
-        ("dw", torch.stack([d[2][:, rest] for d in draws]).double(), dy.double().T @ x_q),
-    ):
-        z = (found.mean(0) - wanted) / (found.std(0) / repeats**0.5)
-        assert abs(float(z.mean())) < 5 / z.numel() ** 0.5, name
-        assert float(z.square().mean()) < 1.15, name
 
 
 def test_evaluation_records_nothing_and_uses_the_choice() -> None:

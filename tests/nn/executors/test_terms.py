@@ -14,7 +14,6 @@ from torch import Tensor
 from fp4train.backends import Operands
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Experts, Linear
-from fp4train.nn.executors import terms
 from fp4train.precision import (
     MXFP4,
     MXFP8,
@@ -95,26 +94,6 @@ def test_the_products_are_those_of_the_formula(backend: str, centred: tuple[str,
     results = trained(module, replace(FOUR_BITS, centred=centred), x, dy)
     for result, expected in zip(results, by_formula(module, x, dy, centred), strict=True):
         assert distance(result, expected) < 3e-3, "BF16 rounds to 2⁻⁹"
-
-
-def test_what_is_left_on_the_grid_is_multiplied_exactly_whatever_the_mean() -> None:
-    """Pairs of ±6, ±4, … beside means of 100: the codes of the tensor itself lose them."""
-    generator = torch.Generator().manual_seed(2)
-    grid = torch.tensor([6.0, 4.0, 3.0, 2.0, 1.5, 1.0, 0.5])
-    half = grid[torch.randint(7, (M // 2, K), generator=generator)]
-    half[:, ::16] = 6.0
-    rest = torch.cat([half, -half])
-    x = (rest + 256.0 * torch.ones(K)).float()
-    module = layer()
-    with torch.no_grad():
-        module.weight.copy_(value(module.weight))
-    exact = x.double() @ value(module.weight.detach()).T
-    errors = {}
-    for centred in ((), ("x",)):
-        recipe = replace(FOUR_BITS, dtype="float32", centred=centred)
-        with torch.no_grad(), autocast(recipe, step=0):
-            errors[centred] = distance(module(x), exact)
-    assert errors["x",] < 1e-6 and errors[()] > 1e-3
 
 
 def test_large_means_cost_no_precision() -> None:
@@ -199,20 +178,6 @@ def test_a_bias_is_added_once_and_gets_the_sum_of_dy() -> None:
     torch.testing.assert_close(module.bias.grad, dy.float().sum(0), rtol=0.01, atol=0.5)
 
 
-def test_layers_that_read_one_tensor_share_its_forms() -> None:
-    x, dy = inputs()
-    recipe = replace(FOUR_BITS, centred=("x",))
-    first = trained(layer(), recipe, x, dy)
-    pair = (layer(), layer())
-    with autocast(recipe, step=0):
-        leaf = x.clone().requires_grad_()
-        results = [module(leaf) for module in pair]
-    for y in results:
-        y.backward(dy)
-        assert torch.equal(y, first[0])
-    assert all(torch.equal(module.weight.grad, first[2]) for module in pair)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -283,17 +248,6 @@ def test_a_residual_is_multiplied_too(
     assert all(map(torch.equal, (dx, dw), gradients)), "backward is that of the recipe"
 
 
-def test_residuals_of_both_leave_an_error_of_second_order() -> None:
-    x, _ = inputs(mean=0.0)
-    module = layer()
-    exact = x.double() @ module.weight.detach().double().T
-    errors = []
-    for residual in (None, Residual(), Residual(tensors=("x", "w"))):
-        with torch.no_grad(), autocast(replace(FOUR_BITS, residual=residual), step=0):
-            errors.append(distance(module(x), exact))
-    assert errors[1] < 0.8 * errors[0] and errors[2] < 0.2 * errors[0]
-
-
 def test_hot_channels_are_those_with_the_largest_residuals_of_both() -> None:
     x, _ = inputs(mean=0.0)
     x[:, 5] *= 30
@@ -328,15 +282,6 @@ def test_a_share_of_less_than_a_feature_is_one_feature_and_shown_as_it_is() -> N
     assert Residual(share=1e-12).count(K) == 1
     assert Residual(share=0.1).elements("bfloat16") == "BF16 of 10%"
     assert Residual(share=0.0025).elements("bfloat16") == "BF16 of 0.25%"
-
-
-def test_means_are_taken_only_where_a_tensor_is_centred(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(x_MK: Tensor) -> Tensor:
-        raise AssertionError("the mean of a tensor that is not centred")
-
-    monkeypatch.setattr(terms, "mean_of", refused)
-    x, dy = inputs()
-    trained(layer(), NVFP4(residual=Residual(share=0.1)), x, dy)
 
 
 def test_a_product_in_high_precision_has_no_residual() -> None:
