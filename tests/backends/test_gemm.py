@@ -127,19 +127,6 @@ def test_scaled_rows_are_multiplied_in_float32_whatever_their_layout(
         assert torch.equal(found, (a.float() @ b.float().T) * rows * columns.T)
 
 
-def test_only_float32_products_leave_torch_for_the_library_that_uses_avx512(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    called = Mock(side_effect=lambda a, b, *_: a @ b.T)
-    monkeypatch.setattr(emulate, "_ONEDNN", called)
-    a = integers(4, 16, 0)
-    b = integers(4, 16, 1)
-    matmul(Decoded(a, torch.ones(4, 1)), Decoded(b, torch.tensor(1.0)), out_dtype=torch.bfloat16)
-    assert called.call_count == 1
-    matmul(Decoded(a, torch.tensor(1.0)), Decoded(b, torch.tensor(1.0)), out_dtype=torch.bfloat16)
-    assert called.call_count == 1 or torch.bfloat16 in emulate.WITHOUT_INSTRUCTIONS
-
-
 @pytest.mark.parametrize("rows", [0, 3])
 @pytest.mark.parametrize("cols", [0, 16])
 def test_empty_operands_multiply(rows: int, cols: int) -> None:

@@ -4,13 +4,12 @@ multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from pretended import Machine
-from recorded_products import Recorder
+from recorded_products import Recorder, record
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
@@ -33,10 +32,8 @@ SQUARE = (ScalingType.BlockWise128x128,)
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    found = Recorder()
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", found)
-    yield found
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return record(monkeypatch)[0]
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -208,7 +205,7 @@ def test_what_scaled_mm_does_not_combine_is_refused() -> None:
 
 
 def test_a_torch_for_an_older_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    Machine(monkeypatch).has_torch_for("12.6")
     here = Device(type="cuda", name="B200", capability=(10, 0))
     with pytest.raises(
         ValueError, match=r"NVFP4 needs CUDA 12\.8; this torch is built for CUDA 12\.6"
@@ -222,7 +219,7 @@ def test_a_torch_for_an_older_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_auto_multiplies_the_codes_where_transformer_engine_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    Machine(monkeypatch).has_torch_for("13.0")
     for recipe, name, capability in (
         (NVFP4(), "B200", (10, 0)),
         (MXFP8(), "B300", (10, 3)),

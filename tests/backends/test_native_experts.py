@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from recorded_products import GroupRecorder, Recorder
+from recorded_products import record
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
@@ -94,10 +94,7 @@ def test_fprop_and_dgrad_of_all_experts_are_one_call_each_that_multiplies_to_the
         pytest.skip(
             "scaled_mm takes no scale per row on CPUs there, as wgrad of each expert has it"
         )
-    recorder = GroupRecorder()
-    single = Recorder()
-    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", recorder)
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", single)
+    single, recorder = record(monkeypatch)
     plan = planned(recipe, "native", device)
     assert [gemm.grouped for gemm in plan.gemms] == [True, True, False]
     found = run(recipe, plan)
@@ -195,8 +192,7 @@ def test_operands_whose_scales_lie_in_tiles_are_padded_and_multiplied_as_others(
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe
 ) -> None:
     """Rows and width fill no block and no tile; one product per expert, and one of all."""
-    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", GroupRecorder())
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", Recorder())
+    record(monkeypatch)
     x, w = recipe.table()["fprop"].both
     assert x is not None and w is not None
     generator = torch.Generator().manual_seed(2)

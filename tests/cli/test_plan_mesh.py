@@ -43,11 +43,6 @@ def test_commands_of_the_document_print_what_it_shows(
     assert "parallel" not in command or len(printed.splitlines()) < 60, "a mesh is one screen"
 
 
-def test_the_document_shows_a_step_and_a_mesh() -> None:
-    assert ["parallel.tp=8" in command for command, _ in COMMANDS] == [False, True]
-    assert all(shown for _, shown in COMMANDS)
-
-
 def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -164,7 +159,6 @@ def test_parts_of_layers_are_priced_as_what_runs_them(capsys: pytest.CaptureFixt
     ("arguments", "said"),
     [
         (("parallel.dp_shard=2", "optim=muon"), "optim=muon multiplies whole matrices"),
-        (("parallel.tp=2", "optim=muon"), "optim=muon multiplies whole matrices"),
         (
             ("parallel.tp=2", "model=moe_tiny", "model.kv_heads=2", "model.experts.count=15"),
             "blocks.1.mlp.gate_up: 15 experts cannot be divided over parallel.tp=2 ranks",
@@ -320,7 +314,6 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
         ),
         (["parallel.dp_shard=8", "train.batch_size=12"], "use train.batch_size=8 or 16"),
         (["parallel.dp_shard=128"], "16 is not divisible by 128 data ranks"),
-        (["parallel.pp=2"], "1 microbatch per rank cannot fill parallel.pp=2"),
         (
             ["parallel.dp_shard=8", "train.batch_size=16", "train.microbatch=16"],
             "8 data ranks × train.microbatch=16: every rank must have",
@@ -329,26 +322,12 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
             ["parallel=auto", "gpus=8"],
             "parallel=auto: a mesh is named by its sizes, parallel.dp_replicate, parallel.dp_shard",
         ),
-        (["parallel.tpp=8"], "unknown key 'parallel.tpp'; did you mean 'parallel.tp'?"),
-        (["parallel.tp=two"], "parallel.tp='two' must be a whole number"),
-        (["parallel.sp=2"], "parallel.sp=2 must be true or false"),
-        (["parallel.gather=fp8"], "parallel.gather='fp8' is not one of recipe, bf16, fp32"),
         (
             ["parallel.pp_schedule=zb"],
             "parallel.pp_schedule=zb runs the gradients of inputs and weights at different",
         ),
-        (
-            ["parallel.pp_schedule=2f2b"],
-            "parallel.pp_schedule='2f2b' must be one of 1f1b, gpipe, interleaved",
-        ),
-        (
-            ["gpus=8", "parallel.tp=16"],
-            "parallel.tp=16 does not divide the 8 ranks of this run",
-        ),
         (["parallel.dp_shard=-2"], "parallel.dp_shard=-2 must be at least 1, or -1 for all"),
-        (["gpus=many"], "gpus='many' must be a whole number"),
         (["gpus=0"], "gpus=0 must be a number of GPUs from 1 to 1048576"),
-        (["gpus=2000000"], "gpus=2000000 must be a number of GPUs from 1 to 1048576"),
         (["parallel.dp_shard=2000000"], "parallel.dp_shard=2000000 is more than 1048576"),
         (["parallel.tp=0"], "parallel.tp=0 must be at least 1"),
         (["gpus=8", "gpu=null"], "a plan for several GPUs needs their name: gpu=H100"),

@@ -120,7 +120,6 @@ def test_nothing_is_imported_to_refuse_a_target(
             "lab1.Plain",
             "it is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True)",
         ),
-        ("lab1.Undecorated", "it is no dataclass"),
         ("lab1.dataclass", "is no configuration class of lab1"),
         ("lab1.deeper.Model", "there is no module lab1.deeper"),
         (
@@ -147,12 +146,9 @@ def test_what_is_no_configuration_class_is_refused(mine: Path, target: str, mess
             None,
             "plugins=[nolab]: there is no module nolab among the installed packages and ",
         ),
-        ("nolab.models", None, "there is no module nolab among"),
         ("lab1.models", None, "there is no module lab1.models"),
         ("mine/lab1.py", None, "not by a path: plugins=[lab1], with --config-dir mine"),
-        ("lab1.py", None, "not by a path: plugins=[lab1], with --config-dir FOLDER"),
         ("./mine/my lab", None, "not by a path: plugins=[mylab]"),
-        ("..", None, "not by a path"),
         ("fp4train.models", None, "fp4train's own classes need not be named"),
         ("sub", None, "plugins=[sub] holds no code: a package has a file __init__.py"),
         (
@@ -165,7 +161,6 @@ def test_what_is_no_configuration_class_is_refused(mine: Path, target: str, mess
             "import nothing_like_this",
             "cannot be imported: ModuleNotFoundError: No module named 'nothing_like",
         ),
-        ("lab3", "x = 1\nraise RuntimeError('no')", "RuntimeError: no ("),
         ("lab3", "import sys\nsys.exit(3)", "SystemExit: 3 ("),
     ],
 )

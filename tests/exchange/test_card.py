@@ -121,14 +121,6 @@ def test_damaged_metrics_are_said_and_are_no_run_without_evaluation(
     assert said in card and "The run has no evaluation up to step 6 that can be read." in card
 
 
-def test_one_damaged_line_is_said_as_one(small_run: Path, command: Command, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(small_run, tmp_path / "a"))
-    with (run / "metrics.jsonl").open("ab") as file:
-        file.write(b"\0\0\0\n")
-    said = " ".join(command("export", run, "to=hf", f"out={tmp_path / 'out'}").split())
-    assert "1 line of metrics.jsonl is damaged: what it says is not in the model card." in said
-
-
 @pytest.mark.parametrize("left", [0, 100])
 def test_metrics_that_are_cut_off_are_said_where_the_card_has_no_losses(
     small_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, left: int

@@ -5,7 +5,6 @@ the run.
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,16 +125,6 @@ def test_bf16_is_the_nearest_of_each_weight_and_shards_have_an_index(
         "rounded to nearest, ties to even, from the float32 weights"
         in (out / "README.md").read_text()
     )
-
-
-def test_neither_transformers_nor_a_model_is_needed(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export_huggingface(small_run, tmp_path / "with")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr(torch.nn.Module, "__init__", lambda *_: pytest.fail("a model was built"))
-    export_huggingface(small_run, tmp_path / "without")
-    assert same_files(tmp_path / "with", tmp_path / "without")
 
 
 def test_moments_are_neither_read_nor_missed(small_run: Path, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ that autograd adds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,8 +31,9 @@ def add(self: emulate.Emulate, total_RS: Tensor, a: Prepared, b: Prepared) -> No
     total_RS += self.product(a, b, out_dtype=torch.float32)
 
 
-def begin(set_attribute: Callable[[Any, str, Any], None] = setattr) -> list[tuple[int, ...]]:
+def begin(patch: pytest.MonkeyPatch | None = None) -> list[tuple[int, ...]]:
     """Let executors that are made from now on add so; `added`, which is empty then."""
+    set_attribute: Callable[..., None] = setattr if patch is None else patch.setattr
     set_attribute(engine, "ADDING", frozenset({"cpu"}))
     set_attribute(whole_layer, "add_product", add_product)
     set_attribute(emulate.Emulate, "add", add)

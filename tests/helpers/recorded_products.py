@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch._meta_registrations import _check_scaled_mm_sizes_v2, _meta_grouped_mm_common
@@ -224,3 +225,14 @@ class GroupRecorder:
             RecordedGroup((a.dtype, b.dtype), rows, extents, (tuple(scaling_a), tuple(scaling_b)))
         )
         return torch.cat(found)
+
+
+def record(patch: pytest.MonkeyPatch) -> tuple[Recorder, GroupRecorder]:
+    """What stands in for torch's scaled products, of one pair and of a group, until the patch is
+    undone.
+    """
+    single = Recorder()
+    group = GroupRecorder()
+    patch.setattr(torch.nn.functional, "scaled_mm", single)
+    patch.setattr(torch.nn.functional, "scaled_grouped_mm", group)
+    return single, group

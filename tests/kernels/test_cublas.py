@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from cublas_on_cpu import HANDLE, CublasOnCpu
+from pretended import Machine
 
 from fp4train.kernels import cublas
 
@@ -94,8 +95,8 @@ def test_a_product_takes_the_handle_of_its_operands_gpu(monkeypatch: pytest.Monk
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "device", device)
+    functions = {"current_device": lambda: current[-1], "device": device}
+    Machine(monkeypatch).has_torch_for(torch.version.cuda, **functions)
     handles = {0: HANDLE - 1, 1: HANDLE}
     library = cublas.Cublas(CublasOnCpu().library, lambda: handles[current[-1]])
     operands = integers(4, 8, 0), integers(6, 8, 1)
@@ -158,7 +159,6 @@ def test_a_library_that_sums_in_the_dtype_of_the_result_is_not_used() -> None:
 def test_where_torch_has_not_loaded_the_library_its_name_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "99.1")
-    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: HANDLE)
+    Machine(monkeypatch).has_torch_for("99.1", current_blas_handle=lambda: HANDLE)
     with pytest.raises(RuntimeError, match=r"torch has not loaded libcublas\.so\.99"):
         cublas.load()

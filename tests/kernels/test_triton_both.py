@@ -126,16 +126,13 @@ def test_both_forms_of_an_emulated_operand_move_hardly_more_bytes_than_the_least
 
 @pytest.mark.long
 @needs_triton
-def test_values_of_both_forms_compile_for_hopper_without_spills(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_of_both_forms_compile_for_hopper_without_spills(triton_cache: Path) -> None:
     """Of the gradients, whose random words take most registers."""
     from compile_triton import compile_launch, launches_of, resources
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launch = launches_of(partial(make, "dy of nvfp4", (False, False)))[-1]
     compiled = compile_launch(launch, 90)
-    used = resources(compiled.asm["cubin"], tmp_path)
+    used = resources(compiled.asm["cubin"], triton_cache)
     assert launch.launch.kernel.__name__ == "quantize_both"
     assert used["STACK"] == used["LOCAL"] == 0, used
     assert used["REG"] * 32 * launch.launch.warps <= 1 << 15, (

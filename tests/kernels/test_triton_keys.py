@@ -3,13 +3,19 @@ was launched before: plans and compiled kernels are kept by all that decides the
 
 Each case is called with arguments that differ in one respect (dtype, alignment, strides, shape, an
 argument that is not given), first each with nothing kept, then one after the other with everything
-kept.
+kept. No GPU is needed: a JIT that compiles nothing says by Triton's own key which kernel it would
+compile: the types of the arguments, what it specialises them for (multiples of 16, ones,
+alignment), constants and options.
 """
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -23,6 +29,7 @@ from fp4train.precision import MXFP8, NVFP4, FP8Current
 from fp4train.quantize import (
     Decoded,
     Delayed,
+    Launch,
     QuantSpec,
     RandomKey,
     TritonQuantizer,
@@ -33,7 +40,9 @@ triton = pytest.importorskip(
     "triton", reason="triton is not installed (Linux only: pip install triton)"
 )
 
-from launch_keys import Ran, forget_plans, without_compiler  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip(
@@ -44,6 +53,100 @@ FP8 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=N
 PER_ROW = replace(FP8, block=(1, None))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KEY = RandomKey(seed=1, step=2, layer=3, operand=0)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One launch of a compiled kernel."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    key: str
+    """Of the arguments that it was compiled for."""
+    numbers: tuple[object, ...]
+    """Arguments that are no tensors."""
+
+
+class Compiled:
+    """Stands in for Triton's CompiledKernel: notes its launches."""
+
+    def __init__(self, kernel: JITFunction[Any], key: str, ran: list[Ran]) -> None:
+        self.kernel = kernel
+        self.key = key
+        self.ran = ran
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: object) -> None:
+            numbers = [x for x in arguments if not isinstance(x, torch.Tensor | tuple)]
+            self.ran.append(Ran(self.kernel.__name__, grid, self.key, tuple(map(repr, numbers))))
+
+        return launch
+
+
+@cache
+def _binder(kernel: JITFunction[Any]) -> Any:
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    return create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+def key_of(kernel: JITFunction[Any], *arguments: object, **options: object) -> str:
+    """Triton's key of the kernel that a launch with these arguments needs."""
+    _, specialization, left = _binder(kernel)(*arguments, **options)
+    return f"{specialization} {sorted(left.items())}"
+
+
+@contextmanager
+def without_compiler() -> Iterator[list[Ran]]:
+    """CPU tensors pass for CUDA ones, and kernels are launched into a list; a launch of another
+    kernel than the JIT would launch with its arguments is an AssertionError.
+    """
+    ran: list[Ran] = []
+    launch = Launch.__call__
+
+    def run(
+        self: JITFunction[Any], *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any
+    ) -> Any:
+        compiled = Compiled(self, key_of(self, *arguments, **options), ran)
+        compiled[(*grid, 1, 1)](
+            *arguments, *[options[p.name] for p in self.params if p.name in options]
+        )
+        return compiled
+
+    def checked(self: Launch, *pointers: torch.Tensor, words: tuple[Any, ...] = ()) -> None:
+        try:
+            seen = self.seen(pointers)
+        except RuntimeError as error:
+            refused = error
+            with mock.patch.object(JITFunction, "run", side_effect=refused):
+                launch(self, *pointers, words=words)
+            raise AssertionError(
+                f"{self.kernel} was launched with what it is not compiled for"
+            ) from refused
+        launch(self, *pointers, words=words)
+        options = {"num_warps": self.warps, "enable_fp_fusion": False}
+        wanted = key_of(self.kernel, *seen, *self.sizes, *words, **self.constants, **options)  # type: ignore[arg-type]
+        assert ran[-1].key == wanted, (
+            f"{ran[-1].kernel}: compiled for {ran[-1].key}, launched with {wanted}"
+        )
+
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(Launch, "__call__", checked),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        Machine(patch).interprets_triton(False)
+        forget_plans()
+        yield ran
+        forget_plans()
+
+
+def forget_plans() -> None:
+    """Empty all caches of the package's functions, those of its plans among them."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fp4train."):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
 
 def bf16(*shape: int) -> Tensor:

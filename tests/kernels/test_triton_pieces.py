@@ -254,17 +254,16 @@ def test_formats_of_plugins_have_kernels_by_their_fields_and_others_say_why_not(
 @needs_triton
 @pytest.mark.parametrize(("name", "capability"), [("tiles", 100), ("if4 of weights", 90)])
 def test_pieces_compile_without_spills_and_keep_subnormals_and_ieee_division(
-    name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, capability: int, triton_cache: Path
 ) -> None:
     from compile_triton import compile_launch, launches_of, resources
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x = torch.zeros(256, 1024, dtype=torch.bfloat16)
     amax = torch.ones(()) if PIECES[name].earlier_amax else None
     quantizer = TritonQuantizer(PIECES[name])
     for launch in launches_of(partial(quantizer.codes, x, KEY, amax)):
         compiled = compile_launch(launch, capability)
-        used = resources(compiled.asm["cubin"], tmp_path)
+        used = resources(compiled.asm["cubin"], triton_cache)
         assert used["STACK"] == used["LOCAL"] == 0, used
         ptx = compiled.asm["ptx"]
         assert not re.search(r"\.ftz|div\.(full|approx)|(rcp|sqrt)\.approx", ptx)

@@ -26,9 +26,7 @@ if triton.knobs.runtime.interpret:
     )
 
 
-@pytest.fixture(autouse=True)
-def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("triton_cache")
 
 
 def scaled_product(

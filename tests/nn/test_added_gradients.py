@@ -9,33 +9,92 @@ from typing import Any
 import adding
 import pytest
 import torch
-from three_readers import SIZES, TOKENS, K, made, normal, within
 from torch import Tensor, nn
 
-from fp4train.precision import BF16, NVFP4, OutlierChannels, Recipe, recompute, use
+import fp4train as f4
+from fp4train.hardware import Device
+from fp4train.nn import PlannedLayer
+from fp4train.parameters import ParameterSpec
+from fp4train.precision import (
+    BF16,
+    NVFP4,
+    Context,
+    OutlierChannels,
+    Recipe,
+    Timeline,
+    find_layers,
+    make_plan,
+    recompute,
+    use,
+)
+from fp4train.quantize import Position, RunStep
 
+K = 256
+SIZES = (256, 128, 128)
+TOKENS = 128
 ADDING_RECIPES = pytest.mark.parametrize(
     "recipe", [BF16(), NVFP4(fused_scales=True).with_high_precision("wgrad")], ids=["all", "wgrad"]
 )
 """Recipes whose products add dw: wgrad is in high precision."""
 
 
+class Readers(nn.Module):
+    """Three layers of one x."""
+
+    def fp4train_parameters(self) -> list[ParameterSpec]:
+        """The three layers are one group."""
+        return [ParameterSpec(name=f"w{letter}.weight", fused="qkv") for letter in "qkv"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in zip(("wq", "wk", "wv"), SIZES, strict=True):
+            setattr(self, name, nn.Linear(K, size, bias=name != "wk"))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.wq(x), self.wk(x), self.wv(x)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def planned(recipe: Recipe, *, in_product: bool = True) -> Any:
+    """The layers, which run an applied plan and sum the gradients of microbatches."""
+    model: Any = f4.convert(Readers())
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=seed))
+    options: dict[str, Any] = {"tokens": TOKENS, "device": Device(type="cpu"), "backend": "auto"}
+    layers = find_layers(model).values()
+    plan = make_plan(layers, Timeline(recipe=recipe, steps=9), None, **options)
+    for module in model.modules():
+        if isinstance(module, PlannedLayer):
+            module.sum_gradients(True, in_product=in_product)
+            of_layer = plan.stretches[0].layers[module.layer.name]
+            module.apply_plan(of_layer, recipe, None, torch.device("cpu"))
+    return model
+
+
+def applied(recipe: Recipe, step: int = 0) -> Context:
+    position = Position(RunStep(1, step))
+    return Context(recipe=recipe, position=position, counts="nothing", applied=True)
+
+
 def results(
     model: nn.Module,
     recipe: Recipe,
-    values: Callable[..., Tensor] = normal,
     *,
     calls: Callable[..., tuple[Tensor, ...]] | None = None,
     microbatches: int = 1,
-    step: int | None = 0,
+    step: int = 0,
 ) -> dict[str, Tensor]:
     """The outputs of the last microbatch, dx, and the gradients of the parameters."""
     model.zero_grad()
-    x = values(microbatches, TOKENS, K, seed=11).to(recipe.torch_dtype).requires_grad_()
+    x = normal(microbatches, TOKENS, K, seed=11).to(recipe.torch_dtype).requires_grad_()
     for number, own in enumerate(x.unbind()):
-        with use(within(recipe, step)):
+        with use(applied(recipe, step)):
             ys = (calls or model)(own)
-        used = [(y, values(*y.shape, seed=20 + number).to(y.dtype)) for y in ys]
+        used = [(y, normal(*y.shape, seed=20 + number).to(y.dtype)) for y in ys]
         torch.autograd.backward([y for y, _ in used], [dy for _, dy in used])
     assert x.grad is not None
     found = {"x": x.grad} | {f"y{i}": y.detach() for i, y in enumerate(ys)}
@@ -56,10 +115,10 @@ def test_recomputed_layers_add_dw_within_their_gemms_too_and_all_ways_have_the_s
     """Recomputation saves no weights: what backward gets in their place has no gradient to add
     to.
     """
-    added = adding.begin(monkeypatch.setattr)
+    added = adding.begin(monkeypatch)
     found = []
     for again, in_product in ((False, False), (False, True), (True, True)):
-        model = made(recipe, sums=True, in_product=in_product)
+        model = planned(recipe, in_product=in_product)
 
         def calls(x: Tensor, model: Any = model, again: bool = again) -> tuple[Tensor, ...]:
             def joined(x: Tensor) -> Tensor:
@@ -82,10 +141,10 @@ def test_gradients_of_outlier_channels_are_added_with_the_bits_of_autograds_sums
     """Before the channels are chosen within the product, then after the products of both parts."""
     outliers = OutlierChannels(recipe=NVFP4(), share=0.25, multiple=8, start=0, steps=1)
     recipe = NVFP4(outliers=outliers).with_high_precision("wgrad")
-    added = adding.begin(monkeypatch.setattr)
+    added = adding.begin(monkeypatch)
     sums = []
     for in_product in (False, True):
-        model = made(recipe, sums=True, in_product=in_product)
+        model = planned(recipe, in_product=in_product)
         together = results(model, recipe, microbatches=3, step=0)
         assert sorted(added) == sorted([(size, K) for size in SIZES] * 2 * in_product)
         added.clear()
@@ -102,8 +161,8 @@ def test_passes_that_leave_gradients_as_they_are_add_nothing_to_them(
     """`torch.autograd.grad` of weights that have gradients, of x alone, and backward with
     `inputs`.
     """
-    added = adding.begin(monkeypatch.setattr)
-    model = made(recipe, sums=True)
+    added = adding.begin(monkeypatch)
+    model = planned(recipe)
     once = {name: each.clone() for name, each in results(model, recipe).items()}
     names = ("wq.weight", "wk.weight", "wv.weight")
     weights = [model.get_parameter(name) for name in names]
@@ -111,7 +170,7 @@ def test_passes_that_leave_gradients_as_they_are_add_nothing_to_them(
     dys = [normal(TOKENS, size, seed=20).bfloat16() for size in SIZES]
 
     def ys() -> Any:
-        with use(within(recipe)):
+        with use(applied(recipe)):
             return model(x)
 
     assert all(

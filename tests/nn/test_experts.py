@@ -138,7 +138,7 @@ def test_dw_of_an_expert_is_added_to_its_gradient_within_its_product(
     """From the second microbatch of each step on, as on a GPU; experts without tokens have no
     product.
     """
-    added = adding.begin(monkeypatch.setattr)
+    added = adding.begin(monkeypatch)
     found = []
     for in_product in (False, True):
         experts, _ = pair(bias=True)

@@ -78,7 +78,7 @@ def test_torchs_kernels_leave_the_sum_of_gradients_to_autograd(
     """On a CPU that adds dw within its product as a GPU does. With recomputed blocks every second
     microbatch of both steps adds the 14 gradients of two blocks; losses have the same bits.
     """
-    added = adding.begin(monkeypatch.setattr)
+    added = adding.begin(monkeypatch)
     found = []
     options = (
         "recipe=bf16",

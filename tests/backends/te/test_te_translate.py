@@ -11,13 +11,13 @@ import types
 from typing import Any
 
 import pytest
+from pretended import Machine
 
 from fp4train.backends import Operands
 from fp4train.backends.te import (
     QuantizerFactory,
     availability,
     to_te,
-    translate,
     why_not,
     why_not_device,
 )
@@ -283,8 +283,7 @@ def test_what_te_cannot_express_is_refused_by_operand_and_with_what_to_do(
 def test_an_older_te_is_refused_where_it_would_compute_something_else(
     monkeypatch: pytest.MonkeyPatch, found: tuple[int, ...] | None, recipe: Recipe, word: str
 ) -> None:
-    for module in (availability, translate):
-        monkeypatch.setattr(module, "version", lambda: found)
+    Machine(monkeypatch).has_transformer_engine(*(found or ()))
     with pytest.raises(ValueError, match=word):
         to_te(recipe.table())
 
