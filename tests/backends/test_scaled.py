@@ -138,10 +138,10 @@ def test_two_scales_are_one_factor_with_and_without_a_cpus_instructions(
 
 
 @needs_triton
-def test_sums_with_infinite_products_are_those_of_a_cpu_where_scales_have_no_normal_product() -> (
-    None
-):
-    """Finite, infinite and NaN numbers are added to, once and again."""
+def test_sums_with_infinite_products_are_those_of_a_cpu_and_a_bias_is_read_where_it_lies() -> None:
+    """Where scales have no normal product, too; finite, infinite and NaN numbers are added to, once
+    and again.
+    """
     code = (
         SCALES
         + """
@@ -161,19 +161,7 @@ for first, second in ((tiny, tiny), (huge, huge), (one, other), (subnormal, None
         products.add(total, left, right)
         assert torch.equal(total.isnan(), summed.isnan()), (first, second, "NaN")
         assert torch.equal(total.nan_to_num(0, inf, -inf), summed.nan_to_num(0, inf, -inf)), (first, second)
-print("equal")
-"""
-    )
-    run = interpreted("-c", code)
-    assert run.stdout.strip() == "equal", run.stdout + run.stderr
-
-
-@needs_triton
-def test_a_bias_is_read_where_it_lies() -> None:
-    code = (
-        SCALES
-        + """
-products = scaled.ScaledProducts()
+products = scaled.ScaledProducts("triton")
 left, right = Decoded(integers(8, 16, 0), one), Decoded(integers(8, 16, 1), other)
 for bias in (torch.arange(16.0)[::2], torch.tensor(3.0).expand(8), torch.arange(8.0)):
     product = products.product(left, right, out_dtype=torch.float32, bias=bias)
@@ -189,17 +177,20 @@ def test_why_triton_makes_the_products_of_a_gpu_is_said(monkeypatch: pytest.Monk
     gpu = torch.device("cuda", 0)
     capturing = [True]
     refused = Mock(side_effect=RuntimeError("torch has not loaded libcublas.so.99"))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(scaled.cublas, "load", refused)
+    library = Mock(load=refused)
+    Machine(monkeypatch).has_torch_for(
+        "13.0",
+        device=lambda device: nullcontext(),
+        is_current_stream_capturing=lambda: capturing[0],
+    )
+    monkeypatch.setattr(scaled, "cublas", library)
     products = scaled.ScaledProducts()
     assert "captured" in str(products.why_triton(gpu)) and not refused.called
     capturing[0] = False
     assert products.why_triton(gpu) == "torch has not loaded libcublas.so.99"
     assert scaled.ScaledProducts("triton").why_triton(gpu) == "cuBLAS is not asked"
     assert products.why_triton(torch.device("cpu")) == "cuBLAS does not run on cpu"
-    monkeypatch.setattr(scaled.cublas, "load", Mock())
-    monkeypatch.setattr(scaled.cublas, "check", Mock())
+    library.load = Mock()
     assert scaled.ScaledProducts().why_triton(gpu) is None
 
 
@@ -280,10 +271,10 @@ def test_emulation_on_a_gpu_applies_scales_and_adds_dw_in_the_product(
     monkeypatch.setattr(
         Launch, "__call__", lambda self, *_, **__: launched.append(self.kernel.fn.__name__)
     )
-    Machine(monkeypatch).multiplies_like_a_gpu(cublas=cublas if library else None)
+    machine = Machine(monkeypatch)
+    machine.multiplies_like_a_gpu(cublas=cublas if library else None)
+    machine.has_torch_for("13.0", get_device_capability=lambda device: (9, 0))
     monkeypatch.setattr(triton, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "hip", None)
     scaled._plan_product.cache_clear()
     with FakeTensorMode():
         a, b = (torch.empty(rows, 64, device="cuda", dtype=torch.bfloat16) for rows in (48, 32))

@@ -35,7 +35,7 @@ DOTS = (
     *SIZES,
     "model.layers=3",
     "model.hidden=64",
-    "train.steps=3",
+    "train.steps=1",
     "train.batch_size=2",
     "phases=none",
 )
@@ -49,7 +49,7 @@ MIXTRAL = (
     "model.balance.speed=0",
     "model.experts.scores=softmax",
     "model.experts.bias=false",
-    "train.steps=2",
+    "train.steps=1",
     "train.batch_size=2",
     "phases=none",
 )

@@ -85,7 +85,6 @@ def test_the_interpreter_of_triton_3_6_is_refused_beside_numpy_2_4(
     for on, said in ((True, "numpy<2.4"), (False, "x is on cpu")):
         Machine(monkeypatch).interprets_triton(on)
         assert said in str(backend.why_not(QuantSpec(), "cpu"))
-    monkeypatch.setattr(torch.version, "hip", None)
     assert backend.why_not(QuantSpec(), "cuda") is None
 
 

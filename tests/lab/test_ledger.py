@@ -33,21 +33,16 @@ ENTRY = {
 }
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.recipe} {entry.source}")
-def test_the_words_of_an_entry_are_a_command(entry: PublishedRecipe) -> None:
-    assert entry.recipe in own_options()["recipe"]
-    assert any(word.startswith("policy=") for word in entry.words)
-    assert config_of(f"recipe={entry.recipe}", *entry.words)
-
-
 SWITCH = {"flux_residual": "cooldown_fprop"}
 """Recipes whose source changes them within a run; the default would change any."""
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.recipe} {entry.source}")
-def test_an_entry_says_its_phases_and_trains_without_any_that_its_source_has_not(
+def test_the_words_of_an_entry_are_a_command_without_phases_that_its_source_has_not(
     entry: PublishedRecipe,
 ) -> None:
+    assert entry.recipe in own_options()["recipe"]
+    assert any(word.startswith("policy=") for word in entry.words)
     (phases,) = (word for word in entry.words if word.partition("=")[0] == "phases")
     assert phases == f"phases={SWITCH.get(entry.recipe, 'none')}"
     config = config_of(f"recipe={entry.recipe}", *entry.words)

@@ -65,6 +65,7 @@ INEXACT = (
     QuantSpec(element="e4m3", global_scale=(64, None)),
 )
 """Whose values under their block scales are no numbers of BF16, and have a factor beside them."""
+SQUARE, ROWS = replace(NVFP4, block=(16, 16)), replace(NVFP4, global_scale="row")
 OWN_NAMES = tuple(fmt.name for fmt in OWN)
 REGISTERED = tuple(fmt.name for fmt in ELEMENT_FORMATS if ELEMENT_FORMATS.is_own(fmt.name))
 ELEMENTS = (*REGISTERED, *OWN_NAMES)
@@ -240,9 +241,7 @@ def test_what_is_requantised_is_rounded_once(first: QuantSpec) -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "spec", [NVFP4, TOKENS, replace(NVFP4, block=(16, 16)), MXFP8, FP8, *BLOCKWISE], ids=str
-)
+@pytest.mark.parametrize("spec", [NVFP4, TOKENS, SQUARE, MXFP8, FP8, *BLOCKWISE], ids=str)
 def test_every_instruction_set_has_every_path(
     spec: QuantSpec, dtype: torch.dtype, rounding: str
 ) -> None:
@@ -255,14 +254,22 @@ def test_every_instruction_set_has_every_path(
         assert_equals_reference(draw_layout(layout, x), spec, *every_machine(threads=2))
 
 
-@pytest.mark.parametrize("name", ["nvfp4_reference", "mx_reference", "fp8_reference"])
-def test_kernels_equal_the_reference_on_the_golden_inputs(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "specs"),
+    [
+        ("nvfp4_reference", (NVFP4, TOKENS, SQUARE, ROWS, TURNED, AGAIN)),
+        ("mx_reference", (MXFP8, *GROUPS)),
+        ("fp8_reference", (FP8, *BLOCKWISE)),
+    ],
+)
+def test_kernels_equal_the_reference_on_the_golden_inputs(
+    name: str, specs: tuple[QuantSpec, ...]
+) -> None:
     """The reference equals every byte of the golden outputs (tests/oracles), so the kernels do."""
     tensors, _ = load_golden(name)
     inputs = [tensor for key, tensor in tensors.items() if key.endswith(".x")]
     assert inputs
     for x in inputs:
-        nvfp4 = (NVFP4, TOKENS, replace(NVFP4, block=(16, 16)), replace(NVFP4, global_scale="row"))
-        for spec in (*nvfp4, MXFP8, FP8, *BLOCKWISE, TURNED, AGAIN, *GROUPS):
+        for spec in specs:
             assert_equals_reference(x, spec, *every_machine())
             assert_equals_reference(x.T, spec, *every_machine())

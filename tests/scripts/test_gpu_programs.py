@@ -29,8 +29,9 @@ def test_each_command_of_a_first_visit_is_understood_and_ends_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A wrong word in one of them would cost a step of the minutes on a machine with a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    Machine(monkeypatch).interprets_triton(False)
+    machine = Machine(monkeypatch)
+    machine.has_torch_for(None, is_available=lambda: False)
+    machine.interprets_triton(False)
     for step in gpu_check.steps_of("nine", tmp_path / "x", None):
         for program in (step, *step.beside):
             monkeypatch.setattr(sys, "argv", list(program.words))

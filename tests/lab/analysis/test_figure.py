@@ -38,8 +38,7 @@ def drawing(count: int) -> Draw:
     return picture([panels[:1], panels[1:]], NAME)
 
 
-@pytest.mark.parametrize("width", [3.3, PICTURE])
-@pytest.mark.parametrize("count", [1, 24])
+@pytest.mark.parametrize(("width", "count"), [(3.3, 24), (PICTURE, 1)])
 def test_no_words_leave_a_picture_or_lie_on_a_panel_however_wide_it_is(
     width: float, count: int
 ) -> None:
@@ -65,8 +64,8 @@ def test_several_files_have_the_same_picture(tmp_path: Path) -> None:
     assert paths[0].read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("highest", [5.2, 11.0, 80.0, 3e3, 6e8, 2e30])
-@pytest.mark.parametrize("lowest", [5.0, 1.3, 0.02])
+@pytest.mark.parametrize("highest", [5.2, 80.0, 2e30])
+@pytest.mark.parametrize("lowest", [5.0, 0.02])
 def test_the_numbers_at_an_axis_of_losses_stand_apart(lowest: float, highest: float) -> None:
     """Of a run that diverged, too."""
     figure = new_figure(PICTURE, 3.2)

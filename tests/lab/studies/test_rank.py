@@ -94,11 +94,11 @@ def test_a_ranking_is_a_table_a_file_and_a_picture(cli: Cli, trained: Path) -> N
 
 @pytest.mark.usefixtures("pretend")
 def test_a_checkpoint_from_the_end_of_a_cooldown_is_a_warning(cli: Cli) -> None:
-    cli.trained("run.name=a", "train.steps=10", "checkpoint.every=1", "schedule.warmup=0")
+    cli.trained("run.name=a", "train.steps=30", "checkpoint.every=6", "schedule.warmup=0")
     late = cli.raw("rank", "runs/a", *FAST[:-1])
-    assert late.code == 0 and "step 10 is from the cooldown: forks begin at a" in late.err
-    assert "(step=8 is from before the cooldown)" in late.err
-    early = cli.raw("rank", "runs/a", *FAST[:-1], "step=8")
+    assert late.code == 0 and "step 30 is from the cooldown: forks begin at a" in late.err
+    assert "(step=24 is from before the cooldown)" in late.err
+    early = cli.raw("rank", "runs/a", *FAST[:-1], "step=24")
     assert early.code == 0 and "from the cooldown" not in early.err
 
 
