@@ -15,7 +15,7 @@ from torch import nn
 import fp4train as f4
 from fp4train.config import own_options
 from fp4train.errors import UserError
-from fp4train.lab.ledger import PublishedRecipe, code_read, ledger, markdown
+from fp4train.lab.ledger import PublishedRecipe, ledger, markdown
 from fp4train.precision import BF16, Layer, LayerPolicy, find_layers
 from fp4train.quantize import RandomKey, quantize
 
