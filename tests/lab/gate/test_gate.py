@@ -17,7 +17,7 @@ from finished_runs import FinishedRuns
 from stand_in_forks import forks_by
 
 import fp4train.cli.gate as command
-from fp4train.lab.studies import MEASUREMENTS, Fork
+from fp4train.lab.studies import Fork
 
 FAST = ("steps=1", "batches=1", "recipe=mxfp8")
 Pretend = Callable[..., list[tuple[str, int]]]

@@ -22,7 +22,6 @@ from made import (
 from report_page import report
 
 from fp4train.sealed import unsealed
-from fp4train.track import MetricsLog
 
 HOSTILE = '"><script>alert(1)<?script><img src=x onerror=alert(2)>&$x_1$'
 """What a name may be; no "/", because one is a folder's name."""
