@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from fp4train.parallel.world import AgreedError
 from fp4train.precision import Recipe
 from fp4train.precision.plan import PlannedStretch
-from fp4train.run.determinism import seed_model
+from fp4train.run.bits import seed_model
 from fp4train.run.evaluate import check_evaluation, evaluate
 from fp4train.run.host import CollectorBetweenSteps
-from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.queued import Numbers, Step, Values, due
 from fp4train.run.run import Run
+from fp4train.run.state.numbers import begin_loss_scale
 from fp4train.run.step import step_rows
 from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
+from fp4train.run.supervise.audit_report import AuditError
 from fp4train.run.supervise.divergence import DivergedError, proven_by, verdict
-from fp4train.run.supervise.fault_report import AuditError
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.rescue import keep_what_is_whole, rescue, save, save_at_end

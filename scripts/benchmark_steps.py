@@ -23,9 +23,8 @@ from fp4train.precision import BF16, MXFP8, NVFP4, Recipe, Timeline
 from fp4train.precision.context import Context, use
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build, build_plan
-from fp4train.run.command import Command
 from fp4train.run.experts import Routed
-from fp4train.run.find import new_origin
+from fp4train.run.find import Command, new_origin
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.run import Run
 from fp4train.train import train_step

@@ -10,6 +10,5 @@ from fp4train.audit.fault import Audited as Audited
 from fp4train.audit.foreign import ForeignObserver as ForeignObserver
 from fp4train.audit.loop import AuditReport as AuditReport, audit as audit
 from fp4train.audit.observe import Observer as Observer, partly_uncovered as partly_uncovered
-from fp4train.audit.settings import AuditSettings as AuditSettings
+from fp4train.audit.settings import AuditSettings as AuditSettings, in_turn as in_turn
 from fp4train.audit.start import check_plan as check_plan
-from fp4train.audit.turn import in_turn as in_turn

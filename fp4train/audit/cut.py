@@ -12,16 +12,15 @@ in an order that the library chooses: y lies between Σ ∓ e, both rounded, wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4train.audit.amaxes import Amaxes, measured_inner, measured_outer
 from fp4train.audit.bits import where_differing
 from fp4train.audit.fault import CallFinding
-from fp4train.quantize import Operand, RandomKey
+from fp4train.quantize import Operand, QuantSpec, RandomKey, amax_extent, reference
 from fp4train.quantize.source import AXES
 from fp4train.shards import Runs
 
@@ -133,3 +132,37 @@ def _beyond(value: Tensor, terms: Tensor, bias: Tensor | None, dtype: torch.dtyp
     overflows = ~(low.isfinite() & high.isfinite())
     never_finite = ~(low.isfinite() | high.isfinite())
     return torch.where(overflows, never_finite & value.isfinite(), outside)
+
+
+class Amaxes(NamedTuple):
+    """The amaxes that scale an operand, and what it requantises; None: their own."""
+
+    operand: Tensor | None = None
+    inner: Tensor | None = None
+
+
+def measured(tensor: Tensor, spec: QuantSpec, key: RandomKey | None = None) -> Tensor | None:
+    """The amax that scales a tensor, 0-d or one per row; None: its scales are those of blocks."""
+    if amax_extent(spec) is None:
+        return None
+    return reference.scale_tensor(tensor, spec, None, key).amax
+
+
+def measured_inner(tensor: Tensor, spec: QuantSpec) -> Tensor | None:
+    """The amax that scales what `spec` requantises; None: there is none."""
+    return None if spec.requantises is None else measured(tensor.T, spec.requantises)
+
+
+def measured_outer(
+    tensor: Tensor, spec: QuantSpec, key: RandomKey | None, inner: Tensor | None
+) -> Tensor | None:
+    """`measured` of what `spec` makes of a tensor before it quantises.
+
+    Args:
+        inner: amax of what it requantises; None: that of the tensor.
+    """
+    if inner is not None and spec.requantises is not None:
+        rounded = reference.quantize(tensor.T, spec.requantises, amax=inner)
+        tensor = rounded.restore(torch.bfloat16).T
+        spec = replace(spec, requantises=None)
+    return measured(tensor, spec, key)

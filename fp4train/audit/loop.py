@@ -24,7 +24,7 @@ from fp4train.audit.fault import Audited, Fault
 from fp4train.audit.foreign import foreign_observers, linears
 from fp4train.audit.observe import Observer
 from fp4train.audit.recorder import CallRecorder
-from fp4train.audit.turn import due, in_turn
+from fp4train.audit.settings import due, in_turn
 from fp4train.nn.planned import PlannedLayer
 from fp4train.text import first_line
 

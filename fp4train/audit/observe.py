@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.audit.call import ObservedCall, Product, kept, kept_or_none
-from fp4train.audit.observed import ObservedBackend, ObservedTerms
-from fp4train.audit.recorder import CallRecorder, ObservedLayer
+from fp4train.audit.recorder import CallRecorder, ObservedBackend, ObservedLayer, ObservedTerms
 from fp4train.audit.terms import RESIDUAL_CHANNELS
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.protocol import NotShownError

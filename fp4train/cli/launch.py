@@ -6,6 +6,7 @@ and binds it once; with -m each point of the sweep does.
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -21,7 +22,7 @@ from fp4train.config.typed import typed_texts
 from fp4train.config.unknown import unknown_key
 from fp4train.errors import UserError
 from fp4train.hardware import memory_asked
-from fp4train.run.command import Command as Command
+from fp4train.run.find import Command as Command
 from fp4train.run.from_run import check_model, saved_configuration, with_run
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import RecipeChoice
@@ -32,6 +33,20 @@ LONGEST_GROUP = 128
 _SHOW = {"--cfg", "-c"}
 _SOURCES = {"resume": "run", "init": "weights", "teacher": "model"}
 """Keys that take a run, the last two a folder, too."""
+
+
+@dataclass(kw_only=True)
+class SweepJob:
+    """A point of a sweep.
+
+    Args:
+        point: overrides that other points do not share.
+        ending: remark on an end that is not as it should be; empty: there is none.
+    """
+
+    point: str
+    config: Config
+    ending: str = "failed"
 
 
 def launch(arguments: list[str], task: Callable[[Command], int]) -> int:

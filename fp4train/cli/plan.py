@@ -55,7 +55,7 @@ from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
 from fp4train.run.state.weights import ModelWeights
 from fp4train.run.states import bytes_per_parameter
-from fp4train.run.supervise.audit_coverage import Coverage
+from fp4train.run.supervise.audit_report import Coverage
 from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.text import short
 

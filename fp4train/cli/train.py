@@ -33,23 +33,20 @@ Exit code 0: done; 3: the loss has diverged, and the message says what to do
 import gc
 import logging
 import os
-import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fp4train.cli.console import Console, kept_console
-from fp4train.cli.launch import Command, launch
+from fp4train.cli.launch import Command, SweepJob, launch
 from fp4train.cli.output import fitted, message, terminal_width
-from fp4train.cli.sweep import SweepJob, table
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.schema import Config, plain
-from fp4train.errors import LostError, OtherRunError, UserError, in_words
-from fp4train.lab.analysis import curves, heatmap, training_loss
+from fp4train.errors import LostError, OtherRunError, UserError
 from fp4train.optim import Optimizer
 from fp4train.optim.schedule import Schedule
 from fp4train.parallel import agree
@@ -57,24 +54,20 @@ from fp4train.parallel.agree import check_same, check_shared
 from fp4train.parallel.launch import ProcessRank, find_place
 from fp4train.parallel.world import AgreedError, World
 from fp4train.precision.report import summarise
-from fp4train.run.bits import computing_threads
+from fp4train.run.bits import computing_threads, determinism
 from fp4train.run.build import build
 from fp4train.run.checks import before_cooldown, beyond_its_end, learning_rate, rate_jump
-from fp4train.run.determinism import determinism
 from fp4train.run.find import find_origin, find_rewound
 from fp4train.run.fuse import kernels_of_layers
 from fp4train.run.host import choose_device, keep_freed_memory, libraries
 from fp4train.run.origin import Continued, Origin
-from fp4train.run.planned import check_possible
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.trust import check_paths, forget_charts
-from fp4train.run.supervise.audit_coverage import Coverage
+from fp4train.run.supervise.audit_report import Coverage
 from fp4train.run.supervise.divergence import DivergedError, ended_diverged
 from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.supervise.rescue import explain
 from fp4train.text import screen
-from fp4train.track.config import METRICS
-from fp4train.track.statistics import STATISTICS
 from fp4train.train import Result, train
 
 _log = logging.getLogger("fp4train")
@@ -101,6 +94,8 @@ def main(arguments: list[str]) -> int:
         return launch(arguments, task)
     finally:
         if any(job.point for job in jobs):
+            from fp4train.cli.endings import table
+
             print("", table(jobs), sep="\n")
 
 
@@ -183,6 +178,8 @@ def _trained(command: Command, world: World, console: Console | None) -> int:
         try:
             origin = find_origin(command, world)
         except OtherRunError:
+            from fp4train.run.planned import check_possible
+
             check_possible(config)  # what is wrong with the command itself comes first
             raise
         if isinstance(origin, Continued):
@@ -198,9 +195,12 @@ def _trained(command: Command, world: World, console: Console | None) -> int:
                 origin = find_rewound(origin, world, result)
                 result = _to_its_end(origin, world, console)
         finally:
-            picture = _draw(directory) if world.lead else ""
+            if world.lead:
+                from fp4train.cli.endings import draw, summary  # a start waits for no pictures
+
+                picture = draw(directory)
     if world.lead:
-        print(message(_summary(directory, result) + picture, sys.stdout))
+        print(message(summary(directory, result) + picture, sys.stdout))
     return _code(result)
 
 
@@ -315,35 +315,4 @@ def _finished(config: Config, run: Path, step: int) -> str:
         last_rate=learning_rate(config, step - 1) if cooled else None,
         rate=config.optim.lr,
         before_cooldown=before_cooldown(run, config) if cooled else "",
-    )
-
-
-def _draw(directory: Path) -> str:
-    """Draw the curves of a run, and its statistics; a failure to draw them does not change the exit
-    code.
-    """
-    if not (directory / METRICS).exists():
-        return "; no curves, because track=none keeps no metrics"
-    drawn = f"; {_drawn(curves.draw_curves, directory, 'curves')}"
-    if (directory / STATISTICS).exists():
-        drawn += f", {_drawn(heatmap.draw_statistics, directory, 'picture of statistics')}"
-    return drawn
-
-
-def _drawn(draw: Callable[[Path], Path], directory: Path, what: str) -> str:
-    """The picture that was drawn, or why there is none."""
-    try:
-        return str(draw(directory))
-    except (UserError, OSError) as error:
-        return f"no {what} ({in_words(error)})"
-
-
-def _summary(directory: Path, result: Result) -> str:
-    return screen(
-        __package__,
-        "trained.txt",
-        directory=directory,
-        result=result,
-        mean=training_loss(directory),
-        stopped_by=None if result.signal is None else signal.Signals(result.signal).name,
     )

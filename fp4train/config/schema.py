@@ -91,7 +91,7 @@ class TrainSettings:
             all threads on standard error; evaluations, checkpoints and the compiler's work count as
             part of their step. 0: never.
         deterministic: whether GPUs repeat a run to the bit, for a bit-exact resume there
-            (`run/determinism.py`); CPUs always do. Attention may be slower.
+            (`run/bits.py`); CPUs always do. Attention may be slower.
         cuda_graph: whether a step of each stretch of the plan is recorded as a CUDA graph and
             replayed (`run/step_graph.py`). Small models no longer wait for the host. Refused where
             a step depends on the host: on a CPU, on several ranks, with train.compile, FP16's loss
@@ -115,7 +115,7 @@ class TrainSettings:
             batches since (`run/supervise/divergence.py`).
         rewinds: number of times that a run goes back; the next divergence ends it.
         ema: decay per step of an exponential moving average of the weights, between 0 and 1
-            (`run/state/ema.py`): evaluated beside them, saved, and named RUN:ema. None: none is
+            (`run/state/weights.py`): evaluated beside them, saved, and named RUN:ema. None: none is
             kept.
     """
 

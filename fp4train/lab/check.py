@@ -18,12 +18,12 @@ from fp4train.audit.observe import Observer
 from fp4train.audit.start import check_plan
 from fp4train.lab.studies import Subject
 from fp4train.nn.planned import PlannedLayer
-from fp4train.run.determinism import seed_model
+from fp4train.run.bits import seed_model
 from fp4train.run.host import free_memory
-from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.run import Run
+from fp4train.run.state.numbers import begin_loss_scale
 from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses
-from fp4train.run.supervise.audit_coverage import needed
+from fp4train.run.supervise.audit_report import needed
 from fp4train.run.supervise.planned_calls import PlannedCalls, weight_of
 from fp4train.text import first_line
 

@@ -8,7 +8,6 @@ from fp4train.quantize.layout import (
     tiled_scales as tiled_scales,
     to_torch as to_torch,
 )
-from fp4train.quantize.position import Position as Position, RunStep as RunStep
 from fp4train.quantize.quantized import Decoded as Decoded, Quantized as Quantized, turned as turned
 from fp4train.quantize.quantizer import (
     PairQuantizer as PairQuantizer,
@@ -24,7 +23,9 @@ from fp4train.quantize.random import (
     FPROP_X as FPROP_X,
     INITIAL as INITIAL,
     LANES as LANES,
+    Position as Position,
     RandomKey as RandomKey,
+    RunStep as RunStep,
     philox4x32 as philox4x32,
     random_bits as random_bits,
     random_words as random_words,

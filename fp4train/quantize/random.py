@@ -7,6 +7,8 @@ The same element gets the same bits on every device, under activation recomputat
 and for every sharding (the offsets give the position of a shard).
 """
 
+from __future__ import annotations
+
 from struct import Struct, error as StructError
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
@@ -224,3 +226,38 @@ def random_bits(key: RandomKey, rows: int, cols: int, device: torch.device | str
     words = philox4x32((column, row, step, layer), (seed & MASK, seed >> 32))
     halves = [half.to(torch.int32) for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, dim=-1).reshape(rows, groups * LANES)[:, :cols]
+
+
+class RunStep(NamedTuple):
+    """A step of a run with this seed. Weights are constant within it."""
+
+    seed: int
+    number: int
+
+
+class Position(NamedTuple):
+    """The place of a call's tokens in a run.
+
+    step: the step of the run.
+    token: index of the first token in the global batch of the step.
+    counters: the number of the step on the device, where a recorded step reads it from there
+        (`RandomKey.counters`).
+    """
+
+    step: RunStep
+    token: int = 0
+    counters: Tensor | None = None
+
+    def key(self, layer: int, operand: int, row: int = 0, column: int = 0) -> RandomKey:
+        """The key of a tensor whose first element lies at (row, column) of the operand of a
+        layer.
+        """
+        return RandomKey(
+            seed=self.step.seed,
+            step=self.step.number,
+            layer=layer,
+            operand=operand,
+            row_offset=row,
+            col_offset=column,
+            counters=self.counters,
+        )

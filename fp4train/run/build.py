@@ -40,7 +40,6 @@ from fp4train.precision.plan import Plan, make_plan
 from fp4train.run import checks
 from fp4train.run.companions import FOLDERS, in_studies, in_training
 from fp4train.run.fuse import compile_blocks, fuse
-from fp4train.run.graphs import check_plan, never_replayed, recorded
 from fp4train.run.host import choose_device
 from fp4train.run.origin import Origin
 from fp4train.run.record import directory as run_directory
@@ -49,6 +48,7 @@ from fp4train.run.run import Run
 from fp4train.run.state.moments import group_values
 from fp4train.run.states import states_of
 from fp4train.run.step import EagerSteps
+from fp4train.run.step_graph import check_plan, never_replayed, recorded
 from fp4train.run.supervise.saving import Saver
 from fp4train.run.teacher import check_teacher_source, load_teacher
 from fp4train.run.timeline import Course

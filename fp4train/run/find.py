@@ -1,10 +1,12 @@
-"""Finding the origin of a run: whether its directory and the run that it goes on with are of the same
-configuration, and from which checkpoint. Nothing is changed.
+"""What a command starts from, and the origin of its run: whether its directory and the run that it
+goes on with are of the same configuration, and from which checkpoint. Nothing is changed.
 """
 
+from __future__ import annotations
+
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,50 @@ from omegaconf import DictConfig
 
 from fp4train import checkpoint
 from fp4train.checkpoint import ALONE, Checkpoint, CheckpointGroup
-from fp4train.config import Config, plain
+from fp4train.config import Config, plain, to_config
 from fp4train.config.binding import differing_keys, unknown_keys
 from fp4train.errors import OtherRunError, UserError
 from fp4train.keys import MayDiffer, in_sections
 from fp4train.parallel.world import World
 from fp4train.run.checks import check_cut
-from fp4train.run.command import Command
 from fp4train.run.initial import open_init
 from fp4train.run.origin import Branched, Fresh, Init, Origin, Resume, Rewound
 from fp4train.run.record import directory as run_directory, journal
+from fp4train.run.record.journal import RecipeChoice
 from fp4train.run.supervise.loss_history import Rewind
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The configuration that a command starts from.
+
+    Args:
+        config: the typed configuration.
+        cfg: the plain configuration, to be kept with the run.
+        saved: configuration that RUN of resume=RUN holds, as it was read; None: there is no such
+            run, or it was not read.
+        swap: recipe that a resumed run swaps to; None: it keeps its own.
+        named: the keys that the command line gives.
+        point: overrides of this job of a sweep that its other jobs do not share.
+    """
+
+    config: Config
+    cfg: DictConfig
+    saved: Mapping[str, Any] | None = None
+    swap: RecipeChoice | None = None
+    named: Collection[str] = ()
+    point: str = ""
+
+    @classmethod
+    def of(cls, cfg: DictConfig, saved: Mapping[str, Any] | None = None) -> Command:
+        """The command that a composed configuration is.
+
+        Raises:
+            UserError: see `to_config`.
+        """
+        return cls(config=to_config(cfg), cfg=cfg, saved=saved)
 
 
 def find_origin(command: Command, world: World) -> Origin:

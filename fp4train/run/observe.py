@@ -25,7 +25,7 @@ from fp4train.nn.called import check_called
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision import Recipe
 from fp4train.quantize.random import MEASUREMENT, RandomKey
-from fp4train.run.determinism import seed_model
+from fp4train.run.bits import seed_model
 from fp4train.run.experts import Routed
 from fp4train.run.queued import Numbers, Step, Values
 from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses

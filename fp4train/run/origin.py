@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
+from fp4train import checkpoint
 from fp4train.checkpoint import GOOD, Checkpoint
 from fp4train.config import Config, plain
 from fp4train.errors import UserError
@@ -38,7 +39,6 @@ from fp4train.run.record.trust import (
     write_config,
 )
 from fp4train.run.run import Run
-from fp4train.run.supervise.abandon import abandon_later
 from fp4train.run.supervise.divergence import take_over
 from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.timeline import build_timeline, with_swap
@@ -434,3 +434,42 @@ def write_plan(directory: Path, records: Sequence[Record], gathers: Sequence[str
         run_directory.write_text(directory / run_directory.PLAN, printable(text) + "\n")
     except UserError as error:  # a copy for reading: not worth the run
         _log.warning("%s", error)
+
+
+_log = logging.getLogger(__name__)
+
+
+def abandon_later(run: Run, doubt: str | None, *, even_if_none: bool = False) -> None:
+    """Write the state that the run goes on from anew, which removes the checkpoints of later steps.
+
+    None of them must be found as the newest.
+
+    Args:
+        doubt: why that state may be useless; None: no reason is known.
+        even_if_none: the state is another than that of its checkpoint.
+
+    Raises:
+        UserError: it could not be written.
+    """
+    newest = run.world.broadcast(
+        checkpoint.steps(run.directory / run_directory.CHECKPOINTS)[-1] if run.world.lead else 0
+    )
+    if not even_if_none:
+        if newest <= run.step:
+            return
+        _log.warning(
+            "steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1
+        )
+    begun = run.saver.begin(proven=doubt is None, doubt=doubt)
+    with run.world.same_outcome():
+        if not run.world.lead:
+            return
+        run.saver.wait()
+        outcomes = run.saver.outcomes()
+        if not begun or not outcomes or not outcomes[-1].written:
+            why = next(
+                (o.problem or f"{o.bad} is not finite" for o in reversed(outcomes)),
+                "it is not written in time",
+            )
+            run.saver.close()
+            raise UserError(f"resume_step={run.step}: the later steps cannot be abandoned: {why}")

@@ -10,12 +10,11 @@ from torch import nn
 
 from fp4train.config import Config
 from fp4train.run.state.base import RunState, Trained
-from fp4train.run.state.ema import ExponentialAverage
 from fp4train.run.state.layers import LayerStates
 from fp4train.run.state.moments import Moments
 from fp4train.run.state.numbers import DataPlace, LossHistory, LossScaleState
 from fp4train.run.state.oscillation import Oscillation
-from fp4train.run.state.weights import ModelWeights, OtherWeights
+from fp4train.run.state.weights import ExponentialAverage, ModelWeights, OtherWeights
 
 STATES: tuple[type[RunState], ...] = (
     ModelWeights,

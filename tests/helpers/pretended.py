@@ -17,7 +17,7 @@ from fp4train.models.common import liger, scan, scan_kernels
 from fp4train.nn.executors import joined
 from fp4train.quantize import triton, triton_launch
 from fp4train.run import checks, host
-from fp4train.run.supervise import audit_coverage
+from fp4train.run.supervise import audit_report
 
 
 class Machine:
@@ -77,7 +77,7 @@ class Machine:
 
     def has_free_memory(self, size: int) -> None:
         """So many bytes of main memory that are free."""
-        self.patch.setattr(audit_coverage, "free_memory", lambda: size)
+        self.patch.setattr(audit_report, "free_memory", lambda: size)
 
     def has_driver(self, version: str) -> None:
         """NVIDIA's driver in this version."""

@@ -47,7 +47,7 @@ FOR_THE_FORKS = (
     "fp4train.parallel.fsdp",
     "fp4train.quantize.cpu",
     "fp4train.run.build",
-    "fp4train.run.determinism",
+    "fp4train.run.bits",
     "fp4train.run.find",
     "fp4train.train",
     "fp4train.cli.train",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fp4train.lab.studies import Subject, open_subject
 from fp4train.precision import LayerPolicy
-from fp4train.run.command import Command
+from fp4train.run.find import Command
 from fp4train.run.record import directory as run_directory
 
 

@@ -40,8 +40,8 @@ from fp4train.precision import (
 from fp4train.precision.plan import plan
 from fp4train.quantize import Hadamard, QuantSpec
 from fp4train.run.checks import never_chosen
-from fp4train.run.graphs import check_plan
 from fp4train.run.record.journal import Journal, read_journal
+from fp4train.run.step_graph import check_plan
 
 CPU = Device.of(torch.device("cpu"))
 RECIPE = NVFP4(outliers=OutlierChannels(recipe=MXFP8(), start=10, steps=5))

@@ -16,7 +16,7 @@ from fp4train.parallel import Mesh
 from fp4train.parallel.world import World
 from fp4train.precision import find_blocks
 from fp4train.run import build, find, fuse
-from fp4train.run.command import Command
+from fp4train.run.find import Command
 
 OPTIONS_OF_TORCH_2_11 = {"fullgraph", "dynamic", "backend", "mode", "options", "disable"}
 """Of `torch.compile` in torch/__init__.py."""

@@ -21,7 +21,7 @@ import fp4train as f4
 from fp4train.errors import UserError
 from fp4train.models.llama import LlamaModel
 from fp4train.precision import NVFP4
-from fp4train.run.determinism import CUBLAS, RANK_SPREAD, STAGE_SPREAD, determinism, seed_model
+from fp4train.run.bits import CUBLAS, RANK_SPREAD, STAGE_SPREAD, determinism, seed_model
 
 
 def settings() -> tuple[object, ...]:

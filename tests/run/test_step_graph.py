@@ -24,9 +24,8 @@ from fp4train.config import bind
 from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.precision import BF16, NVFP4, Layer, Recipe, Timeline, make_plan
-from fp4train.run.graphs import check_graph, check_plan, never_replayed
 from fp4train.run.record.change import swap_recipe
-from fp4train.run.step_graph import WARM_UP
+from fp4train.run.step_graph import WARM_UP, check_graph, check_plan, never_replayed
 
 EXACT = (
     "optim.lr=0.0078125",

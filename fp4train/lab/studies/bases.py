@@ -17,7 +17,7 @@ from fp4train.lab.studies.candidates import SECTIONS, RecipeCandidate
 from fp4train.lab.studies.forks import branch, checkpoint_command, course_of
 from fp4train.lab.studies.subject import open_subject
 from fp4train.run.checks import learning_rate
-from fp4train.run.command import Command
+from fp4train.run.find import Command
 from fp4train.run.record import directory as run_directory
 from fp4train.text import counted
 

@@ -43,14 +43,14 @@ from fp4train.optim.schedule import Schedule
 from fp4train.precision import Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.run.build import build_plan, equip
-from fp4train.run.command import Command
 from fp4train.run.companions import in_studies
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
-from fp4train.run.loss_scale import begin_loss_scale
+from fp4train.run.find import Command
 from fp4train.run.queued import Step, Values
 from fp4train.run.record.directory import read_config, recipes_of, without_plugins
 from fp4train.run.record.trust import check_paths, saved_with
 from fp4train.run.run import Run
+from fp4train.run.state.numbers import begin_loss_scale
 from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.timeline import Course, build_timeline

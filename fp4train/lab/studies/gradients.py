@@ -37,8 +37,8 @@ from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
 from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
 from fp4train.run.finite import first_non_finite
-from fp4train.run.loss_scale import coming_loss_scale
 from fp4train.run.state.base import LossScale
+from fp4train.run.state.numbers import coming_loss_scale
 from fp4train.run.step import eagerly, microbatch_share, microbatches, step_rows
 from fp4train.run.supervise.guard import first_non_finite_output
 

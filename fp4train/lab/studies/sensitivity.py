@@ -27,7 +27,7 @@ from fp4train.lab.studies.parts import (
 from fp4train.lab.studies.record import LOSS_SCALE, Reading, Shown, StudyRecord
 from fp4train.lab.studies.subject import Subject, described
 from fp4train.precision import LayerPolicy, Recipe
-from fp4train.run.loss_scale import coming_loss_scale
+from fp4train.run.state.numbers import coming_loss_scale
 from fp4train.text import check_least
 
 GROUP = 4

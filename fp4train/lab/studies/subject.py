@@ -30,8 +30,7 @@ from fp4train.errors import UserError
 from fp4train.keys import MayDiffer, in_sections
 from fp4train.parallel.world import World
 from fp4train.run.build import assemble
-from fp4train.run.command import Command
-from fp4train.run.find import check_source, find_checkpoint
+from fp4train.run.find import Command, check_source, find_checkpoint
 from fp4train.run.host import choose_device
 from fp4train.run.initial import open_init
 from fp4train.run.record import directory as run_directory

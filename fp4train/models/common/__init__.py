@@ -62,6 +62,7 @@ from fp4train.models.common.rotary import (
     AttentionDecoder as AttentionDecoder,
     PreNormBlock as PreNormBlock,
     PreNormShape as PreNormShape,
+    RotaryBlock as RotaryBlock,
     RotaryDecoder as RotaryDecoder,
     RotaryShape as RotaryShape,
     SwiGLU as SwiGLU,

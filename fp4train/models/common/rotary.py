@@ -5,6 +5,7 @@ share.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -155,8 +156,47 @@ def pre_norm_parameters(
     ]
 
 
-class PreNormBlock(Fusible, nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the attention is rotary."""
+class RotaryBlock(Fusible, nn.Module, ABC):
+    """x + attended(x), then x + transformed(x)."""
+
+    attention: Attention
+    rotated = True
+    """Whether queries and keys are rotated; a block without positions says no."""
+
+    @abstractmethod
+    def attended(self, x_BTD: Tensor, *rotation_and_cache: Any, time: int) -> Tensor:
+        """The term of the attention, with what `Attention.forward` takes behind x."""
+
+    @abstractmethod
+    def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
+        """The term of the MLP.
+
+        Args:
+            time: T, which x does not tell where tensor-parallel ranks share the tokens.
+        """
+
+    def fp4train_operations(self) -> Sequence[Operation]:
+        """The rotation of queries and keys."""
+        if not self.rotated:
+            return ()
+        return (Operation(kind="rotation", width=self.attention.head_dim),)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+        cache: KeyValues | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        time = cos_TE.shape[0]
+        rotation = (cos_TE, sin_TE) if self.rotated else (None, None)
+        x_BTD = x_BTD + self.attended(x_BTD, *rotation, cache, mask, time=time)
+        return x_BTD + self.transformed(x_BTD, time)
+
+
+class PreNormBlock(RotaryBlock):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, shape: PreNormShape, mlp: nn.Module, *, qkv_bias: bool = False) -> None:
         super().__init__()
@@ -172,20 +212,13 @@ class PreNormBlock(Fusible, nn.Module):
         self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
         self.mlp = mlp
 
-    def fp4train_operations(self) -> Sequence[Operation]:
-        """The rotation of queries and keys."""
-        return (Operation(kind="rotation", width=self.attention.head_dim),)
+    def attended(self, x_BTD: Tensor, *rotation_and_cache: Any, time: int) -> Tensor:
+        n_BTD = self.attention_norm(x_BTD)
+        y_BTD: Tensor = self.attention(n_BTD, *rotation_and_cache, time=time)
+        return y_BTD
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        cos_TE: Tensor,
-        sin_TE: Tensor,
-        cache: KeyValues | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, cache, mask)
-        y_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+    def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
+        y_BTD: Tensor = self.mlp(self.mlp_norm(x_BTD))
         return y_BTD
 
 

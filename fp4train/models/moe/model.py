@@ -23,7 +23,6 @@ from fp4train.models.common import (
     AttentionDecoder,
     Balance,
     ExpertShape,
-    KeyValues,
     PreNormBlock,
     PreNormShape,
     Routers,
@@ -99,17 +98,8 @@ class MixtureOfExperts(PreNormShape):
 class ExpertBlock(PreNormBlock):
     """A block whose MLP is a layer of experts."""
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        cos_TE: Tensor,
-        sin_TE: Tensor,
-        cache: KeyValues | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, cache, mask)
-        # tensor-parallel ranks may have a share of the tokens, which does not tell T
-        y_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD), cos_TE.shape[0])
+    def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
+        y_BTD: Tensor = self.mlp(self.mlp_norm(x_BTD), time)
         return y_BTD
 
 

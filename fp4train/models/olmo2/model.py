@@ -17,18 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp4train.models.common import (
     Attention,
     AttentionDecoder,
     FeaturesNorm,
-    Fusible,
-    KeyValues,
-    Operation,
     RMSNorm,
+    RotaryBlock,
     RotaryShape,
     SwiGLU,
     attention_parameters,
@@ -108,7 +106,7 @@ class NormedAttention(Attention):
         return q.view_as(q_BTHE), k.view_as(k_BTHE)
 
 
-class Olmo2Block(Fusible, nn.Module):
+class Olmo2Block(RotaryBlock):
     """x + norm(attention(x)), then x + norm(mlp(x))."""
 
     def __init__(self, shape: Olmo2) -> None:
@@ -118,20 +116,12 @@ class Olmo2Block(Fusible, nn.Module):
         self.mlp = SwiGLU(shape.width, shape.hidden)
         self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
 
-    def fp4train_operations(self) -> tuple[Operation, ...]:
-        """The rotation of queries and keys."""
-        return (Operation(kind="rotation", width=self.attention.head_dim),)
+    def attended(self, x_BTD: Tensor, *rotation_and_cache: Any, time: int) -> Tensor:
+        y_BTD: Tensor = self.attention_norm(self.attention(x_BTD, *rotation_and_cache, time=time))
+        return y_BTD
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        cos_TE: Tensor,
-        sin_TE: Tensor,
-        cache: KeyValues | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        x_BTD = x_BTD + self.attention_norm(self.attention(x_BTD, cos_TE, sin_TE, cache, mask))
-        y_BTD: Tensor = x_BTD + self.mlp_norm(self.mlp(x_BTD))
+    def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
+        y_BTD: Tensor = self.mlp_norm(self.mlp(x_BTD))
         return y_BTD
 
 

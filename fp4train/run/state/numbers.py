@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fp4train.config.binding import bind
-from fp4train.run.loss_scale import fields_of
-from fp4train.run.state.base import LossScale, PlainState
+from fp4train.precision import LossScaling, Recipe
+from fp4train.run.state.base import LossScale, PlainState, Trained
 from fp4train.run.supervise.loss_history import HISTORY, Divergence
 
 SCALE = "scale"
@@ -100,3 +100,30 @@ class DataPlace(PlainState):
     def load(self, saved: Any) -> None:
         """See `RunState.load`."""
         self.run.data.training.load(saved)
+
+
+def fields_of(scaling: LossScaling | None) -> Mapping[str, Any] | None:
+    """The fields of a loss scaling, by which one is told from another."""
+    if scaling is None:
+        return None
+    return asdict(scaling)
+
+
+def coming_loss_scale(run: Trained, recipe: Recipe) -> float:
+    """The loss scale with which `recipe` goes on from here. It is reached under one loss scaling:
+    where a phase, a swap or a changed length of the run leads to a recipe that has another one, it
+    begins anew with the initial one; where it leads to one that has none, it is 1.
+    """
+    scaling = recipe.loss_scaling
+    if run.loss_scale.scaling == fields_of(scaling):
+        return run.loss_scale.value
+    if scaling is None:
+        return 1.0
+    return scaling.initial
+
+
+def begin_loss_scale(run: Trained, recipe: Recipe) -> None:
+    """Let the run have the loss scale with which `recipe` goes on."""
+    fields = fields_of(recipe.loss_scaling)
+    if run.loss_scale.scaling != fields:
+        run.loss_scale = LossScale(coming_loss_scale(run, recipe), fields)

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from fp4train.checkpoint import escaped
@@ -138,3 +139,38 @@ def check_finite(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     weights = {name: tensor for name, tensor in saved.items() if name in parameters}
     if bad := first_non_finite(weights):
         raise ValueError(f"{bad} is not finite")
+
+
+class ExponentialAverage(OtherWeights):
+    """The average of the weights after each step (`train.ema`, β):
+
+        a ← a + (1 − β) (w − a)        after each step that changed weights; a = w after the first
+
+    in the dtype of the weights, each rank of its shards. Three operations that round alike on every
+    device and for every cut, so that the bits of a do not depend on the ranks.
+    """
+
+    key = "ema"
+    file = "ema"
+    title = "exponential average of weights"
+    option = "train.ema=0.999"
+
+    @classmethod
+    def used(cls, config: Config) -> bool:
+        """Whether an average is kept."""
+        return config.train.ema is not None
+
+    @torch.no_grad()
+    def after_step(self, run: Trained, step: Step) -> None:
+        """Move the average towards the weights."""
+        decay = run.config.train.ema
+        failed = run.failed
+        assert decay is not None and failed is not None
+        share = torch.where(failed, 0.0, 1.0 - decay)
+        for name, parameter in run.model.named_parameters():
+            weight = local(parameter)
+            average = self.parts.get(name)
+            if average is None:
+                self.parts[name] = weight.clone()
+            else:
+                average.add_((weight - average).mul_(share))

@@ -22,16 +22,16 @@ from fp4train.audit.call import ObservedCall
 from fp4train.audit.exchange import exchange
 from fp4train.audit.fault import AUDIT, Audited
 from fp4train.audit.observe import Observer
-from fp4train.audit.turn import due, in_turn
+from fp4train.audit.settings import due, in_turn
 from fp4train.nn.planned import PlannedLayer
 from fp4train.run.queued import Step
-from fp4train.run.supervise.audit_coverage import (
+from fp4train.run.supervise.audit_report import (
     AuditFailures,
     Coverage,
     Reasons,
     check_main_memory,
+    report,
 )
-from fp4train.run.supervise.fault_report import report
 from fp4train.run.supervise.planned_calls import (
     PlannedCalls,
     check_room,

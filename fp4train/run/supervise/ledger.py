@@ -23,8 +23,8 @@ from tqdm import tqdm
 from tqdm.utils import disp_len
 
 from fp4train.companion import RunCompanion
-from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.queued import Step, Values
+from fp4train.run.state.numbers import begin_loss_scale
 from fp4train.run.supervise.guard import NonFiniteError, blame
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from fp4train.audit.start import check_plan
 from fp4train.companion import RunCompanion
 from fp4train.precision import Recipe
 from fp4train.run.queued import Step
-from fp4train.run.supervise.fault_report import report
+from fp4train.run.supervise.audit_report import report
 from fp4train.run.supervise.layer_audits import LayerAudits, summary
 from fp4train.run.supervise.sums import STATE, StateSums
 from fp4train.text import counted

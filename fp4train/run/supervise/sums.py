@@ -23,7 +23,7 @@ from fp4train.checkpoint.layout import MODEL
 from fp4train.parallel.tensor import replicas
 from fp4train.parallel.world import REPLICATE
 from fp4train.run.queued import Step, due
-from fp4train.run.supervise.audit_coverage import AuditFailures
+from fp4train.run.supervise.audit_report import AuditFailures
 from fp4train.shards import TensorShard, local, separate
 
 if TYPE_CHECKING:

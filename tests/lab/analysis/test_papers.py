@@ -8,8 +8,7 @@ import pytest
 from made import write_run
 
 from fp4train.cli import main
-from fp4train.cli.train import training_loss
-from fp4train.lab.analysis import compare, read_history
+from fp4train.lab.analysis import compare, read_history, training_loss
 
 BEGINNINGS = {"svg": b"<?xml", "pdf": b"%PDF"}
 

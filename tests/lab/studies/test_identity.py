@@ -15,7 +15,7 @@ from fp4train.lab.studies.sensitivity import identity_of
 from fp4train.lab.studies.subject import described, digest
 from fp4train.precision import FP16, MXFP4, NVFP4, LayerPolicy
 from fp4train.quantize import QuantSpec
-from fp4train.run.command import Command
+from fp4train.run.find import Command
 from fp4train.run.record import directory as run_directory
 
 

@@ -11,7 +11,7 @@ from subjects import subject_of
 from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.lab.studies import open_subject
-from fp4train.run.command import Command
+from fp4train.run.find import Command
 from fp4train.run.record import directory as run_directory
 
 

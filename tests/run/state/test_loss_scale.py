@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from fp4train.precision import FP16, NVFP4, Recipe
-from fp4train.run.loss_scale import begin_loss_scale
 from fp4train.run.state.base import LossScale
-from fp4train.run.state.numbers import LossScaleState
+from fp4train.run.state.numbers import LossScaleState, begin_loss_scale
 
 
 def loaded(saved: dict[str, Any], recipe: Recipe) -> Any:

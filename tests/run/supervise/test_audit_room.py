@@ -18,7 +18,7 @@ from fp4train.audit import ObservedCall, Observer, Product
 from fp4train.nn import Linear
 from fp4train.precision import NVFP4
 from fp4train.run import host
-from fp4train.run.supervise import audit_coverage
+from fp4train.run.supervise import audit_report
 
 GIB = 2**30
 
@@ -73,11 +73,11 @@ def test_a_record_of_a_call_is_as_large_as_is_counted(shape: tuple[int, int, int
     (record,) = observer.records
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors(record)}
     largest = max(tokens * in_features, tokens * out_features, in_features * out_features)
-    beside = 4 * in_features * out_features + audit_coverage.COMPARING * largest
-    counted = (audit_coverage.needed(layer, tokens) - beside) / audit_coverage.OTHERS
+    beside = 4 * in_features * out_features + audit_report.COMPARING * largest
+    counted = (audit_report.needed(layer, tokens) - beside) / audit_report.OTHERS
     assert 0.94 * counted < sum(storages.values()) <= counted + 1
-    both = audit_coverage.needed(layer, tokens, observed=2) - audit_coverage.needed(layer, tokens)
-    assert both == audit_coverage.needed(layer, tokens) - beside, "two layers, one comparison"
+    both = audit_report.needed(layer, tokens, observed=2) - audit_report.needed(layer, tokens)
+    assert both == audit_report.needed(layer, tokens) - beside, "two layers, one comparison"
 
 
 def test_an_audit_without_main_memory_is_said_once_and_changes_no_bit(
