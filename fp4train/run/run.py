@@ -46,7 +46,7 @@ class Run:
     Args:
         model: the model; in a pipeline the part of it that this rank holds.
         data: the rows that it learns and is evaluated on.
-        course: what it does in each step.
+        course: the recipes and the plan of its steps.
         record: the run's record of itself; empty until it begins.
         built_groups: values of the optimizer's groups of parameters as it was built
             (`state.moments.group_values`).
