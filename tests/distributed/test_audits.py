@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from command_line import events
 from families import tiny_run
+from lengths import long_but
 
 Ranks = Any
 CUT = ("parallel.tp=2", "model.kv_heads=2")
@@ -20,6 +21,7 @@ AUDITED = (
     "eval.every=0",
     "audit.every=1",
     "audit.sums=1",
+    "train.steps=2",
 )
 TWO_ROWS = ("train.batch_size=2", "train.microbatch=1")
 FUSED = "recipe.fused_scales=true"
@@ -28,14 +30,12 @@ OUTLIERS = (
     "recipe.outliers.multiple=8",
     "recipe.outliers.start=1",
     "recipe.outliers.steps=2",
+    "train.steps=4",
 )
-
-
 CLEAN = {
     "shards": ("parallel.dp_shard=2",),
     "bf16": ("parallel.dp_shard=2", "parallel.gather=bf16"),
     "replicas": ("parallel.dp_replicate=2",),
-    "one microbatch each": ("parallel.dp_replicate=2", "train.microbatch=2"),
     "tensor": CUT,
     "tensor, whole tokens": (*CUT, "parallel.sp=false", "recipe=fp8_current"),
     "tensor, tokens that are no whole blocks": (*CUT, "train.seq_len=24", *TWO_ROWS),
@@ -55,59 +55,36 @@ CLEAN = {
     "replicas, outlier channels of experts": tiny_run("moe", "parallel.dp_replicate=2", *OUTLIERS),
 }
 """What the ranks share, and what they send each other of it."""
-LONG = (
-    "tensor, tokens that are no whole blocks",
+SHORT = (
+    "replicas",
+    "tensor",
+    "tensor, whole tokens",
+    "tensor, a scale of x for rows of both ranks",
+    "stages",
+    "shards, fused scales",
+    "bf16, fused scales",
+    "tensor, fused scales",
+    "shards, residuals of weights",
+)
+SILENT_TOO = (
+    "replicas",
+    "bf16, fused scales",
     "tensor, amaxes of earlier steps",
+    "tensor, fused scales",
     "tensor, experts",
-    "shards of experts, fused scales",
-    "bf16 of experts, fused scales",
+    "stages",
     "shards, outlier channels",
-    "replicas, outlier channels of experts",
 )
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CLEAN]
-)
-def test_a_clean_run_has_no_fault(ranks: Ranks, name: str) -> None:
-    mesh = CLEAN[name]
-    ended = ranks(2, "run.name=a", *AUDITED, *mesh)
-    assert not any(ended.codes)
-    assert events(ranks.folder / "runs/a", "audit fault") == []
-    assert events(ranks.folder / "runs/a", "audit failed") == []
-    audits = events(ranks.folder / "runs/a", "audit")
-    stages = 2 if "parallel.pp=2" in mesh else 1  # each audits a layer that it has
-    assert len(audits) == 4 * stages and all(len(entry["gemms"]) >= 2 for entry in audits)
-    assert not any(entry["uncovered"] for entry in audits)
-    text = " ".join((ended.out[0] + ended.err[0]).split())
-    counts = re.search(r"audit: (\d+) audits of \d+ layers of (\d+): 0 faults", text)
-    layers = re.search(r"audits: one of (\d+) layers every", text)
-    assert counts is not None and layers is not None
-    assert counts[1] == str(4 * stages)
-    assert int(counts[2]) == int(layers[1]) + 1  # the head, whose weight is multiplied elsewhere
-    assert text.count("not covered: head (other code multiplies its weight)") == 2
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "replicas",
-        "bf16",
-        pytest.param("tensor, amaxes of earlier steps", marks=pytest.mark.long),
-        "tensor, fused scales",
-        pytest.param("tensor, experts", marks=pytest.mark.long),
-        "stages",
-        pytest.param("shards, outlier channels", marks=pytest.mark.long),
-    ],
-)
-def test_audits_change_no_bit(ranks: Ranks, name: str) -> None:
-    """Of a run on each kind of mesh, and of what layers keep from step to step."""
-    options = (*AUDITED, *CLEAN[name], "train.steps=3")
-    ranks.train(2, "audited", *options)
-    ranks.train(2, "silent", *options, "audit.every=0", "audit.sums=0")
-    ranks.same("audited", "silent")
-
-
+"""Of a run on each kind of mesh, and of what layers keep from step to step: their audits change no
+bit.
+"""
+SENT = {
+    "tensor": {"sent: dy term x"},
+    "tensor, whole tokens": {"sent: dy term", "sent: term x"},
+}
+"""What ranks send each other of a call where tokens are cut and where they are whole: what others
+lack, and no weight.
+"""
 SAYS_WHAT_IS_SENT = """
 import sys
 from fp4train.nn.ranks import Ranks
@@ -120,24 +97,31 @@ Ranks.objects = objects
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "sent"),
-    [
-        ((), {"sent: dy term x"}),
-        (("parallel.sp=false",), {"sent: dy term", "sent: term x"}),
-    ],
-    ids=["tokens are cut", "tokens are whole"],
-)
-def test_ranks_send_what_others_lack_of_a_call_and_no_weight(
-    ranks: Ranks, options: tuple[str, ...], sent: set[str]
-) -> None:
-    ended = ranks(
-        2, "run.name=a", *AUDITED, *CUT, "model.layers=1", *options, patch=SAYS_WHAT_IS_SENT
-    )
+@pytest.mark.parametrize("name", long_but(SHORT, CLEAN))
+def test_a_clean_run_has_no_fault_and_the_same_bits(ranks: Ranks, name: str) -> None:
+    mesh = CLEAN[name]
+    ended = ranks(2, "run.name=a", *AUDITED, *mesh, patch=SAYS_WHAT_IS_SENT)
     assert not any(ended.codes)
-    lines = {line for text in ended.err for line in text.splitlines() if line.startswith("sent:")}
-    assert lines == sent
     assert events(ranks.folder / "runs/a", "audit fault") == []
+    assert events(ranks.folder / "runs/a", "audit failed") == []
+    audits = events(ranks.folder / "runs/a", "audit")
+    steps = len(ranks.losses("a"))
+    stages = 2 if "parallel.pp=2" in mesh else 1  # each audits a layer that it has
+    assert len(audits) == steps * stages and all(len(entry["gemms"]) >= 2 for entry in audits)
+    assert not any(entry["uncovered"] for entry in audits)
+    text = " ".join((ended.out[0] + ended.err[0]).split())
+    counts = re.search(r"audit: (\d+) audits of \d+ layers of (\d+): 0 faults", text)
+    layers = re.search(r"audits: one of (\d+) layers every", text)
+    assert counts is not None and layers is not None
+    assert counts[1] == str(steps * stages)
+    assert int(counts[2]) == int(layers[1]) + 1  # the head, whose weight is multiplied elsewhere
+    assert text.count("not covered: head (other code multiplies its weight)") == 2
+    if name in SENT:
+        lines = {line for line in "\n".join(ended.err).splitlines() if line.startswith("sent:")}
+        assert lines == SENT[name]
+    if name in SILENT_TOO:
+        ranks.train(2, "silent", *AUDITED, *mesh, "audit.every=0", "audit.sums=0")
+        ranks.same("a", "silent")
 
 
 DRIFTS = """
@@ -164,7 +148,7 @@ def test_a_clean_run_whose_cut_layers_are_sharded_too_has_no_fault(
     assert events(ranks.folder / "runs/a", "audit fault") == []
     assert events(ranks.folder / "runs/a", "audit failed") == []
     audits = events(ranks.folder / "runs/a", "audit")
-    assert len(audits) == 4 and all(len(entry["gemms"]) >= 2 for entry in audits)
+    assert len(audits) == 2 and all(len(entry["gemms"]) >= 2 for entry in audits)
 
 
 def test_a_replica_that_drifts_is_found_with_its_tensor(ranks: Ranks) -> None:
@@ -174,7 +158,7 @@ def test_a_replica_that_drifts_is_found_with_its_tensor(ranks: Ranks) -> None:
 
 
 def test_a_replica_that_drifted_unseen_is_found_by_the_sums_of_the_others(ranks: Ranks) -> None:
-    mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.sums=3")
+    mesh = ("parallel.dp_replicate=2", "audit.every=0", "audit.sums=3", "train.steps=4")
     ranks(2, "run.name=a", *AUDITED, *mesh, patch=DRIFTS)
     faults = events(ranks.folder / "runs/a", "audit fault")
     assert {entry["what"] for entry in faults} == {
@@ -304,7 +288,7 @@ Ranks.sum_rows = lambda self, x: rows(self, x * self.rank)
 def test_what_tensor_parallel_ranks_do_wrongly_is_found(
     ranks: Ranks, patch: str, words: str
 ) -> None:
-    ranks(2, "run.name=a", *AUDITED, *CUT, "model.layers=1", patch=patch)
+    ranks(2, "run.name=a", *AUDITED, *CUT, "model.layers=1", "train.steps=4", patch=patch)
     faults = events(ranks.folder / "runs/a", "audit fault")
     assert any(words in fault["what"] + fault["cause"] for fault in faults), faults
 

@@ -110,26 +110,6 @@ def test_another_library_or_extension_on_a_rank_is_refused(
     )
 
 
-@pytest.mark.long
-def test_other_code_or_data_on_a_rank_is_refused(ranks: Ranks) -> None:
-    patch = "import os\nif rank:\n    os.environ['NVTE_FUSED_ATTN'] = '0'"
-    said = "the variable NVTE_FUSED_ATTN is not there on rank 0 and 0 on rank 1"
-    assert said in ranks(2, "run.name=a", patch=patch).message
-    other = ranks.folder / "data1"
-    (ranks.folder / "data0").write_text(ranks.text.read_text())
-    other.write_text(ranks.text.read_text().replace("fox", "cat"))
-    patch = "import os\nimport fp4train.data.text as t\n"
-    patch += "original = t.Text.build\n"
-    patch += (
-        "def build(self, run_dir, seq_len, seed):\n    object.__setattr__(self, 'path', "
-        "f'data{rank}')\n"
-    )
-    patch += "    return original(self, run_dir, seq_len, seed)\n"
-    patch += "t.Text.build = build"
-    said = ranks(2, "run.name=b", patch=patch).message
-    assert "the data is" in said and not (ranks.folder / "runs/b/config.yaml").exists()
-
-
 def test_a_run_directory_that_is_not_shared_is_refused(ranks: Ranks) -> None:
     """Two machines with a disk each have the same path, and another directory there."""
     patch = "import fp4train.parallel.agree as a\na._SEEN_SECONDS = 0.5\nimport os\n"

@@ -165,14 +165,6 @@ def test_stages_gather_codes_for_every_pass(ranks: Ranks, recipe: str, schedule:
     assert sorted(blocks) == [(bytes_, False)] * 4 + [(bytes_, True)] * 4
 
 
-@pytest.mark.parametrize("cut", ["parallel.dp_shard=4", "parallel.dp_replicate=2"])
-def test_four_ranks(ranks: Ranks, cut: str) -> None:
-    options = (*WIDE, *SHORT, "recipe=nvfp4", cut)
-    ranks.train(4, "float32", *options, "parallel.gather=fp32")
-    ranks.train(4, "codes", *options)
-    ranks.same("float32", "codes")
-
-
 def test_misaligned_weights_are_sent_in_float32_and_the_plan_names_them(ranks: Ranks) -> None:
     options = (*WIDE, "model.kv_heads=1", "recipe=mxfp8", "policy=all")
     ranks.train(1, "one", "train.microbatch=2", *options)

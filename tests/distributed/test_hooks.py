@@ -23,9 +23,6 @@ class Raises(Companion):
         if moment == self.moment and run.world.place.rank == 1 and run.step >= 1:
             raise ValueError("no more")
 
-    def before_step(self, run):
-        self.hear(run, "before_step")
-
     def after_step(self, run, step):
         self.hear(run, "after_step")
 
@@ -49,7 +46,7 @@ def mine(ranks: Ranks) -> None:
     (ranks.folder / "mine/ranklab.py").write_text(LAB)
 
 
-@pytest.mark.parametrize(("moment", "saved"), [("before_step", 2), ("after_step", 2), ("close", 4)])
+@pytest.mark.parametrize(("moment", "saved"), [("after_step", 2), ("close", 4)])
 def test_a_hook_that_raises_on_one_rank_ends_both_with_the_state_saved(
     ranks: Ranks, mine: None, moment: str, saved: int
 ) -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,22 +197,6 @@ def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_the_same_bi
     assert code == 0 and f"going on from step {done}" in said, said
     ranks.train(2, "whole", "device=cpu", *given)
     ranks.same("whole", "slurm")
-
-
-@pytest.mark.long
-def test_a_rank_that_is_killed_ends_the_job_and_does_not_requeue_it(
-    ranks: Ranks, sbatch: Start, tmp_path: Path
-) -> None:
-    job = sbatch(*ranks.tiny("device=cpu", "run.name=a", "train.steps=2000", "eval.every=0"))
-    metrics = tmp_path / "runs/a/metrics.jsonl"
-    wait_for(
-        lambda: job.poll() is not None or (metrics.exists() and "train/loss" in metrics.read_text())
-    )
-    began = time.monotonic()
-    os.kill(int((tmp_path / "tasks").read_text().split()[1]), signal.SIGKILL)
-    code, said = ended(job)
-    assert code == 128 + signal.SIGKILL and not (tmp_path / "scontrol.log").exists(), said
-    assert time.monotonic() - began < 60
 
 
 def test_the_script_asks_for_what_its_body_needs() -> None:

@@ -168,19 +168,6 @@ def test_four_ranks_write_and_fewer_go_on(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_disk_that_is_full_for_one_rank_costs_that_checkpoint_alone(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    first, second = told(ranks, "fail", tmp_path / "checkpoints", 2)
-    assert first == second, "all ranks know the reason"
-    assert first[0] == ["step_00000001"] and first[2] == ["step_00000001", "step_00000003"]
-    assert "rank 1 on " in first[1] and "No space left on device" in first[1]
-    assert torch.equal(
-        checkpoint.load(tmp_path / "checkpoints").tensors["w"], torch.arange(10.0) + 3
-    )
-
-
-@pytest.mark.long
 def test_a_rank_that_is_killed_in_its_write_leaves_the_checkpoint_before(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -206,33 +193,11 @@ def test_checkpoints_are_written_while_ranks_train_and_all_hear_how_it_went(
     )
 
 
-@pytest.mark.long
-def test_ranks_that_do_not_share_a_disk_are_told(ranks: Ranks, tmp_path: Path) -> None:
-    for said in told(ranks, "apart", tmp_path, 2):
-        assert "rank 1 on " in said and "is it on a disk that all machines share?" in said
-    assert checkpoint.steps(tmp_path / "0" / "checkpoints") == []
-
-
 def test_a_part_lies_inside_of_its_tensor() -> None:
     with pytest.raises(
         ValueError, match=r"a part of shape \[2\] at \[3\] does not lie in a tensor of \[4\]"
     ):
         shards.TensorShard(shape=(4,), offsets=(3,), tensor=torch.zeros(2))
-
-
-@pytest.mark.long
-def test_stages_of_a_pipeline_make_one_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    for contradiction, apart in told(ranks, "stages", tmp_path / "c", 2):
-        assert "state/loss_scale is 0.0 on one rank and 1.0 on another" in contradiction
-        assert "ranks save different steps: [3, 4]" in apart
-    found = checkpoint.load(tmp_path / "c")
-    back = checkpoint.unflatten(found.tensors, found.state)
-    assert found.step == 1 and torch.equal(back["model"]["block1"], torch.arange(4.0) + 1)
-    assert (
-        float(back["optimizer"]["state"][0]["step"])
-        == float(back["optimizer"]["state"][1]["step"])
-        == 7.0
-    )
 
 
 @pytest.mark.long

@@ -135,33 +135,11 @@ def test_shards_that_cut_blocks_of_scales_are_sent_to_te_in_float32(ranks: Ranks
     assert "mlp.gate, mlp.up of blocks 0–1 in float32 (4 B per weight)" in plan(ranks, "two")[0]
 
 
-def test_stages_of_a_pipeline_send_codes_to_te_for_every_pass(ranks: Ranks) -> None:
-    """Two microbatches on two blocks per rank: the backward pass of one follows the forward pass of
-    the other.
-    """
-    options = (*ON, "recipe=nvfp4", "model.layers=4", "train.microbatch=1", "parallel.pp=2")
-    ranks.train(4, "float32", *options, "parallel.gather=fp32", patch=ON_TE)
-    ranks.train(4, "codes", *options, patch=ON_TE + COUNT)
-    assert quantised(ranks) == 0
-    ranks.same("float32", "codes")
-    assert sorted(gathered(ranks, step=1)) == sorted(2 * two_blocks("nvfp4", "nvfp4"))
-
-
 def test_te_keeps_no_codes_of_weights_that_come_in_bf16(ranks: Ranks) -> None:
     """Under delayed scaling, whose histories are its own."""
     ranks.train(2, "two", *ON, "recipe=fp8_delayed", patch=ON_TE)
     assert kept(ranks) == [0] * 2 and quantised(ranks) > 0
     assert "enters the amax of the weight into its history" in plan(ranks, "two")[0]
-
-
-@pytest.mark.parametrize("gather", ["recipe", "bf16", "fp32"])
-def test_microbatches_of_shards_and_recomputed_blocks_have_the_same_bits(
-    ranks: Ranks, gather: str
-) -> None:
-    options = (*ON, "recipe=mxfp8", "train.batch_size=8", f"parallel.gather={gather}")
-    ranks.train(2, "kept", "train.microbatch=2", *options, patch=ON_TE)
-    ranks.train(2, "again", "train.microbatch=2", "model.recompute=true", *options, patch=ON_TE)
-    ranks.same("kept", "again")
 
 
 def test_delayed_scaling_runs_on_the_stages_of_a_pipeline_with_the_scales_of_one(

@@ -151,7 +151,8 @@ def test_a_rank_that_is_stopped_is_named_while_the_others_wait(ranks: Ranks, ran
     assert "no sign for" not in ended.err[rank]
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_does_not_come_is_named_after_a_bounded_time(ranks: Ranks, rank: int) -> None:
     patch = (
         "import os\nimport fp4train.parallel.launch as m\nm.PATIENCE = 2.0\nif rank == "

@@ -22,13 +22,11 @@ LIMITS = {
     "seconds for a line of metrics": ["fp4train.track.metrics.WAIT_SECONDS"],
     "seconds until an idle thread ends": ["fp4train.worker.IDLE_SECONDS"],
     "seconds for the last metrics": ["fp4train.track.metrics.END_SECONDS"],
-    "seconds to read requests": ["fp4train.run.record.inbox.WAIT_SECONDS"],
     "seconds for a checkpoint": ["fp4train.run.supervise.saving.WAIT_SECONDS"],
     "pauses before the last checkpoint is tried again": [
         "fp4train.run.supervise.saving.PAUSES",
         "fp4train.run.supervise.rescue.PAUSES",
     ],
-    "seconds between messages of a build": ["fp4train.run.build.EVERY"],
     "least ratio of gradient to noise": ["fp4train.run.observe.THRESHOLD"],
     "seconds for an answer of the run": ["fp4train.exchange.evaluation.WAIT"],
     "seconds to explain a difference": ["fp4train.audit.fault.SECONDS"],

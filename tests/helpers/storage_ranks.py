@@ -205,28 +205,6 @@ def failing(step_of: str) -> None:
     tensors.write_all = {"full": full_disk, "killed": killed}[step_of]
 
 
-def task_fail(folder: Path, ranks: CheckpointGroup) -> Any:
-    """The last rank's disk is full at step 2; training and the checkpoint of step 3 go on."""
-    from fp4train.checkpoint import tensors
-
-    told: list[Any] = []
-    for step in (1, 2, 3):
-        original = tensors.write_all
-        if step == 2 and ranks.rank == ranks.size - 1:
-            failing("full")
-        try:
-            values = distribute_tensor(
-                torch.arange(10.0) + step, init_device_mesh("cpu", (ranks.size,)), [Shard(0)]
-            )
-            checkpoint.save(folder, step, {"w": values}, {}, keep=5, ranks=ranks)
-            told.append(sorted(os.listdir(folder)))
-        except checkpoint.CheckpointError as error:
-            told.append(str(error))
-        tensors.write_all = original
-        dist.barrier()
-    return told
-
-
 def task_kill(folder: Path, ranks: CheckpointGroup) -> Any:
     """The last rank is killed in its write of step 2."""
     values = distribute_tensor(
@@ -240,45 +218,6 @@ def task_kill(folder: Path, ranks: CheckpointGroup) -> Any:
     except checkpoint.CheckpointError as error:
         return str(error)
     return "written"
-
-
-def task_apart(folder: Path, ranks: CheckpointGroup) -> Any:
-    """Ranks whose disks are not shared."""
-    own = folder / str(ranks.rank)
-    own.mkdir()
-    values = distribute_tensor(
-        torch.arange(10.0), init_device_mesh("cpu", (ranks.size,)), [Shard(0)]
-    )
-    with Folder.open(own) as opened, opened.folder("checkpoints", create=True) as place:
-        try:
-            checkpoint.save(place, 1, {"w": values}, {}, keep=1, ranks=ranks)
-        except checkpoint.CheckpointError as error:
-            return str(error)
-    return "written"
-
-
-def task_stages(folder: Path, ranks: CheckpointGroup) -> Any:
-    """Two stages of a pipeline: each rank leads one and has weights, and a step count, that the
-    other lacks.
-    """
-    stage = CheckpointGroup(ranks.group, leads=True)
-    n = ranks.rank
-    tree = {
-        "model": {f"block{n}": torch.arange(4.0) + n},
-        "optimizer": {"state": {n: {"step": torch.tensor(7.0)}}},
-    }
-    checkpoint.save(folder, 1, *checkpoint.flatten(tree), keep=1, ranks=stage)
-    try:
-        checkpoint.save(
-            folder, 2, *checkpoint.flatten({**tree, "loss_scale": float(n)}), keep=1, ranks=stage
-        )
-    except checkpoint.CheckpointError as error:
-        told = str(error)
-    try:
-        checkpoint.save(folder, 3 + n, *checkpoint.flatten(tree), keep=1, ranks=stage)
-    except checkpoint.CheckpointError as error:
-        return [told, str(error)]
-    return [told, "written"]
 
 
 def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
