@@ -5,7 +5,6 @@ lost.
 import fcntl
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +18,6 @@ WRONG = {
         ["recipe=nvfp5"],
         "recipe=nvfp5: there is no such recipe; did you mean 'nvfp4'? (known: alto_mxfp4",
     ),
-    "an unknown model": (["model=llama_tinny"], "did you mean 'llama_tiny'?"),
     "a recipe of one's own": (
         ["recipe=house"],
         "; one of your own: recipe=FILE.yaml, or --config-dir FOLDER)",
@@ -30,67 +28,35 @@ WRONG = {
         ["phases=cooldown_bf16", "phases.cooldown.recipe=mxfp8"],
         "phases.cooldown.recipe='mxfp8' must be a Recipe",
     ),
-    "no recipe at all": (["recipe=null"], "there is no such recipe"),
     "an unknown key": (["train.stepz=5"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
-    "an unknown section": (
-        ["trian.steps=5"],
-        "unknown key 'trian.steps'; did you mean 'train.steps'?",
-    ),
     "an added key": (["+train.foo=5"], "unknown key 'train.foo'"),
-    "an added section": (["+foo=5"], "unknown key 'foo'"),
     "a removed key": (["~eval.every"], "eval.every is missing"),
-    "a removed section": (["~eval"], "eval is missing"),
     "a key of another recipe": (
         ["recipe=mxfp8", "recipe.hadamard=true"],
         "unknown key 'recipe.hadamard'",
     ),
     "a word for a number": (["train.steps=abc"], "train.steps='abc' must be a whole number"),
     "a fraction of a step": (["train.steps=1.5"], "train.steps=1.5 must be a whole number"),
-    "a truth for a number": (["train.steps=true"], "train.steps=true must be a whole number"),
-    "nothing for a number": (["train.steps=null"], "train.steps=null must be a whole number"),
-    "a list for a number": (["train.steps=[1,2]"], "train.steps=[1, 2] must be a whole number"),
     "a number for a truth": (["recipe.hadamard=3"], "recipe.hadamard=3 must be true or false"),
     "a word for a rate": (["optim.lr=fast"], "optim.lr='fast' must be a number"),
-    "no number": (["optim.weight_decay=nan"], "optim.weight_decay=nan must be finite"),
-    "a number for a section": (["optim=3"], "there is no such optim"),
     "one beta": (["optim.betas=[0.9]"], "optim.betas=[0.9] must hold 2 values"),
     "no steps": (["train.steps=0"], "train.steps=0 must be at least 1"),
-    "negative steps": (["train.steps=-3"], "train.steps=-3 must be at least 1"),
     "an empty batch": (["train.batch_size=0"], "train.batch_size=0 must be at least 1"),
     "a microbatch that does not divide": (
         ["train.microbatch=3"],
         "train.microbatch=3 does not divide train.batch_size=4",
     ),
-    "no microbatch": (["train.microbatch=0"], "train.microbatch=0"),
     "heads that do not divide": (
         ["model.heads=3"],
         "model.width=32 is not divisible by model.heads=3",
     ),
-    "an evaluation of nothing": (["eval.batches=0"], "eval.batches=0 must be at least 1"),
-    "negative evaluations": (["eval.every=-1"], "eval.every=-1"),
-    "no checkpoints kept": (["checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1"),
-    "a negative seed": (["run.seed=-1"], "run.seed=-1"),
     "an empty name": (["run.name=''"], "run.name must not be empty"),
     "an empty directory": (["run.dir="], "run.dir is empty: give a path; . is the working"),
-    "an empty folder for second copies": (
-        ["checkpoint.also=''"],
-        "checkpoint.also is empty: give a path, or checkpoint.also=null",
-    ),
     "a name that leads out of the runs": (
         ["run.name=../x"],
         "run.name='../x' must name a folder among the runs",
     ),
-    "a name that leads out by a detour": (
-        ["run.name=a/../../x"],
-        "for another place give run.dir=…",
-    ),
-    "a path for a name": (
-        ["run.name=/nowhere/x"],
-        "run.name='/nowhere/x' must name a folder among the runs",
-    ),
-    "all runs for a name": (["run.name=."], "run.name='.' must name a folder among the runs"),
     "an unknown backend": (["backend=cuda"], "backend='cuda' is not one of auto, te, native"),
-    "steps beyond counting": (["train.steps=9999999999999"], "must be at most 536870911"),
     "steps that no integer holds": (
         ["train.steps=99999999999999999999"],
         "train.steps=1e+20 must lie within",
@@ -112,16 +78,10 @@ WRONG = {
         ["hydra.sweeper.max_batch_size=3"],
         "hydra.sweeper.max_batch_size=3: settings of Hydra change nothing of a run, whose directory",
     ),
-    "a sweep in Hydra's words": (
-        ["hydra.sweeper.params.run.seed=1"],
-        "hydra.sweeper.params.run.seed=1: settings of Hydra change nothing of a run, whose "
-        "directory is run.dir=…; the values of a sweep are written KEY=A,B, with -m",
-    ),
     "a value of a key that is taken out": (
         ["~train.ema=0.9"],
         "~train.ema=0.9: a key is taken out by ~train.ema alone",
     ),
-    "a key that begins like Hydra's": (["hydrax=3"], "unknown key 'hydrax'"),
     "a key that ends with a dot": (
         ["hydra.=3"],
         "hydra.=3: token recognition error at: '.'; write key=value",
@@ -130,17 +90,9 @@ WRONG = {
         ["policy.keep=null"],
         "policy.keep=null must be a list: policy.keep=[] is an empty one",
     ),
-    "a phase left out that is not there": (
-        ["phases.late=null"],
-        "unknown key 'phases.late' (known: cooldown)",
-    ),
     "a list for a section": (
         ["train=[1,2]"],
         "train=[1,2]: train is a section, and its keys are set one by one: train.KEY=VALUE",
-    ),
-    "a mapping for a list": (
-        ["policy.keep={mlp: 1}"],
-        "policy.keep={mlp: 1}: policy.keep is a list: policy.keep=[…]",
     ),
     "a section with an unknown key": (
         ["train={steps: 2, batchsize: 1}"],
@@ -157,40 +109,24 @@ WRONG = {
         "data.path=a.jsonl holds records, whose syntax would be trained on: data=hf "
         "data.path=a.jsonl data.column=text",
     ),
-    "records in a .json file": (["data.path=a.json"], "data.path=a.json holds records"),
     "a path from home": (["data.path=~/texts"], "write data.path=$HOME/texts"),
     "a name without its quotes": (
         ["run.name=ünï"],
         "special characters in quotes: 'run.name=\"…\"'",
     ),
-    "an unknown device": (["device=gpu0"], "device='gpu0' is not one of auto, cpu, cuda"),
     "an impossible share": (["policy.last=1.5"], "last=1.5 is a share above 1.0"),
-    "a word for a share": (["policy.last=most"], "policy.last='most' must be"),
     "a pattern that matches nothing": (
         ["policy.keep=[mlp.dwn]"],
         "policy.keep='mlp.dwn' matches no linear layer",
     ),
     "an impossible phase": (["phases.cooldown.start=late"], "start='late' must be a step"),
-    "a phase of other GEMMs": (
-        ["phases.cooldown.gemms=[forward]"],
-        "name some of fprop, dgrad, wgrad",
-    ),
     "an impossible cooldown": (["schedule.cooldown=1.5"], "schedule.cooldown=1.5"),
     "a backward of codes that no product has": (
         ["recipe=bf16", "recipe.backward=dequantised"],
         "BF16 quantises neither x nor w in fprop",
     ),
-    "a backward of codes that fprop has not": (
-        ["recipe=bf16_forward_nvfp4_backward", "recipe.backward=dequantised"],
-        "take fprop out of recipe.high_precision",
-    ),
-    "an unknown backward": (
-        ["recipe.backward=dequantized"],
-        "backward='dequantized' is not one of quantised, dequantised",
-    ),
     "an impossible rounding": (["recipe=mxfp8", "recipe.scale_rounding=up"], "scale_rounding='up'"),
     "missing data": (["data.path=/nowhere/text.txt"], "/nowhere/text.txt"),
-    "no data": (["data.path=null"], "data.path=null must be text"),
     "text shorter than a sequence": (
         ["train.seq_len=100000"],
         "a sequence needs train.seq_len+1 = 100,001",
@@ -200,15 +136,10 @@ WRONG = {
         ["model._target_=os.system"],
         "model._target_='os.system' is no configuration class of fp4train",
     ),
-    "foreign code of our name": (
-        ["recipe._target_=fp4train.files.os.system"],
-        "is no configuration class of fp4train",
-    ),
     "a class of ours elsewhere": (
         ["model._target_=fp4train.optim.adamw.AdamW"],
         "an Architecture is needed",
     ),
-    "an unclosed bracket": (["policy.keep=[a"], "write key=value"),
     "a dangling interpolation": (["run.name=${nowhere}"], "nowhere"),
     "a run that is not there": (["resume=runs/nowhere"], "runs/nowhere is not a run directory"),
 }
@@ -289,9 +220,6 @@ def test_a_start_takes_the_lock_that_a_refused_one_took_away(
 def test_a_refused_start_says_nothing_of_its_schedule(cli: Cli) -> None:
     ended = cli("run.name=a", "phases.cooldown.start=6", "train.seq_len=100000")
     assert ended.code == 1 and "never starts" not in ended.err
-    assert "never starts" in cli("run.name=a", "phases.cooldown.start=6").err
-    cosine = cli("run.name=b", "schedule=cosine").err
-    assert "Cosine has no cooldown; phases.cooldown.start=0.8 names a share of the steps" in cosine
 
 
 @pytest.mark.long
@@ -302,25 +230,6 @@ def test_a_model_whose_size_nobody_knows_beforehand_ends_where_the_memory_does(
     ended = cli("run.name=a", "model.width=1000000", "model.heads=2")
     assert ended.code == 1 and "the memory is not enough: " in ended.message
     assert not Path("runs/a/config.yaml").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("", "empty"), ("too short", "a sequence needs"), (b"\xff\xfe\xfa" * 50, "UTF-8")],
-    ids=["empty", "short", "binary"],
-)
-def test_a_file_that_holds_no_text_to_learn_from(
-    cli: Cli, tmp_path: Path, content: Any, message: str
-) -> None:
-    path = tmp_path / "odd.txt"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    said = cli("run.name=a", f"data.path={path}").message
-    assert message in said or "a sequence needs" in said
-
-
-def test_a_command_with_a_slip_can_be_given_again_without_it(cli: Cli) -> None:
-    assert cli("run.name=a", "data.path=/nowhere").code == 1
-    assert cli("run.name=a", "train.steps=1").code == 0
 
 
 def test_a_name_may_be_nested_and_another_place_is_the_directorys_to_say(cli: Cli) -> None:
@@ -347,37 +256,15 @@ def test_a_key_that_only_the_class_has_can_be_set(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        (
-            "a.parquet",
-            b"PAR1" + bytes(64),
-            "a.parquet cannot be read: Parquet magic bytes not found in footer",
-        ),
-        (
-            "a.jsonl",
-            b'{"text": "fine"}\n{"text": brok',
-            "a.jsonl, line 2: it is no JSON (Expecting value, column 10)",
-        ),
-    ],
-    ids=["parquet", "JSON lines"],
-)
-def test_a_data_file_that_is_cut_off_is_one_line(
-    cli: Cli, name: str, content: bytes, reason: str
-) -> None:
-    Path(name).write_bytes(content)
-    tiny = [word for word in cli.tiny() if not word.startswith("data")]
-    ended = cli.raw(*tiny, "run.name=a", "data=hf", f"data.path={name}", "data.cache_dir=cache")
-    assert ended.code == 1 and reason in ended.message
-    assert len(ended.err.splitlines()) == 1 and ended.out == ""
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         (
             ["phases.cooldown.start=6"],
             "phase cooldown never starts: its first step would be 6 of a run of 6",
+        ),
+        (
+            ["schedule=cosine"],
+            "Cosine has no cooldown; phases.cooldown.start=0.8 names a share of the steps",
         ),
         (["schedule.warmup=6"], "schedule.warmup=6 takes all 6 steps"),
         (["schedule.cooldown=6"], "schedule.cooldown=6 takes all 6 steps"),
@@ -392,7 +279,6 @@ def test_a_schedule_that_does_not_fit_the_steps_is_said(
 ) -> None:
     ended = cli("plan", *options)
     assert ended.code == 0 and message in ended.err
-    assert cli("plan").err == ""
 
 
 def test_a_batch_beyond_the_memory_is_one_line(cli: Cli) -> None:
@@ -410,6 +296,7 @@ def test_a_run_that_keeps_no_metrics_ends_without_a_false_complaint(cli: Cli) ->
         and "track=none keeps no metrics" in ended.out
         and "not a run directory" not in ended.out
     )
+    assert not Path("runs/a/metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -431,8 +318,6 @@ def test_a_run_that_keeps_no_metrics_ends_without_a_false_complaint(cli: Cli) ->
         ),
         (["train.steps=" + "9" * 5000], "for integer string conversion"),
         (["optim.lr=" + "9" * 400], "optim.lr is too large"),
-        (["data.val=" + "9" * 400], "data.val is too large"),
-        (["model.layers=" + "9" * 400], "model.layers is too large"),
         (["checkpoint.keep=1e30"], "checkpoint.keep=1e+30 must lie within ±(2**63 - 1)"),
         (["plan", "gpu=B200", "gpus=" + "9" * 30], "gpus=1e+30 must lie within"),
     ],

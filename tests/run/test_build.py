@@ -1,6 +1,5 @@
 """What becomes of a configuration before the first step."""
 
-import inspect
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,37 +8,11 @@ import torch
 from configured import composed_of, config_of
 from torch import nn
 
-from fp4train.config import TrainSettings
 from fp4train.errors import UserError
-from fp4train.models.llama import Llama
 from fp4train.parallel import Mesh
 from fp4train.parallel.world import World
-from fp4train.precision import find_blocks
-from fp4train.run import build, find, fuse
+from fp4train.run import build, find
 from fp4train.run.find import Command
-
-OPTIONS_OF_TORCH_2_11 = {"fullgraph", "dynamic", "backend", "mode", "options", "disable"}
-"""Of `torch.compile` in torch/__init__.py."""
-
-
-def test_blocks_are_compiled_with_options_that_the_oldest_torch_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options: list[set[str]] = []
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda module, *args, **kwargs: options.append(set(kwargs))
-    )
-    with torch.device("meta"):
-        model = Llama(width=32, layers=2, heads=2, kv_heads=1, hidden=64).build(
-            vocab_size=60, seq_len=16
-        )
-    train = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=16, compile=True)
-    fuse.compile_blocks(model, train, torch.device("cuda"))
-    assert len(options) == len(find_blocks(model))
-    assert set.union(*options) <= OPTIONS_OF_TORCH_2_11 & set(
-        inspect.signature(torch.compile).parameters
-    )
-    assert torch._dynamo.config.recompile_limit >= fuse.COMPILED_VARIANTS
 
 
 @pytest.mark.parametrize(

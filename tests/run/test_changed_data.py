@@ -38,12 +38,11 @@ def test_a_run_whose_cache_changes_ends_saved_and_goes_on_when_it_is_tokenised_a
     assert losses("runs/a") == losses("runs/whole")
 
 
-@pytest.mark.parametrize("path", [".", "'**/*.txt'"])
-def test_a_run_below_the_folder_of_its_data_is_no_part_of_it(cli: Cli, path: str) -> None:
+def test_a_run_below_the_folder_of_its_data_is_no_part_of_it(cli: Cli) -> None:
     """The files that it writes would be learned by whoever repeats the command."""
     for number in range(3):
         Path(f"{number}.txt").write_text(f"note {number}: to be or not to be\n" * 200)
-    words = (f"data.path={path}", "data.cache_dir=.cache", *STEADY)
+    words = ("data.path=.", "data.cache_dir=.cache", *STEADY)
     assert cli("run.name=a", "train.steps=2", *words).code == 0
     assert Path("runs/a/plan.txt").is_file()
     again = cli("run.name=b", "train.steps=2", *words)
@@ -53,8 +52,7 @@ def test_a_run_below_the_folder_of_its_data_is_no_part_of_it(cli: Cli, path: str
     assert cli.raw("resume=runs/a", "train.steps=3").code == 0
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_run_whose_token_file_changes_ends_saved(cli: Cli, before: Before, change: str) -> None:
+def test_a_run_whose_token_file_changes_ends_saved(cli: Cli, before: Before) -> None:
     (np.arange(8000) % 50).astype(np.uint16).tofile("ids.bin")
     good = Path("ids.bin").read_bytes()
     data = ("data=tokens", "data.path=ids.bin", "data.vocab_size=50", "checkpoint.every=0")
@@ -65,10 +63,10 @@ def test_a_run_whose_token_file_changes_ends_saved(cli: Cli, before: Before, cha
 
     before(2, touch)
     assert cli.raw("run.name=touched", *words).code == 0
-    before(3, lambda run: CHANGES[change](Path("ids.bin")))
+    before(3, lambda run: cut_off(Path("ids.bin")))
     ended = cli.raw("run.name=a", *words)
     assert ended.code == 1
-    assert f"ids.bin was {change} after the run had opened it" in ended.message
+    assert "ids.bin was cut off after the run had opened it" in ended.message
     assert steps() in ([3], [4])
     Path("ids.bin").write_bytes(good)
     assert cli.raw("resume=runs/a").code == 0

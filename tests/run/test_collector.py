@@ -1,7 +1,6 @@
 """Python's cyclic garbage collector stays out of training steps, which do not need it."""
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -82,27 +81,6 @@ def test_cycles_that_a_model_does_leave_are_collected_every_few_steps() -> None:
             assert before == step
             between.after(step)
         assert not any(type(each) is Node for each in gc.get_objects())
-
-
-@pytest.fixture
-def nothing_frozen() -> Iterator[None]:
-    """A process as a user's; that of the tests has frozen its objects, see tests/conftest.py."""
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("nothing_frozen")
-def test_what_a_run_finds_is_frozen_while_it_trains() -> None:
-    with CollectorBetweenSteps():
-        assert gc.get_freeze_count() > 10_000
-    assert gc.get_freeze_count() == 0
-    gc.freeze()
-    before = gc.get_freeze_count()
-    with CollectorBetweenSteps():
-        assert 0 < gc.get_freeze_count() <= before
-    assert gc.get_freeze_count() > before / 2, "a process that froze its objects keeps them so"
 
 
 @pytest.mark.parametrize("enabled", [True, False])

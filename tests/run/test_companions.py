@@ -158,9 +158,10 @@ def test_a_hook_that_raises_is_named_and_the_last_whole_state_is_saved(
     assert [entry[0] for entry in heard() if entry[1] == "close"] == ["first", "second"]
     assert ["second", "on_numbers", saved, saved - 1, True] in heard()
     assert sorted(losses("runs/a")) == [*range(1, saved + 1)]
-    assert cli("resume=runs/a", "hooks=[]").code == 0
-    cli.trained("run.name=b", *words)
-    assert losses("runs/a") == losses("runs/b")
+    if moment == "on_numbers":
+        assert cli("resume=runs/a", "hooks=[]").code == 0
+        cli.trained("run.name=b", *words)
+        assert losses("runs/a") == losses("runs/b")
 
 
 def test_a_value_that_is_no_number_is_the_hooks_fault(cli: Cli) -> None:

@@ -51,6 +51,8 @@ SHORT = [option for option in OPTIONS if not option.startswith(("recipe=", "mode
     "recipe=bf16_forward_nvfp4_backward",
 ]
 """Every recipe is built and every published size counted in tests of their own."""
+PLANNED = ("model=", "recipe=", "policy=", "phases=", "experiment=")
+"""Options that change what a plan has."""
 
 
 def test_all_yaml_files_of_the_tree_are_covered() -> None:
@@ -67,6 +69,8 @@ def test_it_is_planned_and_means_the_same_with_its_defaults_written_out(option: 
     assert list(unknown_keys(node, Config)) == []
     assert bind(complete(node, Config), Config, "") == bind(node, Config, "")
     found = to_config(composed)
+    if not option.startswith(PLANNED):
+        return
     meta = torch.device("meta")
     model = build_model(found, 257, meta)
     assert all(p.device == meta for p in model.parameters())

@@ -133,29 +133,6 @@ def test_cublas_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_run_tells_cublas_before_it_asks_the_gpu(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To ask a GPU its capability initialises CUDA: torch/cuda/__init__.py `get_device_capability`
-    calls `get_device_properties`, that `_lazy_init`, after which `is_initialized` is true. What
-    cuBLAS reads then (aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`) is read
-    once.
-    """
-    asked = []
-
-    def capability(device: torch.device) -> tuple[int, int]:
-        asked.append(os.environ.get(CUBLAS))
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        return 7, 5
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    ended = cli("run.name=a", "device=cuda", "train.deterministic=true")
-    assert "compute capability 7.5" in ended.message
-    assert asked == [":4096:8"]
-
-
-@pytest.mark.usefixtures("gpu")
 def test_a_cublas_that_runs_already_or_is_told_otherwise_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

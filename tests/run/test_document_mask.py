@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import TINY, Cli, besides, lines, losses
-from families import tiny_run
 
 from fp4train.exchange import held_out, load_trained
 
@@ -40,24 +39,6 @@ def test_a_run_resumes_to_the_bit_and_differs_from_one_without(
     assert losses("runs/a") == whole
 
 
-@pytest.mark.parametrize("family", ["hybrid", "hyena"])
-def test_states_and_filters_begin_anew_with_each_document(
-    cli: Cli, words: tuple[str, ...], family: str
-) -> None:
-    tiny = (
-        *words,
-        *tiny_run(family, "model.vocab_size=320"),
-        "train.steps=2",
-        "eval.every=0",
-    )
-    assert cli("run.name=a", *tiny).code == 0
-    assert cli("run.name=b", *tiny, "train.document_mask=false").code == 0
-    masked = losses("runs/a")
-    plain = losses("runs/b")
-    assert masked[1] != plain[1]
-    assert masked[2][0] < masked[1][0]
-
-
 def test_an_evaluation_attends_within_documents_as_the_run_does(
     cli: Cli, words: tuple[str, ...]
 ) -> None:
@@ -78,8 +59,7 @@ def test_token_files_do_not_say_where_documents_end(cli: Cli) -> None:
     assert "token files without a tokenizer do not say which id ends a document" in found.message
 
 
-@pytest.mark.parametrize("key", ["end_id", "begin_id"])
-def test_token_files_have_documents_where_a_key_says_what_divides_them(cli: Cli, key: str) -> None:
+def test_token_files_have_documents_where_a_key_says_what_divides_them(cli: Cli) -> None:
     (np.arange(4000) % 50).astype(np.uint16).tofile("ids.bin")
     tiny = besides(TINY, {"data"})
     given = (
@@ -90,9 +70,9 @@ def test_token_files_have_documents_where_a_key_says_what_divides_them(cli: Cli,
         "track=jsonl",
         "train.steps=2",
     )
-    masked = ("train.document_mask=true", f"data.{key}=7")
+    masked = ("train.document_mask=true", "data.end_id=7")
     assert cli.raw("run.name=a", *given, *masked).code == 0
-    assert cli.raw("run.name=b", *given, f"data.{key}=7").code == 0
+    assert cli.raw("run.name=b", *given, "data.end_id=7").code == 0
     assert losses("runs/a")[2] != losses("runs/b")[2]
     trained = load_trained(Path("runs/a"))
     (score,) = held_out(trained, [trained.high_precision], trained.config.eval.batches)

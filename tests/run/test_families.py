@@ -1,6 +1,4 @@
-"""Families other than Llama through the command line: recipes, the plan, samples, folders of
-Hugging Face.
-"""
+"""Families other than Llama through the command line: recipes, the plan, folders that runs begin with."""
 
 import json
 from collections.abc import Iterator
@@ -9,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command_line import Before, Cli, losses
-from configured import shape_of
 from covering import COVERING
 from families import BEYOND_LLAMA, tiny_run, tiny_shape
-from hf_folders import change_table, write_evo2
-from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from hf_folders import write_evo2
 
-import fp4train
 from fp4train.precision import find_layers
 from fp4train.run.record.directory import read_config
 
@@ -28,21 +21,6 @@ SCALED = ("recipe.scaling.initial=1024",)
 """A factor of the loss in FP16 with which no step of a run of a few overflows."""
 RECORDED = ("recipe.outliers.start=2", "recipe.outliers.steps=3")
 """Steps before and after a run is resumed at the fourth."""
-SOFTMAX = (
-    "model.experts.scores=softmax",
-    "model.experts.bias=false",
-    "model.experts.shared=0",
-    "model.experts.scale=1",
-    "model.balance.speed=0",
-)
-KINDS = {family: tiny_run(family) for family in BEYOND_LLAMA} | {
-    "mamba2": tiny_run("hybrid", "model.pattern=MM", "model.scan.groups=2", "model.tied=true"),
-    "mixtral": tiny_run("moe", *SOFTMAX, "model.dense=0", "model.qk_norm=false"),
-    "qwen3_moe": tiny_run("moe", *SOFTMAX),
-}
-"""By the `model_type` of the folder, where a family has several."""
-CHOSEN = {"moe": ("model.balance.loss=0.5", "model.balance.speed=0")}
-"""What a run that begins with a folder of the family says of its model: its bias stays as it is."""
 ELSEWHERE = ("hyena",)
 """Families that `transformers` does not have."""
 
@@ -176,104 +154,6 @@ def test_a_run_measures_its_utilisation_by_the_flop_of_its_plan(
     assert ended.code == 0, ended.err
     (stretch, *_) = json.loads(ended.out)["stretches"]
     assert 6 * seen[0] == stretch["flops_per_token"]
-
-
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("hybrid_12b", "hybrid"),
-        ("evo2_1b", "hyena"),
-        pytest.param("moe_30b_a3b", "moe", marks=pytest.mark.long),
-        pytest.param("moe_671b", "moe", marks=pytest.mark.long),
-        ("olmo2_1b", "olmo2"),
-        pytest.param("olmo2_32b", "olmo2", marks=pytest.mark.long),
-    ],
-)
-def test_the_layers_of_a_published_size_are_all_of_its_matrices(name: str, family: str) -> None:
-    """Those that a plan lists."""
-    shape = shape_of(name)
-    with torch.device("meta"):
-        model = fp4train.convert(shape.build(vocab_size=320, seq_len=32))
-    matrices = {
-        n: p.numel()
-        for n, p in model.named_parameters()
-        if p.dim() > 1 and not n.endswith(SPARED.get(family, ("embed.weight",)))
-    }
-    layers = find_layers(model)
-    found = {
-        f"{each}.weight": layer.weights
-        for each, layer in layers.items()
-        if f"{each}.weight" in matrices
-    }
-    assert found == matrices and sum(matrices.values()) > 0.9 * sum(
-        p.numel() for p in model.parameters()
-    )
-    assert layers.keys() - {n.removesuffix(".weight") for n in matrices} <= {"head"}, (
-        "a tied head is the embedding"
-    )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", KINDS)
-def test_a_family_goes_to_transformers_and_comes_back_in_every_bit(cli: Cli, family: str) -> None:
-    """Text from it, the exported folder, and a run that begins with it and takes a step that
-    changes no bit.
-    """
-    import transformers
-
-    assert cli("run.name=a", *KINDS[family], "recipe=bf16", "train.steps=2").code == 0
-    assert cli.raw("sample", "runs/a", "prompt=the", "tokens=4").code == 0
-    assert cli.raw("export", "runs/a", "to=hf", "out=hf").code == 0
-    begun = (
-        "run.name=b",
-        "init=hf",
-        "recipe=bf16",
-        "train.steps=1",
-        "optim.lr=1e-30",
-        "train.seq_len=32",
-    )
-    chosen = CHOSEN.get(family, ())
-    assert (
-        cli.raw(*begun, *chosen, "train.batch_size=2", "data=text", "track=jsonl", *cli.paths).code
-        == 0
-    )
-    saved = read_config(Path("runs/b"))
-    for key, _, value in (each.partition("=") for each in chosen):
-        assert str(OmegaConf.select(saved, key)) == value
-    assert cli.raw("export", "runs/b", "to=hf", "out=back").code == 0
-    config = [json.loads(Path(folder, "config.json").read_text()) for folder in ("hf", "back")]
-    assert config[0] == config[1]
-    assert config[0]["model_type"] == family or family in BEYOND_LLAMA
-    one, other = (
-        load_file(f"{folder}/model.safetensors")
-        if family in ELSEWHERE
-        else transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-        for folder in ("hf", "back")
-    )
-    assert one.keys() == other.keys()
-    assert not [name for name, weight in one.items() if not torch.equal(other[name], weight)]
-
-
-def test_python_files_of_a_folder_are_not_run(cli: Cli) -> None:
-    """NVIDIA's folders of Nemotron-H bring some, and name them in `auto_map`."""
-    run = cli.trained("run.name=a", *tiny_run("hybrid"), "recipe=bf16", "train.steps=1")
-    assert cli.raw("export", str(run), "to=hf", "out=hf").code == 0
-    Path("hf/modeling_nemotron_h.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
-    change_table(
-        Path("hf/config.json"),
-        auto_map={"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"},
-    )
-    begun = (
-        "run.name=b",
-        "init=hf",
-        "recipe=nvfp4",
-        "train.steps=1",
-        "train.seq_len=32",
-        "train.batch_size=2",
-    )
-    ended = cli.raw(*begun, "data=text", "track=jsonl", *cli.paths)
-    assert ended.code == 0, ended.err
-    assert not Path("ran").exists()
 
 
 def test_a_folder_with_evo_2_s_names_needs_no_tokenizer(cli: Cli) -> None:

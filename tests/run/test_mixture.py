@@ -45,22 +45,6 @@ def test_a_run_on_a_mixture_is_resumed_to_the_bit_wherever_a_part_has_moved(
     assert refused.code == 1 and "data.parts.rows.weight: 1" in refused.message
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["data.parts.rows.weight=0"], "data.parts.rows.weight=0"),
-        (["data.parts.rows.source.column=text"], "data.parts.rows.source.column=text is not in"),
-        (["data.parts.prose.source.val=7.5"], "data.parts.prose.source.val=7.5: allowed"),
-    ],
-)
-def test_what_is_wrong_with_a_part_is_said_with_its_name(
-    cli: Cli, words: list[str], message: str
-) -> None:
-    ended = tiny(cli, "run.name=a", *WORDS, *words)
-    assert ended.code == 1 and message in ended.message
-    assert not Path("runs/a").exists()
-
-
 def test_a_mixture_is_written_on_the_command_line_too(cli: Cli) -> None:
     unnamed = tiny(cli, "run.name=a", "data=mixture")
     assert unnamed.code == 1 and "data.parts must be given: data.parts=…" in unnamed.message

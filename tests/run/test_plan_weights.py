@@ -60,22 +60,6 @@ def test_the_groups_of_a_model_hold_each_of_its_parameters_once(name: str) -> No
             assert sum(p.numel() for p in own if p is not None) == each.parameters
 
 
-def test_the_kinds_of_each_family_say_why_no_recipe_touches_them() -> None:
-    names = ("llama_30m", "moe_tiny", "hyena_tiny", "hybrid_tiny")
-    reasons = {
-        name: {each.kind: each.why for each in weight_groups(planned(name)) if each.why}
-        for name in names
-    }
-    for name, found in reasons.items():
-        assert any(kind.endswith("Norm.weight") for kind in found), name
-    assert reasons["moe_tiny"]["Router.weight"] == "router: chooses in float32"
-    assert reasons["hybrid_tiny"]["Embedding.weight"] == "looked up by token, no matrix product"
-    assert {f"GatedConvolution.{key}" for key in ("featuriser", "taps", "log_poles")} < reasons[
-        "hyena_tiny"
-    ].keys()
-    assert {"Mamba2.A_log", "CausalConvolution.weight"} < reasons["hybrid_tiny"].keys()
-
-
 def test_weights_that_could_be_multiplied_are_no_norms_and_experts_count_by_those_that_a_token_meets() -> (
     None
 ):

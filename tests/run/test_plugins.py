@@ -119,13 +119,6 @@ def test_a_saved_run_needs_its_plugins_named_again(cli: Cli, command: list[str])
     assert not imported() and sorted(losses("runs/a")) == [1, 2]
 
 
-def test_a_run_with_a_plugin_is_overwritten_by_one_without(cli: Cli) -> None:
-    assert cli(*OWN, "model=own", "run.name=a", "train.steps=2").code == 0
-    sys.modules.pop("ownlab")
-    assert cli("run.name=a", "train.steps=1", "run.overwrite=true").code == 0
-    assert not imported() and sorted(losses("runs/a")) == [1]
-
-
 def test_swapping_a_run_with_a_plugin_names_it_too(cli: Cli, stop_at: StopAt) -> None:
     stop_at(1)
     assert (
@@ -214,29 +207,6 @@ def test_a_yaml_file_cannot_name_plugins(cli: Cli) -> None:
     )
     assert not imported()
     assert cli(*OWN, "experiment=own", "run.name=a", "train.steps=1").code == 0
-
-
-def test_a_plugin_without_a_use_changes_nothing(cli: Cli) -> None:
-    cli.trained("run.name=a", "train.steps=2")
-    assert cli(*OWN, "run.name=b", "train.steps=2").code == 0
-    assert losses("runs/a") == losses("runs/b")
-    again = cli(*OWN, "run.name=a", "train.steps=2")
-    assert again.code == 0 and "runs/a is finished" in again.out, (
-        "naming it does not make another run"
-    )
-
-
-def test_a_tracker_of_the_users_own(cli: Cli) -> None:
-    assert cli(*OWN, "track=own", "run.name=a", "train.steps=1").code == 0
-    assert not Path("runs/a/metrics.jsonl").exists()
-
-
-def test_a_sweep_over_own_and_shipped_recipes(cli: Cli) -> None:
-    assert cli("-m", *OWN, "recipe=own,bf16", "train.steps=1").code == 0
-    assert sorted(p.name for p in Path("runs").glob("[!.]*")) == [
-        "llama_tiny-bf16",
-        "llama_tiny-own",
-    ]
 
 
 def test_a_plugin_that_is_not_there_ends_before_anything_is_written(cli: Cli) -> None:

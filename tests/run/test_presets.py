@@ -2,18 +2,15 @@
 warnings about sizes.
 """
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import Cli, Outcome
 from configured import config_of
 from lengths import long_but
 
 from fp4train.config import CONFIGS
-from fp4train.run.build import build_model
 
 PRESETS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*_fineweb.yaml"))
 SHORT = ("llama_125m_fineweb", "llama_1b_fineweb")
@@ -74,45 +71,6 @@ def test_a_preset_has_the_tokens_of_its_source_and_is_planned_without_a_network(
     assert "arXiv:" in header or "karpathy/" in header
     ended = planned(name)
     assert ended.code == 0 and "NVFP4" in ended.out and "warning" not in ended.err
-
-
-SHAPES = {"llama_125m": 121e6, "llama_1b": 1.08e9, "llama_8b": 7.4e9, "moe_30b": 30.5e9}
-RATES = {
-    "llama_125m": "learning rate 0.0006, warm-up 700 steps, then cosine",
-    "llama_1b": "learning rate 0.003, warm-up 5,000 steps, then cosine",
-    "llama_8b": "learning rate 0.002, warm-up 5,000 steps, then cosine",
-    "moe_30b": "learning rate 0.0016, warm-up 333 steps, then wsd",
-}
-
-
-@pytest.mark.parametrize("name", long_but(SHORT, PRESETS))
-def test_the_first_lines_of_a_preset_and_of_its_plan_say_what_it_is(
-    planned: Callable[[str], Outcome], name: str
-) -> None:
-    config = config_of(f"experiment={name}")
-    short = name.removesuffix("_fineweb")
-    first = (CONFIGS / "experiment" / f"{name}.yaml").read_text("utf-8").splitlines()[1]
-    ((size, unit),) = re.findall(r"^# ([\d.]+) ([MB]) parameters", first)
-    model = build_model(config, config.model.vocab_size, torch.device("meta"))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert float(size) * {"M": 1e6, "B": 1e9}[unit] == SHAPES[short]
-    assert parameters == pytest.approx(SHAPES[short], rel=0.005)
-    ((number, unit),) = re.findall(r"([\d.]+) ([BT]) tokens of FineWeb", first)
-    tokens = config.train.steps * config.train.tokens
-    assert tokens == pytest.approx(float(number) * {"B": 1e9, "T": 1e12}[unit], rel=0.005)
-
-    train = config.train
-    said = planned(name).out.splitlines()[0]
-    steps = f"{train.steps:,} steps of {train.batch_size:,} × {train.seq_len:,} tokens, "
-    assert said.startswith(steps)
-    assert f"in ids of pretrained {config.data.tokenizer.name}; {RATES[short]}; check" in said
-    assert said.endswith(f"checkpoints every {config.checkpoint.every:,} steps")
-
-
-@pytest.mark.parametrize("name", long_but(SHORT[:1], SHORT))
-def test_the_length_of_a_preset_is_not_called_a_default(cli: Cli, name: str) -> None:
-    ended = cli.raw("plan", f"experiment={name}", "gpu=B200", "parallel.dp_shard=8")
-    assert ended.code == 0 and "is the default" not in ended.out + ended.err
 
 
 @pytest.mark.parametrize("name", long_but(("llama_1b_fineweb", "moe_30b_fineweb"), PRESETS))

@@ -2,19 +2,12 @@
 it is.
 """
 
-import logging
 import re
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import Cli
-from limits import set_limit
 from pretended import Machine
-from torch import nn
-
-from fp4train.models.llama import Llama
-from fp4train.run import build
 
 GRADED = """
 from dataclasses import dataclass
@@ -71,23 +64,3 @@ def test_a_model_that_reads_values_while_it_is_built_is_trained_though_its_size_
         ).code
         == 0
     )
-
-
-def test_what_takes_long_to_build_says_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    set_limit(monkeypatch, "seconds between messages of a build", 0.0)
-    caplog.set_level(logging.INFO)
-    shape = Llama(layers=2)
-    with torch.device("meta"), build._logging_progress("building the model", 1_000_000):
-        shape.build(vocab_size=257, seq_len=16)
-    assert all(
-        "parameters of 1 M, about " in each and each.endswith(" left") for each in caplog.messages
-    )
-    assert len(caplog.messages) > 10
-    caplog.clear()
-    nn.Linear(2, 2, device="meta")
-    assert not caplog.messages  # nothing is counted any more
-    with build._logging_progress("building the model", None):
-        nn.Linear(3, 2, bias=False, device="meta")
-    assert caplog.messages == ["building the model: 6 parameters"]

@@ -51,17 +51,6 @@ def test_where_it_sends_is_named_again_or_nothing_is_sent(
     assert [(tracker.project, tracker.entity) for tracker in sent] == [("mine", None)]
 
 
-def test_edits_that_the_command_undoes_are_not_taken_over(
-    cli: Cli, foreign: Path, sent: list[WandbTracking]
-) -> None:
-    undone = ("track.project=mine", "track.entity=null")
-    ended = cli.raw(*RESUME, *cli.paths, *undone)
-    assert ended.code == 0
-    edits = [line for line in ended.err.splitlines() if "was edited" in line]
-    assert any("track._target_" in line for line in edits), "which the command does not name"
-    assert not any("track.entity" in line or "track.project" in line for line in edits)
-
-
 def test_what_this_user_chose_needs_no_naming(cli: Cli, sent: list[WandbTracking]) -> None:
     assert (
         cli("run.name=a", "train.steps=2", *STEADY, "track=wandb", "track.entity=my-lab").code == 0

@@ -3,19 +3,13 @@ changes.
 """
 
 import json
-import time
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from command_line import Cli, StopAt, events, lines, losses, steps
-from made import sealed_lines
 
-from fp4train.errors import UserError
-from fp4train.files import Folder
 from fp4train.run.record import journal
 
 STEADY = ("phases=none", "schedule=constant")
@@ -164,9 +158,6 @@ def test_weights_of_another_run_begin_a_new_one(cli: Cli) -> None:
         ("init", "runs/a/checkpoints/step_00000006")
     ]
     assert cli("resume=runs/b", "train.steps=3").code == 0
-    said = cli("run.name=d", "init=runs/a", "model.width=64").message
-    assert said.startswith("model.width=64 contradicts init=runs/a, whose config.yaml makes it 32")
-    assert not Path("runs/d/config.yaml").exists()
     assert "leave one of them out" in cli("resume=runs/a", "init=runs/a").message
 
 
@@ -202,7 +193,7 @@ def test_an_edited_configuration_is_noticed(cli: Cli) -> None:
     )
 
 
-@pytest.mark.parametrize("damage", [("NVFP4", "NVFP5"), ('"step": 0', '"step": 1'), ("{", "")])
+@pytest.mark.parametrize("damage", [("NVFP4", "NVFP5"), ("{", "")])
 def test_a_damaged_history_is_named_with_a_way_on(cli: Cli, damage: tuple[str, str]) -> None:
     cli.trained("run.name=a", "train.steps=2", *STEADY)
     path = Path("runs/a/history.jsonl")
@@ -219,105 +210,6 @@ def test_a_damaged_history_is_named_with_a_way_on(cli: Cli, damage: tuple[str, s
     assert ran("runs/a") == [(2, 3, "NVFP4")]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"step": float("inf")},
-        {"stretches": [{"start": -(10**400)}]},
-        {"stretches": [{"stop": 10**400}]},
-        {"stretches": [{"kinds": [[[10**400, 1], "", "", ""], [[1 - 10**400, 1], "", "", ""]]}]},
-    ],
-    ids=["no step", "before the run", "after any", "multiply-adds"],
-)
-def test_numbers_that_no_plan_has_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    stretch = {
-        "start": 0,
-        "stop": 9,
-        "recipe": "x",
-        "reason": "",
-        "kinds": [[[2, 2, 2], "", "", ""]] * 2,
-    }
-    stretch["layers"] = {"a": [0, 1, 0]}
-    made = [stretch | each for each in change.get("stretches", [{}])]
-    line = {"event": "start", "step": 0, "time": "", **change, "stretches": made}
-    (tmp_path / "history.jsonl").write_bytes(sealed_lines([line]))
-    with pytest.raises(UserError, match="line 1 is damaged"):
-        journal.read_journal(tmp_path)
-
-
-LONG = "Traceback (most recent call last):\n" * 500
-ODD: tuple[Any, ...] = ("1" * 10_000, LONG, [], {}, None, True, -1, 2.5, [["1"]], {"1": 2})
-
-
-@pytest.mark.parametrize("place", ["stretch", "record"])
-def test_a_sealed_record_with_any_value_in_any_place_is_read_or_refused(
-    tmp_path: Path, place: str
-) -> None:
-    """Everything that reads a journal is asked: what is wrong is one short message, never a
-    traceback.
-    """
-    stretch = {
-        "start": 0,
-        "stop": 9,
-        "recipe": "x",
-        "reason": "",
-        "kinds": [[[2, 2, 2], "", "", ""]] * 2,
-    }
-    stretch |= {"layers": {"a": [0, 1, 0]}}
-    record = {
-        "event": "rewind",
-        "step": 0,
-        "time": "",
-        "changed": {"a": [1, 2]},
-        "from": "x",
-        "at": 3,
-        "name": "n",
-    }
-    record |= {
-        "recipe": {},
-        "skipped": [1, 2],
-        "diverged": 4,
-        "config": {},
-        "environment": {},
-        "run": "r",
-    }
-    refused = 0
-    for key, value in product(stretch if place == "stretch" else [*record, "stretches"], ODD):
-        line = {**record, "stretches": [stretch]}
-        if place == "stretch":
-            line["stretches"] = [stretch | {key: value}]
-        else:
-            line[key] = value
-        (tmp_path / "history.jsonl").write_bytes(sealed_lines([line]))
-        try:
-            records = journal.read_journal(tmp_path)
-            journal.plan_text(records)
-            journal.swaps(records)
-            journal.configuration(records)
-            assert [record.describe() for record in records]
-        except UserError as error:
-            refused += 1
-            assert len(str(error)) < 2000, (key, value)
-    assert refused > 10
-
-
-def test_a_history_is_read_in_linear_time(tmp_path: Path) -> None:
-    stretch = {"recipe": "a", "reason": "", "kinds": [], "layers": {}}
-    lines = [
-        {
-            "event": "resume",
-            "step": start,
-            "time": "",
-            "stretches": [{**stretch, "start": start, "stop": start + 1, "recipe": str(start)}],
-        }
-        for start in range(3000)
-    ]
-    (tmp_path / "history.jsonl").write_bytes(sealed_lines(lines))
-    began = time.monotonic()
-    assert len(journal.stretches(journal.read_journal(tmp_path))) == 3000
-    assert time.monotonic() - began < 10
-
-
 def test_the_validation_data_do_not_depend_on_the_seed(cli: Cli) -> None:
     same = ("train.steps=1", "optim.lr=1e-9", "eval.every=1", "recipe=bf16")
     assert cli("run.name=a", *same).code == 0
@@ -331,12 +223,9 @@ def test_the_validation_data_do_not_depend_on_the_seed(cli: Cli) -> None:
 
 @pytest.mark.parametrize("options", [["model.layers=1"], ["policy.last=7"]])
 def test_a_run_that_quantises_nothing_warns(cli: Cli, options: list[str]) -> None:
-    for verb in ("train", "plan"):
-        ended = cli(verb, "run.name=a", "train.steps=1", *options)
-        assert (
-            ended.code == 0
-            and "warning: nothing is quantised: no layer follows the recipe NVFP4" in ended.err
-        )
+    ended = cli("run.name=a", "train.steps=1", *options)
+    assert ended.code == 0
+    assert "warning: nothing is quantised: no layer follows the recipe NVFP4" in ended.err
     assert "nothing is quantised" not in cli("plan", "recipe=bf16").err
 
 
@@ -372,47 +261,18 @@ def test_the_checkpoint_from_before_the_cooldown_is_kept_beside_the_newest(cli: 
     assert steps("runs/b") == [12]
 
 
-def test_every_start_records_what_it_ran_on(
-    cli: Cli, stop_at: StopAt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_start_records_what_it_ran_on(cli: Cli, stop_at: StopAt) -> None:
     stop_at(2)
     assert cli("run.name=a", "checkpoint.every=1", *STEADY).code == 137
     stop_at(-1)
-    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     assert cli("resume=runs/a").code == 0
     first, second = (
         record.values["environment"] for record in journal.read_journal(Path("runs/a"))
     )
-    assert second["host"] == "elsewhere" != first["host"]
-    assert first | {"host": "elsewhere"} == second, "nothing else differs"
+    assert first == second and first["host"]
     assert (
         torch.__version__.startswith(first["versions"]["torch"])
         and first["device"] == "cpu"
         and first["ranks"] == 1
     )
     assert first["data"] and first["cores"] >= first["threads"] >= 1
-
-
-def test_a_journal_is_read_before_a_write_only_where_somebody_else_touched_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[str] = []
-    original = Folder.read
-    monkeypatch.setattr(
-        Folder, "read", lambda self, *given: (reads.append(given[0]), original(self, *given))[1]
-    )
-    with Folder.open(tmp_path) as folder:
-        written = journal.Journal(folder, None)
-        path = tmp_path / "history.jsonl"
-        for step in range(5):
-            written.add("swap cancelled", step, at=step)
-            written.write()
-        assert len(reads) == 1, "whether there is one"
-        whole = path.read_bytes()
-        written.add("swap cancelled", 5, at=5)
-        path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
-        with pytest.raises(UserError, match="is not as this process wrote it"):
-            written.write()
-        path.write_bytes(whole + b'{"event"')
-        written.write()
-    assert [record.step for record in journal.read_journal(tmp_path)] == list(range(6))

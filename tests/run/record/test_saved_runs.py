@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from command_line import Cli, StopAt, losses
 
-from fp4train import checkpoint
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.directory import SETTLED
 
@@ -176,12 +175,3 @@ def test_a_run_directory_that_cannot_be_written(cli: Cli) -> None:
 def test_two_processes_do_not_train_in_one_directory(cli: Cli) -> None:
     with run_directory.locked(Path("runs/a")):
         assert "runs/a is in use: another process trains in it" in cli("run.name=a").message
-
-
-def test_a_folder_that_cannot_be_read_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(folder: Path) -> list[int]:
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    cli.trained("run.name=a", "train.steps=1")
-    monkeypatch.setattr(checkpoint, "steps", refuse)
-    assert cli("resume=runs/a", "train.steps=2").message == "runs/a/checkpoints: Permission denied"

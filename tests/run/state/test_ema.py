@@ -114,19 +114,3 @@ def test_a_folder_of_an_average_is_verified_against_that_of_its_own_step(cli: Cl
     assert cli.raw("verify", "out", "against=runs/a", "step=3").code == 1
     assert cli.raw("verify", "out", "against=runs/a:ema").code == 0
     assert cli.raw("verify", "out", "against=runs/a@2").code == 1, "the trained weights, by name"
-
-
-def test_the_cure_of_an_export_is_one_that_helps(cli: Cli) -> None:
-    """Another step where that has the weights, and the option where the run never kept them."""
-    cli.trained("run.name=a", "train.steps=3", "checkpoint.every=1", "checkpoint.keep=9", *STEADY)
-    said = cli.raw("export", "runs/a:ema", "to=hf", "out=out").message
-    assert said.endswith("holds no ema: it has weights; a run with train.ema=0.999 keeps ema")
-    cli.trained("run.name=b", "train.steps=3", *EVERY_STEP, *STEADY)
-    cures = {3: "step=2 takes the one before", 2: "step=1 takes the newest that can be read", 1: ""}
-    for step, cure in cures.items():
-        (Path("runs/b/checkpoints") / f"step_{step:08d}" / "ema.safetensors").unlink()
-        said = cli.raw("export", "runs/b:ema", "to=hf", "out=out").message
-        assert "ema.safetensors is missing" in said
-        assert said.endswith(cure) and ("takes" in said) == bool(cure), said
-        assert "train.ema" not in said
-    assert cli.raw("export", "runs/b@1", "to=hf", "out=out").code == 0

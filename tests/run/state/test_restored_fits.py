@@ -34,10 +34,8 @@ def weight(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str
 
 TENSORS = {
     "a moment that is shorter": (moment(lambda t: t.flatten()[:3]), "has shape [3]"),
-    "a moment of integers": (moment(lambda t: t.to(torch.int8)), "has dtype torch.int8"),
     "a moment that is no number": (moment(lambda t: t.fill_(torch.nan)), "is not finite"),
     "a weight of another shape": (weight(lambda t: t[:1]), "has shape"),
-    "a weight of another dtype": (weight(lambda t: t.double()), "has dtype torch.float64"),
     "a weight that is infinite": (weight(lambda t: t.fill_(torch.inf)), "is not finite"),
 }
 
@@ -65,26 +63,17 @@ def setting(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 WEIGHT = "embed.weight"
 STATES = {
     "no loss scale": setting("loss_scale", None),
-    "a loss scale of text": setting("loss_scale.scale", "1"),
     "a negative loss scale": setting("loss_scale.scale", -1.0),
-    "good steps of a half": setting("loss_scale.good_steps", 0.5),
     "weights of a list": setting("model", []),
     "a tensor that is not there": setting("model", {"a": {"$tensor": "nowhere"}}),
-    "a tensor that is a list": setting("model", {"a": {"$tensor": []}}),
-    "an optimizer of text": setting("optimizer", "adam"),
     "an optimizer without state": setting("optimizer", {}),
-    "moments that are numbers": setting("optimizer", {WEIGHT: 1}),
     "a parameter too many": lambda state: state["optimizer"].update(more={"decays": True}),
     "another choice of decay": lambda state: state["optimizer"][WEIGHT].update(decays=False),
     "no moments": lambda state: state["optimizer"].update({WEIGHT: {"decays": True, "step": 1}}),
     "items of nothing": setting("optimizer", {"$items": [3]}),
     "scales of a layer that is not there": setting("scaling", {"nowhere": {}}),
-    "scales of text": setting("scaling", "none"),
-    "swaps of text": setting("swaps", "none"),
-    "swaps of numbers": setting("swaps", [1]),
     "swaps of nothing": setting("swaps", [{"step": 1}]),
     "an identity of another run": setting("run", {"id": "0" * 16}),
-    "data of a list": setting("data", []),
 }
 
 
@@ -98,7 +87,7 @@ def test_a_crafted_state_is_refused_with_one_line(cli: Cli, change: Any) -> None
     assert Path("runs/a/metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("mark", [None, [], {"bytes": "x"}, {"bytes": -1, "sha256": 3}])
+@pytest.mark.parametrize("mark", [None, {"bytes": -1, "sha256": 3}])
 def test_a_crafted_mark_of_the_metrics_costs_nothing(cli: Cli, mark: Any) -> None:
     cli.trained("run.name=a", "train.steps=1", *STEADY)
     reseal(Path("runs/a/checkpoints/step_00000001"), lambda held: None, setting("metrics", mark))

@@ -67,14 +67,14 @@ def held(*options: str) -> Arguments:
 def test_a_clean_run_has_no_fault_and_the_same_bits(
     cli: Cli, tmp_path: Path, arguments: Arguments
 ) -> None:
-    options = (*arguments(tmp_path), "train.steps=8")
+    options = (*arguments(tmp_path), "train.steps=4")
     assert cli("run.name=plain", *options, *SILENT).code == 0
     assert cli("run.name=audited", *options, *AUDITED).code == 0
     assert losses("runs/plain") == losses("runs/audited")
     assert events("runs/audited", "audit fault") == []
     assert events("runs/audited", "audit failed") == []
     audits = events("runs/audited", "audit")
-    assert len(audits) == 8 and all(len(entry["gemms"]) >= 2 for entry in audits)
+    assert len(audits) == 4 and all(len(entry["gemms"]) >= 2 for entry in audits)
     assert not any(entry["uncovered"] for entry in audits)
 
 

@@ -7,13 +7,9 @@ from typing import Any
 import pytest
 import torch
 from command_line import STEADY, Cli, before_steps, events, losses, marked, steps
-from recorder_on_cpu import RecorderOnCpu
 
-import fp4train.run.build as build
-import fp4train.run.origin as origin
 from fp4train import checkpoint
 from fp4train.run.record import journal
-from fp4train.run.step_graph import RecordedSteps
 
 RUN = (
     "recipe=bf16",
@@ -94,29 +90,6 @@ def test_a_run_that_diverges_from_its_start_says_so_and_keeps_its_newest_checkpo
     assert steps("runs/b") == [4, 7] == sorted(marked("runs/b")), "the state where it stopped, too"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("lr", "mode"), [("10", "rewind"), *(("1e3", mode) for mode in ("warn", "stop", "rewind"))]
-)
-def test_every_mode_keeps_the_newest_checkpoint_of_a_run_that_diverges_from_its_start(
-    cli: Cli, lr: str, mode: str
-) -> None:
-    ended = cli(
-        "run.name=a", *RUN, "checkpoint.every=1", f"optim.lr={lr}", f"train.on_divergence={mode}"
-    )
-    assert (
-        ended.code == 3
-        and "far above its past" in ended.message
-        and "No checkpoint of this run is good" in ended.message
-    )
-    assert ("there is no checkpoint to go back to" in ended.message) == (lr == "10")
-    assert ("gradient norm is nan" in ended.message) == (lr == "1e3")
-    assert ("rose far above its past (5.7" in ended.message) == (lr == "1e3"), (
-        "by then it is just above its beginning"
-    )
-    assert steps() and steps()[-1] in marked("runs/a")
-
-
 @pytest.mark.parametrize(
     ("lr", "mode"),
     [
@@ -189,43 +162,6 @@ def test_a_run_that_went_back_and_is_resumed_equals_one_without_interruption(
 
 
 @pytest.mark.long
-def test_a_kill_before_the_skipped_batches_are_saved_changes_nothing(
-    cli: Cli, poison: Poison, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poison(12)
-    assert cli("run.name=whole", *REWIND).code == 0
-    with monkeypatch.context() as killed:
-        killed.setattr(origin, "abandon_later", lambda *_, **__: exit(137))
-        assert cli("run.name=a", *REWIND).code == 137
-    assert cli("resume=runs/a").code == 0
-    assert losses("runs/a") == losses("runs/whole") and state("runs/a") == state("runs/whole")
-
-
-@pytest.mark.long
-def test_recorded_steps_go_back_as_eager_ones_do(
-    cli: Cli, poison: Poison, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poison(12)
-    # A recorded step reads the rate as a float32 number; the recorder sees torch's operators only.
-    exact = ("optim.lr=0.0078125", "train.microbatch=1", "train.kernels=torch")
-    assert cli("run.name=eager", *REWIND, *exact).code == 0
-    assemble = build.assemble
-    graphs = []
-
-    def recorded(*arguments: Any, **options: Any) -> Any:
-        run = assemble(*arguments, **options)
-        run.runner = RecordedSteps(
-            run, lambda device: graphs.append(RecorderOnCpu(device)) or graphs[-1]
-        )
-        return run
-
-    monkeypatch.setattr(build, "assemble", recorded)
-    assert cli("run.name=graph", *REWIND, *exact).code == 0
-    assert len(graphs) == 2 and len(rewinds("runs/graph")) == 1
-    assert losses("runs/graph") == losses("runs/eager")
-
-
-@pytest.mark.long
 def test_a_second_divergence_before_the_next_milestone_goes_further_back(
     cli: Cli, poison: Poison
 ) -> None:
@@ -252,22 +188,6 @@ def test_a_loss_that_is_not_finite_takes_a_run_back_that_may_go_back(
     assert ended.code == 0 and "step 12: gradient norm is nan" in ended.err
     assert "going on from step 10; batches 10–12 are skipped" in ended.err
     assert seen == [*range(14), *range(13, 27)], "batch 13 was queued, and changed nothing"
-
-
-@pytest.mark.long
-def test_a_divergence_that_passes_is_said_and_costs_no_checkpoint(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def act(run: Any) -> None:
-        if run.step in (8, 15):
-            with torch.no_grad():
-                for parameter in run.model.parameters():
-                    parameter.mul_(30 if run.step == 8 else 1 / 30)
-
-    before_steps(monkeypatch, act)
-    ended = cli("run.name=a", *RUN, "optim.lr=1e-5", "train.steps=30", "checkpoint.every=2")
-    assert ended.code == 0 and "back within its past" in ended.err and "diverged" not in ended.out
-    assert steps() == [30]
 
 
 def test_milestones_are_kept_at_growing_distance(cli: Cli) -> None:

@@ -37,14 +37,10 @@ def scaled(monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> None:
     "door",
     [
         "resume=runs/a train.steps=8",
-        "resume=runs/a run.name=branch train.steps=8",
         "resume=runs/a resume_step=6 run.name=branch train.steps=8",
-        "init=runs/a run.name=new train.steps=1",
         "teacher=runs/a run.name=new train.steps=1",
         "check runs/a",
         "eval runs/a batches=1",
-        "export runs/a to=hf out=folder",
-        "sample runs/a prompt=the tokens=2",
     ],
 )
 def test_every_door_says_that_a_checkpoint_is_doubtful_and_names_the_good_one(

@@ -2,13 +2,7 @@
 known figures.
 """
 
-import fcntl
-import os
-import pty
-import struct
-import sys
-import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from types import SimpleNamespace
@@ -118,51 +112,3 @@ def test_what_happens_between_steps_is_not_counted(clock: SimpleNamespace) -> No
         progress.before_step(progress.run)
         clock.now += 0.5
         assert advanced(progress, step_at(clock))["perf/mfu"] == 0.25
-
-
-def bar_of(width: int, show: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The last state of a progress bar on a terminal of `width` columns."""
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    with os.fdopen(follower, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        show()
-        terminal.flush()
-        shown = b""
-        while not shown.endswith(b"\n"):
-            shown += os.read(leader, 1 << 16)
-    os.close(leader)
-    return shown.decode().rstrip().rpartition("\r")[2]
-
-
-@pytest.mark.parametrize(
-    ("width", "steps", "ranks", "fields"),
-    [
-        (200, 30, 1, ["step/s", "tokens/s", "NVFP4 with fprop in BF16]"]),
-        (200, 30, 8, ["per rank)", "NVFP4 with fprop in BF16]"]),
-        (104, 30, 1, ["tokens/s", "NVFP4 with fprop in BF16]"]),
-        (80, 30, 1, ["29/30", "loss 2.000", "NVFP4 with fprop in BF16]"]),
-        (78, 200_000, 8, ["29/200000", "loss 2.000", "tokens/s]"]),
-        (60, 30, 1, ["29/30", "loss 2.000]"]),
-        (40, 30, 1, ["29/30", "loss 2.000"]),
-    ],
-)
-def test_a_narrow_terminal_has_a_bar_and_fewer_fields_beside_it(
-    width: int,
-    steps: int,
-    ranks: int,
-    fields: list[str],
-    clock: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recipe = NVFP4().with_high_precision("fprop")
-
-    def train() -> None:
-        with progress_of(28, steps, tokens=10_000, ranks=ranks) as progress:
-            clock.now += 0.5
-            advanced(progress, step_at(clock, recipe))
-
-    line = bar_of(width, train, monkeypatch)
-    assert len(line) <= width and len(line.split("|")[1]) >= 10, line
-    assert all(field in line for field in fields), line
-    assert line.endswith(("BF16]", "tokens/s]", "2.000]", "2.000")), line

@@ -4,7 +4,6 @@ and end the run where that is asked for.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,11 +20,9 @@ from lengths import long_but
 from limits import set_limit
 
 from fp4train import checkpoint
-from fp4train.audit import AuditSettings, ObservedCall
+from fp4train.audit import AuditSettings
 from fp4train.exchange import RecordedResults
 from fp4train.run.supervise import planned_calls, sums as run_sums
-from fp4train.run.supervise.layer_audits import LayerAudits
-from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import Saver
 
 AUDITED = ("audit.every=1", "audit.sums=1")
@@ -142,52 +139,11 @@ def test_an_audit_that_fails_is_said_once_and_ends_nothing(
     assert "(its audit failed: no reference)" in ended.err
 
 
-def test_sums_that_cannot_be_taken_end_nothing_and_are_not_covered(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_: object) -> None:
-        raise RuntimeError("no memory")
-
-    cli.trained("run.name=b", *NVFP4, *SILENT)
-    monkeypatch.setattr(run_sums, "state_sums", broken)
-    ended = cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=1")
-    assert ended.code == 0
-    assert len(events("runs/a", "audit failed")) == 1
-    assert events("runs/a", "audit fault") == []
-    assert "(its audit failed: no memory)" in ended.err
-    assert losses("runs/a") == losses("runs/b")
-
-
-def observed_calls() -> list[ObservedCall]:
-    gc.collect()
-    return [call for call in gc.get_objects() if type(call) is ObservedCall]
-
-
-def test_of_the_step_before_an_audit_what_operands_are_made_of_is_kept_alone(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = LayerAudits.after_step
-    of_other_tests = observed_calls()
-    kept: list[list[int]] = []
-
-    def after_step(audits: LayerAudits, *arguments: Any) -> None:
-        original(audits, *arguments)
-        numbers = {id(call) for call in of_other_tests}
-        calls = [call for call in observed_calls() if id(call) not in numbers]
-        kept.append([len(call.products) for call in calls])
-        assert all(call.y is call.dw is None for call in calls)
-
-    monkeypatch.setattr(LayerAudits, "after_step", after_step)
-    cli.trained("run.name=a", *NVFP4, "audit.every=3")
-    # Steps 1 and 4 are audited, after which nothing is left.
-    assert kept == [[0], [], [], [0], [], []]
-
-
 def flip(tensor: torch.Tensor, bit: int) -> None:
     tensor.detach().view(torch.int32).view(-1)[7] ^= 1 << bit
 
 
-@pytest.mark.parametrize("bit", long_but((29, 0), (29, 23, 12, 0)))
+@pytest.mark.parametrize("bit", long_but((0,), (29, 23, 12, 0)))
 def test_a_bit_of_a_weight_that_flips_between_two_steps_is_found(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, bit: int
 ) -> None:
@@ -242,36 +198,17 @@ def test_a_run_that_stops_names_the_checkpoint_from_before_the_fault(
     assert steps("runs/a") == [2, 4]
 
 
-@pytest.mark.parametrize("action", ["warn", "stop"])
 def test_a_bit_that_flips_between_the_last_update_and_its_checkpoint_is_found(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, action: str
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     after_update(6, monkeypatch, lambda run: flip(next(run.model.parameters()), 3))
     set_limit(monkeypatch, "pauses before the last checkpoint is tried again", (0.01,))
-    options = ("audit.every=0", "audit.sums=100", f"audit.action={action}", "checkpoint.every=3")
+    options = ("audit.every=0", "audit.sums=100", "checkpoint.every=3")
     cli("run.name=a", *NVFP4, *options)
     assert 6 not in steps("runs/a")
     (entry,) = events("runs/a", "audit fault")
     assert entry["layer"] == "model/embed.weight" and entry["step"] == 6
     assert "other bits than the state" in events("runs/a", "checkpoint failed")[0]["reason"]
-
-
-def test_every_microbatch_of_every_layer_is_audited_in_its_turn(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    audited: set[tuple[str, int]] = set()
-
-    def collect(run: Any) -> None:
-        audits = run.companions.of(RunAudits).layers
-        for step in range(200):
-            audited.add((audits.layer_at(step).layer.name, audits.microbatch_at(step)))
-
-    after_update(1, monkeypatch, collect)
-    cli("run.name=a", *NVFP4, "train.microbatch=2", "train.steps=2", "audit.every=1")
-    names = {name for name, _ in audited}
-    numbers = {number for _, number in audited}
-    assert len(names) > 2 and len(numbers) > 1
-    assert len(audited) == len(names) * len(numbers)
 
 
 def test_a_model_card_says_faults_that_sums_alone_found() -> None:
@@ -371,24 +308,6 @@ def test_the_rank_that_drifted_is_blamed_and_none_where_it_is_not_known(
         faults = run_sums._differing({"w": total}, ["w"], None, torch.device("cpu"), "replicas")
         found += [None if fault.rank is None else rank for fault in faults]
     assert found == blamed
-
-
-def test_ranks_compare_sums_in_tensors_of_the_device_that_their_group_serves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """NCCL sends none of the host's."""
-    devices = []
-    make = torch.tensor
-
-    def tensor(values: Any, device: torch.device | None = None) -> torch.Tensor:
-        devices.append(device)
-        return make(values)
-
-    monkeypatch.setattr(torch, "tensor", tensor)
-    monkeypatch.setattr(run_sums, "dist", Group([7, 7], 0))
-    device = torch.device("cuda:1")
-    assert run_sums._differing({"w": 7}, ["w"], None, device, "replicas") == []
-    assert devices == [device]
 
 
 def test_an_update_at_another_rate_than_the_schedules_is_found(cli: Cli) -> None:

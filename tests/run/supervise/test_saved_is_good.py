@@ -38,14 +38,13 @@ def test_weights_that_are_finite_and_useless_do_not_replace_the_last_good_checkp
     assert cli("resume=runs/a").code == 0
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_bad_row_that_no_loss_sees_is_not_saved_and_the_run_does_not_end_well(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, value: float
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoil(run: Any) -> None:
         with torch.no_grad():
             weight = next(p for n, p in run.model.named_parameters() if "embed" in n)
-            weight[200] = value  # a byte that is not in the text
+            weight[200] = torch.inf  # a byte that is not in the text
 
     after_update(5, monkeypatch, spoil)
     ended = cli("run.name=a", "checkpoint.every=1", "checkpoint.keep=1", *STEADY)

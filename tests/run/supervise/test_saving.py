@@ -15,7 +15,6 @@ from limits import set_limit
 import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
-from fp4train.run.supervise import saving
 
 
 def test_a_second_place_has_a_run_that_can_be_resumed(cli: Cli, stop_at: StopAt) -> None:
@@ -122,26 +121,6 @@ def test_a_disk_that_does_not_answer_is_left_behind(
         released.set()
     assert ended.code == 1 and "a slow disk?" in ended.err and "not saved" in ended.out
     assert sorted(losses("runs/a")) == list(range(1, 7))
-
-
-def test_the_loop_makes_no_memory_for_a_checkpoint_the_first_included(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-    original = saving.Saver._buffer
-
-    def buffer(self: Any, *rest: Any) -> torch.Tensor:
-        made.append(threading.current_thread().name)
-        return original(self, *rest)
-
-    monkeypatch.setattr(saving.Saver, "_buffer", buffer)
-    assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 0
-    assert made and set(made) == {"checkpoints"}
-    count = len(made)
-    assert cli("run.name=b", "checkpoint.every=0", *STEADY).code == 0
-    assert "MainThread" in made[count:], (
-        "a run that saves at its end only holds no copy while it trains"
-    )
 
 
 def test_metrics_and_record_are_durable_before_a_checkpoint_that_counts_on_them(
