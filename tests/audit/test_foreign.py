@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp4train as f4
-from fp4train.audit import ForeignObserver, Observer
 from fp4train.precision import NVFP4
 
 GEMMS = ["fprop", "dgrad", "wgrad"]
@@ -175,15 +174,3 @@ def test_a_weight_that_is_made_of_others_stays_as_it_is() -> None:
         layer(torch.randn(4, 8)).square().sum().backward()
     assert list(report.uncovered.values()) == ["its weight is made of others"]
     assert "weight" not in layer._parameters and layer.weight is weight
-
-
-def test_a_body_that_raises_leaves_no_observer_that_watches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    closed = []
-    monkeypatch.setattr(Observer, "close", lambda self: closed.append("converted"))
-    monkeypatch.setattr(ForeignObserver, "close", lambda self: closed.append("foreign"))
-    model = nn.Sequential(f4.convert(nn.Sequential(nn.Linear(32, 32))), nn.Linear(32, 32))
-    with pytest.raises(KeyError), f4.audit(model):
-        raise KeyError
-    assert closed == ["converted", "foreign"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -102,10 +103,9 @@ def test_a_bias_that_the_optimizer_changes_after_the_pass_is_no_fault() -> None:
     assert not compare(AuditedCall(record)).faults
 
 
-def cut_off(*, bias: bool = False) -> Product:
-    """A product in Hopper's fast accumulator, whose element [7, 9] has one term so large that all
-    others are cut off; the rows that `error_share` looks at have none.
-    """
+@cache
+def long_sums() -> tuple[Quantized, Quantized, Tensor]:
+    """Operands and their product in Hopper's fast accumulator: see `cut_off`."""
     generator = torch.Generator().manual_seed(5)
     spec = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
 
@@ -118,7 +118,15 @@ def cut_off(*, bias: bool = False) -> Product:
 
     first = operand(128, 7)
     second = operand(64, 9)
-    result = tensor_cores.product(first, second, tensor_cores.HOPPER_FP8, fast=True)
+    return first, second, tensor_cores.product(first, second, tensor_cores.HOPPER_FP8, fast=True)
+
+
+def cut_off(*, bias: bool = False) -> Product:
+    """A product in Hopper's fast accumulator, whose element [7, 9] has one term so large that all
+    others are cut off; the rows that `error_share` looks at have none.
+    """
+    first, second, sums = long_sums()
+    result = sums.clone()
     product = Product(first, second, result, elsewhere=True, capability=HOPPER)
     if not bias:
         return product

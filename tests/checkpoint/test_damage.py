@@ -5,10 +5,7 @@ disk.
 import errno
 import json
 import os
-import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -223,28 +220,3 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
     assert any(name.startswith(".tmp_") for name in os.listdir(tmp_path))
     save_steps(tmp_path, 30, keep=2)
     assert sorted(os.listdir(tmp_path)) == [f"step_{left:08d}", "step_00000030"]
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB, where this user may mount one."""
-    mount = shutil.which("mount")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if (
-        not mount
-        or subprocess.run(
-            [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
-        ).returncode
-    ):
-        pytest.skip("mounting a small file system is not allowed here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_really_full_disk(tiny_disk: Path) -> None:
-    save(tiny_disk / "c", 1, {"w": torch.zeros(1000)}, {}, keep=1)
-    with pytest.raises(CheckpointError, match="No space left"):
-        save(tiny_disk / "c", 2, {"w": torch.zeros(1_000_000)}, {}, keep=1)
-    assert load(tiny_disk / "c").step == 1
-    assert os.listdir(tiny_disk / "c") == ["step_00000001"]

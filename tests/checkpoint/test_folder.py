@@ -186,22 +186,6 @@ def test_other_programs_read_the_tensors(tmp_path: Path) -> None:
     )
 
 
-def test_files_of_the_format_written_by_its_library_are_read(tmp_path: Path) -> None:
-    """As those of checkpoints from before fp4train wrote them itself."""
-    path = save(tmp_path, 1, ONE, {}, keep=1)
-    file = path / "tensors.safetensors"
-    safetensors.torch.save_file({"w": torch.ones(3), "b": torch.zeros(2, dtype=torch.uint8)}, file)
-    described = {
-        "bytes": file.stat().st_size,
-        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-    }
-    reseal(
-        path / "state.json",
-        lambda body: body.update(tensors={"files": {file.name: described}, "aliases": {}}),
-    )
-    assert torch.equal(load(tmp_path).tensors["w"], torch.ones(3))
-
-
 HEADERS = {
     "no header": b"\xff" * 20,
     "a long header": (1 << 60).to_bytes(8, "little") + b"{}",

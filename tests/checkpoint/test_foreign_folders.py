@@ -128,7 +128,7 @@ def test_a_table_that_costs_much_is_refused_in_one_line(tmp_path: Path, text: by
     assert len(str(refused.value)) < 500 and "set_int_max_str_digits" not in str(refused.value)
 
 
-@settings(max_examples=30)
+@settings(max_examples=8)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),

@@ -4,7 +4,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import simulate_gate as simulated
 from command_line import options_of
 from shown import blocks, commands, in_tenths, shortened, table
 
@@ -41,12 +40,3 @@ def test_the_table_has_every_key() -> None:
 def test_the_exit_codes_are_those_of_the_command() -> None:
     rows = table(PAGE, "verdict")
     assert {verdict: int(code) for verdict, code, _ in rows if verdict != "–"} == EXIT_CODES
-
-
-def test_the_table_of_errors_has_every_kind_of_the_script_and_what_it_prints() -> None:
-    rows = table(PAGE, "differences, deviation in margins")
-    assert {name for name, *_ in rows} == set(simulated.NOISE)
-    for name, within, beyond in rows:
-        assert max(float(within), float(beyond)) <= 0.05
-        for shown, rate in zip((within, beyond), simulated.errors_of(name, 800, 300), strict=True):
-            assert abs(float(shown) - rate) < 0.03, name

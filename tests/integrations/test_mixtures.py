@@ -267,16 +267,6 @@ def test_the_guard_names_experts_that_another_implementation_multiplies() -> Non
         optimizer.step()
 
 
-def test_releases_whose_modules_do_not_say_whether_they_are_cut_are_converted_too() -> None:
-    model = mixture("Mixtral")
-    for each in model.modules():
-        vars(each).pop("_is_expert_parallel", None)
-    f4.convert(model)
-    assert (
-        sum(isinstance(each, Experts) for each in model.modules()) == 4 and results(model)[0].any()
-    )
-
-
 def test_neither_copies_nor_models_of_the_same_configuration_share_a_converted_models_experts() -> (
     None
 ):
@@ -308,23 +298,6 @@ def test_a_compiled_block_of_experts_equals_the_eager_one_in_every_bit() -> None
         y.square().sum().backward()
         found.append([y, x.grad, *(p.grad for p in block.parameters())])
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
-
-
-# peft asks for it
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_adapters_of_peft_on_the_parameters_of_experts_are_trained() -> None:
-    peft = framework("peft")
-    model = f4.convert(mixture("Mixtral"))
-    torch.manual_seed(1)
-    config = peft.LoraConfig(
-        r=4, target_modules=[], target_parameters=["mlp.experts.down_proj"], init_lora_weights=False
-    )
-    tuned = peft.get_peft_model(model, config)
-    with autocast(NVFP4(), step=0):
-        loss = tuned(**next(iter(loader()))).loss
-    loss.backward()
-    trained = {name: each.grad for name, each in tuned.named_parameters() if each.requires_grad}
-    assert len(trained) == 4 and all(grad is not None and grad.any() for grad in trained.values())
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def test_a_run_and_its_plan_divide_blocks_equally(family: str, time: int) -> Non
     device = Device.elsewhere(find_gpu("H100"))
     plan = make_plan(layers, Timeline(recipe=BF16(), steps=1), None, tokens=time, device=device)
     load = Workload(model=model, stretch=plan.at(0), sequences=1, seq_len=time, states={})
-    shapes = [Parallel(pp=pp) for pp in (2, 3, 4)]
-    for parallel in (*shapes, *(Parallel(pp=pp, pp_schedule="interleaved") for pp in (2, 3, 4))):
+    shapes = [Parallel(pp=pp) for pp in (2, 4)]
+    for parallel in (*shapes, Parallel(pp=3, pp_schedule="interleaved")):
         divided = run_of(model, parallel, time)
         assert sorted(index for held in divided for index in held) == [*range(9)]
         planned = load.stages(parallel.mesh(parallel.pp))

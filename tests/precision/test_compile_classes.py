@@ -2,17 +2,10 @@
 for contexts.
 """
 
-import importlib.util
 import subprocess
 import sys
-from enum import Enum
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
-
-import fp4train.precision
 
 REGIONS = """
 import logging
@@ -80,43 +73,3 @@ def test_functions_that_enter_autocast_have_the_bits_of_eager_mode_and_use_nothi
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.stdout.strip() == "equal", run.stdout + run.stderr
     assert "deprecated" not in run.stderr, run.stderr
-
-
-class MemberType(Enum):
-    """As in `torch._library.opaque_object`."""
-
-    USE_REAL = "use_real"
-
-
-@pytest.mark.parametrize(
-    ("module", "metaclass", "register", "typ"),
-    [
-        ("torch._custom_class_base", "CustomClassBaseMeta", "register_custom_class", "symbolic"),
-        ("torch._opaque_base", "OpaqueBaseMeta", "register_opaque_type", "reference"),
-    ],
-    ids=["torch 2.14", "torch 2.13"],
-)
-def test_classes_are_registered_by_the_names_that_torch_has(
-    monkeypatch: pytest.MonkeyPatch, module: str, metaclass: str, register: str, typ: str
-) -> None:
-    """The newer names where both are there: the older ones are deprecated then."""
-    registered: list[Any] = []
-    base = ModuleType(module)
-    registry = ModuleType("torch._library.opaque_object")
-    setattr(base, metaclass, type("Metaclass", (type,), {}))
-    setattr(registry, register, lambda cls, **options: registered.append((cls, options)))
-    registry.MemberType = MemberType  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module, base)
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: object() if name == module else None
-    )
-    path = Path(fp4train.precision.__file__).parent / "compile_classes.py"
-    spec = importlib.util.spec_from_file_location("compile_classes", path)
-    assert spec is not None and spec.loader is not None
-    classes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(classes)
-    assert classes.Metaclass is getattr(base, metaclass)
-    classes.register(int, guard=repr, constant=("real",))
-    members = {"real": MemberType.USE_REAL}
-    assert registered == [(int, {"typ": typ, "guard_fn": repr, "members": members})]

@@ -109,53 +109,6 @@ def test_it_decorates_functions_too(layer: Linear) -> None:
     assert torch.equal(decorated(X), run(layer, NVFP4())), "and more than once"
 
 
-def test_threads_in_a_decorated_function_return_to_their_own_contexts_in_whatever_turn_they_leave() -> (
-    None
-):
-    seen: dict[str, object] = {}
-    first_entered = threading.Event()
-    second_entered = threading.Event()
-    first_left = threading.Event()
-
-    @autocast(NVFP4())  # type: ignore[operator]
-    def decorated(entered: threading.Event, leaves: threading.Event) -> None:
-        entered.set()
-        assert leaves.wait(60)
-
-    def first() -> None:
-        decorated(first_entered, second_entered)
-        seen["first"] = current()
-        first_left.set()
-
-    def second() -> None:
-        with autocast(MXFP8()):
-            assert first_entered.wait(60)
-            decorated(second_entered, first_left)
-            found = current()
-            seen["second"] = found and found.recipe
-
-    threads = [threading.Thread(target=each) for each in (first, second)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert seen == {"first": None, "second": MXFP8()}
-
-
-def test_a_decorated_function_keeps_nothing_of_threads_that_left_it() -> None:
-    region = autocast(NVFP4())
-
-    def decorated(depth: int) -> None:
-        if depth:
-            region(decorated)(depth - 1)
-
-    for _ in range(3):
-        thread = threading.Thread(target=decorated, args=(2,))
-        thread.start()
-        thread.join()
-    assert not region._open  # type: ignore[attr-defined]
-
-
 def test_models_carry_their_activations_in_the_recipes_dtype() -> None:
     assert activation_dtype(torch.float64) == torch.float64
     with autocast(BF16()):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import fp4train as f4
@@ -143,6 +143,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@settings(max_examples=40)
 @given(stacks(), st.sampled_from(sorted(WRAPPERS)))
 def test_the_entries_of_a_stack_are_the_blocks_whatever_holds_and_surrounds_them(
     stack: tuple[nn.Module, list[nn.Module]], wrapper: str
@@ -158,6 +159,7 @@ def test_the_entries_of_a_stack_are_the_blocks_whatever_holds_and_surrounds_them
     assert layout(f4.convert(model)) == before, "conversion moves no layer"
 
 
+@settings(max_examples=25)
 @given(stacks(), stacks())
 def test_all_stacks_count_in_the_order_of_definition(
     first: tuple[nn.Module, list[nn.Module]], second: tuple[nn.Module, list[nn.Module]]

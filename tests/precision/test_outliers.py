@@ -27,7 +27,6 @@ from fp4train.precision import (
     Mixed,
     Operands,
     OutlierChannels,
-    Phase,
     Plan,
     Recipe,
     Swap,
@@ -343,28 +342,3 @@ def test_a_table_of_ones_own_can_have_outlier_channels() -> None:
         with f4.autocast(own, step=step):
             layer(torch.randn(8, 96)).sum().backward()
     assert isinstance(layer, Linear) and len(own_channels(layer)) < 96
-
-
-def test_a_layer_multiplies_outlier_channels_backward_as_before_a_phase_of_another_gemm() -> None:
-    apart = OutlierChannels(recipe=MXFP8(), start=0, steps=1)
-    parts = {"fprop": NVFP4(), "dgrad": NVFP4(), "wgrad": NVFP4()}
-    recipe = Mixed(**parts, backward="dequantised", outliers=apart)
-    phase = Phase(start=1, recipe=NVFP4(), gemms=["wgrad"])
-    timeline = Timeline(recipe=recipe, steps=9, phases=[phase])
-    layer = f4.convert(nn.Sequential(nn.Linear(96, 64, bias=False)))
-    x = torch.randn(32, 96)
-    dy = torch.randn(32, 64)
-    gradients = []
-    for recipe_then in (recipe, timeline.recipe_at(1)):
-        with f4.autocast(recipe, step=0):
-            layer(x).sum().backward()
-        layer.zero_grad()
-        of_x = x.clone().requires_grad_()
-        with f4.autocast(recipe_then, step=1):
-            layer(of_x).backward(dy)
-        gradients.append((of_x.grad, layer[0].weight.grad.clone()))
-    (dx, dw), (dx_then, dw_then) = gradients
-    assert torch.equal(dx, dx_then)
-    same = (dw == dw_then).all(0)
-    others = own_channels(layer[0])
-    assert int(same.sum()) == 32 and not same[others].any()

@@ -13,7 +13,6 @@ from fp4train.precision import (
     FP32,
     MXFP8,
     NVFP4,
-    Layer,
     LayerPolicy,
     LayerRecipe,
     autocast,
@@ -230,44 +229,6 @@ def test_kept_layers_take_the_runs_dtype_and_an_unquantised_run_has_none() -> No
     assert policy.recipe_for(layer, NVFP4(dtype="float32")).dtype == "float32"
     assert policy.recipe_for(layer, FP32()) == FP32(), (
         "nothing is kept from a recipe that quantises nothing"
-    )
-
-
-def test_a_model_without_a_module_list_has_a_block_for_each_layer() -> None:
-    layers = find_layers(
-        nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 32), nn.Linear(32, 16))
-    )
-    assert [(x.name, x.block, x.blocks) for x in layers.values()] == [
-        ("0", 0, 3),
-        ("2", 1, 3),
-        ("3", 2, 3),
-    ]
-    assert LayerPolicy(last=1).why_kept(layers["3"])
-    assert not LayerPolicy(last=1).why_kept(layers["2"])
-
-
-def test_only_the_outermost_module_lists_count_as_blocks() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            # no linear layers: no blocks
-            self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(9))
-            self.encoder = nn.ModuleDict({"layers": nn.ModuleList(Experts() for _ in range(2))})
-            self.decoder = nn.ModuleDict({"layers": nn.ModuleList([Experts()])})
-            self.head = nn.Linear(16, 4)
-
-    layers = find_layers(Wrapped())
-    assert {x.blocks for x in layers.values()} == {3}
-    assert layers["encoder.layers.1.experts.2"].block == 1
-    assert layers["decoder.layers.0.experts.0"].block == 2
-    assert layers["head"].block is None
-    assert layers["head"] == Layer(
-        name="head", in_features=16, out_features=4, block=None, blocks=3
     )
 
 

@@ -3,8 +3,6 @@ model is cut.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -17,8 +15,6 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.models.common import (
-    DecoderShape,
-    FamilyDecoder,
     fill_normal,
     materialise,
     why_not_deferred,
@@ -92,15 +88,6 @@ def test_moments_and_tails_are_those_of_a_normal_distribution() -> None:
         assert share == pytest.approx(quantile, abs=5 * math.sqrt(quantile * (1 - quantile) / n))
     largest = float(z.abs().max())
     assert NormalDist().inv_cdf(1 - 4.6 / n) < largest < NormalDist().inv_cdf(1 - 5e-5 / n)
-
-
-def test_neighbours_rows_columns_and_names_are_independent() -> None:
-    z = drawn((512, 512))
-    other = drawn((512, 512), name="v")
-    pairs = [(z[1:], z[:-1]), (z[:, 1:], z[:, :-1]), (z[:, 4:], z[:, :-4]), (z, other), (z, z.T)]
-    for a, b in [*pairs, (z, drawn((512, 512), seed=SEED + 1))]:
-        correlation = float((a.double() * b.double()).mean())
-        assert abs(correlation) < 5 * math.sqrt(2) / math.sqrt(a.numel())
 
 
 def test_no_two_parameters_of_the_largest_preset_share_a_key() -> None:
@@ -192,29 +179,3 @@ def test_a_model_that_cannot_be_born_is_told_what_it_lacks() -> None:
     model = Odd().to("meta")
     materialise(model, CPU, seed=0)
     assert bool((model.mix.bias == 0).all()) and bool((model.mask == 1).all())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plain(DecoderShape):
-    """A shape of somebody else's, which does not say what draws its weights."""
-
-    def parameters(self) -> Iterable[ParameterSpec]:
-        yield from self.ends(embed="embed.weight", norm="norm.weight", head="head.weight")
-        yield ParameterSpec(name="blocks.0.weight", stored="up.weight", initial=Normal(0.5))
-
-
-class PlainModel(FamilyDecoder):
-    def new_blocks(self) -> Iterable[nn.Module]:
-        yield nn.Linear(self.shape.width, self.shape.width, bias=False)
-
-
-def test_torch_draws_the_weights_of_a_shape_that_names_no_source() -> None:
-    """In the order of the parts, after what their constructors drew."""
-    torch.manual_seed(SEED)
-    model = PlainModel(Plain(width=16), 64, 8)
-    torch.manual_seed(SEED)
-    nn.Embedding(64, 16)
-    nn.Linear(16, 16, bias=False)
-    nn.Linear(16, 64, bias=False)
-    assert torch.equal(model.embed.weight, nn.init.normal_(torch.empty(64, 16), std=0.02))
-    assert torch.equal(model.blocks[0].weight, nn.init.normal_(torch.empty(16, 16), std=0.5))

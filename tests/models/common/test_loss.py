@@ -233,27 +233,6 @@ def test_a_second_backward_pass_of_a_graph_is_an_error() -> None:
         loss.backward()
 
 
-BYTES = {"copy_": 2 + 4, "amax": 4, "sub": 4 + 4, "exp_": 4 + 4, "sum": 4, "sub_": 4 + 4}
-"""Read and written per logit by torch's operators on float32 or, once, BF16 logits; others move a
-few per row.
-"""
-
-
-def test_torchs_operators_move_the_bytes_per_logit_that_are_stated() -> None:
-    logits = torch.randn(8, VOCABULARY).bfloat16()
-    targets = torch.arange(8)[:, None]
-    with torch.profiler.profile(record_shapes=True, acc_events=True) as seen:
-        _, grad = loss_module._losses(logits.float(), targets, None, masked=False, gradient=True)
-        grad.to(torch.bfloat16)
-    names = [
-        event.name.removeprefix("aten::")
-        for event in seen.events()
-        if [8, VOCABULARY] in event.input_shapes
-    ]
-    assert set(names) <= {*BYTES, "to", "_to_copy", "real", "logsumexp", "gather", "scatter_add_"}
-    assert sum(BYTES.get(name, 0) for name in names) == loss_module.LOGIT_BYTES
-
-
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_targets_without_a_loss_have_no_gradient(dtype: torch.dtype) -> None:

@@ -200,61 +200,6 @@ def test_the_comparison_with_torch_may_be_the_first_call_of_a_model_in_inference
         assert why_not(kind, 64, torch.bfloat16) is None
 
 
-def test_results_may_be_written_in_place_as_those_of_torch() -> None:
-    """By a hook of a user on a norm, say."""
-    x = torch.randn(2, 3, 5, 64).bfloat16().requires_grad_()
-    weight = torch.ones(64).bfloat16()
-    angles = torch.randn(2, 5, 64).bfloat16()
-    for operators in (CpuOperators(), OF_TORCH):
-        for y in (operators.rms_norm(x, weight, 1e-5), operators.rotate(x, x, *angles)[0]):
-            y.mul_(2).sum().backward()
-
-
-def test_angles_that_are_trained_and_tensors_without_heads_are_torchs() -> None:
-    x = torch.randn(1, 1, 3, 64).bfloat16()
-    cos, sin = (torch.randn(3, 64).bfloat16().requires_grad_() for _ in range(2))
-    for q in (x, x[0]):
-        CpuOperators().rotate(q, q, cos, sin)[0].sum().backward()
-    assert cos.grad is not None and sin.grad is not None
-    assert same(CpuOperators().rotate(x[0], x[0], cos[:], sin[:])[0], rotate(x[0], cos, sin))
-    assert CpuOperators().silu_product(x[0, 0, 0, 0], x[0, 0, 0, 1]).dim() == 0
-
-
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_is_written_beside_the_results(
-    machine: Machine, dtype: torch.dtype, monkeypatch: Any
-) -> None:
-    """Each lies between 64 numbers that stay."""
-    made: list[Tensor] = []
-
-    def guarded(like: Tensor, shape: Any = None, dtype: Any = None) -> Tensor:
-        shape = shape or like.shape
-        dtype = dtype or like.dtype
-        count = shape if isinstance(shape, int) else shape.numel()
-        made.append(torch.full((count + 128,), 3.0, dtype=dtype))
-        return made[-1][64:-64].view(shape)
-
-    x = torch.randn(35, 64).to(dtype)
-    weight = torch.randn(64).to(dtype)
-    heads = x.view(5, 7, 1, 64)
-    angles = (weight.expand(7, 64).contiguous(),) * 2
-    monkeypatch.setattr(torch, "empty_like", guarded)
-    monkeypatch.setattr(Tensor, "new_empty", guarded)
-    if dtype is torch.bfloat16:
-        _, rstd = norm(x, weight, 1e-5, machine)
-        norm_gradients(x, x, weight, rstd, machine)
-    gates(x, x, x, machine)
-    for kind in ("rotation", "rotation_gradients"):
-        rotated(kind, heads.transpose(1, 2), *angles, machine=machine)
-    monkeypatch.undo()
-    assert len(made) == (9 if dtype is torch.bfloat16 else 5)
-    for each in made:
-        assert bool(
-            (each[:64] == 3).all() and (each[-64:] == 3).all() and (each[64:-64] != 3).any()
-        )
-
-
 def test_they_run_where_they_have_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason says why they do not."""
     kinds = ("norm", "gate", "rotation")
@@ -343,28 +288,6 @@ def test_a_call_that_they_do_not_take_is_torchs(
     assert [y.dtype for y in ours] == [y.dtype for y in theirs] and all(
         map(torch.equal, ours, theirs)
     )
-
-
-def test_gradients_of_gradients_are_torchs() -> None:
-    """But for the order in which they are added up."""
-    x = torch.randn(2, 8, 1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    weight = x[0, 0, 0]
-    angles = tuple(x[:, 0].expand(2, 1, 64))
-
-    def both(operators: Any, place: int) -> tuple[list[Tensor], list[Tensor]]:
-        inputs = [each.clone().requires_grad_() for each in (x, weight)]
-        y = operations(operators, *inputs, angles)[place].square().sum()
-        wanted = inputs if place == 0 else inputs[:1]
-        first = torch.autograd.grad(y, wanted, create_graph=True)
-        return list(first), list(
-            torch.autograd.grad(sum(each.square().sum() for each in first), wanted)
-        )
-
-    for place in range(4):
-        (first, second), (expected, added) = both(CpuOperators(), place), both(OF_TORCH, place)
-        assert all(map(torch.equal, first, expected))
-        for a, b in zip(second, added, strict=True):
-            assert float((a - b).norm()) < 2**-7 * float(b.norm())
 
 
 def test_a_frozen_weight_has_no_gradient() -> None:

@@ -20,8 +20,6 @@ TAPS = 4
 EPS = 1e-5
 INNER = HEADS * HEAD_DIM
 BOUND = 1e-5
-TRACED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-"""A warning of the compiler's own, where it traces an autograd function."""
 
 
 def layer(chunk: int, most_decay: float, step: float) -> Mamba2:
@@ -131,13 +129,6 @@ def test_each_head_has_its_gradient_where_another_has_a_million_times_as_much() 
     here, exact = Compared(built, 130).pairs["A_log"]
     assert exact.abs().max() > 1e5 * exact.abs().min()
     torch.testing.assert_close(here.double(), exact, rtol=2e-5, atol=0)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("fresh_dynamo")
-@TRACED
-def test_a_compiled_layer_has_the_same_gradients() -> None:
-    Compared(layer(64, 7.4, 3.0), 130, compiled=True).check()
 
 
 def test_an_empty_past_and_documents_leave_no_gradient_that_is_not_finite() -> None:

@@ -24,12 +24,10 @@ import torch.nn.functional as F
 from command_line import Cli, losses
 from pretended import Machine
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import short_convolution
 from fp4train.models.common.scan import Mamba2, scan
-from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.run.fuse import kernels_of_layers
 
 HYBRID = (
@@ -226,49 +224,6 @@ def test_a_compiled_layer_calls_them_too(installed: Installed) -> None:
         installed.calls.clear()
         torch.testing.assert_close(compiled(x, TIME), expected)
     assert installed.calls == ["convolution", "scan"]
-
-
-def test_a_graph_breaks_where_a_kernel_is_called_and_nowhere_else(installed: Installed) -> None:
-    """Not where the kernel is looked up, of which there is one in each call of a layer."""
-    made = layer()
-    x = torch.randn(2, TIME, 24)
-    with torch.no_grad():
-        torch.compiler.reset()
-        explained = torch._dynamo.explain(made)(x, TIME)
-    assert explained.graph_break_count == 2, explained.break_reasons
-    assert installed.calls == ["convolution", "scan"]
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_block_has_its_norm_and_in_proj_in_one_graph(installed: Installed) -> None:
-    """Beside the three parts of the scan and the sum with the stream."""
-    scan_shape = ScanShape(heads=4, head_dim=8, state=16, chunk=16)
-    model = Hybrid(width=24, heads=2, kv_heads=1, pattern="M", scan=scan_shape).build(
-        vocab_size=60, seq_len=TIME
-    )
-    tokens = torch.arange(TIME)[None]
-    torch.compiler.reset()
-    counters.clear()
-    with torch.no_grad():
-        expected = model(tokens)
-        model.blocks[0].compile(backend="eager")
-        torch.testing.assert_close(model(tokens), expected)
-    assert counters["stats"]["unique_graphs"] == 5
-    assert installed.calls == 2 * ["convolution", "scan"]
-
-
-# the compiler's own
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_without_the_kernels_a_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that could run them."""
-    Machine(monkeypatch).runs_mamba_kernels_on("cpu")
-    made = layer()
-    x = torch.randn(2, TIME, 24)
-    assert made.missing == ("mamba-ssm is not installed", "causal-conv1d is not installed")
-    with torch.no_grad():
-        expected = made(x, TIME)
-        compiled = torch.compile(made, backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x, TIME), expected)
 
 
 def test_deterministic_algorithms_leave_the_scan_to_torch(installed: Installed) -> None:
