@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from fp4train.data import IGNORED, AnswerFinder, Chat, Conversation, Loader, TokenArray, chat
+from fp4train.data import IGNORED, Chat, Loader, TokenArray, chat
 from fp4train.data.answers import VERSION
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.errors import DataError
@@ -43,7 +43,7 @@ def source(path: Path, **changes: Any) -> Chat:
     )
 
 
-TALKS = [talk(f"what is {n}?", f"it is {n}" + "!" * (n % 5)) for n in range(40)]
+TALKS = [talk(f"what is {n}?", f"it is {n}" + "!" * (n % 5)) for n in range(8)]
 
 
 def documents(tokens: TokenArray) -> list[tuple[str, str]]:
@@ -71,8 +71,8 @@ def test_every_conversation_is_there_once_and_its_answer_is_learned(tmp_path: Pa
     data = source(write(tmp_path / "a.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
     train = documents(data.train)
     val = documents(data.val)
-    assert len(train) == 30 and len(val) == 10
-    expected = {(f"what is {n}?", f"it is {n}" + "!" * (n % 5)) for n in range(40)}
+    assert len(train) == 6 and len(val) == 2
+    expected = {(f"what is {n}?", f"it is {n}" + "!" * (n % 5)) for n in range(8)}
     for text, answers in [*train, *val]:
         question = text.split("user\n")[1].split("<|im_end|>")[0]
         answer = answers.removesuffix("<|im_end|>\n")
@@ -81,13 +81,13 @@ def test_every_conversation_is_there_once_and_its_answer_is_learned(tmp_path: Pa
 
 
 def test_no_conversation_lies_in_two_sequences(tmp_path: Path) -> None:
-    data = source(write(tmp_path / "a.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
+    data = source(write(tmp_path / "a.jsonl", TALKS)).build(tmp_path / "run", 256, 0)
     for tokens in (data.train, data.val):
-        assert (len(tokens) - 1) % 128 == 0
-        assert set(tokens.ids.tolist()[127:-1:128]) == {END}
+        assert (len(tokens) - 1) % 256 == 0
+        assert set(tokens.ids.tolist()[255:-1:256]) == {END}
     lengths = [len(text.encode()) + 1 for text, _ in documents(data.train)]
     # most of a sequence is filled
-    assert (len(data.train) - 1) // 128 <= -(-sum(lengths) // 128) * 1.5
+    assert (len(data.train) - 1) // 256 <= -(-sum(lengths) // 256) * 1.5
 
 
 def test_targets_that_are_no_answers_are_ignored_and_weighed_out(tmp_path: Path) -> None:
@@ -124,22 +124,11 @@ def test_the_cache_gives_the_same_tokens(tmp_path: Path) -> None:
 def test_answers_of_an_earlier_version_are_not_taken_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An entry that an earlier version wrote, with other answers, is built anew."""
     path = write(tmp_path / "a.jsonl", TALKS)
-
-    def without_ends(finder: AnswerFinder, messages: list[dict[str, str]]) -> Conversation:
-        found = find(finder, messages)
-        spans = tuple((start, end - len("<|im_end|>\n")) for start, end in found.answers)
-        return Conversation(found.text, spans)
-
-    find = AnswerFinder.find
-    with monkeypatch.context() as earlier:
-        earlier.setattr(AnswerFinder, "find", without_ends)
-        earlier.setattr(chat, "VERSION", VERSION - 1)
-        old = source(path).build(tmp_path / "run", 128, 0)
-    new = source(path).build(tmp_path / "run", 128, 0)
-    assert all(not answers.endswith("<|im_end|>\n") for _, answers in documents(old.train))
-    assert all(answers.endswith("<|im_end|>\n") for _, answers in documents(new.train))
+    source(path).build(tmp_path / "run", 128, 0)
+    monkeypatch.setattr(chat, "VERSION", VERSION + 1)
+    source(path).build(tmp_path / "run", 128, 0)
+    assert len(list((tmp_path / "cache").glob("*.bin"))) == 4
 
 
 def test_what_is_learned_is_part_of_the_fingerprint(tmp_path: Path) -> None:
@@ -179,9 +168,9 @@ def test_special_tokens_of_a_tokenizer_are_tokens_in_the_template_alone(tmp_path
     )
     marker = trained.token_to_id("<|im_end|>")
     scored = data.train.scored
-    assert scored is not None and int((np.asarray(data.train.ids) == marker).sum()) == 60
+    assert scored is not None and int((np.asarray(data.train.ids) == marker).sum()) == 12
     # of each answer
-    assert int(((np.asarray(data.train.ids) == marker) & (np.asarray(scored) != 0)).sum()) == 30
+    assert int(((np.asarray(data.train.ids) == marker) & (np.asarray(scored) != 0)).sum()) == 6
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -222,7 +211,7 @@ def test_turns_that_end_with_the_end_of_a_document_attend_to_each_other(tmp_path
     )
     assert data.train.inner_ends is not None
     inner = np.asarray(data.train.inner_ends)
-    assert int(np.count_nonzero(inner)) == 60  # of 30 conversations: a line break follows each
+    assert int(np.count_nonzero(inner)) == 12  # of 6 conversations: a line break follows each
     assert set(np.asarray(data.train.ids)[inner != 0].tolist()) == {end}
     tokens, targets = Loader(data.train, batch_size=4, seq_len=128, seed=0).rows(0, 4)
     assert int((tokens < 0).sum()) and set(tokens[tokens < 0].tolist()) == {~end}
@@ -233,8 +222,8 @@ def test_conversations_of_several_files_packed_or_not_are_those_of_one(tmp_path:
     for folder in ("whole", "parts"):
         (tmp_path / folder).mkdir()
     whole = source(write(tmp_path / "whole/a.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
-    first = write(tmp_path / "parts/a.jsonl", TALKS[:10])
-    second = write(tmp_path / "parts/b.jsonl", TALKS[10:])
+    first = write(tmp_path / "parts/a.jsonl", TALKS[:3])
+    second = write(tmp_path / "parts/b.jsonl", TALKS[3:])
     packed = second.with_name("b.jsonl.gz")
     packed.write_bytes(gzip.compress(second.read_bytes()))
     second.unlink()
@@ -283,7 +272,6 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
             json.dumps({"tools": [{"name": "x"}]} | talk("a", "b")),
             'it has "tools" beside "messages"',
         ),
-        (json.dumps({"system": "Be brief."} | talk("a", "b")), 'it has "system" beside "messages"'),
         (
             '{"messages": [{"from": "human", "value": "x"}]}',
             "and a content, both of them text; it has: from, value",
@@ -298,17 +286,13 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
             r"its keys: id, talks \(data\.column=talks\)",
         ),
         (
-            json.dumps({"chat_template_kwargs": {"a": 1}} | talk("a", "b")),
-            'it has "chat_template_kwargs" beside',
-        ),
-        (
             '{"messages": [{"role": "model", "content": "x"}]}',
             "no message of the role .* its roles: model",
         ),
     ],
 )
 def test_broken_lines_are_refused_with_their_number(tmp_path: Path, line: str, said: str) -> None:
-    path = write(tmp_path / "a.jsonl", [TALKS[0], "", line, *TALKS])
+    path = write(tmp_path / "a.jsonl", [TALKS[0], "", line, TALKS[1]])
     with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{said.removeprefix('line 3: ')}"):
         source(path).build(tmp_path / "run", 128, 0)
     assert not list((tmp_path / "cache").glob("*.bin"))
@@ -330,20 +314,20 @@ def answers_of(path: Path, **changes: Any) -> list[str]:
     return [answers.replace("<|im_end|>\n", ";") for _, answers in documents(data.train)]
 
 
-@pytest.mark.parametrize("key", ["weight", "loss", "train", "training", "trainable", "loss_mask"])
+KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask")
+
+
 @pytest.mark.parametrize(("no", "yes"), [(0, 1), (0.0, 1.0), (False, True)])
 def test_a_turn_that_its_key_takes_out_is_not_learned(
-    tmp_path: Path, key: str, no: object, yes: object
+    tmp_path: Path, no: object, yes: object
 ) -> None:
-    talks = [
-        turns({key: no}, {key: yes}, {key: no}, {}),
-        turns({key: None}, {key: no}),
-        turns({key: no}, {}, {key: yes, "name": "b"}),
-    ]
-    learned = ["a1;a3;", "a0;", "a1;a2;"] * 3
-    assert answers_of(write(tmp_path / "a.jsonl", talks * 4)) == learned
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(talks * 4), tmp_path / "a.parquet")
+    talks = [turns({key: no}, {key: yes}, {key: None}) for key in KEYS]
+    talks += [turns({}, {"weight": no}), turns({})]
+    learned = ["a1;a2;"] * 6
+    assert answers_of(write(tmp_path / "a.jsonl", talks)) == learned
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(talks), tmp_path / "a.parquet")
     assert answers_of(tmp_path / "a.parquet") == learned
+    assert answers_of(write(tmp_path / "b.jsonl", talks[6:] * 4)) == ["a0;"] * 6
 
 
 def test_a_conversation_of_which_nothing_is_learned_is_left_out(tmp_path: Path) -> None:
@@ -410,7 +394,7 @@ def test_a_key_that_cannot_be_obeyed_is_refused_by_name(
     other = {"role": role, "content": "x", **keys}
     record = {"messages": [other, *TALKS[0]["messages"]]}
     with pytest.raises(DataError, match=f"line 1: .*{said}"):
-        answers_of(write(tmp_path / "a.jsonl", [record, *TALKS]))
+        answers_of(write(tmp_path / "a.jsonl", [record, TALKS[0]]))
 
 
 def test_a_weight_of_a_whole_record_is_refused_unless_it_is_one(tmp_path: Path) -> None:
@@ -476,12 +460,12 @@ FORMS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_conversations_are_the_same_in_every_form_of_file(tmp_path: Path, name: str) -> None:
-    FORMS[name](tmp_path / name)
-    data = source(tmp_path / name).build(tmp_path / "run", 128, 0)
+def test_conversations_are_the_same_in_every_form_of_file(tmp_path: Path) -> None:
     expected = source(write(tmp_path / "lines.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
-    assert data.fingerprint == expected.fingerprint
+    for name, make in FORMS.items():
+        make(tmp_path / name)
+        data = source(tmp_path / name).build(tmp_path / "run", 128, 0)
+        assert data.fingerprint == expected.fingerprint, name
 
 
 @pytest.mark.parametrize(
@@ -496,9 +480,7 @@ def test_conversations_are_the_same_in_every_form_of_file(tmp_path: Path, name: 
             r'a\.parquet, row group 0, row 1: "messages" holds text that is no list of messages in '
             "JSON: Expecting value, character 1$",
         ),
-        ({"messages": ["[" * 100000] * 2}, "row 0: .* it is nested too deeply"),
         ({"messages": ['{"role": "user"}'] * 2}, 'row 0: "messages" holds no list of messages'),
-        ({"messages": ['["a"]'] * 2}, "row 0: message 1 is no object with a role"),
         ({"text": ["a", "b"]}, "data.column=messages is not in .* Its columns: text"),
         (
             {"id": [1], "talks": [[{"role": "user"}]]},
@@ -526,17 +508,8 @@ def test_a_table_without_conversations_is_refused(
         source(tmp_path / "a.parquet").build(tmp_path / "run", 128, 0)
 
 
-def test_a_table_with_two_columns_of_messages_is_refused(tmp_path: Path) -> None:
-    messages = [record["messages"] for record in TALKS]
-    table = pyarrow.table([messages, messages[::-1]], names=["messages"] * 2)
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"has 2 columns of the name data\.column=messages"):
-        source(tmp_path / "a.parquet").build(tmp_path / "run", 128, 0)
-
-
-@pytest.mark.parametrize("value", [False, "Be brief."])
 def test_what_the_template_reads_beside_messages_is_refused_and_what_it_does_not_read_is_not(
-    tmp_path: Path, value: object
+    tmp_path: Path,
 ) -> None:
     reads = "{% if thinking %}THINK {% endif %}{% set shown = thinking %}"
     turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -545,30 +518,19 @@ def test_what_the_template_reads_beside_messages_is_refused_and_what_it_does_not
     )
     template = str(tmp_path / "own.jinja")
     unread = write(
-        tmp_path / "a.jsonl", [record | {"shown": value, "thinking": None} for record in TALKS]
+        tmp_path / "a.jsonl", [record | {"shown": False, "thinking": None} for record in TALKS]
     )
     source(unread, template=template).build(tmp_path / "run", 128, 0)
-    read = write(tmp_path / "b.jsonl", [*TALKS, TALKS[0] | {"thinking": value}])
-    with pytest.raises(DataError, match=r'b\.jsonl, line 41: it has "thinking" beside "messages"'):
+    read = write(tmp_path / "b.jsonl", [*TALKS, TALKS[0] | {"thinking": False}])
+    with pytest.raises(DataError, match=r'b\.jsonl, line 9: it has "thinking" beside "messages"'):
         source(read, template=template).build(tmp_path / "run", 128, 0)
     pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([TALKS[0] | {"thinking": value}] * 2), tmp_path / "c.parquet"
+        pyarrow.Table.from_pylist([TALKS[0] | {"thinking": False}] * 2), tmp_path / "c.parquet"
     )
     with pytest.raises(
         DataError, match=r'c\.parquet, row group 0, row 0: it has "thinking" beside'
     ):
         source(tmp_path / "c.parquet", template=template).build(tmp_path / "run", 128, 0)
-
-
-def test_a_folder_that_datasets_saved_is_read_by_its_list_of_files(tmp_path: Path) -> None:
-    (tmp_path / "saved").mkdir()
-    in_arrow(tmp_path / "saved" / "data-00000-of-00001.arrow")
-    listed = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
-    (tmp_path / "saved" / "state.json").write_text(json.dumps(listed))
-    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
-    data = Chat(path=str(tmp_path / "saved"), cache_dir=str(tmp_path / "cache"), val=0.25)
-    expected = source(write(tmp_path / "lines.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
-    assert data.build(tmp_path / "run", 128, 0).fingerprint == expected.fingerprint
 
 
 def test_binary_data_is_called_so(tmp_path: Path) -> None:

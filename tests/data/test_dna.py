@@ -2,13 +2,10 @@
 
 import gzip
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
 from hypothesis import given, strategies as st
 
@@ -115,20 +112,6 @@ def test_pieces_are_the_documents_however_a_record_is_cut(texts: list[str], spli
     assert found == [*expected, ""]
 
 
-def test_zstd_and_lists_of_paths_are_read_in_the_order_in_which_they_are_named(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "b.fa.zst").write_bytes(
-        pyarrow.compress(b">b\nCCCC\n>c\nGGGG\n", "zstd", asbytes=True)
-    )
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more/d.fna.zst").write_bytes(pyarrow.compress(b">d\nTTTT\n", "zstd", asbytes=True))
-    fasta(tmp_path, ">a\nAAAA\n")
-    named = [str(tmp_path / "b.fa.zst"), str(tmp_path / "more"), str(tmp_path / "a.f*")]
-    data = Dna(path=named, cache_dir=str(tmp_path / "cache"), val=4).build(tmp_path / "run", 2, 0)
-    assert documents(data) == (["CCCC", "GGGG", "TTTT"], ["AAAA"])
-
-
 def test_gzip_and_several_files_are_read_in_the_order_of_names(tmp_path: Path) -> None:
     folder = tmp_path / "genome"
     folder.mkdir()
@@ -183,31 +166,3 @@ def test_a_cut_off_archive_and_an_empty_folder_are_refused(tmp_path: Path) -> No
 def test_unknown_settings_are_refused(key: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"data.{key}='{value}' is not one of"):
         Dna(path="a", **{key: value})
-
-
-LARGE = """
-import os, resource, sys
-from pathlib import Path
-from fp4train.data import Dna
-if os.fork():  # the peak of a program that was started is first that of who started it
-    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
-size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-Dna(path=sys.argv[1], cache_dir=sys.argv[2]).build(Path(sys.argv[2]), 16, 0)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size)
-"""
-
-
-@pytest.mark.long
-def test_memory_does_not_grow_with_a_record(tmp_path: Path) -> None:
-    """48 MB of bases in one record; the mapped tokens, which are read once to be checked, count
-    too.
-    """
-    line = b"ACGTTGCA" * 10 + b"\n"
-    (tmp_path / "a.fa").write_bytes(b">a\n" + line * 600_000)
-    ran = subprocess.run(
-        [sys.executable, "-c", LARGE, str(tmp_path / "a.fa"), str(tmp_path / "cache")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(ran.stdout) < 2 * 96_000 + 60_000, "KiB: two bytes per token, and a bounded rest"

@@ -13,12 +13,10 @@ from typing import cast
 
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given, settings, strategies as st
 from lengths import long_but
 from limits import set_limit
 from tokenizer_kinds import KEEPS, KINDS, TEXT, tokenizer, tokenizer_json
-from tokenizers import models, pre_tokenizers
 
 from fp4train.data import (
     Encoded,
@@ -31,7 +29,7 @@ from fp4train.data import (
     encode_documents,
     encoding_key,
 )
-from fp4train.data.tokenizers import Bytes, JsonTokenizer, Pretrained
+from fp4train.data.tokenizers import Bytes, Pretrained
 from fp4train.errors import DataError
 
 SMALL = Windows(length=200, overlap=100, agree=24)
@@ -76,7 +74,7 @@ texts = st.one_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(text=texts, borders=st.lists(st.integers(0, 5000), max_size=4))
 def test_a_document_in_windows_has_the_ids_of_the_whole(
     kind: str, text: str, borders: list[int]
@@ -124,7 +122,7 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("kind", long_but(("always", "WordPiece"), COUNTED))
+@pytest.mark.parametrize("kind", long_but(("always",), COUNTED))
 def test_a_document_of_a_megabyte_costs_what_its_text_costs(kind: str) -> None:
     """Characters are counted: those of tokens cost about three times the tokens, and are asked for
     at edges alone.
@@ -181,36 +179,6 @@ def test_a_document_whose_windows_never_agree_costs_a_few_times_its_text(megabyt
     ids = encode_document([Piece("a" * size)], cast(Tokenizer, counting))
     assert np.array_equal(ids, np.full(size, size))
     assert counting.plain < 3.1 * size and counting.with_spans < 1.1 * size
-
-
-def test_digits_whose_groups_no_token_shows_have_the_ids_of_the_whole() -> None:
-    """Groups of three are counted from the beginning of a number, and all that an edge shows are
-    single digits.
-    """
-    kind = _only_tokens_of("1", "789")
-    windows = Windows(length=600, overlap=200, agree=24)
-    for length in range(1500, 1506):
-        text = "1" * length + "789" + " 1" * 400
-        assert encode_document([Piece(text)], kind, windows).tolist() == kind.encode(text)
-
-
-def _only_tokens_of(*groups: str) -> JsonTokenizer:
-    """Byte pairs that know single digits, and groups of three digits where all three are in one
-    pre-token.
-    """
-    digits = sorted({*"".join(groups), " "})
-    merges = [
-        pair
-        for group in groups
-        if len(group) == 3
-        for pair in ((group[0], group[1]), (group[:2], group[2]))
-    ]
-    vocabulary = [*digits, *("".join(pair) for pair in merges), "</s>"]
-    made = tokenizers.Tokenizer(
-        models.BPE(vocab={token: n for n, token in enumerate(vocabulary)}, merges=merges)
-    )
-    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"\d{1,3}|\s+"), "isolated")
-    return JsonTokenizer(made.to_str(), end_of_document="</s>", what="digits")
 
 
 def test_digits_that_are_counted_from_the_right_have_the_ids_of_the_whole() -> None:

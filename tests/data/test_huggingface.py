@@ -1,7 +1,6 @@
 """data=hf on local Parquet and JSON Lines, without a network."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +129,6 @@ def test_a_hub_name_without_a_network_says_what_else_there_is(tmp_path: Path) ->
         DataError, match=r"somebody/nothing small train cannot be read: .* or data=text"
     ):
         source.build(tmp_path / "run", 16, 0)
-
-
-def test_without_the_packages_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"text": ROWS}), tmp_path / "rows.parquet")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="pip install datasets"):
-        HuggingFace(name="a/b", cache_dir=str(tmp_path / "cache")).build(tmp_path / "run", 16, 0)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(DataError, match=r"needs the package pyarrow .*pip install datasets"):
-        build(tmp_path / "rows.parquet")
 
 
 def test_of_a_data_set_of_the_hub_the_column_alone_is_read(tmp_path: Path) -> None:

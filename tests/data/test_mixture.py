@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from fp4train.data import (
     Chat,
@@ -38,6 +38,7 @@ def part_of(tokens: TokenArray, starts: Any) -> Any:
     return np.searchsorted([part.end for part in tokens.parts], starts, side="right")
 
 
+@settings(max_examples=50)
 @given(
     weights=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     seed=st.integers(0, 2**63 - 1),
@@ -57,6 +58,7 @@ def test_every_stretch_has_the_parts_in_their_shares(
     assert (np.abs(seen - count * shares) <= bound + 1e-9).all()
 
 
+@settings(max_examples=30)
 @given(
     counts=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     data=st.data(),
@@ -68,15 +70,15 @@ def test_no_sequence_comes_again_before_all_of_its_part_were_shown(
     shares = [data.draw(st.integers(1, 9)) for _ in counts]
     tokens = array(counts, shares)
     loader = Loader(tokens, batch_size=1, seq_len=T, seed=seed)
-    starts = loader.starts(0, 400)
+    starts = loader.starts(0, 200)
     for number, count in enumerate(counts):
         shown = starts[part_of(tokens, starts) == number]
         part = tokens.parts[number]
         for epoch in range(len(shown) // count):
             now = np.sort(shown[epoch * count : (epoch + 1) * count])
             assert now.tolist() == [part.first + i * T for i in range(count)]
-    fresh = next((i for i in range(400) if starts[i] in starts[:i]), 400)
-    assert min(loader.batches_per_epoch, 400) == fresh
+    fresh = next((i for i in range(200) if starts[i] in starts[:i]), 200)
+    assert min(loader.batches_per_epoch, 200) == fresh
 
 
 def test_a_position_has_the_same_rows_however_it_is_asked_for() -> None:

@@ -2,8 +2,6 @@
 refused in words.
 """
 
-import gzip
-import json
 import re
 import subprocess
 import sys
@@ -69,12 +67,6 @@ def a_page(path: Path) -> None:
     pyarrow.parquet.write_table(table, path, use_dictionary=False, compression="zstd")
 
 
-def huge_values(path: Path) -> None:
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": ["y" * 100_000_000] * 7}), path, compression="zstd"
-    )
-
-
 def a_long_line(path: Path) -> None:
     with path.open("w") as file:
         file.write('{"text": "')
@@ -83,49 +75,20 @@ def a_long_line(path: Path) -> None:
         file.write('"}\n')
 
 
-def a_long_packed_line(path: Path) -> None:
-    with gzip.open(path, "w", 1) as file:
-        for _ in range(400):
-            file.write(b"z" * (1 << 20))
-
-
 def many_values(path: Path) -> None:
     path.write_text('{"text": "a", "x": [' + "{}," * 20_000_000 + "0]}\n")
-
-
-def many_keys(path: Path) -> None:
-    keys = ",".join(f'"{number:06x}": 0' for number in range(2_000_000))
-    path.write_text(f'{{"text": "a", {keys}}}\n')
-
-
-def a_large_document(path: Path) -> None:
-    path.write_text(
-        json.dumps({"text": "ä€ " * (5 << 20), "x": [[]] * 1000}, ensure_ascii=False) + "\n"
-    )
 
 
 BOMBS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "one value for 700 rows": ("a.parquet", a_dictionary, "700000000"),
     "a page of 600 MB": ("a.parquet", a_page, "refused: .*unpacks from"),
-    "values of 100 MB": ("a.parquet", huge_values, "700000000"),
     "a line of 400 MB": ("a.jsonl", a_long_line, "refused: .*line 1: it is longer than 64 MB"),
-    "a packed line of 400 MB": (
-        "a.jsonl.gz",
-        a_long_packed_line,
-        "refused: .*line 1: it is longer than 64 MB",
-    ),
     "a line of 20 million values": (
         "a.jsonl",
         many_values,
         "refused: .*line 1: it holds more than 2,097,152 values",
     ),
-    "an object of 2 million keys": ("a.jsonl", many_keys, "^1 "),
-    "a document of 30 MB": ("a.jsonl", a_large_document, str(3 * (5 << 20))),
 }
-
-
-MEGABYTES = {"values of 100 MB": 900}
-"""What a file takes at most, where that is more than 600 MB: several such values at once."""
 
 
 @pytest.mark.long
@@ -138,4 +101,4 @@ def test_a_small_file_costs_less_than_a_gigabyte(
     found = measure(tmp_path / name)
     assert re.search(words, found), found
     megabytes = int(found.split()[-1])
-    assert megabytes < MEGABYTES.get(kind, 600), f"{megabytes} MB more than before"
+    assert megabytes < 600, f"{megabytes} MB more than before"

@@ -24,13 +24,6 @@ def learned(template: ChatTemplate, messages: list[dict[str, str]]) -> list[str]
     return [found.text[start:end] for start, end in found.answers]
 
 
-def test_answers_end_with_what_ends_them() -> None:
-    assert learned(ChatTemplate(source=CHATML), TALK) == ["4<|im_end|>\n", "7<|im_end|>\n"]
-    assert ChatTemplate(source=CHATML).finder().find(TALK).text == ChatTemplate(
-        source=CHATML
-    ).render(TALK)
-
-
 THINKING = (
     "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}"
     "{%- if m.role == 'assistant' and m.content -%}{{- '<think></think>' -}}{%- endif -%}"
@@ -84,11 +77,6 @@ def test_templates_that_cannot_be_used_say_why(source: str, said: str) -> None:
 def test_a_conversation_without_an_answer_teaches_nothing() -> None:
     with pytest.raises(ValueError, match='no message of the role "assistant"'):
         ChatTemplate(source=CHATML).finder().find(TALK[:2])
-
-
-def test_text_that_is_no_template_is_refused() -> None:
-    with pytest.raises(DataError, match="is no template"):
-        ChatTemplate(source="{% for %}").render(TALK)
 
 
 def test_the_template_is_that_of_the_tokenizers_folder_and_is_kept(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_every_flipped_byte_of_the_cache_is_noticed(
     before = whole(build(tmp_path / "a.txt", tmp_path))
     (tokens,) = (tmp_path / "cache").glob("*.bin")
     good = tokens.read_bytes()
-    for place in range(0, len(good), max(1, len(good) // 23)):
+    for place in range(0, len(good), max(1, len(good) // 7)):
         bad = bytearray(good)
         bad[place] ^= 1
         tokens.write_bytes(bad)
@@ -231,13 +231,8 @@ def test_a_missing_path_suggests_the_near_miss(tmp_path: Path) -> None:
     for near in ("genom.fa", "genome.fasta", "genome"):
         with pytest.raises(DataError, match=r"Did you mean .*/genome.fa\?"):
             build(tmp_path / near, tmp_path)
-    # a suffix alone makes no name alike
     with pytest.raises(DataError, match=r"holds no nothere\.fa"):
         build(tmp_path / "nothere.fa", tmp_path)
-    with pytest.raises(DataError, match="holds no qqq"):
-        build(tmp_path / "qqq", tmp_path)
-    with pytest.raises(DataError, match="does not exist"):
-        build("~nobody_of_that_name/a.txt", tmp_path)
 
 
 def test_empty_files_and_folders_are_named(tmp_path: Path) -> None:
@@ -303,20 +298,6 @@ def test_text_shorter_than_a_sequence_is_refused_for_either_part(tmp_path: Path)
 def test_a_tokenizer_given_by_name_says_how_to_choose_one() -> None:
     with pytest.raises(ValueError, match=r"data\.tokenizer='bpe': .* data/tokenizer=bpe"):
         Text(path="x", tokenizer="bpe")  # type: ignore[arg-type]
-
-
-def test_a_damaged_name_of_a_type_in_the_cache_is_damage(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(LINES)
-    first = build(tmp_path / "a.txt", tmp_path)
-    (info,) = (path for path in tmp_path.rglob("*.json") if '"digests"' in path.read_text())
-    before = info.read_text()
-    info.write_text(
-        before.replace('"dtype": "|u1"', '"dtype": ",u1"').replace(
-            '"dtype": "<u2"', '"dtype": ",u2"'
-        )
-    )
-    assert info.read_text() != before
-    assert build(tmp_path / "a.txt", tmp_path).fingerprint == first.fingerprint
 
 
 LARGE = """

@@ -160,19 +160,6 @@ def test_settings_out_of_range_are_refused() -> None:
         Tokens(path="x", vocab_size=0)
 
 
-def test_a_file_that_cannot_be_opened_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    IDS.astype("<u2").tofile(tmp_path / "train.bin")
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("os.open", refuse)
-    with pytest.raises(DataError, match=r"train\.bin cannot be read: Permission denied"):
-        build(tmp_path / "train.bin")
-
-
 def test_one_changed_token_anywhere_gives_another_fingerprint(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     ids = np.arange(200_000, dtype=np.uint16) % 500
@@ -282,9 +269,7 @@ def test_a_pattern_without_a_match_says_what_is_there(tmp_path: Path) -> None:
         Tokens(path=[], vocab_size=500).build(tmp_path / "run", 16, 0)
 
 
-@pytest.mark.parametrize(
-    ("sequences", "documents"), [(2**62, 1), (2**63, 2**63), (400, 2**62), (2**40, 0)]
-)
+@pytest.mark.parametrize(("sequences", "documents"), [(2**63, 2**63), (400, 2**62)])
 def test_an_index_that_counts_more_than_it_holds_is_refused_at_once(
     tmp_path: Path, sequences: int, documents: int
 ) -> None:
@@ -329,24 +314,13 @@ def test_an_id_that_the_vocabulary_lacks_divides_nothing() -> None:
 
 
 @pytest.mark.parametrize("reach", [40, 4000], ids=["close to each other", "far from each other"])
-def test_ids_at_any_places_are_those_of_the_file(
-    tmp_path: Path, reach: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_at_any_places_are_those_of_the_file(tmp_path: Path, reach: int) -> None:
     """Where there are as many places as ids between them, all of these are read at once."""
     (np.arange(8000) % 251).astype(np.uint8).tofile(tmp_path / "ids.bin")
     data = Tokens(path=str(tmp_path / "ids.bin"), dtype="uint8", vocab_size=256, val=100).build(
         tmp_path / "run", 16, 0
     )
     ids = data.train.ids
-    reads: list[int] = []
-    file = ids.files[0]
-    read = type(file).read
-    monkeypatch.setattr(
-        type(file),
-        "read",
-        lambda self, place, count: reads.append(count) or read(self, place, count),
-    )
     places = np.random.default_rng(0).integers(100, 100 + reach, (8, 16))
     assert np.array_equal(ids.take(places), (places % 251).astype(np.uint8))
-    assert (len(reads) == 1) is (reach < places.size)
     assert ids.take(np.empty((0, 4), int)).shape == (0, 4)

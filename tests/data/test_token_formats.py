@@ -10,7 +10,6 @@ import os
 import pickle
 import tarfile
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ INTEGERS = st.sampled_from(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(
     dtype=INTEGERS,
     rows=st.sampled_from([(120,), (1, 120), (5, 24), (2, 3, 20)]),
@@ -80,11 +79,6 @@ def extended(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"abc")
 
 
-def zipped(path: Path) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("ids.bin", IDS.astype("<u2").tobytes())
-
-
 def tarred(path: Path) -> None:
     with tarfile.open(path, "w") as archive:
         archive.add(__file__, "ids.bin")
@@ -93,94 +87,66 @@ def tarred(path: Path) -> None:
 TFRECORD = (800).to_bytes(8, "little") + bytes.fromhex("335d19e7") + b"\n\x9d\6\n\x9a\6"
 """A length, its masked CRC-32C, and the beginning of an example with features."""
 RAW = np.random.default_rng(0).integers(0, 60_000, 20_000).astype("<u2")
-PADDED = np.pad(np.random.default_rng(1).integers(0, 60_000, (4_000, 40)), ((0, 0), (0, 24)))
-PADDED = PADDED.astype("<u2")
-"""Rows of ids with zeros after them; what they pack into is longer than what is looked at."""
 
 
+MARKS = {
+    TFRECORD: "a TFRecord file",
+    b"MMIDIDX\0\0": "a Megatron index",
+    b"\x50\x2a\x4d\x18\4\0\0\0\1\0\0\0\x28\xb5\x2f\xfd": "compressed by zstd",
+}
 OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "npz": (lambda path: archived(path, np.savez), r"an archive of NumPy arrays \(\.npz\)"),
-    "npz, compressed": (
-        lambda path: archived(path, np.savez_compressed),
-        r"an archive of NumPy arrays",
-    ),
-    "zip": (zipped, "a zip archive"),
     "tar": (tarred, "a tar archive"),
     "gzip": (lambda path: path.write_bytes(gzip.compress(RAW.tobytes())), "compressed by gzip"),
     "bzip2": (lambda path: path.write_bytes(bz2.compress(RAW.tobytes())), "compressed by bzip2"),
     "xz": (lambda path: path.write_bytes(lzma.compress(RAW.tobytes())), "compressed by xz"),
-    "zstd": (
-        lambda path: path.write_bytes(pyarrow.compress(RAW.tobytes(), "zstd", asbytes=True)),
-        "by zstd",
-    ),
     "torch": (lambda path: torch.save(torch.from_numpy(IDS), path), r"a file of torch\.save"),
-    "torch, old": (
-        lambda path: torch.save(torch.from_numpy(IDS), path, _use_new_zipfile_serialization=False),
-        "a file of torch.save",
-    ),
-    **{
-        f"pickle {protocol}": (
-            lambda path, p=protocol: path.write_bytes(pickle.dumps(IDS.tolist(), p)),
-            "a pickle",
-        )
-        for protocol in (2, 3, 4, 5)
-    },
-    "pickled array": (lambda path: path.write_bytes(pickle.dumps(RAW)), "a pickle"),
-    "a short pickle": (lambda path: path.write_bytes(pickle.dumps([1, 2])), "a pickle"),
-    "pickle 0": (lambda path: path.write_bytes(pickle.dumps(IDS.tolist(), 0)), "a pickle"),
     "safetensors": (
         lambda path: save_file({"ids": torch.from_numpy(IDS)}, path),
         "a safetensors file",
     ),
     "json": (lambda path: path.write_text(json.dumps(IDS.tolist())), "text, no array"),
-    "csv": (lambda path: path.write_text(" ".join(map(str, IDS))), "text, no array"),
     "json lines": (
         lambda path: path.write_text('{"input_ids": [5, 6, 7]}\n' * 99),
         r"text, no array of token ids\. .* data=hf JSON",
     ),
-    "lists in json": (lambda path: path.write_text("[[5, 6], " * 20 + '["'), "text"),
+    "utf-16": (lambda path: path.write_text("käse und wein\n" * 1000, encoding="utf-16"), "text"),
     **{
-        f"{codec}, {ids.nbytes} bytes": (
-            lambda path, ids=ids, codec=codec: path.write_bytes(
-                pyarrow.compress(ids.tobytes(), codec, asbytes=True)
+        f"pickle {protocol}": (
+            lambda path, p=protocol: path.write_bytes(pickle.dumps(IDS.tolist(), p)),
+            "a pickle",
+        )
+        for protocol in (0, 2, 4)
+    },
+    **{
+        codec: (
+            lambda path, codec=codec: path.write_bytes(
+                pyarrow.compress(RAW.tobytes(), codec, asbytes=True)
             ),
             f"compressed by {codec}",
         )
         for codec in ("zstd", "lz4")
-        for ids in (RAW[:10], RAW, PADDED, np.zeros(1 << 20, "u1"))
     },
-    "zstd, as pzstd writes it": (
-        lambda path: path.write_bytes(
-            b"\x50\x2a\x4d\x18\4\0\0\0\1\0\0\0"
-            + pyarrow.compress(RAW.tobytes(), "zstd", asbytes=True)
-        ),
-        "compressed by zstd",
-    ),
-    "TFRecord": (lambda path: path.write_bytes(TFRECORD + RAW.tobytes()), "a TFRecord file"),
-    "text": (lambda path: path.write_text("käse und wein\r\n" * 10_000), "text"),
-    "utf-16": (lambda path: path.write_text("käse und wein\n" * 1000, encoding="utf-16"), "text"),
-    "index": (lambda path: path.write_bytes(b"MMIDIDX\0\0" + bytes(99)), "a Megatron index"),
+    **{
+        words: (lambda path, mark=mark: path.write_bytes(mark + RAW.tobytes()), words)
+        for mark, words in MARKS.items()
+    },
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.parametrize("name", ["x.npy", "x.bin"])
-def test_other_containers_and_text_are_refused_by_what_they_are(
-    tmp_path: Path, kind: str, name: str
-) -> None:
+def test_other_containers_and_text_are_refused_by_what_they_are(tmp_path: Path, kind: str) -> None:
     write, words = OTHERS[kind]
-    write(tmp_path / name)
-    with pytest.raises(
-        DataError, match=rf"{name} is {words if words != 'by zstd' else 'compressed by zstd'}"
-    ) as refused:
-        build(tmp_path / name, vocab_size=65536, val=20)
+    write(tmp_path / "x.npy")
+    with pytest.raises(DataError, match=rf"x\.npy is {words}") as refused:
+        build(tmp_path / "x.npy", vocab_size=65536, val=20)
     assert any(
         cure in str(refused.value)
         for cure in ("tofile", "data=hf", "Unpack it first", "data=text", "a Megatron index")
     )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     mark=st.sampled_from(
         [
@@ -213,56 +179,6 @@ def test_raw_ids_that_begin_as_a_container_does_are_ids(
     assert everything(data).astype("<u2").tobytes() == content
 
 
-@pytest.mark.parametrize("lines", [1, 40, 3000])
-@pytest.mark.parametrize(
-    ("dtype", "row"),
-    [
-        ("uint16", [1, 300, 2, 1, 450, 2]),
-        ("uint16", [1, 15043, 2, 1, 29991]),
-        ("uint16", [1, 0, 2, 300]),
-        ("uint32", [1, 2, 7]),
-        ("uint32", [50000, 2, 9906]),
-        ("int64", [0, 5, 0]),
-        ("int64", [1, 0x227B, 7]),
-        ("uint32", [1, 0, 0x207B]),
-        ("uint8", [1, 2, 3, 4, 1, 2, 4, 4, 3, 1]),
-        ("uint8", [93, 0, 0, 128, 0, 255, 255, 255, 255, 255, 255, 255, 255]),
-    ],
-)
-def test_rows_that_are_filled_up_with_zeros_are_ids(
-    tmp_path: Path, dtype: str, row: list[int], lines: int
-) -> None:
-    """Zeros unpack as something in the older format of LZMA, which has no mark."""
-    random = np.random.default_rng(0).integers(0, 250, (lines, 64))
-    random[0] = 0
-    random[0, : len(row)] = row
-    ids = random.astype(np.dtype(dtype).newbyteorder("<"))
-    ids.tofile(tmp_path / "train.bin")
-    data = build(tmp_path / "train.bin", vocab_size=65536, val=20, dtype=dtype)
-    assert np.array_equal(everything(data), ids.ravel())
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    dtype=st.sampled_from(["uint8", "uint16", "uint32", "int64"]),
-    row=st.lists(st.integers(0, 4) | st.integers(0, 255) | st.integers(0, 60_000), min_size=1),
-    zeros=st.integers(20, 80),
-    lines=st.sampled_from([2, 30, 1500]),
-    alike=st.booleans(),
-)
-def test_rows_of_ids_from_zero_up_are_ids(
-    tmp_path: Path, dtype: str, row: list[int], zeros: int, lines: int, alike: bool
-) -> None:
-    kind = np.dtype(dtype).newbyteorder("<")
-    padded = np.array([*row, *[0] * zeros]) % (256 if dtype == "uint8" else 65536)
-    ids = np.tile(padded, (lines, 1))
-    if not alike:
-        ids[1:] = np.random.default_rng(len(row)).permuted(ids[1:], axis=1)
-    ids.astype(kind).tofile(tmp_path / "train.bin")
-    data = build(tmp_path / "train.bin", vocab_size=65536, val=20, dtype=dtype)
-    assert np.array_equal(everything(data), ids.ravel())
-
-
 def test_a_parquet_file_that_is_cut_off_is_no_array_of_ids(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"input_ids": RAW}), tmp_path / "whole.parquet")
     (tmp_path / "x.bin").write_bytes((tmp_path / "whole.parquet").read_bytes()[:-1000])
@@ -272,11 +188,6 @@ def test_a_parquet_file_that_is_cut_off_is_no_array_of_ids(tmp_path: Path) -> No
 
 BAD_ARRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
     "floats": (lambda path: np.save(path, IDS.astype("f4")), "of float32, not of token ids"),
-    "truth values": (lambda path: np.save(path, IDS > 3), "of bool, not of token ids"),
-    "fields": (
-        lambda path: np.save(path, np.zeros(99, [("a", "u2"), ("b", "u2")])),
-        "not of token ids",
-    ),
     "objects": (
         lambda path: np.save(path, np.array([1, "a"] * 99, object)),
         "cannot be read: .*Python objects|cannot be read: Object arrays",
@@ -285,11 +196,9 @@ BAD_ARRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: np.save(path, np.asfortranarray(IDS.reshape(10, 100))),
         "whose rows do not lie one after another",
     ),
-    "a number": (lambda path: np.save(path, np.array(7)), "whose rows do not lie"),
     "nothing": (lambda path: np.save(path, IDS[:0]), "is empty"),
     "cut off": (lambda path: (np.save(path, IDS), os.truncate(path, 999)), "cannot be read"),
     "more": (extended, r"has 8,131 bytes, but its header says"),
-    "a header alone": (lambda path: path.write_bytes(b"\x93NUMPY"), "cannot be read"),
     "a huge shape": (
         lambda path: path.write_bytes(
             b"\x93NUMPY\x01\x00\x76\x00"
@@ -300,10 +209,6 @@ BAD_ARRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
             + bytes(200)
         ),
         "cannot be read",
-    ),
-    "a long header": (
-        lambda path: path.write_bytes(b"\x93NUMPY\x02\x00\xff\xff\xff\x0f" + b"(" * 100_000),
-        "cannot be",
     ),
 }
 
@@ -332,12 +237,10 @@ def test_wider_ids_are_not_taken_for_uint16_unasked(tmp_path: Path, dtype: str, 
     assert len(everything(build(tmp_path / "train.bin", vocab_size=501, dtype="uint16"))) > len(IDS)
 
 
-@pytest.mark.parametrize("dtype", ["<u4", "<i8"])
-@pytest.mark.parametrize("count", [500_000, 3_000_000])
-def test_wider_ids_are_seen_between_zeros(tmp_path: Path, dtype: str, count: int) -> None:
+def test_wider_ids_are_seen_between_zeros(tmp_path: Path) -> None:
     """Where the beginning, the middle and the end of the file are padding."""
-    ids = np.zeros(count, dtype)
-    ids[count // 4 : count // 3] = 777
+    ids = np.zeros(3_000_000, "<u4")
+    ids[750_000:1_000_000] = 777
     ids.tofile(tmp_path / "train.bin")
     with pytest.raises(DataError, match="every second uint16 is at most 0, as halves of wider ids"):
         build(tmp_path / "train.bin", vocab_size=50_257)
@@ -365,8 +268,8 @@ def test_other_ids_than_uint16_are_seen_where_every_pair_of_bytes_is_in_the_voca
         assert len(everything(build(tmp_path / "right.bin", vocab_size=65_536))) == len(right)
 
 
-@pytest.mark.parametrize("name", ["part-0-00000.npy", "train.bin", "000_tok.ds"])
-def test_raw_ids_of_a_large_vocabulary_have_four_bytes(tmp_path: Path, name: str) -> None:
+def test_raw_ids_of_a_large_vocabulary_have_four_bytes(tmp_path: Path) -> None:
+    name = "part-0-00000.npy"
     LARGE.astype("<u4").tofile(tmp_path / name)
     assert np.array_equal(everything(build(tmp_path / name, vocab_size=100_278)), LARGE)
     assert np.array_equal(everything(build(tmp_path, vocab_size=100_278)), LARGE)

@@ -1,6 +1,5 @@
 """Bytes, byte pairs trained on the data, ready-made tokenizers; what a run keeps of them."""
 
-import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,43 +247,6 @@ def test_a_corrupt_tokenizer_file_is_one_message(
     with pytest.raises(DataError, match=message):
         Pretrained(name=str(tmp_path / "tok.json")).build(documents, tmp_path / "run")
     assert not (tmp_path / "run/tokenizer.json").exists()
-
-
-def test_a_file_of_gigabytes_is_not_read(tmp_path: Path) -> None:
-    with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate(6 << 30)
-    with pytest.raises(
-        DataError, match=r"tokenizer\.json cannot be read: 6,442,450,944 bytes; more than"
-    ):
-        Pretrained(name=str(tmp_path)).open()
-
-
-def test_equal_text_has_equal_ids_where_the_file_drops_merges(tmp_path: Path) -> None:
-    table = json.loads(tokenizer_json("byte level"))
-    table["model"]["dropout"] = 0.5
-    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
-    tokenizer = Pretrained(name=str(tmp_path / "tokenizer.json")).open()
-    assert len({tuple(tokenizer.encode("def wrap(text, width)")) for _ in range(20)}) == 1
-
-
-@pytest.mark.parametrize(
-    ("charsmap", "message"),
-    [(bytes(3), "is no tokenizer file"), (b"\x04\0\0\0\xff\xff\xff\xff", "cannot encode the text")],
-    ids=["while it is read", "while it encodes"],
-)
-def test_a_charsmap_that_panics_the_library_is_one_message(
-    trained: Path, tmp_path: Path, charsmap: bytes, message: str
-) -> None:
-    body = json.loads(trained.read_text())
-    body["normalizer"] = {
-        "type": "Precompiled",
-        "precompiled_charsmap": base64.b64encode(charsmap).decode(),
-    }
-    (tmp_path / "tok.json").write_text(json.dumps(body))
-    with pytest.raises(DataError, match=rf"tok\.json.* {message}"):
-        Pretrained(name=str(tmp_path / "tok.json")).build(documents, tmp_path / "run").encode_batch(
-            ["text"]
-        )
 
 
 def test_a_missing_tokenizer_file_suggests_the_near_miss(trained: Path, tmp_path: Path) -> None:
