@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import short_convolution
-from fp4train.models.common.scan import Mamba2, scan
+from fp4train.models.common.scan import Mamba2, ScanShape, scan
 from fp4train.run.fuse import kernels_of_layers
 
 HYBRID = (
