@@ -186,7 +186,7 @@ WeightGather._make = make
 
 
 def test_bf16_on_the_wire_is_found_and_named(ranks: Ranks) -> None:
-    ranks(2, "run.name=a", *AUDITED, "parallel.dp_shard=2", patch=ROUNDED)
+    ranks(2, "run.name=a", *AUDITED, "parallel.dp_shard=2", "train.steps=4", patch=ROUNDED)
     faults = events(ranks.folder / "runs/a", "audit fault")
     names = {fault["cause"] for fault in faults}
     assert any("rounded to BF16 before" in name for name in names), faults
@@ -279,7 +279,7 @@ Ranks.sum_rows = lambda self, x: rows(self, x * self.rank)
     ("patch", "words"),
     [
         (NOT_JOINED, "its own amax alone"),
-        (FROM_THE_FIRST, "random bits that are not those of its position"),
+        (FROM_THE_FIRST, "the values of the codes are not those of the reference"),
         (BF16_SUMS, "something else than the sum of the terms of all ranks"),
         (LEFT_OUT, "something else than the sum of the terms of all ranks"),
     ],
