@@ -20,7 +20,7 @@ from fp4train.precision import find_layers
 from fp4train.run.build import build_model
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/model").glob("*.yaml"))
-SHORT = ("evo2_1b", "hybrid_12b", "llama_1b", *(name for name in MODELS if name.endswith("_tiny")))
+SHORT = ("hybrid_12b", *(name for name in MODELS if name.endswith("_tiny")))
 ROWS = 512
 
 

@@ -95,11 +95,10 @@ def test_a_step_reaches_the_kernel_in_nine_files(cli: Cli, before: Before) -> No
     ("family", "words"),
     [
         ("llama", ("optim.moments=bfloat16",)),
-        ("moe", ()),
         *(
             pytest.param(family, (), marks=pytest.mark.long)
             for family in TINY_RUNS
-            if family != "moe"
+            if family != "llama"
         ),
     ],
 )
