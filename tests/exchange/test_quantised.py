@@ -274,7 +274,7 @@ def test_modelopt_decodes_our_fp8(
 
 
 def test_codes_in_several_files_are_those_of_one(finished: FinishedRuns, tmp_path: Path) -> None:
-    run = finished("recipe=nvfp4")
+    run = finished(*SHORT, "recipe=nvfp4")
     for name, shard in (("one", 10**9), ("many", 10_000)):
         measures = quantised.Measures(losses=False)
         export_quantised(run, tmp_path / name, "modelopt", measures=measures, shard=shard)

@@ -143,9 +143,3 @@ def test_holm_corrects_each_test_for_those_that_are_left() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.7, 0.6]) == [1.0, 1.0]
     assert holm([]) == []
-
-
-def test_holm_keeps_the_rate_of_false_findings() -> None:
-    draw = random.Random(2)
-    wrong = sum(min(holm([draw.random() for _ in range(10)])) < 0.05 for _ in range(2000)) / 2000
-    assert abs(wrong - (1 - (1 - 0.05 / 10) ** 10)) < 4 * math.sqrt(0.05 / 2000)

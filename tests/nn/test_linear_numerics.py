@@ -235,7 +235,6 @@ def test_non_finite_input_reaches_the_output_and_the_gradients(recipe: Recipe, b
     layer, x, dy = make(recipe, "emulate", shape)
     x[3, 5] = bad
     y, dx, dw, _ = run(layer, x, dy, recipe)
-    assert not y[3].isfinite().any() or not y[3].isfinite().all()
     assert not y[3].isfinite().all()
     assert not dw.isfinite().all()
     assert dx.isfinite().all(), "dx does not depend on x"

@@ -124,7 +124,7 @@ def test_two_studies_are_equal_to_the_bit_and_a_killed_one_goes_on(
     )
 
 
-def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
+def test_one_batch_has_no_interval_and_another_recipe_is_refused_in_its_folder(cli: Cli) -> None:
     said = cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0.2")
     assert said.code == 0, said.err
     assert (
@@ -132,8 +132,11 @@ def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
         and "A single batch has no interval; give more batches." in said.out
     )
     assert "|G|²" not in said.out, "it needs products of two batches"
-    everything = result("runs/a/studies/sensitivity-mxfp8-6")["parts"]["everything"]
+    folder = "runs/a/studies/sensitivity-mxfp8-6"
+    everything = result(folder)["parts"]["everything"]
     assert everything["nmse"]["error"] is everything["bias2"] is None
+    refused = cli.raw("sensitivity", "runs/a", *QUICK, f"out={folder}").message
+    assert "another study (recipe: MXFP8 there, NVFP4 here" in refused and "out=…" in refused
 
 
 @pytest.mark.usefixtures("sketched")
@@ -167,16 +170,6 @@ def test_cells_choose_single_gemms_on_a_gpu(cli: Cli) -> None:
         found["gpu"] == "B200"
         and found["policy"]["time"] <= 3
         and "of the time in BF16 on" in said.out
-    )
-
-
-@pytest.mark.usefixtures("sketched")
-def test_another_recipe_in_the_folder_is_refused(cli: Cli) -> None:
-    assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "out=here").code == 0
-    said = cli.raw("sensitivity", "runs/a", *QUICK, "out=here")
-    assert (
-        "is the record of another study (recipe: MXFP8 there, NVFP4 here" in said.message
-        and "out=…" in said.message
     )
 
 
