@@ -110,12 +110,6 @@ class KeyField:
         return self.path.rpartition(".")[2]
 
     @property
-    def takes_integers(self) -> bool:
-        """Whether the key takes whole numbers and no others."""
-        options = types_of(self.hint)
-        return int in options and float not in options
-
-    @property
     def may_differ(self) -> MayDiffer:
         """The uses for which the key, or every key of the section, may differ."""
         return mark_of(self.hint, MayDiffer) or MayDiffer(0)

@@ -12,7 +12,6 @@ must be given. A text or a path is what the shell gives; any other value is writ
 run's configuration are, and bound as they are.
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields
@@ -172,35 +171,20 @@ def read_line(
         elif key in values:
             raise UserError(f"{key}=… is given twice")
         else:
-            try:
-                values[key] = _value(word, text, hints[key], key)
-            except UserError as error:
-                raise UserError(f"{error}{_explanation(help_screen, key)}") from error
+            values[key] = _value(word, text, hints[key], key)
     line = CommandLine(usage=usage, flags=flags, words=other_words)
     if keys is None:
         _check_run_keys(line, names)
         on_run: dict[str, Any] = {}
     else:
-        on_run = _words_on_run(line, names, keys, help_screen, paths=paths)
+        on_run = _words_on_run(line, names, keys, paths=paths)
     for option in fields(kind):
         if option.name in names and option.name not in values and option.default is MISSING:
-            explanation = _explanation(help_screen, option.name)
-            raise UserError(f"{line.verb} needs {option.name}=…: {usage}{explanation}")
+            raise UserError(f"{line.verb} needs {option.name}=…: {usage}")
     with user_errors(ValueError):
         return kind(
             usage=usage, flags=flags, words=other_words, as_data=as_data, **on_run, **values
         )
-
-
-def _explanation(help_screen: str | None, name: str) -> str:
-    """The line of the help about an option, to be set after a message about it; empty where the
-    help has none.
-    """
-    line = re.search(rf"^  ({name}=.*?)  +(.*(?:\n {{6,}}.*)*)", help_screen or "", re.MULTILINE)
-    if line is None:
-        return ""
-    example, description = line.groups()
-    return f". {example}: {' '.join(description.split())}"
 
 
 def _check_run_keys(line: CommandLine, names: Sequence[str]) -> None:
@@ -226,7 +210,6 @@ def _words_on_run(
     line: CommandLine,
     names: Sequence[str],
     keys: Collection[str],
-    help_screen: str | None,
     *,
     paths: bool,
 ) -> dict[str, Any]:
@@ -245,7 +228,7 @@ def _words_on_run(
         elif paths and key == "data":
             raise UserError(
                 f"{override.input_line}: {line.verb} takes the source of data of the run; its "
-                f"paths are given as data.path=…{_explanation(help_screen, 'text')}"
+                "paths are given as data.path=…"
             )
         elif paths and section in _SECTIONS and not isinstance(override.value(), list | dict):
             value = override.value()

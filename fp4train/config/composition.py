@@ -26,7 +26,7 @@ from fp4train.config.binding import complete, key_fields
 from fp4train.config.folders import CONFIGS, own_options, register_recipes, yaml_problem
 from fp4train.config.schema import Config, is_entry, keys, plain, take_out
 from fp4train.config.typed import items, lost_texts, typed, typed_texts
-from fp4train.config.unknown import check_option, near_key, unknown_key
+from fp4train.config.unknown import check_option, unknown_key
 from fp4train.errors import UserError, user_errors
 from fp4train.sealed import CONFIG
 from fp4train.text import first_few, near_miss
@@ -283,25 +283,9 @@ def _set_keys(composition: DictConfig, words: Iterable[Override], elsewhere: str
         if word.is_delete() or (value is None and is_entry(key)):
             take_out(composition, key)
         else:
-            _check_shape(word, _value_at(composition, key))
-            with user_errors(OmegaConfBaseException, message=overrides.first_lines):
+            wrong = f"{word.input_line}: "
+            with user_errors(OmegaConfBaseException, before=wrong, message=overrides.first_lines):
                 OmegaConf.update(composition, key, value, merge=True, force_add=True)
-
-
-def _check_shape(word: Override, current: Any) -> None:
-    """Refuse a list in the place of a section, and a mapping in the place of a list.
-
-    Args:
-        current: the value that the configuration has under the key.
-    """
-    key = word.key_or_group
-    if OmegaConf.is_dict(current) and isinstance(word.value(), list):
-        raise UserError(
-            f"{word.input_line}: {key} is a section, and its keys are set one by one: "
-            f"{key}.KEY=VALUE"
-        )
-    if OmegaConf.is_list(current) and isinstance(word.value(), dict):
-        raise UserError(f"{word.input_line}: {key} is a list: {key}=[…]")
 
 
 def _keep_texts(composition: DictConfig, words: Iterable[Override]) -> None:
@@ -393,9 +377,8 @@ def check_flags(arguments: Sequence[str]) -> None:
         name = flag.partition("=")[0]
         if not flag.startswith("-") or name in overrides.KNOWN_FLAGS:
             continue
-        names = [*overrides.groups(), *keys(plain(compose([]), resolve=False))]
-        if meant := near_key(name.lstrip("-"), names):
-            hint = f"; keys are written without dashes: {meant}=…"
-        else:
-            hint = near_miss(name, overrides.KNOWN_FLAGS, 0.7)
-        raise UserError(f"unknown flag {name}{hint}; fp4train --help lists keys")
+        hint = near_miss(name, overrides.KNOWN_FLAGS, 0.7)
+        raise UserError(
+            f"unknown flag {name}{hint}; keys are written without dashes, and fp4train --help lists "
+            "them"
+        )

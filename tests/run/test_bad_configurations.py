@@ -92,7 +92,7 @@ WRONG = {
     ),
     "a list for a section": (
         ["train=[1,2]"],
-        "train=[1,2]: train is a section, and its keys are set one by one: train.KEY=VALUE",
+        "train=[1,2]: Cannot merge DictConfig with ListConfig",
     ),
     "a section with an unknown key": (
         ["train={steps: 2, batchsize: 1}"],
