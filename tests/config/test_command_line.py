@@ -112,19 +112,6 @@ def test_an_option_without_a_default_must_be_given_and_its_class_checks_it() -> 
         read_line(["name="], Named, HELP)
 
 
-def test_a_message_about_an_option_ends_with_what_the_help_says_of_it() -> None:
-    help_screen = f"""{HELP}
-
-  name=…           of the fork,
-                   without spaces
-  forks=6          seeds of each candidate
-"""
-    with pytest.raises(UserError, match=r"fork RUN\. name=…: of the fork, without spaces$"):
-        read_line([], Named, help_screen)
-    with pytest.raises(UserError, match=r"^forks=0 must .*\. forks=6: seeds of each candidate$"):
-        read_line(["forks=0"], Options, help_screen)
-
-
 def test_words_on_a_run_are_told_apart_by_what_the_verb_takes() -> None:
     words = ["runs/a", "recipe=a,b", "recipe.hadamard=false", "data.path=x.txt", "plugins=[mine]"]
     line = read_line(words, Options, HELP, keys=("recipe", "plugins"), paths=True)

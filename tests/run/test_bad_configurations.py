@@ -103,7 +103,7 @@ WRONG = {
         ["~data.pth"],
         "unknown key 'data.pth'; did you mean 'data.path'?",
     ),
-    "a flag that is like none": (["--foo"], "unknown flag --foo; fp4train --help lists keys"),
+    "a flag that is like none": (["--foo"], "unknown flag --foo; keys are written without dashes"),
     "records instead of text": (
         ["data.path=a.jsonl"],
         "data.path=a.jsonl holds records, whose syntax would be trained on: data=hf "
