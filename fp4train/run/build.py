@@ -3,16 +3,13 @@ the state is loaded; and only then the run directory says that the run begins.
 """
 
 import logging
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from tqdm import tqdm
 
 from fp4train.config import Config
 from fp4train.data.loader import RunRows
@@ -52,30 +49,22 @@ from fp4train.run.step_graph import check_plan, never_replayed, recorded
 from fp4train.run.supervise.saving import Saver
 from fp4train.run.teacher import check_teacher_source, load_teacher
 from fp4train.run.timeline import Course
-from fp4train.text import short
 
 _log = logging.getLogger(__name__)
-
-EVERY = 10.0
-"""Seconds between two messages of what takes long to build."""
 
 
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
     meta = device.type == "meta"
     with torch.random.fork_rng(devices=[]):
-        parameters = None
         if not meta:
             # it reads values of tensors while it is built: its size is not known before
             with suppress(RuntimeError):
-                parameters = checks.check_memory(_built(config, vocab_size, "meta"))
+                checks.check_memory(_built(config, vocab_size, "meta"))
         torch.manual_seed(config.run.seed)
-        with _logging_progress("building the model", parameters):
-            # Drawn on the CPU whatever the device, so that a seed gives the same weights
-            # everywhere.
-            model = _built(config, vocab_size, "meta" if meta else "cpu")
-    with _logging_progress("converting its linear layers", parameters):
-        model = convert(model.to(device), backend=config.backend)
+        # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
+        model = _built(config, vocab_size, "meta" if meta else "cpu")
+    model = convert(model.to(device), backend=config.backend)
     if not meta:
         fuse(model, config.train, device.type)
         compile_blocks(model, config.train, device)
@@ -86,36 +75,6 @@ def _built(config: Config, vocab_size: int, device: str) -> nn.Module:
     with user_errors(ValueError, before="the model cannot be built: "), torch.device(device):
         build = partial(build_weightless, config.model) if device == "meta" else config.model.build
         return build(vocab_size=vocab_size, seq_len=config.train.seq_len)
-
-
-@contextmanager
-def _logging_progress(doing: str, parameters: int | None) -> Iterator[None]:
-    """Log every few seconds how many parameters were registered since this began, and how long the
-    rest will take.
-
-    Args:
-        doing: "building the model".
-        parameters: number of parameters of the model; None: nobody has counted them.
-    """
-    began = last = time.monotonic()
-    done = 0
-
-    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal done, last
-        done += 0 if parameter is None else parameter.numel()
-        if (now := time.monotonic()) - last < EVERY:
-            return
-        last, estimate = now, ""
-        if parameters and done:
-            left = (now - began) * max(0.0, parameters / done - 1)
-            estimate = f" of {short(parameters)}, about {tqdm.format_interval(left)} left"
-        _log.info("%s: %s parameters%s", doing, short(done), estimate)
-
-    handle = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def build_plan(

@@ -19,9 +19,8 @@ import torch
 
 from fp4train import checkpoint
 from fp4train.errors import LostError, UserError
-from fp4train.hardware import memory_asked, stored_bytes
+from fp4train.hardware import memory_asked
 from fp4train.parallel.world import AgreedError
-from fp4train.precision.layer_plan import LayerPlan
 from fp4train.run.finite import finite_weights
 from fp4train.run.record.directory import CHECKPOINTS, SAVED
 from fp4train.run.run import Run
@@ -232,38 +231,17 @@ def explain(error: Exception, run: Run) -> UserError | None:
 
 
 def _smaller(run: Run) -> str:
-    """Settings that take less memory, with the plan's own numbers."""
-    config = run.config.train
+    """How to go on with settings that take less memory."""
     rows = run.microbatch_rows
-    kept = sum(
-        _kept(layer, rows * config.seq_len)
-        for layer in run.course.plan.at(run.step).layers.values()
-    )
-    words = [
-        f"A forward pass of {rows} × {config.seq_len} tokens keeps up to {kept / 2**30:,.2f} "
-        "GiB for the backward of "
-        "the linear layers alone"
-    ]
+    batch = run.config.train.batch_size
     tries = []
-    if fewer := next((n for n in range(rows // 2, 0, -1) if config.batch_size % n == 0), None):
-        tries.append(
-            f"train.microbatch={fewer} (the same gradients, {kept * fewer / rows / 2**30:,.2f} GiB)"
-        )
+    if fewer := next((n for n in range(rows // 2, 0, -1) if batch % n == 0), None):
+        tries.append(f"train.microbatch={fewer} (the same gradients)")
     if getattr(run.config.model, "recompute", True) is False:
         tries.append("model.recompute=true (keeps only the inputs of the blocks)")
     if not tries:
         tries.append("a smaller model or train.seq_len, or more GPUs")
-    words.append(_resume_advice(run, f" with {' or '.join(tries)}"))
-    return ". ".join(words)
-
-
-def _kept(layer: LayerPlan, tokens: int) -> float:
-    """Bytes that a layer keeps of its input: the codes for wgrad, or the input itself."""
-    return sum(
-        layer.layer.rows(tokens) * features * stored_bytes(gemm.formats[1].bits)
-        for gemm, features in layer.products
-        if gemm.name == "wgrad"
-    )
+    return _resume_advice(run, f" with {' or '.join(tries)}")
 
 
 def _resume_advice(run: Run, how: str = "") -> str:
