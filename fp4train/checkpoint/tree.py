@@ -1,12 +1,11 @@
 """Nested state as named tensors plus plain JSON, and back.
 
 A tensor becomes ``{"$tensor": "path/to/it"}``, a tuple ``{"$tuple": [...]}``, a dict with keys that
-are not plain strings ``{"$items": [[key, value], ...]}`` (an optimiser numbers its parameters), a
+are not plain strings ``{"$items": [[key, value], ...]}`` (which two ranks cannot share), a
 NaN or infinity ``{"$float": "nan"}``. Only data can be written this way, so reading it back
 executes nothing.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -45,17 +44,6 @@ def merged(first: JSON, other: JSON, path: str = "state") -> JSON:
         ValueError: they differ; the place is named.
     """
     if isinstance(first, dict) and isinstance(other, dict):
-        if set(first) == set(other) == {"$items"}:
-            ours = first["$items"]
-            theirs = other["$items"]
-            if isinstance(ours, list) and isinstance(theirs, list):
-                rows = {json.dumps(row[0]): row for row in ours if isinstance(row, list)}
-                for row in theirs:
-                    assert isinstance(row, list)
-                    key, value = row
-                    stored_row = rows.setdefault(json.dumps(key), [key, value])
-                    stored_row[1] = merged(stored_row[1], value, f"{path}/{key}")
-                return {"$items": list(rows.values())}
         both = {
             key: merged(first[key], other[key], f"{path}/{key}") for key in first if key in other
         }

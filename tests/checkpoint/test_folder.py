@@ -374,17 +374,17 @@ def test_what_two_stages_say_of_one_state_is_joined() -> None:
         flatten(
             {
                 "model": {name: torch.ones(1)},
-                "optimizer": {"state": {n: {"lr": math.inf}}, "groups": [{"p": [0, 1]}]},
+                "optimizer": {"state": {name: {"lr": math.inf}}, "groups": [{"p": [0, 1]}]},
             }
         )
-        for n, name in enumerate(("a", "b"))
+        for name in ("a", "b")
     )
     joined = merged(one[1], other[1])
     assert isinstance(joined, dict)
     back = unflatten(one[0] | other[0], joined)
     assert set(back["model"]) == {"a", "b"} and back["optimizer"]["state"] == {
-        0: {"lr": math.inf},
-        1: {"lr": math.inf},
+        "a": {"lr": math.inf},
+        "b": {"lr": math.inf},
     }
     assert merged(joined, joined) == joined and back["optimizer"]["groups"] == [{"p": [0, 1]}]
     with pytest.raises(ValueError, match=r"state/run/step is 1 on one rank and 2 on another"):

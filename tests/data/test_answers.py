@@ -270,6 +270,7 @@ def test_where_the_template_leaves_it_out_the_other_answers_are_learned(name: st
         assert found.text[start:end].strip() in ("yes<|end|>", "yes")
 
 
+@pytest.mark.long
 def test_the_version_is_another_where_other_answers_are_learned() -> None:
     """Cached conversations are known by it: a mended answer is learned where the cache has the old
     one.
