@@ -77,11 +77,8 @@ def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> Non
         ("mxfp8", ("model.recompute=true", "train.microbatch=1")),
         ("fp8_delayed", ("train.microbatch=1", "policy=last15")),
         ("nvfp4_forward_mxfp8_backward", ()),
-        ("bf16_forward_nvfp4_backward", ("model.recompute=true",)),
         ("fp8_row", ()),
-        ("nvfp4_plain", ()),
         ("nvfp4_dequantised", ("model.recompute=true", "phases=cooldown_fprop")),
-        ("quartet_ii", ("model.recompute=true", "train.microbatch=1")),
         ("tetrajet_v2", ("train.microbatch=1", "phases=cooldown_fprop")),
     ],
 )
