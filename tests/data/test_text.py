@@ -3,9 +3,6 @@ path can be.
 """
 
 import gzip
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,49 +295,3 @@ def test_text_shorter_than_a_sequence_is_refused_for_either_part(tmp_path: Path)
 def test_a_tokenizer_given_by_name_says_how_to_choose_one() -> None:
     with pytest.raises(ValueError, match=r"data\.tokenizer='bpe': .* data/tokenizer=bpe"):
         Text(path="x", tokenizer="bpe")  # type: ignore[arg-type]
-
-
-LARGE = """
-import resource, sys
-from pathlib import Path
-import torch
-from fp4train.data import Text
-from fp4train.data import Loader
-
-folder, size = Path(sys.argv[1]), int(sys.argv[2])
-line = "a line of some forty characters, and more\\n"
-with (folder / "large.txt").open("w") as file:
-    for _ in range(size // (1 << 20)):
-        file.write(line * ((1 << 20) // len(line)))
-now = next(int(each.split()[1]) for each in open("/proc/self/status") if each.startswith("VmData")) << 10
-resource.setrlimit(resource.RLIMIT_DATA, (now + size // 2, now + size // 2))
-data = Text(path=str(folder / "large.txt"), cache_dir=str(folder / "cache")).build(folder, 64, 0)
-print(len(data.train) + len(data.val))
-loader = Loader(data.train, batch_size=8, seq_len=64, seed=0)
-one, two = loader.rows(8_000, 8)[0], [loader.rows(8_000 + first, 4)[0] for first in (0, 4)]
-print(torch.equal(one, torch.cat(two)))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"),
-    reason="RLIMIT_DATA counts what is allocated on Linux alone",
-)
-def test_data_larger_than_memory_is_tokenised_and_read(tmp_path: Path) -> None:
-    """With half of the size of the text, a quarter of that of its ids, to allocate; on any number
-    of ranks.
-    """
-    size = 160 << 20
-    command = [sys.executable, "-W", "error", "-c", LARGE, str(tmp_path), str(size)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    tokens, same = done.stdout.split()
-    assert abs(int(tokens) - size) < size / 1000 and same == "True"
-    assert (tmp_path / "large.txt").stat().st_size > 0.999 * size

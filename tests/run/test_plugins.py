@@ -140,19 +140,6 @@ def test_swapping_a_run_with_a_plugin_names_it_too(cli: Cli, stop_at: StopAt) ->
     assert "add plugins=[ownlab]" in cli("resume=runs/a", "train.steps=4").message
 
 
-def test_a_running_process_refuses_a_swap_to_a_package_that_it_did_not_name(
-    cli: Cli, stop_at: StopAt
-) -> None:
-    stop_at(1)
-    assert cli("run.name=a", "train.steps=3", "checkpoint.every=1", "phases=none").code == 137
-    stop_at(-1)
-    assert cli.raw("swap", "runs/a", "recipe=own", *OWN).code == 0
-    sys.modules.pop("ownlab")
-    assert cli("resume=runs/a").code == 0
-    assert "add plugins=[ownlab]" in events("runs/a", "swap refused")[0]["reason"]
-    assert not imported() and [values[-1] for values in losses("runs/a").values()] == ["NVFP4"] * 3
-
-
 def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     cli.trained("run.name=a", "train.steps=1")
     Path("evil.py").write_text("open('hit', 'w')\n" + LAB)
