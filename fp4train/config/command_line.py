@@ -24,6 +24,7 @@ from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind, mark_of, takes_path, types_of
 from fp4train.config.schema import Config
 from fp4train.config.typed import typed
+from fp4train.config.unknown import why_absent
 from fp4train.errors import UserError, check_local, user_errors
 from fp4train.text import near_miss
 
@@ -234,6 +235,8 @@ def _words_on_run(
             value = override.value()
             named_paths[key] = value if isinstance(value, str | None) else typed(override)
         elif key not in keys:
+            if reason := why_absent(f"{line.verb} {key}"):
+                raise UserError(f"unknown key {key!r}: {reason}")
             accepted = [*names, *keys]
             listing = f" (known: {', '.join(accepted)})" if accepted else ""
             raise UserError(f"unknown key {key!r}{near_miss(key, accepted)}{listing}: {line.usage}")

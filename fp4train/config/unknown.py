@@ -25,8 +25,9 @@ _ABSENT = {
     "ranks, and sends them as codes",
     "parallel.norm": "the gradient norm is summed in float64 on any number of ranks, and there is "
     "nothing to choose",
+    "report gpu": "times of a GPU are those of fp4train plan RUN gpu=B200",
 }
-"""Full key → why there is none, and what to take instead."""
+"""Full key, or verb and key → why there is none, and what to take instead."""
 _PARTS = re.compile("[./=]")
 _ALMOST = 0.8
 _ALIKE = 0.65
@@ -43,7 +44,7 @@ def unknown_key(key: str, have: Collection[str], others: Collection[str] = ()) -
         have: keys that there are; those in its section are listed.
         others: names that are suggested, too, such as keys of other options.
     """
-    if reason := _ABSENT.get(key):
+    if reason := why_absent(key):
         return UserError(f"unknown key {key!r}: {reason}")
     section, dot, _ = key.rpartition(".")
     beside = [name.rpartition(".")[2] for name in have if name.rpartition(".")[0] == section]
@@ -51,6 +52,11 @@ def unknown_key(key: str, have: Collection[str], others: Collection[str] = ()) -
     meant = near_key(key, [*have, *others])
     hint = f"; did you mean {meant!r}?" if meant else ""
     return UserError(f"unknown key {key!r}{hint}{listing}")
+
+
+def why_absent(key: str) -> str:
+    """Why there is no such key, and what to take instead; empty: nothing is known of it."""
+    return _ABSENT.get(key, "")
 
 
 def near_key(key: str, have: Collection[str]) -> str | None:

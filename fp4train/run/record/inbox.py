@@ -34,8 +34,6 @@ REQUEST_LIMIT = 1 << 20
 """Bytes of a request, or of an answer, that are read."""
 AT_ONCE = 100
 """Requests that are taken between two steps."""
-KEPT_ANSWERS = AT_ONCE
-"""Answers that nobody has read and that are kept."""
 WAIT_SECONDS = 1.0
 """Seconds for the disk to say which requests there are, or to record a swap; then the loop goes
 on.
@@ -198,10 +196,6 @@ class Inbox:
         def write() -> None:
             with self._folder.folder(REQUESTS) as requests:
                 requests.write(f"{request.id}.answer", sealed({"accepted": accepted, "text": text}))
-                for old in [name for name in requests.names() if name.endswith(".answer")][
-                    :-KEPT_ANSWERS
-                ]:
-                    requests.remove(old)
 
         self._worker.put(write)
 

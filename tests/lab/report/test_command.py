@@ -25,6 +25,7 @@ def test_the_command_writes_the_file_and_says_what_is_missing(cli: Cli) -> None:
         ((), "report needs run directories"),
         (("nothing",), "no run can be reported: nothing is not a run directory"),
         (("a", "steps=3"), "unknown key 'steps'"),
+        (("a", "gpu=B200"), "unknown key 'gpu': times of a GPU are those of fp4train plan RUN"),
         (("a", "out=x.pdf"), "the name must end in .html"),
         (("a", "out=no/x.html"), "there is no folder no"),
         (("a", "out=folder.html"), "is a folder"),
