@@ -108,8 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command. An error that the user can act on is one message on standard error, never a
     traceback.
 
-    Exits with 0, 1 for an error that was explained, 75 for a GPU or rank that was lost, or 128 +
-    the signal that ended a run; `gate` with its verdict.
+    Exits with 0, 1 for an error that was explained, 3 for a run that diverged, 75 for a GPU or rank
+    that was lost, or 128 + the signal that ended a run; `gate` with its verdict.
     """
     open_streams()
     with written_by(write_printable):  # the one place for all that is printed

@@ -52,6 +52,8 @@ should.
 """
 _LEARNING = "weight los loss train training trained trainable mask masked learn"
 """Words, without a last s, of keys that say what is learned."""
+_TURNS = "on turn message role assistant"
+"""Words, without a last s, of keys that say of which messages."""
 _LOSS_KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask")
 """Keys of a message that say whether it is learned: 1 or true, 0 or false."""
 _NOTES = (
@@ -240,7 +242,7 @@ def _talk_columns(path: Path, schema: Any, column: str, rendered: Container[str]
     beside = [
         place
         for place, name in enumerate(schema.names)
-        if place != number and (name in rendered or _is_of_learning(name))
+        if place != number and (name in rendered or _has_word(name, f"{_LEARNING} label"))
     ]
     return [number, *beside]
 
@@ -302,24 +304,26 @@ def _talk(record: Any, column: str, rendered: Container[str], special: Sequence[
 
 def _seems_to_select(key: str, value: Any, messages: int) -> bool:
     """Whether what stands beside so many messages says which of them are learned: a 0 or 1 for
-    each, or any under a name like "train_on".
+    each, ids that no loss is taken of, or under a name like "train_on" other numbers than ones, or
+    the numbers of turns.
     """
+    of_learning = _has_word(key, _LEARNING)
+    of_turns = of_learning and _has_word(key, _TURNS)
     if isinstance(value, list):
-        return bool(value) and (_is_of_learning(key) or len(value) == messages) and _is_mask(value)
+        if not value or not all(isinstance(entry, int | float) for entry in value):
+            return of_turns and bool(value)
+        uneven = any(entry != 1 for entry in value)
+        is_mask = len(value) == messages and all(entry in (0, 1) for entry in value)
+        return of_turns or -100 in value or (uneven and (of_learning or is_mask))
+    if isinstance(value, str):
+        return of_turns and value not in _EMPTY
     is_flag = isinstance(value, int | float) and value in (0, 1)
-    return _is_of_learning(key) and is_flag and not (key in _LOSS_KEYS and value == 1)
+    return of_learning and is_flag and not (key in _LOSS_KEYS and value == 1)
 
 
-def _is_of_learning(key: str) -> bool:
-    words = {word.lower().removesuffix("s") for word in _WORD.findall(key)}
-    return not words.isdisjoint(_LEARNING.split())
-
-
-def _is_mask(entries: list[Any]) -> bool:
-    """Whether these are zeros and ones, not ones alone, in numbers or as false and true."""
-    return not all(entries) and all(
-        isinstance(entry, int | float) and entry in (0, 1) for entry in entries
-    )
+def _has_word(key: str, words: str) -> bool:
+    of_key = {word.lower().removesuffix("s") for word in _WORD.findall(key)}
+    return not of_key.isdisjoint(words.split())
 
 
 def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:

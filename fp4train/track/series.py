@@ -17,6 +17,8 @@ Floats = NDArray[np.float64]
 
 MIN_WINDOW = 10
 WINDOW_SHARE = 0.02
+_DIGITS = 12
+"""Binary digits by which values differ at most that are summed together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +66,15 @@ class Series:
         most = self.window if window is None else window
         start = index + 1 - np.minimum(index // 10 + 1, most)
         finite = np.isfinite(self.values)
-        total = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
+        values = np.where(finite, self.values, 0.0)
         bad = np.concatenate([[0], np.cumsum(~finite)])
-        mean = (total[index + 1] - total[start]) / (index + 1 - start)
+        # sums of values of one size: a loss of 1e34 would cancel all that come after it
+        sizes = np.frexp(values)[1] // _DIGITS
+        total = np.zeros(len(self))
+        for size in np.unique(sizes):
+            sums = np.concatenate([[0.0], np.cumsum(np.where(sizes == size, values, 0.0))])
+            total += sums[index + 1] - sums[start]
+        mean = total / (index + 1 - start)
         return Series(steps=self.steps, values=np.where(bad[index + 1] == bad[start], mean, np.nan))
 
     def at(self, steps: Floats) -> Floats:

@@ -64,15 +64,18 @@ class FollowedLoss(RunCompanion):
         since = divergence.since
         seen_before = divergence.seen
         divergence.add(step.index, loss + base)
-        if number == run.config.train.steps:
+        ends = number == run.config.train.steps
+        if ends:
             divergence.end()
+        if (evaluated := values.get("val/loss_recipe")) is not None:
+            divergence.add_evaluation(float(evaluated) + base, ends=ends)
         if divergence.since is not None and divergence.seen and not seen_before:
             run.saver.set_doubt(divergence.since, rise_message(run, advice=False))
             run.saver.wait()  # so that it is known which checkpoint is good
             if run.config.train.on_divergence == "warn":
                 _log.warning("step %d: %s", number, rise_message(run))
             details = {
-                "loss": loss,
+                "loss": divergence.recent[-1] - base,
                 "level": divergence.measured_from[0] - base,
                 "since": divergence.since + 1,
             }
@@ -96,8 +99,9 @@ def proven_by(run: Run, evaluated: Mapping[str, float | str]) -> bool:
 
 def verdict(run: Run) -> str | None:
     """The message about the losses at the end of a run; None: there is nothing to report."""
-    if run.divergence.seen:
-        return f"diverged: {rise_message(run)}"
+    if run.divergence.since is not None:
+        word = "diverged" if run.divergence.beyond_noise else "doubtful"
+        return f"{word}: {rise_message(run)}"
     if (text := _end_message(run)) is None:
         return None
     run.record.tracker.log_event(run.step, "divergence", {"message": text})
@@ -191,7 +195,7 @@ def rise_message(run: Run, *, advice: bool = True) -> str:
     divergence = run.divergence
     assert divergence.since is not None
     base = _base(run)
-    since = f"step {divergence.since + 1}"
+    since = f"step {min(divergence.since + 1, divergence.known)}"
     loss = divergence.recent[-1] - base
     level, limit = divergence.measured_from
     past = f"far above its past ({level - base:.4g})"

@@ -31,6 +31,10 @@ A model that knows nothing gives all V tokens of the vocabulary the same probabi
 ln V. Once `PERSIST` losses in a row were below 0.8 ln V, `LASTING` = 12 in a row above 0.95 ln V
 are a divergence; where the run ends, `PERSIST`. Vocabularies below `LEAST_VOCABULARY` are left out.
 
+An evaluation at the end of a run judges its last state. Where its loss fits the curve, a rise that
+is no divergence yet was noise of batches. Above the limit it is a divergence if it is above twice
+the larger of ln V and the first loss, or above 0.95 ln V and 1.5 times the evaluation before it.
+
 The state that gave a loss is known to be good if the loss fits the curve, is at most L + 0.75 d, and
 is not above 0.95 ln V after any loss below 0.8 ln V.
 
@@ -103,6 +107,7 @@ class Divergence:
         least: the least loss.
         learned: whether `PERSIST` losses in a row were below `LEARNED` of `uniform`.
         uniform: ln V, the loss of equally likely tokens; 0: losses are not compared with it.
+        evaluated: the loss of the last evaluation, in the recipe; None: there was none.
         fits: whether the last loss fits the curve before it, and shows that its state is good.
         rewinds: how often the run went back to a milestone.
         skips: (step, batches): from that step on, up to the next entry, so many batches of the data
@@ -123,6 +128,7 @@ class Divergence:
     least: float = math.inf
     learned: bool = False
     uniform: float = 0.0
+    evaluated: float | None = None
     fits: bool = True
     rewinds: int = 0
     skips: tuple[tuple[int, int], ...] = ()
@@ -305,6 +311,24 @@ class Divergence:
         self._judge_last(PERSIST)
         if self.since is not None and self.ends_above_its_beginning(self.known):
             self.high = PERSIST
+
+    def add_evaluation(self, loss: float, *, ends: bool) -> None:
+        """The loss of an evaluation after the last step is known; `ends`: no step is left."""
+        earlier = self.evaluated
+        self.evaluated = loss
+        if not ends:
+            return
+        if self.since is not None and not self.seen and self.would_fit(loss):
+            self._ends(())  # the high losses were those of batches
+        if not self.uniform or loss <= self.limit:
+            return
+        if loss > 2 * max(self.uniform, self.first or 0.0) or (
+            earlier is not None and loss > max(LOST * self.uniform, 1.5 * earlier)
+        ):
+            self.since = self.known if self.since is None else self.since
+            self.high = PERSIST
+            self.recent = (*self.recent, loss)[-PERSIST:]
+            self.last = (loss,) * LASTING
 
     def _begin_from_best(self) -> None:
         """The last losses that all are suspect are no past, but a rise that lasts."""

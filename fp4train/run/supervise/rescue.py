@@ -98,7 +98,8 @@ def report(run: Run) -> Outcome | None:
     bad = None
     for outcome in run.saver.outcomes():
         if outcome.problem is not None:
-            _log.error("%s Training goes on; it is tried again.", outcome.problem)
+            goes_on = "" if run.step >= run.config.train.steps else "Training goes on; "
+            _log.error("%s %sit is tried again.", outcome.problem, goes_on)
             run.record.tracker.log_event(
                 run.step + 1, "checkpoint failed", {"reason": outcome.problem}
             )

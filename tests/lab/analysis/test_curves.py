@@ -103,6 +103,13 @@ def test_smoothing_is_the_trailing_mean_and_hides_no_nan() -> None:
     assert np.isfinite(smooth[520:]).all() and np.isfinite(smooth[:500]).all()
 
 
+def test_a_huge_loss_leaves_the_means_after_it_alone() -> None:
+    values = np.concatenate([[1e34, 1e12, 700.0], np.linspace(4, 1, 200)])
+    smooth = Series(steps=np.arange(203.0), values=values).smoothed(10).values
+    own = [values[number - 9 : number + 1].mean() for number in range(150, 203)]
+    np.testing.assert_allclose(smooth[150:], own, rtol=1e-12)
+
+
 def test_what_is_no_run_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="nowhere is not a run directory"):
         draw_curves(tmp_path / "nowhere")

@@ -22,15 +22,16 @@ RUN = (
 )
 
 
+@torch.no_grad()
+def scale(run: Any, factor: float) -> None:
+    for parameter in run.model.parameters():
+        parameter.mul_(factor)
+
+
 def scaled(monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> None:
     """The weights are multiplied by a factor as a step begins, by step."""
 
-    def act(run: Any) -> None:
-        with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.mul_(factors.get(run.step, 1))
-
-    before_steps(monkeypatch, act)
+    before_steps(monkeypatch, lambda run: scale(run, factors.get(run.step, 1)))
 
 
 @pytest.mark.parametrize(
@@ -90,27 +91,39 @@ def test_a_mark_goes_where_the_high_losses_were_but_noise_of_a_batch(
 ) -> None:
     scaled(monkeypatch, {8: 30, 10: 1 / 30})
     ended = cli("run.name=a", *RUN, "train.steps=10", "checkpoint.every=5")
-    assert ended.code == 0 and list(marked("runs/a")) == [10], "two high losses at its end"
+    assert ended.code == 3 and list(marked("runs/a")) == [10], "the weights are bad at its end"
     ended = cli("run.name=b", *RUN, "train.steps=14")
     assert ended.code == 0 and len(steps("runs/b")) >= 9 and not marked("runs/b")
 
 
-def test_an_evaluation_that_fits_the_curve_leaves_no_doubt_after_a_high_batch(
+def test_an_evaluation_at_the_end_judges_the_last_state(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One high loss, of a bad batch or of weights that the last updates ruined."""
     scaled(monkeypatch, {9: 30})
     command = (*RUN, "train.steps=10", "checkpoint.every=5", "eval.every=10")
     ended = cli("run.name=a", *command)
-    assert ended.code == 0 and list(marked("runs/a")) == [10], "the weights themselves are bad"
+    assert ended.code == 3 and "diverged: the loss is" in ended.out, (
+        "the weights themselves are bad"
+    )
+    assert list(marked("runs/a")) == [10]
 
-    def restore(run: Any) -> None:
-        with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.mul_(1 / 30)
-
-    after_update(10, monkeypatch, restore)
+    after_update(10, monkeypatch, lambda run: scale(run, 1 / 30))
     ended = cli("run.name=b", *command)
-    assert ended.code == 0 and not marked("runs/b")
+    assert ended.code == 0 and not marked("runs/b") and "doubtful" not in ended.out
+
+
+@pytest.mark.parametrize("evaluations", [1, 2])
+def test_weights_that_the_last_update_ruins_are_a_divergence(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, evaluations: int
+) -> None:
+    """Of one evaluation nothing but its height tells so; of two, that it rose to ln V."""
+    factor = 30.0 if evaluations == 1 else 0.0
+    after_update(20, monkeypatch, lambda run: scale(run, factor))
+    learns = ("train.steps=20", "optim.lr=0.01", f"eval.every={20 // evaluations}")
+    ended = cli("run.name=a", *RUN, *learns)
+    assert ended.code == 3 and "since step 20." in ended.out
+    assert list(marked("runs/a")) == [20] and "far above its past" in marked("runs/a")[20]
 
 
 def test_the_same_command_after_a_diverged_run_tells_it_again(
