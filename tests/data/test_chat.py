@@ -408,16 +408,30 @@ def test_a_mask_of_messages_beside_them_is_refused_unless_all_are_learned(tmp_pa
     else is a note.
     """
     notes = {"mask": [1, 1], "scores": [0, 2], "tags": ["a", {}], "is_safe": False, "ok": [0]}
-    notes |= {"train_test_split": "train", "loss_of_base": 0.7}
+    notes |= {
+        "train_test_split": "train",
+        "loss_of_base": 0.7,
+        "labels": [3, 1],
+        "weights": [1, 1.0],
+    }
     answers_of(write(tmp_path / "notes.jsonl", [TALKS[0] | notes, *TALKS]))
-    masks = {"mask": [0, 1], "train_mask": [False, True], "w": [0.0, 0.0], "train_on": [False]}
-    for key, mask in {**masks, "is_trainable": False, "train_on_last_turn": True}.items():
+    masks: dict[str, Any] = {"mask": [0, 1], "train_mask": [False, True], "w": [0.0, 0.0]}
+    masks |= {"weights": [0, 0.5, 1], "loss_weights": [0.1], "trainable_turns": [1]}
+    masks |= {
+        "train_on": "last",
+        "train_on_turns": [1, 3],
+        "loss_turns": "3",
+        "labels": [-100, 5, 6],
+        "is_trainable": False,
+    }
+    for key, mask in {**masks, "train_on_last_turn": True}.items():
         with pytest.raises(DataError, match=f'"{key}" beside "messages" seems to say which'):
             answers_of(write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: mask}, *TALKS]))
-    rows = [record | {"train_mask": [False, True]} for record in TALKS]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match='"train_mask" beside "messages" seems to say which'):
-        answers_of(tmp_path / "a.parquet")
+    for key, mask in {"train_mask": [False, True], "labels": [-100, 5]}.items():
+        rows = [record | {key: mask} for record in TALKS]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{key}.parquet")
+        with pytest.raises(DataError, match=f'"{key}" beside "messages" seems to say which'):
+            answers_of(tmp_path / f"{key}.parquet")
 
 
 def in_parquet(path: Path) -> None:

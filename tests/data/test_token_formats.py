@@ -300,6 +300,14 @@ def test_ids_of_another_width_are_never_read_in_silence(
         build(tmp_path / "train.bin", vocab_size=vocab_size)
 
 
+def test_few_ids_one_of_which_is_large_are_of_their_width(tmp_path: Path) -> None:
+    ids = np.arange(1, 201)
+    ids[0] = 60_000
+    ids.astype("<u2").tofile(tmp_path / "train.bin")
+    data = build(tmp_path / "train.bin", vocab_size=65_536, val=20)
+    assert np.array_equal(everything(data), ids)
+
+
 def test_metadata_of_datatrove_says_the_width(tmp_path: Path) -> None:
     path = tmp_path / "000_tok.ds"
     metadata = tmp_path / "000_tok.ds.metadata"
