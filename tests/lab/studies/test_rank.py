@@ -7,13 +7,14 @@ import re
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from command_line import STEADY, Cli, Outcome
 from stand_in_forks import forks_by, killed_after_forks
 
 import fp4train.lab.studies.forks as workers
-from fp4train.lab.studies import MEASUREMENTS, Fork
+from fp4train.lab.studies import MEASUREMENTS, Fork, bases
 
 FAST = ("steps=2", "forks=2", "batches=1", "recipe=bf16,mxfp8", "step=3")
 
@@ -369,6 +370,16 @@ def test_what_cannot_be_ranked_is_refused(
     assert outcome.code == 1
     assert message.format(run=trained) in outcome.message
     assert not (trained / "studies").exists()
+
+
+@pytest.mark.usefixtures("sketched")
+@pytest.mark.parametrize("verb", ["rank", "gate"])
+def test_a_candidate_that_does_not_fit_is_refused_before_data_are_opened(
+    cli: Cli, trained: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr(bases, "open_subject", Mock(side_effect=AssertionError))
+    words = ["margin=0.01", "recipe=nvfp4", "policy.last=-1"]
+    assert "last=-1 must be a count of blocks" in cli.raw(verb, str(trained), *words).message
 
 
 @pytest.mark.usefixtures("sketched")
