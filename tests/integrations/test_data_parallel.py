@@ -3,6 +3,8 @@ bits of one process.
 """
 
 import contextlib
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,8 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forked import forked_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +27,7 @@ import fp4train as f4
 from fp4train.nn import Experts
 from fp4train.precision import (
     NVFP4,
+    FP8Current,
     FP8Delayed,
     Recipe,
     autocast,
@@ -114,6 +122,92 @@ def of_a_rank(recipe: Recipe, wrapper: str) -> dict[str, Tensor]:
     return {
         name.removeprefix("module."): whole(value) for name, value in model.state_dict().items()
     }
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "DDP": DistributedDataParallel,
+    "FSDP1": lambda model: FullyShardedDataParallel(
+        model, use_orig_params=True, device_id=torch.device("cpu")
+    ),
+    "FSDP1, flat": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+    "FSDP2": lambda model: fully_shard(fully_shard_each(model)),
+    "FSDP2, whole after forward": lambda model: fully_shard(
+        fully_shard_each(model, reshard_after_forward=False), reshard_after_forward=False
+    ),
+}
+
+
+def fully_shard_each(model: nn.Sequential, **options: bool) -> nn.Module:
+    for part in model:
+        fully_shard(part, **options)
+    return model
+
+
+def halved(model: nn.Module) -> None:
+    """An average or an optimizer that writes the parameters as they lie on this rank."""
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def loaded(model: nn.Module) -> None:
+    """Weights of a checkpoint."""
+    whole = StateDictOptions(full_state_dict=True)
+    weights = get_model_state_dict(model, options=whole)
+    set_model_state_dict(model, {name: w * 0.5 for name, w in weights.items()}, options=whole)
+
+
+def stepped(kind: Callable[..., torch.optim.Optimizer], **options: bool) -> Any:
+    """The step of an optimizer."""
+    return lambda model: kind(model.parameters(), lr=0.05, **options).step()
+
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "an average": halved,
+    "a checkpoint": loaded,
+    "SGD": stepped(torch.optim.SGD),
+    "AdamW, foreach": stepped(torch.optim.AdamW, foreach=True),
+    "AdamW, fused": stepped(torch.optim.AdamW, fused=True),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [NVFP4(), FP8Current()], ids=lambda recipe: recipe.name)
+def test_weights_that_were_written_within_a_step_are_those_of_the_next_pass(
+    recipe: Recipe,
+) -> None:
+    """Whole weights in a model that has quantised nothing yet are the oracle."""
+
+    def plain() -> nn.Sequential:
+        torch.manual_seed(0)
+        pairs = (nn.Sequential(nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)) for _ in range(2))
+        model = f4.convert(nn.Sequential(*pairs))
+        assert isinstance(model, nn.Sequential)
+        return model
+
+    def output(model: nn.Module) -> Tensor:
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
+        with autocast(recipe, step=0):
+            y: Tensor = model(x)
+        return y
+
+    def on_rank() -> None:
+        dist.init_process_group("gloo")
+        for (wrapper, wrap), (name, write) in product(WRAPPERS.items(), WRITES.items()):
+            model = wrap(plain())
+            before = output(model).detach()
+            for _ in range(2):
+                output(model).square().mean().backward()
+                write(model)
+                with torch.no_grad():
+                    found = output(model)
+                fresh = plain()
+                options = StateDictOptions(full_state_dict=True)
+                fresh.load_state_dict(get_model_state_dict(model, options=options))
+                assert torch.equal(found, output(fresh)), (wrapper, name)
+                assert not torch.equal(found, before), (wrapper, name)
+        dist.destroy_process_group()
+
+    assert forked_ranks(2, on_rank) == [0, 0]
 
 
 @pytest.mark.long
