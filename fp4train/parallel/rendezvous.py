@@ -26,7 +26,7 @@ class Round:
     """A round, as one rank sees it.
 
     Args:
-        rank, size: of this process.
+        rank, size: place of this process, and the number of all.
         store: has a prefix that all rounds share.
     """
 
