@@ -21,7 +21,7 @@ from fp4train.lab.studies.parts import KINDS, NOTHING
 from fp4train.lab.studies.sequential import ALPHA, Pair, Verdict
 from fp4train.lab.studies.subject import STUDIES, Subject
 from fp4train.lab.studies.tradeoff import Point, Tradeoff
-from fp4train.sealed import unsealed
+from fp4train.sealed import identity, unsealed
 from fp4train.text import first_line, shortened
 
 if TYPE_CHECKING:
@@ -384,6 +384,7 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
     with Folder.open(run) as top:
         if top.status(STUDIES) is None:
             return Studies()
+        own = identity(top)
         with top.folder(STUDIES) as studies:
             names = [name for name in studies.names() if not studies.has_file(name)]
             if len(names) > MOST:
@@ -399,8 +400,11 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
                             problems.append(f"{path} has no result: the study is not finished")
                             continue
                         saved = unsealed(folder.read(file, LIMIT))
-                        results[file].append(bound(saved, _RESULTS[file]))
-                except (OSError, ValueError, UserError, RecursionError) as error:
+                        result: Any = bound(saved, _RESULTS[file])
+                        if own is not None and saved["identity"]["run"] not in (None, own):
+                            raise ValueError("it is of another run")
+                        results[file].append(result)
+                except (OSError, ValueError, LookupError, UserError, RecursionError) as error:
                     problems.append(f"{path} cannot be read{_why(error)}")
     sensitivities, rankings, gates = results.values()
     return Studies(sensitivities=sensitivities, rankings=rankings, gates=gates)

@@ -21,7 +21,7 @@ from made import (
 )
 from report_page import report
 
-from fp4train.sealed import unsealed
+from fp4train.sealed import sealed, unsealed
 
 HOSTILE = '"><script>alert(1)<?script><img src=x onerror=alert(2)>&$x_1$'
 """What a name may be; no "/", because one is a folder's name."""
@@ -96,7 +96,7 @@ def test_damaged_and_unfinished_runs_are_named_and_left_out(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_results_of_studies_that_were_changed_are_left_out(
+def test_results_of_studies_that_were_changed_or_are_of_another_run_are_left_out(
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "a/config.yaml"
@@ -111,7 +111,11 @@ def test_results_of_studies_that_were_changed_are_left_out(
     path.write_bytes(whole.replace(b'"batches": 8', b'"batches": 9'))
     page = report(tmp_path, run)
     assert "its checksum differs" in page.text and "blocks.0.mlp.up" not in page.text
-    path.write_text(json.dumps(unsealed(whole)))
+    body = unsealed(whole)
+    path.write_bytes(sealed(body | {"identity": {"run": "b" * 16}}))
+    page = report(tmp_path, run)
+    assert "it is of another run" in page.text and "blocks.0.mlp.up" not in page.text
+    path.write_text(json.dumps(body))
     page = report(tmp_path, run)
     assert (
         "it has no checksum: it was made by an older fp4train" in page.text
