@@ -50,21 +50,26 @@ _RENDERED = ("tools", "documents", "functions", "system", "chat_template_kwargs"
 """Keys of a record, beside the messages, that templates write, or that say what the first message
 should.
 """
-_LEARNING = "weight los loss train training trained trainable mask masked learn"
+_LEARNING = (
+    "weight los loss train training trained untrained trainable mask masked learn learned learnable "
+    "supervised"
+)
 """Words, without a last s, of keys that say what is learned."""
 _TURNS = "on turn message role assistant"
 """Words, without a last s, of keys that say of which messages."""
 _LOSS_KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask")
 """Keys of a message that say whether it is learned: 1 or true, 0 or false."""
 _NOTES = (
-    "at author conversation cost count country created date finish hash hashed header id "
+    "at author conversation cost count country created date deleted finish hash hashed header id "
     "identifier idx index ip lang language latency length message meta metadata model name "
-    "nickname number origin parent provider quality rank rating reason redacted score seed "
-    "source speaker state status stop time timestamp token tokens toxic turn uid updated "
+    "nickname num number openai origin parent provider quality rank rating reason redacted review score seed "
+    "sender source speaker state status stop synthetic time timestamp token tokens toxic ts turn uid updated "
     "url usage user username uuid version"
 )
 """Words of the keys that a message may have beside: they say what it is, not what is learned."""
 _WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")
+_OFF = re.compile("0|false|[01]{2,}")
+_SWITCHES = (None, "0", "1", "true", "false")
 _EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -239,10 +244,16 @@ def _talk_columns(path: Path, schema: Any, column: str, rendered: Container[str]
             f"data.column={column} of {path} holds {kind}, neither lists of messages nor text that "
             "is such a list in JSON"
         )
+
+    def may_select(name: str, kind: Any) -> bool:
+        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+        ids = is_list and (types.is_integer(kind.value_type) or types.is_boolean(kind.value_type))
+        return name in rendered or ids or _has_word(name, _LEARNING)
+
     beside = [
         place
-        for place, name in enumerate(schema.names)
-        if place != number and (name in rendered or _has_word(name, f"{_LEARNING} label"))
+        for place, part in enumerate(schema)
+        if place != number and may_select(part.name, part.type)
     ]
     return [number, *beside]
 
@@ -303,27 +314,49 @@ def _talk(record: Any, column: str, rendered: Container[str], special: Sequence[
 
 
 def _seems_to_select(key: str, value: Any, messages: int) -> bool:
-    """Whether what stands beside so many messages says which of them are learned: a 0 or 1 for
-    each, ids that no loss is taken of, or under a name like "train_on" other numbers than ones, or
-    the numbers of turns.
+    """Whether what stands beside so many messages says which of them are learned: ids that no loss
+    is taken of; a 0 or 1 for each; under a name like "train_mask" values that are not all 1; under
+    one like "train_on_turn" any.
     """
+    if value in _EMPTY or (key in _LOSS_KEYS and value == 1):
+        return False
     of_learning = _has_word(key, _LEARNING)
-    of_turns = of_learning and _has_word(key, _TURNS)
-    if isinstance(value, list):
-        if not value or not all(isinstance(entry, int | float) for entry in value):
-            return of_turns and bool(value)
-        uneven = any(entry != 1 for entry in value)
-        is_mask = len(value) == messages and all(entry in (0, 1) for entry in value)
-        return of_turns or -100 in value or (uneven and (of_learning or is_mask))
-    if isinstance(value, str):
-        return of_turns and value not in _EMPTY
-    is_flag = isinstance(value, int | float) and value in (0, 1)
-    return of_learning and is_flag and not (key in _LOSS_KEYS and value == 1)
+    if of_learning and _has_word(key, _TURNS):
+        return True
+    if not isinstance(value, list | dict):
+        is_off = value == 0 or (isinstance(value, str) and _OFF.fullmatch(value.lower()))
+        return of_learning and bool(is_off)
+    leaves = _leaves(value)
+    if -100 in leaves:
+        return True
+    uneven = any(leaf not in (1, "1", "true") for leaf in leaves)
+    if of_learning:
+        return uneven and all(isinstance(leaf, int | float) or leaf in _SWITCHES for leaf in leaves)
+    is_mask = isinstance(value, list) and len(value) == messages and set(leaves) <= {0, 1}
+    return is_mask and uneven and not _words(key) <= {*_NOTES.split()}
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What nested lists and objects hold."""
+    leaves = []
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict):
+            waiting += node.values()
+        else:
+            leaves.append(node)
+    return leaves
+
+
+def _words(key: str) -> set[str]:
+    return {word.lower().removesuffix("s") for word in _WORD.findall(key)}
 
 
 def _has_word(key: str, words: str) -> bool:
-    of_key = {word.lower().removesuffix("s") for word in _WORD.findall(key)}
-    return not of_key.isdisjoint(words.split())
+    return not _words(key).isdisjoint(words.split())
 
 
 def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:

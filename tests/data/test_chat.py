@@ -424,10 +424,11 @@ def test_a_mask_of_messages_beside_them_is_refused_unless_all_are_learned(tmp_pa
         "labels": [-100, 5, 6],
         "is_trainable": False,
     }
+    masks |= {"learned": [None, 1], "mask_ids": [[0, 4]], "loss_weights": {"1": 0}, "masks": "01"}
     for key, mask in {**masks, "train_on_last_turn": True}.items():
         with pytest.raises(DataError, match=f'"{key}" beside "messages" seems to say which'):
             answers_of(write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: mask}, *TALKS]))
-    for key, mask in {"train_mask": [False, True], "labels": [-100, 5]}.items():
+    for key, mask in {"train_mask": [False, True], "labels": [-100, 5], "keep": [0, 1]}.items():
         rows = [record | {key: mask} for record in TALKS]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{key}.parquet")
         with pytest.raises(DataError, match=f'"{key}" beside "messages" seems to say which'):

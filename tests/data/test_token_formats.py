@@ -300,6 +300,16 @@ def test_ids_of_another_width_are_never_read_in_silence(
         build(tmp_path / "train.bin", vocab_size=vocab_size)
 
 
+def test_halves_of_wider_ids_are_seen_behind_marks(tmp_path: Path) -> None:
+    """Ids of which no loss is taken, or that pad, are -100 or -1."""
+    for mark in (-100, -1):
+        ids = LARGE.astype("<i4")
+        ids[::50] = mark
+        ids.tofile(tmp_path / "train.bin")
+        with pytest.raises(DataError, match="as halves of wider ids are"):
+            build(tmp_path / "train.bin", vocab_size=65_536)
+
+
 def test_few_ids_one_of_which_is_large_are_of_their_width(tmp_path: Path) -> None:
     ids = np.arange(1, 201)
     ids[0] = 60_000

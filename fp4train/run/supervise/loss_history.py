@@ -31,9 +31,10 @@ A model that knows nothing gives all V tokens of the vocabulary the same probabi
 ln V. Once `PERSIST` losses in a row were below 0.8 ln V, `LASTING` = 12 in a row above 0.95 ln V
 are a divergence; where the run ends, `PERSIST`. Vocabularies below `LEAST_VOCABULARY` are left out.
 
-An evaluation at the end of a run judges its last state. Where its loss fits the curve, a rise that
-is no divergence yet was noise of batches. Above the limit it is a divergence if it is above twice
-the larger of ln V and the first loss, or above 0.95 ln V and 1.5 times the evaluation before it.
+An evaluation at the end of a run judges its last state. Where its loss fits the curve, and is at most
+1.5 times the evaluation before it, at e, a rise that is no divergence yet was noise of batches.
+Above the limit it is a divergence if it is above 1.5 e and half the way from e to ln V; where there
+is no e, above twice the larger of ln V and the first loss.
 
 The state that gave a loss is known to be good if the loss fits the curve, is at most L + 0.75 d, and
 is not above 0.95 ln V after any loss below 0.8 ln V.
@@ -318,13 +319,16 @@ class Divergence:
         self.evaluated = loss
         if not ends:
             return
-        if self.since is not None and not self.seen and self.would_fit(loss):
+        rises = earlier is not None and loss > 1.5 * earlier
+        if self.since is not None and not self.seen and not rises and self.would_fit(loss):
             self._ends(())  # the high losses were those of batches
         if not self.uniform or loss <= self.limit:
             return
-        if loss > 2 * max(self.uniform, self.first or 0.0) or (
-            earlier is not None and loss > max(LOST * self.uniform, 1.5 * earlier)
-        ):
+        if earlier is None:
+            bar = 2 * max(self.uniform, self.first or 0.0)
+        else:
+            bar = max(1.5 * earlier, (earlier + self.uniform) / 2)
+        if loss > bar:
             self.since = self.known if self.since is None else self.since
             self.high = PERSIST
             self.recent = (*self.recent, loss)[-PERSIST:]

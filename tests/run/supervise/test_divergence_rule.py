@@ -277,3 +277,38 @@ def test_noise_after_few_losses_is_no_diverged_end_and_a_jump_after_them_is() ->
         assert jumped.seen and jumped.beyond_noise
         jumped.last = ()
         assert jumped.beyond_noise, "a history that was saved without them"
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "seen"),
+    [
+        ([12.23, 12.06], False),  # of other text than is trained on
+        ([3.2, 7.0], False),
+        ([3.2, 7.1], True),  # half the way to ln V
+        ([2.0, 2.9], False),
+        ([20.0], False),
+        ([22.0], True),
+    ],
+)
+def test_an_evaluation_at_the_end_judges_by_the_one_before(
+    evaluations: list[float], seen: bool
+) -> None:
+    found = Divergence(uniform=math.log(50_257))
+    for step in range(100):
+        found.add(step, 3.0 if step else 10.8)
+    *earlier, last = evaluations
+    for loss in earlier:
+        found.add_evaluation(loss, ends=False)
+    found.add_evaluation(last, ends=True)
+    assert found.seen == found.beyond_noise == seen
+
+
+def test_a_high_end_stays_doubtful_where_the_evaluation_rises_too() -> None:
+    for evaluations, doubtful in (([1.0, 2.9], True), ([2.8, 2.9], False)):
+        found = Divergence(uniform=math.log(50_257))
+        for step in range(100):
+            found.add(step, 3.0)
+        found.add(100, 6.0)
+        for ends, loss in enumerate(evaluations):
+            found.add_evaluation(loss, ends=bool(ends))
+        assert (found.since is not None) == doubtful and not found.seen
