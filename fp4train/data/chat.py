@@ -327,7 +327,7 @@ def _seems_to_select(key: str, value: Any, messages: int) -> bool:
         is_off = value == 0 or (isinstance(value, str) and _OFF.fullmatch(value.lower()))
         return of_learning and bool(is_off)
     leaves = _leaves(value)
-    if -100 in leaves:
+    if any(type(leaf) is int and leaf == -100 for leaf in leaves):
         return True
     uneven = any(leaf not in (1, "1", "true") for leaf in leaves)
     if of_learning:
