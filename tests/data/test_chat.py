@@ -11,60 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import pytest
+from chats import END, TALKS, documents, source, talk, write
 
 from fp4train.data import IGNORED, Chat, Loader, TokenArray, chat
 from fp4train.data.answers import VERSION
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.errors import DataError
-
-END = 256
-
-
-def talk(question: str, answer: str) -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
-        ]
-    }
-
-
-def write(path: Path, lines: list[Any]) -> Path:
-    path.write_text(
-        "".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in lines),
-        encoding="utf-8",
-    )
-    return path
-
-
-def source(path: Path, **changes: Any) -> Chat:
-    return Chat(
-        **{"path": str(path), "cache_dir": str(path.parent / "cache"), "val": 0.25, **changes}
-    )
-
-
-TALKS = [talk(f"what is {n}?", f"it is {n}" + "!" * (n % 5)) for n in range(8)]
-
-
-def documents(tokens: TokenArray) -> list[tuple[str, str]]:
-    """The text of each conversation, and what of it is answers; padding is left out."""
-    found = []
-    ids = tokens.ids.tolist()
-    scored = tokens.scored
-    assert scored is not None
-    start = 0
-    for place, token in enumerate(ids):
-        if token == END:
-            whole = ids[start : place + 1]
-            answers = [
-                i
-                for i, s in zip(ids[start : place + 1], scored[start : place + 1], strict=True)
-                if s
-            ]
-            if len(whole) > 1:
-                found.append((Bytes().decode(whole), Bytes().decode(answers)))
-            start = place + 1
-    return found
 
 
 def test_every_conversation_is_there_once_and_its_answer_is_learned(tmp_path: Path) -> None:
@@ -298,143 +250,6 @@ def test_broken_lines_are_refused_with_their_number(tmp_path: Path, line: str, s
     assert not list((tmp_path / "cache").glob("*.bin"))
 
 
-def turns(*marks: dict[str, Any]) -> dict[str, Any]:
-    """A conversation of a question and an answer for each table of keys beside role and content."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "brief"}]
-    for number, keys in enumerate(marks):
-        messages.append({"role": "user", "content": f"q{number}"})
-        messages.append({"role": "assistant", "content": f"a{number}", **keys})
-    return {"messages": messages}
-
-
-def answers_of(path: Path, **changes: Any) -> list[str]:
-    """The text that is learned of each training conversation."""
-    run = path.with_name(f"run {Path(changes.get('template', '')).stem}")
-    data = source(path, **changes).build(run, 400, 0)
-    return [answers.replace("<|im_end|>\n", ";") for _, answers in documents(data.train)]
-
-
-KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask")
-
-
-@pytest.mark.parametrize(("no", "yes"), [(0, 1), (0.0, 1.0), (False, True)])
-def test_a_turn_that_its_key_takes_out_is_not_learned(
-    tmp_path: Path, no: object, yes: object
-) -> None:
-    talks = [turns({key: no}, {key: yes}, {key: None}) for key in KEYS]
-    talks += [turns({}, {"weight": no}), turns({})]
-    learned = ["a1;a2;"] * 6
-    assert answers_of(write(tmp_path / "a.jsonl", talks)) == learned
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(talks), tmp_path / "a.parquet")
-    assert answers_of(tmp_path / "a.parquet") == learned
-    assert answers_of(write(tmp_path / "b.jsonl", talks[6:] * 4)) == ["a0;"] * 6
-
-
-def test_a_conversation_of_which_nothing_is_learned_is_left_out(tmp_path: Path) -> None:
-    talks = [turns({"weight": 0}), turns({}), turns({"weight": 0}, {"train": False})] * 4
-    assert answers_of(write(tmp_path / "a.jsonl", talks)) == ["a0;"] * 3
-    with pytest.raises(DataError, match="no answer that is to be learned lies within"):
-        answers_of(write(tmp_path / "b.jsonl", [turns({"weight": 0})] * 4))
-
-
-def test_marked_answers_and_answers_in_a_row_are_taken_out(tmp_path: Path) -> None:
-    tools = [
-        {"role": "system", "content": "s", "weight": 0},
-        {"role": "user", "content": "q", "trainable": False},
-        {"role": "assistant", "content": "call", "weight": 0},
-        {"role": "tool", "content": "4", "loss_mask": 0},
-        {"role": "assistant", "content": " it is four ", "weight": 0},
-        {"role": "assistant", "content": "four"},
-    ]
-    path = write(tmp_path / "a.jsonl", [{"messages": tools}] * 4)
-    assert answers_of(path) == ["four;"] * 3
-    (tmp_path / "own.jinja").write_text(
-        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content }};{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    assert answers_of(path, template=str(tmp_path / "own.jinja")) == ["four;"] * 3
-    (tmp_path / "one.jinja").write_text(
-        "{% generation %}{% for m in messages %}{{ m.content }};{% endfor %}{% endgeneration %}"
-    )
-    with pytest.raises(DataError, match=r"line 1: .*learned and others that are not as one"):
-        answers_of(path, template=str(tmp_path / "one.jinja"))
-
-
-NOTES = {
-    **{"name": "bob", "id": 7, "timestamp": 1.5, "createdAt": "today", "parent_message_id": None},
-    **{"model": "x", "metadata": {"a": [1]}, "toxic": False, "token_count": 0, "tool_calls": []},
-}
-
-
-def test_keys_that_no_template_reads_change_nothing(tmp_path: Path) -> None:
-    assert answers_of(write(tmp_path / "a.jsonl", [turns(NOTES)] * 4)) == ["a0;"] * 3
-    (tmp_path / "own.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}{% if m.name %} ({{ m.name }}){% endif %}: "
-        "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    with pytest.raises(DataError, match=r"line 1: .*own\.jinja writes other text where .* name"):
-        answers_of(tmp_path / "a.jsonl", template=str(tmp_path / "own.jinja"))
-
-
-@pytest.mark.parametrize(
-    ("role", "keys", "said"),
-    [
-        ("assistant", {"weight": 0.5}, 'message 1 has "weight": 0.5, and a message is learned'),
-        ("assistant", {"loss": "no"}, "message 1 has \"loss\": 'no', and"),
-        ("assistant", {"loss_mask": [0, 1]}, r'message 1 has "loss_mask": \[0, 1\], and'),
-        ("assistant", {"weight": 1, "train": False}, '"weight": 1, "train": False: nobody says'),
-        ("assistant", {"masked": False}, "message 1 has 'masked', which is not supported"),
-        ("assistant", {"reasoning_content": "hm"}, "has 'reasoning_content', which is not"),
-        ("user", {"weight": 1}, 'message 1, of the role "user", has "weight", as if it were'),
-    ],
-)
-def test_a_key_that_cannot_be_obeyed_is_refused_by_name(
-    tmp_path: Path, role: str, keys: dict[str, Any], said: str
-) -> None:
-    other = {"role": role, "content": "x", **keys}
-    record = {"messages": [other, *TALKS[0]["messages"]]}
-    with pytest.raises(DataError, match=f"line 1: .*{said}"):
-        answers_of(write(tmp_path / "a.jsonl", [record, TALKS[0]]))
-
-
-def test_a_weight_of_a_whole_record_is_refused_unless_it_is_one(tmp_path: Path) -> None:
-    answers_of(write(tmp_path / "a.jsonl", [record | {"weight": 1.0} for record in TALKS]))
-    with pytest.raises(DataError, match='line 2: it has "weight" beside "messages"'):
-        answers_of(write(tmp_path / "b.jsonl", [TALKS[0], TALKS[1] | {"weight": 0}]))
-
-
-def test_a_mask_of_messages_beside_them_is_refused_unless_all_are_learned(tmp_path: Path) -> None:
-    """Whatever its name, and of any length under a name that is of learning; a list of something
-    else is a note.
-    """
-    notes = {"mask": [1, 1], "scores": [0, 2], "tags": ["a", {}], "is_safe": False, "ok": [0]}
-    notes |= {
-        "train_test_split": "train",
-        "loss_of_base": 0.7,
-        "labels": [3, 1],
-        "weights": [1, 1.0],
-    }
-    answers_of(write(tmp_path / "notes.jsonl", [TALKS[0] | notes, *TALKS]))
-    masks: dict[str, Any] = {"mask": [0, 1], "train_mask": [False, True], "w": [0.0, 0.0]}
-    masks |= {"weights": [0, 0.5, 1], "loss_weights": [0.1], "trainable_turns": [1]}
-    masks |= {
-        "train_on": "last",
-        "train_on_turns": [1, 3],
-        "loss_turns": "3",
-        "labels": [-100, 5, 6],
-        "is_trainable": False,
-    }
-    masks |= {"learned": [None, 1], "mask_ids": [[0, 4]], "loss_weights": {"1": 0}, "masks": "01"}
-    for key, mask in {**masks, "train_on_last_turn": True}.items():
-        with pytest.raises(DataError, match=f'"{key}" beside "messages" seems to say which'):
-            answers_of(write(tmp_path / f"{key}.jsonl", [TALKS[0] | {key: mask}, *TALKS]))
-    for key, mask in {"train_mask": [False, True], "labels": [-100, 5], "keep": [0, 1]}.items():
-        rows = [record | {key: mask} for record in TALKS]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{key}.parquet")
-        with pytest.raises(DataError, match=f'"{key}" beside "messages" seems to say which'):
-            answers_of(tmp_path / f"{key}.parquet")
-
-
 def in_parquet(path: Path) -> None:
     rows = [{"tools": None, "system": ""} | record for record in TALKS]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
@@ -521,31 +336,6 @@ def test_a_table_without_conversations_is_refused(
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=said):
         source(tmp_path / "a.parquet").build(tmp_path / "run", 128, 0)
-
-
-def test_what_the_template_reads_beside_messages_is_refused_and_what_it_does_not_read_is_not(
-    tmp_path: Path,
-) -> None:
-    reads = "{% if thinking %}THINK {% endif %}{% set shown = thinking %}"
-    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    (tmp_path / "own.jinja").write_text(
-        f"{reads}{turns}{{% if add_generation_prompt %}}assistant: {{% endif %}}"
-    )
-    template = str(tmp_path / "own.jinja")
-    unread = write(
-        tmp_path / "a.jsonl", [record | {"shown": False, "thinking": None} for record in TALKS]
-    )
-    source(unread, template=template).build(tmp_path / "run", 128, 0)
-    read = write(tmp_path / "b.jsonl", [*TALKS, TALKS[0] | {"thinking": False}])
-    with pytest.raises(DataError, match=r'b\.jsonl, line 9: it has "thinking" beside "messages"'):
-        source(read, template=template).build(tmp_path / "run", 128, 0)
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([TALKS[0] | {"thinking": False}] * 2), tmp_path / "c.parquet"
-    )
-    with pytest.raises(
-        DataError, match=r'c\.parquet, row group 0, row 0: it has "thinking" beside'
-    ):
-        source(tmp_path / "c.parquet", template=template).build(tmp_path / "run", 128, 0)
 
 
 def test_binary_data_is_called_so(tmp_path: Path) -> None:

@@ -199,7 +199,8 @@ def rise_message(run: Run, *, advice: bool = True) -> str:
     loss = divergence.recent[-1] - base
     level, limit = divergence.measured_from
     past = f"far above its past ({level - base:.4g})"
-    text = f"the loss is {loss:.4g}, {past}, since {since}"
+    name = "validation loss" if divergence.recent[-1] == divergence.evaluated else "loss"
+    text = f"the {name} is {loss:.4g}, {past}, since {since}"
     if loss + base <= limit:
         text = f"the loss rose {past} in {since} and is not back, at {loss:.4g}"
     return f"{text}. {_advice(run)}" if advice else text

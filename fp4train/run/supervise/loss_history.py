@@ -5,10 +5,10 @@ The past of a loss is the last `MEMORY` = 64 losses that were within their own p
 is the second largest of all 64, so that a single outlier is not the measure. With the number n of
 the losses in the window,
 
-    limit = max(c, m + max(6 s, (0.2 + 1.6 / n) |m|))
+    limit = max(c, m + max(6 s, (0.2 + 1.6 / n) |m|, 0.1))
 
 A loss above the limit begins a rise, which lasts while losses are above it; while the window is not
-full, while they are above c. After `PERSIST` = 5 losses it is a divergence, which ends when 5 losses
+full, while they are above max(c, m + 0.1). After `PERSIST` = 5 losses it is a divergence, which ends when 5 losses
 in a row are back. A rise that ends earlier is noise of a batch, and joins the past. Few losses have
 a wide limit, because their spread says little.
 
@@ -16,7 +16,7 @@ That measure is wide on a falling curve. So losses are also measured from the tr
 the last `RECENT` = 8 of them. The residual of a past loss is what it lies above the median of the 8
 before it; J is the largest residual, S the spread of all. A loss above
 
-    f + max(1.5 J, 6 S, (0.3 + 1.6 / n) |f|)
+    f + max(1.5 J, 6 S, (0.3 + 1.6 / n) |f|, 0.1)
 
 begins a rise, too, once the past has 8 losses. It lasts while losses are above this bar.
 
@@ -67,6 +67,8 @@ LASTING = 12
 LEAST_VOCABULARY = 64
 """Tokens from which on a loss near ln V tells that nothing is known; of few, as of DNA's letters, it
 is an ordinary one."""
+LEAST_RISE = 0.1
+"""Nats: a smaller rise is noise, also of a model that has learned nearly everything."""
 LEARNED = 0.8
 """Share of ln V below which something is learned."""
 LOST = 0.95
@@ -187,9 +189,8 @@ class Divergence:
     @property
     def limit(self) -> float:
         level = self.level
-        return max(
-            self.ceiling, level + max(6 * self.spread, (0.2 + 1.6 / len(self.window)) * abs(level))
-        )
+        least = (0.2 + 1.6 / len(self.window)) * abs(level)
+        return max(self.ceiling, level + max(6 * self.spread, least, LEAST_RISE))
 
     @property
     def trend(self) -> float:
@@ -205,7 +206,7 @@ class Divergence:
     def trend_limit(self) -> float:
         residuals = self.residuals
         least = (0.3 + 1.6 / len(self.window)) * abs(self.trend)
-        return self.trend + max(1.5 * max(residuals), 6 * _spread(residuals), least)
+        return self.trend + max(1.5 * max(residuals), 6 * _spread(residuals), least, LEAST_RISE)
 
     @property
     def suspect(self) -> float:
@@ -224,7 +225,8 @@ class Divergence:
             return self.suspect
         if self.from_trend:
             return self.trend_limit
-        return self.ceiling if len(self.past) < WINDOW else self.limit
+        full = len(self.past) >= WINDOW
+        return self.limit if full else max(self.ceiling, self.level + LEAST_RISE)
 
     @property
     def measured_from(self) -> tuple[float, float]:
@@ -296,7 +298,7 @@ class Divergence:
         quarter = WINDOW // 4
         mean = fmean(sorted(self.window)[quarter:-quarter])
         if self.lowest is None or mean < self.lowest[0]:
-            self.lowest = mean, max(0.4 * abs(mean), 5 * self.spread, 0.1)
+            self.lowest = mean, max(0.4 * abs(mean), 5 * self.spread, LEAST_RISE)
         elif mean > sum(self.lowest):
             self._begin_from_best()
 

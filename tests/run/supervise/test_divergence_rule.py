@@ -50,6 +50,16 @@ def test_noise_of_small_batches_raises_no_alarm(noise: str) -> None:
         assert seen_at(losses) is None, seed
 
 
+@pytest.mark.parametrize("known", [0, 4, 200])
+def test_a_loss_of_nearly_nothing_that_multiplies_raises_no_alarm(known: int) -> None:
+    """As of a model that knows its data by heart and goes on, after `known` steps."""
+    draw = random.Random(known)
+    losses = [0.002 * math.exp(draw.gauss(0, 0.3)) for _ in range(known)]
+    forgotten = [draw.uniform(0.005, 0.06) for _ in range(60)]
+    assert seen_at([*losses, 0.001, *forgotten]) is None
+    assert seen_at([*losses, 0.001, *forgotten, *[0.4] * 40]) is not None
+
+
 def test_a_small_step_up_as_by_a_swap_raises_no_alarm() -> None:
     assert seen_at([*DEFAULT, *(loss * 1.15 for loss in DEFAULT[-60:])]) is None
 

@@ -76,7 +76,7 @@ def test_a_divergence_marks_the_checkpoints_from_its_beginning_and_later_ones_ar
 ) -> None:
     scaled(monkeypatch, {8: 30, 15: 1 / 30})
     ended = cli("run.name=a", *RUN, "train.steps=15")
-    assert ended.code == 3 and "diverged: the loss is" in ended.out
+    assert ended.code == 3 and "diverged: the validation loss is" in ended.out
     assert 7 in steps() and "The last good checkpoint is that of step 7: go on from" in ended.out
     assert sorted(marked("runs/a")) == list(range(8, 16))
     assert all("far above its past (5." in doubt for doubt in marked("runs/a").values())
@@ -103,7 +103,7 @@ def test_an_evaluation_at_the_end_judges_the_last_state(
     scaled(monkeypatch, {9: 30})
     command = (*RUN, "train.steps=10", "checkpoint.every=5", "eval.every=10")
     ended = cli("run.name=a", *command)
-    assert ended.code == 3 and "diverged: the loss is" in ended.out, (
+    assert ended.code == 3 and "diverged: the validation loss is" in ended.out, (
         "the weights themselves are bad"
     )
     assert list(marked("runs/a")) == [10]
@@ -122,7 +122,8 @@ def test_weights_that_the_last_update_ruins_are_a_divergence(
     after_update(20, monkeypatch, lambda run: scale(run, factor))
     learns = ("train.steps=20", "optim.lr=0.01", f"eval.every={20 // evaluations}")
     ended = cli("run.name=a", *RUN, *learns)
-    assert ended.code == 3 and "since step 20." in ended.out
+    assert ended.code == 3 and "the validation loss is" in ended.out
+    assert "since step 20." in ended.out
     assert list(marked("runs/a")) == [20] and "far above its past" in marked("runs/a")[20]
 
 
