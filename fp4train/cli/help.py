@@ -118,9 +118,9 @@ def of_verb(verb_help: str, words: Sequence[str], *, keys: bool) -> str:
     """
     lines = [verb_help.strip("\n")]
     if keys:
-        flags, plain_words = overrides.flags_and_words(words)
+        flags, asked = _flags_and_words(words)
         groups = overrides.groups(overrides.own_folders(flags))
-        chosen = [word for word in plain_words if word.partition("=")[0] in groups]
+        chosen = [word for word in asked if word.partition("=")[0] in groups]
         lines += ["", topics([*flags, *chosen]).screen()]
     return fitted("\n".join(lines))
 
@@ -131,7 +131,7 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
     Raises:
         UserError: there is nothing of such a name; the message suggests a verb or a key.
     """
-    flags, asked = overrides.flags_and_words(words)
+    flags, asked = _flags_and_words(words)
     groups = overrides.groups(overrides.own_folders(flags))
     texts = []
     for word in asked:
@@ -140,6 +140,14 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
         chosen = [f"{group}={option}"] if option and group in groups else []
         texts.append(topics([*flags, *chosen]).topic(word, verbs))
     return fitted("\n\n".join(texts))
+
+
+def _flags_and_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flags of a command with the plugins that it names, and the words that are asked about."""
+    flags, others = overrides.flags_and_words(words)
+    asked = [word for word in others if not word.startswith("plugins=")]
+    named = [word for word in others if word not in asked] if asked else []
+    return [*flags, *named], asked or others
 
 
 def _shown(value: Any, room: int = _LONGEST_VALUE) -> str:

@@ -47,7 +47,7 @@ from fp4train.precision.settings import ConstantWeights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import EVALUATION, ask, cancel_request, wait_for_answer
 from fp4train.run.record.trust import check_paths
-from fp4train.track import NullTracker, read_metrics
+from fp4train.track import NullTracker, read_metrics, start_tracker
 from fp4train.track.config import METRICS
 
 WAIT = 10.0
@@ -262,8 +262,12 @@ def record(trained: TrainedModel, scores: Sequence[Score]) -> str:
             last = 0
         # No line is of a later step than this, so that none is dropped.
         end = max(last, trained.config.train.steps)
-        tracker = trained.config.track.build(
-            source, trained.config.run.name, plain(trained.cfg), resume_step=end
+        tracker = start_tracker(
+            trained.config.track,
+            source,
+            trained.config.run.name,
+            plain(trained.cfg),
+            resume_step=end,
         )
         try:
             for entry in entries:

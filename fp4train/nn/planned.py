@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +42,8 @@ from fp4train.quantize import Position, RunStep
 from fp4train.text import check_choice
 
 _Key = tuple[Recipe, LayerPolicy | None, Device]
+_STATES = "_extra_state"
+"""Key of a layer's states in a state dict, one that torch's own tools for checkpoints know."""
 
 
 class StrayRecomputation(RuntimeError):
@@ -401,6 +404,39 @@ class PlannedLayer(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.handle = LayerHandle(self)
         self.fused_weights.add(self)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """In a loop of somebody else, which applies no plan, the states are part of the state dict
+        as bytes: uint8, the file format of safetensors.
+        """
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._applied is None and (tensors := self.scaling_state()):
+            copies = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+            stored = bytearray(safetensors.torch.save(copies))
+            destination[prefix + _STATES] = torch.frombuffer(stored, dtype=torch.uint8)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        *problems: list[str],
+    ) -> None:
+        key = prefix + _STATES
+        stored = state_dict.pop(key, None)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *problems
+        )
+        if stored is not None:
+            tensors = safetensors.torch.load(stored.cpu().numpy().tobytes())
+            device = self.own_weights[0].device
+            self.load_scaling_state({name: part.to(device) for name, part in tensors.items()})
+        elif strict and self._applied is None and self.scaling_state():
+            missing_keys.append(key)
 
     def scaling_state(self) -> dict[str, Tensor]:
         """The tensors of the layer's states (amax histories of delayed scaling, …), saved in a

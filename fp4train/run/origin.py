@@ -44,7 +44,7 @@ from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.timeline import build_timeline, with_swap
 from fp4train.sealed import CONFIG_LIMIT
 from fp4train.text import printable
-from fp4train.track import mend
+from fp4train.track import mend, start_tracker
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
 
@@ -158,8 +158,12 @@ class Origin(ABC):
         values, events = self.open_records(run, history, ran_on)
         history.add(**values, plan=run.course.plan, environment=ran_on)
         history.write()
-        tracker = self.config.track.build(
-            directory, self.config.run.name, plain(self.cfg), resume_step=self.resume_step
+        tracker = start_tracker(
+            self.config.track,
+            directory,
+            self.config.run.name,
+            plain(self.cfg),
+            resume_step=self.resume_step,
         )
         run.record = replace(
             run.record, journal=history, configuration=configuration, tracker=tracker

@@ -8,6 +8,7 @@ from fp4train.track.config import (
     TensorBoardTracking as TensorBoardTracking,
     Tracking as Tracking,
     WandbTracking as WandbTracking,
+    start_tracker as start_tracker,
 )
 from fp4train.track.metrics import (
     MetricsLog as MetricsLog,

@@ -39,7 +39,7 @@ class Tracking(Protocol):
         *,
         resume_step: int | None = None,
     ) -> Tracker:
-        """The tracker of a run.
+        """The tracker of a run; of a plugin what is called beside RUN/metrics.jsonl.
 
         Args:
             run_dir: the folder of the run's files.
@@ -158,3 +158,36 @@ class NoTracking:
         resume_step: int | None = None,
     ) -> Tracker:
         return NullTracker()
+
+
+@dataclass(frozen=True)
+class _PluginTracking(JsonlTracking):
+    """RUN/metrics.jsonl, and the tracker of a plugin beside it, which can neither hold nor end the
+    run.
+    """
+
+    tracking: Tracking
+
+    def _service(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None
+    ) -> Tracker:
+        return QueuedTracker(
+            lambda: self.tracking.build(run_dir, run_name, config, resume_step=step),
+            type(self.tracking).__name__,
+            start_seconds=IMPORT_SECONDS,
+            finish_seconds=FLUSH_SECONDS,
+        )
+
+
+def start_tracker(
+    tracking: Tracking,
+    run_dir: Path,
+    run_name: str,
+    config: Mapping[str, Any],
+    *,
+    resume_step: int | None,
+) -> Tracker:
+    """The tracker of a run, whoever wrote the class that `track` names. See `Tracking.build`."""
+    if not isinstance(tracking, JsonlTracking | NoTracking):
+        tracking = _PluginTracking(tracking)
+    return tracking.build(run_dir, run_name, config, resume_step=resume_step)

@@ -216,3 +216,14 @@ def test_help_of_plan_says_what_a_run_takes(cli: Cli, small_run: Path) -> None:
             refused.err.split()
         )
     assert "unknown flag --zzz" in cli.raw("plan", str(small_run), "--zzz").err
+
+
+def test_help_lists_the_keys_of_a_plugins_option(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "own" / "optim").mkdir(parents=True)
+    (tmp_path / "own" / "optim" / "lion.yaml").write_text("_target_: helplab.Lion\n")
+    (tmp_path / "own" / "helplab.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass Lion:\n"
+        "    betas: float = 0.75\n    def build(self, model): ...\n"
+    )
+    shown = cli.raw("help", "optim=lion", "plugins=[helplab]", "--config-dir", "own").out
+    assert "optim.betas=0.75" in shown and "plugins" not in shown

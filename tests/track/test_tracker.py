@@ -15,6 +15,7 @@ from fp4train.track import (
     Trackers,
     WandbTracking,
     read_metrics,
+    start_tracker,
 )
 
 
@@ -76,6 +77,27 @@ def test_what_the_first_tracker_raises_reaches_the_caller(tmp_path: Path) -> Non
     with pytest.raises(ConnectionError):
         tracker.finish()
     assert other.calls == ["finish"]
+
+
+@pytest.mark.parametrize("broken", ["nothing", "log", "build"])
+def test_a_plugins_tracker_is_a_service_beside_the_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    service = Failing(broken)
+
+    class Plugin:
+        def build(self, *_: object, **__: object) -> Failing:
+            service._call("build")
+            return service
+
+    tracker = start_tracker(Plugin(), tmp_path, "run", {}, resume_step=None)
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.finish()
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert service.calls[:2] == (["build"] if broken == "build" else ["build", "log"])
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warned) == (broken != "nothing")
+    assert all("is switched off: gone" in line for line in warned)
 
 
 def test_no_tracking_writes_nothing(tmp_path: Path) -> None:
