@@ -15,7 +15,7 @@ from fp4train.text import check_choice
 from fp4train.track.metrics import MetricsLog
 from fp4train.track.tensorboard import TensorBoardTracker
 from fp4train.track.tracker import NullTracker, QueuedTracker, Tracker, Trackers
-from fp4train.track.wandb import PROBE_SECONDS, WandbTracker, end_service
+from fp4train.track.wandb import PROBE_SECONDS, Charts, WandbTracker, end_service
 
 _log = logging.getLogger(__name__)
 
@@ -92,12 +92,13 @@ class WandbTracking(JsonlTracking):
     """RUN/metrics.jsonl, and Weights & Biases beside it.
 
     Args:
-        project, entity, group, tags: arguments of `wandb.init`.
+        project, entity, group, tags: arguments of `wandb.init`; where there is none, wandb's
+            variable says it (WANDB_PROJECT, …).
         mode: "auto" (online where logged in and reachable) or "offline".
         timeout: seconds to wait for the server at the start, and again at the end.
     """
 
-    project: DestinationText = "fp4train"
+    project: DestinationText | None = None
     entity: DestinationText | None = None
     group: str | None = None
     tags: tuple[str, ...] = ()
@@ -114,9 +115,9 @@ class WandbTracking(JsonlTracking):
         self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None
     ) -> Tracker:
         settings: dict[str, Any] = {
-            name: getattr(self, name) for name in ("project", "entity", "group", "tags")
-        }
-        settings |= {
+            "charts": Charts(project=self.project, entity=self.entity),
+            "group": self.group,
+            "tags": self.tags or None,
             "offline": self.mode == "offline",
             "timeout": self.timeout,
             "resumed": step is not None,

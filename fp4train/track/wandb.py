@@ -5,8 +5,8 @@ sent later with ``wandb sync``. Every wait is bounded: an unreachable server cos
 start and at the end, never the run.
 
 wandb's own step counter cannot go back, as ours does after a resume; so ``step`` is logged as a
-value and declared the x axis of every chart. The id of the run is kept in RUN/wandb/run_id, by
-which a resumed run continues the same charts.
+value and declared the x axis of every chart. RUN/wandb keeps id and project of the run, be they
+ours, of its variables or of a sweep: by them a resumed run continues the same charts.
 """
 
 import http.client
@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,53 @@ CONSOLE_LIMIT = 1 << 26
 """Bytes of it that are sent."""
 FOLDER = "wandb"
 RUN_ID = "run_id"
-"""RUN/wandb/run_id: the run's id in its charts."""
+PROJECT = "project"
+"""RUN/wandb/run_id: the run's id in its charts; RUN/wandb/project: ENTITY/PROJECT that has them."""
+DEFAULT_PROJECT = "fp4train"
+RESERVED = ":;,#?/'"
+"""Characters that are in no id."""
 PROBE_SECONDS = 2.0
 ASKED_FOR = "asked for"
 NOT_LOGGED_IN = "not logged in, see `wandb login`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charts:
+    """The charts of a run: its id, their project and entity; None: wandb chooses."""
+
+    id: str | None = None
+    project: str | None = None
+    entity: str | None = None
+
+    @classmethod
+    def read(cls, folder: files.Folder) -> "Charts":
+        """The charts that `write` kept; without a valid id, none."""
+        run_id, place = (
+            folder.read(name, 1000).decode("utf-8", "replace").strip()
+            if folder.has_file(name)
+            else ""
+            for name in (RUN_ID, PROJECT)
+        )
+        if not run_id or not run_id.isprintable() or set(run_id) & set(RESERVED):
+            return cls()
+        entity, _, project = place.rpartition("/")
+        return cls(id=run_id, project=project or None, entity=entity or None)
+
+    def write(self, folder: files.Folder) -> None:
+        folder.write(RUN_ID, f"{self.id}\n".encode())
+        folder.write(PROJECT, f"{self.entity or ''}/{self.project}\n".encode())
+
+    def wanted(self, kept: "Charts", settings: Any) -> "Charts":
+        """The charts to be asked for: these, else those of the run so far, else those of wandb's
+        settings. In a sweep wandb's own hold, and it takes no others.
+        """
+        if settings.sweep_id or settings.launch:
+            return Charts()
+        return Charts(
+            id=kept.id or settings.run_id or secrets.token_hex(4),
+            project=self.project or kept.project or settings.project or DEFAULT_PROJECT,
+            entity=self.entity or kept.entity or settings.entity,
+        )
 
 
 class WandbTracker:
@@ -56,7 +100,8 @@ class WandbTracker:
         offline: whether it stays offline without a try to go online.
         timeout: seconds to wait for the server at the start, and again for the upload at the end.
         resumed: whether it continues the run whose id is in the run directory.
-        named: project, entity, group and tags, as in `wandb.init`.
+        charts: project and entity that the user names.
+        named: group and tags, as in `wandb.init`.
     """
 
     def __init__(
@@ -68,6 +113,7 @@ class WandbTracker:
         offline: bool = False,
         timeout: float = 5.0,
         resumed: bool = False,
+        charts: Charts = Charts(),
         **named: Any,
     ) -> None:
         import wandb
@@ -79,16 +125,17 @@ class WandbTracker:
             files.Folder.open(run_dir, create=True) as run,
             run.folder(FOLDER, create=True) as folder,
         ):
-            run_id = _run_id(folder, resumed)
+            kept = Charts.read(folder) if resumed else Charts()
         settings = wandb.setup().settings
         if settings.mode == "disabled":
             raise RuntimeError("wandb is disabled in its own settings")
+        charts = charts.wanted(kept, settings)
         start = partial(
             wandb.init,
             dir=str(run_dir),
-            id=run_id,
+            **vars(charts),
             resume="allow",
-            name=run_name,
+            name=None if kept.id or settings.run_name else run_name,
             config=dict(config),
             allow_val_change=True,
             settings=wandb.Settings(
@@ -109,7 +156,7 @@ class WandbTracker:
                 _log.info("wandb: %s", self._run.url)
             except Exception as error:  # any of wandb's, its server's and the network's
                 why_offline = str(error).partition("\n")[0] or type(error).__name__
-                _forget_failed(run_dir, run_id)
+                _forget_failed(run_dir, charts.id or settings.run_id)
         if self._run is None:
             self._run = start(mode="offline")
             expected = why_offline in (ASKED_FOR, NOT_LOGGED_IN)
@@ -117,6 +164,16 @@ class WandbTracker:
             later = "wandb is offline (%s); send the run later with:\n  wandb sync %s"
             _log.log(level, later, why_offline, self._local())
         self._run.define_metric("*", step_metric="step")
+        self._keep(kept)
+
+    def _keep(self, before: Charts) -> None:
+        """Keep the charts that the run really has, where a resume finds them."""
+        charts = Charts(id=self._run.id, project=self._run.project, entity=self._run.entity)
+        if before.id not in (None, charts.id):
+            text = "wandb: the sweep goes on as run %s, and leaves the charts of run %s"
+            _log.warning(text, charts.id, before.id)
+        with files.Folder.open(self._run_dir) as run, run.folder(FOLDER) as folder:
+            charts.write(folder)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **values})
@@ -183,7 +240,7 @@ class WandbTracker:
         return Path(self._run.dir).parent
 
 
-def _forget_failed(run_dir: Path, run_id: str) -> None:
+def _forget_failed(run_dir: Path, run_id: str | None) -> None:
     """End the service that keeps the id of a run which failed to start, and remove its folder."""
     import wandb
 
@@ -242,16 +299,6 @@ def _why_unreachable(url: str) -> str | None:
 
     late: str | None = f"{url} did not answer within {PROBE_SECONDS:g} s"
     return within(PROBE_SECONDS, ask, late)
-
-
-def _run_id(folder: files.Folder, resumed: bool) -> str:
-    if resumed and folder.has_file(RUN_ID):
-        stored_id = folder.read(RUN_ID, 1000).decode("ascii", "replace").strip()
-        if stored_id.isalnum():
-            return stored_id
-    fresh = secrets.token_hex(4)
-    folder.write(RUN_ID, f"{fresh}\n".encode())
-    return fresh
 
 
 def end_service() -> None:

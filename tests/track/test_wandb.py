@@ -141,6 +141,38 @@ def test_not_logged_in_is_offline_quietly_and_a_resume_continues_the_run(
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 12
 
 
+@pytest.mark.parametrize("sweep", ["", "sweep01"])
+def test_a_resume_opens_the_run_of_wandbs_own_variables_without_them(
+    tmp_path: Path,
+    wandb_at: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    sweep: str,
+) -> None:
+    variables = {
+        "RUN_ID": "agent-1",
+        "SWEEP_ID": sweep,
+        "PROJECT": "theirs",
+        "ENTITY": "lab",
+        "NAME": "fancy-sweep-1",
+        "TAGS": "a,b",
+        "RUN_GROUP": "g",
+    }
+    with monkeypatch.context() as agent:
+        for name, value in variables.items():
+            if value:
+                agent.setenv(f"WANDB_{name}", value)
+        wandb_at(None)
+        first, _ = train(tmp_path, WandbTracking(timeout=SERVICE_SECONDS))
+    assert (tmp_path / "wandb" / "run_id").read_text() == "agent-1\n"
+    charts = first._run
+    assert (charts.name, charts.tags, charts.group) == ("fancy-sweep-1", ("a", "b"), "g")
+    wandb_at(None)
+    tracking = WandbTracking(timeout=SERVICE_SECONDS, tags=("c",))
+    again, _ = train(tmp_path, tracking, resume_step=3)
+    assert again._run.path == charts.path == "lab/theirs/agent-1"
+    assert again._run.tags == ("c",)
+
+
 def test_an_unreachable_server_leaves_the_run_offline(
     tmp_path: Path,
     wandb_at: Callable[[str | None], None],

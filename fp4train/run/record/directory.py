@@ -235,6 +235,7 @@ SETTLED: Mapping[str, Sequence[Any]] = {
     "model.draw": ["torch", "counter"],
     "parallel.amax": ["tp"],
     "parallel.norm": ["auto"],
+    "track.project": ["fp4train"],
 }
 """Keys that went → the values under which a run that goes on is what it is without them."""
 
