@@ -13,7 +13,8 @@ the file was when it was opened:
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
@@ -51,7 +52,22 @@ class IdFile:
     untyped: bool = False
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, os.close, self.descriptor)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+
+    def let_go(self) -> None:
+        """Close the file: each read opens it anew, as a process can have few files open."""
+        self._close()
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        if self._close.alive:
+            yield self.descriptor
+            return
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     @property
     def size(self) -> int:
@@ -84,8 +100,10 @@ class IdFile:
         parts: list[bytes] = []
         missing = size
         while missing:
+            place = self.offset + first + size - missing
             try:
-                part = os.pread(self.descriptor, missing, self.offset + first + size - missing)
+                with self._opened() as descriptor:
+                    part = os.pread(descriptor, missing, place)
             except OSError as error:
                 raise DataError(f"{self.path} cannot be read any more: {error.strerror}") from error
             if not part:
@@ -155,7 +173,7 @@ class WatchedFile(IdFile):
         self.stamp = self._stamp()
 
     def _stamp(self) -> Stamp:
-        return stamp_of(os.fstat(self.descriptor))
+        return stamp_of(os.stat(self.descriptor if self._close.alive else self.path))
 
     def checked(self, first: int, size: int) -> bytes:
         data = self.raw(first, size)

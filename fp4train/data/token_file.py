@@ -25,6 +25,8 @@ from fp4train.paths import CacheFolder, DataPaths
 
 SUFFIXES = (".bin", ".npy", ".ds")
 """Of the files of a folder that are read."""
+OPEN = 16
+"""Most token files of one path that stay open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,12 @@ class Tokens:
                     "it out"
                 )
             return table_ids(files, self.column, self.vocab_size, self.cache_dir)
-        return StoredIds([open_tokens(file, self.dtype, self.vocab_size, key) for file in files])
+        parts = []
+        for file in files:
+            parts.append(open_tokens(file, self.dtype, self.vocab_size, key))
+            if len(files) > OPEN:
+                parts[-1].let_go()
+        return StoredIds(parts)
 
 
 def _token_files(named: Sequence[str], key: str) -> list[Path]:

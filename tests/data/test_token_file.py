@@ -1,6 +1,7 @@
 """data=tokens: nanoGPT's, llm.c's and Megatron's files, and files that are none of them."""
 
 import os
+import resource
 import shutil
 import struct
 from collections.abc import Sequence
@@ -225,6 +226,24 @@ def test_shards_of_a_folder_a_pattern_or_a_list_are_one_stream_in_sorted_order(
         starts = loader.starts(0, sum(loader.sequences))
         assert np.array_equal(rows[0].numpy(), IDS[starts[:, None] + np.arange(16)])
         assert np.array_equal(rows[1].numpy(), IDS[starts[:, None] + np.arange(1, 17)])
+
+
+def test_more_shards_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+    for number in range(40):
+        np.full(50, number, "<u2").tofile(tmp_path / f"{number:02}.bin")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 20, limits[1]))
+    try:
+        ids = build(tmp_path).train.ids
+        assert np.array_equal(np.asarray(ids), np.repeat(np.arange(36), 50))
+        (tmp_path / "20.bin").unlink()
+        np.full(50, 7, "<u2").tofile(tmp_path / "20.bin")
+        with pytest.raises(DataError, match=r"20\.bin was changed after the run had opened it"):
+            np.asarray(ids)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_one_shard_that_changes_gives_another_fingerprint_and_an_equal_one_the_same(
