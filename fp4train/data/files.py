@@ -175,8 +175,11 @@ def _with_suffixes(
             inputs.append(match)
             continue
         below: list[Path] = []
+        versions: dict[str, str] = {}
         for folder, names, files in os.walk(match, onerror=refuse):
             names[:] = [name for name in names if not name.startswith(".")]
+            if _OF_DATASETS in files:
+                files = _once(folder, files, versions, key)
             below += [Path(folder, file) for file in files if not file.startswith(".")]
         for file in sorted(below):
             suffix = file.suffix.lower()
@@ -185,6 +188,25 @@ def _with_suffixes(
             else:
                 others[suffix or "no suffix"] += 1
     return inputs, others
+
+
+def _once(folder: str, files: Sequence[str], versions: dict[str, str], key: str) -> list[str]:
+    """The files of a folder of `datasets` without those that it computed from the others.
+
+    Args:
+        versions: parent → the folder of the cache that was seen there.
+
+    Raises:
+        DataError: the cache has its data set in another folder, too, of another revision.
+    """
+    other = versions.setdefault(os.path.dirname(folder), folder)
+    if other != folder and "state.json" not in files:
+        raise DataError(f"{key}: {other} and {folder} hold one data set twice: name one of them")
+    data = [file for file in files if not (file.startswith("cache-") and file.endswith(".arrow"))]
+    if len(data) < len(files):
+        text = "%s: %d files in %s that `datasets` computed from its others are left out"
+        _log.info(text, key, len(files) - len(data), folder)
+    return data
 
 
 def _outside_of_runs(files: Sequence[Path], place: Path, key: str) -> list[Path]:
@@ -204,6 +226,8 @@ def _outside_of_runs(files: Sequence[Path], place: Path, key: str) -> list[Path]
     return outside
 
 
+_OF_DATASETS = "dataset_info.json"
+"""The file of every folder that `datasets` made."""
 _HISTORY = "history.jsonl"
 _CONFIG = "config.yaml"
 _FIRST_LINE = b"# fp4train run "

@@ -1,6 +1,7 @@
 """data=hf on local Parquet and JSON Lines, without a network."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def test_a_folder_of_files_is_read_in_the_order_of_names(tmp_path: Path) -> None
             "".join(json.dumps({"text": text}) + "\n" for text in part)
         )
     assert texts(build(tmp_path / "rows")) == [*ROWS, ""]
+
+
+def test_a_cache_of_datasets_is_read_once(jsonl: Path, tmp_path: Path) -> None:
+    import datasets
+
+    cache = str(tmp_path / "hf")
+    rows = datasets.load_dataset("json", data_files=str(jsonl), cache_dir=cache, split="train")
+    rows.map(lambda row: {"text": row["text"].upper()})
+    version = Path(rows.cache_files[0]["filename"]).parent
+    assert len(list(version.glob("*.arrow"))) == 2
+    assert texts(build(version)) == [*ROWS, ""]
+    shutil.copytree(version, version.with_name("another"))
+    with pytest.raises(DataError, match=r"hold one data set twice: name one of them"):
+        build(version.parent)
 
 
 def test_bounds_cut_the_stream_and_say_so(jsonl: Path) -> None:
