@@ -10,6 +10,7 @@ from fp4train.parallel.world import AgreedError
 from fp4train.precision import Recipe
 from fp4train.precision.plan import PlannedStretch
 from fp4train.run.bits import seed_model
+from fp4train.run.checks import learning_rate
 from fp4train.run.evaluate import check_evaluation, evaluate
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.queued import Numbers, Step, Values, due
@@ -143,8 +144,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     Where loss or gradients are not finite, the weights stay as they are.
     """
     config = run.config.train
-    optim = run.config.optim
-    lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
+    lr = learning_rate(run.config, run.step)
     values: Values = {
         "train/lr": lr,
         "train/tokens": (run.step + 1) * config.tokens,

@@ -46,7 +46,8 @@ def using(names: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[None]:
         folders: folders in which they are looked for after Python's own import path.
 
     Raises:
-        UserError: one is no package's name, is not found, or fails when it is imported.
+        UserError: one is no package's name, is not found, or fails when it is imported; or its code
+            raised inside the context.
     """
     folders = tuple(folders)
     for name in names:
@@ -54,6 +55,13 @@ def using(names: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[None]:
     token = _USED.set((tuple(names), folders))
     try:
         yield
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        module = str(frame.f_globals.get("__name__"))
+        ours = module.partition(".")[0] == "fp4train"
+        if isinstance(error, UserError) or ours or not may_define(module):
+            raise
+        raise UserError(f"the plugin {module} raised {describe_failure(error)}") from error
     finally:
         _USED.reset(token)
 

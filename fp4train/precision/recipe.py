@@ -315,8 +315,15 @@ class Recipe:
         return "outlier channels are multiplied apart, which emulate and reference do"
 
     def operands(self) -> dict[str, Operands]:
-        """The six operands before `high_precision` is applied."""
-        return dict.fromkeys(GEMMS, HIGH_PRECISION)
+        """The six operands before `high_precision` is applied.
+
+        Raises:
+            ValueError: the class defines none.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no method operands, which says how each GEMM is quantised: "
+            "define it, or derive the class from BF16 or another recipe that has one"
+        )
 
     def table(self) -> Table:
         """The six operands that run: GEMM name → operands."""

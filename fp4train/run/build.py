@@ -14,7 +14,7 @@ from torch import nn
 from fp4train.config import Config
 from fp4train.data.loader import RunRows
 from fp4train.data.source import RunData
-from fp4train.errors import user_errors
+from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
 from fp4train.hardware import Device
 from fp4train.models.common.cut import StageCut, multiplied
@@ -74,7 +74,13 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
 def _built(config: Config, vocab_size: int, device: str) -> nn.Module:
     with user_errors(ValueError, before="the model cannot be built: "), torch.device(device):
         build = partial(build_weightless, config.model) if device == "meta" else config.model.build
-        return build(vocab_size=vocab_size, seq_len=config.train.seq_len)
+        model = build(vocab_size=vocab_size, seq_len=config.train.seq_len)
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"{type(config.model).__name__}.build gave an object of {type(model).__name__}; it "
+                "must return a torch.nn.Module"
+            )
+    return model
 
 
 def build_plan(
@@ -239,6 +245,11 @@ def _data(config: Config, place: Path, world: World) -> RunData:
     data: RunData = world.by_machine(
         lambda: config.data.build(place, config.train.seq_len, config.run.seed)
     )
+    if not hasattr(data, "fingerprint"):
+        raise UserError(
+            f"{type(config.data).__name__}.build gave an object of {type(data).__name__}; it must "
+            "return a TokenData (fp4train.data.tokens)"
+        )
     if world.size > 1:
         check_same(world, {"the data": data.fingerprint})
     _log.info("%s", data.description)

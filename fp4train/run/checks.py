@@ -3,6 +3,7 @@ warnings about valid but probably unintended settings.
 """
 
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -165,8 +166,18 @@ def check_oscillation(config: Config, plan: Plan) -> None:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of step `step` (steps count from 0)."""
-    return config.optim.lr * config.schedule.factor(step, config.train.steps)
+    """The learning rate of step `step` (steps count from 0).
+
+    Raises:
+        UserError: a schedule of a plugin gives no factor.
+    """
+    factor = config.schedule.factor(step, config.train.steps)
+    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        raise UserError(
+            f"{type(config.schedule).__name__} gives {factor!r} at step {step}: the peak rate is "
+            "multiplied by it, so it must be a number from 0 on"
+        )
+    return config.optim.lr * factor
 
 
 def rate_jump(earlier: Config, later: Config, step: int) -> str | None:

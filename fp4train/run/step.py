@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp4train.data.stream import Rows
+from fp4train.errors import UserError
 from fp4train.optim import divides_gradients, takes_flags
 from fp4train.parallel.fsdp import join_scales, synchronise
 from fp4train.parallel.pipeline import Microbatch
@@ -242,7 +243,7 @@ def train_losses(run: Run, recipe: Recipe, rows: Iterable[Rows], weight: float) 
                 else:
                     taught = {"teacher": run.teacher(microbatch.tokens_BT)}
                 with microbatch.context():
-                    loss: Tensor = run.model(microbatch.tokens_BT, microbatch.targets_BT, **taught)
+                    loss = _loss(run, microbatch, **taught)
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
                 yield loss.detach()
     if divided:
@@ -261,8 +262,24 @@ def losses(run: Run, batches: Iterable[Microbatch]) -> Iterator[Tensor]:
         return
     for microbatch in batches:
         with torch.no_grad(), microbatch.context():
-            loss: Tensor = run.model(microbatch.tokens_BT, microbatch.targets_BT)
+            loss = _loss(run, microbatch)
         yield loss
+
+
+def _loss(run: Run, microbatch: Microbatch, **taught: Any) -> Tensor:
+    """The model's mean loss over a microbatch.
+
+    Raises:
+        UserError: a plugin's model gives something else.
+    """
+    loss: object = run.model(microbatch.tokens_BT, microbatch.targets_BT, **taught)
+    if not isinstance(loss, Tensor) or loss.ndim:
+        shape = f" {list(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise UserError(
+            f"{type(run.model).__name__}.forward(tokens, targets) gave a {type(loss).__name__}{shape}, "
+            "and must give the mean loss, a tensor without axes"
+        )
+    return loss
 
 
 def gradient_norms(

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp4train.models.llama import Llama
-from fp4train.precision import MXFP8
+from fp4train.optim.schedule import Schedule
+from fp4train.precision import MXFP8, Recipe as RecipeBase
 from fp4train.track import NullTracker
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,35 @@ class Nowhere:
     """A tracker of another package."""
     def build(self, run_dir, run_name, config, *, resume_step=None):
         return NullTracker()
+
+@dataclass(frozen=True, kw_only=True)
+class Raises(RecipeBase):
+    def operands(self):
+        return {}["fprop"]
+
+@dataclass(frozen=True, kw_only=True)
+class Silent(RecipeBase):
+    "A recipe that does not say what it does."
+
+@dataclass(frozen=True, kw_only=True)
+class Falling(Schedule):
+    to: float = -1.0
+    def after_warmup(self, step, warmup, steps):
+        return self.to
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing:
+    optional: bool = True
+    def build(self, run_dir=None, seq_len=0, seed=0, vocab_size=0):
+        return None
+
+@dataclass(frozen=True, kw_only=True)
+class Logits(Flat):
+    def build(self, *, vocab_size, seq_len):
+        model = super().build(vocab_size=vocab_size, seq_len=seq_len)
+        forward = model.forward
+        model.forward = lambda tokens, targets: forward(tokens)
+        return model
 '''
 OWN = ("--config-dir", "mine", "plugins=[ownlab]")
 
@@ -67,6 +97,12 @@ def mine(cli: Cli) -> Iterator[None]:
         "1\nhidden: 64\n",
         "model/flat.yaml": "_target_: ownlab.Flat\n",
         "recipe/own.yaml": "_target_: ownlab.Recipe\n",
+        "model/nothing.yaml": "_target_: ownlab.Nothing\n",
+        "model/logits.yaml": "_target_: ownlab.Logits\n",
+        "data/nothing.yaml": "_target_: ownlab.Nothing\n",
+        "recipe/raises.yaml": "_target_: ownlab.Raises\n",
+        "recipe/silent.yaml": "_target_: ownlab.Silent\n",
+        "schedule/falling.yaml": "_target_: ownlab.Falling\n",
         "track/own.yaml": "_target_: ownlab.Nowhere\n",
         "experiment/own.yaml": "# @package _global_\nplugins: [ownlab]\n",
     }.items():
@@ -89,6 +125,25 @@ def test_a_run_with_a_plugin_is_saved_resumed_and_planned(cli: Cli) -> None:
     assert sorted(losses("runs/a")) == [1, 2, 3]
     planned = cli.raw("plan", *OWN, "resume=runs/a", "recipe=own", "train.steps=6", "phases=none")
     assert planned.code == 0 and "Recipe" in planned.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("recipe=raises", "the plugin ownlab raised KeyError: 'fprop' ("),
+        ("recipe=silent", "recipe: Silent has no method operands"),
+        ("schedule=falling", "Falling gives -1.0 at step 0"),
+        (
+            "model=nothing",
+            "Nothing.build gave an object of NoneType; it must return a torch.nn.Mod",
+        ),
+        ("data=nothing", "Nothing.build gave an object of NoneType; it must return a TokenData"),
+        ("model=logits", "FlatModel.forward(tokens, targets) gave a Tensor ["),
+    ],
+)
+def test_what_a_plugin_does_wrong_is_one_line(cli: Cli, words: str, said: str) -> None:
+    ended = cli(*OWN, *words.split(), "run.name=a", "train.steps=2", "schedule.warmup=0")
+    assert ended.code == 1 and said in ended.message and "Traceback" not in ended.err
 
 
 def test_a_model_without_blocks_has_a_plan_and_no_estimate(cli: Cli) -> None:
