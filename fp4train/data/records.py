@@ -32,6 +32,8 @@ MOST_PARTS = 1 << 21
 160 of memory.
 """
 BATCH_BYTES = 1 << 26
+MOST_EMPTY = 1_000_000
+"""Empty lines in a row, of which a small packed file may hold billions."""
 BATCH_ROWS = 256
 """Rows of Parquet that are decoded at once, fewer where they may be large."""
 UNPACKED = 1 << 28
@@ -135,6 +137,7 @@ def read_objects(path: Path, columns: ReadColumns, source: str) -> Iterator[tupl
 def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
     """The line and the value of each record, of which a line may hold several."""
     line = 0
+    last = 0
     begun = False
     while data := stream.readline(LONGEST + 1):
         line += 1
@@ -147,6 +150,11 @@ def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
                 f"{path}, line {line}: it begins a value over several lines, {_as_lines(path, '.')}"
             )
         begun = begun or bool(text)
+        last = line if text else last
+        if line - last > MOST_EMPTY:
+            raise DataError(
+                f"{path}, line {line}: {MOST_EMPTY:,} lines before it are empty. Take them out"
+            )
         at = _after_space(text, 0)
         while at < len(text):
             with _json_errors(path, line):

@@ -240,6 +240,10 @@ PLACES: dict[str, tuple[str, str]] = {
         broken(GOOD, '{"text": "a", "x": ' + "9" * 5000 + "}"),
         r"line 7: .*: an integer has more than 4,300 digits\. Write it as text, in quotes",
     ),
+    "empty lines": (
+        "\n" * 1_000_100 + GOOD,
+        "line 1000001: 1,000,000 lines before it are empty",
+    ),
     "a list": (
         '\n[{"text": "a"}]',
         r"line 2: it begins a list, .*: jq -c '\.\[\]' b\.json > b\.jsonl$",

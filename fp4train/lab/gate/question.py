@@ -15,7 +15,6 @@ answer is in doubt about which was asked first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,6 +25,8 @@ from fp4train.lab.gate.kept import KeptQuestions
 from fp4train.lab.studies import ForkRequest, Forks, StudyRecord
 from fp4train.lab.studies.base import check_count
 
+LARGEST = 100
+"""Nats per token that no loss of a model lies from another."""
 _ANSWER = "answer/"
 _BOUND = "bound/"
 
@@ -61,8 +62,10 @@ class GateRequest(ForkRequest):
             check_count("forks", self.forks, least=0)
         for name in ("margin", "bound", "deviation"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}={value:g} must be a number of nats per token above 0")
+            if value is not None and not 0 < value <= LARGEST:
+                raise ValueError(
+                    f"{name}={value:g} must be a number of nats per token above 0, up to {LARGEST}"
+                )
         if self.bound is not None and self.bound <= self.margin:
             raise ValueError(
                 f"bound={self.bound:g} must be larger than margin={self.margin:g}: it is the "

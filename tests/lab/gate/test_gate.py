@@ -287,6 +287,7 @@ def test_an_interruption_says_that_the_command_goes_on(
         (["recipe=mxfp8"], "gate needs margin=…: fp4train gate RUN… recipe=nvfp4 margin=0.01"),
         (["margin=0.01"], "gate needs recipe=…"),
         (["recipe=mxfp8", "margin=0"], "margin=0 must be a number of nats per token above 0"),
+        (["recipe=mxfp8", "margin=1e308"], "margin=1e+308 must be a number of nats per token"),
         (["recipe=mxfp8", "margin=0.01", "bound=0.01"], "bound=0.01 must be larger than margin"),
         (["recipe=mxfp8", "margin=0.01", "against=bf61"], "against: recipe=bf61: there is no such"),
         (["recipe=mxfp8,nvfp4", "margin=0.01"], "a gate is of one recipe; fp4train rank compares"),
