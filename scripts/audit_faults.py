@@ -1,9 +1,11 @@
 """Plant faults in live runs, audit the runs, and write the table of what was found and named.
 
     python scripts/audit_faults.py [--out FILE] [WORD…]
+    python scripts/audit_faults.py --moments 76
 
 Each fault is planted into a run of its own, of the default model with two blocks and of experts;
-words choose the faults whose names have one of them. `fp4train check` audits runs without a fault.
+words choose the faults whose names have one of them. --moments flips so many bits of the default
+model, each at a moment uniform in the wall time of a step. `fp4train check` audits runs without a fault.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import io
 import json
 import logging
 import platform
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,19 @@ SMALL = (
     "recipe=nvfp4",
     "run.name=a",
 )
+DEFAULT = (
+    "data=text",
+    "data.path=text.txt",
+    "eval.every=0",
+    "eval.batches=1",
+    "checkpoint.every=0",
+    "track=jsonl",
+    "audit.every=0",
+    "audit.sums=1",
+    "run.name=a",
+)
+"""The default model, whose state is summed in every step."""
+SEED = 50
 MODELS = {"dense": ("model.layers=2",), "experts": ("model=moe_tiny", "model.layers=2")}
 AUDITS = {
     "layers": ("audit.every=1", "audit.sums=0"),
@@ -72,7 +89,7 @@ class Case:
 
     Args:
         name: its name.
-        source: the list that has it: "field", "memory" or "program".
+        source: the list that has it: "field", "memory", "program" or "update".
         plant: makes the context in which a run has it.
         audit: the key of `AUDITS` that is to find it.
         words: words that a fault that names it has, or those for each model; empty: none names it.
@@ -114,6 +131,9 @@ def cases() -> Iterator[Case]:
         change, words = planting.OPERAND_FAULTS[name]
         yield Case(f"{name}, in one step", "memory", _once(operand(change)), "layers", words)
         yield Case(f"{name}, in every step", "program", operand(change), "layers", words)
+    for name, (plant, words) in run_faults.UPDATE_FAULTS.items():
+        audit = "sums" if "never updated" in name else "layers"
+        yield Case(name, "update", plant, audit, words)
     yield Case("one token", "memory", run_faults.other_token, "layers")
 
 
@@ -178,6 +198,19 @@ def tried(case: Case, model: str) -> tuple[bool, bool, str]:
 
 def audited(options: Sequence[str], plant: Plant) -> tuple[list[str], list[str]]:
     """(faults that audits of a run named, why audits failed), of a run in a folder of its own."""
+    lines = logged(options, plant)
+    faults = [
+        f"{line['layer']} {line['gemm']} {line['operand']}: {line['what']}: {line['cause']}"
+        for line in lines
+        if line.get("event") == "audit fault"
+    ]
+    refused = [line["reason"] for line in lines if line.get("event") == "checkpoint failed"]
+    failed = [line["reason"] for line in lines if line.get("event") == "audit failed"]
+    return [*faults, *refused], failed
+
+
+def logged(options: Sequence[str], plant: Plant) -> list[dict[str, Any]]:
+    """The lines of metrics of a run in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 2000)
         printed = io.StringIO()
@@ -189,15 +222,34 @@ def audited(options: Sequence[str], plant: Plant) -> tuple[list[str], list[str]]
         ):
             main([*options])
         logging.disable(logging.NOTSET)
-        lines = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
-    faults = [
-        f"{line['layer']} {line['gemm']} {line['operand']}: {line['what']}: {line['cause']}"
-        for line in lines
-        if line.get("event") == "audit fault"
+        return [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
+
+
+def at_moments(count: int) -> str:
+    """A sentence about bits of weights, moments and buffers of the default model that flipped at so
+    many random moments, each with an audit of every step, and a line for each that was not found.
+
+    A run that a flip ends is followed by another one.
+    """
+    draw = random.Random(SEED)
+    moments = [
+        run_faults.Moment(share=draw.random(), draw=random.Random(draw.random()))
+        for _ in range(count)
     ]
-    refused = [line["reason"] for line in lines if line.get("event") == "checkpoint failed"]
-    failed = [line["reason"] for line in lines if line.get("event") == "audit failed"]
-    return [*faults, *refused], failed
+    missed = []
+    remaining = moments
+    while remaining:
+        steps = f"train.steps={2 * len(remaining) + 6}"
+        lines = logged((*DEFAULT, steps), partial(run_faults.flips_at, remaining))
+        faults = [line for line in lines if line.get("event") == "audit fault"]
+        for moment in (planted for planted in remaining if planted.tensor):
+            steps_after = range(moment.step + 1, moment.step + 3)
+            named = {fault["layer"] for fault in faults if fault["step"] in steps_after}
+            if moment.tensor not in named:
+                missed.append(f"- {moment.share:.1%} of a step, {moment.tensor}")
+            print(moment.share, moment.tensor, moment.tensor in named, file=sys.stderr, flush=True)
+        remaining = [moment for moment in remaining if not moment.tensor]
+    return "\n".join([f"{count} random moments, {count - len(missed)} found:", "", *missed])
 
 
 def table(words: Sequence[str]) -> str:
@@ -206,7 +258,7 @@ def table(words: Sequence[str]) -> str:
     for case in cases():
         if words and not any(word in case.name for word in words):
             continue
-        for model in MODELS:
+        for model in MODELS if case.source != "update" else ["dense"]:
             began = time.perf_counter()
             is_found, named, told = tried(case, model)
             answers = ["yes" if holds else "no" for holds in (is_found, named)]
@@ -216,7 +268,7 @@ def table(words: Sequence[str]) -> str:
     lines = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
     lines.append("")
-    for kind in ("field", "memory", "program"):
+    for kind in ("field", "memory", "program", "update"):
         for model in MODELS:
             of_list = [row for row in rows if row[1:3] == (kind, model)]
             found_count, named_count = (sum(row[at] == "yes" for row in of_list) for at in (4, 5))
@@ -231,9 +283,10 @@ def script(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("words", nargs="*")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--moments", type=int, default=0)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    text = table(chosen.words)
+    text = at_moments(chosen.moments) if chosen.moments else table(chosen.words)
     machine = f"torch {torch.__version__}, Python {platform.python_version()}"
     text = f"{text}\n\n`python scripts/audit_faults.py {' '.join(arguments)}`, {machine}.\n"
     if chosen.out is not None:

@@ -4,14 +4,22 @@ its steps, its plan, its checkpoints. `audit_planting` has those of operands and
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import random
+import statistics
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import adam as adam_module
 
 import fp4train.train as loop
 from fp4train.data.stream import Rows
@@ -21,6 +29,8 @@ from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.layer_plan import resolve
 from fp4train.run import step as run_step
 from fp4train.run.step import EagerSteps
+from fp4train.run.supervise import sums
+from fp4train.run.supervise.run_audits import RunAudits
 from fp4train.run.supervise.saving import Saver
 
 STEP = 4
@@ -219,3 +229,171 @@ def other_token() -> Iterator[None]:
 
     with mock.patch.object(run_step, "microbatch", microbatch):
         yield
+
+
+# -- faults of optimizers and of the accumulation of gradients -------------------------------------
+
+
+@contextmanager
+def _kernel(change: Callable[[list[Any], dict[str, Any]], None]) -> Iterator[None]:
+    """The kernel of AdamW gets lists and options that `change` has changed."""
+    original = adam_module.adam
+
+    def adam(*lists: Any, **options: Any) -> None:
+        counts = lists[5]
+        after = [count + 1 for count in counts]
+        changed = [*lists]
+        change(changed, options)
+        original(*changed, **options)
+        for count, value in zip(counts, after, strict=True):
+            count.copy_(value)
+
+    with mock.patch.object(adam_module, "adam", adam):
+        yield
+
+
+def option(name: str, change: Callable[[Any], Any]) -> Plant:
+    def changed(lists: list[Any], options: dict[str, Any]) -> None:
+        options[name] = change(options[name])
+
+    return lambda: _kernel(changed)
+
+
+def _instead(at: int, change: Callable[[Tensor], Tensor]) -> Plant:
+    """The kernel gets other tensors in its list of this number."""
+
+    def changed(lists: list[Any], options: dict[str, Any]) -> None:
+        lists[at] = [change(tensor) for tensor in lists[at]]
+
+    return lambda: _kernel(changed)
+
+
+def _without_first(lists: list[Any], options: dict[str, Any]) -> None:
+    lists[:] = [tensors[1:] for tensors in lists]
+
+
+def _step(name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Plant:
+    """A function of `run/step.py` is replaced."""
+    return lambda: mock.patch.object(run_step, name, replacement(getattr(run_step, name)))
+
+
+def _at_microbatches(change: Callable[[Tensor], object]) -> Plant:
+    """The gradients so far change where a microbatch begins."""
+
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        def microbatch(run: Any, *arguments: Any, **options: Any) -> Any:
+            for parameter in run.model.parameters():
+                if parameter.grad is not None:
+                    change(parameter.grad)
+            return original(run, *arguments, **options)
+
+        return microbatch
+
+    return _step("microbatch", replacement)
+
+
+def _larger_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient_norms(gradients: Any, *arguments: Any) -> Any:
+        torch._foreach_mul_(gradients, 1.5)
+        return original(gradients, *arguments)
+
+    return gradient_norms
+
+
+def _clip_at_twice(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clip(optimizer: Any, gradients: Any, most: float, *more: Any, **options: Any) -> Any:
+        return original(optimizer, gradients, 2 * most, *more, **options)
+
+    return clip
+
+
+def _kept_gradients() -> AbstractContextManager[Any]:
+    return mock.patch.object(torch.optim.Optimizer, "zero_grad", lambda *_, **options: None)
+
+
+UPDATE = "is not that of optim and schedule"
+GRADIENT = "another gradient than the clipped sum"
+UPDATE_FAULTS: dict[str, tuple[Plant, str]] = {
+    "no weight decay": (option("weight_decay", lambda decay: 0.0), UPDATE),
+    "ten times the weight decay": (option("weight_decay", lambda decay: 10 * decay), UPDATE),
+    "weight decay of norms": (option("weight_decay", lambda decay: 0.1), UPDATE),
+    "weight decay in the gradient": (option("decoupled_weight_decay", lambda _: False), UPDATE),
+    "another first beta": (option("beta1", lambda beta: 0.8), UPDATE),
+    "another second beta": (option("beta2", lambda beta: 0.999), UPDATE),
+    "another eps": (option("eps", lambda eps: 1e-3), UPDATE),
+    "another rate in the kernel": (option("lr", lambda rate: 1.5 * rate), UPDATE),
+    "no bias correction": (_instead(5, lambda count: count + 1000), UPDATE),
+    "a second moment that stays": (_instead(3, Tensor.clone), UPDATE),
+    "a weight never updated": (lambda: _kernel(_without_first), "did not change it"),
+    "no clipping": (_step("clip", lambda _: lambda *arguments, **options: None), GRADIENT),
+    "clipping at twice the norm": (_step("clip", _clip_at_twice), GRADIENT),
+    "the last microbatch alone": (_at_microbatches(Tensor.zero_), GRADIENT),
+    "the first microbatch twice": (_at_microbatches(lambda sums: sums.mul_(2)), GRADIENT),
+    "gradients times 1.5": (_step("gradient_norms", _larger_gradients), GRADIENT),
+    "gradients of the step before": (_kept_gradients, GRADIENT),
+    "a loss that is not divided": (
+        _step("microbatch_share", lambda original: lambda run: 2 * original(run)),
+        "",
+    ),
+}
+"""Fault → (what plants it, words of what finds it; empty: nothing does)."""
+
+
+# -- bits that flip at random moments --------------------------------------------------------------
+
+
+@dataclass
+class Moment:
+    """A bit that flips at a moment uniform in the wall time of a step.
+
+    Args:
+        share: its place in that time, from 0 to 1.
+        draw: numbers that choose tensor, byte and bit.
+        tensor: path of the tensor, once it has flipped.
+        step: index of the step in which it was to flip.
+    """
+
+    share: float
+    draw: random.Random
+    tensor: str = ""
+    step: int = -1
+
+
+@contextmanager
+def flips_at(moments: list[Moment]) -> Iterator[None]:
+    """In every second step of a run a timer flips the next bit, as memory does: no operation of
+    torch writes it. After the step that follows the state is put back, and audits are told so.
+    """
+    original = loop.train_step
+    remaining = iter(moments)
+    began: list[float] = []
+    copies: dict[str, Tensor] = {}
+
+    def train_step(run: Any, recipe: Any) -> Any:
+        began.append(time.perf_counter())
+        state = sums._stored(run)
+        if run.step % 2 == 0 and run.step > 2:
+            if copies:
+                for name, tensor in state.items():
+                    tensor.copy_(copies[name])
+                run.companions.of(RunAudits).sums._after = None
+            copies.update({name: tensor.clone() for name, tensor in state.items()})
+            moment = next(remaining, None)
+            if moment is not None:
+                usual = statistics.median(b - a for a, b in itertools.pairwise(began))
+                moment.step = run.step
+                timer = threading.Timer(moment.share * usual, _flip_in, (state, moment))
+                timer.start()
+        return original(run, recipe)
+
+    with mock.patch.object(loop, "train_step", train_step), torch.no_grad():
+        yield
+
+
+def _flip_in(state: dict[str, Tensor], moment: Moment) -> None:
+    names = [name for name, tensor in state.items() if tensor.numel() > 1]
+    sizes = [state[name].nbytes for name in names]
+    moment.tensor = moment.draw.choices(names, sizes)[0]
+    place = moment.draw.randrange(state[moment.tensor].nbytes)
+    byte = ctypes.c_uint8.from_address(state[moment.tensor].data_ptr() + place)
+    byte.value ^= 1 << moment.draw.randrange(8)

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp4train.quantize import Decoded
 
 FEW: Final = 4
 """Most elements that count as single ones."""
+COLUMNS: Final = 65537
+"""Columns of a sum of bits: a prime, so that no stride of a tensor is a multiple of it."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -80,17 +83,22 @@ def equal(a: Decoded, b: Decoded) -> bool:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bytes, read as 64-bit integers, modulo 2^64: int64 [].
+    """A sum of a tensor's bytes in which each place has a weight of its own, modulo 2^64: int64 [].
 
-    One changed bit changes it.
+    64-bit words are added up in `COLUMNS` columns, and the halves of each column's sum are weighted
+    by odd numbers. One changed bit changes the sum; so do two, unless a multiple of `COLUMNS` words
+    lies between them. Checkpoints hold these sums.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.storage_offset() % 8:
-        flat = flat.clone()  # a view as 64-bit integers begins at a multiple of their size
-    aligned = flat.numel() // 8 * 8
-    if aligned and aligned == flat.numel():
-        return flat.view(torch.int64).sum()
-    total = flat[aligned:].sum(dtype=torch.int64)
-    if aligned:
-        total = total + flat[:aligned].view(torch.int64).sum()
-    return total
+    if flat.storage_offset() % 8 or flat.numel() % 8:
+        flat = F.pad(flat, (0, -flat.numel() % 8))
+    words = flat.view(torch.int64)
+    rows = len(words) // COLUMNS
+    if rows:
+        columns = words[: rows * COLUMNS].view(rows, COLUMNS).sum(0)
+        remaining = words[rows * COLUMNS :]
+        columns[: len(remaining)] += remaining
+    else:
+        columns = words
+    halves = columns.view(torch.int32)
+    return (halves * torch.arange(1, 2 * len(halves) + 1, 2, device=halves.device)).sum()

@@ -82,6 +82,7 @@ class Observer(CallRecorder):
 
     Attributes:
         calls: training calls that came.
+        dw_sums: sums of the dw's of all calls, by the place of the weight in its group.
     """
 
     def __init__(self, layer: PlannedLayer, number: int = 0, *, keeps_fused: bool = True) -> None:
@@ -90,6 +91,7 @@ class Observer(CallRecorder):
         self.number = number
         self.keeps_fused = keeps_fused
         self.calls = 0
+        self.dw_sums: dict[int, Tensor] = {}
         self._now: ObservedCall | None = None
         self._kept: list[tuple[Executor, LayerCall | None, ObservedCall]] = []
         self._copies: dict[Executor, Executor] = {}
@@ -308,13 +310,17 @@ class Observer(CallRecorder):
         if record is not None:
             record.forget("dgrad", "wgrad")
         total = more[0] if more else None
-        if record is not None:
-            with self.guarding():
-                record.dw_before = kept_or_none(total)
+        earlier_sum = None
+        with self.guarding():
+            earlier_sum = kept_or_none(total)
+            if record is not None:
+                record.dw_before = earlier_sum
         try:
             gradients = run(*arguments)
         finally:
             self._now = None
+        with self.guarding():
+            self._add_up(call, gradients[1] if total is None else total, earlier_sum)
         if record is not None:
             with self.guarding():
                 record.dy = kept(dy_MN)
@@ -325,6 +331,18 @@ class Observer(CallRecorder):
                     record.dw = None
                     record.unseen["wgrad"] = ADDED_TERMS
         return gradients
+
+    def _add_up(self, call: LayerCall, dw: Tensor | None, earlier_sum: Tensor | None) -> None:
+        """Add the dw of a call to those of its weight."""
+        if dw is None:
+            return
+        term = kept(dw).float()
+        if earlier_sum is not None:
+            term -= earlier_sum
+        place = self._place(call.member) if self._is_group else 0
+        if place in self.dw_sums:
+            term += self.dw_sums[place]
+        self.dw_sums[place] = term
 
 
 def _first_feature(executor: Executor) -> int:

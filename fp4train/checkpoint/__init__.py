@@ -16,6 +16,7 @@ from fp4train.checkpoint.layout import (
     DOUBT as DOUBT,
     GOOD as GOOD,
     STATE as STATE,
+    SUMS as SUMS,
     WEIGHTS as WEIGHTS,
     CheckpointGroup as CheckpointGroup,
     directory_name as directory_name,

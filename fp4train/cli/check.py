@@ -17,6 +17,8 @@ audit failed, or there is no such run, checkpoint or option.
 from __future__ import annotations
 
 import json
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,21 +49,31 @@ def main(arguments: list[str]) -> int:
     """Check, and print what was found; returns the exit code.
 
     Raises:
-        NotCheckedError: there is no run directory or checkpoint, or an option is refused.
+        NotCheckedError: there is no run directory, or an option is refused.
     """
+    codes: list[int] = []
+
+    def task(command: Command, *, as_data: bool) -> int:
+        codes.append(_check(command, as_data=as_data))
+        return codes[-1]
+
     try:
-        return _main(arguments)
+        ended = _launch(arguments, task)
     except UserError as error:
         if error.exit_code != UserError.exit_code:
             raise
         raise NotCheckedError(str(error)) from error
+    except Exception:  # uncaught it would end with 1, a fault
+        traceback.print_exc()
+        ended = 1
+    return codes[0] if codes else max(ended, NotCheckedError.exit_code)
 
 
-def _main(arguments: list[str]) -> int:
+def _launch(arguments: list[str], task: Callable[..., int]) -> int:
     line = read_line(arguments, CheckOptions, __doc__, keys=None, data=True)
     run = run_directory.require_run(line.run)
     words = WeightSource(path=run, step=line.step).resume_words
-    return launch([*words, *line.flags, *line.overrides], partial(_check, as_data=line.as_data))
+    return launch([*words, *line.flags, *line.overrides], partial(task, as_data=line.as_data))
 
 
 def _check(command: Command, *, as_data: bool) -> int:

@@ -8,7 +8,7 @@ one, as random bits that begin anew, shows in the second.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -25,6 +25,7 @@ from fp4train.run.state.numbers import begin_loss_scale
 from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses
 from fp4train.run.supervise.audit_report import needed
 from fp4train.run.supervise.planned_calls import PlannedCalls, weight_of
+from fp4train.shards import local
 from fp4train.text import first_line
 
 LAYERS: Final = 16
@@ -108,8 +109,9 @@ def _audited(run: Run, layers: Sequence[PlannedLayer]) -> Iterator[Audited]:
         if planned.takes_first(layer, run.step):
             microbatch = 0
         observers[layer] = layer.observer = Observer(layer, microbatch)
+    learned: Set[PlannedLayer] = set()
     try:
-        _compute(run, 1 + max(observer.number for observer in observers.values()))
+        learned = _compute(run, 1 + max(observer.number for observer in observers.values()))
     finally:
         for layer, observer in observers.items():
             layer.observer = None
@@ -118,14 +120,16 @@ def _audited(run: Run, layers: Sequence[PlannedLayer]) -> Iterator[Audited]:
         result = Audited(layer=layer.layer.name, step=run.step)
         try:
             weight = weight_of(layer, divided=False)
-            compared = planned.compare(layer, observer, run.step, weight)
+            compared = planned.compare(layer, observer, run.step, weight, learned=layer in learned)
             yield compared or replace(result, uncovered=("none of its experts had a token",))
         except Exception as error:  # the others are compared
             yield replace(result, failures=(first_line(error),))
 
 
-def _compute(run: Run, microbatches: int) -> None:
-    """Compute so many microbatches of the coming step, and update nothing."""
+def _compute(run: Run, microbatches: int) -> Set[PlannedLayer]:
+    """Compute so many microbatches of the coming step, and update nothing; gives the layers whose
+    weights have a gradient.
+    """
     recipe = run.course.plan.at(run.step).recipe
     scaling = run.scaling()
     seed_model(run)
@@ -136,5 +140,11 @@ def _compute(run: Run, microbatches: int) -> None:
         for _ in itertools.islice(losses, microbatches):
             pass
         del losses
+    learned = {
+        layer
+        for layer in run.planned_layers
+        if layer.weight.grad is not None and local(layer.weight.grad).any()
+    }
     run.optimizer.zero_grad(set_to_none=True)
     run.load_scaling(scaling)
+    return learned

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fp4train import checkpoint
+from fp4train.audit.bits import bit_sum
 from fp4train.config import Config
 from fp4train.data.loader import RunRows
 from fp4train.errors import UserError
@@ -262,12 +263,31 @@ class Run:
             orders |= orders_of(state.key, self.model)
         return orders
 
+    def _check_bits(self, saved: checkpoint.Checkpoint) -> None:
+        """Compare the state with the sums that it had when it was saved; ranks hold parts, of which
+        no sums are saved.
+
+        Raises:
+            UserError: a tensor has other bits.
+        """
+        sums = saved.state.get(checkpoint.SUMS)
+        if self.world.size > 1 or not isinstance(sums, dict):
+            return
+        tensors, _ = checkpoint.flatten({state.key: state.saved() for state in self.states})
+        for name, tensor in tensors.items():
+            alike = name in saved.tensors and saved.tensors.dtype(name) == tensor.dtype
+            if alike and sums.get(name, total := int(bit_sum(tensor))) != total:
+                raise UserError(
+                    f"{saved.path}: {name} has other bits than it had in the run: memory is "
+                    "failing, or a disk. Try again, or go on from an older one (resume_step=…)"
+                )
+
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint.
 
         Raises:
-            UserError: a tensor of it does not fit or is not finite, or it was trained on other data
-                or by another teacher.
+            UserError: a tensor of it does not fit, is not finite, or has other bits than were
+                saved, or it was trained on other data or by another teacher.
         """
         self.step = saved.step  # states are checked and loaded for it
         try:
@@ -296,6 +316,7 @@ class Run:
                 f"{self.data.fingerprint}): "
                 "give the run the data that it began with"
             )
+        self._check_bits(saved)
         if self.teacher is None:
             teacher = None
         else:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp4train.audit import bit_sum
+from fp4train.audit.bits import COLUMNS
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3, 8])
@@ -17,3 +18,13 @@ def test_a_tensor_has_the_same_sum_wherever_it_lies_in_its_memory(
     part = memory[offset : offset + 33]
     assert int(bit_sum(part)) == int(bit_sum(part.clone()))
     assert int(bit_sum(part)) != int(bit_sum(memory[offset + 1 : offset + 34]))
+
+
+@pytest.mark.parametrize("bit", [0, 31, 62])
+def test_two_flips_that_cancel_in_a_plain_sum_change_the_weighted_one(bit: int) -> None:
+    words = torch.arange(COLUMNS + 9)
+    flipped = words.clone()
+    flipped[3] += 1 << bit
+    flipped[COLUMNS + 5] -= 1 << bit
+    assert flipped.sum() == words.sum()
+    assert int(bit_sum(flipped)) != int(bit_sum(words))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import audit_planting as planting
 import pytest
+import torch
 from audit_run_faults import without_policy
 from command_line import STEADY, Cli, Outcome
 from faulty_kernels import equals_reference, kernels_equal_reference
@@ -81,6 +83,16 @@ def test_a_check_that_compares_nothing_does_not_pass(
     ended = cli.raw("check", "runs/a")
     assert ended.code == 2
     assert "0 GEMMs of 0 layers compared" in ended.out
+
+
+def test_a_check_that_cannot_begin_is_no_fault(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli(*RUN).code == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for word in ("step=5", "device=cuda"):
+        ended = cli.raw("check", "runs/a", word)
+        assert ended.code == 2 and ended.message
+    shutil.rmtree("runs/a/checkpoints")
+    assert cli.raw("check", "runs/a").code == 2
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ HERE: dict[str, tuple[str, Callable[[], bool]]] = {
         lambda: {"sensitivity", "rank"} <= set(VERBS),
     ),
     "live steps audited by an independent reference, faults named": (
-        "yes",
-        lambda: config_of().audit.every is None and "check" in VERBS,
+        "yes: a layer in 100 steps on a CPU, on GPUs as `audit.every` says",
+        lambda: [config_of().audit.steps(device) for device in ("cpu", "cuda")] == [100, 0],
     ),
     "export of packed NVFP4": ("yes", lambda: {"modelopt", "compressed-tensors"} <= set(LAYOUTS)),
     "context and expert parallelism": (

@@ -6,6 +6,7 @@ All tensors of an audit are copied to main memory. A layer [N, K] and M tokens t
     14·N·K + 9·M·K + 10·M·N      for the record of a call, by emulation in NVFP4
     `OTHERS` times as many       in the recipe with the largest records
     4·N·K                        for the weight of the optimizer, of all experts
+    8·N·K                        for its gradient and the sum of its dw's, of all experts
     `COMPARING`·max(…)           for the comparison: of N·K, M·K and M·N
 
 Where every step is audited, two layers are observed in each: that of the step, and that of the next
@@ -160,7 +161,7 @@ def needed(layer: PlannedLayer, tokens: int, observed: int = 1) -> int:
     inputs = tokens * in_features
     outputs = tokens * out_features
     record = int(OTHERS * (14 * weights + 9 * inputs + 10 * outputs))
-    gathered = 4 * layer.weight.numel()
+    gathered = (4 + 8) * layer.weight.numel()
     return observed * record + gathered + COMPARING * max(weights, inputs, outputs)
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -39,6 +40,7 @@ from fp4train.run.supervise.planned_calls import (
     fused_layers,
     weight_of,
 )
+from fp4train.run.supervise.updates import UpdateAudit
 from fp4train.text import counted
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class LayerAudits:
         self._earlier: dict[str, list[ObservedCall]] = {}
         self._weight: Tensor | None = None
         self._fused: Tensor | None = None
+        self._update: UpdateAudit | None = None
         self._planned = PlannedCalls(run)
         self.failures = AuditFailures(run)
         self.clean: dict[str, int] = {}
@@ -118,6 +121,7 @@ class LayerAudits:
     def observing(self) -> Iterator[None]:
         """A context of the passes of a step; the layer that is audited in it is observed."""
         step = self.run.step
+        self._update = None
         if self.due(step):
             self._take_weight(self.layer_at(step))
         observed: dict[PlannedLayer, Observer] = {}
@@ -130,8 +134,12 @@ class LayerAudits:
                 number = self.microbatch_at(at)
                 observer = Observer(layer, number, keeps_fused=not self._shares_weights)
                 observed[layer] = self._observers[layer.layer.name] = layer.observer = observer
+                if at == step:
+                    turn = step // self.every
+                    self._update = UpdateAudit(self.run, layer, self.failures, turn)
         try:
-            yield
+            with nullcontext() if self._update is None else self._update.observing():
+                yield
         finally:
             for layer, observer in observed.items():
                 layer.observer = None
@@ -210,7 +218,9 @@ class LayerAudits:
             exchange(layer, observer, weight, turn=step.index)
             if observer is not None:
                 with self.failures.guarding(name):
-                    result = self._compared(layer, step.index, observer, weight, fused)
+                    result = self._compared(layer, step, observer, weight, fused)
+            with self.failures.guarding(name):
+                result = self._with_update(layer, step, result)
         self._keep_for_next(step.index)
         self.seconds += time.perf_counter() - began
         self.report(step.index, layer, result)
@@ -233,7 +243,7 @@ class LayerAudits:
     def _compared(
         self,
         layer: PlannedLayer,
-        step: int,
+        step: Step,
         observer: Observer,
         weight: Tensor | None,
         fused: Tensor | None,
@@ -241,7 +251,10 @@ class LayerAudits:
         """The result of the audit; None: it could not be made."""
         name = layer.layer.name
         earlier = self._earlier.get(name, ())
-        result = self._planned.compare(layer, observer, step, weight, earlier, fused)
+        learned = self._update is not None and self._update.learned
+        result = self._planned.compare(
+            layer, observer, step.index, weight, earlier, fused, learned=learned
+        )
         if result is None:
             return None
         if result.failures:
@@ -252,6 +265,20 @@ class LayerAudits:
         for reason in result.uncovered:
             self.partly.add(reason, [name])
         return result
+
+    def _with_update(
+        self, layer: PlannedLayer, step: Step, result: Audited | None
+    ) -> Audited | None:
+        """The result of the audit of a layer with the faults of its update."""
+        name = layer.layer.name
+        observer = self._observers.get(name)
+        if self._update is None or observer is None:
+            return result
+        faults = [*self._update.faults(step, observer.dw_sums)]
+        if not faults:
+            return result
+        result = result or Audited(layer=name, step=step.index)
+        return replace(result, faults=[*result.faults, *faults])
 
     def left_out(self) -> Reasons:
         """What this rank could not audit."""

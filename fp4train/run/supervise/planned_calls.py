@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fp4train.run.run import Run
 
 
+NOT_CALLED: Final = "the step did not call it"
 BY_WEIGHT: Final = "other code multiplies its weight"
 
 
@@ -53,6 +54,8 @@ class PlannedCalls:
         weight: Tensor | None = None,
         earlier: Sequence[ObservedCall] = (),
         fused: Tensor | None = None,
+        *,
+        learned: bool,
     ) -> Audited | None:
         """Compare the observed call of a layer in a step; None: none of its experts had a token.
 
@@ -60,6 +63,8 @@ class PlannedCalls:
             weight: the result of `multiplied`; None: the weight of the call itself.
             earlier: records of the step before; empty: none were kept.
             fused: the result of `fused_amaxes`; None: the records have the weights themselves.
+            learned: whether its weight has a gradient of calls on this rank alone, so that one
+                must have come.
         """
         name = layer.layer.name
         plan = self.run.course.plan.at(step).layers[name]
@@ -69,6 +74,8 @@ class PlannedCalls:
                 return None
             if not plan.quantised:
                 return Audited(layer=name, step=step, uncovered=(BY_WEIGHT,))
+            if observer.calls or not learned:
+                return Audited(layer=name, step=step, uncovered=(NOT_CALLED,))
             what = "the plan has this layer, and the step did not call it"
             fault = Fault(layer=name, what=what, rank=self.run.world.place.rank)
             return Audited(layer=name, step=step, faults=(fault,))

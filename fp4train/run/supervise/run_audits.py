@@ -65,7 +65,7 @@ class RunAudits(RunCompanion):
         if self.sums.due(run.step - 1):
             self._report(run.step - 1, faults, STATE)
         shown = run.runner.unrecorded() if self.layers.observes(run.step) else nullcontext()
-        with shown, self.layers.observing():
+        with shown, self.layers.observing(), self.sums.observing():
             yield
 
     def after_step(self, run: Run, step: Step) -> None:

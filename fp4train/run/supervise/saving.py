@@ -142,6 +142,8 @@ class Saver:
         else:
             bad = None
         sums = self._sums(tensors, parts)
+        if sums and run.world.size == 1:  # other ranks may load other parts
+            state[checkpoint.SUMS] = sums  # type: ignore[assignment]
         copies = self._copy(parts)
         self._begun = step
 

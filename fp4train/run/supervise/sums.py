@@ -1,15 +1,18 @@
 """Sums of the bits of a run's state: weights, moments, and what else a checkpoint holds.
 
 The state after an update must be the state before the next step, whatever evaluations and
-checkpoints did between: memory that changes by itself, or code that writes where it should not,
-changes the sum of a tensor. Ranks that hold copies of a tensor must have the same sums. An update
-at a rate above zero must change some weight.
+checkpoints did between, and the state directly before the update: memory that changes by itself, or
+code that writes where it should not, changes the sum of a tensor. Left out in the passes are the
+states of layers, which follow their tokens, and a module of which torch's operations write a tensor,
+as running means. Ranks that hold copies of a tensor must have the same sums. An update at a rate
+above zero must change some weight.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,9 +23,11 @@ from fp4train import checkpoint
 from fp4train.audit.bits import bit_sum
 from fp4train.audit.fault import Fault
 from fp4train.checkpoint.layout import MODEL
+from fp4train.optim.repeated import UPDATES, WEIGHT
 from fp4train.parallel.tensor import replicas
 from fp4train.parallel.world import REPLICATE
 from fp4train.run.queued import Step, due
+from fp4train.run.state.layers import LayerStates
 from fp4train.run.supervise.audit_report import AuditFailures
 from fp4train.shards import TensorShard, local, separate
 
@@ -46,25 +51,39 @@ def sums_of(tensors: Mapping[str, Tensor]) -> BitSums:
 
 
 def state_sums(run: Run) -> BitSums:
-    """The sums of all tensors of a run's state; of tied weights under one of their names."""
+    """The sums of all tensors of a run's state, and of buffers that no checkpoint holds; of tied
+    weights under one of their names.
+    """
     return sums_of(_stored(run))
 
 
-def weight_sums(run: Run) -> BitSums:
-    """The sums of the weights and buffers alone."""
-    stored = _stored(run)
-    return sums_of({name: stored[name] for name in stored if name.startswith(f"{MODEL}/")})
-
-
 def _stored(run: Run) -> dict[str, Tensor]:
-    """This rank's parts of the tensors of a run's state, of tied ones one."""
+    """This rank's parts of the tensors of a run's state, of tied ones one, and all buffers."""
     tensors, _ = checkpoint.flatten(run.state())
+    for name, buffer in run.model.named_buffers():
+        tensors.setdefault(f"{MODEL}/{checkpoint.escaped(name)}", buffer)
     stored, _ = separate({name: local(tensor) for name, tensor in tensors.items()})
     return stored
 
 
+def _written(run: Run) -> dict[str, tuple[int, int]]:
+    """Path of a weight or buffer → what changes where an operation of torch writes it."""
+    return {
+        name: (tensor.data_ptr(), tensor._version)
+        for name, tensor in _stored(run).items()
+        if name.startswith(f"{MODEL}/")
+    }
+
+
+def _module(name: str) -> str:
+    """The path of the module that has a tensor."""
+    return name.rpartition(".")[0]
+
+
 _RATES: Final = 1e-6
 """Largest difference of two rates, as a share: optimizers may hold one in float32."""
+_ROUNDED: Final = 2**-22
+"""Change of a weight, as its share, that float32 does not round away."""
 STATE: Final = "the sums of the state"
 
 
@@ -82,6 +101,7 @@ class StateSums:
         self._before: BitSums | None = None
         self._after: BitSums | None = None
         self._summed: int | None = None
+        self._in_passes: list[Fault] = []
         self.count = 0
 
     def due(self, step: int) -> bool:
@@ -99,26 +119,47 @@ class StateSums:
         return self._after
 
     def before_step(self) -> list[Fault]:
-        """The tensors that changed since the last update; sums the weights before one that is
-        summed after it.
+        """The tensors that changed since the last update; sums the state before one that is summed
+        after it.
         """
         due_now = self.due(self.run.step)
-        if self._after is None:
-            self._before = self._sums(weights_alone=True) if due_now else None
-            return []
-        sums = self._sums()
-        faults = self._changed(sums)
-        self._after = None
+        sums = self._sums() if due_now or self._after is not None else None
+        faults = self._since_update(sums)
         self._before = sums if due_now else None
         return faults
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """A context of a step; where the state before it was summed, it is summed again directly
+        before the update.
+        """
+        if self._before is None or self.run.config.train.cuda_graph:
+            yield
+            return
+        marks = _written(self.run)
+        hook = self.run.optimizer.register_step_pre_hook(lambda *_: self._before_update(marks))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _before_update(self, marks: Mapping[str, tuple[int, int]]) -> None:
+        """Note the tensors that changed in the passes of a step."""
+        with self.failures.guarding(STATE):
+            now = _written(self.run)
+            written = {_module(name) for name, mark in marks.items() if now.get(name) != mark}
+            sums = {
+                name: total
+                for name, total in state_sums(self.run).items()
+                if _module(name) not in written and not name.startswith(f"{LayerStates.key}/")
+            }
+            self._in_passes = self._changed(self._before, sums, "in the passes of the step")
 
     def at_end(self) -> list[Fault]:
         """The tensors that changed since the last update, where no step follows."""
         if self._after is None:
             return []
-        faults = self._changed(self._sums())
-        self._after = None
-        return faults
+        return self._since_update(self._sums())
 
     def after_step(self, step: Step) -> list[Fault]:
         """Sum the state after an update; what it should have changed, and copies that differ."""
@@ -128,28 +169,33 @@ class StateSums:
         self._summed = step.index + 1
         before, self._before = self._before, None
         on_all_ranks = self.run.world.everywhere(sums is not None)
+        faults = self._in_passes
+        self._in_passes = []
         if sums is None:
-            return []
-        faults: list[Fault] = []
+            return faults
         with self.failures.guarding(STATE):
-            faults = [*self._other_rate(step), *self._unchanged(before, sums, step)]
+            if type(self.run.config.optim) in UPDATES:
+                faults += [*self._other_rate(step), *self._unchanged(before, sums, step)]
         return [*faults, *self._copies_that_differ(sums)] if on_all_ranks else faults
 
-    def _sums(self, *, weights_alone: bool = False) -> BitSums | None:
-        take = weight_sums if weights_alone else state_sums
+    def _sums(self) -> BitSums | None:
         sums = None
         with self.failures.guarding(STATE):
-            sums = take(self.run)
+            sums = state_sums(self.run)
         return sums
 
-    def _changed(self, sums: BitSums | None) -> list[Fault]:
-        if self._after is None or sums is None:
+    def _since_update(self, sums: BitSums | None) -> list[Fault]:
+        faults = self._changed(self._after, sums, "between the update and the next step")
+        self.count += self._after is not None and sums is not None
+        self._after = None
+        return faults
+
+    def _changed(self, before: BitSums | None, sums: BitSums | None, when: str) -> list[Fault]:
+        if before is None or sums is None:
             return []
-        self.count += 1
-        what = "its bits changed between the update and the next step"
         return [
-            Fault(layer=name, what=what)
-            for name, total in self._after.items()
+            Fault(layer=name, what=f"its bits changed {when}")
+            for name, total in before.items()
             if sums.get(name, total) != total
         ]
 
@@ -166,16 +212,45 @@ class StateSums:
         return []
 
     def _unchanged(self, before: BitSums | None, after: BitSums, step: Step) -> list[Fault]:
-        weights = [f"{MODEL}/{checkpoint.escaped(name)}" for name in step.names]
-        weights = [name for name in weights if name in after]
+        """The weights with a gradient that the update did not change."""
+        rate = step.values["train/lr"]
         failed = self.run.failed is not None and bool(self.run.failed)
-        rate = step.values.get("train/lr", 0.0)
-        if before is None or failed or not weights or not isinstance(rate, float) or not rate:
+        if before is None or failed or not isinstance(rate, float) or not rate:
             return []
-        if any(before.get(name) != after[name] for name in weights):
-            return []
-        what = f"the update at a rate of {rate:.3g} changed no weight"
-        return [Fault(layer="the optimizer", what=what)]
+        parameters = dict(self.run.model.named_parameters())
+        norms = dict(zip(step.names, step.numbers.read()[2:], strict=True))
+        learning = {
+            f"{MODEL}/{checkpoint.escaped(name)}": parameters[name]
+            for name, norm in norms.items()
+            if norm > 0
+        }
+        unchanged = [
+            path
+            for path, parameter in learning.items()
+            if path in after
+            and before.get(path) == after[path]
+            and self._would_move(parameter, rate)
+        ]
+        if len(unchanged) == len(learning) > 0:
+            what = f"the update at a rate of {rate:.3g} changed no weight"
+            return [Fault(layer="the optimizer", what=what)]
+        what = f"it has a gradient, and the update at a rate of {rate:.3g} did not change it"
+        return [Fault(layer=path, what=what) for path in unchanged]
+
+    def _would_move(self, parameter: Tensor, rate: float) -> bool:
+        """Whether another update without a gradient would change a weight: by more than float32
+        rounds away. A weight without moments was never updated.
+        """
+        state = self.run.optimizer.state.get(parameter)
+        if not state:
+            return True
+        before = {name: local(tensor).double() for name, tensor in state.items()}
+        before[WEIGHT] = local(parameter.detach()).double()
+        still = torch.zeros_like(before[WEIGHT])
+        optim = self.run.config.optim
+        after = UPDATES[type(optim)](optim, before, still, rate, 0.0)
+        moved = (after.get(WEIGHT, before[WEIGHT]) - before[WEIGHT]).abs()
+        return bool((moved > _ROUNDED * before[WEIGHT].abs()).any())
 
     def _copies_that_differ(self, sums: BitSums) -> list[Fault]:
         """Tensors of which ranks hold copies with other bits."""

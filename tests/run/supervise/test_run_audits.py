@@ -12,8 +12,8 @@ from typing import Any
 import audit_planting as planting
 import pytest
 import torch
-from audit_run_faults import higher_rate, norm_weight
-from command_line import STEADY, Cli, after_update, events, losses, steps
+from audit_run_faults import UPDATE_FAULTS, higher_rate, norm_weight
+from command_line import STEADY, Cli, after_update, before_steps, events, losses, steps
 from families import tiny_run
 from faulty_kernels import kernels_equal_reference
 from lengths import long_but
@@ -22,6 +22,8 @@ from limits import set_limit
 from fp4train import checkpoint
 from fp4train.audit import AuditSettings
 from fp4train.exchange import RecordedResults
+from fp4train.run import step as run_step
+from fp4train.run.state.weights import ModelWeights
 from fp4train.run.supervise import planned_calls, sums as run_sums
 from fp4train.run.supervise.saving import Saver
 
@@ -154,6 +156,61 @@ def test_a_bit_of_a_weight_that_flips_between_two_steps_is_found(
     assert "between the update and the next step" in entry["what"]
 
 
+def test_a_bit_that_flips_in_the_passes_of_a_step_is_found(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Any] = []
+    before_steps(monkeypatch, runs.append)
+    original = run_step.gradient_norms
+
+    def gradient_norms(*arguments: Any) -> Any:
+        run = runs[-1]
+        parameter = next(run.model.parameters())
+        moment = run.optimizer.state.get(parameter, {}).get("exp_avg")
+        tensor = {2: parameter.detach(), 3: moment, 4: run.model.cos}.get(run.step)
+        if tensor is not None:  # as memory does: no operation of torch writes it
+            tensor.numpy().view("uint32").reshape(-1)[7] ^= 1 << 3
+        return original(*arguments)
+
+    monkeypatch.setattr(run_step, "gradient_norms", gradient_norms)
+    cli("run.name=a", *NVFP4, "audit.every=0", "audit.sums=1")
+    faults = events("runs/a", "audit fault")
+    assert [(fault["step"], fault["layer"]) for fault in faults] == [
+        (3, "model/embed.weight"),
+        (4, "optimizer/embed.weight/exp_avg"),
+        (5, "model/cos"),
+    ]
+    assert all("in the passes of the step" in fault["what"] for fault in faults)
+
+
+def test_a_bit_that_flips_as_a_checkpoint_is_loaded_is_found(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.trained("run.name=a", *NVFP4, "audit.sums=1")
+    load = ModelWeights.load
+
+    def flipping(state: ModelWeights, saved: Any) -> None:
+        load(state, saved)
+        flip(next(state.run.model.parameters()), 3)
+
+    monkeypatch.setattr(ModelWeights, "load", flipping)
+    ended = cli("resume=runs/a", "train.steps=8")
+    assert ended.code == 1
+    assert "model/embed.weight has other bits than it had in the run" in ended.message
+
+
+@pytest.mark.parametrize(
+    "fault",
+    long_but(("no weight decay", "gradients times 1.5", "a weight never updated"), UPDATE_FAULTS),
+)
+def test_a_fault_of_the_optimizer_or_of_the_accumulation_is_found(cli: Cli, fault: str) -> None:
+    plant, words = UPDATE_FAULTS[fault]
+    with plant():
+        cli("run.name=a", *NVFP4, "train.microbatch=2", "optim.clip=0.3", *AUDITED)
+    said = [entry["what"] for entry in events("runs/a", "audit fault")]
+    assert any(words in what for what in said) == bool(words), said
+
+
 @pytest.mark.parametrize("action", ["warn", "stop"])
 def test_a_weight_that_is_overwritten_is_named_where_the_evaluation_after_it_is_not_finite(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, action: str
@@ -217,8 +274,6 @@ def test_a_model_card_says_faults_that_sums_alone_found() -> None:
 
 
 def test_an_update_that_is_left_out_is_found(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4train.run import step as run_step
-
     original = run_step.step_unless
 
     def leave_out(optimizer: Any, *arguments: Any) -> None:

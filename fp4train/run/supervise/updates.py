@@ -1,0 +1,169 @@
+"""The update of an audited step: the gradient of the audited layer against the clipped sum of its dw's,
+and the update of its weight, and of one parameter besides weights of layers in turn, made again in
+float64. Of large ones `SAMPLED` elements are compared, others in each audit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from fp4train.audit.bits import where_differing
+from fp4train.audit.call import kept
+from fp4train.audit.fault import Fault
+from fp4train.nn.planned import PlannedLayer
+from fp4train.optim.repeated import UPDATES, WEIGHT
+from fp4train.parameters import largest_values
+from fp4train.precision.layers import elementwise
+from fp4train.run.queued import Step
+from fp4train.run.supervise.audit_report import AuditFailures
+from fp4train.shards import local
+
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
+
+SAMPLED: Final = 1 << 22
+_GRADIENT: Final = "gradient"
+_ROUNDED: Final = 2**-22
+"""Error of a result in float32, as a share of it and of the value before."""
+_MOVED: Final = 2**-12
+"""Error of a change, as its share: of roots, quotients and powers."""
+_BF16: Final = 2**-7
+"""Distance of two neighbours in BF16, to either of which a moment may be rounded."""
+_SUMMED: Final = 2**-10
+"""Error of a sum of dw's, as a share of its largest element."""
+
+
+class UpdateAudit:
+    """The update of the step in which `layer` is audited, on this rank.
+
+    Args:
+        turn: number of the audit, which chooses the other parameter and the elements.
+    """
+
+    def __init__(self, run: Run, layer: PlannedLayer, failures: AuditFailures, turn: int) -> None:
+        self.run = run
+        self.layer = layer
+        self.failures = failures
+        self.turn = turn
+        weights = {id(planned.weight) for planned in run.planned_layers}
+        named = dict(run.model.named_parameters())
+        others = [name for name, p in named.items() if id(p) not in weights and p.requires_grad]
+        names = [name for name, p in named.items() if p is layer.weight]
+        self.name = "".join(names)
+        if others:
+            names.append(others[turn % len(others)])
+        self._parameters: dict[str, Any] = {name: named[name] for name in names}
+        self._before: dict[str, dict[str, Tensor]] = {}
+        self._after: dict[str, dict[str, Tensor]] = {}
+        self._gradient: Tensor | None = None
+
+    @property
+    def learned(self) -> bool:
+        """Whether the weight of the layer has a gradient, of calls on this rank alone."""
+        gradient = self._gradient
+        return self.run.world.mesh.data == 1 and gradient is not None and bool(gradient.any())
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """A context of the step."""
+        optimizer = self.run.optimizer
+        hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._keep(self._before)),
+            optimizer.register_step_post_hook(lambda *_: self._keep(self._after)),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _keep(self, states: dict[str, dict[str, Tensor]]) -> None:
+        """Keep gradient, weight and moments of the parameters, as they are before or after."""
+        with self.failures.guarding(self.layer.layer.name):
+            divisor: Any = getattr(self.run.optimizer, "grad_scale", 1.0)
+            for name, parameter in self._parameters.items():
+                if parameter.grad is None:
+                    continue
+                gradient = local(parameter.grad) / divisor
+                state = self.run.optimizer.state.get(parameter, {})
+                tensors = {WEIGHT: parameter, _GRADIENT: gradient, **state}
+                states[name] = {
+                    entry: self._sample(tensor)
+                    for entry, tensor in tensors.items()
+                    if isinstance(tensor, Tensor)
+                }
+                if name == self.name and states is self._before:
+                    self._gradient = kept(gradient)
+
+    def _sample(self, tensor: Tensor) -> Tensor:
+        """Elements of this rank's part of a tensor, float64."""
+        flat = local(tensor.detach()).reshape(-1)
+        start = self.turn * SAMPLED % max(1, len(flat))
+        return kept(flat[start : start + SAMPLED]).double()
+
+    def faults(self, step: Step, sums: Mapping[int, Tensor]) -> Iterator[Fault]:
+        """The faults of the update that `step` queued.
+
+        Args:
+            sums: sums of the layer's dw's, by the place of the weight in its group.
+        """
+        run = self.run
+        if run.failed is not None and bool(run.failed):
+            return
+        if self._gradient is not None and run.world.size == 1 and self._differs(step, sums):
+            what = "the update takes another gradient than the clipped sum of its dw's"
+            yield Fault(layer=self.name, what=what)
+        if type(run.config.optim) not in UPDATES:
+            return
+        for name in self._before:
+            for entry, differs in self._updated_otherwise(name, step):
+                if apart := where_differing(differs):
+                    what = f"the update of its {entry} is not that of optim and schedule"
+                    yield Fault(layer=name, what=what, share=apart.share)
+
+    def _differs(self, step: Step, sums: Mapping[int, Tensor]) -> bool:
+        """Whether the gradient of the layer's weight is another than the clipped sum of its dw's;
+        a weight that other code multiplies has other gradients, too.
+        """
+        if self.layer.layer.name in getattr(self.run.model, "by_weight", ()):
+            return False
+        assert self._gradient is not None
+        gradient = self._gradient.mT if self.layer.transposed else self._gradient
+        factor = 1 / step.loss_scale
+        clip = self.run.config.optim.clip
+        if clip is not None:
+            factor *= min(1.0, clip / (step.read()[1] + 1e-6))
+        for place, total in sums.items():
+            of_place = gradient[place] if gradient.dim() == 3 else gradient
+            slack = _SUMMED * factor * total.abs().max()
+            if of_place.shape == total.shape and (of_place - factor * total).abs().max() > slack:
+                return True
+        return False
+
+    def _updated_otherwise(self, name: str, step: Step) -> Iterator[tuple[str, Tensor]]:
+        """(weight or moment, where it is not that of the repeated update)."""
+        optim: Any = self.run.config.optim
+        model = self.run.model
+        after = self._after[name]
+        before = {entry: torch.zeros_like(tensor) for entry, tensor in after.items()}
+        before |= self._before[name]
+        parameter = self._parameters[name]
+        spared = parameter.dim() < 2 or parameter in elementwise(model)
+        decay = 0.0 if spared else optim.weight_decay
+        rate = float(step.values["train/lr"])
+        expected = UPDATES[type(optim)](optim, before, before[_GRADIENT], rate, decay)
+        for entry, values in expected.items():
+            slack = _ROUNDED * (before[entry].abs() + values.abs())
+            slack += _MOVED * (values - before[entry]).abs()
+            if entry == WEIGHT:
+                values = values.clamp(max=largest_values(model).get(name, math.inf))
+            elif getattr(optim, "moments", "") == "bfloat16":
+                slack += _BF16 * values.abs()
+            least = torch.finfo(torch.float32).tiny
+            yield entry, (after[entry] - values).abs() > slack + least
