@@ -89,7 +89,7 @@ class PlannedCalls:
                 part = plan.split_channels().channel_parts[number]
             if fused is not None:
                 record.fused = [fused[record.place] if layer.layer.group else fused[0]]
-            position = self._position(record, observer.number, step)
+            position = self._position(record, observer, step)
             return AuditedCall(record, part, position, self._weight_for(record, weight), previous)
 
         return compare_records(name, observer, step, expect)
@@ -124,9 +124,9 @@ class PlannedCalls:
             weight = weight.index_select(1, record.channels)
         return weight
 
-    def _position(self, record: ObservedCall, number: int, step: int) -> Position | None:
-        """The position that a record of microbatch `number` should have. An expert may rest in it:
-        its record is of a later one, which is that of its own position.
+    def _position(self, record: ObservedCall, observer: Observer, step: int) -> Position | None:
+        """The position that the record of a microbatch should have. An expert may rest in it, and a
+        layer that is not called in all: the record is of a later one, that of its own position.
         """
         if record.position is None:
             return None
@@ -136,8 +136,9 @@ class PlannedCalls:
             (run.world.data_rank * run.rank_rows + microbatch * run.microbatch_rows) * length
             for microbatch in range(self.microbatches)
         ]
-        token = begins[number]
-        if record.plan.layer.experts and record.position.token in begins[number:]:
+        token = begins[observer.number]
+        rests = bool(record.plan.layer.experts) or observer.calls < self.microbatches
+        if rests and record.position.token in begins[observer.number :]:
             token = record.position.token
         return Position(RunStep(run.config.run.seed, step), token)
 

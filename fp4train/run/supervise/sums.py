@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4train import checkpoint
 from fp4train.audit.bits import bit_sum
@@ -66,18 +67,20 @@ def _stored(run: Run) -> dict[str, Tensor]:
     return stored
 
 
-def _written(run: Run) -> dict[str, tuple[int, int]]:
-    """Path of a weight or buffer → what changes where an operation of torch writes it."""
+Versions = dict[str, tuple[Tensor, int]]
+"""Path of a weight or buffer → the tensor, and the number of times that torch has written it."""
+
+
+def _versions(model: nn.Module) -> Versions:
+    tensors = chain(model.named_parameters(), model.named_buffers())
     return {
-        name: (tensor.data_ptr(), tensor._version)
-        for name, tensor in _stored(run).items()
-        if name.startswith(f"{MODEL}/")
+        f"{MODEL}/{checkpoint.escaped(name)}": (tensor, tensor._version) for name, tensor in tensors
     }
 
 
-def _module(name: str) -> str:
+def _module(path: str) -> str:
     """The path of the module that has a tensor."""
-    return name.rpartition(".")[0]
+    return path.rpartition(".")[0]
 
 
 _RATES: Final = 1e-6
@@ -136,18 +139,21 @@ class StateSums:
         if self._before is None or self.run.config.train.cuda_graph:
             yield
             return
-        marks = _written(self.run)
-        hook = self.run.optimizer.register_step_pre_hook(lambda *_: self._before_update(marks))
+        versions = _versions(self.run.model)
+        hook = self.run.optimizer.register_step_pre_hook(lambda *_: self._before_update(versions))
         try:
             yield
         finally:
             hook.remove()
 
-    def _before_update(self, marks: Mapping[str, tuple[int, int]]) -> None:
+    def _before_update(self, versions: Versions) -> None:
         """Note the tensors that changed in the passes of a step."""
         with self.failures.guarding(STATE):
-            now = _written(self.run)
-            written = {_module(name) for name, mark in marks.items() if now.get(name) != mark}
+            written = {
+                _module(path)
+                for path, (tensor, version) in _versions(self.run.model).items()
+                if versions[path][0] is not tensor or versions[path][1] != version
+            }
             sums = {
                 name: total
                 for name, total in state_sums(self.run).items()
@@ -239,12 +245,14 @@ class StateSums:
 
     def _would_move(self, parameter: Tensor, rate: float) -> bool:
         """Whether another update without a gradient would change a weight: by more than float32
-        rounds away. A weight without moments was never updated.
+        rounds away. One without moments, or whose moments are zero, was never updated, where others
+        have some.
         """
-        state = self.run.optimizer.state.get(parameter)
-        if not state:
-            return True
+        states = self.run.optimizer.state
+        state = states.get(parameter, {})
         before = {name: local(tensor).double() for name, tensor in state.items()}
+        if not any(tensor.any() for name, tensor in before.items() if name != "step"):
+            return bool(states)
         before[WEIGHT] = local(parameter.detach()).double()
         still = torch.zeros_like(before[WEIGHT])
         optim = self.run.config.optim
