@@ -374,10 +374,11 @@ def flips_at(moments: list[Moment]) -> Iterator[None]:
         state = sums._stored(run)
         if run.step % 2 == 0 and run.step > 2:
             if copies:
-                for name, tensor in state.items():
-                    tensor.copy_(copies[name])
+                with torch.no_grad():
+                    for name, tensor in state.items():
+                        tensor.copy_(copies[name])
                 run.companions.of(RunAudits).sums._after = None
-            copies.update({name: tensor.clone() for name, tensor in state.items()})
+            copies.update({name: tensor.detach().clone() for name, tensor in state.items()})
             moment = next(remaining, None)
             if moment is not None:
                 usual = statistics.median(b - a for a, b in itertools.pairwise(began))
@@ -386,7 +387,7 @@ def flips_at(moments: list[Moment]) -> Iterator[None]:
                 timer.start()
         return original(run, recipe)
 
-    with mock.patch.object(loop, "train_step", train_step), torch.no_grad():
+    with mock.patch.object(loop, "train_step", train_step):
         yield
 
 
