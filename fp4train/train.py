@@ -40,6 +40,7 @@ class Result:
         saved: whether the last checkpoint could be written.
         remark: sentence about a loss that ended too high, the lead's; None: it did not.
         diverged: whether it ended so by more than its noise.
+        passes: how often it has shown its data, in words; empty: nobody knows.
     """
 
     step: int
@@ -49,6 +50,7 @@ class Result:
     saved: bool
     remark: str | None = None
     diverged: bool = False
+    passes: str = ""
 
 
 def train(run: Run) -> Result:
@@ -120,6 +122,7 @@ def train(run: Run) -> Result:
         saved=saved,
         remark=verdict(run),
         diverged=world.broadcast(run.divergence.beyond_noise),
+        passes=run.data.training.passes(run.batch_index),
     )
 
 
@@ -147,7 +150,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     lr = learning_rate(run.config, run.step)
     values: Values = {
         "train/lr": lr,
-        "train/tokens": (run.step + 1) * config.tokens,
+        "train/tokens": (run.step + 1) * config.step_tokens,
         "precision/recipe": recipe.name,
     }
     if recipe.loss_scaling is not None:

@@ -246,7 +246,7 @@ def measure(run: Run, *, dry: bool) -> dict[str, Any]:
     pairs = [timed(run) for _ in range(1 if dry else MEASURED)]
     host, step = (statistics.median(column) for column in zip(*pairs, strict=True))
     peak = run.peak_tokens_per_s()
-    tokens = run.config.train.tokens
+    tokens = run.config.train.step_tokens
     row: dict[str, Any] = {"backends": sorted({row.backend for row in run.course.plan.rows})}
     row |= {"step ms": 1000 * step, "host ms": 1000 * host, **profiled(run)}
     row |= {"tokens/s": tokens / step, "MFU": peak and tokens / step / peak}

@@ -5,7 +5,7 @@ and binds it once; with -m each point of the sweep does.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,7 +168,7 @@ def _new_settings(composition: Composed) -> Command:
     init_run = saved_configuration(resolved)
     if init_run is not None:
         resolved = with_run(resolved, init_run, changed)
-    config = to_config(resolved)
+    config = _within_budget(resolved, changed)
     if init_run is not None:
         option = composition.choices["model"] if "model" in changed else ""
         check_model(config, resolved, init_run, option)
@@ -207,7 +207,7 @@ def _resumed_settings(composition: Composed) -> Command:
             )
     try:
         with run_directory.recipes_of(source, saved_values):
-            config = to_config(saved)
+            config = _within_budget(saved, changed)
     except UserError as error:
         key, missing, end = str(error).partition(MISSING_KEY)
         if not missing or end:
@@ -224,6 +224,24 @@ def _resumed_settings(composition: Composed) -> Command:
         named=changed,
         point=composition.point,
     )
+
+
+def _within_budget(cfg: DictConfig, changed: Collection[str]) -> Config:
+    """The configuration of a command; the steps that follow from a budget of tokens are its own from
+    there on.
+
+    Raises:
+        UserError: a value does not fit, or the command names steps and tokens.
+    """
+    config = to_config(cfg)
+    if config.train.tokens is None:
+        return config
+    if {"train.steps", "train.tokens"} <= {*changed}:
+        raise UserError("train.steps and train.tokens both say how long a run is: give one of them")
+    if "train.steps" not in changed:
+        cfg.train.steps = config.train.affordable_steps()
+    cfg.train.tokens = None
+    return to_config(cfg)
 
 
 def _swap(composition: Composed) -> RecipeChoice | None:

@@ -49,7 +49,7 @@ from fp4train.run.checks import (
 from fp4train.run.find import find_source, start_step
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
-from fp4train.run.planned import plan_on, planned_model
+from fp4train.run.planned import plan_on, planned_model, planned_passes
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
@@ -151,7 +151,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
     for warning in scale_warnings(config, model):
         _log.warning("%s", warning)
     if asks_for_mesh(config.parallel, line.gpus, command.named):
-        return _on_mesh(config, model, timeline, gpu, line)
+        return _on_mesh(command, model, timeline, gpu, line)
     device = Device.elsewhere(gpu) if gpu else Device.of(choose_device(config.device))
     plan = plan_on(device, config, model, timeline, start)
     for warning in plan_warnings(plan):
@@ -167,7 +167,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
             model, config.train, device.type, plan.stretches[0].recipe.torch_dtype, plan.tokens
         )
     _show(
-        config,
+        command,
         plan,
         model,
         full=line.full,
@@ -203,7 +203,7 @@ def _estimated(
 
 
 def _show(
-    config: Config,
+    command: Command,
     plan: Plan,
     model: nn.Module,
     *,
@@ -214,6 +214,7 @@ def _show(
     """Print a plan: what the run trains on, what its GEMMs run in, its weights, and the `values` of
     the template beside these.
     """
+    config = command.config
     width = terminal_width()
     if full:
         gemms = render(plan.sections, full=True, width=width)
@@ -222,6 +223,7 @@ def _show(
     print_screen(
         "plan.txt",
         config=config,
+        passes=planned_passes(config, command.cfg),
         history=run_directory.HISTORY,
         gemms=gemms,
         further=further_recipes(config),
@@ -280,7 +282,7 @@ def _data(plan: Plan, model: nn.Module) -> dict[str, object]:
 
 
 def _on_mesh(
-    config: Config, model: nn.Module, timeline: Timeline, gpu: Gpu | None, line: PlanOptions
+    command: Command, model: nn.Module, timeline: Timeline, gpu: Gpu | None, line: PlanOptions
 ) -> int:
     """Print what the mesh will hold, send and cost."""
     from fp4train.cli.cost_screens import cluster_json, notes, render_mesh, stretch_costs
@@ -291,6 +293,7 @@ def _on_mesh(
             "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or "
             "A100"
         )
+    config = command.config
     mesh_plan = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=line.gpus)
     mesh_plan.check()
     plan = mesh_plan.plan()
@@ -304,7 +307,7 @@ def _on_mesh(
         return 0
     covered = Coverage.of(config, model).described(plan, mesh_plan.mesh)
     _show(
-        config,
+        command,
         plan,
         model,
         full=line.full,

@@ -5,8 +5,11 @@
 works with typed objects only.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -20,7 +23,7 @@ from fp4train.companion import Companion
 from fp4train.config.binding import bind
 from fp4train.config.plugins import walk
 from fp4train.data import Source
-from fp4train.errors import user_errors
+from fp4train.errors import UserError, user_errors
 from fp4train.hardware import find_gpu
 from fp4train.keys import CHANGES_COURSE, CHANGES_DIGITS, CHANGES_NOTHING, CHANGES_START
 from fp4train.measure.profile import ProfileSettings
@@ -31,8 +34,10 @@ from fp4train.optim.schedule import Schedule
 from fp4train.parallel.config import Parallel
 from fp4train.paths import PathText
 from fp4train.precision import LayerPolicy, Phase, Recipe
-from fp4train.text import check_choice, check_least, first_line
+from fp4train.text import check_choice, check_least, counted, first_line
 from fp4train.track.config import Tracking
+
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 MOST_STEPS = 2**29 - 1
 """The random bits of stochastic rounding are keyed by the step, in 29 bits
@@ -44,6 +49,8 @@ they are refused.
 """
 MOST_TOKENS = 2**40
 """Tokens per step; more are a slip of the hand. Positions in the data stay below 2**63."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,8 @@ class TrainSettings:
 
     Args:
         steps: optimizer steps.
+        tokens: tokens of the whole run, as 1B, 500M or 1e9, from which `steps` follow before a run
+            begins (`affordable_steps`); None where they are given.
         batch_size: sequences per step.
         microbatch: sequences per forward pass of a rank; None: all of its share of the batch. The
             gradient is that of the whole batch.
@@ -133,6 +142,7 @@ class TrainSettings:
     on_divergence: Annotated[str, CHANGES_NOTHING] = "warn"
     rewinds: Annotated[int, CHANGES_NOTHING] = 5
     ema: float | None = None
+    tokens: str | int | None = None
 
     def __post_init__(self) -> None:
         check_choice("train.kernels", self.kernels, ("auto", "torch", "liger"))
@@ -152,10 +162,10 @@ class TrainSettings:
         check_least(self, "train.", "steps", "batch_size", "seq_len")
         if self.steps > MOST_STEPS:
             raise ValueError(f"train.steps={self.steps} must be at most {MOST_STEPS}")
-        if self.tokens > MOST_TOKENS:
+        if self.step_tokens > MOST_TOKENS:
             factors = f"train.batch_size={self.batch_size} × train.seq_len={self.seq_len}"
             raise ValueError(
-                f"{factors} is {self.tokens:.3g} tokens per step, and at most {MOST_TOKENS:.3g} "
+                f"{factors} is {self.step_tokens:.3g} tokens per step, and at most {MOST_TOKENS:.3g} "
                 "are possible"
             )
         if self.steps * self.batch_size >= 2**63:
@@ -169,6 +179,28 @@ class TrainSettings:
                 f"train.microbatch={self.microbatch} does not divide "
                 f"train.batch_size={self.batch_size}"
             )
+
+    def affordable_steps(self) -> int:
+        """The steps that `tokens` are enough for.
+
+        Raises:
+            UserError: it is no number of tokens, or less than a step takes.
+        """
+        budget = str(self.tokens)
+        factor = _UNITS.get(budget[-1:].upper())
+        number = budget if factor is None else budget[:-1]
+        with suppress(ArithmeticError, ValueError):
+            tokens = int(Decimal(number) * (factor or 1))
+            steps, left = divmod(tokens, self.step_tokens)
+            if steps > 0:
+                text = "train.tokens=%s: %s of %s tokens, %s left over"
+                enough = counted(steps, "step")
+                _log.info(text, budget, enough, f"{self.step_tokens:,}", f"{left:,}")
+                return steps
+        raise UserError(
+            f"train.tokens={self.tokens} must be a number of tokens, as 1B, 500M or 1e9, and a step "
+            f"has {self.step_tokens:,}"
+        )
 
     @property
     def whole_weights(self) -> str | None:
@@ -187,7 +219,7 @@ class TrainSettings:
         return self.batch_size // self.rows(1)
 
     @property
-    def tokens(self) -> int:
+    def step_tokens(self) -> int:
         """Tokens per step."""
         return self.batch_size * self.seq_len
 

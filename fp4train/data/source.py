@@ -62,7 +62,7 @@ class RunData(Protocol):
 class Source(Protocol):
     """The configuration of a source of data.
 
-    `fp4train plan`, which reads no data, takes the size of the vocabulary from a field `vocab_size`
+    `fp4train plan`, which reads little data, takes the size of the vocabulary from a field `vocab_size`
     or, where there is none, from the field `tokenizer`.
     """
 

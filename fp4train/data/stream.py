@@ -81,6 +81,12 @@ class Stream(ABC):
         """Inputs and targets [batch_size, T] of step `step` (from 0)."""
         return self.rows(step * self.batch_size, self.batch_size)
 
+    def passes(self, batches: int) -> str:
+        """How often so many batches show the data, in words; empty: nobody knows."""
+        times = batches * self.batch_size / self.fresh
+        shown = f"{times:.2g}" if times < 10 else f"{times:,.0f}"
+        return f"{shown} passes over the data" if self.fresh < ENDLESS else ""
+
     @property
     def batches_per_epoch(self) -> int:
         """Whole batches before any row is shown again."""

@@ -16,7 +16,7 @@ from typing import Any
 from fp4train.data.cache import file_digests
 from fp4train.data.files import expanded, input_files, shown
 from fp4train.data.huggingface import saved_files
-from fp4train.data.stored import StoredIds, WatchedFile
+from fp4train.data.stored import StoredIds, TokenIds, WatchedFile
 from fp4train.data.token_formats import DTYPES, open_tokens
 from fp4train.data.token_tables import SUFFIXES as TABLES, hold_tables, table_ids
 from fp4train.data.tokens import Borders, TokenData, check_val, hold_out, token_data
@@ -67,12 +67,18 @@ class Tokens:
                 )
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+        data = self.opened(seq_len)
+        parts = [data.train.ids] if self.val_path is None else [data.train.ids, data.val.ids]
+        digests = filter(None, (_digest(part, run_dir) for part in parts))
+        return replace(data, digest="+".join(digests) or None)
+
+    def opened(self, seq_len: int) -> TokenData:
+        """The data, of which not all is read."""
         ids = self._open(self.path, "data.path")
         borders = Borders(end=self.end_id, begin=self.begin_id)
         description = _described(self.path, ids)
-        parts = [ids]
         if self.val_path is None:
-            data = hold_out(
+            return hold_out(
                 ids,
                 val=self.val,
                 vocab_size=self.vocab_size,
@@ -81,21 +87,17 @@ class Tokens:
                 description=description,
                 borders=borders,
             )
-        else:
-            val = self._open(self.val_path, "data.val_path")
-            parts.append(val)
-            data = token_data(
-                ids,
-                val,
-                vocab_size=self.vocab_size,
-                seq_len=seq_len,
-                tokenizer=None,
-                description=f"{description}, validation {_described(self.val_path, val)}",
-                whole="a file each",
-                borders=borders,
-            )
-        digests = filter(None, (_digest(part, run_dir) for part in parts))
-        return replace(data, digest="+".join(digests) or None)
+        val = self._open(self.val_path, "data.val_path")
+        return token_data(
+            ids,
+            val,
+            vocab_size=self.vocab_size,
+            seq_len=seq_len,
+            tokenizer=None,
+            description=f"{description}, validation {_described(self.val_path, val)}",
+            whole="a file each",
+            borders=borders,
+        )
 
     def _open(self, paths: str | Sequence[str], key: str) -> StoredIds[Any]:
         named = [
@@ -148,8 +150,9 @@ def _described(paths: str | Sequence[str], ids: StoredIds[Any]) -> str:
     return f"{shown(paths)}, {len(ids.files)} files"
 
 
-def _digest(ids: StoredIds[Any], run_dir: Path) -> str | None:
+def _digest(ids: TokenIds, run_dir: Path) -> str | None:
     """One digest of the user's own files; None: they lie in the cache, which checks them."""
+    assert isinstance(ids, StoredIds)
     watched = [file for file in ids.files if isinstance(file, WatchedFile)]
     digests = file_digests(watched, run_dir)
     if len(digests) > 1:

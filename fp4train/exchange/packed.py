@@ -425,7 +425,11 @@ def planned(model: StoredModel) -> Plan:
     timeline = build_timeline(config, model.run)
     with user_errors(ValueError, before=f"{model.run}: "):
         return make_plan(
-            layers, timeline, config.policy, tokens=config.train.tokens, device=Device.of("cpu")
+            layers,
+            timeline,
+            config.policy,
+            tokens=config.train.step_tokens,
+            device=Device.of("cpu"),
         )
 
 

@@ -232,7 +232,7 @@ def beyond_its_end(config: Config, run: Path, step: int) -> str:
 def scale_warnings(config: Config, model: nn.Module) -> list[str]:
     """The warnings of a model that is large for its tokens, or for a vocabulary of bytes."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    tokens = config.train.steps * config.train.tokens
+    tokens = config.train.steps * config.train.step_tokens
     presets = "; fp4train help experiment lists whole runs"
     warnings = []
     if parameters > LARGE and tokens < parameters and config.init is None:

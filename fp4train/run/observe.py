@@ -113,7 +113,9 @@ class OperandStatistics(RunCompanion):
         pending = Numbers(
             torch.cat((statistics.values.flatten(), statistics.noise, gradients.flatten()))
         )
-        scale = math.sqrt(run.config.train.tokens / max(statistics.tokens, 1)) / step.loss_scale
+        scale = (
+            math.sqrt(run.config.train.step_tokens / max(statistics.tokens, 1)) / step.loss_scale
+        )
 
         def log() -> Values:
             return self._log(run, statistics_of(statistics, pending, scale, step=step))

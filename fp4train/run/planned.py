@@ -2,15 +2,23 @@
 on one device, and whether they can be at all.
 """
 
+import os
 import tempfile
+from contextlib import suppress
+from glob import glob
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 from torch import nn
 
 from fp4train.checkpoint import ALONE
-from fp4train.config import Config
-from fp4train.data.source import planned_tokenizer, planned_vocab_size
+from fp4train.config import Config, plain
+from fp4train.config.binding import hub_names, path_values
+from fp4train.data.source import RunData, planned_tokenizer, planned_vocab_size
+from fp4train.data.token_file import SUFFIXES, Tokens
+from fp4train.data.tokenizers import BytePairs
+from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.parallel.config import Mesh
 from fp4train.precision import Timeline
@@ -22,6 +30,9 @@ from fp4train.run.host import choose_device
 from fp4train.run.initial import open_init
 from fp4train.run.teacher import check_teacher
 from fp4train.run.timeline import build_timeline
+
+SMALL = 1 << 24
+"""Most bytes of data that a plan reads."""
 
 
 def planned_model(config: Config, source: Path | None = None) -> nn.Module:
@@ -46,6 +57,40 @@ def planned_model(config: Config, source: Path | None = None) -> nn.Module:
         tokenizer = planned_tokenizer(config.data, tokenizer_of)
         check_teacher(config, model, vocab_size, tokenizer)
     return model
+
+
+def planned_passes(config: Config, cfg: DictConfig) -> str:
+    """How often a run shows its data, in words; empty where they are not here, or much must be
+    read to know it.
+
+    Args:
+        cfg: the same configuration as it was composed.
+    """
+    data = config.data
+    train = config.train
+    section = {"data": plain(cfg)["data"]}
+    elsewhere = dict(hub_names(section, Config)) or not type(data).__module__.startswith("fp4train")
+    if elsewhere or isinstance(getattr(data, "tokenizer", None), BytePairs):
+        return ""
+    with suppress(OSError, UserError), tempfile.TemporaryDirectory() as folder:
+        named = [text for key, text in path_values(section, Config) if key != "data.cache_dir"]
+        if sum(map(_bytes, named)) > SMALL:
+            return ""
+        opened: RunData
+        if isinstance(data, Tokens):
+            opened = data.opened(train.seq_len)
+        else:
+            opened = data.build(Path(folder), train.seq_len, config.run.seed)
+        rows = opened.training(batch_size=train.batch_size, seq_len=train.seq_len, seed=0)
+        return rows.passes(train.steps)
+    return ""
+
+
+def _bytes(named: str) -> int:
+    """The bytes of files, without those of raw ids, which need not be read whole."""
+    matches = [Path(match) for match in glob(os.path.expanduser(named), recursive=True)]
+    files = [file for match in matches for file in (match, *match.rglob("*"))]
+    return sum(file.stat().st_size for file in files if file.suffix not in SUFFIXES)
 
 
 def plan_on(

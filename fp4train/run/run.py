@@ -139,7 +139,7 @@ class Run:
         return (
             f"{type(self.config.model).__name__}, {size} parameters; "
             f"{counted(self.config.train.steps, 'step')} of "
-            f"{counted(self.config.train.tokens, 'token')}; {device}"
+            f"{counted(self.config.train.step_tokens, 'token')}; {device}"
             + (f"; {self.world}" if self.world.size > 1 else "")
         )
 

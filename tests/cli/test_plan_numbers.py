@@ -66,3 +66,31 @@ def test_the_operands_of_every_recipe_of_a_plan_are_listed(
     shown = capsys.readouterr().out
     assert "policy.recipes, wq, wk: MXFP8\nGEMM " in shown
     assert shown.count("\nGEMM ") == 2, "the run's own recipe and high precision are not repeated"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train.tokens=1B train.steps=3", "both say how long a run is: give one of them"),
+        ("train.tokens=many", "must be a number of tokens, as 1B, 500M or 1e9"),
+        ("train.tokens=4095", "and a step has 4,096"),
+    ],
+)
+def test_a_budget_that_gives_no_steps_is_refused(
+    capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    assert run("plan", *words.split()) == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_passes_over_large_token_files_are_told_without_reading_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp4train.run.planned.SMALL", 1000)
+    (tmp_path / "train.bin").write_bytes(bytes(200_000))
+    (tmp_path / "train.txt").write_text("a few words\n" * 10_000)
+    ids = ("data=tokens", f"data.path={tmp_path / 'train.bin'}", "data.vocab_size=500")
+    text = ("data=text", f"data.path={tmp_path / 'train.txt'}")
+    for data, passes in (((*ids, "data.val=0.5"), ", 25 passes over the data; "), (text, "; ")):
+        assert run("plan", *data, "train.steps=300") == 0
+        assert f"1.23 M in all{passes}" in " ".join(capsys.readouterr().out.split())

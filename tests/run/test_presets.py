@@ -64,7 +64,7 @@ def test_a_preset_has_the_tokens_of_its_source_and_is_planned_without_a_network(
     planned: Callable[[str], Outcome], name: str
 ) -> None:
     config = config_of(f"experiment={name}")
-    assert config.train.steps * config.train.tokens == pytest.approx(
+    assert config.train.steps * config.train.step_tokens == pytest.approx(
         TOKENS[name.removesuffix("_fineweb")], rel=0.01
     )
     header = (CONFIGS / "experiment" / f"{name}.yaml").read_text("utf-8").split("defaults:")[0]

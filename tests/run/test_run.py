@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import PATIENCE, Cli, before_steps, events, lines, losses, recorded
+from command_line import PATIENCE, STEADY, Cli, before_steps, events, lines, losses, recorded
 from families import BEYOND_LLAMA, tiny_run
 from limits import set_limit
 from unused_wandb import forget_wandb
@@ -148,6 +148,19 @@ def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
     summary = ended.out.splitlines()
     assert len(summary) == 1 and summary[0].startswith("runs/a: step 6, done; train loss ")
     assert summary[0].endswith("; runs/a/curves.png")
+
+
+def test_a_budget_of_tokens_is_kept_as_its_steps(cli: Cli) -> None:
+    tiny = cli.tiny("run.name=a", *STEADY)
+    words = [word for word in tiny if not word.startswith("train.steps=")]
+    ended = cli.raw(*words, "train.tokens=0.3k")
+    assert ended.code == 0, ended.err
+    assert "train.tokens=0.3k: 2 steps of 128 tokens, 44 left over" in ended.err
+    assert re.search(r"step 2, done; .*; [\d.]+ passes over the data; ", ended.out)
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())["train"]
+    assert (saved["steps"], saved["tokens"]) == (2, None)
+    shown = cli.raw("plan", "resume=runs/a", "train.tokens=1e3").out
+    assert re.search(r"7 steps of 4 × 32 tokens, 896 in all, [\d.]+ passes over the data", shown)
 
 
 def test_the_start_of_a_run_fits_on_a_screen(cli: Cli) -> None:

@@ -112,7 +112,7 @@ class SensitivityResult:
             recipe=study.parts.recipe.name,
             identity=subject.identity,
             batches=study.batches,
-            tokens_per_batch=subject.run.config.train.tokens,
+            tokens_per_batch=subject.run.config.train.step_tokens,
             signal=study.signal,
             parts=study.findings,
             shares={KINDS[kind]: share for kind, share in study.shares.items()},

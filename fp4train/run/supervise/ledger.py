@@ -140,7 +140,7 @@ class Progress(RunCompanion):
         train = run.config.train
         self.step = run.step
         self.steps = train.steps
-        self.tokens = train.tokens
+        self.tokens = train.step_tokens
         self.peak = run.peak_tokens_per_s()
         self.ranks = run.world.size
         self.terminal = sys.stderr.isatty() and run.world.lead  # of several ranks one has a bar
