@@ -110,6 +110,7 @@ def in_gemms(gemms: Sequence[str], recipe: Recipe, other: Recipe) -> Recipe:
         return replace(
             recipe,
             **parts,
+            label="",  # it names another mixture
             high_precision=kept,
             fused_scales=fused_scales,
             outliers=_outliers(recipe),

@@ -331,10 +331,9 @@ def test_names_fit_a_legend_and_differ() -> None:
     assert NVFP4().name == "NVFP4"
     assert NVFP4(guard=16 / 17).name == "NVFP4(guard=0.941176)"
     assert NVFP4().with_high_precision("fprop").name == "NVFP4 with fprop in BF16"
-    assert (
-        Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()).name
-        == "Mixed(fprop=NVFP4, dgrad=MXFP8, wgrad=MXFP8)"
-    )
+    mixed = Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8(), high_precision=("fprop",))
+    assert mixed.name == "Mixed(NVFP4/MXFP8/MXFP8) with fprop in BF16"
+    assert dataclasses.replace(mixed, label="house").name == "house with fprop in BF16"
 
 
 def test_a_mixed_recipe_takes_each_gemm_from_its_part() -> None:

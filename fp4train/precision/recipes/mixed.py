@@ -9,8 +9,13 @@ from fp4train.precision.recipes.high import BF16
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(Recipe):
-    """One recipe per GEMM: `Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8())`."""
+    """One recipe per GEMM: `Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8())`.
 
+    Args:
+        label: its name; empty: the names of its parts, "Mixed(NVFP4/MXFP8/MXFP8)".
+    """
+
+    label: str = ""
     fprop: Recipe = field(default_factory=BF16)
     dgrad: Recipe = field(default_factory=BF16)
     wgrad: Recipe = field(default_factory=BF16)
@@ -27,12 +32,8 @@ class Mixed(Recipe):
 
     @property
     def name(self) -> str:
-        return (
-            "Mixed("
-            + ", ".join(f"{g}={getattr(self, g).name}" for g in GEMMS)
-            + ")"
-            + self._exceptions()
-        )
+        parts = "/".join(getattr(self, gemm).name for gemm in GEMMS)
+        return (self.label or f"Mixed({parts})") + self._exceptions()
 
     @property
     def stated_scaling(self) -> LossScaling | None:
