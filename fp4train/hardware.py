@@ -15,11 +15,25 @@ B300       NVIDIA Blackwell Ultra data sheet, "HGX B300". FP4: 15 PFLOP/s dense,
            13 to 14. FP8 and BF16 did not grow over B200, so FP4 is 3.3 times FP8 here where it is
            twice FP8 on B200.
 GB300      NVIDIA GB300 NVL72 data sheet, per GPU at 1400 W.
+RTX-5090, RTX-5080
+           NVIDIA's figures as hmc-tech.com and lamonoai/gpumap on GitHub list them. FP4 is half of
+           the 3352 and 1801 TOPS with sparsity; FP8, FP16 and BF16 are with FP32 accumulation, which
+           halves them.
+RTX-PRO-6000
+           NVIDIA's figures of the Workstation Edition as hmc-tech.com lists them. No source states an
+           FP6 rate of RTX GPUs.
+MI300X     AMD's brochure, as torch quotes it (torch/_inductor/analysis/device_info.py); L2 of all
+           Instinct GPUs: rocm.docs.amd.com, "AMD GPU specifications".
+MI325X     MI300X's compute with other memory.
+MI350X     AMD's brochure, as torch quotes it; FP4 and FP6 at twice the FP8 rate, which gives the 9.2
+           and 10.1 PFLOP/s of AMD's specifications.
+MI355X     MI350X at 2.4 instead of 2.2 GHz.
 
 Links are those of the machine that a GPU is sold in, of which data sheets print both directions
 together: DGX A100 (NVLink 3, 200 Gb/s); DGX H100 (NVLink 4, ConnectX-7 400 Gb/s); DGX B200 (NVLink
 5, 400 Gb/s); GB200 NVL72 (72 GPUs that NVLink joins, ConnectX-7 400 Gb/s); B300 and GB300
-(ConnectX-8, 800 Gb/s).
+(ConnectX-8, 800 Gb/s); RTX GPUs (PCIe 5.0 x16); Instinct platforms (8 GPUs, each joined to each by a
+link of Infinity Fabric of 128, from MI350X on 153.6 GB/s).
 """
 
 from __future__ import annotations
@@ -52,11 +66,11 @@ class Gpu:
         bandwidth: bandwidth of the memory, bytes/s (reads and writes together).
         capacity: capacity of the memory, bytes.
         l2: capacity of the level-2 cache, bytes.
-        capability: compute capability.
+        capability: compute capability; None: it is not NVIDIA's.
         pattern: regular expression that matches `torch.cuda.get_device_name()` of this GPU and no
             other.
         machine: machine that it is sold in.
-        domain: number of GPUs that NVLink joins.
+        domain: number of GPUs that NVLink, or what stands for it (`fabric`), joins.
         nvlink, network: bandwidth per GPU and direction, bytes/s.
         gemm_share: share of the peak that a large GEMM reaches, by rate; "others": that of the
             rates without an entry.
@@ -70,7 +84,7 @@ class Gpu:
     bandwidth: float
     capacity: float
     l2: float
-    capability: tuple[int, int]
+    capability: tuple[int, int] | None
     pattern: str = field(repr=False)
     machine: str
     domain: int
@@ -79,6 +93,7 @@ class Gpu:
     gemm_share: Mapping[str, float]
     sustained: float
     quantise_share: float
+    fabric: str = "NVLink"
 
     def __str__(self) -> str:
         return self.name
@@ -92,7 +107,7 @@ def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
     """An entry of hardware.yaml."""
     peaks = {rate: tflops * 1e12 for rate, tflops in row["peaks"].items()}
     sizes = {key: row[key] * unit for key, unit in _UNITS.items()}
-    capability = tuple(row["capability"])
+    capability = row["capability"] and tuple(row["capability"])
     return Gpu(name=name, **{**row, **sizes, "peaks": peaks, "capability": capability})
 
 

@@ -3,8 +3,11 @@
 import re
 
 import pytest
+import torch
 
-from fp4train.hardware import detect, find_gpu, gpus, peak_flops
+import fp4train as f4
+from fp4train.hardware import Device, detect, find_gpu, gpus, peak_flops
+from fp4train.precision import MXFP8, NVFP4, FP8Current, LayerPolicy
 
 
 @pytest.mark.parametrize(
@@ -20,6 +23,11 @@ from fp4train.hardware import detect, find_gpu, gpus, peak_flops
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA B300 SXM6 AC", "B300"),
         ("gb200", "GB200"),
+        ("rtx 5090", "RTX-5090"),
+        ("GeForce RTX 5080", "RTX-5080"),
+        ("RTX PRO 6000 Blackwell", "RTX-PRO-6000"),
+        ("mi300x", "MI300X"),
+        ("AMD MI355X", "MI355X"),
     ],
 )
 def test_a_user_may_write_the_name_as_people_do(name: str, found: str) -> None:
@@ -44,6 +52,9 @@ def test_a_slip_gets_the_nearest_name_and_the_list() -> None:
         ("NVIDIA GB200", "GB200"),
         ("NVIDIA B300 SXM6 AC", "B300"),
         ("NVIDIA GB300", "GB300"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
+        ("AMD Instinct MI325X", "MI325X"),
     ],
 )
 def test_the_names_that_drivers_report_are_known(device: str, found: str) -> None:
@@ -60,7 +71,8 @@ def test_the_names_that_drivers_report_are_known(device: str, found: str) -> Non
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA A100 80GB PCIe",
         "NVIDIA H20",
-        "NVIDIA GeForce RTX 5090",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
         "NVIDIA GH200 480GB",
         "",
     ],
@@ -92,6 +104,19 @@ def test_published_dense_peaks() -> None:
     assert h200.peaks["FP8"] == 2 * h200.peaks["BF16"] == 1979e12
     assert "FP4" not in h200.peaks and "FP6" not in h200.peaks
     assert "FP8" not in find_gpu("A100").peaks
+    # NVIDIA's 3352 TOPS count sparsity, and GeForce halves products summed in FP32
+    rtx = find_gpu("RTX-5090").peaks
+    assert rtx["FP4"] == pytest.approx(3352e12 / 2) and rtx["FP4"] == 8 * rtx["BF16"]
+    assert find_gpu("MI355X").peaks["FP4"] == 2 * find_gpu("MI355X").peaks["FP8"]
+
+
+def test_a_gpu_of_amd_emulates_and_is_named_so() -> None:
+    device = Device.elsewhere(find_gpu("MI355X"))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    for recipe in (FP8Current(), MXFP8(), NVFP4()):
+        rows = list(f4.plan(model, recipe, LayerPolicy(last=0), device=device).rows)
+        assert {row.backend for row in rows} == {"emulate"}
+        assert "not MI355X" in rows[0].why
 
 
 def test_mfu_refers_to_what_multiplies_not_to_what_is_emulated() -> None:

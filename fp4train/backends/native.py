@@ -249,7 +249,7 @@ def _why_not_whole(spec: QuantSpec, table: Table, layer: Shape, device: Device) 
     if device.type == "cuda" and (device.capability or (0, 0)) < (8, 9):
         return (
             f"FP8 needs compute capability 8.9; {device} has "
-            f"{'.'.join(map(str, device.capability or ()))}"
+            f"{'.'.join(map(str, device.capability or ())) or 'none'}"
         )
     if spec.block == (1, None):
         if device.type == "cuda" and spec.format == E5M2:
@@ -335,7 +335,7 @@ def why_not_blocks(
             needed = f"{least[0]}.x"
         else:
             needed = f"{least[0]}.{least[1]}"
-        have = ".".join(map(str, capability))
+        have = ".".join(map(str, device.capability or ())) or "none"
         return f"scaled_mm of {kind.title} needs compute capability {needed}; {device} has {have}"
     if device.here and (built := cuda_version()) is not None and built < kind.cuda:
         built_for, needed = (".".join(map(str, version)) for version in (built, kind.cuda))

@@ -21,7 +21,7 @@ from fp4train.precision import BF16, Timeline
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import gathers
 from fp4train.run.checks import divided_blocks
-from fp4train.text import screen, tabulate, time_text
+from fp4train.text import counted, screen, tabulate, time_text
 
 StretchOnMesh: TypeAlias = tuple[str, int, ClusterCost]
 """(Title, steps, cost) of a stretch of a run."""
@@ -116,16 +116,24 @@ def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
 
 def render_step(on_one_gpu: MeshPlan, plan: Plan, width: int) -> str:
     """Where a step of the model goes in BF16, and in every stretch of `plan`; a stretch that costs
-    what one before it does is left out.
+    what one before it does is left out. Below, the time of all steps.
     """
     in_bf16 = replace(on_one_gpu, timeline=Timeline(recipe=BF16(), steps=1))
-    costs = in_bf16.costs(in_bf16.plan()) + on_one_gpu.costs(plan)
+    of_stretches = on_one_gpu.costs(plan)
+    costs = in_bf16.costs(in_bf16.plan()) + of_stretches
+    numbers = [stretch.stop - stretch.start for stretch in plan.stretches]
+    steps = sum(numbers)
+    seconds = sum(n * cost.seconds for n, cost in zip(numbers, of_stretches, strict=True))
     titles = ("all in BF16", *(stretch.title for stretch in plan.stretches))
     columns: dict[object, tuple[str, ClusterCost]] = {}
     for title, cost in zip(titles, costs, strict=True):
         columns.setdefault(tuple(cost.parts.items()), (title, cost))
     speeds = ("tokens/s", *(f"{cost.tokens_per_gpu:,.0f}" for _, cost in columns.values()))
-    return "\n".join(_step_table([*columns.values()], speeds, width=width))
+    whole_run = (
+        f"the whole run, {counted(steps, 'step')}: {time_text(seconds)}; "
+        f"all in BF16 {time_text(steps * costs[0].seconds)}"
+    )
+    return "\n".join([*_step_table([*columns.values()], speeds, width=width), "", whole_run])
 
 
 def _step_table(

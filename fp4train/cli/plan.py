@@ -5,7 +5,8 @@ of a run, which are listed below.
 
   full=true        every layer and GEMM, not folded
   gpu=B200         with the time of each GEMM on that GPU: A100, H100, H200,
-                   B200, GB200, B300, GB300
+                   B200, GB200, B300, GB300, RTX-5090, RTX-5080, RTX-PRO-6000,
+                   MI300X, MI325X, MI350X, MI355X
   gpus=64          on so many of them: what each holds, sends and computes; with
                    parallel.tp=8 and the like
   --json           as data, not of RUN

@@ -120,8 +120,8 @@ def why_not_device(table: Table, device: Device) -> str | None:
     """
     if not table.quantised:
         return None
-    if device.type != "cuda":
-        return f"Transformer Engine needs an NVIDIA GPU, not {device.type}"
+    if device.type != "cuda" or (device.capability is None and not device.here):
+        return f"Transformer Engine needs an NVIDIA GPU, not {device}"
     if device.capability is None:
         return "Transformer Engine needs an NVIDIA GPU; torch sees none"
     families = _families(table)

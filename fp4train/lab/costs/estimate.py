@@ -51,7 +51,7 @@ class CostEstimate:
     def run(self) -> StretchCost:
         """The whole run, as one step."""
         rows = [row.times(stretch.steps) for stretch in self.stretches for row in stretch.rows]
-        return StretchCost(title="the whole run", steps=1, rows=rows)
+        return StretchCost(title="the linear layers of the whole run", steps=1, rows=rows)
 
     def render(self, width: int | None = None) -> str:
         """The estimate as text in lines of `width`: one table per stretch, totals, and GEMMs that

@@ -63,8 +63,8 @@ class Collectives:
 
     @property
     def link(self) -> str:
-        """ "NVLink", or "network" if the group spans domains."""
-        return "NVLink" if self.near == self.size else "network"
+        """The fabric of a domain, or "network" if the group spans several."""
+        return self.gpu.fabric if self.near == self.size else "network"
 
     def alone(self, size: float) -> float:
         """Seconds of gathering, or of reducing and scattering, a tensor of `size` bytes."""

@@ -371,7 +371,7 @@ def test_phases_are_priced_apart_and_summed_over_the_run() -> None:
     assert (first.steps, last.steps) == (80, 20)
     assert first.total < last.total < last.bf16
     assert cost.run.total == pytest.approx(80 * first.total + 20 * last.total)
-    assert "the whole run: BF16" in cost.render()
+    assert "the linear layers of the whole run: BF16" in cost.render()
 
 
 def test_one_form_is_charged_to_the_gemm_that_needs_it() -> None:
