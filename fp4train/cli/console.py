@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import TextIO
@@ -79,7 +79,8 @@ def kept_console() -> Iterator[Console]:
 
     def write(stream: TextIO, text: str) -> None:
         console.add(id(stream), text)
-        stream.write(text)
+        with suppress(BrokenPipeError):  # its reader has gone (`fp4train | head`), the log stays
+            stream.write(text)
 
     try:
         with written_by(write):

@@ -5,8 +5,8 @@ and binds it once; with -m each point of the sweep does.
 """
 
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -42,11 +42,13 @@ class SweepJob:
     Args:
         point: overrides that other points do not share.
         ending: remark on an end that is not as it should be; empty: there is none.
+        metrics: the last value of every key, of a run that came to its end.
     """
 
     point: str
     config: Config
     ending: str = "failed"
+    metrics: Mapping[str, float | str] = field(default_factory=dict)
 
 
 def launch(arguments: list[str], task: Callable[[Command], int]) -> int:

@@ -63,6 +63,7 @@ from fp4train.run.host import choose_device, keep_freed_memory, libraries
 from fp4train.run.origin import Continued, Origin
 from fp4train.run.record import directory as run_directory, journal
 from fp4train.run.record.trust import check_paths, forget_charts
+from fp4train.run.run import Run
 from fp4train.run.supervise.audit_report import Coverage
 from fp4train.run.supervise.divergence import DivergedError, ended_diverged
 from fp4train.run.supervise.loss_history import Rewind
@@ -84,10 +85,11 @@ def main(arguments: list[str]) -> int:
     jobs: list[SweepJob] = []
 
     def task(command: Command) -> int:
-        jobs.append(SweepJob(point=command.point, config=command.config))
+        job = SweepJob(point=command.point, config=command.config)
+        jobs.append(job)
         with determinism(command.config.train.deterministic):
-            code = _train(command, _world(command.config, place))
-        jobs[-1].ending = _ENDINGS.get(code, f"exit code {code}")
+            code = _train(command, _world(command.config, place), job)
+        job.ending = _ENDINGS.get(code, f"exit code {code}")
         return code
 
     try:
@@ -149,15 +151,15 @@ def _world(config: Config, place: ProcessRank) -> World:
     return World.start(place, config.parallel, choose_device(config.device, place))
 
 
-def _train(command: Command, world: World) -> int:
+def _train(command: Command, world: World, job: SweepJob | None = None) -> int:
     if not world.lead:
-        return _trained(command, world, None)
+        return _trained(command, world, None, job)
     with kept_console() as console:
-        return _trained(command, world, console)
+        return _trained(command, world, console, job)
 
 
-def _trained(command: Command, world: World, console: Console | None) -> int:
-    """Train; the lead keeps what it prints in `console`."""
+def _trained(command: Command, world: World, console: Console | None, job: SweepJob | None) -> int:
+    """Train; the lead keeps what it prints in `console`, and `job` gets the last metrics."""
     keep_freed_memory()
     config = command.config
     chosen = command.cfg
@@ -189,16 +191,19 @@ def _trained(command: Command, world: World, console: Console | None) -> int:
                 return DivergedError.exit_code if ended_diverged(origin.checkpoint) else 0
             _warn_of_jump(origin, command.saved, world)
         try:
-            result: Result | Rewind = _to_its_end(origin, world, console)
+            in_sweep = bool(command.point)
+            result: Result | Rewind = _to_its_end(origin, world, console, in_sweep)
             while isinstance(result, Rewind):
                 gc.collect()  # what the diverged run held, before as much is built again
                 origin = find_rewound(origin, world, result)
-                result = _to_its_end(origin, world, console)
+                result = _to_its_end(origin, world, console, in_sweep)
         finally:
             if world.lead:
                 from fp4train.cli.endings import draw, summary  # a start waits for no pictures
 
                 picture = draw(directory)
+    if job is not None:
+        job.metrics = result.metrics
     if world.lead:
         print(message(summary(directory, result) + picture, sys.stdout))
     return _code(result)
@@ -248,9 +253,11 @@ def _as_it_was(origin: Continued, resumed: Mapping[str, Any]) -> Config:
     )
 
 
-def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result | Rewind:
+def _to_its_end(
+    origin: Origin, world: World, console: Console | None, in_sweep: bool
+) -> Result | Rewind:
     """Train to the end of the run, or to where it is to go back to a checkpoint because its loss
-    diverged.
+    diverged. A job of a sweep names the file of its plan alone.
     """
     run = build(origin, world)
     code = 1
@@ -258,19 +265,11 @@ def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result
         console.write_to(run.directory)
     try:
         _log.info("%s: %s", run.directory, run.description)
-        layers = kernels_of_layers(
-            run.model, run.device.type, deterministic=run.config.train.deterministic
-        )
-        audits = Coverage.of(run.config, run.model).described(run.course.plan, run.world.mesh)
-        summary = "\n".join(
-            [
-                summarise(run.course.plan.sections, terminal_width()),
-                *(fitted(line) for line in (*run.gathers(), *layers, audits)),
-            ]
-        )
+        paragraphs = [] if in_sweep else _plan_of(run)
         plan = run.directory / run_directory.PLAN
-        where = f"\nevery layer and GEMM: {plan}" if plan.is_file() else ""
-        _log.info("%s%s\n", summary, where)
+        if plan.is_file():
+            paragraphs.append(f"every layer and GEMM: {plan}")
+        _log.info("%s\n", "\n".join(paragraphs))
         if isinstance(origin, Continued):
             _log.info("going on from step %d of %s", run.step, origin.source)
         try:
@@ -289,6 +288,16 @@ def _to_its_end(origin: Origin, world: World, console: Console | None) -> Result
         return result
     finally:
         run.record.tracker.finish(code)
+
+
+def _plan_of(run: Run) -> list[str]:
+    """The plan of a run, and what its layers run in and audits cover."""
+    layers = kernels_of_layers(
+        run.model, run.device.type, deterministic=run.config.train.deterministic
+    )
+    audits = Coverage.of(run.config, run.model).described(run.course.plan, run.world.mesh)
+    sentences = [fitted(line) for line in (*run.gathers(), *layers, audits)]
+    return [summarise(run.course.plan.sections, terminal_width()), *sentences]
 
 
 def _code(result: Result) -> int:

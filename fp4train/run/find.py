@@ -259,8 +259,9 @@ def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resumin
                 "run.name=NAME writes to runs/NAME"
             )
             if set(differences) == {"train.steps"}:
-                _, steps = differences["train.steps"]
-                advice = f"resume={run} train.steps={steps} goes on to that step; else {advice}"
+                before, steps = differences["train.steps"]
+                if steps > before:
+                    advice = f"resume={run} train.steps={steps} goes on to that step; else {advice}"
         message = f"{run} belongs to another configuration ({shown}): {advice}"
         raise UserError(message) if resuming else OtherRunError(message)
     _check_edits(run, saved, journal.flat(plain(cfg)))

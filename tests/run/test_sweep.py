@@ -1,6 +1,9 @@
 """A sweep: its table with means over seeds, the group its runs share, and what each prints."""
 
+import io
 import re
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +32,14 @@ def test_runs_that_differ_in_their_seed_are_averaged_below_the_jobs(cli: Cli) ->
     assert f"{np.mean(known):.4f} ± {half:.4f}" in means[0], "t(1) = 12.7062"
 
 
-def test_a_sweep_without_seeds_has_no_means(cli: Cli) -> None:
-    ended = cli("-m", "recipe=bf16,mxfp8", "run.name=s", "train.steps=1", *STEADY)
+def test_a_sweep_names_plans_and_losses_without_metrics_too(cli: Cli) -> None:
+    ended = cli("-m", "recipe=bf16,mxfp8", "run.name=s", "train.steps=1", "track=none", *STEADY)
     assert ended.code == 0 and "over seeds" not in ended.out
+    assert "E4M3·E4M3" not in ended.err and ended.err.count("every layer and GEMM: ") == 2
+    rows = [line.split() for line in ended.out.splitlines() if line.startswith("recipe=")]
+    assert len(rows) == 2
+    assert all(re.fullmatch(r"\d\.\d{4}", loss) for row in rows for loss in row[2:4])
+    assert "the train loss is that of the last batch" in ended.out
 
 
 def test_the_sweep_of_an_experiment_can_be_left_out() -> None:
@@ -84,6 +92,22 @@ def test_a_bar_leaves_its_last_state_and_an_error_its_message(tmp_path: Path) ->
     ).read_text() == "before\na message\n100%\nValueError: it broke\n"
 
 
+def test_a_reader_that_has_gone_takes_no_end_of_a_line_from_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with kept_console() as console:
+        console.write_to(tmp_path)
+        for text in ("two\nlines", "more"):
+            with suppress(OSError):
+                print(text, file=sys.stderr)
+    assert (tmp_path / "console.log").read_text() == "two\nlines\nmore\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -103,3 +127,6 @@ def test_what_is_wrong_with_a_command_is_said_before_the_run_that_is_there(
     )
     valid = cli("run.name=a", "train.steps=7", *STEADY)
     assert valid.code == 1 and "another configuration (train.steps: 6 → 7)" in valid.message
+    fewer = cli("run.name=a", "train.steps=5", *STEADY)
+    assert fewer.code == 1 and "choose another run.name" in fewer.message
+    assert "goes on to that step" not in fewer.message, "it is past"
