@@ -2,8 +2,8 @@
 tokenizer.
 
 Each source holds out its own part for validation, which is mixed in the same shares. Weights are
-shares of sequences, not of what the sources hold: a source of which more is asked for than it has
-is shown again, in another order.
+shares of sequences, not of what the sources hold: a source whose share is longer than its text is
+read again from the start, in another order.
 """
 
 import math

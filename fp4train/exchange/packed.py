@@ -131,7 +131,7 @@ class PackedModel:
             if "x" in plan.recipe.centred:
                 words["fprop quantises x without its mean over tokens"] = None
             if plan.recipe.residual is not None and "x" in plan.recipe.residual.tensors:
-                words["fprop multiplies what the codes of x leave, too"] = None
+                words["fprop multiplies the error of the codes of x, too"] = None
             if x.four_over_six is not None:
                 words["fprop scales each block of x to 6 or to 4"] = None
             if x.global_scale == "row":

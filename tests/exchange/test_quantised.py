@@ -314,7 +314,7 @@ def test_both_configurations_of_modelopt_name_the_format_and_what_is_kept(
         ),
         pytest.param(
             ("recipe=flux_residual",),
-            "fprop multiplies what the codes of x leave, too",
+            "fprop multiplies the error of the codes of x, too",
             marks=pytest.mark.long,
         ),
         pytest.param(
