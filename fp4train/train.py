@@ -193,6 +193,6 @@ def enter_stretch(run: Run, previous: PlannedStretch | None) -> PlannedStretch:
         if previous is not None:  # the plan that was just printed says it for the start
             _log.info("step %d: %s (%s)", run.step, stretch.recipe.name, stretch.reason)
         run.record.tracker.log_event(
-            run.step + 1, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason}
+            run.step, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason}
         )
     return stretch

@@ -169,7 +169,7 @@ class Origin(ABC):
             run.record, journal=history, configuration=configuration, tracker=tracker
         )
         for event, details in events:
-            tracker.log_event(run.step + 1, event, details)
+            tracker.log_event(run.step, event, details)
         write_plan(directory, history.records, run.gathers())
         tracker.log_table("plan", *table(run.course.plan.rows))
 

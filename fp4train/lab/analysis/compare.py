@@ -202,7 +202,7 @@ def _divergences(history: History) -> tuple[int | None, list[int]]:
         for event in history.events()
         if event.name in ("divergence", "divergence over", "rewind")
     ]
-    back = [event.step - 1 for event in setbacks if event.name == "rewind"]
+    back = [event.step for event in setbacks if event.name == "rewind"]
     if setbacks and setbacks[-1].name == "divergence":
         return setbacks[-1].step, back
     return None, back

@@ -29,14 +29,19 @@ CURVES = "curves.png"
 SETTLED = 10
 """The axis of gaps leaves out a tenth of the steps at the beginning."""
 ROW = 28
-"""Characters of the name beside a row of recipes."""
+"""Characters of the name beside a row of recipes, and of an inch of the picture's width: where the
+longest name is too long for it, each row has a sign in the colour of its curve.
+"""
+ROW_PER_INCH = 4
+SIGN = "■"
+BAND = "95 % interval of the mean over seeds"
 
 
 class RecipeRow(NamedTuple):
-    """The recipes of one run over its steps.
+    """The recipes over the steps of a group of seeds, which have the same ones.
 
     Args:
-        colour: index of the curve that the run belongs to.
+        colour: index of its curve.
     """
 
     name: str
@@ -59,7 +64,7 @@ def draw_curves(run_dir: Path) -> Path:
 
 def curves(groups: Sequence[SeedGroup]) -> Draw:
     """The mean losses of groups of seeds with their intervals, the gaps to the first group where
-    there are some, and the recipes of every run; of a single run also its learning rate and
+    there are some, and the recipes of every group; of a single run also its learning rate and
     gradient norm.
     """
     loss = Panel(
@@ -71,16 +76,15 @@ def curves(groups: Sequence[SeedGroup]) -> Draw:
     if common_step([run for group in groups for run in group.runs]) and len(groups) > 1:
         title = f"gap to {groups[0].name}, %: training, smoothed; dots: validation"
         above.append(Panel(title=title, height=1.8, paint=lambda axes: _gaps(axes, groups)))
+    longest = [max(group.runs, key=lambda run: run.last_step) for group in groups]
     rows = [
-        RecipeRow(name, index, run.bands())
-        for index, group in enumerate(groups)
-        for name, run in zip(group.names, group.runs, strict=True)
+        RecipeRow(group.name, index, run.bands())
+        for index, (group, run) in enumerate(zip(groups, longest, strict=True))
     ]
-    ends = [run.last_step for group in groups for run in group.runs]
-    right = max([1, *ends]) * 1.012  # no marker on the last step is cut
-    if len(rows) > 1:
+    right = max(1, *(run.last_step for run in longest)) * 1.012  # no marker at the end is cut
+    run, *others = groups[0].runs
+    if others or len(groups) > 1:
         return _over_steps(above, rows, right)
-    (run,) = groups[0].runs
     losses = Panel(title=loss.title, height=3.9, paint=lambda axes: _own_losses(axes, groups))
     keys = {"train/lr": "learning rate", "train/grad_norm": "gradient norm"}
     small = [_small(run, key, title) for key, title in keys.items()]
@@ -109,7 +113,7 @@ def _over_steps(
         return replace(panel, paint=paint)
 
     recipes = Panel(
-        title="recipe of every run" if len(rows) > 1 else "recipe",
+        title="recipe",
         height=0.6 + 0.2 * len(rows),
         paint=lambda axes: _recipes(axes, rows, right),
     )
@@ -188,6 +192,8 @@ def _losses(axes: Axes, groups: Sequence[SeedGroup]) -> None:
         _line(axes, train, lw=1.4, label=group.name, **shape)
         _line(axes, validation, **{**shape, "ls": "", "marker": "o", "ms": 3})
         drawn += [train.values, validation.values]
+    if any(len(group.runs) > 1 for group in groups):
+        axes.plot([], [], color=look.LINE, lw=6, label=BAND)  # the sample of all bands
     look.loss_axis(axes, drawn)
 
 
@@ -200,18 +206,22 @@ def _gaps(axes: Axes, groups: Sequence[SeedGroup]) -> None:
         shape = {"color": look.colour_of(index), "ls": look.line_of(index)}
         _line(axes, replace(train, bounds=None), lw=0.9, alpha=0.5, **shape)
         _line(axes, validation, lw=1.4, marker="o", ms=3, **shape)
-        settled += [gap.values[len(gap) // SETTLED :] for gap in (train, validation)]
+        drawn = (train.values, validation.values, *(validation.bounds or ()))
+        settled += [values[len(values) // SETTLED :] for values in drawn]
     axes.set_ylim(*look.gap_limits(settled))
 
 
 def _recipes(axes: Axes, rows: Sequence[RecipeRow], right: float) -> None:
-    """The recipes of every run, a row per run."""
+    """The recipes, a row for each curve."""
     grounds = look.grounds(recipe for row in rows for *_, recipe in row.bands)
     for place, row in enumerate(rows):
         for start, stop, recipe in row.bands:
             shape: dict[str, Any] = {"height": 0.8, "lw": 0.5, **grounds[recipe]}
             axes.barh(place, stop - start, left=start, label=recipe, **shape)
-    look.name_rows(axes, [shortened(row.name, ROW) for row in rows], ticks=10)
+    names = [shortened(row.name, ROW) for row in rows]
+    if max(map(len, names)) > ROW_PER_INCH * look.inches_wide(axes):
+        names = [SIGN] * len(rows)
+    look.name_rows(axes, names, ticks=10)
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_color(look.colour_of(row.colour))
     axes.grid(visible=False)

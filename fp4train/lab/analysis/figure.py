@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 PICTURE = 9.0
 """Inches of a picture, unless another width is asked for."""
+NARROW = 5.0
+"""Inches below which names stand above what they name, as in a column of a paper."""
 Width = Annotated[float, Within(3, "a number of inches, from 3 to 30", most=30)]
 """Inches of a file, where they are an option."""
 FIGURES = (".png", ".svg", ".pdf")
@@ -262,6 +264,11 @@ def few_ticks(axes: Axes, count: int, **options: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(max(2, min(count, int(2 * inches))), **options))
 
 
+def inches_wide(axes: Axes) -> float:
+    """Width of the picture that the axes are in."""
+    return float(axes.figure.bbox.width / axes.figure.dpi)
+
+
 def name_rows(axes: Axes, names: Sequence[str], *, ticks: int) -> None:
     """A row per name, the first one at the top, and values along x."""
     axes.grid(visible=False)
@@ -280,7 +287,8 @@ def logarithmic(axes: Axes, low: float, high: float, even: float = EVEN) -> None
 
     axes.set_yscale("log")
     if high <= even * low:
-        axes.yaxis.set_major_locator(MaxNLocator(9))
+        inches = axes.get_window_extent().height / axes.figure.dpi
+        axes.yaxis.set_major_locator(MaxNLocator(max(3, min(9, int(4 * inches)))))
     else:
         subs = (1.0, 2.0, 5.0) if high <= 1000 * low else (1.0,)
         axes.yaxis.set_major_locator(LogLocator(subs=subs))

@@ -22,6 +22,7 @@ from fp4train.track.statistics import Columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 HEATMAP = "statistics.png"
 NOISE: Mapping[str, Any] = {"cmap": "RdBu", "vmin": -2.0, "vmax": 2.0}
@@ -34,6 +35,8 @@ STEPS = 6
 ACROSS = 4
 INCHES = 4.4
 """The most maps side by side, and the width of each in a picture beside a run."""
+LEAST_INCHES = 2.0
+"""The least width of a map."""
 
 
 class Errors:
@@ -97,12 +100,17 @@ def draw_statistics(run: Path) -> Path:
 
 def statistics(errors: Errors, title: str) -> Draw:
     """The picture of what was measured: a map for each operand, and one of the gradients."""
-    return picture(statistics_rows(errors), title)
+
+    def draw(width: float) -> Figure:
+        most = max(1, min(ACROSS, int(width / LEAST_INCHES)))
+        return picture(statistics_rows(errors, most), title)(width)
+
+    return draw
 
 
-def statistics_rows(errors: Errors) -> list[list[Panel]]:
-    """The maps, in as few rows as equal as they can be: the noise of each operand on one scale, and
-    that of gradients. What was not measured has no map.
+def statistics_rows(errors: Errors, most: int = ACROSS) -> list[list[Panel]]:
+    """The maps, in as few rows as equal as they can be, `most` side by side: the noise of each
+    operand on one scale, and that of gradients. What was not measured has no map.
     """
     noise = errors.sqnr_db
     low, high = decibels(noise)
@@ -115,7 +123,7 @@ def statistics_rows(errors: Errors) -> list[list[Panel]]:
     values[of_gradients] = ratio
     scales[of_gradients] = NOISE
     titles = [title for title in values if np.isfinite(values[title]).any()] or [*values][:1]
-    across = -(-len(titles) // -(-len(titles) // ACROSS))
+    across = -(-len(titles) // -(-len(titles) // most))
     return [
         [
             heat_map(

@@ -26,7 +26,7 @@ from fp4train.track.series import Floats as Floats, Series as Series, TrainingLo
 _log = logging.getLogger(__name__)
 
 Band = tuple[int, int, str]
-"""First step, step after the last, recipe."""
+"""First step, step after the last, recipe. Steps count from 0, as in the plan."""
 
 ROUTINE = (AUDIT,)
 """Events that happen all the time, and are neither marked nor listed."""
@@ -93,7 +93,7 @@ class History:
 
     def bands(self) -> list[Band]:
         """The recipes; the first begins at step 0, each ends where the next one begins or the run
-        does.
+        does. The line of a step has the number of steps done, which is one more than its own.
         """
         by_step = {
             line["step"]: str(line["precision/recipe"])
@@ -101,11 +101,12 @@ class History:
             if line.get("precision/recipe")
         }
         steps = sorted(by_step)
-        starts = [
+        lines = [
             step for i, step in enumerate(steps) if not i or by_step[steps[i - 1]] != by_step[step]
         ]
-        bounds = zip([0, *starts[1:]], starts, [*starts[1:], *steps[-1:]], strict=False)
-        return [(begin, last, by_step[start]) for begin, start, last in bounds]
+        changes = [line - 1 for line in lines[1:]]
+        bounds = zip([0, *changes], [*changes, *steps[-1:]], lines, strict=False)
+        return [(begin, end, by_step[line]) for begin, end, line in bounds]
 
     def events(self) -> list[Event]:
         return [

@@ -16,7 +16,7 @@ from fp4train.lab.analysis.heatmap import heat_map
 from fp4train.lab.intervals import Estimate
 from fp4train.lab.studies.parts import LAYER
 from fp4train.lab.studies.results import CandidateResult, RankResult, SensitivityResult
-from fp4train.text import counted
+from fp4train.text import counted, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,8 @@ CHECKPOINT: Any = {"ls": "", "marker": "|", "ms": 9, "color": look.INK}
 REFERENCE: Any = {"ls": "", "marker": "D", "ms": 6, "color": look.INK}
 """The marks of a gap at one checkpoint, and of the reference."""
 CANDIDATE = 34
-"""Characters of a line of a candidate's name."""
+ABOVE = 24
+"""Characters of a line of a candidate's name, and of a name above its gap."""
 
 
 def sensitivity(study: SensitivityResult) -> Draw:
@@ -115,7 +116,12 @@ def _gaps(axes: Axes, study: RankResult, shown: Sequence[CandidateResult]) -> No
         meaning = "floor of the noise, |FP32 − BF16|"
         axes.axvspan(-far, far, color=look.LINE, alpha=0.4, zorder=0, lw=0, label=meaning)
     axes.axvline(0, color=look.QUIET, lw=1.0, zorder=1)
+    narrow = look.inches_wide(axes) < look.NARROW
+    beside: Any = {"va": "center", "fontsize": 7.5, "annotation_clip": False}
+    beside["xycoords"] = ("axes fraction", "data")
     for row, candidate in enumerate(shown):
+        if narrow:
+            axes.annotate(shortened(candidate.name, ABOVE), (0, row - 0.3), **beside)
         if candidate.gap is None:
             axes.plot([0], [row], label="the reference", **REFERENCE)
             continue
@@ -130,10 +136,12 @@ def _gaps(axes: Axes, study: RankResult, shown: Sequence[CandidateResult]) -> No
             rows = [row] * len(candidate.gaps)
             axes.plot(candidate.gaps, rows, label="one checkpoint", **CHECKPOINT)
         numbers = f"{candidate.gap.show('+.5f', ' ± –')}  {candidate.group or ''}"
-        beside: Any = {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
-        axes.annotate(numbers, (1.01, row), va="center", fontsize=7.5, **beside)
+        if narrow:
+            axes.annotate(numbers, (1, row - 0.3), ha="right", **beside)
+        else:
+            axes.annotate(numbers, (1.01, row), **beside)
     axes.margins(x=0.1)
-    names = [look.name_lines(candidate.name, CANDIDATE) for candidate in shown]
+    names = ["" if narrow else look.name_lines(c.name, CANDIDATE) for c in shown]
     look.name_rows(axes, names, ticks=7)
     axes.set_xlabel("nats per token")
 

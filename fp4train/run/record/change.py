@@ -46,7 +46,7 @@ def pick_up_swaps(run: Run) -> bool:
         except UserError as error:
             _log.error("swap%s refused: %s", f" to {name}" if name else "", error)
             refused = {"recipe": name, "reason": str(error), "request": request.id}
-            run.record.tracker.log_event(run.step + 1, "swap refused", refused)
+            run.record.tracker.log_event(run.step, "swap refused", refused)
             run.record.inbox.answer(request, False, str(error))
             continue
         event = "swap"
@@ -57,7 +57,7 @@ def pick_up_swaps(run: Run) -> bool:
             text = f"the swap at step {at} is cancelled"
             del values["recipe"]
         _log.warning("swap: %s", text)
-        run.record.tracker.log_event(run.step + 1, event, values)
+        run.record.tracker.log_event(run.step, event, values)
         run.record.inbox.answer(request, True, text)
     return run.course.timeline is not old_timeline
 

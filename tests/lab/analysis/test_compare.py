@@ -111,7 +111,7 @@ def test_a_run_that_diverged_or_left_out_batches_is_named(tmp_path: Path) -> Non
         log.finish()
     text = compare(runs).render()
     assert "a: its loss diverged (step 40)" in text and "b: " not in text
-    assert "c: it left out batches, as it went back to step 39" in text
+    assert "c: it left out batches, as it went back to step 40" in text
 
 
 def test_names_are_those_of_folders_their_paths_or_labels(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import made
 import numpy as np
 import pytest
 
 from fp4train.errors import UserError
 from fp4train.lab.analysis import PICTURE, History, compare
-from fp4train.lab.analysis.curves import draw_curves
+from fp4train.lab.analysis.curves import BAND, draw_curves
+from fp4train.lab.analysis.figure import common_look
 from fp4train.lab.analysis.history import Series
 from fp4train.track import MetricsLog
 
@@ -60,6 +62,27 @@ def test_a_whole_run_is_drawn_with_its_recipes_and_what_happened(tmp_path: Path)
     ]
 
 
+def test_in_a_column_of_a_paper_curves_keep_their_room_and_the_band_of_seeds_a_name(
+    tmp_path: Path,
+) -> None:
+    runs = [
+        made.write_run(
+            tmp_path / f"llama_tiny-{recipe}-seed={seed}", level, seed=seed, recipe=recipe
+        )
+        for recipe in ("bf16", "nvfp4")
+        for seed, level in enumerate((2.0, 2.1))
+    ]
+    with common_look():
+        figure = compare(runs).picture()(3.3)
+        figure.draw_without_rendering()
+    loss, _, recipes = figure.axes
+    assert loss.get_window_extent().width > 0.75 * figure.bbox.width
+    assert [label.get_text() for label in recipes.get_yticklabels()] == ["■", "■"]
+    assert figure.get_tightbbox().x1 < 3.35
+    named = [text.get_text().replace("\n", " ") for text in figure.legends[0].get_texts()]
+    assert named.count(BAND) == 1
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -87,7 +110,7 @@ def test_bands_follow_the_recipe_also_where_a_resume_logged_a_step_twice() -> No
     recipes = ["a", "a", "b", "b", "a"]
     lines = [{"step": s, "precision/recipe": r} for s, r in enumerate(recipes, start=1)]
     history = History(path=Path("run"), lines=[*lines, lines[2], {"step": 3, "event": "resume"}])
-    assert history.bands() == [(0, 3, "a"), (3, 5, "b"), (5, 5, "a")]
+    assert history.bands() == [(0, 2, "a"), (2, 4, "b"), (4, 5, "a")]
 
 
 def test_smoothing_is_the_trailing_mean_and_hides_no_nan() -> None:

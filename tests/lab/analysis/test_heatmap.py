@@ -8,7 +8,7 @@ from made import LAYERS, write_run, write_statistics
 
 from fp4train.errors import UserError
 from fp4train.lab.analysis import PICTURE, Errors
-from fp4train.lab.analysis.figure import picture
+from fp4train.lab.analysis.figure import common_look, picture
 from fp4train.lab.analysis.heatmap import (
     LEAST_DB,
     decibels,
@@ -33,6 +33,9 @@ def test_errors_are_arrays_by_layer_operand_and_step(tmp_path: Path) -> None:
     assert errors.sqnr_db[1, 1].tolist() == [16, 15, 14, 13]
     assert (errors.gradient_to_noise == 3.0).all()
     assert draw_statistics(run).read_bytes().startswith(b"\x89PNG")
+    with common_look():
+        place = statistics(errors, "")(3.3).axes[0].get_subplotspec()
+    assert place is not None and place.get_gridspec().ncols == 1, "none beside it in a column"
 
 
 def test_what_was_not_measured_is_not_a_number_and_has_no_map(tmp_path: Path) -> None:

@@ -79,3 +79,15 @@ def test_the_legend_of_a_ranking_names_what_is_drawn_and_nothing_else(tmp_path: 
         assert axes.texts[0].get_text() == "+0.00200 ± 0.00025  b"
         low, high = axes.get_xlim()
         assert low < 0 < 0.003 < high
+
+
+def test_in_a_column_of_a_paper_names_and_gaps_stand_above_the_intervals(tmp_path: Path) -> None:
+    path = write_ranking(write_run(tmp_path / "a"), name="nvfp4_per_token-hadamard=false")
+    with common_look():
+        figure = ranking(read(path, RankResult))(3.3)
+        figure.draw_without_rendering()
+    (axes,) = figure.axes
+    assert axes.get_window_extent().width > 0.85 * figure.bbox.width
+    assert figure.get_tightbbox().x1 < 3.35
+    texts = [text.get_text() for text in axes.texts]
+    assert texts == ["bf16", "nvfp4_per_token…rd=false", "+0.00200 ± 0.00025  b"]
