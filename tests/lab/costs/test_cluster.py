@@ -334,8 +334,8 @@ def test_the_ranks_of_a_pipeline_hold_the_blocks_that_a_run_gives_them() -> None
 
 @pytest.mark.parametrize("gpu", gpus(), ids=str)
 def test_every_gpu_has_links(gpu: Gpu) -> None:
-    assert gpu.nvlink > gpu.network
-    assert gpu.domain in (8, 72)
+    assert gpu.nvlink > gpu.network or gpu.domain == 1
+    assert gpu.domain in (1, 8, 72)
 
 
 def group(gpu: Gpu, size: int, stride: int) -> Collectives:
