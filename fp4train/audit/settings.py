@@ -23,8 +23,9 @@ class AuditSettings:
     Args:
         every: steps from one audit of a layer to the next, layers in turn; 0: never. None: `CPU`
             steps on a CPU, and never on a GPU, where the reference runs on the host.
-        sums: steps from one comparison of the sums of bits to the next: the state after an update
-            with that before the next step, and copies of it with each other; 0: never.
+        sums: steps from one comparison of the sums of bits to the next: the state before a step
+            with that before its update, the state after it with that before the next step, and
+            copies of it with each other; 0: never.
         action: the answer to a fault: "warn"; "stop", which ends the run without another
             checkpoint.
     """

@@ -224,19 +224,13 @@ class StateSums:
         if before is None or failed or not isinstance(rate, float) or not rate:
             return []
         parameters = dict(self.run.model.named_parameters())
-        norms = dict(zip(step.names, step.numbers.read()[2:], strict=True))
         learning = {
             f"{MODEL}/{checkpoint.escaped(name)}": parameters[name]
-            for name, norm in norms.items()
+            for name, norm in zip(step.names, step.numbers.read()[2:], strict=True)
             if norm > 0
         }
-        unchanged = [
-            path
-            for path, parameter in learning.items()
-            if path in after
-            and before.get(path) == after[path]
-            and self._would_move(parameter, rate)
-        ]
+        still = [path for path in learning if path in after and before.get(path) == after[path]]
+        unchanged = [path for path in still if self._would_move(learning[path], rate)]
         if len(unchanged) == len(learning) > 0:
             what = f"the update at a rate of {rate:.3g} changed no weight"
             return [Fault(layer="the optimizer", what=what)]

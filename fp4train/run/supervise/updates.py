@@ -54,11 +54,11 @@ class UpdateAudit:
         weights = {id(planned.weight) for planned in run.planned_layers}
         named = dict(run.model.named_parameters())
         others = [name for name, p in named.items() if id(p) not in weights and p.requires_grad]
-        names = [name for name, p in named.items() if p is layer.weight]
-        self.name = "".join(names)
+        self.name = f"{layer.layer.name}.weight"
+        self._parameters: dict[str, Any] = {self.name: layer.weight}
         if others:
-            names.append(others[turn % len(others)])
-        self._parameters: dict[str, Any] = {name: named[name] for name in names}
+            other = others[turn % len(others)]
+            self._parameters[other] = named[other]
         self._before: dict[str, dict[str, Tensor]] = {}
         self._after: dict[str, dict[str, Tensor]] = {}
         self._gradient: Tensor | None = None
