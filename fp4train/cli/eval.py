@@ -16,6 +16,7 @@ for task= and text=.
                    separated by commas
   limit=100        only so many documents of each task
   shots=5          examples before each question
+  chat=true        questions in the model's chat template
   rows=16          most sequences of a batch, for tasks and text
   record=false     do not keep the results; otherwise they are an event in the
                    run's metrics, and in its tracker
@@ -45,6 +46,7 @@ _OF = {
     "batches": "held-out text",
     "limit": "task=…",
     "shots": "task=…",
+    "chat": "task=…",
     "rows": "task=… and text=…",
 }
 """Options that some evaluations take, and those evaluations."""
@@ -58,6 +60,7 @@ class EvalOptions(CommandLine):
     batches: Count | None = None
     limit: Count | None = None
     shots: WholeNumber | None = None
+    chat: bool = False
     rows: Count = 16
     record: bool = True
 
@@ -131,6 +134,7 @@ def _scores(
         rows=options.rows,
         limit=options.limit,
         shots=options.shots,
+        chat=options.chat,
     )
 
 

@@ -1,9 +1,10 @@
-"""fp4train sample RUN|FOLDER prompt="…" [tokens=64] [temperature=1] [seed=0] [recipe=NAME] [step=STEP] [--json]
+"""fp4train sample RUN|FOLDER prompt="…"|chat="…" [tokens=64] [temperature=1] [recipe=NAME] [step=STEP] [--json]
 
 Text that the model of a run, or of a Hugging Face folder, writes after a
 prompt, in any recipe (docs/evaluation.md).
 
   prompt="def f("  the text to go on from
+  chat="2+2?"      a question instead, which the model's chat template asks
   tokens=64        most tokens to write; it ends earlier at the end of a
                    document, and where the context is full
   temperature=1    what the logits are divided by; 0: the most likely token each
@@ -21,6 +22,7 @@ prompt, in any recipe (docs/evaluation.md).
 """
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -31,15 +33,24 @@ from fp4train.config.command_line import CommandLine, WholeNumber, read_line
 from fp4train.data.tokens import begin_of_document
 from fp4train.errors import UserError
 from fp4train.exchange import NamedRecipe, Sampling, TextStream, TrainedModel, generate
+from fp4train.exchange.chat import Chat
 from fp4train.text import counted
+
+_log = logging.getLogger(__name__)
 
 __doc__ = with_weight_kinds(__doc__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions(CommandLine, Sampling):
-    prompt: str
+    prompt: str | None = None
+    chat: str | None = None
     step: WholeNumber | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.prompt is None) == (self.chat is None):
+            raise ValueError("sample needs prompt=… or chat=…, one of them")
 
 
 def main(arguments: list[str]) -> int:
@@ -59,40 +70,58 @@ def main(arguments: list[str]) -> int:
 def _sample(trained: TrainedModel, named: NamedRecipe, line: SampleOptions) -> int:
     as_data = line.as_data
     tokenizer = trained.text_tokenizer()
-    ids = tokenizer.encode(line.prompt)
-    if (begin := begin_of_document(tokenizer)) is not None:
-        ids = [begin, *ids]
+    ends = [tokenizer.end_of_document]
+    end = ""
+    if line.chat is None:
+        prompt = line.prompt or ""
+        ids = tokenizer.encode(prompt)
+        if (begin := begin_of_document(tokenizer)) is not None:
+            ids = [begin, *ids]
+        if spelt := [s for s in getattr(tokenizer, "special_tokens", ()) if s in prompt]:
+            _log.warning("prompt= is text: %s is read as its characters; chat= asks", spelt[0])
+    else:
+        chat = Chat.of(trained)
+        prompt = chat.text([{"role": "user", "content": line.chat}])
+        ids = chat.encode(prompt)
+        ends = chat.ends
+        end = chat.spelt_end
+    shows_tokens = not (as_data or end)
     stream = TextStream(tokenizer, ids)
+
+    def stops(row: int) -> bool:
+        return end != "" and end in stream.text
+
     began = time.perf_counter()
     written: list[int] = []
-    for (token,) in generate(trained, [ids], line, named=named, ends=[tokenizer.end_of_document]):
-        if not written and not as_data:
-            print(line.prompt, end="")
+    for (token,) in generate(trained, [ids], line, named=named, ends=ends, stops=stops):
+        if not written and line.chat is None and not as_data:
+            print(prompt, end="")
         assert token is not None
         written.append(token)
         grown = stream.add(token)
-        if not as_data:
+        if shows_tokens:
             print(grown, end="", flush=True)
     ending = stream.end()
     seconds = time.perf_counter() - began
+    ended = written[-1] in ends or stops(0)
+    text = stream.text.partition(end)[0] if end else stream.text
     if as_data:
         outcome = {
             "ids": written,
-            "ended": written[-1] == tokenizer.end_of_document,
+            "ended": ended,
             "seconds": round(seconds, 3),
         }
         about = {
             "run": str(trained.source),
             "step": trained.step,
             "recipe": named.name,
-            "prompt": line.prompt,
+            "prompt": prompt,
         }
         sampling = {field.name: getattr(line, field.name) for field in fields(Sampling)}
-        print(json.dumps({**about, **sampling, "text": stream.text, **outcome}))
+        print(json.dumps({**about, **sampling, "text": text, **outcome}))
         return 0
-    print(ending)
-    complete = len(written) == line.tokens or written[-1] == tokenizer.end_of_document
-    ended = "" if complete else "; the context is full"
+    print(ending if shows_tokens else text)
+    full = "" if ended or len(written) == line.tokens else "; the context is full"
     where = f"{trained.title} in {named.name}"
-    print(f"{where}: {counted(len(written), 'token')} in {seconds:.2f} s{ended}", file=sys.stderr)
+    print(f"{where}: {counted(len(written), 'token')} in {seconds:.2f} s{full}", file=sys.stderr)
     return 0

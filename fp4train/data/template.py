@@ -170,6 +170,15 @@ def kept_template(run_dir: Path) -> ChatTemplate | None:
         ) from error
 
 
+def template_of(place: Path) -> ChatTemplate | None:
+    """The template of a run, or of a folder with a tokenizer; None: it has none.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    return kept_template(place) or _of_tokenizer(place)
+
+
 def _of_tokenizer(place: Path) -> ChatTemplate | None:
     """The template beside a tokenizer.json, with the texts of its special tokens."""
     folder = place if place.is_dir() else place.parent

@@ -16,7 +16,9 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from yaml import YAMLError
 
+from fp4train.data.rendering import Message
 from fp4train.errors import UserError
+from fp4train.exchange.chat import Chat
 from fp4train.exchange.evaluation import Score, before_document, log_likelihoods, windows
 from fp4train.exchange.generation import Sampling, TextStream, generate
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
@@ -29,13 +31,18 @@ RESAMPLES = 1000
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A trained model in one recipe; `rows` is the most sequences of a batch."""
+    """A trained model in one recipe; `rows` is the most sequences of a batch, `chat` what asks its
+    questions, if they are asked in a conversation.
+    """
 
-    def __init__(self, trained: TrainedModel, named: NamedRecipe, rows: int) -> None:
+    def __init__(
+        self, trained: TrainedModel, named: NamedRecipe, rows: int, chat: Chat | None = None
+    ) -> None:
         super().__init__()
         self.trained = trained
         self.named = named
         self.rows = rows
+        self.chat = chat
         self.text = trained.text_tokenizer()
 
     @property
@@ -55,7 +62,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **more: Any
     ) -> list[int]:
-        return self.text.encode(string)
+        return self.text.encode(string) if self.chat is None else self.chat.encode(string)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        return "" if self.chat is None else self.chat.template.source
+
+    def apply_chat_template(
+        self, chat_history: Sequence[Message], add_generation_prompt: bool = True
+    ) -> str:
+        assert self.chat is not None
+        text = self.chat.text(chat_history, prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        begun = chat_history[-1]["content"]  # the answer is to go on from
+        return text[: text.rindex(begun) + len(begun)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], **more: Any
@@ -88,7 +108,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         prompts = Collator(
             [
-                (self.text.encode(text) or [self.prefix_token_id], settings)
+                (self.tok_encode(text) or [self.prefix_token_id], settings)
                 for text, settings in (request.args for request in requests)
             ],
             sort_fn=lambda prompt: len(prompt[0]),
@@ -105,7 +125,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _generated(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
         """The texts after `prompts`, without the word that stopped each."""
         options = normalize_gen_kwargs(settings, GENERATED)
-        until = [word for word in options["until"] if word]
+        ends = [self.eot_token_id]
+        words = list(options["until"])
+        if self.chat is not None:
+            ends = self.chat.ends
+            words.append(self.chat.spelt_end)
+        until = [word for word in words if word]
         sampling = Sampling(
             tokens=options["max_gen_toks"],
             temperature=options.get("temperature") or 0.0,
@@ -126,7 +151,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             [prompt[-room:] for prompt in prompts],
             sampling,
             named=self.named,
-            ends=[self.eot_token_id],
+            ends=ends,
             stops=lambda row: any(word in streams[row].text for word in until),
         )
         for tokens in rows:
@@ -149,6 +174,7 @@ def tasks(
     rows: int,
     limit: int | None = None,
     shots: int | None = None,
+    chat: bool = False,
 ) -> Iterator[Score]:
     """The scores on tasks.
 
@@ -156,6 +182,7 @@ def tasks(
         names: names of tasks, groups or tags, or paths of YAML files, each with a task.
         limit: most documents of each task; None: all.
         shots: number of examples before each question; None: the task's own.
+        chat: whether questions are asked in the model's chat template.
 
     Raises:
         UserError: there is no such task, or its data cannot be had.
@@ -171,7 +198,7 @@ def tasks(
                 f"task={name}: lm_eval has no such task{near_miss(name, manager.all_tasks)}"
             )
     for named in recipes:
-        model = HarnessModel(trained, named, rows)
+        model = HarnessModel(trained, named, rows, Chat.of(trained) if chat else None)
         try:
             results = simple_evaluate(
                 model,
@@ -180,6 +207,7 @@ def tasks(
                 bootstrap_iters=RESAMPLES,
                 limit=limit,
                 num_fewshot=shots,
+                apply_chat_template=chat,
             )
         except UserError:
             raise
@@ -194,4 +222,4 @@ def tasks(
             size = results.get("n-samples", {}).get(task, {}).get("effective")
             if size is not None:
                 kept["documents"] = size
-            yield Score(task=task, recipe=named.name, values=kept)
+            yield Score(task=f"{task} (chat)" if chat else task, recipe=named.name, values=kept)

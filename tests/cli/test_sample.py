@@ -9,6 +9,15 @@ import torch
 from command_line import Outcome, reseal
 
 from fp4train.cli import main
+from fp4train.data.template import ChatTemplate
+from fp4train.exchange.chat import Chat
+from fp4train.exchange.trained import load_trained
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}"
+    "{{ '~' if m['role'] == 'user' else 'END' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 @pytest.fixture
@@ -43,6 +52,33 @@ def test_nothing_is_written_into_the_run(sample, small_run: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in small_run.rglob("*")} == before
 
 
+def test_a_question_is_asked_by_the_runs_template_and_its_answer_ends_where_that_ends_it(
+    sample, small_run: Path, tmp_path: Path
+) -> None:
+    words = ("tokens=20", "seed=1")
+    text = json.loads(sample("prompt=u:the~a:", *words, "--json").out)["text"]
+    end = next(letter for letter in text[1:] if letter.isalpha())
+    tuned = shutil.copytree(small_run, tmp_path / "tuned")
+    ChatTemplate(source=TEMPLATE.replace("END", end)).save(tuned)
+    answer = json.loads(sample("chat=the", *words, "--json", run=tuned).out)
+    assert (answer["prompt"], answer["ended"]) == ("u:the~a:", True)
+    assert answer["text"] == text.partition(end)[0]
+    assert sample("chat=the", *words, run=tuned).out == answer["text"] + "\n"
+
+
+def test_special_tokens_are_those_of_a_template_and_characters_of_a_prompt(
+    sample, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["llama-3"], tmp_path / "folder")
+    special = "<|end-of-text|>"
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("END", special))
+    chat = Chat.of(load_trained(folder))
+    assert chat.encode(f"a{special}") == [97, 256] and 256 in chat.ends and not chat.spelt_end
+    told = f"prompt= is text: {special} is read as its characters"
+    assert told in sample(f"prompt=a{special}", "tokens=1", run=folder).err
+    assert "is read as" not in sample("prompt=a", "tokens=1", run=folder).err
+
+
 @pytest.mark.parametrize(
     ("recipe", "name"),
     [("recipe=bf16", "bf16"), ("recipe=mxfp8", "mxfp8"), ("policy=all", "NVFP4")],
@@ -54,7 +90,9 @@ def test_any_recipe_and_policy_writes(sample, recipe: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], 'sample needs prompt=…: fp4train sample RUN|FOLDER prompt="…"'),
+        ([], "sample needs prompt=… or chat=…, one of them"),
+        (["prompt=a", "chat=a"], "sample needs prompt=… or chat=…, one of them"),
+        (["chat=a"], "has no chat template: it can only go on with a text"),
         (["prompt="], "the prompt is empty"),
         (
             ["prompt=" + "x" * 40],

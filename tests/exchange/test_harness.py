@@ -3,6 +3,7 @@ files.
 """
 
 import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from fp4train.data.template import ChatTemplate
 from fp4train.errors import UserError
 from fp4train.exchange import NamedRecipe, TrainedModel, load_trained
+from fp4train.exchange.chat import Chat
 from fp4train.models.families import family_of
 from fp4train.precision import FP32, NVFP4, LayerPolicy
 
@@ -198,6 +201,33 @@ def test_tasks_from_local_files_in_two_recipes(trained: TrainedModel, local: lis
     assert found["rolling", "fp32"]["bits_per_byte"] == pytest.approx(bits / size, rel=1e-5)
     assert found["rolling", "nvfp4"]["bits_per_byte"] != found["rolling", "fp32"]["bits_per_byte"]
     assert found["choice", "fp32"]["acc"] == 1.0 and found["choice", "fp32"]["documents"] == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_questions_are_asked_in_the_template_of_the_run(
+    small_run: Path, theirs: Any, local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp4train.exchange.harness import HarnessModel, tasks
+
+    source = (
+        "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}~{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    tuned = shutil.copytree(small_run, tmp_path / "tuned")
+    ChatTemplate(source=source).save(tuned)
+    trained = load_trained(tuned)
+    model = HarnessModel(trained, HIGH, 4, Chat.of(trained))
+    monkeypatch.setattr(theirs.tokenizer, "chat_template", source)
+    history = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It"}]
+    for more in (True, False):
+        text = model.apply_chat_template(history, add_generation_prompt=more)
+        assert text == theirs.apply_chat_template(history, add_generation_prompt=more)
+    asked: list[str] = []
+    encode = Chat.encode
+    monkeypatch.setattr(Chat, "encode", lambda chat, text: asked.append(text) or encode(chat, text))
+    (score,) = tasks(trained, [HIGH], local[1:], rows=4, limit=1, chat=True)
+    assert score.task == "choice (chat)"
+    assert asked[0].startswith("u") and "~a" in asked[0]
 
 
 @pytest.mark.long

@@ -1,0 +1,66 @@
+"""Conversations with a trained model, in the text of its chat template."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fp4train.data.rendering import Message
+from fp4train.data.template import ChatTemplate, template_of
+from fp4train.errors import UserError, user_errors
+from fp4train.exchange.trained import TrainedModel
+
+_ANSWER = "An answer."
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What the chat template of a model makes of messages."""
+
+    template: ChatTemplate
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, trained: TrainedModel) -> "Chat":
+        """The chat of a run or a folder.
+
+        Raises:
+            UserError: it has no template.
+        """
+        if (template := template_of(trained.source)) is None:
+            raise UserError(f"{trained.source} has no chat template: it can only go on with a text")
+        return cls(template, trained.text_tokenizer())
+
+    def text(self, messages: Sequence[Message], *, prompt: bool = True) -> str:
+        """The text of messages, with `prompt` up to where an answer begins.
+
+        Raises:
+            UserError: the template refuses them.
+        """
+        with user_errors(ValueError):
+            return self.template.render(messages, prompt=prompt)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text whose special tokens are meant as such."""
+        if not hasattr(self.tokenizer, "encode_markup"):
+            return list(self.tokenizer.encode(text))
+        return [int(token) for token in self.tokenizer.encode_markup(text).ids]
+
+    @cached_property
+    def end(self) -> str:
+        """What the template writes behind an answer."""
+        roles = {"user": "A question?", "assistant": _ANSWER}
+        messages = [{"role": role, "content": content} for role, content in roles.items()]
+        return self.text(messages, prompt=False).rpartition(_ANSWER)[2].strip()
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end an answer: the end of a document, and a special token behind it."""
+        ids = self.encode(self.end)[:1] if self.spelt_end != self.end else []
+        return [self.tokenizer.end_of_document, *ids]
+
+    @property
+    def spelt_end(self) -> str:
+        """What is behind an answer, unless a special token says it."""
+        special = tuple(getattr(self.tokenizer, "special_tokens", ()))
+        return "" if self.end.startswith(special) else self.end
