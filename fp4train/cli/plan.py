@@ -152,7 +152,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
     for warning in scale_warnings(config, model):
         _log.warning("%s", warning)
     if asks_for_mesh(config.parallel, line.gpus, command.named):
-        return _on_mesh(command, model, timeline, gpu, line)
+        return _on_mesh(config, model, timeline, gpu, line)
     device = Device.elsewhere(gpu) if gpu else Device.of(choose_device(config.device))
     plan = plan_on(device, config, model, timeline, start)
     for warning in plan_warnings(plan):
@@ -168,7 +168,7 @@ def _plan(command: Command, *, line: PlanOptions) -> int:
             model, config.train, device.type, plan.stretches[0].recipe.torch_dtype, plan.tokens
         )
     _show(
-        command,
+        config,
         plan,
         model,
         full=line.full,
@@ -204,7 +204,7 @@ def _estimated(
 
 
 def _show(
-    command: Command,
+    config: Config,
     plan: Plan,
     model: nn.Module,
     *,
@@ -215,7 +215,6 @@ def _show(
     """Print a plan: what the run trains on, what its GEMMs run in, its weights, and the `values` of
     the template beside these.
     """
-    config = command.config
     width = terminal_width()
     if full:
         gemms = render(plan.sections, full=True, width=width)
@@ -224,7 +223,7 @@ def _show(
     print_screen(
         "plan.txt",
         config=config,
-        passes=planned_passes(config, command.cfg),
+        passes=planned_passes(config),
         history=run_directory.HISTORY,
         gemms=gemms,
         further=further_recipes(config),
@@ -283,7 +282,7 @@ def _data(plan: Plan, model: nn.Module) -> dict[str, object]:
 
 
 def _on_mesh(
-    command: Command, model: nn.Module, timeline: Timeline, gpu: Gpu | None, line: PlanOptions
+    config: Config, model: nn.Module, timeline: Timeline, gpu: Gpu | None, line: PlanOptions
 ) -> int:
     """Print what the mesh will hold, send and cost."""
     from fp4train.cli.cost_screens import cluster_json, notes, render_mesh, stretch_costs
@@ -294,7 +293,6 @@ def _on_mesh(
             "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or "
             "A100"
         )
-    config = command.config
     mesh_plan = MeshPlan(config=config, model=model, timeline=timeline, gpu=gpu, gpus=line.gpus)
     mesh_plan.check()
     plan = mesh_plan.plan()
@@ -308,7 +306,7 @@ def _on_mesh(
         return 0
     covered = Coverage.of(config, model).described(plan, mesh_plan.mesh)
     _show(
-        command,
+        config,
         plan,
         model,
         full=line.full,

@@ -33,7 +33,7 @@ from fp4train.config.command_line import CommandLine, WholeNumber, read_line
 from fp4train.data.tokens import begin_of_document
 from fp4train.errors import UserError
 from fp4train.exchange import NamedRecipe, Sampling, TextStream, TrainedModel, generate
-from fp4train.exchange.chat import Chat
+from fp4train.exchange.dialogue import Dialogue
 from fp4train.text import counted
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def _sample(trained: TrainedModel, named: NamedRecipe, line: SampleOptions) -> i
         if spelt := [s for s in getattr(tokenizer, "special_tokens", ()) if s in prompt]:
             _log.warning("prompt= is text: %s is read as its characters; chat= asks", spelt[0])
     else:
-        chat = Chat.of(trained)
+        chat = Dialogue.of(trained)
         prompt = chat.text([{"role": "user", "content": line.chat}])
         ids = chat.encode(prompt)
         ends = chat.ends

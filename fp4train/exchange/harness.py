@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from fp4train.data.rendering import Message
 from fp4train.errors import UserError
-from fp4train.exchange.chat import Chat
+from fp4train.exchange.dialogue import Dialogue
 from fp4train.exchange.evaluation import Score, before_document, log_likelihoods, windows
 from fp4train.exchange.generation import Sampling, TextStream, generate
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
@@ -36,7 +36,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     """
 
     def __init__(
-        self, trained: TrainedModel, named: NamedRecipe, rows: int, chat: Chat | None = None
+        self, trained: TrainedModel, named: NamedRecipe, rows: int, chat: Dialogue | None = None
     ) -> None:
         super().__init__()
         self.trained = trained
@@ -198,7 +198,7 @@ def tasks(
                 f"task={name}: lm_eval has no such task{near_miss(name, manager.all_tasks)}"
             )
     for named in recipes:
-        model = HarnessModel(trained, named, rows, Chat.of(trained) if chat else None)
+        model = HarnessModel(trained, named, rows, Dialogue.of(trained) if chat else None)
         try:
             results = simple_evaluate(
                 model,

@@ -9,15 +9,13 @@ from glob import glob
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from fp4train.checkpoint import ALONE
-from fp4train.config import Config, plain
-from fp4train.config.binding import hub_names, path_values
+from fp4train.config import Config
 from fp4train.data.source import RunData, planned_tokenizer, planned_vocab_size
+from fp4train.data.stdlib import Stdlib
 from fp4train.data.token_file import SUFFIXES, Tokens
-from fp4train.data.tokenizers import BytePairs
 from fp4train.errors import UserError
 from fp4train.hardware import Device
 from fp4train.parallel.config import Mesh
@@ -59,30 +57,25 @@ def planned_model(config: Config, source: Path | None = None) -> nn.Module:
     return model
 
 
-def planned_passes(config: Config, cfg: DictConfig) -> str:
+def planned_passes(config: Config) -> str:
     """How often a run shows its data, in words; empty where they are not here, or much must be
     read to know it.
-
-    Args:
-        cfg: the same configuration as it was composed.
     """
     data = config.data
     train = config.train
-    section = {"data": plain(cfg)["data"]}
-    elsewhere = dict(hub_names(section, Config)) or not type(data).__module__.startswith("fp4train")
-    if elsewhere or isinstance(getattr(data, "tokenizer", None), BytePairs):
-        return ""
+    named = getattr(data, "path", None) or ()
+    paths = [named] if isinstance(named, str) else named
     with suppress(OSError, UserError), tempfile.TemporaryDirectory() as folder:
-        named = [text for key, text in path_values(section, Config) if key != "data.cache_dir"]
-        if sum(map(_bytes, named)) > SMALL:
+        opened: RunData | None = None
+        if sum(map(_bytes, paths)) > SMALL:
             return ""
-        opened: RunData
         if isinstance(data, Tokens):
             opened = data.opened(train.seq_len)
-        else:
+        elif (paths or isinstance(data, Stdlib)) and planned_tokenizer(data) is not None:
             opened = data.build(Path(folder), train.seq_len, config.run.seed)
-        rows = opened.training(batch_size=train.batch_size, seq_len=train.seq_len, seed=0)
-        return rows.passes(train.steps)
+        if opened is not None:
+            rows = opened.training(batch_size=train.batch_size, seq_len=train.seq_len, seed=0)
+            return rows.passes(train.steps)
     return ""
 
 

@@ -10,7 +10,7 @@ from command_line import Outcome, reseal
 
 from fp4train.cli import main
 from fp4train.data.template import ChatTemplate
-from fp4train.exchange.chat import Chat
+from fp4train.exchange.dialogue import Dialogue
 from fp4train.exchange.trained import load_trained
 
 TEMPLATE = (
@@ -72,7 +72,7 @@ def test_special_tokens_are_those_of_a_template_and_characters_of_a_prompt(
     folder = shutil.copytree(folders["llama-3"], tmp_path / "folder")
     special = "<|end-of-text|>"
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("END", special))
-    chat = Chat.of(load_trained(folder))
+    chat = Dialogue.of(load_trained(folder))
     assert chat.encode(f"a{special}") == [97, 256] and 256 in chat.ends and not chat.spelt_end
     told = f"prompt= is text: {special} is read as its characters"
     assert told in sample(f"prompt=a{special}", "tokens=1", run=folder).err

@@ -14,7 +14,7 @@ import torch
 from fp4train.data.template import ChatTemplate
 from fp4train.errors import UserError
 from fp4train.exchange import NamedRecipe, TrainedModel, load_trained
-from fp4train.exchange.chat import Chat
+from fp4train.exchange.dialogue import Dialogue
 from fp4train.models.families import family_of
 from fp4train.precision import FP32, NVFP4, LayerPolicy
 
@@ -216,15 +216,17 @@ def test_questions_are_asked_in_the_template_of_the_run(
     tuned = shutil.copytree(small_run, tmp_path / "tuned")
     ChatTemplate(source=source).save(tuned)
     trained = load_trained(tuned)
-    model = HarnessModel(trained, HIGH, 4, Chat.of(trained))
+    model = HarnessModel(trained, HIGH, 4, Dialogue.of(trained))
     monkeypatch.setattr(theirs.tokenizer, "chat_template", source)
     history = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It"}]
     for more in (True, False):
         text = model.apply_chat_template(history, add_generation_prompt=more)
         assert text == theirs.apply_chat_template(history, add_generation_prompt=more)
     asked: list[str] = []
-    encode = Chat.encode
-    monkeypatch.setattr(Chat, "encode", lambda chat, text: asked.append(text) or encode(chat, text))
+    encode = Dialogue.encode
+    monkeypatch.setattr(
+        Dialogue, "encode", lambda chat, text: asked.append(text) or encode(chat, text)
+    )
     (score,) = tasks(trained, [HIGH], local[1:], rows=4, limit=1, chat=True)
     assert score.task == "choice (chat)"
     assert asked[0].startswith("u") and "~a" in asked[0]

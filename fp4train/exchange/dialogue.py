@@ -14,14 +14,14 @@ _ANSWER = "An answer."
 
 
 @dataclass(frozen=True)
-class Chat:
+class Dialogue:
     """What the chat template of a model makes of messages."""
 
     template: ChatTemplate
     tokenizer: Any
 
     @classmethod
-    def of(cls, trained: TrainedModel) -> "Chat":
+    def of(cls, trained: TrainedModel) -> "Dialogue":
         """The chat of a run or a folder.
 
         Raises:
@@ -42,15 +42,17 @@ class Chat:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text whose special tokens are meant as such."""
-        if not hasattr(self.tokenizer, "encode_markup"):
+        if (encode := getattr(self.tokenizer, "encode_markup", None)) is None:
             return list(self.tokenizer.encode(text))
-        return [int(token) for token in self.tokenizer.encode_markup(text).ids]
+        return list(map(int, encode(text).ids))
 
     @cached_property
     def end(self) -> str:
         """What the template writes behind an answer."""
-        roles = {"user": "A question?", "assistant": _ANSWER}
-        messages = [{"role": role, "content": content} for role, content in roles.items()]
+        messages = [
+            {"role": "user", "content": "A question?"},
+            {"role": "assistant", "content": _ANSWER},
+        ]
         return self.text(messages, prompt=False).rpartition(_ANSWER)[2].strip()
 
     @property
