@@ -8,11 +8,12 @@ learned, is refused until the user names it in `data.ignore`.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from fp4train.data.frames import ANSWERS
-from fp4train.data.records import column_place, holds_text, name_of
+from fp4train.data.records import column_place, holds_text, name_of, parsed
 from fp4train.errors import DataError
 
 _RENDERED = ("tools", "documents", "functions", "system", "chat_template_kwargs")
@@ -21,20 +22,24 @@ should.
 """
 _LOSS_KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask")
 """Keys of a message that say whether it is learned: 1 or true, 0 or false."""
-_LEARNING = (
-    "weight los loss train training trained untrained trainable mask masked learn learned learnable "
-    "supervised skip skipped only ignore ignored exclude excluded include included"
+_LEARNING = re.compile(
+    "(no|un)?(train|learn|los|mask|weigh|supervis|skip|ignor|exclu|inclu|select|target|keep|kept|omit|"
+    "drop|discard).*|sft|grad|only"
 )
-"""Words, without a last s, of keys that may say what is learned."""
+"""Words of keys that may say what is learned."""
 _NOTES = (
-    "at author conversation cost count country created date deleted finish hash hashed header id "
+    "at author channel conversation cost count country created date end finish hash hashed header id "
     "identifier idx index ip lang language latency length message meta metadata model name "
-    "nickname num number openai origin parent provider quality rank rating reason redacted review score seed "
-    "sender source speaker state status stop synthetic time timestamp token tokens toxic ts turn uid updated "
-    "url usage user username uuid version"
+    "nickname num number openai origin parent provider quality rank rating reason recipient redacted "
+    "review score seed sender source speaker state status stop synthetic time timestamp token toxic ts "
+    "turn type uid updated url usage user username uuid version"
 )
-"""Words of keys that say what a record or a message is, not what is learned of it."""
-_WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")
+"""Words, without a plural s, of keys that say what a record or a message is, not what is learned of
+it.
+"""
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_a-zA-Z]+")
+NUMBERS = (int, float, Decimal)
+"""Numbers and truth values of JSON and of tables."""
 _EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
 
 
@@ -146,8 +151,10 @@ class ChatKeys:
             for key, value in message.items()
             if key in ("role", "content") or (value not in _EMPTY and key not in self.ignored)
         }
-        for key in content:
-            if key not in ("role", "content", *_LOSS_KEYS) and not _is_note(key):
+        for key, value in content.items():
+            if key in ("role", "content", *_LOSS_KEYS):
+                continue
+            if not _is_note(key) or _may_select(key, value):
                 raise ValueError(
                     f"{place} has {key!r}, which is not supported: only role, content, and a weight "
                     f"of 0 or 1 are. To leave it out, set data.ignore=[{key}]"
@@ -155,17 +162,19 @@ class ChatKeys:
         return content, _is_learned(place, content)
 
 
+def _words(key: str) -> set[str]:
+    return {word.lower() for word in _WORD.findall(key)}
+
+
 def _is_of_learning(key: str) -> bool:
-    return not _words(key).isdisjoint(_LEARNING.split())
+    """Whether a word of a key may speak of learning; of one that is not in English nobody knows."""
+    return any(_LEARNING.fullmatch(word) or not word.isascii() for word in _words(key))
 
 
 def _is_note(key: str) -> bool:
+    notes = _NOTES.split()
     words = _words(key)
-    return bool(words) and words.issubset(_NOTES.split())
-
-
-def _words(key: str) -> set[str]:
-    return {word.lower().removesuffix("s") for word in _WORD.findall(key)}
+    return bool(words) and all(word in notes or word.removesuffix("s") in notes for word in words)
 
 
 def _may_select(key: str, value: Any, *, noted: bool = False) -> bool:
@@ -177,17 +186,23 @@ def _may_select(key: str, value: Any, *, noted: bool = False) -> bool:
     if _is_of_learning(key):
         return True
     noted = noted or _is_note(key)
-    parts = value if isinstance(value, list) else [value]
-    within = [pair for part in parts if isinstance(part, dict) for pair in part.items()]
-    return (not noted and _lists_numbers(value)) or any(
-        _may_select(inner, part, noted=noted) for inner, part in within
-    )
-
-
-def _lists_numbers(value: Any) -> bool:
+    if isinstance(value, str):
+        if value.lstrip()[:1] not in ("{", "["):
+            return False
+        try:
+            return _may_select(key, parsed(value), noted=noted)
+        except ValueError:
+            return False
+    if isinstance(value, dict):
+        return any(_may_select(inner, part, noted=noted) for inner, part in value.items())
+    if isinstance(value, tuple):  # an entry of a map in a table
+        return _may_select(str(value[0]), value[1], noted=noted)
+    if isinstance(value, bytes):
+        return not noted
     if not isinstance(value, list):
         return False
-    return any(isinstance(part, int | float) or _lists_numbers(part) for part in value)
+    numbers = any(isinstance(part, NUMBERS) for part in value)
+    return (numbers and not noted) or any(_may_select(key, part, noted=noted) for part in value)
 
 
 def _holds_messages(kind: Any) -> bool:
@@ -215,7 +230,7 @@ def _is_learned(place: str, message: Mapping[str, Any]) -> bool:
     """
     flags = {key: message[key] for key in _LOSS_KEYS if message.get(key) is not None}
     for key, value in flags.items():
-        if not isinstance(value, int | float) or value not in (0, 1):
+        if not isinstance(value, NUMBERS) or value not in (0, 1):
             raise ValueError(
                 f'{place} has "{key}": {value!r}, and a message is learned (1 or true) or not (0 or '
                 "false)"

@@ -1,5 +1,6 @@
 """`data=chat`: the keys of records and messages, which say what is learned, are notes, or are refused."""
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ def test_a_turn_that_its_key_takes_out_is_not_learned(
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(talks), tmp_path / "a.parquet")
     assert answers_of(tmp_path / "a.parquet") == learned
     assert answers_of(write(tmp_path / "b.jsonl", talks[6:] * 4)) == ["a0;"] * 6
+
+
+def test_a_weight_may_be_a_decimal_of_a_table(tmp_path: Path) -> None:
+    talks = [turns({"weight": Decimal("0.0")}, {"weight": Decimal("1.0")})] * 4
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(talks), tmp_path / "a.parquet")
+    assert answers_of(tmp_path / "a.parquet") == ["a1;"] * 3
 
 
 def test_a_conversation_of_which_nothing_is_learned_is_left_out(tmp_path: Path) -> None:
@@ -97,6 +104,8 @@ def test_keys_that_no_template_reads_change_nothing(tmp_path: Path) -> None:
         ("assistant", {"weight": 1, "train": False}, '"weight": 1, "train": False: nobody says'),
         ("assistant", {"masked": False}, "message 1 has 'masked', which is not supported"),
         ("assistant", {"reasoning_content": "hm"}, "has 'reasoning_content', which is not"),
+        ("assistant", {"metadata": {"train": False}}, "has 'metadata', which is not supported"),
+        ("assistant", {"meta": '[{"loss": 0}]'}, "has 'meta', which is not supported"),
         ("user", {"weight": 1}, 'message 1, of the role "user", has "weight", as if it were'),
     ],
 )
@@ -127,6 +136,11 @@ BESIDE: dict[str, Any] = {
     "w": [[0.0], [0.5]],
     "sft": {"turns": {"masked": "01"}},
     "parts": [{"keep": [0, 1]}],
+    "SFTMask": "0,1",
+    "lossmask": 2,
+    "selected": "last",
+    "训练": 0,
+    "y": [[{"train": 0}]],
 }
 FACTS: dict[str, Any] = {
     "id": 7,
@@ -137,6 +151,7 @@ FACTS: dict[str, Any] = {
     "meta": {"tokens": [3, 4]},
     "prompt": "train on the last turn",
     "chosen": TALKS[1]["messages"],
+    "status": "open",
     "masks": [],
 }
 
@@ -169,6 +184,9 @@ def test_ignored_keys_of_messages_are_passed_over(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [turns({"reasoning_content": "hm", "weight": 0}, {})] * 4)
     assert answers_of(path, ignore=["reasoning_content"]) == ["a1;"] * 3
     assert answers_of(path, ignore=["reasoning_content", "weight"]) == ["a0;a1;"] * 3
+    write(tmp_path / "b.jsonl", [talk | {"info": '{"train": false}'} for talk in TALKS])
+    with pytest.raises(DataError, match='"info" beside "messages" may say which'):
+        answers_of(tmp_path / "b.jsonl")
     with pytest.raises(ValueError, match="holds content, which conversations are made of"):
         source(path, ignore=["id", "content"])
 

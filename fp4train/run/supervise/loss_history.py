@@ -29,7 +29,8 @@ which began with the first of the last losses that all are above L + 0.75 d.
 
 A model that knows nothing gives all V tokens of the vocabulary the same probability: its loss is
 ln V. Once `PERSIST` losses in a row were below 0.8 ln V, `LASTING` = 12 in a row above 0.95 ln V
-are a divergence; where the run ends, `PERSIST`. Vocabularies below `LEAST_VOCABULARY` are left out.
+are a divergence; where the run ends, `PERSIST`. So are as many above 1.2 times the larger of ln V and
+the first loss, whatever came before them. Vocabularies below `LEAST_VOCABULARY` are left out.
 
 An evaluation at the end of a run judges its last state. Where its loss fits the curve, and is at most
 1.5 times the evaluation before it, at e, a rise that is no divergence yet was noise of batches.
@@ -37,7 +38,8 @@ Above the limit it is a divergence if it is above 1.5 e and half the way from e 
 is no e, above twice the larger of ln V and the first loss.
 
 The state that gave a loss is known to be good if the loss fits the curve, is at most L + 0.75 d, and
-is not above 0.95 ln V after any loss below 0.8 ln V.
+is not above 0.95 ln V after any loss below 0.8 ln V, nor above 1.2 times the larger of ln V and the
+first loss.
 
 A run that ends with its last 5 losses (their median) above its first one by more than max(3 s,
 (0.02 + 2 / steps)
@@ -73,6 +75,8 @@ LEARNED = 0.8
 """Share of ln V below which something is learned."""
 LOST = 0.95
 """Share of ln V above which nothing is known."""
+WORSE = 1.2
+"""Share of ln V, or of the first loss, above which a model is worse than one that knows nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +164,9 @@ class Divergence:
         last = self.last or self.recent  # of a run written before `last` was kept
         loss = median(last)
         level = self.measured_from[0]
-        return loss > level + 2 * _spread(last) or loss > max(level, self.uniform) > level
+        if loss > min(self.worthless, level + 2 * _spread(last)):
+            return True
+        return loss > max(level, self.uniform) > level
 
     @property
     def is_good(self) -> bool:
@@ -216,7 +222,12 @@ class Divergence:
             bounds.append(self.lowest[0] + 0.75 * self.lowest[1])
         if self.least < LEARNED * self.uniform:
             bounds.append(LOST * self.uniform)
-        return min(bounds)
+        return min(*bounds, self.worthless)
+
+    @property
+    def worthless(self) -> float:
+        """The loss above which a model is worse than one that knows nothing."""
+        return WORSE * max(self.uniform, self.first or 0.0) if self.uniform else math.inf
 
     @property
     def bar(self) -> float:
@@ -304,9 +315,11 @@ class Divergence:
 
     def _judge_last(self, count: int) -> None:
         """Begin a rise where the last `count` losses lie near that of equally likely tokens, or
-        above it, and lower ones before them.
+        above it, and lower ones before them; or so far above it that nothing is worse.
         """
-        if self.learned and min(self.past[-count:]) > LOST * self.uniform:
+        least = min(self.past[-count:])
+        is_worse = len(self.past) > count and least > self.worthless
+        if is_worse or (self.learned and least > LOST * self.uniform):
             self._begin_from_best()
 
     def end(self) -> None:

@@ -60,6 +60,26 @@ def test_a_loss_of_nearly_nothing_that_multiplies_raises_no_alarm(known: int) ->
     assert seen_at([*losses, 0.001, *forgotten, *[0.4] * 40]) is not None
 
 
+@pytest.mark.parametrize("rise", [1, 10, 40, 100])
+def test_a_run_that_climbs_from_its_beginning_far_above_ln_v_has_diverged(rise: int) -> None:
+    """As at a rate that is too large from the first step on: no past was ever low."""
+    draw = random.Random(rise)
+    found = Divergence(uniform=math.log(257))
+    for step in range(rise + 60):
+        found.add(step, 5.5 + 3 * min(1, step / rise) + draw.gauss(0, 0.1))
+    found.end()
+    assert found.seen and found.beyond_noise and not found.is_good
+
+
+def test_a_first_loss_far_above_ln_v_that_falls_raises_no_alarm() -> None:
+    draw = random.Random(0)
+    found = Divergence(uniform=math.log(257))
+    for step in range(100):
+        found.add(step, 6 + 9 * math.exp(-step / 60) + draw.gauss(0, 0.2))
+    found.end()
+    assert not found.seen and found.is_good
+
+
 def test_a_small_step_up_as_by_a_swap_raises_no_alarm() -> None:
     assert seen_at([*DEFAULT, *(loss * 1.15 for loss in DEFAULT[-60:])]) is None
 
