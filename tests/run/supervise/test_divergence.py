@@ -74,7 +74,7 @@ def test_a_run_that_diverges_from_its_start_says_so_and_keeps_its_newest_checkpo
         ended.err.count("far above its past (5.7") == 1
         and "since step 2. No checkpoint of this run is good" in ended.err
     )
-    assert "done; " in ended.out and "diverged: the loss is" in ended.out
+    assert "done; " in ended.out and "diverged: the validation loss is" in ended.out
     assert [event["since"] for event in events("runs/a", "divergence")] == [2]
     assert steps() == [8, 10] == sorted(marked("runs/a"))
     ended = cli("resume=runs/a", "train.steps=12")
