@@ -243,7 +243,7 @@ def at_moments(count: int) -> str:
         lines = logged((*DEFAULT, steps), partial(run_faults.flips_at, remaining))
         faults = [line for line in lines if line.get("event") == "audit fault"]
         for moment in (planted for planted in remaining if planted.tensor):
-            steps_after = range(moment.step + 1, moment.step + 3)
+            steps_after = range(moment.step, moment.step + 3)
             named = {fault["layer"] for fault in faults if fault["step"] in steps_after}
             if moment.tensor not in named:
                 missed.append(f"- {moment.share:.1%} of a step, {moment.tensor}")

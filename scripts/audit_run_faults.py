@@ -350,7 +350,7 @@ class Moment:
         share: its place in that time, from 0 to 1.
         draw: numbers that choose tensor, byte and bit.
         tensor: path of the tensor, once it has flipped.
-        step: index of the step in which it was to flip.
+        step: optimizer steps done when it flipped.
     """
 
     share: float
@@ -361,37 +361,39 @@ class Moment:
 
 @contextmanager
 def flips_at(moments: list[Moment]) -> Iterator[None]:
-    """In every second step of a run a timer flips the next bit, as memory does: no operation of
-    torch writes it. After the step that follows the state is put back, and audits are told so.
+    """A timer flips one bit after another, as memory does: no operation of torch writes it. After
+    the step that follows the state is put back, and audits are given its sums.
     """
     original = loop.train_step
-    remaining = iter(moments)
+    begun: list[Moment] = []
     began: list[float] = []
     copies: dict[str, Tensor] = {}
 
+    def begin(run: Any, moment: Moment) -> None:
+        state = sums._stored(run)
+        if copies:
+            with torch.no_grad():
+                for name, tensor in state.items():
+                    tensor.copy_(copies[name])
+            run.companions.of(RunAudits).sums._after = sums.state_sums(run)
+        copies.update({name: tensor.detach().clone() for name, tensor in state.items()})
+        usual = statistics.median(b - a for a, b in itertools.pairwise(began[-6:]))
+        threading.Timer(moment.share * usual, _flip_in, (run, state, moment)).start()
+
     def train_step(run: Any, recipe: Any) -> Any:
         began.append(time.perf_counter())
-        state = sums._stored(run)
-        if run.step % 2 == 0 and run.step > 2:
-            if copies:
-                with torch.no_grad():
-                    for name, tensor in state.items():
-                        tensor.copy_(copies[name])
-                run.companions.of(RunAudits).sums._after = None
-            copies.update({name: tensor.detach().clone() for name, tensor in state.items()})
-            moment = next(remaining, None)
-            if moment is not None:
-                usual = statistics.median(b - a for a, b in itertools.pairwise(began))
-                moment.step = run.step
-                timer = threading.Timer(moment.share * usual, _flip_in, (state, moment))
-                timer.start()
+        waits = begun and not (begun[-1].tensor and run.step >= begun[-1].step + 2)
+        if run.step > 2 and not waits and len(begun) < len(moments):
+            begun.append(moments[len(begun)])
+            begin(run, begun[-1])
         return original(run, recipe)
 
     with mock.patch.object(loop, "train_step", train_step):
         yield
 
 
-def _flip_in(state: dict[str, Tensor], moment: Moment) -> None:
+def _flip_in(run: Any, state: dict[str, Tensor], moment: Moment) -> None:
+    moment.step = run.step
     names = [name for name, tensor in state.items() if tensor.numel() > 1]
     sizes = [state[name].nbytes for name in names]
     moment.tensor = moment.draw.choices(names, sizes)[0]

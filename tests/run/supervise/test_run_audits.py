@@ -199,6 +199,21 @@ def test_a_bit_that_flips_as_a_checkpoint_is_loaded_is_found(
     assert "model/embed.weight has other bits than it had in the run" in ended.message
 
 
+CLEAN = {
+    "tied": ("optim=sgd", "model.tied=true", "recipe=bf16"),
+    "delayed": ("recipe=fp8_delayed",),
+    "experts": (*tiny_run("moe"), "train.ema=0.9", "oscillation.every=2", "oscillation.watch=1"),
+    "muon": ("optim=muon", "optim.moments=bfloat16", "recipe=nvfp4"),
+}
+
+
+@pytest.mark.parametrize("name", long_but(("tied",), CLEAN))
+def test_updates_of_every_optimizer_and_a_resume_have_no_fault(cli: Cli, name: str) -> None:
+    cli.trained("run.name=a", *CLEAN[name], *STEADY, "train.steps=3", *AUDITED)
+    assert cli("resume=runs/a", "train.steps=4").code == 0
+    assert events("runs/a", "audit fault") == events("runs/a", "audit failed") == []
+
+
 @pytest.mark.parametrize(
     "fault",
     long_but(("no weight decay", "gradients times 1.5", "a weight never updated"), UPDATE_FAULTS),
