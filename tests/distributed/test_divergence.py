@@ -70,6 +70,6 @@ def test_ranks_stop_with_one_message_and_mark_all_but_the_good_checkpoint(
 def test_ranks_that_train_on_end_with_the_code_of_a_diverged_run(ranks: Ranks) -> None:
     options = (*OPTIONS, "train.on_divergence=warn", "parallel.dp_shard=2", "train.microbatch=2")
     ended = ranks(2, "run.name=a", *options, patch=POISON)
-    assert ended.codes == [3, 3] and "diverged: the loss is" in ended.out[0]
+    assert ended.codes == [3, 3] and "diverged: the validation loss is" in ended.out[0]
     again = ranks(2, "run.name=a", *options, patch=POISON)
     assert again.codes == [3, 3] and again.err[0].count("is doubtful") == 1
