@@ -340,9 +340,13 @@ class Observer(CallRecorder):
         if earlier_sum is not None:
             term -= earlier_sum
         place = self._place(call.member) if self._is_group else 0
-        if place in self.dw_sums:
-            term += self.dw_sums[place]
-        self.dw_sums[place] = term
+        earlier = self.dw_sums.get(place)
+        if earlier is None:
+            self.dw_sums[place] = term
+        elif earlier.shape == term.shape:
+            earlier += term
+        else:  # of parts of a weight, whose sum is that of none
+            self.dw_sums[place] = term.new_zeros(0)
 
 
 def _first_feature(executor: Executor) -> int:

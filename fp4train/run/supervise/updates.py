@@ -141,8 +141,10 @@ class UpdateAudit:
             factor *= min(1.0, clip / (step.read()[1] + 1e-6))
         for place, total in sums.items():
             of_place = gradient[place] if gradient.dim() == 3 else gradient
+            if of_place.shape != total.shape:
+                continue
             slack = _SUMMED * factor * total.abs().max()
-            if of_place.shape == total.shape and (of_place - factor * total).abs().max() > slack:
+            if (of_place - factor * total).abs().max() > slack:
                 return True
         return False
 

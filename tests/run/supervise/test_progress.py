@@ -49,7 +49,7 @@ def progress_of(
     """The display of a run with these numbers."""
     run: Any = SimpleNamespace(
         step=step,
-        config=SimpleNamespace(train=SimpleNamespace(steps=steps, tokens=tokens)),
+        config=SimpleNamespace(train=SimpleNamespace(steps=steps, step_tokens=tokens)),
         world=SimpleNamespace(size=ranks, lead=True),
         peak_tokens_per_s=lambda: peak,
     )
@@ -83,7 +83,7 @@ def test_the_peak_is_bf16s_over_six_flop_a_multiplication(
 
 
 def test_without_a_known_peak_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 5090")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 2080")
     assert run_on("cuda").peak_tokens_per_s() is None and run_on("cpu").peak_tokens_per_s() is None
 
 
