@@ -85,5 +85,5 @@ def test_what_is_promised_of_ranks_leads_to_their_number_and_its_condition(page:
     assert "change no bit where [scale.md](scale.md#what-is-equal) says so" in text
     equal = " ".join((DOCS / "scale.md").read_text(encoding="utf-8").split())
     assert f"]({page})" in equal or page == "llama.md"
-    assert "two shards, replicas or stages" in equal
+    assert "two shards or replicas of one microbatch each, two stages" in equal
     assert "where each rank's part of every tensor has a multiple of 16 elements" in equal

@@ -45,7 +45,7 @@ def test_the_loss_falls_in_every_recipe_and_a_run_resumes_to_the_bit(recipe: str
     assert sum(curve[-5:]) < 0.75 * sum(curve[:5])
     resumed = cli("resume=runs/a", f"resume_step={SAVED}", "run.name=b")
     assert resumed.code == 0, resumed.err
-    assert [event["step"] for event in events("runs/b", "resume")] == [SAVED + 1]
+    assert [event["step"] for event in events("runs/b", "resume")] == [SAVED]
     assert losses("runs/b") == losses("runs/a")
     ended_with = weights_and_states("runs/a")
     resumed_to = weights_and_states("runs/b")

@@ -110,10 +110,15 @@ def test_a_wandb_that_blocks_stalls_neither_the_start_nor_a_step_nor_the_end(
     caplog.set_level(logging.WARNING)
     blocked = threading.Event()
     fake = types.ModuleType("wandb")
-    fake.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="offline"))
+    settings = dict.fromkeys(("sweep_id", "launch", "run_id", "run_name", "project", "entity"))
+    settings = types.SimpleNamespace(mode="offline", **settings)
+    fake.setup = lambda: types.SimpleNamespace(settings=settings)
     fake.Settings = lambda **options: None
     fake.Table = lambda **options: None
     run = types.SimpleNamespace(
+        id="a",
+        project="p",
+        entity="",
         define_metric=lambda *rest, **options: None,
         log=lambda values: blocked.wait(60),
         finish=lambda **options: blocked.wait(60),
