@@ -197,8 +197,8 @@ class QueuedTracker(Relay):
         if self.inner is None:
             self._raised.append(error)
         elif not self._over:
-            self._over = True
             _switch_off(self.inner, self.name, error)
+            self._over = True  # from now on `finish` has nothing to wait for
 
 
 def _switch_off(tracker: Tracker, name: str, error: Exception) -> None:

@@ -77,6 +77,25 @@ def test_a_service_that_stalls_is_left_behind(
     service.go_on.set()
 
 
+def test_the_end_waits_until_a_service_that_failed_is_switched_off() -> None:
+    begun = threading.Event()
+
+    class Slow(Service):
+        def _call(self, name: str) -> None:
+            if name == "log 1":
+                raise ConnectionError("gone")
+            begun.set()
+            time.sleep(0.2)
+            super()._call(name)
+
+    service = Slow()
+    tracker = QueuedTracker(lambda: service, "service", start_seconds=5, finish_seconds=5)
+    tracker.log(1, {})
+    assert begun.wait(5)
+    tracker.finish()
+    assert service.calls == ["finish"]
+
+
 def test_a_full_queue_drops_lines_and_says_how_many(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
