@@ -51,7 +51,9 @@ class Constants:
     """Fields of a variant; Triton's keys take its text."""
 
     def __init__(self, fields: dict[str, Any], text: str) -> None:
-        self.__dict__.update(fields)
+        for name, value in fields.items():
+            group = Constants(value, str(value)) if isinstance(value, dict) else value
+            setattr(self, name, group)
         self._text = text
 
     def __repr__(self) -> str:
@@ -109,6 +111,15 @@ def constant(described: Any) -> Any:
     return Constants(**described) if isinstance(described, dict) else described
 
 
+def compiled_kernel(launch: dict[str, Any]) -> Any:
+    """What Triton compiles for a launch, or finds in its cache."""
+    kernel = getattr(import_module(launch["module"]), launch["kernel"])
+    arguments = [argument(described) for described in launch["arguments"]]
+    constants = {name: constant(described) for name, described in launch["constants"].items()}
+    options = {"num_warps": launch["warps"], "enable_fp_fusion": False}
+    return kernel.run(*arguments, grid=(1,), warmup=True, **constants, **options)
+
+
 class Cache:
     """What happens to the launches.
 
@@ -127,12 +138,8 @@ class Cache:
 
     def take(self, launch: dict[str, Any]) -> None:
         """Compile a launch's kernel and launcher, or look for them."""
-        kernel = getattr(import_module(launch["module"]), launch["kernel"])
-        arguments = [argument(described) for described in launch["arguments"]]
-        constants = {name: constant(described) for name, described in launch["constants"].items()}
-        options = {"num_warps": launch["warps"], "enable_fp_fusion": False}
         try:
-            compiled = kernel.run(*arguments, grid=(1,), warmup=True, **constants, **options)
+            compiled = compiled_kernel(launch)
         except Missing:
             self.missing.add(json.dumps(launch, sort_keys=True))
             return

@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -113,20 +113,25 @@ class Launches:
 
     def note(self, launch: Launch, *pointers: Tensor, words: tuple[Any, ...] = ()) -> None:
         """In the place of `Launch.__call__`."""
-        kernel: Any = launch.kernel
-        record = {
-            "module": kernel.fn.__module__,
-            "kernel": kernel.fn.__name__,
-            "arguments": [
-                described(value) for value in (*launch.seen(pointers), *launch.sizes, *words)
-            ],
-            "constants": {name: constant(value) for name, value in launch.constants.items()},
-            "warps": launch.warps,
-        }
-        for parameter, value in zip(kernel.params, record["arguments"], strict=False):
-            if parameter.do_not_specialize and isinstance(value, int):
-                record["arguments"][parameter.num] = 0
-        self.texts[json.dumps(record, sort_keys=True)] = None
+        self.texts[json.dumps(record_of(launch, pointers, words), sort_keys=True)] = None
+
+
+def record_of(launch: Launch, pointers: Sequence[Tensor], words: tuple[Any, ...]) -> dict[str, Any]:
+    """A launch as `gpu_compile.py` reads it."""
+    kernel: Any = launch.kernel
+    record = {
+        "module": kernel.fn.__module__,
+        "kernel": kernel.fn.__name__,
+        "arguments": [
+            described(value) for value in (*launch.seen(pointers), *launch.sizes, *words)
+        ],
+        "constants": {name: constant(value) for name, value in launch.constants.items()},
+        "warps": launch.warps,
+    }
+    for parameter, value in zip(kernel.params, record["arguments"], strict=False):
+        if parameter.do_not_specialize and isinstance(value, int):
+            record["arguments"][parameter.num] = 0
+    return record
 
 
 def described(value: Any) -> Any:

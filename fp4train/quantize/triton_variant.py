@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from fp4train.formats import AdaptiveScale, LevelledScale
+from fp4train.formats import E2M1, E4M3, E5M2, AdaptiveScale, LevelledScale
 from fp4train.quantize.rounding import (
     FEW_BITS,
     MIDPOINT,
@@ -28,8 +28,10 @@ class Elements:
     mantissa, min_exponent, max_exponent, code_bits: of the format, code_bits without the sign.
     largest, nan_code: its largest value and the code of NaN; nan_value: what rounds to that code;
         nan_above: larger codes are NaN.
-    rounding: "nearest", "nearest_away", "stochastic", "few_bits", "midpoint". random_bits: of an
-        element.
+    rounding: "nearest", "nearest_away", "stochastic", "carry" (the same, of E2M1), "few_bits",
+        "midpoint". random_bits: of an element.
+    cast: "e4m3", "e5m2": the format whose cast in hardware, of SM 8.9 and later, gives the codes;
+        else "".
     """
 
     mantissa: int = 0
@@ -42,6 +44,7 @@ class Elements:
     nan_above: int = 0
     rounding: str = "nearest"
     random_bits: int = 0
+    cast: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +175,8 @@ def of_elements(spec: QuantSpec) -> Elements:
     if isinstance(rounding, FewBits):
         name = "midpoint" if rounding == MIDPOINT else "few_bits"
         bits = rounding.bits
+    elif rounding == STOCHASTIC and fmt == E2M1 and not isinstance(spec.scale_format, AdaptiveScale):
+        name = "carry"
     return Elements(
         mantissa=fmt.mantissa_bits,
         min_exponent=fmt.min_exponent,
@@ -182,6 +187,7 @@ def of_elements(spec: QuantSpec) -> Elements:
         nan_value=fmt.magnitude_of(fmt.nan_code),
         rounding=name,
         random_bits=bits if rounding.random else 0,
+        cast=fmt.name if rounding == NEAREST and fmt in (E4M3, E5M2) else "",
     )
 
 

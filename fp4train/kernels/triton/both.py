@@ -24,7 +24,12 @@ import triton
 import triton.language as tl
 
 from fp4train.kernels.triton import rounding
-from fp4train.kernels.triton.columns import largest_of, load_tokens, quantize_columns, transform
+from fp4train.kernels.triton.columns import (
+    largest_of,
+    load_tokens,
+    quantize_columns,
+    transformed_amax,
+)
 from fp4train.kernels.triton.quantize import (
     codes_of,
     load_eights,
@@ -44,10 +49,11 @@ def amax_both(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.c
     the column-wise form.
     """
     x, _, _ = load_tokens(x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V)
-    tl.atomic_max(out_ptr, tl.max(tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0), 0))
+    largest = largest_of(x, V).to(tl.int32, bitcast=True)
+    tl.atomic_max(out_ptr, tl.max(tl.max(largest, 0), 0), sem="relaxed")
     if V.transform.size > 0:
-        x = transform(x, (0, 0), V)
-    tl.atomic_max(out_ptr + 1, tl.max(tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0), 0))
+        largest = transformed_amax(x, V).to(tl.int32, bitcast=True)
+    tl.atomic_max(out_ptr + 1, tl.max(tl.max(largest, 0), 0), sem="relaxed")
 
 
 # A tuple of words would be specialised in spite of do_not_specialize: each seed and step would
@@ -155,7 +161,7 @@ def quantize_turned(
     tl.store(scale_ptr, inverse, mask=place == 0)
     if V.enters:
         largest = rounding.largest_of_eight(x).to(tl.int32, bitcast=True)
-        tl.atomic_max(newest_ptr, tl.max(tl.max(largest, 1), 0))
+        tl.atomic_max(newest_ptr, tl.max(tl.max(largest, 1), 0), sem="relaxed")
     code = codes_of(scaled_or_nan(x, scale, V), 0.0, scale, V).to(tl.uint8)
     code = tl.reshape(code, (V.tile_rows, 8 * V.tile_blocks))
     col = place % tiles * (8 * V.tile_blocks) + tl.arange(0, 8 * V.tile_blocks)

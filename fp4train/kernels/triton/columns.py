@@ -111,6 +111,27 @@ def transform(x, signs, V: tl.constexpr):
     are transformed. signs: those of `drawn_signs`, where they are drawn.
     """
     N: tl.constexpr = V.n * V.transform.parts
+    y = butterfly(x, signs, V)
+    z = ()
+    for i in tl.static_range(N):
+        z = z + (rounding.as_float(rounding.as_bf16(y[i] * V.transform.factor, V.hardware)),)
+    return z
+
+
+@triton.jit
+def transformed_amax(x, V: tl.constexpr):
+    """Largest magnitude of the N neighbours after the transform, whose signs are not drawn. Factor
+    and rounding are monotonic: they are applied to the maximum.
+    """
+    y = butterfly(x, (0, 0), V)
+    largest = largest_of(y, V) * V.transform.factor
+    return rounding.as_float(rounding.as_bf16(largest, V.hardware))
+
+
+@triton.jit
+def butterfly(x, signs, V: tl.constexpr):
+    """`transform` without the factor and the rounding of its results."""
+    N: tl.constexpr = V.n * V.transform.parts
     y = ()
     for i in tl.static_range(N):
         v = rounding.as_float(rounding.as_bf16(x[i], V.hardware))
@@ -130,10 +151,7 @@ def transform(x, signs, V: tl.constexpr):
                 else:
                     z = z + (y[i] + y[i ^ (1 << level)],)
             y = z
-    z = ()
-    for i in tl.static_range(N):
-        z = z + (rounding.as_float(rounding.as_bf16(y[i] * V.transform.factor, V.hardware)),)
-    return z
+    return y
 
 
 @triton.jit
@@ -151,10 +169,8 @@ def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: t
     """out int32 [1], or one of each row or extent as V.outer.kind says: the bits of max |x| after the
     transform. See quantize.py and extents.py.
     """
-    x, row, _ = load_columns(
-        x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, 0, V
-    )
-    m = tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0)
+    x, row, _ = load_tokens(x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V)
+    m = tl.max(transformed_amax(x, V).to(tl.int32, bitcast=True), 0)
     if V.outer.kind == "extent":
         first_col = tl.program_id(0) // tiles * (V.tile_blocks * V.n * V.transform.parts)
         first_row = tl.program_id(0) % tiles * V.tile_rows
@@ -163,9 +179,9 @@ def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: t
         WIDTH: tl.constexpr = V.outer.cols
         join(out_ptr, m, first_row, first_col, rows, cols, ROWS, HEIGHT, WIDTH)
     elif V.outer.kind == "row":
-        tl.atomic_max(out_ptr + row, m, mask=row < rows)
+        tl.atomic_max(out_ptr + row, m, mask=row < rows, sem="relaxed")
     else:
-        tl.atomic_max(out_ptr, tl.max(m, 0))
+        tl.atomic_max(out_ptr, tl.max(m, 0), sem="relaxed")
 
 
 @triton.jit

@@ -35,10 +35,12 @@ def join(
         across = tl.cdiv(cols, WIDTH)
         extent_col = first_col // WIDTH
     if HEIGHT % ROWS == 0:
-        tl.atomic_max(out_ptr + first_row // HEIGHT * across + extent_col, tl.max(bits, 0))
+        place = out_ptr + first_row // HEIGHT * across + extent_col
+        tl.atomic_max(place, tl.max(bits, 0), sem="relaxed")
     else:
         row = first_row + tl.arange(0, ROWS)
-        tl.atomic_max(out_ptr + row // HEIGHT * across + extent_col, bits, mask=row < rows)
+        place = out_ptr + row // HEIGHT * across + extent_col
+        tl.atomic_max(place, bits, mask=row < rows, sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=["out_ptr"])

@@ -21,7 +21,8 @@ kernels, since no code is known before the tensor's amax.
 
 The programs of an amax reduce tiles in registers and meet in an atomic maximum: of the bits as
 integers, which order magnitudes like floats with NaN above infinity, so that the result depends on
-no order and stays on the device. The target must hold zeros.
+no order and stays on the device. Nothing else is read from other programs: the atomics are relaxed,
+without a barrier of memory. The target must hold zeros.
 """
 
 # mypy: ignore-errors
@@ -438,7 +439,7 @@ def amax_tensor(
         x = tl.load(x_ptr + (row * x_stride)[:, None] + col[None, :], mask=mask, other=0.0)
         acc = rounding.largest(acc, tl.abs(rounding.as_float(x)))
     m = tl.max(tl.max(acc.to(tl.int32, bitcast=True), 1), 0)
-    tl.atomic_max(out_ptr, m)
+    tl.atomic_max(out_ptr, m, sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=["out_ptr"])

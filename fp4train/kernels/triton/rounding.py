@@ -13,7 +13,10 @@ the exponent: code = position + ((k - kmin) << m) is one shift and one addition.
 would remain is added to the summand, as a multiple of 2^m quanta, so that ties stay even and the
 code comes out right modulo its width.
 
-Stochastic: with r = (16 bits + 1/2) / 2^16 the magnitude rounds up from its floor iff r < (a -
+FP8 to nearest on SM 8.9 and later: the hardware's cast, which saturates, gives NaN the code 0x7f,
+and keeps the sign of zero.
+
+Stochastic E2M1: by a carry (`carried`). Other formats: with r = (16 bits + 1/2) / 2^16 the magnitude rounds up from its floor iff r < (a -
 floor)/q; all terms are exact in float32. The floor is a - q/2 rounded to nearest. Where a lies on
 the grid that is a tie and may give a
 - q; then (a - floor)/q = 1 > r, and a comes out. With n random bits r = (bits + 1) / 2^n, and the
@@ -28,6 +31,7 @@ takes half j % 2 (0 = low) of word j // 2. `tl.rand` lays its counter out otherw
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 
 @triton.jit
@@ -140,7 +144,46 @@ def element_codes(t, r, limit, V: tl.constexpr):
     """Codes (uint32) of t, saturating at `limit` (see `code_limit`), which NaN gives too, as fmin
     has it. The NaN that PTX's mul returns has a clear sign; not so everywhere else.
     """
+    if V.element.cast != "" and cuda_capability_geq(8, 9):
+        return as_fp8(t, V).to(tl.uint8, bitcast=True).to(tl.uint32)
     return grid_codes(t, r, limit, V.element.mantissa, V.element.min_exponent, V)
+
+
+@triton.jit
+def as_fp8(t, V: tl.constexpr):
+    """float32 -> FP8, to nearest, ties to even, saturating, by cvt.rn.satfinite."""
+    if V.element.cast == "e4m3":
+        return t.to(tl.float8e4nv)
+    else:
+        return t.to(tl.float8e5)
+
+
+@triton.jit
+def carried(a, half, V: tl.constexpr):
+    """Magnitudes 0 <= a <= 6, sixteen random bits -> (E2M1 codes, values), rounded stochastically.
+
+    From 1 on, the 22 bits below the mantissa bit of the format are the fraction, and a carry out of
+    fraction + (2^22 - 1 - threshold) rounds up. Below 1 the grid is that of [1, 2) shifted, so 1 is
+    added first. That sum is rounded up, which changes no comparison with a threshold of 17 bits;
+    rounding to nearest could.
+    """
+    small = a < 1.0
+    bits = tl.where(small, one_more(a, V), a).to(tl.uint32, bitcast=True)
+    chosen = (bits + (((half ^ 0xFFFF) << 6) | 0x1F)) & 0xFFC00000
+    code = (chosen >> 22) - tl.where(small, 254, 252).to(tl.uint32)
+    return code, chosen.to(tl.float32, bitcast=True) - tl.where(small, 1.0, 0.0)
+
+
+@triton.jit
+def one_more(a, V: tl.constexpr):
+    """a + 1 of 0 <= a < 1, rounded up."""
+    if V.hardware:
+        return tl.inline_asm_elementwise(
+            "add.rp.f32 $0, $1, 0f3F800000;", "=r,r", [a], dtype=tl.float32, is_pure=True, pack=1
+        )
+    total = a + 1.0
+    below = (total - 1.0 < a).to(tl.uint32)
+    return (total.to(tl.uint32, bitcast=True) + below).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -148,9 +191,12 @@ def grid_codes(t, r, limit, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, 
     """`element_codes` of a format with this mantissa and exponent."""
     ROUNDING: tl.constexpr = V.element.rounding
     a = tl.minimum(tl.abs(t), limit)
-    bits, _ = snap(a, r, MANTISSA, MIN_EXPONENT, V.element.code_bits, ROUNDING)
     SIGN: tl.constexpr = 1 << V.element.code_bits
-    code = (bits + (bits >> (23 - MANTISSA))) & (SIGN - 1)
+    if ROUNDING == "carry":
+        code, _ = carried(a, r, V)
+    else:
+        bits, _ = snap(a, r, MANTISSA, MIN_EXPONENT, V.element.code_bits, ROUNDING)
+        code = (bits + (bits >> (23 - MANTISSA))) & (SIGN - 1)
     code = code | ((t.to(tl.uint32, bitcast=True) >> (31 - V.element.code_bits)) & SIGN)
     if not V.hardware:
         code = tl.where(t != t, V.element.nan_code, code)
@@ -170,8 +216,14 @@ def grid_values(
     """Values (float32) of t on a grid, saturating, with the sign of zero; NaN gives LARGEST."""
     a = tl.minimum(tl.abs(t), LARGEST)
     _, value = snap(a, r, MANTISSA, MIN_EXPONENT, CODE_BITS, ROUNDING)
+    return signed(value, t)
+
+
+@triton.jit
+def signed(magnitude, t):
+    """float32 magnitudes with the signs of t."""
     sign = t.to(tl.uint32, bitcast=True) & 0x80000000
-    return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return (magnitude.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -180,15 +232,19 @@ def element_values(t, r, V: tl.constexpr):
     byte, which is NaN itself then, NaN gives the largest value.
     """
     ROUNDING: tl.constexpr = V.element.rounding
-    value = grid_values(
-        t,
-        r,
-        V.element.largest,
-        V.element.mantissa,
-        V.element.min_exponent,
-        V.element.code_bits,
-        ROUNDING,
-    )
+    if ROUNDING == "carry":
+        _, magnitude = carried(tl.minimum(tl.abs(t), V.element.largest), r, V)
+        value = signed(magnitude, t)
+    else:
+        value = grid_values(
+            t,
+            r,
+            V.element.largest,
+            V.element.mantissa,
+            V.element.min_exponent,
+            V.element.code_bits,
+            ROUNDING,
+        )
     if V.scale.kind == "fp32" or V.scale.kind == "pow2":
         value = tl.where(t != t, t, value)
     return value
@@ -251,8 +307,11 @@ def fraction(half):
 def threshold(half, V: tl.constexpr):
     """What the fraction of a position is compared with, of 16 random bits: `fraction`, or, of the
     upper n = V.element.random_bits of them, (bits + 1) / 2^n; or what is added to it, (bits + 1/2) / 2^n.
+    `carried` takes the bits themselves.
     """
-    if V.element.rounding == "stochastic":
+    if V.element.rounding == "carry":
+        return half
+    elif V.element.rounding == "stochastic":
         return fraction(half)
     else:
         STEP: tl.constexpr = 2.0**-V.element.random_bits * (
