@@ -289,7 +289,6 @@ def plan_decode(spec: QuantSpec, codes: Tensor, groups: int, width: int) -> Laun
             of_elements(spec),
             rounding="nearest",
             random_bits=0,
-            cast="",
             nan_above=spec.format.last_number_code,
         ),
         scale=scales_of_codes(spec),

@@ -30,8 +30,7 @@ class Elements:
         nan_above: larger codes are NaN.
     rounding: "nearest", "nearest_away", "stochastic", "carry" (the same, of E2M1), "few_bits",
         "midpoint". random_bits: of an element.
-    cast: "e4m3", "e5m2": the format whose cast in hardware, of SM 8.9 and later, gives the codes;
-        else "".
+    cast: "e4m3" or "e5m2", formats to which GPUs cast from SM 8.9 on; "" of others.
     """
 
     mantissa: int = 0
@@ -56,7 +55,7 @@ class Scales:
         "e8m0_ceil", "fp32", "pow2", "levels" (HiF4); of codes that are decoded "unsigned", "e8m0",
         "fp32", "pow2".
     mantissa, min_exponent, bits, largest: of an unsigned scale, all its bits ones for NaN;
-        nan_above: larger bytes are NaN.
+        nan_above: larger bytes are NaN. cast: whether they are those of the hardware's cast to E4M3.
     signed_zero: whether a negative zero keeps its sign; TE codes it as zero under E4M3 scales.
     bound: S_enc = bound / amax. range, inverse_range: the magnitude that a block's amax is scaled
         to. guard: what elements under E8M0 scales are multiplied by besides.
@@ -70,6 +69,7 @@ class Scales:
     bits: int = 0
     largest: float = 0.0
     nan_above: int = 0
+    cast: bool = False
     signed_zero: bool = True
     bound: float = 0.0
     range: float = 0.0
@@ -187,7 +187,7 @@ def of_elements(spec: QuantSpec) -> Elements:
         nan_value=fmt.magnitude_of(fmt.nan_code),
         rounding=name,
         random_bits=bits if rounding.random else 0,
-        cast=fmt.name if rounding == NEAREST and fmt in (E4M3, E5M2) else "",
+        cast=fmt.name if fmt in (E4M3, E5M2) else "",
     )
 
 
@@ -229,6 +229,7 @@ def unsigned_scale(spec: QuantSpec) -> Scales:
         bits=element.bits - 1,
         largest=element.max,
         nan_above=last,
+        cast=element == E4M3,
     )
 
 
@@ -237,7 +238,7 @@ def scales_of_codes(spec: QuantSpec) -> Scales:
     if spec.outer is not None:
         return Scales()  # those of blocks, times those above
     if spec.scale_format.element is not None:
-        return unsigned_scale(spec)
+        return replace(unsigned_scale(spec), cast=False)
     return Scales(kind=spec.scale)
 
 

@@ -86,7 +86,12 @@ def compile_launch(noted: Noted, capability: int) -> Any:
     ordered = {name: signature[name] for name in kernel.arg_names}
     source = ASTSource(kernel, signature=ordered, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    before = driver._active  # without a GPU nothing may be active
+    driver.set_active(Driver(capability))
+    try:
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    finally:
+        driver._active = before
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:

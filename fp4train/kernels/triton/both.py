@@ -52,7 +52,8 @@ def amax_both(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.c
     largest = largest_of(x, V).to(tl.int32, bitcast=True)
     tl.atomic_max(out_ptr, tl.max(tl.max(largest, 0), 0), sem="relaxed")
     if V.transform.size > 0:
-        largest = transformed_amax(x, V).to(tl.int32, bitcast=True)
+        largest = transformed_amax(x, x_ptr.dtype.element_ty != tl.bfloat16, V)
+        largest = largest.to(tl.int32, bitcast=True)
     tl.atomic_max(out_ptr + 1, tl.max(tl.max(largest, 0), 0), sem="relaxed")
 
 

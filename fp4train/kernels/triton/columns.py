@@ -65,7 +65,7 @@ def load_columns(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, words,
         signs = (0, 0)
         if V.transform.draws_signs:
             signs = drawn_signs(words, V)
-        x = transform(x, signs, V)
+        x = transform(x, signs, x_ptr.dtype.element_ty != tl.bfloat16, V)
         N: tl.constexpr = V.n * V.transform.parts
         if V.transform.size < N:
             x = within_groups(x, group, cols, V)
@@ -106,12 +106,13 @@ def drawn_signs(words, V: tl.constexpr):
 
 
 @triton.jit
-def transform(x, signs, V: tl.constexpr):
+def transform(x, signs, ROUNDS: tl.constexpr, V: tl.constexpr):
     """Tuple of N float32 tensors -> tuple of N float32 tensors on the BF16 grid; groups of V.transform.size
-    are transformed. signs: those of `drawn_signs`, where they are drawn.
+    are transformed. signs: those of `drawn_signs`, where they are drawn. ROUNDS: whether x is not
+    on the BF16 grid.
     """
     N: tl.constexpr = V.n * V.transform.parts
-    y = butterfly(x, signs, V)
+    y = butterfly(x, signs, ROUNDS, V)
     z = ()
     for i in tl.static_range(N):
         z = z + (rounding.as_float(rounding.as_bf16(y[i] * V.transform.factor, V.hardware)),)
@@ -119,22 +120,24 @@ def transform(x, signs, V: tl.constexpr):
 
 
 @triton.jit
-def transformed_amax(x, V: tl.constexpr):
+def transformed_amax(x, ROUNDS: tl.constexpr, V: tl.constexpr):
     """Largest magnitude of the N neighbours after the transform, whose signs are not drawn. Factor
     and rounding are monotonic: they are applied to the maximum.
     """
-    y = butterfly(x, (0, 0), V)
+    y = butterfly(x, (0, 0), ROUNDS, V)
     largest = largest_of(y, V) * V.transform.factor
     return rounding.as_float(rounding.as_bf16(largest, V.hardware))
 
 
 @triton.jit
-def butterfly(x, signs, V: tl.constexpr):
+def butterfly(x, signs, ROUNDS: tl.constexpr, V: tl.constexpr):
     """`transform` without the factor and the rounding of its results."""
     N: tl.constexpr = V.n * V.transform.parts
     y = ()
     for i in tl.static_range(N):
-        v = rounding.as_float(rounding.as_bf16(x[i], V.hardware))
+        v = x[i]
+        if ROUNDS:
+            v = rounding.as_float(rounding.as_bf16(v, V.hardware))
         if V.transform.draws_signs:
             sign = (signs[i % V.transform.size // 32] >> (i % V.transform.size % 32)) << 31
             v = (v.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
@@ -170,7 +173,8 @@ def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: t
     transform. See quantize.py and extents.py.
     """
     x, row, _ = load_tokens(x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V)
-    m = tl.max(transformed_amax(x, V).to(tl.int32, bitcast=True), 0)
+    largest = transformed_amax(x, x_ptr.dtype.element_ty != tl.bfloat16, V)
+    m = tl.max(largest.to(tl.int32, bitcast=True), 0)
     if V.outer.kind == "extent":
         first_col = tl.program_id(0) // tiles * (V.tile_blocks * V.n * V.transform.parts)
         first_row = tl.program_id(0) % tiles * V.tile_rows
@@ -301,7 +305,7 @@ def quantize_blocks(
         if V.scale.kind == "levels":
             encode = factors[i // 4]
             decode = inverses[i // 4]
-        t = rounding.scaled(x[i], encode, V)
+        t = x[i] * encode
         r = 0.0
         if V.element.random_bits > 0:
             if i % 8 == 0:

@@ -150,6 +150,7 @@ def takes_integers(x, encode, scale, amax, V: tl.constexpr):
 @triton.jit
 def integer_codes(t, r, marked, limit, V: tl.constexpr):
     """Codes of t: of integers where `marked`."""
+    t = rounding.positive_zero(t, V)
     code = rounding.element_codes(t, r, limit, V)
     integer = rounding.grid_codes(
         t * V.integers.inverse_step,
@@ -166,6 +167,7 @@ def integer_codes(t, r, marked, limit, V: tl.constexpr):
 def integer_values(t, r, marked, V: tl.constexpr):
     """Values of t: multiples of the integers' step where `marked`."""
     ROUNDING: tl.constexpr = V.element.rounding
+    t = rounding.positive_zero(t, V)
     value = rounding.element_values(t, r, V)
     integer = rounding.grid_values(
         t * V.integers.inverse_step,

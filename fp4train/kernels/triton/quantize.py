@@ -70,7 +70,7 @@ def scaled_or_nan(x, encode, V: tl.constexpr):
     """x * encode, the value to round: NaN where x is not finite and its amax came from
     elsewhere.
     """
-    t = rounding.scaled(x, encode, V)
+    t = x * encode
     if V.given:
         t = tl.where(tl.abs(x) < float("inf"), t, float("nan"))
     return t
@@ -196,7 +196,7 @@ def quantize_rows16(
     word = tl.zeros((V.tile_rows * V.tile_blocks, 1), tl.uint64)
     for half in tl.static_range(2):
         r = rounding.eight_fractions(eight + half, row[:, None], anchor, words, V)
-        code = rounding.element_codes(rounding.scaled(x[half], encode[:, :, None], V), r, limit, V)
+        code = rounding.element_codes(x[half] * encode[:, :, None], r, limit, V)
         nibbles = code << (4 * tl.arange(0, 8))[None, None, :].to(tl.uint32)
         word = word | (tl.sum(nibbles, 2).to(tl.uint64) << (32 * half))
     mask = ((row < rows) & (group < groups))[:, None]
@@ -406,16 +406,17 @@ def decode_blocks(
         )
     elif V.scale.kind == "e8m0":
         scale = e8m0_decode(scale.to(tl.int32))
-    value = (
-        decode_codes(
+    if rounding.casts(V):
+        value = rounding.of_fp8(code.to(tl.uint8), V)
+    else:
+        value = decode_codes(
             code,
             V.element.mantissa,
             V.element.min_exponent,
             V.element.code_bits,
             V.element.nan_above,
         )
-        * scale[:, None, None]
-    )
+    value = value * scale[:, None, None]
     if out_ptr.dtype.element_ty == tl.bfloat16:
         value = rounding.as_bf16(value, V.hardware)
     mask = (row < rows)[:, None, None] & (col < width)

@@ -123,9 +123,8 @@ def snap(
 
 
 @triton.jit
-def scaled(x, encode, V: tl.constexpr):
-    """x * encode, the value to round; a negative zero becomes zero unless V.scale.signed_zero."""
-    t = x * encode
+def positive_zero(t, V: tl.constexpr):
+    """t, whose negative zeros become zero unless V.scale.signed_zero."""
     if not V.scale.signed_zero:
         t = t + 0.0
     return t
@@ -144,9 +143,15 @@ def element_codes(t, r, limit, V: tl.constexpr):
     """Codes (uint32) of t, saturating at `limit` (see `code_limit`), which NaN gives too, as fmin
     has it. The NaN that PTX's mul returns has a clear sign; not so everywhere else.
     """
-    if V.element.cast != "" and cuda_capability_geq(8, 9):
-        return as_fp8(t, V).to(tl.uint8, bitcast=True).to(tl.uint32)
+    if V.element.rounding == "nearest" and casts(V):
+        return as_fp8(positive_zero(t, V), V).to(tl.uint8, bitcast=True).to(tl.uint32)
     return grid_codes(t, r, limit, V.element.mantissa, V.element.min_exponent, V)
+
+
+@triton.jit
+def casts(V: tl.constexpr):
+    """Whether the GPU casts to and from the format of the elements."""
+    return V.element.cast != "" and cuda_capability_geq(8, 9)
 
 
 @triton.jit
@@ -156,6 +161,15 @@ def as_fp8(t, V: tl.constexpr):
         return t.to(tl.float8e4nv)
     else:
         return t.to(tl.float8e5)
+
+
+@triton.jit
+def of_fp8(code, V: tl.constexpr):
+    """uint8 codes of FP8 -> float32."""
+    if V.element.cast == "e4m3":
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return code.to(tl.float8e5, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -197,7 +211,10 @@ def grid_codes(t, r, limit, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, 
     else:
         bits, _ = snap(a, r, MANTISSA, MIN_EXPONENT, V.element.code_bits, ROUNDING)
         code = (bits + (bits >> (23 - MANTISSA))) & (SIGN - 1)
-    code = code | ((t.to(tl.uint32, bitcast=True) >> (31 - V.element.code_bits)) & SIGN)
+    if V.scale.signed_zero or V.integers.step > 0.0:
+        code = code | ((t.to(tl.uint32, bitcast=True) >> (31 - V.element.code_bits)) & SIGN)
+    else:
+        code = tl.where(t < 0.0, code | SIGN, code)
     if not V.hardware:
         code = tl.where(t != t, V.element.nan_code, code)
     return code
@@ -232,9 +249,12 @@ def element_values(t, r, V: tl.constexpr):
     byte, which is NaN itself then, NaN gives the largest value.
     """
     ROUNDING: tl.constexpr = V.element.rounding
+    t = positive_zero(t, V)
     if ROUNDING == "carry":
         _, magnitude = carried(tl.minimum(tl.abs(t), V.element.largest), r, V)
         value = signed(magnitude, t)
+    elif ROUNDING == "nearest" and casts(V):
+        value = as_fp8(t, V).to(tl.float32)
     else:
         value = grid_values(
             t,

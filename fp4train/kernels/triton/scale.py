@@ -8,6 +8,7 @@ makes its scales NaN.
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from fp4train.kernels.triton.rounding import snap
 
@@ -103,15 +104,11 @@ def float_scales(amax, V: tl.constexpr):
 
 
 @triton.jit
-def unsigned_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
-    """Block scales with a mantissa: (byte, encode factor min(1/(s*S_dec), FLT_MAX), decode factor
-    s, or s*S_dec where S_dec is that of part of a row).
-    """
-    amax_b = finite_or_nan(amax_b)
-    if V.scale.kind == "unsigned_divided":
-        exact_scale = tl.div_rn(amax_b, tl.full(amax_b.shape, V.scale.range, tl.float32)) * s_enc
-    else:
-        exact_scale = amax_b * (s_enc * V.scale.inverse_range)
+def rounded_scale(exact_scale, V: tl.constexpr):
+    """(Bytes, values) of scales >= 0 with a mantissa, to nearest, ties to even, saturating."""
+    if V.scale.cast and cuda_capability_geq(8, 9):
+        rounded = exact_scale.to(tl.float8e4nv)
+        return rounded.to(tl.uint8, bitcast=True), rounded.to(tl.float32)
     is_nan = exact_scale != exact_scale
     bits, s = snap(
         tl.minimum(exact_scale, V.scale.largest),
@@ -124,10 +121,24 @@ def unsigned_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
     NAN: tl.constexpr = (1 << V.scale.bits) - 1
     byte = tl.where(is_nan, NAN, (bits + (bits >> (23 - V.scale.mantissa))) & NAN)
     s = tl.where(is_nan, float("nan"), s)
+    return byte.to(tl.uint8), s
+
+
+@triton.jit
+def unsigned_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
+    """Block scales with a mantissa: (byte, encode factor min(1/(s*S_dec), FLT_MAX), decode factor
+    s, or s*S_dec where S_dec is that of part of a row).
+    """
+    amax_b = finite_or_nan(amax_b)
+    if V.scale.kind == "unsigned_divided":
+        exact_scale = tl.div_rn(amax_b, tl.full(amax_b.shape, V.scale.range, tl.float32)) * s_enc
+    else:
+        exact_scale = amax_b * (s_enc * V.scale.inverse_range)
+    byte, s = rounded_scale(exact_scale, V)
     encode = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s * s_dec)
     if V.outer.kind == "extent" and V.outer.cols > 0:
         s = s * s_dec
-    return byte.to(tl.uint8), tl.where(encode > FLT_MAX, FLT_MAX, encode), s
+    return byte, tl.where(encode > FLT_MAX, FLT_MAX, encode), s
 
 
 @triton.jit
