@@ -2,15 +2,17 @@
 
     python scripts/gpu_bandwidth.py --out NAME-bandwidth.json [--size 16384] [--dry-run]
 
-copy        GB/s of a device-to-device copy, which reads and writes
+copy        GB/s of device-to-device copies, which read and write: torch's of 508 MiB by a graph and eagerly, Triton's,
+            and torch's of 512 MiB by a graph, which PyTorch's issue 191284 says loses half its speed
 product     TFLOP/s of torch's products: BF16 into BF16 and into float32; FP8 with one scale; NVFP4 and MXFP8 where
             tensor cores multiply them; and of emulation's, whose scales are applied in cuBLAS's product and in
             Triton's, each after products of integers that must be exact; `library` says which one ran
 kernel      bytes that each kernel of a training step must move, divided by its time, as a share of the copy's GB/s;
-            the target is 75 %
+            the target is 75 % of the fastest copy's
 
-Times are medians of CUDA-graph replays, so that Python's launches do not count. Rows are written as they come, what is
-worth most first. Exit code 0: all were measured, whatever they reach; 1: one failed; 3: there is no GPU.
+Times are medians of CUDA-graph replays, so that Python's launches do not count. Rows end with the GPU's clock and
+power. They are written as they come, what is worth most first. Exit code 0: all were measured, whatever they reach; 1:
+one failed; 3: there is no GPU.
 """
 
 from __future__ import annotations
@@ -226,26 +228,60 @@ def product_row(call: Callable[[], object], side: int) -> dict[str, Any]:
     return {"us": us, "TFLOP/s": 2 * side**3 / us / 1e6}
 
 
-def copy_row(x: Tensor, rates: dict[str, float]) -> dict[str, Any]:
-    """The copy's row; its rate is kept for those of the kernels."""
+def copies(x: Tensor) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """(name of a row, what measures it), of copies of x, the last of all of it."""
+    from gpu_copy import by_triton
+
+    def by_torch(x: Tensor, y: Tensor) -> None:
+        y.copy_(x)
+
+    def eagerly(call: Callable[[], object]) -> float:
+        return 1e3 * gpu_results.milliseconds(call, REPLAYS)
+
+    flat = x.view(-1)
+    part = flat[: len(flat) * 127 // 128]
+    ways = {
+        "graph": (microseconds, by_torch, part),
+        "eager": (eagerly, by_torch, part),
+        "Triton": (microseconds, by_triton, part),
+        "graph, whole": (microseconds, by_torch, flat),
+    }
+    for name, (measure, copy, source) in ways.items():
+        size = source.numel() * source.element_size() / 2**20
+        yield f"copy {size:.0f} MiB, {name}", partial(copy_row, measure, copy, source)
+
+
+def copy_row(
+    measure: Callable[[Callable[[], object]], float],
+    copy: Callable[[Tensor, Tensor], None],
+    x: Tensor,
+) -> dict[str, Any]:
+    """measure: gives the microseconds of a call."""
     y = torch.empty_like(x)
-    us = microseconds(lambda: y.copy_(x))
-    rates["copy"] = 2 * x.numel() * x.element_size() / us / 1e3
-    return {"us": us, "GB/s": rates["copy"]}
+    us = measure(lambda: copy(x, y))
+    if not torch.equal(x, y):
+        raise RuntimeError("the copy differs")
+    return {"us": us, "GB/s": 2 * x.numel() * x.element_size() / us / 1e3}
 
 
-def kernel_row(call: Callable[[], object], moved: float, rates: dict[str, float]) -> dict[str, Any]:
+def kernel_row(call: Callable[[], object], moved: float, copied: float) -> dict[str, Any]:
+    """copied: GB/s of the fastest copy."""
     us = microseconds(call)
     rate = moved / us / 1e3
-    share = rate / rates["copy"]
+    share = rate / copied
     row = {"us": us, "bytes": moved, "GB/s": rate, "of copy": share}
     return row | {"below target": share < TARGET}
 
 
-def measurements(x: Tensor) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """(name of a row, what measures it): the copy first, of which the kernels are shares."""
-    rates: dict[str, float] = {}
-    yield "copy", partial(copy_row, x, rates)
+def measurements(
+    x: Tensor, results: gpu_results.Results
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """(name of a row, what measures it): the copies first, of which the kernels are shares, in
+    `results` by then.
+    """
+    yield from copies(x)
+    measured = [row for row in results.rows if row["ok"] and row["name"].startswith("copy ")]
+    copied = max((row["GB/s"] for row in measured), default=float("nan"))
     side = min(len(x), LARGEST_PRODUCT)
     square = x[:side, :side].contiguous()
     for name, call in products(square):
@@ -253,10 +289,10 @@ def measurements(x: Tensor) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
     yield "product BF16 with two scales, cublas", partial(scaled_row, "cublas", square)
     yield "product BF16 with two scales, triton", partial(scaled_row, "triton", square)
     amax = partial(kernels.TritonQuantizer(SPECS["nvfp4"]).amax, x)
-    yield "kernel amax", partial(kernel_row, amax, 2 * x.numel(), rates)
+    yield "kernel amax", partial(kernel_row, amax, 2 * x.numel(), copied)
     for kernel in KERNELS:
         moved = kernel.bytes(x.numel())
-        yield f"kernel {kernel.name}", partial(kernel_row, kernel.call(x), moved, rates)
+        yield f"kernel {kernel.name}", partial(kernel_row, kernel.call(x), moved, copied)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -270,10 +306,9 @@ def main(words: list[str] | None = None) -> int:
     if options.dry_run:
         size = TINY
         device = "cpu"
-    for name, measure in measurements(torch.randn(size, size, device=device).bfloat16()):
-        if name == "copy":
-            results.rows = [row for row in results.rows if row["name"] != name]
-        results.measure(name, measure)
+    x = torch.randn(size, size, device=device).bfloat16()
+    for name, measure in measurements(x, results):
+        results.measure(name, lambda: measure() | gpu_results.clock())  # noqa: B023
     return results.code
 
 

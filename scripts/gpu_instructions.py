@@ -30,15 +30,18 @@ import gpu_bandwidth
 import gpu_compile
 import torch
 import triton
+from gpu_cases import SPECS
 from gpu_recorded import Launches, Uncomputed, as_on_a_gpu, record_of
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from fp4train.quantize import QuantSpec, quantize, triton as kernels
+from fp4train.quantize import triton as kernels
 from fp4train.quantize.launch import Launch
 
 LOOPS = ("amax_tensor",)
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", re.MULTILINE)
+INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", re.MULTILINE
+)
 WARP = 32
 
 
@@ -82,7 +85,7 @@ def timed_kernels(processors: int = 132) -> list[Counted]:
             noted.call = kernel.name
             kernel.call(x)()
         for name in ("nvfp4", "mxfp8 e4m3"):
-            quantizer = kernels.TritonQuantizer(gpu_bandwidth.SPECS[name])
+            quantizer = kernels.TritonQuantizer(SPECS[name])
             noted.call = f"values from codes of {name}"
             codes = quantizer.codes(x)
             quantizer.decode(codes)

@@ -3,10 +3,13 @@
     python scripts/gpu_profile.py --out NAME-profile.json [--nine] [--dry-run]
 
 Recipes and modes (eager, emulated, native, compiled, recorded) with 16,384 tokens in one and in eight microbatches;
-`--nine`: those that `NINE` names, in one.
+`--nine`: those that `NINE` names, in one, with BF16 again after those that share its model: clocks drift.
 
-    step ms           median of steps that are waited for
+    step ms           one of ten steps that are queued, with one wait at the end; a training run queues a step before it
+                      waits for the one before
+    waited ms         median of steps that are waited for, each from an empty queue
     host ms           of that, until the host has queued the step; near `step ms` the GPU waits for the host
+    SM MHz, W         the GPU's clock and power behind the queued steps
     gpu ms            sum of the kernels' times of one step, and by kind
     kernels           the 15 that take longest: name, calls, ms, share of the GPU's time
     operators         the 15 operators whose kernels take longest: name, shapes, calls, ms
@@ -52,12 +55,13 @@ from fp4train.train import enter_stretch, train_step
 
 MODES: dict[str, tuple[str, ...]] = {
     "eager": (),
+    "eager again": (),
     "emulated": ("backend=emulate",),
     "native": ("backend=native",),
     "compiled": ("train.compile=true",),
     "recorded": ("train.cuda_graph=true",),
 }
-SWAPPED = ("eager", "emulated", "native")
+SWAPPED = ("eager", "eager again", "emulated", "native")
 """Modes that differ in their plan alone."""
 Variant = tuple[str, str, int]
 """Recipe, mode, number of microbatches."""
@@ -67,6 +71,7 @@ NINE: tuple[Variant, ...] = (
     ("fp8_current", "eager", 1),
     ("mxfp8", "emulated", 1),
     ("nvfp4", "native", 1),
+    ("bf16", "eager again", 1),
     ("bf16", "recorded", 1),
     ("bf16", "compiled", 1),
 )
@@ -101,6 +106,7 @@ TINY = (
 )
 SHOWN = 15
 MEASURED = 5
+QUEUED = 10
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention|mem_eff",
     "quantise": r"quantize|amax|cast_transpose|rht|hadamard|decode_(blocks|codes)|product_factors",
@@ -140,6 +146,32 @@ def timed(run: Run) -> tuple[float, float]:
     run.step += 1
     run.mid_update = False
     return queued, ended
+
+
+def queued_ms(run: Run, count: int) -> dict[str, float]:
+    """The time of a step of `count` that are queued, with one wait, and the GPU's state behind
+    them.
+    """
+    recipe = run.course.plan.at(run.step).recipe
+
+    def steps() -> None:
+        for _ in range(count):
+            train_step(run, recipe)
+            run.step += 1
+            run.mid_update = False
+
+    if run.device.type != "cuda":
+        began = time.perf_counter()
+        steps()
+        return {"step ms": 1000 * (time.perf_counter() - began) / count}
+    synchronize(run.device)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first.record()
+    steps()
+    last.record()
+    clock = gpu_results.clock()  # the GPU still works
+    synchronize(run.device)
+    return {"step ms": first.elapsed_time(last) / count, **clock}
 
 
 def profiled(run: Run) -> dict[str, Any]:
@@ -244,11 +276,13 @@ def measure(run: Run, *, dry: bool) -> dict[str, Any]:
     if not dry:
         torch.cuda.reset_peak_memory_stats()
     pairs = [timed(run) for _ in range(1 if dry else MEASURED)]
-    host, step = (statistics.median(column) for column in zip(*pairs, strict=True))
+    host, waited = (statistics.median(column) for column in zip(*pairs, strict=True))
+    queued = queued_ms(run, 1 if dry else QUEUED)
+    step = queued["step ms"] / 1000
     peak = run.peak_tokens_per_s()
     tokens = run.config.train.step_tokens
     row: dict[str, Any] = {"backends": sorted({row.backend for row in run.course.plan.rows})}
-    row |= {"step ms": 1000 * step, "host ms": 1000 * host, **profiled(run)}
+    row |= queued | {"waited ms": 1000 * waited, "host ms": 1000 * host, **profiled(run)}
     row |= {"tokens/s": tokens / step, "MFU": peak and tokens / step / peak}
     if not dry:
         row |= {"peak GiB": torch.cuda.max_memory_allocated() / 2**30}

@@ -29,6 +29,7 @@ from typing import Any
 from unittest.mock import patch
 
 import gpu_bandwidth
+import gpu_copy
 import gpu_kernels
 import gpu_profile
 import gpu_training
@@ -257,6 +258,7 @@ def bandwidth() -> None:
     with Uncomputed():
         x = torch.empty(gpu_bandwidth.SIZE, gpu_bandwidth.SIZE, dtype=torch.bfloat16)
         triton.TritonQuantizer(QuantSpec()).amax(x)
+        gpu_copy.by_triton(x, torch.empty_like(x))
         for kernel in gpu_bandwidth.KERNELS:
             kernel.call(x)()
         square = x[: gpu_bandwidth.LARGEST_PRODUCT, : gpu_bandwidth.LARGEST_PRODUCT].contiguous()
@@ -287,7 +289,7 @@ def sources(capability: int) -> dict[str, Callable[[], None]]:
     words = [*gpu_training.EXACT, "recipe=nvfp4", *backend("nvfp4")]
     calls["resume"] = partial(training_steps, words)
     for recipe, mode, count in gpu_profile.NINE:
-        if mode == "emulated" or mode == "eager" or (mode == "native" and capability >= 100):
+        if mode in ("emulated", "eager") or (mode == "native" and capability >= 100):
             words = gpu_profile.key_words(recipe, mode, count)
             if mode == "eager":
                 words += backend(recipe)

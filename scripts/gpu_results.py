@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -117,6 +118,28 @@ def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end))
     return statistics.median(times)
+
+
+def clock() -> dict[str, Any]:
+    """The GPU's clock of multiprocessors and its power now, for a row; nothing where nobody tells."""
+    import torch
+
+    fields = {"SM MHz": "clocks.sm", "W": "power.draw"}
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}"]
+    if torch.cuda.is_available():
+        command.append(f"--id=GPU-{torch.cuda.get_device_properties().uuid}")
+    try:
+        asked = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=5,
+        )
+        values = map(float, asked.stdout.splitlines()[0].split(","))
+        return dict(zip(fields, values, strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return {}
 
 
 def machine() -> dict[str, Any]:

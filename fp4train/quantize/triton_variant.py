@@ -175,7 +175,9 @@ def of_elements(spec: QuantSpec) -> Elements:
     if isinstance(rounding, FewBits):
         name = "midpoint" if rounding == MIDPOINT else "few_bits"
         bits = rounding.bits
-    elif rounding == STOCHASTIC and fmt == E2M1 and not isinstance(spec.scale_format, AdaptiveScale):
+    elif (
+        rounding == STOCHASTIC and fmt == E2M1 and not isinstance(spec.scale_format, AdaptiveScale)
+    ):
         name = "carry"
     return Elements(
         mantissa=fmt.mantissa_bits,

@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import triton
+from gpu_compile import Driver
 from pretended import Machine
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
 from fp4train.quantize import Launch
 
@@ -45,9 +48,9 @@ def recorded() -> Iterator[list[Noted]]:
     def note(self: Launch, *pointers: torch.Tensor, words: tuple[Any, ...] = ()) -> None:
         launches.append(Noted(self, (*self.seen(pointers), *self.sizes, *words)))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launch, "__call__", note)
-        Machine(patch).interprets_triton(False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Launch, "__call__", note)
+        Machine(monkeypatch).interprets_triton(False)
         yield launches
 
 
@@ -86,12 +89,8 @@ def compile_launch(noted: Noted, capability: int) -> Any:
     ordered = {name: signature[name] for name in kernel.arg_names}
     source = ASTSource(kernel, signature=ordered, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.warps, "enable_fp_fusion": False}
-    before = driver._active  # without a GPU nothing may be active
-    driver.set_active(Driver(capability))
-    try:
+    with patch.object(driver, "_active", Driver(capability)):
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    finally:
-        driver._active = before
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:

@@ -27,20 +27,23 @@ HERE = {"program": sys.executable, "python": PYTHON, "triton": triton.__version_
 def test_packed_kernels_are_found_for_the_capability_they_are_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one kernel that is launched, an amax."""
+    """Of two kernels that are launched, an amax and one with the constants of a variant."""
 
     def record(path: Path, capability: int) -> None:
         launches = gpu_recorded.Launches()
         with gpu_recorded.as_on_a_gpu(launches, gpu_packed.PROCESSORS[capability]):
-            TritonQuantizer(QuantSpec()).amax(torch.zeros(64, 96, dtype=torch.bfloat16))
+            TritonQuantizer(QuantSpec()).codes(torch.zeros(64, 96, dtype=torch.bfloat16))
         path.write_text(json.dumps([json.loads(text) for text in launches.texts]))
 
     monkeypatch.setattr(gpu_packed, "record", record)
     gpu_packed.pack(tmp_path, [90], Compiler(**HERE))
     archive = tmp_path / "kernels.tgz"
     cache = tmp_path / "cache"
-    assert "1 found, 0 missing" in gpu_packed.unpack(archive, cache, "9.0")
-    assert list(cache.glob("*/amax_tensor.cubin"))
+    assert "2 found, 0 missing" in gpu_packed.unpack(archive, cache, "9.0")
+    assert {path.name for path in cache.glob("*/*.cubin")} == {
+        "amax_tensor.cubin",
+        "quantize.cubin",
+    }
     assert "none for compute capability 10.0" in gpu_packed.unpack(archive, cache, "10.0")
 
 

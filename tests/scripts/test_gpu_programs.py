@@ -1,9 +1,11 @@
 """The programs of the GPU check: what they call equal, what they do with an error, how they are called."""
 
+import re
 import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_bandwidth
@@ -11,6 +13,7 @@ import gpu_cases
 import gpu_check
 import gpu_kernels
 import gpu_layers
+import gpu_profile
 import gpu_results
 import gpu_sums
 import gpu_training
@@ -18,6 +21,7 @@ import pytest
 import torch
 from pretended import Machine
 
+import fp4train
 from fp4train.backends import Native, tensor_cores
 from fp4train.nn import Linear
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
@@ -169,3 +173,46 @@ def test_two_runs_are_compared_step_by_step_and_a_nan_is_a_difference() -> None:
     assert gpu_training.first_difference(steps, later) == 4
     assert gpu_training.first_difference(broken, broken) == 3
     assert gpu_training.first_difference(steps, steps[:4]) == -1
+
+
+def test_kernels_are_counted_once_and_each_by_its_kind() -> None:
+    """A range that a program names holds the time of kernels which are events, too."""
+
+    def event(key: str, us: float, **others: Any) -> SimpleNamespace:
+        on_gpu = SimpleNamespace(name="CUDA")
+        range_of = {"is_user_annotation": False, "device_type": on_gpu} | others
+        return SimpleNamespace(key=key, count=2, self_device_time_total=us, **range_of)
+
+    events = [
+        event("quantize_turned", 3000),
+        event("nvjet_sm90", 5000),
+        event("Optimizer.step#AdamW.step", 9000, is_user_annotation=True),
+        event("## Call CompiledFxGraph f ##", 9000, is_user_annotation=True),
+        event("aten::mm", 0, device_type=SimpleNamespace(name="CPU")),
+    ]
+    row = gpu_profile.profiled_row(events, [], "CUDA")
+    assert row["gpu ms"] == 8 and row["launches"] == 4
+    assert row["by kind"] == {"GEMM": 5, "quantise": 3}
+    assert [name for name, *_ in row["kernels"]] == ["nvjet_sm90", "quantize_turned"]
+
+
+def test_every_kernel_of_ours_has_a_kind() -> None:
+    package = Path(fp4train.__file__).parent
+    texts = (path.read_text("utf-8") for path in package.rglob("*.py"))
+    launched = {name for text in texts for name in re.findall(r"\bLaunch\(\s*(\w+),", text)}
+    assert {"quantize_both", "amax_columns", "scaled_product", "adamw"} <= launched
+    for kernel in launched:
+        assert gpu_profile.kind_of(kernel) in ("quantise", "GEMM", "optimizer"), kernel
+
+
+def test_a_row_tells_the_clock_and_the_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_results.clock() == {}
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 1755, 690.12\n")
+    tool.chmod(0o755)
+    assert gpu_results.clock() == {"SM MHz": 1755, "W": 690.12}
+    tool.write_text("#!/bin/sh\necho '[N/A], [N/A]'\n")
+    assert gpu_results.clock() == {}

@@ -407,7 +407,7 @@ def decode_blocks(
     elif V.scale.kind == "e8m0":
         scale = e8m0_decode(scale.to(tl.int32))
     if rounding.casts(V):
-        value = rounding.of_fp8(code.to(tl.uint8), V)
+        value = rounding.values_of_fp8(code.to(tl.uint8), V)
     else:
         value = decode_codes(
             code,

@@ -4,8 +4,8 @@ Casts. BF16 -> float32 is a shift of the bits: exact for subnormals too, and fre
 -> BF16 is the hardware's cast (nearest even), or, in the interpreter, which rounds ties upwards,
 the same in integers.
 
-Rounding of scaled values t to an element grid, in few instructions and without an FP8 or FP4 cast.
-A magnitude a in the binade e = 2^k (k >= the smallest exponent) has the quantum q = e * 2^-m.
+Rounding of scaled values t to an element grid, in few instructions. A magnitude a in the binade
+e = 2^k (k >= the smallest exponent) has the quantum q = e * 2^-m.
 Adding e * 2^(23-m), whose float32 ulp is q, rounds a to a multiple of q, ties to even, by the adder
 itself; subtracting it again leaves the value. Both are an fma with a product that is exact, so
 nothing is rounded twice. In the bits of that sum the position a/q stands in the low bits and k in
@@ -16,11 +16,11 @@ code comes out right modulo its width.
 FP8 to nearest on SM 8.9 and later: the hardware's cast, which saturates, gives NaN the code 0x7f,
 and keeps the sign of zero.
 
-Stochastic E2M1: by a carry (`carried`). Other formats: with r = (16 bits + 1/2) / 2^16 the magnitude rounds up from its floor iff r < (a -
-floor)/q; all terms are exact in float32. The floor is a - q/2 rounded to nearest. Where a lies on
-the grid that is a tie and may give a
-- q; then (a - floor)/q = 1 > r, and a comes out. With n random bits r = (bits + 1) / 2^n, and the
-magnitude rounds up iff r <= (a - floor)/q. Ties go away from zero where r is 1/2.
+Stochastic E2M1: by a carry (`carried`). Other formats: with r = (16 bits + 1/2) / 2^16 the magnitude
+rounds up from its floor iff r < (a - floor)/q; all terms are exact in float32. The floor is a - q/2
+rounded to nearest. Where a lies on the grid that is a tie and may give a - q; then (a - floor)/q =
+1 > r, and a comes out. With n random bits r = (bits + 1) / 2^n, and the magnitude rounds up iff r <=
+(a - floor)/q. Ties go away from zero where r is 1/2.
 
 Random bits: Philox4x32-10 (Salmon et al., SC 2011) with fp4train's counters: (column // 8, row,
 step*8 + operand, layer), key = the run's seed. One call serves eight neighbours of a row: element j
@@ -155,21 +155,39 @@ def casts(V: tl.constexpr):
 
 
 @triton.jit
-def as_fp8(t, V: tl.constexpr):
-    """float32 -> FP8, to nearest, ties to even, saturating, by cvt.rn.satfinite."""
-    if V.element.cast == "e4m3":
-        return t.to(tl.float8e4nv)
-    else:
-        return t.to(tl.float8e5)
+def as_e4m3(t):
+    """float32 -> E4M3, to nearest, ties to even, saturating: PTX's cvt.rn.satfinite."""
+    return t.to(tl.float8e4nv)
 
 
 @triton.jit
-def of_fp8(code, V: tl.constexpr):
-    """uint8 codes of FP8 -> float32."""
+def as_e5m2(t):
+    """float32 -> E5M2, as `as_e4m3`."""
+    return t.to(tl.float8e5)
+
+
+@triton.jit
+def of_fp8(x):
+    """FP8 -> float32, exact: PTX's cvt.rn.f16x2, then from float16."""
+    return x.to(tl.float32)
+
+
+@triton.jit
+def as_fp8(t, V: tl.constexpr):
+    """float32 -> the format of the elements."""
     if V.element.cast == "e4m3":
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        return as_e4m3(t)
     else:
-        return code.to(tl.float8e5, bitcast=True).to(tl.float32)
+        return as_e5m2(t)
+
+
+@triton.jit
+def values_of_fp8(code, V: tl.constexpr):
+    """uint8 codes of the format of the elements -> float32."""
+    if V.element.cast == "e4m3":
+        return of_fp8(code.to(tl.float8e4nv, bitcast=True))
+    else:
+        return of_fp8(code.to(tl.float8e5, bitcast=True))
 
 
 @triton.jit
@@ -254,7 +272,7 @@ def element_values(t, r, V: tl.constexpr):
         _, magnitude = carried(tl.minimum(tl.abs(t), V.element.largest), r, V)
         value = signed(magnitude, t)
     elif ROUNDING == "nearest" and casts(V):
-        value = as_fp8(t, V).to(tl.float32)
+        value = of_fp8(as_fp8(t, V))
     else:
         value = grid_values(
             t,

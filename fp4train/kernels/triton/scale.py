@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from fp4train.kernels.triton.rounding import snap
+from fp4train.kernels.triton.rounding import as_e4m3, of_fp8, snap
 
 FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 SMALLEST_MACRO: tl.constexpr = tl.constexpr(1e-12)
@@ -107,8 +107,8 @@ def float_scales(amax, V: tl.constexpr):
 def rounded_scale(exact_scale, V: tl.constexpr):
     """(Bytes, values) of scales >= 0 with a mantissa, to nearest, ties to even, saturating."""
     if V.scale.cast and cuda_capability_geq(8, 9):
-        rounded = exact_scale.to(tl.float8e4nv)
-        return rounded.to(tl.uint8, bitcast=True), rounded.to(tl.float32)
+        rounded = as_e4m3(exact_scale)
+        return rounded.to(tl.uint8, bitcast=True), of_fp8(rounded)
     is_nan = exact_scale != exact_scale
     bits, s = snap(
         tl.minimum(exact_scale, V.scale.largest),
