@@ -1,4 +1,4 @@
-"""fp4train sensitivity RUN | model=NAME [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]
+"""fp4train sensitivity RUN | model=NAME [recipe=NAME] [step=STEP] [batches=8] [keep=0.15] [out=FOLDER]
 
 Which layers and operands of a model a recipe harms, measured on its gradients;
 ends in a policy (docs/studies.md). RUN is a run directory; model=NAME, with any
@@ -12,15 +12,8 @@ other keys of a run, is a model as it is initialised.
                    interval
   repeats=4        passes over each with other random bits, where rounding is
                    stochastic
-  budget=5min      instead of batches: spend this time where the intervals are
-                   widest
-  cells=true       also one operand of one layer at a time; the policy then
-                   chooses single GEMMs
   keep=0.15        the policy may keep this share of the multiply-adds in high
                    precision
-  gpu=B200         predict times on that GPU
-  cost=0.6         with gpu=, instead of keep=: the longest time of the layers
-                   relative to BF16
   out=FOLDER       for the results; the default is
                    RUN/studies/sensitivity-RECIPE-STEP, without a run
                    runs/studies/sensitivity-MODEL-RECIPE
@@ -30,7 +23,6 @@ policy.yaml (unless nothing is worth keeping), sensitivity.json and
 sensitivity.png. A study that was killed goes on with the same command.
 """
 
-import re
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +33,6 @@ from fp4train.cli.launch import Command, launch
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.command_line import Amount, CommandLine, Count, WholeNumber, read_line
 from fp4train.errors import UserError, in_words
-from fp4train.hardware import find_gpu
 from fp4train.lab.analysis import PICTURE, save
 from fp4train.lab.studies import (
     SENSITIVITY,
@@ -67,49 +58,15 @@ POLICY = "policy.yaml"
 WRITTEN = (POLICY, "sensitivity.json", "sensitivity.png")
 KEEP = 0.15
 """Share of the multiply-adds that the policy may keep, unless another is asked for."""
-SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SensitivityOptions(CommandLine):
     step: WholeNumber | None = None
-    batches: Count | None = None
+    batches: Count = 8
     repeats: Count = 4
-    budget: str | None = None
-    cells: bool = False
-    keep: Amount | None = None
-    cost: Amount | None = None
+    keep: Amount = KEEP
     out: Path | None = None
-
-    @property
-    def effort(self) -> Effort:
-        """How much is measured.
-
-        Raises:
-            ValueError: the budget is no duration, or batches are given beside it.
-        """
-        seconds = None
-        if self.budget is not None:
-            match = _DURATION.fullmatch(self.budget)
-            seconds = float(match[1]) * SECONDS[match[2] or "s"] if match else 0.0
-            if not seconds:
-                raise ValueError(
-                    f"budget={self.budget!r} must be a duration above 0: 90s, 5min, 1h"
-                )
-            if self.batches is not None:
-                raise ValueError(
-                    "budget=… decides how many batches are measured: leave batches=… out"
-                )
-        return Effort(
-            batches=self.batches or 8 if seconds is None else None,
-            repeats=self.repeats,
-            budget=seconds,
-            cells=self.cells,
-        )
-
-    def __post_init__(self) -> None:
-        _ = self.effort  # refused where the budget is none
 
 
 def main(arguments: list[str]) -> int:
@@ -152,18 +109,11 @@ def _study(command: Command, *, line: SensitivityOptions, fresh: bool, of_run: b
     """Study a run (`of_run`) or a model that is named alone; `fresh`: with its weights as they are
     initialised.
     """
-    effort = line.effort
-    keep = line.keep
-    cost = line.cost
+    effort = Effort(batches=line.batches, repeats=line.repeats)
     keep_freed_memory()
     config = command.config
     swap = command.swap
     check_paths(command.cfg, command.named)
-    gpu = find_gpu(config.gpu) if config.gpu else None
-    if cost is not None and (gpu is None or keep is not None):
-        raise UserError(
-            "cost=… is a time relative to BF16 on a GPU: give gpu=B200 with it, and no keep=…"
-        )
     recipe = config.recipe
     if of_run:
         name = type(config.recipe).__name__.lower()
@@ -187,8 +137,7 @@ def _study(command: Command, *, line: SensitivityOptions, fresh: bool, of_run: b
         study = Study(subject, recipe, effort, record)
         try:
             sensitivity = study.run(shown)
-            share = KEEP if keep is None and cost is None else keep
-            trade = trade_off(sensitivity, keep=share, cost=cost, gpu=gpu)
+            trade = trade_off(sensitivity, line.keep)
             if trade.policy.keep:
                 judged = study.judge(trade.policy, shown)
             else:

@@ -199,6 +199,8 @@ def _check_run_keys(line: CommandLine, names: Sequence[str]) -> None:
     alike = _ALIKE if line.runs else _ALIKE_WITHOUT_RUN
     for word in line.overrides:
         key, equals, _ = word.partition("=")
+        if reason := why_absent(f"{line.verb} {key}"):
+            raise UserError(f"unknown key {key!r}: {reason}")
         if equals and "." not in key and key.lstrip("+~") not in run_keys:
             candidates = [*names, *overrides.settable_keys()]
             hint = near_miss(key, candidates, alike)

@@ -42,7 +42,7 @@ def test_the_options_are_those_of_the_command() -> None:
     listed = set(
         re.findall(r"`(\w+)=", "".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE)))
     )
-    assert listed == {*options_of("sensitivity"), "recipe", "gpu"}
+    assert listed == {*options_of("sensitivity"), "recipe"}
 
 
 def test_its_links_exist() -> None:

@@ -189,9 +189,7 @@ def write_ranking(
     return _study(run, "rank-30-ab", "rank.json", ranking)
 
 
-def write_sensitivity(
-    run: Path, layer: str = "blocks.0.mlp.up", batches: int = 8, gpu: str | None = None
-) -> Path:
+def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up", batches: int = 8) -> Path:
     """The file of a sensitivity."""
 
     def finding(name: str, mean: float) -> Finding:
@@ -221,7 +219,7 @@ def write_sensitivity(
         gain=whole.nmse,
         over_own=None,
     )
-    point = Point(kept=(), macs=0.0, nmse=0.1, time=None if gpu is None else 0.4)
+    point = Point(kept=(), macs=0.0, nmse=0.1)
     chosen = {**vars(point), "macs": 0.5, "nmse": 0.02}
     sensitivity = SensitivityResult(
         run=str(run),
@@ -234,8 +232,6 @@ def write_sensitivity(
         parts={name: finding(name, mean) for name, mean in means.items()},
         shares={},
         blocks={},
-        cells=None,
-        gpu=gpu,
         pareto=(point, Point(**chosen)),
         policy=ChosenPolicy(keep=(layer,), measured=judged.chosen, judged=judged, **chosen),
     )

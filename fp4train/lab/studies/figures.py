@@ -51,19 +51,15 @@ def sensitivity(study: SensitivityResult) -> Draw:
 
 
 def _damage(study: SensitivityResult) -> Panel:
-    """Layers × operands where single cells were measured; else blocks × the layers of a block."""
-    damage: dict[tuple[str, str], float | None] = {}
-    for layer, of_operands in (study.cells or {}).items():
-        damage |= {(layer, operand): value for operand, value in of_operands.items()}
-    for part in study.of_kind(LAYER):
-        place = (part.what, "all") if study.cells else _block_and_rest(part.what)
-        damage[place] = part.nmse.mean - study.floor
+    """Blocks × the layers of a block."""
+    damage = {
+        _block_and_rest(part.what): part.nmse.mean - study.floor for part in study.of_kind(LAYER)
+    }
     rows = list(dict.fromkeys(row for row, _ in damage))
     columns = list(dict.fromkeys(column for _, column in damage))
     values = np.full((len(rows), len(columns)), np.nan)
     for (row, column), value in damage.items():
-        if value is not None:
-            values[rows.index(row), columns.index(column)] = value
+        values[rows.index(row), columns.index(column)] = value
     largest = max([1e-12, *values[np.isfinite(values)].tolist()])
     scale = {"cmap": "YlOrRd", "norm": "log", "vmin": largest * SPAN, "vmax": largest}
     shown = np.clip(values, largest * SPAN, None)
@@ -77,13 +73,8 @@ def _block_and_rest(layer: str) -> tuple[str, str]:
 
 
 def _points(axes: Axes, study: SensitivityResult) -> None:
-    points = (*study.pareto, study.policy)
-    if study.gpu is None:
-        *costs, cost = (100 * point.macs for point in points)
-        axes.set_xlabel("multiply-adds kept in high precision, %")
-    else:
-        *costs, cost = (point.time or 0.0 for point in points)
-        axes.set_xlabel(f"time relative to BF16 on {study.gpu}")
+    *costs, cost = (100 * point.macs for point in (*study.pareto, study.policy))
+    axes.set_xlabel("multiply-adds kept in high precision, %")
     nmse = [point.nmse for point in study.pareto]
     axes.plot(costs, nmse, color=look.TRAIN, lw=1.4, marker="o", ms=3)
     measured = study.policy.measured.nmse

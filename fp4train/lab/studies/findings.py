@@ -20,7 +20,6 @@ from typing import Any
 from fp4train.lab.intervals import Estimate, estimate, jackknife, paired
 from fp4train.lab.studies.parts import (
     BASELINE,
-    CELL,
     CHOSEN,
     GEMM,
     LAYER,
@@ -105,29 +104,6 @@ class Sensitivity:
             block = self.parts.layers[finding.what].layer.block or 0
             damage[block] = damage.get(block, 0.0) + finding.nmse.mean - self.floor
         return damage
-
-    @property
-    def has_cells(self) -> bool:
-        return any(finding.kind == CELL for finding in self.findings.values())
-
-    def cell(self, layer: str, operand: str) -> float | None:
-        """nMSE of one operand of one layer above the floor; None if it was not measured.
-
-        An error of wgrad stays in its layer, so that quantising the operand in every layer at once
-        measures them all.
-        """
-        if not operand.startswith("wgrad"):
-            cell = self.findings.get(f"{CELL}/{layer}/{operand}")
-            if cell is None:
-                return None
-            return cell.nmse.mean - self.floor
-        if not self.has_cells:
-            return None
-        place = list(self.parts.layers).index(layer)
-        return (
-            self.findings[f"{OPERAND}/{operand}"].layers[place]
-            - self.findings[NOTHING].layers[place]
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fp4train.errors import UserError
-from fp4train.lab.studies.parts import CELL, LAYER, RecipePart
+from fp4train.lab.studies.parts import LAYER, RecipePart
 from fp4train.lab.studies.record import Reading
 from fp4train.lab.studies.subject import Subject
 from fp4train.nn.planned import PlannedLayer
@@ -126,7 +126,7 @@ class GradientMeter:
                     number for numbers, _ in comparisons if (number := numbers[key]) is not None
                 ]
                 values[key].append(math.fsum(present) / len(present) if present else None)
-            named = [] if part.kind in (LAYER, CELL) else self.layers
+            named = [] if part.kind == LAYER else self.layers
             values["layers"].append(
                 [
                     math.fsum(float(e[name].square().sum()) for e in errors) / len(errors) / norm

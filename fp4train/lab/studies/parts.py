@@ -1,5 +1,4 @@
-"""The parts of a recipe, each measured alone: one GEMM, one operand, one layer, one operand of one
-layer.
+"""The parts of a recipe, each measured alone: one GEMM, one operand, one layer.
 
 A part is what every layer runs, resolved by the one function that resolves a run's plan
 (`precision.layer_plan.resolve`): a layer that is in the part has its plan in the recipe, or in a
@@ -37,7 +36,6 @@ CHOSEN = "chosen policy"
 GEMM = "gemm"
 OPERAND = "operand"
 LAYER = "layer"
-CELL = "cell"
 KINDS = {GEMM: "GEMMs", OPERAND: "operands", LAYER: "layers"}
 """Kinds of parts of a recipe → the plural. The name of a part is its kind, "/" and what is
 quantised, or the words above.
@@ -46,9 +44,7 @@ quantised, or the words above.
 
 @dataclass(frozen=True, kw_only=True)
 class NamedPart:
-    """A part of a recipe: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up",
-    "cell/blocks.0.mlp.up/fprop.x", …
-    """
+    """A part of a recipe: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up", …"""
 
     name: str
 
@@ -136,7 +132,6 @@ class RecipeParts:
         """The operands that the recipe quantises and that can be quantised alone: "fprop.x"."""
         specs = _operand_specs(recipe)
         self.gemms = list(dict.fromkeys(operand.partition(".")[0] for operand in specs))
-        self._together = [operand for operand in specs if operand not in self._alone]
 
     def resolved(
         self, recipe: Recipe, policy: LayerPolicy = EVERY_LAYER
@@ -157,18 +152,8 @@ class RecipeParts:
             )
         return plan.stretches[0].layers
 
-    def all(self, *, cells: bool) -> Iterator[RecipePart]:
-        """The parts to measure, in the order in which they are.
-
-        Raises:
-            UserError: `cells`, and an operand cannot be quantised alone.
-        """
-        if cells and self._together:
-            raise UserError(
-                f"cells=true: {', '.join(self._together)} of recipe={self.recipe.name} are rounded "
-                "by MS-EDEN, which is nothing without the transform of both operands: none can be "
-                "quantised alone. Use cells=false"
-            )
+    def all(self) -> Iterator[RecipePart]:
+        """The parts to measure, in the order in which they are."""
         yield self._part(WHOLE, self.recipe, self._whole)
         yield self._part(NOTHING, self.recipe, self._high)
         of_the_run = self.resolved(self.recipe, self.subject.run.config.policy)
@@ -181,23 +166,12 @@ class RecipeParts:
                 self.recipe,
                 self.resolved(self.recipe.with_high_precision(*high_precision)),
             )
-        plans = {operand: self.resolved(recipe) for operand, recipe in self._alone.items()}
-        for operand, layers in plans.items():
-            yield self._part(f"{OPERAND}/{operand}", self.recipe, layers)
+        for operand, recipe in self._alone.items():
+            yield self._part(f"{OPERAND}/{operand}", self.recipe, self.resolved(recipe))
         for name in self.layers:
             yield self._part(
                 f"{LAYER}/{name}", self.recipe, {**self._high, name: self._whole[name]}
             )
-        if cells:
-            for name in self.layers:
-                for operand, layers in plans.items():
-                    if operand.startswith("wgrad"):
-                        # its error stays in the layer: the operand in every layer at once has
-                        # measured it
-                        continue
-                    yield self._part(
-                        f"{CELL}/{name}/{operand}", self.recipe, {**self._high, name: layers[name]}
-                    )
 
     def under(self, policy: LayerPolicy, name: str) -> RecipePart:
         """The recipe under a policy."""
@@ -208,7 +182,7 @@ class RecipeParts:
     def _part(self, name: str, recipe: Recipe, layers: Mapping[str, LayerPlan]) -> RecipePart:
         stretch = PlannedStretch(start=0, stop=1, recipe=recipe, reason="study", layers=layers)
         part = RecipePart(name=name, stretch=stretch, repeats=1)
-        if part.kind in (LAYER, CELL) or not part.stochastic:
+        if part.kind == LAYER or not part.stochastic:
             return part
         return replace(part, repeats=self.repeats)
 

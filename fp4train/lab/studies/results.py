@@ -68,10 +68,8 @@ class SensitivityResult:
         identity: identity of the model, data and device (`Subject.identity`).
         signal, shares: see `Sensitivity`; shares by the plural of their kind.
         parts: findings by name of part.
-        blocks, cells: nMSE above the floor by block, and by layer and operand; cells are None where
-            they were not measured.
-        gpu: GPU of the times.
-        pareto: points of time and error, from nothing kept to everything that is worth it.
+        blocks: nMSE above the floor by block.
+        pareto: points of cost and error, from nothing kept to everything that is worth it.
     """
 
     run: str
@@ -85,8 +83,6 @@ class SensitivityResult:
     parts: Mapping[str, Finding]
     shares: Mapping[str, Estimate]
     blocks: Mapping[str, float]
-    cells: Mapping[str, Mapping[str, float | None]] | None
-    gpu: str | None
     pareto: tuple[Point, ...]
     policy: ChosenPolicy
 
@@ -99,13 +95,6 @@ class SensitivityResult:
         cls, subject: Subject, study: Sensitivity, trade: Tradeoff, judged: Judgement | None
     ) -> SensitivityResult:
         """The result of a study; `judged`: None if the policy keeps nothing."""
-        cells = None
-        if study.has_cells:
-            operands = study.parts.operands
-            cells = {
-                layer: {operand: study.cell(layer, operand) for operand in operands}
-                for layer in study.parts.layers
-            }
         return cls(
             run=subject.title,
             step=subject.step,
@@ -117,8 +106,6 @@ class SensitivityResult:
             parts=study.findings,
             shares={KINDS[kind]: share for kind, share in study.shares.items()},
             blocks={str(block): damage for block, damage in study.blocks().items()},
-            cells=cells,
-            gpu=None if trade.gpu is None else trade.gpu.name,
             pareto=tuple(trade.curve),
             policy=ChosenPolicy(
                 **vars(trade.chosen),

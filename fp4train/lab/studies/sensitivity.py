@@ -1,24 +1,20 @@
-"""The study of a recipe's gradients: every part on every batch, the same in every call, or within a
-time budget.
+"""The study of a recipe's gradients: every part on every batch.
 
-What is measured stands in the record, so that a study that was killed goes on. Without a budget two
-calls give the same numbers to the bit: the batches are those that the run would train on next, and
+What is measured stands in the record, so that a study that was killed goes on. Two calls give the
+same numbers to the bit: the batches are those that the run would train on next, and
 the random bits of repeat r are those of seed r at the step of the batch.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fp4train.errors import UserError
-from fp4train.lab.intervals import estimate
 from fp4train.lab.studies.findings import Judgement, Sensitivity, judgement, summarise
 from fp4train.lab.studies.gradients import GradientMeter
 from fp4train.lab.studies.parts import (
     BASELINE,
     CHOSEN,
-    LAYER,
     OF_THE_RUN,
     WHOLE,
     RecipePart,
@@ -32,8 +28,6 @@ from fp4train.text import check_least
 
 GROUP = 4
 """Batches that are measured together; products of their errors give the systematic bias."""
-MOST = 1 << 16
-"""Batches that are measured where nobody says how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,24 +35,15 @@ class Effort:
     """How much is measured.
 
     Args:
-        batches: number of batches of every part; None: as many as the budget allows.
+        batches: number of batches of every part.
         repeats: number of passes over each batch with other random bits, for parts that round
             stochastically and are no single layer.
-        budget: seconds that are spent, after a first group of batches for every part, where the
-            intervals are widest. Judging the policy is part of it.
-        cells: True: also one operand of one layer at a time.
     """
 
-    batches: int | None = 8
+    batches: int = 8
     repeats: int = 4
-    budget: float | None = None
-    cells: bool = False
 
     def __post_init__(self) -> None:
-        if (self.batches is None) == (self.budget is None):
-            raise ValueError(
-                "give batches or budget: within a budget, as many batches are measured as it allows"
-            )
         check_least(self, "", "batches", "repeats")
 
 
@@ -83,13 +68,13 @@ def groups_of(subject: Subject, effort: Effort) -> list[range]:
         UserError: the data has too few batches, of which some must be left to judge the policy.
     """
     most = max(2, subject.run.data.training.batches_per_epoch)
-    if effort.batches is not None and effort.batches >= most:
+    if effort.batches >= most:
         raise UserError(
             f"batches={effort.batches}: the training data has {most} different batches of "
             "this size, and the policy is "
             f"judged on some that did not choose it; give batches={most // 2} or fewer"
         )
-    return _grouped(0, min(most // 2, MOST) if effort.batches is None else effort.batches)
+    return _grouped(0, effort.batches)
 
 
 def _grouped(start: int, stop: int) -> list[range]:
@@ -102,7 +87,7 @@ class Study:
     Args:
         subject: model to study; `end` leaves it as it was.
         recipe: recipe to study.
-        effort: number of batches and repeats, or seconds.
+        effort: number of batches and repeats.
         record: record of the measurements, opened with `identity_of`.
 
     Raises:
@@ -118,22 +103,18 @@ class Study:
         self._gradients = GradientMeter(subject, self.parts.reference, list(self.parts.layers))
         self._groups = groups_of(subject, effort)
         self._measured: dict[str, list[Reading]] = {BASELINE: []}
-        self._listed = list(self.parts.all(cells=effort.cells))
+        self._listed = list(self.parts.all())
 
     def run(self, shown: Shown) -> Sensitivity:
         """Measure every part.
 
         Raises:
-            UserError: a gradient is not finite, or the budget ends before every part is measured
-                once.
+            UserError: a gradient is not finite.
         """
-        if self.effort.budget is not None:
-            self._spend(self.effort.budget, shown)
-        else:
-            plan = [part for _ in self._groups for part in self._listed]
-            for number, part in enumerate(plan):
-                shown(number, len(plan), part.name)
-                self._measure(part)
+        plan = [part for _ in self._groups for part in self._listed]
+        for number, part in enumerate(plan):
+            shown(number, len(plan), part.name)
+            self._measure(part)
         return summarise(self.parts, self._listed, self._measured)
 
     def judge(self, policy: LayerPolicy, shown: Shown) -> Judgement:
@@ -179,49 +160,3 @@ class Study:
         if key in self.record:
             return self.record[key]
         return self.record.add(key, measure())
-
-    def _spend(self, budget: float, shown: Shown) -> None:
-        began = time.perf_counter()
-        longest = 0.0
-        for number, part in enumerate(self._listed):
-            shown(number, None, part.name)
-            started = time.perf_counter()
-            if started - began > budget:
-                seconds = (started - began) / number
-                raise UserError(
-                    f"budget={budget:g}s is too small: {number} of the {len(self._listed)} "
-                    "first measurements took "
-                    f"{started - began:.0f} s, all of them take about "
-                    f"{seconds * len(self._listed):.0f} s. They "
-                    f"are kept in {self.record.path}: the same command goes on with them"
-                )
-            self._measure(part)
-            longest = max(longest, time.perf_counter() - started)
-        number = len(self._listed)
-        while open_parts := [
-            part for part in self._listed if len(self._measured[part.name]) < len(self._groups)
-        ]:
-            compared = sum(listed.name in (WHOLE, OF_THE_RUN) for listed in self._listed)
-            judging = (1 + compared) * len(self._measured[WHOLE])
-            if time.perf_counter() - began + (1 + judging) * longest > budget:
-                return
-            part = max(open_parts, key=self._width)
-            shown(number, None, part.name)
-            started = time.perf_counter()
-            number = number + 1
-            self._measure(part)
-            longest = max(longest, time.perf_counter() - started)
-
-    def _width(self, part: RecipePart) -> float:
-        """The interval of a part's nMSE, relative to it or, where that is larger, to an equal share
-        of the whole.
-        """
-        nmse = estimate([error for group in self._measured[part.name] for error in group["error"]])
-        whole_nmse = estimate(
-            [error for group in self._measured[WHOLE] for error in group["error"]]
-        )
-        half = nmse.half_width()
-        layers = max(1, sum(listed.kind == LAYER for listed in self._listed))
-        if half is None:
-            return float("inf")
-        return half / max(nmse.mean, whole_nmse.mean / layers)

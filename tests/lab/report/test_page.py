@@ -63,7 +63,7 @@ def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes
 
 @pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize(
-    ("write", "key"), [(write_ranking, "checkpoints"), (write_sensitivity, "gpu")]
+    ("write", "key"), [(write_ranking, "checkpoints"), (write_sensitivity, "pareto")]
 )
 def test_a_result_of_an_older_form_says_what_to_do(
     tmp_path: Path, write: Callable[[Path], Path], key: str

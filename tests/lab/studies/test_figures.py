@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import pytest
 from made import write_ranking, write_run, write_sensitivity
 
@@ -47,19 +45,6 @@ def test_a_map_has_the_damage_of_the_layers_of_each_block(tmp_path: Path) -> Non
     assert damage.images[0].get_array().ravel().tolist() == pytest.approx([0.079, 0.009])
     assert points.lines[0].get_xydata().tolist() == [[0.0, 0.1], [50.0, 0.02]]
     assert "0.01" in names(scale)[0], "a plain number, though the scale is logarithmic"
-
-
-def test_with_single_cells_a_map_has_the_operands_of_each_layer_and_with_a_gpu_times(
-    tmp_path: Path,
-) -> None:
-    path = write_sensitivity(write_run(tmp_path / "a"), gpu="B200")
-    cells = {"blocks.0.mlp.up": {"fprop.x": 0.05, "fprop.w": None}}
-    damage, _, points = drawn_sensitivity(replace(read(path, SensitivityResult), cells=cells)).axes
-    assert names(damage) == (["blocks.0.mlp.up", "blocks.1.mlp.up"], ["fprop.x", "fprop.w", "all"])
-    values = damage.images[0].get_array().filled(np.nan)
-    assert values[0, 0] == 0.05 and np.isnan(values[0, 1]) and values[1, 2] == pytest.approx(0.009)
-    assert points.get_xlabel() == "time relative to BF16 on B200"
-    assert points.lines[0].get_xdata().tolist() == [0.4, 0.4]
 
 
 def test_the_legend_of_a_ranking_names_what_is_drawn_and_nothing_else(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def opened(
     subject: Subject, repeats: int = 1
 ) -> tuple[GradientMeter, RecipeParts, dict[str, RecipePart]]:
     parts = RecipeParts(subject, NVFP4(), repeats=repeats)
-    named = {part.name: part for part in parts.all(cells=True)}
+    named = {part.name: part for part in parts.all()}
     return GradientMeter(subject, parts.reference, list(parts.layers)), parts, named
 
 
@@ -127,7 +127,7 @@ def test_delayed_scales_begin_each_pass_with_what_an_earlier_one_has_seen(traine
     subject = subject_of(trained)
     parts = RecipeParts(subject, FP8Delayed(), repeats=1)
     gradients = GradientMeter(subject, parts.reference, list(parts.layers))
-    whole = next(part for part in parts.all(cells=False) if part.name == "everything")
+    whole = next(part for part in parts.all() if part.name == "everything")
     values = gradients.measure(whole, range(2))
     assert max(values["error"]) < 0.02, "first guesses of the scales would saturate"
     assert gradients.measure(whole, range(2)) == values
@@ -150,7 +150,7 @@ def test_a_recipe_has_its_initial_loss_scale_or_the_largest_one_whose_gradients_
         subject = subject_of(trained)
         parts = RecipeParts(subject, recipe, repeats=1)
         gradients = GradientMeter(subject, parts.reference, list(parts.layers))
-        part = next(part for part in parts.all(cells=False) if part.name == "everything")
+        part = next(part for part in parts.all() if part.name == "everything")
         errors.append(gradients.measure(part, range(2))["error"])
         gradients.end()
         assert subject.run.loss_scale.value == 1.0

@@ -24,15 +24,13 @@ def quantised(part: RecipePart) -> set[str]:
     }
 
 
-def parts_of(
-    trained: Path, recipe: Recipe, *, cells: bool = False
-) -> tuple[RecipeParts, dict[str, RecipePart]]:
+def parts_of(trained: Path, recipe: Recipe) -> tuple[RecipeParts, dict[str, RecipePart]]:
     parts = RecipeParts(subject_of(trained), recipe, repeats=4)
-    return parts, {part.name: part for part in parts.all(cells=cells)}
+    return parts, {part.name: part for part in parts.all()}
 
 
 def test_every_part_quantises_what_it_is_named_for(trained: Path) -> None:
-    parts, found = parts_of(trained, NVFP4(), cells=True)
+    parts, found = parts_of(trained, NVFP4())
     whole = quantised(found["everything"])
     assert len(parts.layers) == 14 and "head" not in parts.layers
     assert (
@@ -50,13 +48,10 @@ def test_every_part_quantises_what_it_is_named_for(trained: Path) -> None:
     assert quantised(found[f"layer/{layer}"]) == {
         each for each in whole if each.startswith(f"{layer} ")
     }
-    assert quantised(found[f"cell/{layer}/dgrad.dy"]) == {f"{layer} dgrad.first"}
     assert quantised(found["policy of the run"]) == {
         each for each in whole if each.startswith("blocks.0")
     }
-    assert len(found) == 3 + 3 + 6 + 14 + 14 * 4, (
-        "cells of wgrad are measured by its operands in every layer at once"
-    )
+    assert len(found) == 3 + 3 + 6 + 14
 
 
 def test_only_what_is_rounded_stochastically_is_repeated(trained: Path) -> None:
@@ -90,8 +85,6 @@ def test_operands_of_ms_eden_are_measured_with_their_gemm(trained: Path) -> None
         "gemm/dgrad",
         "gemm/wgrad",
     }
-    with pytest.raises(UserError, match=r"dgrad\.dy, dgrad\.w, wgrad\.dy, wgrad\.x of recipe"):
-        parts_of(trained, QuartetII(), cells=True)
 
 
 def test_an_operand_alone_is_dequantised_in_backward_where_the_recipe_does_so(
@@ -119,7 +112,7 @@ def test_what_the_recipe_leaves_in_high_precision_is_no_part(trained: Path) -> N
 def test_a_run_that_keeps_nothing_has_no_part_for_its_policy(trained: Path) -> None:
     subject = subject_of(trained, policy=EVERY_LAYER)
     assert "policy of the run" not in [
-        part.name for part in RecipeParts(subject, NVFP4(), repeats=1).all(cells=False)
+        part.name for part in RecipeParts(subject, NVFP4(), repeats=1).all()
     ]
 
 
