@@ -25,11 +25,15 @@ _ABSENT = {
     "ranks, and sends them as codes",
     "parallel.norm": "the gradient norm is summed in float64 on any number of ranks, and there is "
     "nothing to choose",
+    "compare margin": "the table has the 95 % interval of a gap over seeds; fp4train gate RUN margin=0.01 "
+    "shows whether it is within a margin",
     "sensitivity budget": "batches=N says how many batches every part is measured on",
     "sensitivity cells": "a study measures single operands in all layers, and single layers; "
     "policy.keep=[mlp.down:fprop] keeps one GEMM",
     "sensitivity cost": "keep=0.15 is the share of the multiply-adds that the policy may keep",
     "sensitivity gpu": "times of a GPU are those of fp4train plan RUN gpu=B200",
+    "verify loss": "equal bits are equal weights; transformers computes the loss of a folder, fp4train eval "
+    "RUN that of the run",
     "report gpu": "times of a GPU are those of fp4train plan RUN gpu=B200",
 }
 """Full key, or verb and key → why there is none, and what to take instead."""

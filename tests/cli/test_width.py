@@ -27,7 +27,6 @@ COMMANDS_ON_A_RUN = (
     ("compare", "RUN", "OTHER"),
     ("report", "RUN", "OTHER"),
     ("eval", "RUN", "recipe=bf16,nvfp4", "batches=1", "DATA"),
-    ("compare", "RUN", "OTHER", "margin=0.01"),
     ("resume=RUN",),
     ("plan", "train.stepz=3"),
     ("compare", "RUN", "nowhere"),

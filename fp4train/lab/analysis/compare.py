@@ -106,11 +106,9 @@ class Comparison:
             width=width,
         )
 
-    def write(
-        self, out: Path, width: float | None = None, beside: Mapping[str, object] | None = None
-    ) -> Path:
+    def write(self, out: Path, width: float | None = None) -> Path:
         """Write `out`: a picture (.png, .svg, .pdf) of this width in inches, the table with a line
-        per run (.csv), or everything (.json), with the values of `beside`.
+        per run (.csv), or everything (.json).
 
         Raises:
             UserError: the file cannot be written, or its name ends otherwise.
@@ -129,7 +127,6 @@ class Comparison:
                 "differing": self.differing,
                 "runs": rows,
                 "means": [asdict(figures) for figures in self.means if self.several_seeds],
-                **(beside or {}),
             }
             text = json.dumps(_strict(document), indent=1, ensure_ascii=False) + "\n"
         else:

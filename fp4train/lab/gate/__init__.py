@@ -1,11 +1,9 @@
-"""Is a recipe good enough? A sequential test of equivalence on paired forks, and what whole runs of
-few seeds can say.
+"""Is a recipe good enough? A sequential test of equivalence on paired forks.
 
 betting     the test: evidence, interval, verdict, and how many forks it will need
 question    what a gate is asked, and what the records hold of it
 gate        forks are made until the verdict falls
 result      the answer as text and as gate.json
-whole_runs  the gap of runs that exist already, beside a margin
 """
 
 from fp4train.lab.gate.betting import (
@@ -25,4 +23,3 @@ from fp4train.lab.gate.result import (
     Estimated as Estimated,
     gate_result as gate_result,
 )
-from fp4train.lab.gate.whole_runs import WholeRuns as WholeRuns, whole_runs as whole_runs
