@@ -1,5 +1,5 @@
-"""Observed calls of linear layers that `convert` did not make: torch's nn.Linear, and modules of a
-backend of its own (Transformer Engine), in other people's models.
+"""Observed calls of linear layers that `convert` did not make: torch's nn.Linear, in other people's
+models.
 
 Hooks of the module begin and end its forward pass. x, y and the weight pass through the identity,
 so that dx, dy and dw are those of this call, whoever else reads x or the weight.
@@ -8,7 +8,6 @@ so that dx, dy and dw are those of this call, whoever else reads x or the weight
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 
 from fp4train.audit.call import ObservedCall, kept
 from fp4train.audit.recorder import CallRecorder, EdgeCall
-from fp4train.backends import LAYER_BACKENDS
-from fp4train.backends.protocol import ForeignLinear, LayerBackend, NotShownError
+from fp4train.backends.protocol import NotShownError
 from fp4train.backends.table import DTYPES, Table
 from fp4train.hardware import Device
 from fp4train.nn.engine import torch_autocasts
@@ -29,26 +27,12 @@ from fp4train.precision.recipes import Custom
 
 
 class ForeignObserver(CallRecorder):
-    """Keeps the tensors of the first training call of a module.
+    """Keeps the tensors of the first training call of a module."""
 
-    Args:
-        backend: the backend whose module it is; None: torch's.
-        linear: description of the module by its backend; None: it is torch's.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        backend: LayerBackend | None = None,
-        linear: ForeignLinear | None = None,
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__()
         self.name = name
-        self._backend = backend
-        self._linear = linear
         self._edges: EdgeCall | None = None
-        self._watched = ExitStack()
         self._parameter: nn.Parameter | None = None
         self._hooks = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -83,42 +67,23 @@ class ForeignObserver(CallRecorder):
 
     def _observed(self, module: Any, x: Tensor) -> Tensor:
         """Begin the record of a call; gives x as the module is to read it."""
-        linear = self._linear
-        dtype = _computed_dtype(x)
-        if linear is None:
-            w = _weight_of(module)
-            table = Table(dtype=_name_of(dtype))
-        else:
-            w = linear.weight()
-            table = linear.table(dtype)
+        w = _weight_of(module)
         bias = getattr(module, "bias", None)
         record = ObservedCall(
             name=self.name,
-            plan=_plan(self.name, w, table),
+            plan=_plan(self.name, w, Table(dtype=_name_of(_computed_dtype(x)))),
             position=None,
             x=kept(x).reshape(-1, x.shape[-1]),
             w=kept(w),
             bias=None if bias is None or not bias.numel() else kept(bias),
         )
         self.records = [record]
-        takes_x = linear is None or linear.takes_x
-        if linear is None:
-            edges = EdgeCall(self, record)
-            if _cached(module.weight):
-                record.unseen["wgrad"] = "torch.autocast adds up dw of all readers of a weight"
-            else:
-                self._parameter = module.weight
-                module._parameters["weight"] = edges.passed(module.weight, "dw")
+        edges = self._edges = EdgeCall(self, record)
+        if _cached(module.weight):
+            record.unseen["wgrad"] = "torch.autocast adds up dw of all readers of a weight"
         else:
-            gradients = {"wgrad": _learns_weight(module), "dgrad": x.requires_grad or not takes_x}
-            gemms = {gemm for gemm, is_computed in gradients.items() if is_computed}
-            edges = EdgeCall(self, record, self._backend, gemms)
-            self._watched.enter_context(edges.forward())
-        self._edges = edges
-        if linear is not None and not takes_x:
-            record.x = None
-            record.hidden["x"] = f"{linear.title} makes it of its input"
-            return x
+            self._parameter = module.weight
+            module._parameters["weight"] = edges.passed(module.weight, "dw")
         if _cached(x):
             record.unseen["dgrad"] = "torch.autocast adds up dx of all readers of a leaf"
             return x
@@ -126,15 +91,11 @@ class ForeignObserver(CallRecorder):
 
     def _end(self, module: nn.Module, arguments: Any, result: Any) -> Any:
         """Keep y, and put the weight back."""
-        self._watched.close()
         if self._parameter is not None:
             module._parameters["weight"] = self._parameter
             self._parameter = None
         record = next(iter(self.records), None)
         if record is None or record.y is not None or self._edges is None:
-            return None
-        if not isinstance(result, Tensor):
-            self.hide("it returns more than a tensor")
             return None
         record.returned = not result.requires_grad  # nothing learns: no backward pass comes
         return self._edges.returned(result)
@@ -156,15 +117,6 @@ def _changed_by_others(module: nn.Module) -> bool:
     torch has no public way to ask for hooks: its own dictionaries are read.
     """
     return bool("forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks)
-
-
-def _learns_weight(module: nn.Module) -> bool:
-    """Whether a module of a backend computes dw; its weight may lie in parts."""
-    return any(
-        parameter.requires_grad
-        for name, parameter in module.named_parameters(recurse=False)
-        if name.startswith("weight")
-    )
 
 
 def _cached(tensor: Tensor) -> bool:
@@ -214,11 +166,8 @@ def foreign_observers(
     for name, module in linears(model).items():
         if not chosen(name):
             continue
-        backend, linear = _of_backend(module)
-        if linear is not None and linear.why_not is not None:
-            uncovered[name] = linear.why_not
-        elif linear is not None or type(module) is nn.Linear:
-            observers[name] = ForeignObserver(name, module, backend, linear)
+        if type(module) is nn.Linear:
+            observers[name] = ForeignObserver(name, module)
         else:
             uncovered[name] = f"the audit does not know what a {type(module).__name__} computes"
     return observers, uncovered
@@ -230,14 +179,10 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in model.named_modules()
         if not isinstance(module, PlannedLayer)
-        and (is_linear(module) or _of_backend(module)[1] is not None)
+        and (is_linear(module) or _is_of_transformer_engine(module))
     }
 
 
-def _of_backend(module: nn.Module) -> tuple[LayerBackend | None, ForeignLinear | None]:
-    """The backend whose module this is, and what it says of it."""
-    for backend in LAYER_BACKENDS.values():
-        linear = backend.foreign_linear(module)
-        if linear is not None:
-            return backend, linear
-    return None, None
+def _is_of_transformer_engine(module: nn.Module) -> bool:
+    package = type(module).__module__.partition(".")[0]
+    return package == "transformer_engine" and hasattr(module, "in_features")

@@ -5,8 +5,8 @@ with f4.audit(model) as report:
 print(report)
 
 The layers that `convert` made are observed, those in high precision too, and besides them torch's
-nn.Linear and Transformer Engine's modules (`audit.foreign`). Linear layers of other classes are
-named in the report.
+nn.Linear (`audit.foreign`). Linear layers of other classes, as Transformer Engine's, are named in the
+report.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What keeps the tensors of calls of a layer: parts of an executor that report what they compute, and a
 call that is observed at its edges alone, of torch in high precision, of Transformer Engine, of
-modules that are not fp4train's.
+an nn.Linear that `convert` did not make.
 
 x, w and y pass through the identity, whose backward pass copies the gradient. Products of a backend
 are shown by itself (`LayerBackend.watcher`), in the passes of the layer alone: backward from where

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.hardware import Device
@@ -214,22 +214,6 @@ class ProductWatcher(Protocol):
         """Watch no more."""
 
 
-class ForeignLinear(NamedTuple):
-    """A module of a backend's own with one linear layer, in a model that `convert` did not make.
-
-    takes_x: whether its input is what it multiplies; else it makes that of it.
-    why_not: why its calls cannot be compared; None: they can.
-    weight: gives the weight [N, K].
-    table: gives the table that its call now runs, in the dtype of the products.
-    """
-
-    title: str
-    takes_x: bool
-    why_not: str | None
-    weight: Callable[[], Tensor]
-    table: Callable[[torch.dtype], Table]
-
-
 class LayerBackend(Protocol):
     """Runs the three GEMMs of a linear layer together.
 
@@ -258,9 +242,6 @@ class LayerBackend(Protocol):
         """Why the products of a layer that runs `table` cannot be shown to an audit; None: they
         can.
         """
-
-    def foreign_linear(self, module: nn.Module) -> ForeignLinear | None:
-        """What an audit needs of a module of the backend's own; None: it is none."""
 
     def watcher(
         self,

@@ -107,6 +107,16 @@ def test_a_linear_layer_of_another_class_is_named_with_its_reason() -> None:
     assert not report.audits
 
 
+def test_a_layer_of_transformer_engine_is_named_as_not_covered() -> None:
+    class Linear(nn.Module):
+        in_features = 8
+
+    Linear.__module__ = "transformer_engine.pytorch.module.linear"
+    with f4.audit(nn.Sequential(Linear(), nn.Linear(8, 8))) as report:
+        pass
+    assert "does not know what a Linear computes" in report.uncovered["0"]
+
+
 def test_a_pass_that_raises_leaves_the_layer_as_it_was() -> None:
     layer = nn.Linear(8, 8)
     weight = layer.weight

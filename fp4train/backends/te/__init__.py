@@ -8,7 +8,6 @@
     weights        weights that shards gather as codes, as TE's tensors
     experts        those of a layer of experts
     observed       what TE's GEMMs multiply, shown to an audit
-    foreign        TE's modules in other people's models
 
 TE is imported when it is first needed, never by `import fp4train`.
 """
@@ -19,14 +18,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from fp4train.backends.protocol import ForeignLinear, Multiplied, ProductWatcher
+from fp4train.backends.protocol import Multiplied, ProductWatcher
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.backends.te.availability import why_not_device as why_not_device
 from fp4train.backends.te.executor import TEExecutor as TEExecutor, region as region
 from fp4train.backends.te.experts import TEExperts as TEExperts
-from fp4train.backends.te.foreign import foreign_linear
 from fp4train.backends.te.observed import Watcher, why_not_shown
 from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
 from fp4train.backends.te.translate import (
@@ -63,9 +59,6 @@ class TransformerEngine:
 
     def why_not_shown(self, table: Table) -> str | None:
         return why_not_shown(table)
-
-    def foreign_linear(self, module: nn.Module) -> ForeignLinear | None:
-        return foreign_linear(module)
 
     def watcher(
         self,

@@ -18,11 +18,10 @@ import te_products_on_cpu as products
 import torch
 import torch.nn.functional as F
 import transformer_engine_torch as tex
-from te_on_cpu import no_gpu, pretend_gpu, te
+from te_on_cpu import no_gpu
 from te_products_on_cpu import CPU
 from torch import Tensor, nn
-from transformer_engine.common import recipe as te_recipes
-from transformer_engine.pytorch import cpp_extensions, tensor as te_tensor
+from transformer_engine.pytorch import tensor as te_tensor
 
 import fp4train as f4
 from fp4train.audit import AuditReport
@@ -114,24 +113,6 @@ def gemm(*arguments: Any, **options: Any) -> Any:
         return coded.gemm(*arguments, **options)
 
 
-def normed(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantiser: Any, *_: Any
-) -> Any:
-    """TE's kernel of a LayerNorm, which quantises its result where it is given a quantiser."""
-    with no_gpu():
-        deviation, mean = torch.std_mean(x.float(), dim=-1, correction=0)
-        y = F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps).bfloat16()
-        y = y if quantiser is None else te_tensor_of(y, quantiser)
-    return y, mean, 1 / deviation
-
-
-for place in (tex, cpp_extensions):
-    place.layernorm_fwd = place.rmsnorm_fwd = normed
-    place.layernorm_bwd = place.rmsnorm_bwd = lambda dz, x, *_: (
-        torch.zeros_like(x),
-        dz.sum(0),
-        dz.sum(0),
-    )
 tex.quantize = quantise
 tex.generic_gemm = gemm
 
@@ -182,26 +163,6 @@ def converted(recipe: Recipe) -> dict[str, Any]:
     return audited(layers, torch.randn(88, K).bfloat16(), run)
 
 
-def foreign(te_recipe: Any, kind: type[nn.Module] = te.Linear) -> dict[str, Any]:
-    """TE's own modules under TE's own autocast, beside an nn.Linear."""
-    torch.manual_seed(0)
-    options = {"params_dtype": torch.bfloat16, "device": "cpu"}
-    with pretend_gpu():
-        pair = [kind(K, N, **options), te.Linear(N, K, **options)]
-    layers = nn.Sequential(*pair, nn.Linear(K, 16, dtype=torch.bfloat16))
-    for parameter in layers.parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.1)
-
-    def run(x: Tensor) -> None:
-        with pretend_gpu():
-            with te.autocast(enabled=True, recipe=te_recipe):
-                y = layers(x)
-            y.float().square().sum().backward()
-
-    return audited(layers, torch.randn(96, K).bfloat16(), run)
-
-
 def rounded_toward_zero(codes: Quantized) -> Quantized:
     """Every code, but zeros, is the next smaller one."""
     unpacked = codes.element_codes
@@ -220,11 +181,6 @@ def results() -> dict[str, Any]:
         "nvfp4": converted(NVFP4()),
         "mxfp8": converted(MXFP8()),
         "fp8_current": converted(FP8Current()),
-        "te nvfp4": foreign(te_recipes.NVFP4BlockScaling()),
-        "te mxfp8": foreign(te_recipes.MXFP8BlockScaling()),
-        "te fp8_current": foreign(te_recipes.Float8CurrentScaling()),
-        "te fp8_delayed": foreign(te_recipes.DelayedScaling()),
-        "te normed": foreign(te_recipes.NVFP4BlockScaling(), te.LayerNormLinear),
     }
     for change in (rounded_toward_zero, larger):
         changes[:] = [change]
