@@ -1,8 +1,7 @@
 """fp4train doctor [--json]
 
 What this machine can do: recipes, kernels, versions. Exit code 0 where the
-default run will work. Under torchrun the ranks try the collectives together,
-and the first one looks at its machine and prints.
+default run will work.
 
   --json           as data
 """
@@ -17,7 +16,7 @@ from fp4train.config.binding import bind
 from fp4train.config.composition import sections
 from fp4train.config.folders import own_options
 from fp4train.errors import UserError
-from fp4train.lab.doctor import device, examine, ranks
+from fp4train.lab.doctor import device, examine
 from fp4train.precision import Recipe
 
 DEFAULT = "nvfp4"
@@ -33,27 +32,11 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"doctor takes --json only, not {' '.join(wrong)}")
     # the screen says which kernels there are
     logging.getLogger("fp4train").setLevel(logging.WARNING)
-    rank, world = ranks.started()
-    collectives = []
-    if world > 1:
-        with ranks.meeting():
-            collectives = ranks.collectives(device().type)
-        if rank:
-            if any(collective.problem for collective in collectives):
-                return 1
-            return 0
-    if device().type == "cuda" and world == 1:
+    if device().type == "cuda":
         processes = min(os.cpu_count() or 1, MOST)
     else:
         processes = 1
-    report = examine(
-        own_recipes(),
-        DEFAULT,
-        Path("runs"),
-        ranks=world,
-        collectives=collectives,
-        processes=processes,
-    )
+    report = examine(own_recipes(), DEFAULT, Path("runs"), processes)
     if "--json" in arguments:
         print(json.dumps(report.as_json(), indent=2))
     else:

@@ -1,9 +1,8 @@
-"""Examination of a machine: its parts, the backend of each recipe, and small computations that show
-they are right.
+"""Examination of a machine: its parts, the backend of each recipe, and codes that show its kernels are
+right.
 
 machine    GPU, driver, CUDA, versions, CPU, threads, disk, wandb
-recipes    each recipe: its backend here and why, its kernels and products against the reference
-ranks      the collectives, where several processes are started
+recipes    each recipe: its backend here and why, its kernels against the reference
 report     all of it as one screen, or as JSON
 """
 

@@ -1,9 +1,7 @@
-"""Backend of each recipe on this machine, and small computations of it against the reference.
+"""Backend of each recipe on this machine, and its kernels against the reference.
 
 Each of the recipe's quantisers takes one tensor: the kernels' codes must equal the readable
-reference's to the bit. A layer of 256 features is then tried as before the first step of a run
-(`audit.start.LayerTrial`), by what `precision.layer_plan.resolve` decides and on backend=native:
-each operand and product of one call is made again.
+reference's to the bit (`audit.start.LayerTrial`). Products are tried before the first step of a run.
 """
 
 from collections.abc import Mapping
@@ -40,14 +38,8 @@ class RecipeCheck:
         kernels: kernels that quantise its operands: "C", "Triton", or "torch", the readable
             reference.
         codes: whether they equal the reference; None: it quantises nothing.
-        products: whether the layer's products are those of its operands; None: they cannot be
-            observed.
         native_on: GPUs that run all its GEMMs on their own kernels.
         problem: sentence about what is wrong, or None.
-        scaled: the same on backend=native, torch's scaled_mm; None: it cannot run the recipe
-            here.
-        scaled_why: reason why it cannot.
-        scaled_problem: sentence about what is wrong with it, or None.
     """
 
     name: str
@@ -55,12 +47,8 @@ class RecipeCheck:
     why: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     codes: bool | None = None
-    products: bool | None = None
     native_on: tuple[str, ...] = ()
     problem: str | None = None
-    scaled: bool | None = None
-    scaled_why: str | None = None
-    scaled_problem: str | None = None
 
 
 def check_all(
@@ -117,40 +105,12 @@ def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
                 outcome.problem = (
                     f"{kernels} quantise {wrong[0].layer} otherwise than the reference"
                 )
-        outcome.products, problem = _tried(trial)
-        outcome.problem = outcome.problem or problem
     # of a driver, a compiler, a missing library: to be reported, whatever it is
     except Exception as error:
-        outcome.products = False
         outcome.problem = named(error)
-    if plan.quantised:
-        _try_scaled(outcome, recipe, device)
     return outcome
-
-
-def _try_scaled(outcome: RecipeCheck, recipe: Recipe, device: Device) -> None:
-    """Try the sample layer on backend=native, and note the result in `outcome`."""
-    try:
-        plan = resolve(SAMPLE, recipe, None, "native", device)
-    except ValueError as error:
-        outcome.scaled_why = str(error)
-        return
-    try:
-        outcome.scaled, problem = _tried(LayerTrial(plan, device.type, (FEATURES, FEATURES)))
-    except Exception as error:  # of a driver, of cuBLAS
-        outcome.scaled = False
-        problem = named(error)
-    outcome.scaled_problem = problem and f"backend=native: {problem}"
 
 
 def _native(recipe: Recipe, device: Device) -> bool:
     plan = resolve(SAMPLE, recipe, None, "auto", device)
     return all(gemm.backend != "emulate" for gemm in plan.gemms)
-
-
-def _tried(trial: LayerTrial) -> tuple[bool | None, str | None]:
-    """(whether the products of a layer's call are right, or None, what is wrong with them or None)."""
-    if trial.why_not_observed() is not None:
-        return None, None
-    faults = trial.call_faults()
-    return not faults, next(map(str, faults), None)

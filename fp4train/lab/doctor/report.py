@@ -1,39 +1,33 @@
 """The findings, as one screen for people or as JSON for issue reports."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fp4train import __version__
 from fp4train.lab.doctor.machine import Fact, device, parts
-from fp4train.lab.doctor.ranks import CollectiveCheck
 from fp4train.lab.doctor.recipes import RecipeCheck, check_all
 from fp4train.precision.recipe import Recipe
 from fp4train.text import screen
 
 WIDTH = 120
-HEADER = ("recipe", "runs here", "quantised by", "codes", "products", "scaled_mm", "native on")
+HEADER = ("recipe", "runs here", "quantised by", "codes", "native on")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorReport:
-    """Everything; `default` is the recipe of the default run, `ranks` the number of processes that
-    met.
-    """
+    """Everything; `default` is the recipe of the default run."""
 
     device: str
     default: str
     machine: tuple[Fact, ...]
     recipes: tuple[RecipeCheck, ...]
-    ranks: int = 1
-    collectives: tuple[CollectiveCheck, ...] = ()
 
     @property
     def problems(self) -> list[str]:
         """Problems that keep the default run from working."""
         problems = [f"{part.name}: {part.problem}" for part in self.machine if part.problem]
-        problems += [collective.problem for collective in self.collectives if collective.problem]
         return problems + [
             f"recipe={recipe.name}: {recipe.problem}"
             for recipe in self.recipes
@@ -44,15 +38,10 @@ class DoctorReport:
     def notes(self) -> list[str]:
         """Parts that something else than the default run lacks."""
         notes = [f"{part.name}: {part.note}" for part in self.machine if part.note]
-        notes += [
+        return notes + [
             f"recipe={recipe.name}: {recipe.problem}"
             for recipe in self.recipes
             if recipe.problem and recipe.name != self.default
-        ]
-        return notes + [
-            f"recipe={recipe.name}: {recipe.scaled_problem}"
-            for recipe in self.recipes
-            if recipe.scaled_problem
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -92,20 +81,13 @@ class DoctorReport:
 
 
 def examine(
-    recipes: Mapping[str, Recipe],
-    default: str,
-    folder: Path,
-    *,
-    ranks: int = 1,
-    collectives: Sequence[CollectiveCheck] = (),
-    processes: int = 1,
+    recipes: Mapping[str, Recipe], default: str, folder: Path, processes: int = 1
 ) -> DoctorReport:
     """Look at this machine and try all `recipes`.
 
     Args:
         default: name of the default run's recipe.
         folder: folder that runs would be written to.
-        ranks, collectives: number of processes that met, and the checks that they made together.
         processes: number of processes that try recipes.
     """
     here = device()
@@ -114,6 +96,4 @@ def examine(
         default=default,
         machine=tuple(parts(folder)),
         recipes=check_all(recipes, here, processes),
-        ranks=ranks,
-        collectives=tuple(collectives),
     )
