@@ -10,12 +10,7 @@ write, since other software may read it. Exit code 0: all are equal; 1: not.
                    or the newest
   stretch=100      a step of the steps whose codes the folder has; the default
                    is as it says
-  loss=8           also the loss of the folder in transformers, on so many
-                   batches of held-out text, beside the run's, where all is
-                   equal
   --json           as data
-  data.path=PATH   and other paths of the run's data, where it names some
-                   outside of itself, for loss=
   plugins=[NAME]   packages of classes of your own that the run needs
 """
 
@@ -26,7 +21,7 @@ from fp4train.cli.output import print_screen
 from fp4train.cli.trained import source_named
 from fp4train.config.command_line import CommandLine, WholeNumber, read_line
 from fp4train.errors import UserError
-from fp4train.exchange import served_losses, verify
+from fp4train.exchange import verify
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,27 +29,18 @@ class VerifyOptions(CommandLine):
     against: str
     step: WholeNumber | None = None
     stretch: WholeNumber | None = None
-    loss: WholeNumber = 0
-
-    def __post_init__(self) -> None:
-        if self.paths and not self.loss:
-            key = next(iter(self.paths))
-            raise ValueError(f"{key}= is read for the loss alone: add loss=8, or leave it out")
 
 
 def main(arguments: list[str]) -> int:
     """Compare, and print a line for each layer; returns the exit code."""
-    line = read_line(arguments, VerifyOptions, __doc__, keys=("plugins",), paths=True, data=True)
+    line = read_line(arguments, VerifyOptions, __doc__, keys=("plugins",), data=True)
     if len(line.runs) != 1:
         raise UserError(f"verify needs one folder: {line.usage}")
     with line.using_plugins():
         source = source_named(line.against, line.step)
         verified = verify(line.run, source, stretch=line.stretch)
-        losses: dict[str, float] = {}
-        if line.loss and verified.equal:
-            losses = served_losses(verified, line.loss, line.paths)
     if line.as_data:
-        print(json.dumps({**verified.as_json(), "losses": losses}, indent=1))
+        print(json.dumps(verified.as_json(), indent=1))
     else:
-        print_screen("verify.txt", verified=verified, losses=losses, batches=line.loss)
+        print_screen("verify.txt", verified=verified)
     return 0 if verified.equal else 1

@@ -24,10 +24,6 @@ from fp4train.exchange.generation import (
 from fp4train.exchange.huggingface import export_huggingface as export_huggingface
 from fp4train.exchange.packed import pack as pack
 from fp4train.exchange.quantised import Measures as Measures, export_quantised as export_quantised
-from fp4train.exchange.served import (
-    served_losses as served_losses,
-    transformers_loss as transformers_loss,
-)
 from fp4train.exchange.servers import SERVERS as SERVERS
 from fp4train.exchange.stored import open_stored as open_stored
 from fp4train.exchange.tokenizer import stored_tokenizer as stored_tokenizer

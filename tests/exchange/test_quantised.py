@@ -14,6 +14,7 @@ from finished_runs import FinishedRuns
 from hf_exports import FP8_BLOCKS, SHORT, Command, amaxes, module_of, weights
 from lengths import long_but
 from safetensors.torch import load_file, save_file
+from served_loss import transformers_loss
 
 from fp4train.config import to_config
 from fp4train.exchange import (
@@ -23,7 +24,6 @@ from fp4train.exchange import (
     open_stored,
     pack,
     quantised,
-    transformers_loss,
     verify,
 )
 from fp4train.exchange.huggingface import export_huggingface
@@ -148,7 +148,7 @@ def test_fp8_blocks_are_those_of_serving_software(
     """Transformers multiplies them, too, with activations in groups of 128."""
     run = finished("train.steps=2", "recipe=fp8_block", *FP8_BLOCKS)
     export_quantised(run, tmp_path / "a", "compressed-tensors")
-    loss, _ = transformers_loss(tmp_path / "a", load_trained(run), 1, compressed=True)
+    loss, _ = transformers_loss(tmp_path / "a", load_trained(run), 1)
     (score,) = held_out(load_trained(run), [load_trained(run).own], 1)
     assert loss == pytest.approx(score.values["loss"], abs=5e-3)
     model = served(tmp_path / "a", dequantize=True)
@@ -182,7 +182,7 @@ def test_w4a4_in_transformers_has_the_loss_of_the_recipe(
     packed = pack(open_stored(run), "compressed-tensors", None)
     assert packed.bytes_per_weight <= 0.57
     trained = load_trained(run)
-    theirs, tokens = transformers_loss(tmp_path / "a", trained, 8, compressed=True)
+    theirs, tokens = transformers_loss(tmp_path / "a", trained, 8)
     assert tokens >= 16_000
     (score,) = held_out(trained, [trained.own], 8)
     assert theirs == pytest.approx(score.values["loss"], abs=2e-3)
