@@ -174,7 +174,7 @@ def _in_small_blocks(plant: Plant) -> Plant:
 
 
 def _once(plant: Plant) -> Plant:
-    return lambda: run_faults.in_one_computation(plant)
+    return lambda: run_faults.in_one_computation(lambda _: plant())
 
 
 def _copy_of(kind: str) -> Plant:

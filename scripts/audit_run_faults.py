@@ -182,8 +182,12 @@ def copied_wrongly(kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def in_one_computation(plant: Plant, index: int = STEP) -> Iterator[None]:
-    """A fault acts the first time that the step of this index is computed, and never again."""
+def in_one_computation(
+    plant: Callable[[Any], AbstractContextManager[Any]], index: int = STEP
+) -> Iterator[None]:
+    """The fault of a run acts the first time that the step of this index is computed, and never
+    again.
+    """
     original = EagerSteps.step
     done: list[int] = []
 
@@ -191,7 +195,7 @@ def in_one_computation(plant: Plant, index: int = STEP) -> Iterator[None]:
         if runner.run.step != index or done:
             return original(runner, recipe, rows)
         done.append(1)
-        with plant():
+        with plant(runner.run):
             return original(runner, recipe, rows)
 
     with mock.patch.object(EagerSteps, "step", step):
@@ -351,12 +355,14 @@ class Moment:
         draw: numbers that choose tensor, byte and bit.
         tensor: path of the tensor, once it has flipped.
         step: optimizer steps done when it flipped.
+        hidden: whether that was in an update, between the sums before it and those after it.
     """
 
     share: float
     draw: random.Random
     tensor: str = ""
     step: int = -1
+    hidden: bool = False
 
 
 @contextmanager
@@ -365,9 +371,20 @@ def flips_at(moments: list[Moment]) -> Iterator[None]:
     the step that follows the state is put back, and audits are given its sums.
     """
     original = loop.train_step
+    before, after = sums.StateSums._before_update, sums.StateSums.after_step
     begun: list[Moment] = []
     began: list[float] = []
     copies: dict[str, Tensor] = {}
+    updating = threading.Event()  # from the sums before an update to the end of those after it
+
+    def before_update(audits: Any, versions: Any) -> None:
+        updating.set()
+        before(audits, versions)
+
+    def after_step(audits: Any, step: Any) -> Any:
+        faults = after(audits, step)
+        updating.clear()
+        return faults
 
     def begin(run: Any, moment: Moment) -> None:
         state = sums._stored(run)
@@ -378,22 +395,27 @@ def flips_at(moments: list[Moment]) -> Iterator[None]:
             run.companions.of(RunAudits).sums._after = sums.state_sums(run)
         copies.update({name: tensor.detach().clone() for name, tensor in state.items()})
         usual = statistics.median(b - a for a, b in itertools.pairwise(began[-6:]))
-        threading.Timer(moment.share * usual, _flip_in, (run, state, moment)).start()
+        threading.Timer(moment.share * usual, _flip_in, (run, state, moment, updating)).start()
 
     def train_step(run: Any, recipe: Any) -> Any:
         began.append(time.perf_counter())
         waits = begun and not (begun[-1].tensor and run.step >= begun[-1].step + 2)
-        if run.step > 2 and not waits and len(begun) < len(moments):
+        if len(began) > 2 and not waits and len(begun) < len(moments):
             begun.append(moments[len(begun)])
             begin(run, begun[-1])
         return original(run, recipe)
 
-    with mock.patch.object(loop, "train_step", train_step):
+    with (
+        mock.patch.object(loop, "train_step", train_step),
+        mock.patch.object(sums.StateSums, "_before_update", before_update),
+        mock.patch.object(sums.StateSums, "after_step", after_step),
+    ):
         yield
 
 
-def _flip_in(run: Any, state: dict[str, Tensor], moment: Moment) -> None:
+def _flip_in(run: Any, state: dict[str, Tensor], moment: Moment, updating: threading.Event) -> None:
     moment.step = run.step
+    moment.hidden = updating.is_set()
     names = [name for name, tensor in state.items() if tensor.numel() > 1]
     sizes = [state[name].nbytes for name in names]
     moment.tensor = moment.draw.choices(names, sizes)[0]

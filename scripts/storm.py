@@ -19,9 +19,9 @@ One trial, and when it passes:
   was written, or a message names it, or what is gone is only what a kill may cost and is written again.
 - resumes: the same for any file, then a resume. It ends as an undisturbed one in every bit, with a warning where the
   file counts; or refuses in one line.
-- corruption: a bit of a weight, a moment or a checkpoint's copy flips in a resumed run, or a product of one step is
-  wrong. The run's audits name it; the run warns or ends, as configured; a resume from the last good state ends as an
-  undisturbed run in every bit.
+- corruption: a bit of a weight, a moment or a checkpoint's copy flips in a resumed run, one of the state at a random
+  moment of a step, or a product of one step is wrong. The run's audits name it, but for a bit that flips in an update;
+  the run warns or ends, as configured; a resume from the last good state ends as an undisturbed run in every bit.
 - inputs: a command line with a bad value. It ends with 0, or with 1 and one line.
 
 Trials are forks of a process that has imported everything, or calls in it; those of streams are processes. No pictures
@@ -62,7 +62,7 @@ STORMS: dict[str, tuple[Callable[[Ground, Path, random.Random, int], Result], in
     "streams": (stream_trial, 7, 20),
     "damages": (damage_trial, 1000, 5000),
     "resumes": (resume_trial, 30, 200),
-    "corruption": (corruption_trial, 12, 100),
+    "corruption": (corruption_trial, 15, 125),
     "inputs": (input_trial, 60, 300),
 }
 """By name: a trial, how many there are usually, and with --all."""

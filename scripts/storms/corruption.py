@@ -1,5 +1,6 @@
-"""Silent corruption: a bit of a weight, of a moment, or of the copy that becomes a checkpoint flips, or
-one product of one step is wrong. The audits of the run must find it and name its tensor.
+"""Silent corruption: a bit of a weight, of a moment, or of the copy that becomes a checkpoint flips, one
+of the state at any time of a step, or one product of one step is wrong. The audits of the run must
+find it and name its tensor.
 """
 
 from __future__ import annotations
@@ -7,8 +8,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import audit_planting
 import audit_run_faults
 from storms.ground import ON, SCENARIOS, STEPS, Ground, Result, call
 from torch import Tensor
+
+from fp4train.run.supervise.run_audits import RunAudits
 
 FIRST = 5
 """The first step that the resumed run computes."""
@@ -39,23 +42,42 @@ def moment(run: Any, draw: random.Random) -> None:
     flip(draw.choice(states)[draw.choice(("exp_avg", "exp_avg_sq"))], draw)
 
 
+HIDDEN = "hidden"
+"""File beside the run that says: the bit flipped in an update, where no sum looks."""
+
+
+@contextmanager
+def at_a_moment(draw: random.Random, place: Path) -> Iterator[None]:
+    """A bit of the state flips at a moment of a step that is uniform in its wall time."""
+    moment = audit_run_faults.Moment(share=draw.random(), draw=draw)
+    with audit_run_faults.flips_at([moment]):
+        yield
+    if moment.hidden:
+        (place / HIDDEN).touch()
+
+
 Planted = Callable[[], AbstractContextManager[Any]]
 
 
-def planted(kind: str, draw: random.Random) -> tuple[Planted, str]:
+def planted(kind: str, draw: random.Random, place: Path) -> tuple[Planted, str]:
     """(The fault of a trial, words that what is said of it must have)."""
-    step = draw.randint(FIRST, STEPS)
+    if kind == "any time":
+        return lambda: at_a_moment(draw, place), "its bits changed"
     if kind == "copy":
         part = draw.choice(("model", "optimizer"))
         return lambda: audit_run_faults.copied_wrongly(part), f"The copy of {part}/"
     if kind == "product":
         gemm, change, words = draw.choice(list(audit_planting.PRODUCT_FAULTS.values()))
 
-        def plant() -> AbstractContextManager[Any]:
-            return audit_planting.planted_product(gemm, change)
+        def plant(run: Any) -> AbstractContextManager[Any]:
+            audited = run.companions.of(RunAudits).layers.layer_at(run.step)
+            return audit_planting.planted_product(gemm, change, audited.layer.name)
 
+        # In the last step the audited layer is in BF16, and its products are torch's own.
+        step = draw.randint(FIRST, STEPS - 1)
         return lambda: audit_run_faults.in_one_computation(plant, step - 1), words
     act, words = {"weight": (weight, "model/"), "moment": (moment, "optimizer/")}[kind]
+    step = draw.randint(FIRST, STEPS)
     return lambda: audit_run_faults.after_step(lambda run: act(run, draw), step), words
 
 
@@ -71,13 +93,15 @@ def said(place: Path) -> list[str]:
 
 def corruption_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     """A resumed run with one fault, then a resume from the last state without it."""
-    kind = ("weight", "moment", "copy", "product")[number % 4]
+    kind = ("weight", "moment", "copy", "product", "any time")[number % 5]
     action = draw.choice(("warn", "stop"))
     ground.copy(place)
-    around, words = planted(kind, draw)
+    around, words = planted(kind, draw, place)
     code, out = call(place, *ON, *AUDITED, f"audit.action={action}", around=around)
-    ends = action == "stop" and kind != "copy"
     told = said(place)
+    if (place / HIDDEN).exists() and not told:
+        return Result("any time, in an update", True)
+    ends = action == "stop" and kind != "copy"
     seen = ""
     if not any(words in text for text in told):
         seen = f"not found: {told}: {out[-400:]}"
@@ -85,7 +109,7 @@ def corruption_trial(ground: Ground, place: Path, draw: random.Random, number: i
         seen = f"the run did not end: exit {code}: {out[-400:]}"
     elif "Traceback" in out or (code and not ends and kind in ("copy", "product")):
         seen = f"exit {code}: {out[-400:]}"
-    if not seen and kind in ("weight", "moment", "product"):
+    if not seen and kind != "copy":
         named = re.search(r"resume_step=(\d+)", out)
         good = named[1] if named else str(FIRST - 1)
         command = ("resume=runs/a", f"resume_step={good}", f"train.steps={STEPS}")
