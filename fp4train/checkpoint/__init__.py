@@ -18,6 +18,7 @@ from fp4train.checkpoint.layout import (
     STATE as STATE,
     SUMS as SUMS,
     WEIGHTS as WEIGHTS,
+    WRITE_SECONDS as WRITE_SECONDS,
     CheckpointGroup as CheckpointGroup,
     directory_name as directory_name,
     file_name as file_name,

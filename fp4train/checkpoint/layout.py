@@ -81,6 +81,10 @@ def directory_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+WRITE_SECONDS = 600.0
+"""The longest time that a checkpoint may take; then it is left behind."""
+
+
 class CheckpointGroup:
     """The ranks of `group`, in its order; None: this process alone, whose collectives do nothing.
 
@@ -91,6 +95,9 @@ class CheckpointGroup:
         group: `torch.distributed.new_group(backend="gloo")`, called by all ranks.
         leads: whether this rank writes what several hold alike and no mesh describes; None: the
             first rank does. With a pipeline the first rank of each stage does.
+
+    Attributes:
+        waits: whether this rank waits for others in a collective.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, leads: bool | None = None) -> None:
@@ -98,6 +105,7 @@ class CheckpointGroup:
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.leads = self.rank == 0 if leads is None else leads
+        self.waits = False
 
     @property
     def first(self) -> bool:
@@ -115,7 +123,11 @@ class CheckpointGroup:
         from torch.distributed import all_gather_object
 
         values = [value] * self.size
-        all_gather_object(values, value, group=self.group)
+        self.waits = True
+        try:
+            all_gather_object(values, value, group=self.group)
+        finally:
+            self.waits = False
         return values
 
     def agree(self, problem: str | None) -> str | None:

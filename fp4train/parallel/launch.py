@@ -255,7 +255,7 @@ class Meeting:
         own, listening, signs = (PrefixStore(this_round.name or "unmet", store) for store in stores)
         meeting = cls(place, own, listening, hosts, keeps=keeps)
         if problem is not None:
-            absent = meeting._named(within(GRACE, this_round.absent, [0]))
+            absent = meeting.named(within(GRACE, this_round.absent, [0]))
             text = (
                 f"{absent} did not come to {where} within {patience:g} s: not started, or ended "
                 "before the ranks met"
@@ -263,7 +263,7 @@ class Meeting:
             raise LostError(text, speaks=meeting.announce(LostError.exit_code, text)) from problem
         own.set_timeout(timedelta(seconds=timeout))
         Attendance.sign(signs, place.rank, 0)
-        Attendance(place.rank, place.size, signs, meeting._named, timeout).start()
+        Attendance(place.rank, place.size, signs, meeting.named, timeout).start()
         return meeting
 
     def announce(self, code: int, word: str) -> bool:
@@ -299,7 +299,7 @@ class Meeting:
         silent = within(2 * GRACE, self._silent, keeper)
         if silent is None or self.first_word is not None:
             return None
-        return self._named(silent)
+        return self.named(silent)
 
     def leave(self, code: int) -> NoReturn:
         """End this process; if the store ends with it, when the others have heard a word, or have
@@ -324,7 +324,7 @@ class Meeting:
     def _without(self, what: str) -> list[int]:
         return [rank for rank in range(self.place.size) if not self.store.check([f"{what}/{rank}"])]
 
-    def _named(self, ranks: list[int]) -> str:
+    def named(self, ranks: list[int]) -> str:
         """ "rank 3 on gpu07", "ranks 1, 2, 3, 4 and 12 others"."""
         if len(ranks) == 1:
             return f"rank {ranks[0]}" + (f" on {self.hosts[ranks[0]]}" if self.hosts else "")

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fp4train.checkpoint import ALONE, CheckpointGroup
+from fp4train.checkpoint import ALONE, WRITE_SECONDS, CheckpointGroup
 from fp4train.errors import LostError, UserError, user_errors
 from fp4train.parallel.config import Mesh, Parallel
 from fp4train.parallel.launch import Meeting, ProcessRank
@@ -129,7 +129,9 @@ class World:
                 control = dist.group.WORLD
             # Of the ranks that hold the same stages the first one writes what all of them hold.
             leads = place.rank % (mesh.data * mesh.tensor) == 0
-            ranks = CheckpointGroup(dist.new_group(backend="gloo", timeout=timeout), leads=leads)
+            # a thread that writes waits for slow disks; the loop finds ranks that hang
+            patient = max(timeout, timedelta(seconds=WRITE_SECONDS))
+            ranks = CheckpointGroup(dist.new_group(backend="gloo", timeout=patient), leads=leads)
         except (RuntimeError, dist.DistError) as error:
             text = (
                 f"rank {place.rank} of {place.size} does not connect to the others within "

@@ -62,8 +62,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WAIT_SECONDS = 600.0
-"""Longest wait for a checkpoint that is being written; then it is left behind."""
+WAIT_SECONDS = checkpoint.WRITE_SECONDS
+LOOK_SECONDS = 5.0
+"""Of that wait, after which the ranks that still write are named."""
 PAUSES = (0.5, 1.0, 2.0)
 """Seconds before the last checkpoint of a run is tried again."""
 
@@ -119,7 +120,7 @@ class Saver:
             proven: a loss within its past has been computed from this state.
             doubt: why this state may be useless; None: no reason is known.
         """
-        if not self.run.world.everywhere(self._worker.wait(WAIT_SECONDS)):
+        if not self._is_written():
             _log.error(
                 "the checkpoint of step %s is not written after %g s: a slow disk?",
                 self._begun,
@@ -240,7 +241,7 @@ class Saver:
 
     def wait(self) -> None:
         """Wait, within bounds, until nothing is being written; `outcomes` then says how it went."""
-        if not self._worker.wait(WAIT_SECONDS):
+        if not self._is_written():
             _log.error(
                 "the checkpoint of step %s is not written after %g s; it is left behind",
                 self._begun,
@@ -253,6 +254,30 @@ class Saver:
         self._buffers.clear()
 
     # -- the loop's part ---------------------------------------------------------------------------
+
+    def _is_written(self) -> bool:
+        """Whether no rank writes any more, waited for within bounds. The slow ones are named, and
+        none of the others is longer in a collective than they look at their disks.
+        """
+        world = self.run.world
+        look = min(LOOK_SECONDS, WAIT_SECONDS)
+        if world.size > 1:
+            look = min(look, world.timeout / 4)
+        for turn in range(round(WAIT_SECONDS / look)):
+            by_rank = world.gathered((self._worker.wait(look), self.ranks.waits))
+            if all(done for done, _ in by_rank):
+                return True
+            late = [rank for rank, ends in enumerate(by_rank) if not any(ends)]
+            if turn == 0:
+                _log.warning(
+                    "the checkpoint of step %s is being written after %g s%s: a slow disk? The run "
+                    "waits, up to %g s",
+                    self._begun,
+                    look,
+                    f" by {world.meeting.named(late)}" if world.meeting and late else "",
+                    WAIT_SECONDS,
+                )
+        return False
 
     def _sums(self, tensors: Mapping[str, Tensor], parts: Mapping[str, TensorShard]) -> BitSums:
         """The sums that the copy must have: those that are expected, else those of now; empty: it
