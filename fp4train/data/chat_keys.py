@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.data.frames import ANSWERS
-from fp4train.data.records import column_place, holds_text, name_of, parsed
+from fp4train.data.records import Repeated, column_place, holds_text, name_of, parsed
 from fp4train.errors import DataError
 
 _RENDERED = ("tools", "documents", "functions", "system", "chat_template_kwargs")
@@ -27,6 +27,11 @@ _LEARNING = re.compile(
     "drop|discard).*|sft|grad|only"
 )
 """Words of keys that may say what is learned."""
+_OUT = re.compile(
+    "(no|not|un|dont)[_-]?(train|learn|los|supervis).*|(mask|skip|ignor|exclu|omit|drop|discard)[a-z]*",
+    re.IGNORECASE,
+)
+"""Values of notes that say that something is not learned."""
 _NOTES = (
     "at author channel conversation cost count country created date end finish hash hashed header id "
     "identifier idx index ip lang language latency length message meta metadata model name "
@@ -149,7 +154,8 @@ class ChatKeys:
         content = {
             key: value
             for key, value in message.items()
-            if key in ("role", "content") or (value not in _EMPTY and key not in self.ignored)
+            if key in ("role", "content")
+            or (key not in self.ignored and not _is_absent(key, value))
         }
         for key, value in content.items():
             if key in ("role", "content", *_LOSS_KEYS):
@@ -160,6 +166,11 @@ class ChatKeys:
                     f"of 0 or 1 are. To leave it out, set data.ignore=[{key}]"
                 )
         return content, _is_learned(place, content)
+
+
+def _is_absent(key: str, value: Any) -> bool:
+    """Whether a key of a message says nothing; a key of the loss that is not null says something."""
+    return value is None if key in _LOSS_KEYS else value in _EMPTY
 
 
 def _words(key: str) -> set[str]:
@@ -179,7 +190,7 @@ def _is_note(key: str) -> bool:
 
 def _may_select(key: str, value: Any, *, noted: bool = False) -> bool:
     """Whether what stands under a key, or within it, may say what is learned: anything under a name
-    of learning, and numbers in a list that is no note.
+    of learning, a word such as "masked", and numbers in a list that is no note.
     """
     if value in _EMPTY:
         return False
@@ -188,13 +199,15 @@ def _may_select(key: str, value: Any, *, noted: bool = False) -> bool:
     noted = noted or _is_note(key)
     if isinstance(value, str):
         if value.lstrip()[:1] not in ("{", "["):
-            return False
+            return _OUT.fullmatch(value) is not None
         try:
             return _may_select(key, parsed(value), noted=noted)
         except ValueError:
             return False
     if isinstance(value, dict):
         return any(_may_select(inner, part, noted=noted) for inner, part in value.items())
+    if isinstance(value, Repeated):
+        return any(_may_select(key, part, noted=noted) for part in value)
     if isinstance(value, tuple):  # an entry of a map in a table
         return _may_select(str(value[0]), value[1], noted=noted)
     if isinstance(value, bytes):
@@ -231,6 +244,8 @@ def _is_learned(place: str, message: Mapping[str, Any]) -> bool:
     flags = {key: message[key] for key in _LOSS_KEYS if message.get(key) is not None}
     for key, value in flags.items():
         if not isinstance(value, NUMBERS) or value not in (0, 1):
+            if isinstance(value, Repeated):
+                raise ValueError(f'{place} has "{key}" several times: {value!r}. Write it once')
             raise ValueError(
                 f'{place} has "{key}": {value!r}, and a message is learned (1 or true) or not (0 or '
                 "false)"

@@ -170,7 +170,21 @@ def _as_lines(path: Path, values: str) -> str:
     return f"and one record a line is read: jq -c '{values}' {name} > {lines}"
 
 
-_DECODER = json.JSONDecoder()
+class Repeated(tuple[Any, ...]):
+    """The values of a name that an object in JSON has several times: nobody says which is meant."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        for name in values:
+            under = [value for other, value in pairs if other == name]
+            if any(value != under[0] for value in under):
+                values[name] = Repeated(under)
+    return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 _SPACE = " \t\r\n"
 
 
@@ -248,6 +262,7 @@ def name_of(value: Any) -> str:
         str: "text",
         list: "a list",
         dict: "an object",
+        Repeated: "several values under one name",
     }
     if value is None:
         return "null"

@@ -127,6 +127,7 @@ def model_card(model: StoredModel, results: RecordedResults, described: Descript
         step=step,
         train=model.config.train,
         described=described,
+        doubt=model.saved.doubt,
         losses=LOSSES,
         evaluated=results.evaluated,
         window=results.window,

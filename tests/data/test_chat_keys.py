@@ -100,6 +100,8 @@ def test_keys_that_no_template_reads_change_nothing(tmp_path: Path) -> None:
     [
         ("assistant", {"weight": 0.5}, 'message 1 has "weight": 0.5, and a message is learned'),
         ("assistant", {"loss": "no"}, "message 1 has \"loss\": 'no', and"),
+        ("assistant", {"loss_mask": ""}, "message 1 has \"loss_mask\": '', and"),
+        ("assistant", {"train": {}}, 'message 1 has "train": {}, and'),
         ("assistant", {"loss_mask": [0, 1]}, r'message 1 has "loss_mask": \[0, 1\], and'),
         ("assistant", {"weight": 1, "train": False}, '"weight": 1, "train": False: nobody says'),
         ("assistant", {"masked": False}, "message 1 has 'masked', which is not supported"),
@@ -116,6 +118,26 @@ def test_a_key_that_cannot_be_obeyed_is_refused_by_name(
     record = {"messages": [other, *TALKS[0]["messages"]]}
     with pytest.raises(DataError, match=f"line 1: .*{said}"):
         answers_of(write(tmp_path / "a.jsonl", [record, TALKS[0]]))
+
+
+def test_a_mark_that_stands_twice_with_other_values_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [turns({"weight": 0})] * 4)
+    path.write_text(path.read_text().replace('"weight": 0', '"weight": 0, "weight": 1'))
+    with pytest.raises(DataError, match=r'"weight" several times: \(0, 1\)\. Write it once'):
+        answers_of(path)
+
+
+@pytest.mark.parametrize(
+    "note",
+    [{"metadata": {"tags": ["no_train"]}}, {"metadata": ["no_loss"]}, {"status": "masked"}],
+)
+def test_a_note_that_says_in_a_word_that_nothing_is_learned_is_refused(
+    tmp_path: Path, note: dict[str, Any]
+) -> None:
+    path = write(tmp_path / "a.jsonl", [turns(note)] * 4)
+    with pytest.raises(DataError, match=next(iter(note))):
+        answers_of(path)
+    assert answers_of(path, ignore=[next(iter(note))]) == ["a0;"] * 3
 
 
 def test_a_weight_of_a_whole_record_is_refused_unless_it_is_one(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> None:
         "resume=runs/a resume_step=6 run.name=branch train.steps=8",
         "teacher=runs/a run.name=new train.steps=1",
         "check runs/a",
+        "export runs/a to=hf out=hf",
         "eval runs/a batches=1",
     ],
 )
@@ -57,6 +58,9 @@ def test_every_door_says_that_a_checkpoint_is_doubtful_and_names_the_good_one(
         "warning: checkpoint step_00000006 of runs/a is doubtful: the loss is 5.5, far above; the "
         "newest good one is runs/a@4 (resume=runs/a resume_step=4)"
     )
+    if words[0] == "export":
+        card = Path("hf/README.md").read_text()
+        assert "**This checkpoint is doubtful:** the loss is 5.5, far above." in card
 
 
 @pytest.mark.parametrize(
