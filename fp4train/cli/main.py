@@ -10,6 +10,8 @@ fp4train plan model=llama_8b gpu=B200       … and the time each GEMM would tak
 fp4train plan gpu=H100 gpus=64 parallel.tp=8 train.batch_size=64
                                             what a mesh of GPUs holds, sends and
                                             costs
+fp4train prepare data=text data.path=…      tokenise the data before a run;
+                                            data.workers=8, part=3/16
 fp4train -m recipe=bf16,mxfp8,nvfp4         a sweep
 fp4train plan runs/a                        what a run was told, what it ran,
                                             and what is planned for the rest
@@ -82,6 +84,7 @@ USAGE = __doc__ or ""
 VERBS = (
     "train",
     "plan",
+    "prepare",
     "swap",
     "compare",
     "sensitivity",
@@ -100,7 +103,7 @@ VERBS = (
 """Each is a module of this package, which is imported when it is asked for: its docstring is the
 help, `main` runs it.
 """
-COMPOSED = ("train", "plan")
+COMPOSED = ("train", "plan", "prepare")
 """Verbs whose configuration Hydra composes; their help lists its keys."""
 
 

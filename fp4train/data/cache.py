@@ -1,21 +1,16 @@
-"""Token ids on disk: the cache of tokenised data, and the digests by which a run knows that data is
-what it was.
+"""The cache of token ids: what the ids of a corpus are known by, and how they are opened.
 
-An entry of the cache is two files named by the hash of its key (source, settings and tokenizer):
-HASH.bin, the packed ids, and HASH.json, their count, type and, for each chunk of it, a digest,
-taken as the ids are written. All of it is read once, when the entry is opened, and compared with
-the digests; from then on each block that a batch reads is compared with what it was then
-(`stored.py`): what a run trains on is what was tokenised, to the bit. Memory holds some pieces of
-text and their ids, whatever the size of the data.
+    CACHE/HASH/00000.bin     the packed ids of the first shard (`parts.py`)
+               00000.crc     the CRC-32 of each block of it
+               00000.json    the shards of the first part, as far as they are there
+               index.json    all of them, written last
 
-Both files are written under another name and then renamed, the JSON last, so an entry is there
-whole or not at all, and ranks that tokenise the same data at once do no harm. An entry that does
-not match its JSON is built anew. One that belongs to another user is not read, whatever it says: a
-user's own is made beside it, as HASH-UID.
-
-A token file that somebody else keeps, and that may be read-only, is read once per run: its digest
-is kept in the run's directory with the stamp of the file (`stored.py`), and read anew where that
-differs. Reading runs at the speed of the disk, or of SHA-256, 0.3 to 2 GB/s per core.
+HASH is that of source, settings and tokenizer. A start reads the index alone; each block that a
+batch reads is compared with its checksum (`stored.py`), so that a run trains on what was
+tokenised, to the bit. A shard that a run found damaged has a mark beside it: the next start reads
+it whole, and has it made anew (`sharding.py`). Files are written under another name and then
+renamed. An entry that belongs to another user is not read, whatever it says: a user's own is made
+beside it, as HASH-UID.
 """
 
 import errno
@@ -24,247 +19,251 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from tqdm import tqdm
 
 from fp4train import files
 from fp4train.data.files import expanded
-from fp4train.data.stored import CheckedFile, IdFile, Ids, StoredIds, WatchedFile, checksums
+from fp4train.data.parts import CorpusPart, IdItem, Item, id_items
+from fp4train.data.sharding import INDEX, Sharding, ShardNumber, shard_name
+from fp4train.data.stored import BLOCK, OPEN, SUSPECT, CheckedFile, IdFile, Ids, ShardedIds
 from fp4train.errors import DataError, data_errors, reason
-from fp4train.text import shortened
+from fp4train.paths import PathText
+from fp4train.text import counted, shortened
 
-VERSION = 2
-CHUNK = 1 << 22
-"""Bytes of each digest."""
-READERS = 4
-KEPT = "token_digests.json"
-"""The file of token files' digests in the run's directory."""
-LIMIT = 1 << 24
-"""Bytes that are read of a file of digests: those of 3 TB of ids."""
-SUFFIXES = (".json", ".bin")
+VERSION = 3
+WHOLE_FILE = 2
+"""The version whose entries were one file of ids."""
+LIMIT = 1 << 26
+"""Bytes that are read of an index: those of a quarter of a million shards have 4 MB."""
 QUOTED = 300
 """Characters of a reason that are shown: it quotes what stands in the file."""
-LARGE = 1 << 30
-"""Bytes from which on progress is shown."""
+AT_ONCE = 1 << 22
+"""Bytes that are compared at once where a shard is read whole."""
 
 _log = logging.getLogger(__name__)
+_DAMAGE = (ValueError, KeyError, TypeError, SyntaxError, RecursionError, OverflowError)
+"""What a damaged index raises; SyntaxError: the name of its type is."""
 
-Summed = TypeVar("Summed")
 
+@dataclass(frozen=True, kw_only=True)
+class CacheEntry:
+    """The ids of a corpus in the cache.
 
-def cached_tokens(
-    cache_dir: str,
-    key: Mapping[str, Any],
-    chunks: Callable[[], Iterator[Ids]],
-    *,
-    dtype: np.dtype[Any],
-    max_tokens: int | None = None,
-) -> StoredIds[CheckedFile]:
-    """The concatenation of `chunks()`, at most `max_tokens` long, from the cache where it is there
-    already.
+    Args:
+        key: what they are known by.
+        parts: function that gives the corpus in parts.
+        encode: function from documents to their packed ids.
+        max_tokens: most ids that are taken.
+        workers: processes that make them.
     """
-    entry = json.dumps({"version": VERSION, "max_tokens": max_tokens, **key}, sort_keys=True)
-    name = hashlib.sha256(entry.encode()).hexdigest()[:20]
-    place = expanded(cache_dir, "data.cache_dir")
-    refused = f"tokenised data cannot be kept in {place}: "
-    remedy = ". Choose another data.cache_dir."
-    kept = data_errors(OSError, before=refused, message=reason, after=remedy)
-    with kept, files.Folder.open(place, create=True) as folder:
-        name = _own_name(folder, name)
-        ids = stored_tokens(folder, name)
-        if ids is None:
-            _write(folder, name, chunks(), dtype, max_tokens)
-            ids = stored_tokens(folder, name)
-    if ids is None:
-        raise DataError(
-            f"tokenised data in {place / name}.bin cannot be read back as it was written{remedy}"
+
+    cache_dir: PathText
+    key: Mapping[str, Any]
+    parts: Callable[[], Sequence[CorpusPart]]
+    encode: Callable[[Iterator[Item]], Iterator[Ids]]
+    dtype: np.dtype[Any]
+    max_tokens: int | None = None
+    workers: int = 1
+
+    @classmethod
+    def of_ids(
+        cls,
+        cache_dir: str,
+        key: Mapping[str, Any],
+        readers: Sequence[Callable[[], Iterator[Ids]]],
+        dtype: np.dtype[Any],
+    ) -> "CacheEntry":
+        """The ids that `readers` give one after another."""
+        return cls(
+            cache_dir=cache_dir,
+            key=key,
+            parts=lambda: [CorpusPart(0, (partial(id_items, read),)) for read in readers],
+            encode=lambda items: (item.ids for item in items if isinstance(item, IdItem)),
+            dtype=dtype,
         )
-    return ids
+
+    def ids(self) -> ShardedIds:
+        """The ids, made where they are not there already."""
+        with self._kept():
+            folder = self._folder()
+            if (ids := opened(folder)) is None:
+                self._sharding(folder).make()
+                ids = opened(folder)
+        if ids is None:
+            raise DataError(
+                f"tokenised data in {folder.path} cannot be read back as it was written. "
+                "Choose another data.cache_dir."
+            )
+        return ids
+
+    def prepare(self, first: int, step: int, *, verify: bool) -> str:
+        """Make every `step`-th part from `first` on; returns what is there then, in words.
+
+        Args:
+            verify: whether shards that are there are read whole.
+        """
+        with self._kept():
+            folder = self._folder()
+            if opened(folder, verify=verify) is None:
+                self._sharding(folder).make(first, step)
+            ids = opened(folder)
+            if ids is None:
+                return f"{folder.path}: its share is there, other parts are not"
+        return f"{folder.path}: {len(ids):,} ids in {counted(len(ids.counts), 'shard')}"
+
+    def _sharding(self, folder: files.Folder) -> Sharding:
+        return Sharding(
+            place=folder,
+            parts=self.parts(),
+            encode=self.encode,
+            dtype=self.dtype,
+            max_tokens=self.max_tokens,
+            workers=self.workers,
+        )
+
+    @cached_property
+    def _place(self) -> Path:
+        return expanded(self.cache_dir, "data.cache_dir")
+
+    def _kept(self) -> AbstractContextManager[None]:
+        """A context whose errors of the file system say that ids cannot be kept."""
+        refused = f"tokenised data cannot be kept in {self._place}: "
+        remedy = ". Choose another data.cache_dir; what is finished is kept."
+        return data_errors(OSError, before=refused, message=reason, after=remedy)
+
+    def _folder(self) -> files.Folder:
+        """The folder of this entry that belongs to this user."""
+        name = self._name(VERSION)
+        with files.Folder.open(self._place, create=True) as cache:
+            if cache.has_file(f"{self._name(WHOLE_FILE)}.json") and not cache.has_folder(name):
+                _log.warning(
+                    "tokenised data in %s is of an older form, which is not read: it is made anew "
+                    "in %s. Remove the older .bin and .json",
+                    cache.path / self._name(WHOLE_FILE),
+                    name,
+                )
+            cache.remove_litter()
+            if cache.status(name) is not None and not cache.has_folder(name):
+                cache.remove(name)
+            folder = cache.folder(name, create=True)
+            user = os.geteuid()
+            if (owner := _other_owner(folder)) is None:
+                return folder
+            beside = f"{name}-{user}"
+            text = (
+                "tokenised data in %s belongs to user %d, not to you (%d): it is not read; yours is "
+                "kept beside it as %s"
+            )
+            _log.warning(text, folder.path, owner, user, beside)
+            return cache.folder(beside, create=True)
+
+    def _name(self, version: int) -> str:
+        entry = {"version": version, "max_tokens": self.max_tokens, **self.key}
+        return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def _own_name(folder: files.Folder, name: str) -> str:
-    """The name of an entry that belongs to this user: `name`, or where somebody else has that, one
-    with the user's number.
-    """
-    user = os.geteuid()
-    if (owner := _other_owner(folder, name)) is None:
-        return name
-    beside = f"{name}-{user}"
-    text = (
-        "tokenised data in %s belongs to user %d, not to you (%d): it is not read; yours is "
-        "kept beside it as %s"
-    )
-    _log.warning(text, folder.path / name, owner, user, beside)
-    return beside
-
-
-def _other_owner(folder: files.Folder, name: str) -> int | None:
-    """The number of another user to whom one of the two files of an entry belongs; None: there is
-    none.
-    """
-    owners = [
-        status.st_uid for suffix in SUFFIXES if (status := folder.status(name + suffix)) is not None
-    ]
+def _other_owner(folder: files.Folder) -> int | None:
+    """The number of another user to whom the folder or its index belongs; None: there is none."""
+    statuses = os.fstat(folder.descriptor), folder.status(INDEX)
+    owners = [status.st_uid for status in statuses if status is not None]
     return next((owner for owner in owners if owner != os.geteuid()), None)
 
 
-def stored_tokens(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | None:
-    """The entry, or None if it is missing or damaged."""
-    path = folder.path / f"{name}.bin"
+def opened(folder: files.Folder, *, verify: bool = False) -> ShardedIds | None:
+    """The ids of a finished entry; None: it is not finished, or damaged, which is said, and what is
+    damaged is taken away.
+
+    Args:
+        verify: whether all shards are read.
+    """
+    path = folder.path
     try:
-        info = json.loads(folder.read(f"{name}.json", LIMIT))
-        dtype = np.dtype(str(info["dtype"]))
-        tokens = int(info["tokens"])
-        expected = info["digests"]
-        descriptor = folder.descriptor_of(path.name)
-        file = CheckedFile(descriptor, path, dtype, tokens)
-        size = os.fstat(descriptor).st_size
-        if dtype.kind != "u" or size != file.size:
-            raise ValueError(f"{size} bytes instead of {tokens} ids of type {dtype}")
-        if len(expected) != -(-size // CHUNK):
-            raise ValueError(f"{len(expected)} digests of {-(-size // CHUNK)} chunks")
-        actual, file.checksums = _checked(file)
-        if actual != expected:
-            bad = sum(digest != right for digest, right in zip(actual, expected, strict=True))
-            raise ValueError(f"{bad} of {len(actual)} chunks are not as they were written")
+        index = json.loads(folder.read(INDEX, LIMIT))
+        dtype = np.dtype(str(index["dtype"]))
+        tokens = int(index["tokens"])
+        of_parts = [[int(count) for count in counts] for counts in index["parts"]]
+        shards = [(part, k) for part, counts in enumerate(of_parts) for k in range(len(counts))]
+        counts = [count for counts in of_parts for count in counts]
+        if dtype.kind != "u" or not 0 <= tokens <= sum(counts) or min(counts, default=0) < 0:
+            raise ValueError(f"{tokens} ids of type {dtype} in {len(counts)} shards")
+        if index["entry"] != path.name:
+            raise ValueError("it is of another text or tokenizer")
     except FileNotFoundError:
         return None
     except (OSError, *_DAMAGE) as error:
         strange = isinstance(error, files.NotPlain)
         if isinstance(error, OSError) and not strange and error.errno != errno.EFBIG:
             raise
-        _log.warning(
-            "tokenised data in %s is damaged (%s): tokenising again",
-            path,
-            shortened(reason(error), QUOTED),
-        )
+        text = "tokenised data in %s is damaged (%s: %s): tokenising again what is not there"
+        _log.warning(text, path, INDEX, shortened(reason(error), QUOTED))
+        folder.remove_all(INDEX)
         return None
-    return StoredIds([file])
+    open_shard = partial(_open_shard, folder, dtype, shards, counts)
+    ids = ShardedIds(path, dtype, counts, open_shard, tokens)
+    if not (damaged := list(_damaged(folder, ids, shards, verify=verify))):
+        return ids
+    for shard, why in damaged:
+        text = "tokenised data in %s is damaged (%s): tokenising again this part"
+        _log.warning(text, path / f"{shard_name(*shard)}.bin", shortened(why, QUOTED))
+        for name in (INDEX, *(shard_name(*shard) + suffix for suffix in (".bin", ".crc", SUSPECT))):
+            folder.remove_all(name)
+    return None
 
 
-_DAMAGE = (ValueError, KeyError, TypeError, SyntaxError, RecursionError, OverflowError)
-"""What a damaged entry raises; SyntaxError: the name of its type is."""
+def _damaged(
+    folder: files.Folder, ids: ShardedIds, shards: Sequence[ShardNumber], *, verify: bool
+) -> Iterator[tuple[ShardNumber, str]]:
+    """The shards that are damaged, and why. The names of all are looked at, the sizes of few, and
+    what they hold if it is asked for, or a run has found it damaged.
+    """
+    names = set(folder.names())
+    for number, shard in enumerate(shards):
+        name = shard_name(*shard)
+        suspect = name + SUSPECT in names
+        try:
+            if not {f"{name}.bin", f"{name}.crc"} <= names:
+                raise DataError("it is missing")
+            if len(shards) <= OPEN or suspect or verify:
+                file = ids.file(number)
+                if suspect or verify:
+                    for start in range(0, file.size, AT_ONCE):
+                        file.checked(start, min(AT_ONCE, file.size - start))
+                    folder.remove(name + SUSPECT)
+        except (DataError, OSError) as error:
+            yield shard, reason(error)
 
 
-def _write(
+def _open_shard(
     folder: files.Folder,
-    name: str,
-    chunks: Iterator[Ids],
     dtype: np.dtype[Any],
-    max_tokens: int | None,
-) -> None:
-    digests: list[str] = []
-    tokens = 0
-    bar = tqdm(
-        desc="tokenising", unit="tok", unit_scale=True, total=max_tokens, disable=None, leave=False
-    )
+    shards: Sequence[ShardNumber],
+    counts: Sequence[int],
+    number: int,
+) -> CheckedFile:
+    """Shard `number` of an entry.
 
-    def parts() -> Iterator[bytes]:
-        nonlocal tokens
-        for chunk in chunks:
-            if max_tokens is None:
-                kept = chunk
-            else:
-                kept = chunk[: max_tokens - tokens]
-            tokens += len(kept)
-            bar.update(len(kept))
-            yield kept.astype(dtype, copy=False).tobytes()
-            if tokens == max_tokens:
-                break
-
-    def data() -> Iterator[bytes]:
-        for part in _divided(parts()):
-            digests.append(_digest(part))
-            yield part
-
-    with bar:
-        folder.write(f"{name}.bin", data())
-    info = {"dtype": dtype.str, "tokens": tokens, "digests": digests}
-    folder.write(f"{name}.json", json.dumps(info).encode())
-
-
-def _divided(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """The same bytes in portions of `CHUNK`."""
-    gathered = bytearray()
-    for part in parts:
-        gathered += part
-        while len(gathered) >= CHUNK:
-            yield bytes(gathered[:CHUNK])
-            del gathered[:CHUNK]
-    if gathered:
-        yield bytes(gathered)
-
-
-def _digest(chunk: Any) -> str:
-    return hashlib.sha256(chunk).hexdigest()[:16]
-
-
-def digests(file: IdFile) -> list[str]:
-    """SHA-256 of each chunk of a file's ids, shortened to 64 bits: against faults, not against
-    people.
+    Raises:
+        DataError: it is not there, or not of its length.
     """
-    return [digest for digest, _ in _chunks(file, lambda data: (_digest(data), None))]
-
-
-def _checked(file: IdFile) -> tuple[list[str], npt.NDArray[np.uint32]]:
-    """The digests of an entry, and the checksums of its blocks, from the same bytes."""
-    both = list(_chunks(file, _sums))
-    sums = [np.empty(0, np.uint32), *(sums for _, sums in both)]
-    return [digest for digest, _ in both], np.concatenate(sums)
-
-
-def _sums(data: bytes) -> tuple[str, npt.NDArray[np.uint32]]:
-    return _digest(data), checksums(data)
-
-
-def _chunks(file: IdFile, sums: Callable[[bytes], Summed]) -> Iterator[Summed]:
-    """What `sums` gives of each chunk of a file's ids, in order."""
-    quiet = None if file.size >= LARGE else True
-    bar = tqdm(
-        desc="checking", total=file.size, unit="B", unit_scale=True, disable=quiet, leave=False
-    )
-
-    def of(start: int) -> Summed:
-        return sums(file.raw(start, min(CHUNK, file.size - start)))
-
-    with ThreadPoolExecutor(READERS) as pool, bar:
-        for summed in pool.map(of, range(0, file.size, CHUNK)):
-            bar.update(CHUNK)
-            yield summed
-
-
-def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]:
-    """The digest of all ids of each token file; from `run_dir` where a file was read for this run
-    before.
-    """
-    try:
-        kept = json.loads(files.read(run_dir / KEPT, LIMIT))
-        kept = kept if isinstance(kept, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        kept = {}
-    on_disk = dict(kept)
-    for file in token_files:
-        name = str(file.path.resolve())
-        stamp = dict(zip(("bytes", "written", "inode", "changed"), file.stamp, strict=True))
-        entry = kept.get(name)
-        if isinstance(entry, dict) and stamp.items() <= entry.items() and "sha256" in entry:
-            file.digest = str(entry["sha256"])
-        else:
-            file.digest = _file_digest(file)
-        file.anew = _file_digest
-        kept[name] = stamp | {"sha256": file.digest}
-    try:
-        if kept != on_disk:
-            files.write(run_dir / KEPT, json.dumps(kept).encode(), create=True)
-    except OSError as error:
-        _log.debug("%s: %s", run_dir / KEPT, error)  # they are read again then
-    return [str(file.digest) for file in token_files]
-
-
-def _file_digest(file: IdFile) -> str:
-    return _digest("".join(digests(file)).encode())
+    name = shard_name(*shards[number])
+    path = folder.path / f"{name}.bin"
+    size = counts[number] * dtype.itemsize
+    blocks = -(-size // BLOCK)
+    again = ". Start the command again: this part is tokenised anew"
+    with data_errors(OSError, before=f"{path} cannot be read: ", message=reason, after=again):
+        sums_path = path.with_suffix(".crc")
+        sums = IdFile(folder.descriptor_of(sums_path.name), sums_path, np.dtype(np.uint32), blocks)
+        file = CheckedFile(folder.descriptor_of(path.name), path, dtype, counts[number], sums=sums)
+        for opened in (file, sums):
+            actual = os.fstat(opened.descriptor).st_size
+            if actual != opened.size:
+                raise DataError(
+                    f"{opened.path} holds {actual:,} bytes instead of {opened.size:,}{again}"
+                )
+    return file

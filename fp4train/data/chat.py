@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fp4train.data.answers import VERSION, AnswerFinder, Conversation
-from fp4train.data.cache import cached_tokens
+from fp4train.data.cache import CacheEntry
 from fp4train.data.chat_keys import ChatKeys
 from fp4train.data.encoding import LONGEST, Encoded, encoding_key
 from fp4train.data.files import shown, stamp
@@ -30,7 +30,7 @@ from fp4train.data.huggingface import record_files
 from fp4train.data.packing import Learned, pack
 from fp4train.data.records import parsed, read_objects
 from fp4train.data.source import TextSource
-from fp4train.data.stored import TokenIds
+from fp4train.data.stored import ShardedIds, TokenIds
 from fp4train.data.template import MARKERS, ChatTemplate, find_template
 from fp4train.data.token_array import TokenArray
 from fp4train.data.tokenizers import Pretrained
@@ -124,11 +124,18 @@ class _Conversations:
     def documents(self) -> Documents:
         return self._texts
 
-    def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
+    def entries(self, tokenizer: Tokenizer, seq_len: int) -> Sequence[CacheEntry]:
         held_out = min(max(1, round(self.count * self.settings.val)), self.count - 1)
         cut = self.count - held_out
-        train, answers = self._part("train", range(cut), tokenizer, seq_len)
-        val, held_answers = self._part("val", range(cut, self.count), tokenizer, seq_len)
+        return [
+            self._entry(numbers, tokenizer, seq_len)
+            for numbers in (range(cut), range(cut, self.count))
+        ]
+
+    def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
+        of_train, of_val = self.entries(tokenizer, seq_len)
+        train, answers = _part("train", of_train.ids(), tokenizer)
+        val, held_answers = _part("val", of_val.ids(), tokenizer)
         size = (
             f"{len(train):,} training and {len(val):,} validation tokens, vocabulary "
             f"{tokenizer.vocab_size:,}"
@@ -149,10 +156,8 @@ class _Conversations:
         for at, talk in self._talks(range(self.count), ()):
             yield Piece(_conversation(finder, talk, at).text)
 
-    def _part(
-        self, name: str, numbers: range, tokenizer: Tokenizer, seq_len: int
-    ) -> tuple[TokenArray, TokenIds]:
-        """The tokens of some conversations, and of each whether it is learned."""
+    def _entry(self, numbers: range, tokenizer: Tokenizer, seq_len: int) -> CacheEntry:
+        """The tokens of some conversations, and what is said of each, in the cache."""
         dtype = ids_dtype(tokenizer.vocab_size)
         key = {
             "source": "chat",
@@ -177,13 +182,7 @@ class _Conversations:
             )
             yield from pack(learned, tokenizer.end_of_document, seq_len, dtype)
 
-        cached = cached_tokens(self.settings.cache_dir, key, packed, dtype=dtype)
-        length = len(cached) // PARTS
-        ids, scored, inner = (
-            cached[length * number : length * (number + 1)] for number in range(PARTS)
-        )
-        array = TokenArray(ids, tokenizer.vocab_size, name, scored=scored, inner_ends=inner)
-        return array, scored
+        return CacheEntry.of_ids(self.settings.cache_dir, key, [packed], dtype)
 
     def _talks(self, numbers: range, special: Sequence[str]) -> Iterator[tuple[str, _Talk]]:
         """The place and the messages of the conversations of these `numbers`."""
@@ -192,6 +191,16 @@ class _Conversations:
                 with data_errors(ValueError, RecursionError, before=f"{at}: "):
                     talk = _talk(record, self.keys, special)
                 yield at, talk
+
+
+def _part(name: str, cached: ShardedIds, tokenizer: Tokenizer) -> tuple[TokenArray, TokenIds]:
+    """The tokens of an entry, and of each whether it is learned."""
+    length = len(cached) // PARTS
+    ids, scored, inner = (
+        cached[length * number : length * (number + 1)] for number in range(PARTS)
+    )
+    array = TokenArray(ids, tokenizer.vocab_size, name, scored=scored, inner_ends=inner)
+    return array, scored
 
 
 def _talks(paths: Sequence[Path], keys: ChatKeys) -> Iterator[tuple[str, Any]]:

@@ -15,9 +15,10 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
 
+from fp4train.data.cache import CacheEntry
 from fp4train.data.compressed import unpacked
 from fp4train.data.files import PIECE_CHARACTERS, input_files, shown, stamp
-from fp4train.data.source import TextSource, tokenised
+from fp4train.data.source import TextSource, entry_of
 from fp4train.data.tokens import Documents, Piece, TokenData, Tokenizer, token_data
 from fp4train.errors import DataError
 from fp4train.paths import CacheFolder, DataPaths
@@ -88,7 +89,7 @@ class _Records:
     def documents(self) -> Documents:
         return self.training
 
-    def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
+    def entries(self, tokenizer: Tokenizer, seq_len: int) -> Sequence[CacheEntry]:
         settings = self.settings
         key = {
             "source": "dna",
@@ -105,10 +106,14 @@ class _Records:
             ("train", self.training),
             ("val", self.validation),
         )
-        train, val = (
-            tokenised(documents, tokenizer, settings.cache_dir, {**key, "part": part})
+        return [
+            entry_of(documents, tokenizer, settings.cache_dir, {**key, "part": part})
             for part, documents in parts
-        )
+        ]
+
+    def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
+        settings = self.settings
+        train, val = (entry.ids() for entry in self.entries(tokenizer, seq_len))
         if settings.held_out:
             rule = f"data.held_out=[{','.join(settings.held_out)}]"
         else:

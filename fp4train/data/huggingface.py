@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from typing import Any
 from fp4train import files
 from fp4train.data.compressed import plain_name
 from fp4train.data.files import expanded, input_files, shown, stamp
-from fp4train.data.records import OtherFile, read_records
-from fp4train.data.source import Texts, TextSource
+from fp4train.data.parts import SHARD, CorpusPart, joined_parts
+from fp4train.data.records import ALL, FileStretch, OtherFile, read_records, stretches
+from fp4train.data.source import Texts, TextSource, Workers, check_workers
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.paths import CacheFolder, DataPaths, PathOrHubName
@@ -46,9 +48,11 @@ class HuggingFace(TextSource):
     max_documents: int | None = None
     val: float = 0.01
     cache_dir: CacheFolder = "~/.cache/fp4train"
+    workers: Workers = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_workers(self.workers)
         if (self.name is None) == (self.path is None):
             raise ValueError(
                 f"data.name={self.name}, data.path={self.path}: exactly one is needed, "
@@ -74,6 +78,7 @@ class HuggingFace(TextSource):
                 )
 
     def corpus(self, run_dir: Path) -> Texts:
+        parts = None
         if self.path is None:
             named = {
                 "path": self.name,
@@ -87,6 +92,8 @@ class HuggingFace(TextSource):
             paths = local_files(self.path)
             key = ["files", *stamp(paths)]
             what = shown(self.path)
+            if self.max_documents is None:
+                parts = partial(_parts, paths, self.column, self.path)
 
         def documents() -> Iterator[Piece]:
             if self.path is None:
@@ -101,7 +108,10 @@ class HuggingFace(TextSource):
             description=what,
             cache_dir=self.cache_dir,
             key={"source": key, "column": self.column, "max_documents": self.max_documents},
+            parts=parts,
+            workers=self.workers,
             max_tokens=self.max_tokens,
+            if_empty=_empty(self.path, self.column) if self.path else "",
         )
 
 
@@ -161,42 +171,73 @@ def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) ->
     Args:
         named: paths that the user names; a file that is named itself is not passed over.
     """
-    explicit = {named} if isinstance(named, str) else set(named)
     empty = True
     for path in paths:
-        rows = read_records(path, column)
-        beside = (
-            len(paths) > 1
-            and str(path) not in explicit
-            and Path(plain_name(path)).suffix == ".json"
-        )
-        try:
-            first_row = next(rows, None)
-        except OtherFile as error:
-            if not beside:
-                raise
-            _log.warning("%s. The file is passed over", str(error).rstrip("."))
-            continue
-        if first_row is None:
-            continue
-        if beside and not isinstance(first_row[1], str | None):
-            _log.warning("%s: its column %s holds no text. The file is passed over", path, column)
-            continue
-        for place, text in chain([first_row], rows):
-            if text is not None and not isinstance(text, str):
-                raise DataError(
-                    f"{path}, {place}: data.column={column} holds {type(text).__name__}, not text"
-                )
-            if text and (half := _HALF.search(text)):
-                raise DataError(
-                    f"{path}, {place}: it holds half of a UTF-16 pair, {half[0]!a}, which is no "
-                    "character"
-                )
-            if text:
-                empty = False
-                yield Piece(text)
+        for piece in _read_file(path, column, beside=_is_beside(path, paths, named)):
+            empty = False
+            yield piece
     if empty:
-        raise DataError(f"data.path={shown(named)}: no record has text in data.column={column}")
+        raise DataError(_empty(named, column))
+
+
+def _empty(named: str | Sequence[str], column: str) -> str:
+    return f"data.path={shown(named)}: no record has text in data.column={column}"
+
+
+def _is_beside(path: Path, paths: Sequence[Path], named: str | Sequence[str]) -> bool:
+    """Whether a file may hold something else than records, and is passed over then."""
+    explicit = {named} if isinstance(named, str) else set(named)
+    other = len(paths) > 1 and str(path) not in explicit
+    return other and Path(plain_name(path)).suffix == ".json"
+
+
+def _parts(paths: Sequence[Path], column: str, named: str | Sequence[str]) -> list[CorpusPart]:
+    """The records of files in parts that are read apart."""
+    small = []
+    for path in paths:
+        if _is_beside(path, paths, named):
+            read = partial(_read_file, path, column, beside=True)
+            small.append(CorpusPart(path.stat().st_size, (read,)))
+            continue
+        for size, stretch in stretches(path, column, SHARD):
+            read = partial(_read_file, path, column, stretch)
+            small.append(CorpusPart(size, (read,)))
+    return joined_parts(small)
+
+
+def _read_file(
+    path: Path, column: str, stretch: FileStretch = ALL, *, beside: bool = False
+) -> Iterator[Piece]:
+    """The text of each record of a file, or of a stretch of it; see `read_rows`.
+
+    Args:
+        beside: whether the file is passed over where it holds something else.
+    """
+    rows = read_records(path, column, stretch)
+    try:
+        first_row = next(rows, None)
+    except OtherFile as error:
+        if not beside:
+            raise
+        _log.warning("%s. The file is passed over", str(error).rstrip("."))
+        return
+    if first_row is None:
+        return
+    if beside and not isinstance(first_row[1], str | None):
+        _log.warning("%s: its column %s holds no text. The file is passed over", path, column)
+        return
+    for place, text in chain([first_row], rows):
+        if text is not None and not isinstance(text, str):
+            raise DataError(
+                f"{path}, {place}: data.column={column} holds {type(text).__name__}, not text"
+            )
+        if text and (half := _HALF.search(text)):
+            raise DataError(
+                f"{path}, {place}: it holds half of a UTF-16 pair, {half[0]!a}, which is no "
+                "character"
+            )
+        if text:
+            yield Piece(text)
 
 
 def read_hub(arguments: dict[str, Any], column: str, what: str) -> Iterator[Piece]:

@@ -7,20 +7,21 @@ read again from the start, in another order.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Final
 
 import numpy as np
 
-from fp4train.data.source import Corpus, TextSource
+from fp4train.data.cache import CacheEntry
+from fp4train.data.source import Corpus, Texts, TextSource, Workers, check_workers
 from fp4train.data.stored import TokenIds, joined
 from fp4train.data.token_array import TokenArray, TokenPart
 from fp4train.data.tokenizers import Bytes
-from fp4train.data.tokens import Piece, TokenData, TokenizerConfig, check_tokenizer
+from fp4train.data.tokens import Piece, TokenData, Tokenizer, TokenizerConfig, check_tokenizer
 from fp4train.errors import DataError, data_errors
 from fp4train.keys import WrittenUnder
 
@@ -48,13 +49,16 @@ class Mixture:
         parts: the sources and their weights; a weight of 3 beside one of 1 is 75 % of the
             sequences.
         tokenizer: that of all parts, which have none of their own.
+        workers: processes that tokenise each part.
     """
 
     parts: Mapping[str, Weighted]
     tokenizer: TokenizerConfig = field(default_factory=Bytes)
+    workers: Workers = 1
 
     def __post_init__(self) -> None:
         check_tokenizer(self.tokenizer)
+        check_workers(self.workers)
         # by name, whatever order they are written in: the order of the sequences depends on it
         object.__setattr__(self, "parts", dict(sorted(self.parts.items())))
         if not self.parts:
@@ -103,12 +107,26 @@ class Mixture:
     def _learns_answers(part: Weighted) -> bool:
         return bool(getattr(part.source, "answers_only", False))
 
-    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+    def entries(self, run_dir: Path, seq_len: int) -> Sequence[CacheEntry]:
+        """What the cache keeps of all parts."""
+        corpora, tokenizer = self._opened(run_dir)
+        entries = list[CacheEntry]()
+        for name, corpus in corpora.items():
+            with self._errors_of(name):
+                entries += corpus.entries(tokenizer, seq_len)
+        return entries
+
+    def _opened(self, run_dir: Path) -> tuple[dict[str, Corpus], Tokenizer]:
         corpora = dict[str, Corpus]()
         for name, part in self.parts.items():
             with self._errors_of(name):
                 corpora[name] = part.source.corpus(run_dir)
-        tokenizer = self.tokenizer.build(lambda: self._documents(corpora), run_dir)
+                if isinstance(corpus := corpora[name], Texts) and self.workers > 1:
+                    corpora[name] = replace(corpus, workers=self.workers)
+        return corpora, self.tokenizer.build(lambda: self._documents(corpora), run_dir)
+
+    def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
+        corpora, tokenizer = self._opened(run_dir)
         parts = dict[str, TokenData]()
         for name, corpus in corpora.items():
             with self._errors_of(name):

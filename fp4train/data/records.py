@@ -69,13 +69,46 @@ class Batch(NamedTuple):
     rows: Any
 
 
-def read_records(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    """The place of each record of a file, in order, and its value in `column`; None: it has none.
+class FileStretch(NamedTuple):
+    """A stretch of a file: the bytes in which lines of JSON begin, or row groups of Parquet; `end`
+    is None at the end of the file.
+    """
+
+    start: int
+    end: int | None
+
+
+ALL = FileStretch(0, None)
+
+
+def stretches(path: Path, column: str, size: int) -> Iterator[tuple[int, FileStretch]]:
+    """The stretches of a file of records that can be read apart, of about `size` bytes, and their
+    bytes; one of a packed file, and of Arrow.
+    """
+    kind = container_of(path)
+    total = path.stat().st_size
+    if kind is None:
+        for start in range(0, total, size):
+            last = start + size >= total
+            yield min(size, total - start), FileStretch(start, None if last else start + size)
+    elif kind == PARQUET:
+        yield from _row_groups(path, column, size)
+    else:
+        yield total, ALL
+
+
+def read_records(path: Path, column: str, stretch: FileStretch = ALL) -> Iterator[tuple[str, Any]]:
+    """The place of each record of a file, or of a stretch of it, in order, and its value in
+    `column`; None: it has none.
 
     Raises:
         DataError: the file holds no records, is damaged, or lacks the column; it says where.
     """
-    records = read_objects(path, partial(_text_column, column=column), "data=hf")
+    records = read_objects(path, partial(_text_column, column=column), "data=hf", stretch)
+    if stretch.start:
+        for place, record in records:
+            yield place, _value(path, place, record, column)
+        return
     other_columns: dict[str, None] = {}
     head: list[tuple[str, Any]] = []
     has_column = False
@@ -104,8 +137,10 @@ def _no_column(path: Path, column: str, columns: Sequence[str]) -> OtherFile:
     return OtherFile(f"data.column={column} is not in {path}. Its columns: {listing}.")
 
 
-def read_objects(path: Path, columns: ReadColumns, source: str) -> Iterator[tuple[str, Any]]:
-    """The place and the value of each record of a file.
+def read_objects(
+    path: Path, columns: ReadColumns, source: str, stretch: FileStretch = ALL
+) -> Iterator[tuple[str, Any]]:
+    """The place and the value of each record of a file, or of a stretch of it.
 
     Args:
         columns: columns of a table that an object has; in JSON it is whole.
@@ -119,10 +154,10 @@ def read_objects(path: Path, columns: ReadColumns, source: str) -> Iterator[tupl
         # a damaged one, whose reader says what is wrong with it
         kind = {".parquet": PARQUET, ".arrow": _ARROW_STREAM}.get(path.suffix.lower())
     if kind in TABLES:
-        yield from _rows(path, table_batches(path, kind, columns))
+        yield from _rows(path, table_batches(path, kind, columns, stretch))
     elif kind in (None, "compressed by gzip", "compressed by zstd"):
         with unpacked(path) as stream:
-            for line, value in _values(path, stream):
+            for line, value in _values(path, stream, stretch):
                 yield f"line {line}", value
     else:
         raise DataError(
@@ -134,14 +169,25 @@ def read_objects(path: Path, columns: ReadColumns, source: str) -> Iterator[tupl
 # -- JSON ------------------------------------------------------------------------------------------
 
 
-def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """The line and the value of each record, of which a line may hold several."""
-    line = 0
+def _values(path: Path, stream: BinaryIO, stretch: FileStretch) -> Iterator[tuple[str, Any]]:
+    """The line and the value of each record, of which a line may hold several. Lines of a stretch
+    are counted from its first one.
+    """
+    behind = ""
+    if stretch.start:
+        behind = f" after byte {stretch.start:,}"
+        stream.seek(stretch.start - 1)
+        _pass_line(stream)
+    place = stream.tell() if stretch.end is not None else 0
+    number = 0
     last = 0
-    begun = False
-    while data := stream.readline(LONGEST + 1):
-        line += 1
-        text = _decoded(path, line, data, codecs.BOM_UTF8 if line == 1 else b"")
+    begun = stretch.start > 0
+    while (stretch.end is None or place < stretch.end) and (data := stream.readline(LONGEST + 1)):
+        place += len(data)
+        number += 1
+        line = f"{number}{behind}"
+        mark = codecs.BOM_UTF8 if number == 1 and not stretch.start else b""
+        text = _decoded(path, line, data, mark)
         text = text.rstrip()
         if not begun and text.lstrip().startswith("["):
             raise DataError(f"{path}, line {line}: it begins a list, {_as_lines(path, '.[]')}")
@@ -150,8 +196,8 @@ def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
                 f"{path}, line {line}: it begins a value over several lines, {_as_lines(path, '.')}"
             )
         begun = begun or bool(text)
-        last = line if text else last
-        if line - last > MOST_EMPTY:
+        last = number if text else last
+        if number - last > MOST_EMPTY:
             raise DataError(
                 f"{path}, line {line}: {MOST_EMPTY:,} lines before it are empty. Take them out"
             )
@@ -161,6 +207,12 @@ def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
                 value, end = _DECODER.raw_decode(text, at)
             yield line, value
             at = _after_space(text, end)
+
+
+def _pass_line(stream: BinaryIO) -> None:
+    """Read on to the beginning of the next line."""
+    while (data := stream.readline(1 << 20)) and not data.endswith(b"\n"):
+        pass
 
 
 def _as_lines(path: Path, values: str) -> str:
@@ -194,7 +246,7 @@ def _after_space(text: str, at: int) -> int:
     return at
 
 
-def _decoded(path: Path, line: int, data: bytes, mark: bytes) -> str:
+def _decoded(path: Path, line: str, data: bytes, mark: bytes) -> str:
     """The text of a line, within bounds."""
     try:
         text = data.removeprefix(mark).decode()
@@ -210,7 +262,7 @@ def _decoded(path: Path, line: int, data: bytes, mark: bytes) -> str:
     return text
 
 
-def _too_long(path: Path, line: int) -> DataError:
+def _too_long(path: Path, line: str) -> DataError:
     return DataError(
         f"{path}, line {line}: it is longer than {LONGEST >> 20} MB, and a record is read as "
         "one. Divide it, or give "
@@ -219,7 +271,7 @@ def _too_long(path: Path, line: int) -> DataError:
 
 
 @contextmanager
-def _json_errors(path: Path, line: int) -> Iterator[None]:
+def _json_errors(path: Path, line: str) -> Iterator[None]:
     """Errors of a value in `line`."""
     try:
         yield
@@ -278,18 +330,51 @@ TABLES = (PARQUET, _ARROW_STREAM, "an Arrow file")
 """The kinds of files that are tables, as `container_of` names them."""
 
 
-def table_batches(path: Path, kind: str, columns: ReadColumns) -> Iterator[Batch]:
-    """The rows of a table of one of the kinds `TABLES`, some at a time.
+def table_batches(
+    path: Path, kind: str, columns: ReadColumns, stretch: FileStretch = ALL
+) -> Iterator[Batch]:
+    """The rows of a table of one of the kinds `TABLES`, or of a stretch of it, some at a time.
 
     Raises:
         DataError: the file is damaged, or lacks the columns; it says where.
     """
     if kind == PARQUET:
-        return _parquet(path, columns)
+        return _parquet(path, columns, stretch)
     return _arrow(path, columns)
 
 
-def _parquet(path: Path, columns: ReadColumns) -> Iterator[Batch]:
+def _row_groups(path: Path, column: str, size: int) -> Iterator[tuple[int, FileStretch]]:
+    """The row groups of Parquet in stretches of which `column` has about `size` bytes."""
+    try:
+        import pyarrow.parquet
+
+        metadata = pyarrow.parquet.read_metadata(path)
+        sizes = [
+            sum(
+                chunk.total_uncompressed_size
+                for chunk in _chunks(metadata.row_group(group), column)
+            )
+            for group in range(metadata.num_row_groups)
+        ]
+    except Exception:  # who reads it says what is wrong
+        sizes = []
+    start = total = 0
+    for group, bytes_of_group in enumerate(sizes):
+        total += bytes_of_group
+        if total >= size and group + 1 < len(sizes):
+            yield total, FileStretch(start, group + 1)
+            start = group + 1
+            total = 0
+    yield total, FileStretch(start, None)
+
+
+def _chunks(group: Any, column: str) -> list[Any]:
+    """The chunks of a column in a row group."""
+    chunks = (group.column(number) for number in range(group.num_columns))
+    return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
+
+
+def _parquet(path: Path, columns: ReadColumns, stretch: FileStretch) -> Iterator[Batch]:
     with table_errors(path):
         import pyarrow.parquet
 
@@ -299,7 +384,7 @@ def _parquet(path: Path, columns: ReadColumns) -> Iterator[Batch]:
             return
         schema = file.schema_arrow
         names = [schema.names[number] for number in columns(path, schema)]
-        for group in range(file.metadata.num_row_groups):
+        for group in range(file.metadata.num_row_groups)[stretch.start : stretch.end]:
             place = f"row group {group}"
             at_once = min(
                 _rows_at_once(path, file.metadata.row_group(group), name, place) for name in names
@@ -322,8 +407,7 @@ def _rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
     """How many rows of a row group are decoded at once. A dictionary may hold one value for all
     rows; lists and objects have a chunk for each of their parts.
     """
-    every_chunk = [group.column(number) for number in range(group.num_columns)]
-    chunks = [chunk for chunk in every_chunk if chunk.path_in_schema.split(".")[0] == column]
+    chunks = _chunks(group, column)
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
     packed = sum(chunk.total_compressed_size for chunk in chunks)
     if size > UNPACKED and size > TIMES * packed:

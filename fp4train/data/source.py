@@ -7,16 +7,17 @@ document the id that begins one, where the tokenizer has such an id.
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 
 from fp4train.data import tokens
-from fp4train.data.cache import cached_tokens
+from fp4train.data.cache import CacheEntry
 from fp4train.data.encoding import encode_documents, encoding_key
+from fp4train.data.parts import CorpusPart
 from fp4train.data.stored import TokenIds
 from fp4train.data.stream import Stream
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
@@ -31,10 +32,21 @@ from fp4train.data.tokens import (
     ids_dtype,
 )
 from fp4train.errors import DataError
+from fp4train.keys import CHANGES_NOTHING
 from fp4train.paths import PathText, is_hub_name
 
 CHUNK = 1 << 16
 """Ids that are given on at once."""
+
+
+Workers = Annotated[int, CHANGES_NOTHING]
+"""Processes that tokenise a source."""
+
+
+def check_workers(workers: int) -> None:
+    """`workers` is a whole number from 1."""
+    if workers < 1:
+        raise ValueError(f"data.workers={workers}: allowed are whole numbers from 1")
 
 
 class RunData(Protocol):
@@ -77,6 +89,9 @@ class Corpus(Protocol):
     def documents(self) -> Documents:
         """The text of all documents, on which a tokenizer may be trained."""
 
+    def entries(self, tokenizer: Tokenizer, seq_len: int) -> Sequence[CacheEntry]:
+        """What the cache keeps of them."""
+
     def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
         """Their tokens, or a DataError that says what to do."""
 
@@ -107,10 +122,14 @@ class TextSource(ABC):
             run_dir: the run directory, for what the documents need and a resume must have again.
         """
 
+    def entries(self, run_dir: Path, seq_len: int) -> Sequence[CacheEntry]:
+        """What the cache keeps of the data; once it is asked for, what all ranks share is there."""
+        corpus = self.corpus(run_dir)
+        return corpus.entries(self.tokenizer.build(corpus.documents, run_dir), seq_len)
+
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         corpus = self.corpus(run_dir)
-        tokenizer = self.tokenizer.build(corpus.documents, run_dir)
-        return corpus.tokens(tokenizer, seq_len)
+        return corpus.tokens(self.tokenizer.build(corpus.documents, run_dir), seq_len)
 
 
 def planned_vocab_size(source: Source, rows: int | None = None, run: Path | None = None) -> int:
@@ -178,7 +197,10 @@ class Texts:
         description: the name of the text in messages.
         cache_dir: folder of the tokens; None: they are made in memory, each time.
         key: with the tokenizer's identity, what the tokens are known by there.
+        parts: function that gives the documents in parts; None: they are read from the first on.
+        workers: processes that tokenise.
         max_tokens: most tokens that are taken.
+        if_empty: message where there is no text.
     """
 
     documents: Documents
@@ -186,12 +208,28 @@ class Texts:
     description: str
     cache_dir: PathText | None = None
     key: Mapping[str, Any] = field(default_factory=dict)
+    parts: Callable[[], Sequence[CorpusPart]] | None = None
+    workers: int = 1
     max_tokens: int | None = None
+    if_empty: str = ""
+
+    def entries(self, tokenizer: Tokenizer, seq_len: int) -> Sequence[CacheEntry]:
+        if self.cache_dir is None:
+            return ()
+        entry = entry_of(self.documents, tokenizer, self.cache_dir, self.key)
+        if self.parts is not None:
+            entry = replace(entry, parts=self.parts)
+        return (replace(entry, workers=self.workers, max_tokens=self.max_tokens),)
 
     def tokens(self, tokenizer: Tokenizer, seq_len: int) -> TokenData:
-        ids = tokenised(
-            self.documents, tokenizer, self.cache_dir, self.key, max_tokens=self.max_tokens
-        )
+        ids: TokenIds
+        if entries := self.entries(tokenizer, seq_len):
+            ids = entries[0].ids()
+        else:
+            parts = token_chunks(self.documents(), tokenizer)
+            ids = np.concatenate([np.empty(0, ids_dtype(tokenizer.vocab_size)), *parts])
+        if self.if_empty and not len(ids):
+            raise DataError(self.if_empty)
         description = self.description
         if len(ids) == self.max_tokens:
             description += f", cut off at data.max_tokens={self.max_tokens:,}"
@@ -205,26 +243,18 @@ class Texts:
         )
 
 
-def tokenised(
-    documents: Documents,
-    tokenizer: Tokenizer,
-    cache_dir: str | None,
-    key: Mapping[str, Any],
-    *,
-    max_tokens: int | None = None,
-) -> TokenIds:
-    """The packed ids of `documents`, from the cache or, without one, made in memory; see
-    `Texts`.
-    """
-    dtype = ids_dtype(tokenizer.vocab_size)
-    if cache_dir is None:
-        return np.concatenate([np.empty(0, dtype), *token_chunks(documents(), tokenizer)])
-    return cached_tokens(
-        cache_dir,
-        {**key, **encoding_key(tokenizer)},
-        lambda: token_chunks(documents(), tokenizer),
-        dtype=dtype,
-        max_tokens=max_tokens,
+def entry_of(
+    documents: Documents, tokenizer: Tokenizer, cache_dir: str, key: Mapping[str, Any]
+) -> CacheEntry:
+    """The packed ids of `documents`, which are read from the first on, in the cache; see `Texts`."""
+    return CacheEntry(
+        cache_dir=cache_dir,
+        key={**key, **encoding_key(tokenizer)},
+        parts=lambda: [CorpusPart(0, (documents,))],
+        encode=lambda items: token_chunks(
+            (item for item in items if isinstance(item, Piece)), tokenizer
+        ),
+        dtype=ids_dtype(tokenizer.vocab_size),
     )
 
 

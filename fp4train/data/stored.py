@@ -6,7 +6,7 @@ the file was when it was opened:
 
 | file | compared |
 |---|---|
-| an entry of the token cache | the CRC-32 of each `BLOCK` that is read, with that of when all of it was checked |
+| a shard of the token cache | the CRC-32 of each `BLOCK` that is read, with that of when it was written |
 | a token file of the user's | its stamp after each read; where it differs, the digest of all of it |
 """
 
@@ -14,8 +14,10 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -27,8 +29,12 @@ from fp4train.errors import DataError
 Ids = npt.NDArray[np.integer[Any]]
 Places = npt.NDArray[np.int64]
 
-BLOCK = 1 << 16
+BLOCK = 1 << 12
 """Bytes of each checksum: a row of a batch is read in whole blocks."""
+OPEN = 16
+"""Most shards of one entry that stay open: a process can have few files open."""
+SUSPECT = ".bad"
+"""Suffix of the mark beside a shard that was found damaged while a run read it."""
 
 
 @dataclass(eq=False)
@@ -116,23 +122,34 @@ class IdFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+@dataclass(eq=False)
 class CheckedFile(IdFile):
-    """An entry of the cache, of which every block that is read is compared with `checksums`."""
+    """A shard of the cache, of which every block that is read is compared with its checksum.
 
-    checksums: npt.NDArray[np.uint32]
+    Args:
+        sums: file of the checksums.
+    """
+
+    sums: IdFile | None = None
 
     def checked(self, first: int, size: int) -> bytes:
         if not size:
             return b""
+        assert self.sums is not None
         begin = first // BLOCK
         end = -(-(first + size) // BLOCK)
-        data = self.raw(begin * BLOCK, min(end * BLOCK, self.size) - begin * BLOCK)
-        if not np.array_equal(checksums(data), self.checksums[begin:end]):
-            raise DataError(
-                f"{self.path} was changed after the run had opened it: bytes "
-                f"{begin * BLOCK:,} to {end * BLOCK:,} are not the text of this run any more. "
-                "Start the command again: it is tokenised anew"
-            )
+        try:
+            data = self.raw(begin * BLOCK, min(end * BLOCK, self.size) - begin * BLOCK)
+            if not np.array_equal(checksums(data), self.sums.read(begin, end - begin)):
+                raise DataError(
+                    f"{self.path} was changed after it was written: bytes {begin * BLOCK:,} to "
+                    f"{end * BLOCK:,} are not the text of this run. Start the command again: this "
+                    "part is tokenised anew"
+                )
+        except DataError:
+            with suppress(OSError):
+                self.path.with_suffix(SUSPECT).touch()
+            raise
         offset = first - begin * BLOCK
         if len(data) == size:
             return data
@@ -198,11 +215,11 @@ class StoredIds(Generic[IdFileKind]):
     A slice is another one. `np.asarray` reads all of it, `take` what lies at some places.
     """
 
-    def __init__(self, files: Sequence[IdFileKind], first: int = 0, end: int | None = None) -> None:
+    def __init__(self, files: Sequence[IdFileKind]) -> None:
         self.files = tuple(files)
         self._starts = np.cumsum([0, *(file.count for file in self.files)])
-        self._first = first
-        self._end = int(self._starts[-1]) if end is None else end
+        self._first = 0
+        self._end = int(self._starts[-1])
         dtypes = {file.dtype for file in self.files}
         self.dtype: np.dtype[Any] = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
 
@@ -225,7 +242,10 @@ class StoredIds(Generic[IdFileKind]):
         begin, end, step = part.indices(len(self))
         if step != 1:
             raise ValueError(f"a step of {step}: stored ids are cut in stretches")
-        return StoredIds(self.files, self._first + begin, self._first + max(begin, end))
+        stretch = copy(self)
+        stretch._first = self._first + begin
+        stretch._end = self._first + max(begin, end)
+        return stretch
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ids:
         ids = self._stretch(0, len(self))
@@ -251,6 +271,10 @@ class StoredIds(Generic[IdFileKind]):
                 ids[begin:end] = self._stretch(int(flat[begin]), end - begin)
         return ids.reshape(np.shape(places))
 
+    def file(self, number: int) -> IdFileKind:
+        """The file of this number among all."""
+        return self.files[number]
+
     def _stretch(self, first: int, count: int) -> Ids:
         if not 0 <= first <= first + count <= len(self):
             raise IndexError(f"ids {first} to {first + count} of {len(self)}")
@@ -260,7 +284,8 @@ class StoredIds(Generic[IdFileKind]):
         parts: list[Ids] = []
         while at < end:
             place = at - int(self._starts[number])
-            part = self.files[number].read(place, min(end - at, self.files[number].count - place))
+            file = self.file(number)
+            part = file.read(place, min(end - at, file.count - place))
             parts.append(part)
             at += len(part)
             number += 1
@@ -269,6 +294,42 @@ class StoredIds(Generic[IdFileKind]):
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts).astype(self.dtype, copy=False)
+
+
+class ShardedIds(StoredIds[CheckedFile]):
+    """The ids of an entry of the cache: its shards are opened where they are read, so that memory
+    holds their lengths alone.
+
+    Args:
+        path: the entry.
+        counts: ids of each shard.
+        open_shard: function that opens one by its number.
+        tokens: ids in all; None: those of all shards.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: np.dtype[Any],
+        counts: Sequence[int],
+        open_shard: Callable[[int], CheckedFile],
+        tokens: int | None = None,
+    ) -> None:
+        super().__init__(())
+        self.path = path
+        self.dtype = dtype
+        self.counts = counts
+        self._starts = np.cumsum([0, *counts], dtype=np.int64)
+        self._end = int(self._starts[-1]) if tokens is None else tokens
+        self._open_shard = lru_cache(OPEN)(open_shard)
+
+    @property
+    def filename(self) -> str:
+        return str(self.path)
+
+    def file(self, number: int) -> CheckedFile:
+        """Shard `number`, opened anew where it is not among the last ones."""
+        return self._open_shard(number)
 
 
 class _Stretch(IdFile):

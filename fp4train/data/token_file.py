@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fp4train.data.cache import file_digests
+from fp4train.data.cache import CacheEntry
+from fp4train.data.digests import file_digests
 from fp4train.data.files import expanded, input_files, shown
 from fp4train.data.huggingface import saved_files
 from fp4train.data.stored import StoredIds, TokenIds, WatchedFile
 from fp4train.data.token_formats import DTYPES, open_tokens
-from fp4train.data.token_tables import SUFFIXES as TABLES, hold_tables, table_ids
+from fp4train.data.token_tables import SUFFIXES as TABLES, hold_tables, table_entry
 from fp4train.data.tokens import Borders, TokenData, check_val, hold_out, token_data
 from fp4train.errors import DataError
 from fp4train.paths import CacheFolder, DataPaths
@@ -99,20 +100,34 @@ class Tokens:
             borders=borders,
         )
 
-    def _open(self, paths: str | Sequence[str], key: str) -> StoredIds[Any]:
+    def entries(self, run_dir: Path, seq_len: int) -> Sequence[CacheEntry]:
+        """What the cache keeps of the data: the ids of tables."""
+        named = {"data.path": self.path, "data.val_path": self.val_path}
+        entries = (self._table(paths, key)[1] for key, paths in named.items() if paths is not None)
+        return [entry for entry in entries if entry is not None]
+
+    def _table(
+        self, paths: str | Sequence[str], key: str
+    ) -> tuple[Sequence[Path], CacheEntry | None]:
+        """The files that paths mean; where they are tables, their ids in the cache, too."""
         named = [
             file
             for path in ((paths,) if isinstance(paths, str) else paths)
             for file in saved_files(expanded(path, key)) or [_file(path, key)]
         ]
         files = _token_files(named, key)
-        if hold_tables(files, key):
-            if self.dtype is not None:
-                raise DataError(
-                    f"data.dtype={self.dtype} is of raw ids, and {files[0]} is a table: leave "
-                    "it out"
-                )
-            return table_ids(files, self.column, self.vocab_size, self.cache_dir)
+        if not hold_tables(files, key):
+            return files, None
+        if self.dtype is not None:
+            raise DataError(
+                f"data.dtype={self.dtype} is of raw ids, and {files[0]} is a table: leave it out"
+            )
+        return files, table_entry(files, self.column, self.vocab_size, self.cache_dir)
+
+    def _open(self, paths: str | Sequence[str], key: str) -> StoredIds[Any]:
+        files, entry = self._table(paths, key)
+        if entry is not None:
+            return entry.ids()
         parts = []
         for file in files:
             parts.append(open_tokens(file, self.dtype, self.vocab_size, key))

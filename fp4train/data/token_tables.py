@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.data.cache import cached_tokens
+from fp4train.data.cache import CacheEntry
 from fp4train.data.files import container_of, stamp
 from fp4train.data.records import TABLES, column_place, table_batches, table_errors
-from fp4train.data.stored import CheckedFile, Ids, StoredIds
+from fp4train.data.stored import Ids
 from fp4train.data.tokens import ids_dtype
 from fp4train.errors import DataError
 
@@ -38,37 +38,35 @@ def hold_tables(paths: Sequence[Path], key: str) -> bool:
     return bool(tables)
 
 
-def table_ids(
-    paths: Sequence[Path], column: str, vocab_size: int, cache_dir: str
-) -> StoredIds[CheckedFile]:
-    """The ids in `column` of tables, from the cache or copied there.
+def table_entry(paths: Sequence[Path], column: str, vocab_size: int, cache_dir: str) -> CacheEntry:
+    """The ids in `column` of tables, in the cache, to which they are copied.
 
     Raises:
         DataError: a table is damaged, has no such column of ids, or holds one that the vocabulary
             lacks.
     """
-    entry = {
+    key = {
         "source": "token tables",
         "files": stamp(paths),
         "column": column,
         "vocab_size": vocab_size,
     }
 
-    def chunks() -> Iterator[Ids]:
-        for path in paths:
-            for place, ids in _ids(path, column):
-                if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-                    wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-                    raise DataError(
-                        f"{path}, {place}: data.column={column} holds the id {wrong}, but the "
-                        "vocabulary has "
-                        f"{vocab_size} ids (0 … {vocab_size - 1}). Set data.vocab_size to "
-                        "that of the tokenizer that "
-                        "wrote them"
-                    )
-                yield ids
+    def chunks(path: Path) -> Iterator[Ids]:
+        for place, ids in _ids(path, column):
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+                wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+                raise DataError(
+                    f"{path}, {place}: data.column={column} holds the id {wrong}, but the "
+                    "vocabulary has "
+                    f"{vocab_size} ids (0 … {vocab_size - 1}). Set data.vocab_size to "
+                    "that of the tokenizer that "
+                    "wrote them"
+                )
+            yield ids
 
-    return cached_tokens(cache_dir, entry, chunks, dtype=ids_dtype(vocab_size))
+    readers = [partial(chunks, path) for path in paths]
+    return CacheEntry.of_ids(cache_dir, key, readers, ids_dtype(vocab_size))
 
 
 def _ids(path: Path, column: str) -> Iterator[tuple[str, Ids]]:

@@ -38,6 +38,10 @@ class Piece:
     text: str
     ends_document: bool = True
 
+    @property
+    def size(self) -> int:
+        return len(self.text)
+
 
 Documents = Callable[[], Iterator[Piece]]
 

@@ -22,8 +22,8 @@ FILES = (
     "checkpoints/*/state.json",
     "checkpoints/*/tensors.safetensors",
     "checkpoints/*/weights.safetensors",
-    "cache/*.bin",
-    "cache/*.json",
+    "cache/*/*.bin",
+    "cache/*/*.json",
 )
 RANK = "studies/rank/rank.json"
 SENSITIVITY = "studies/sensitivity/sensitivity.json"
@@ -33,8 +33,8 @@ READ = {
         name: f"checkpoints/*/{name}"
         for name in ("state.json", "tensors.safetensors", "weights.safetensors")
     },
-    "cache.bin": "cache/*.bin",
-    "cache.json": "cache/*.json",
+    "cache.bin": "cache/*/*.bin",
+    "cache.json": "cache/*/index.json",
     "rank.json": RANK,
     "sensitivity.json": SENSITIVITY,
     "measurements.jsonl": "studies/rank/measurements.jsonl",
@@ -84,9 +84,8 @@ def read_part(run: Path, kind: str) -> Any:
 
     say = logging.getLogger("fp4train").warning
     if kind in ("cache.bin", "cache.json"):
-        (path,) = {p.with_suffix(".bin") for p in (run / "cache").glob("*.*")}
-        with Folder.open(path.parent) as folder:
-            tokens = cache.stored_tokens(folder, path.stem)
+        (path,) = (run / "cache").iterdir()
+        tokens = cache.opened(Folder.open(path), verify=True)
         return None if tokens is None else np.asarray(tokens).tobytes()
     if kind in ("rank.json", "sensitivity.json"):
         problems: list[str] = []

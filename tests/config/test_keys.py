@@ -27,6 +27,7 @@ REPEATED = [
     "train.rewinds",
     "track",
     "data.cache_dir",
+    "data.workers",
     "audit",
     "hooks",
     "profile",

@@ -1,6 +1,5 @@
 """The token cache while a run reads it, and entries that somebody has prepared."""
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -25,8 +24,8 @@ def build(folder: Path) -> TokenData:
     )
 
 
-def entry(folder: Path, suffix: str = ".bin") -> Path:
-    (path,) = (folder / "cache").glob(f"*{suffix}")
+def entry(folder: Path, name: str = "00000.bin") -> Path:
+    (path,) = (folder / "cache").glob(f"*/{name}")
     return path
 
 
@@ -63,7 +62,7 @@ def test_a_row_that_is_read_is_the_text_that_was_tokenised_or_an_error(
         touched = 2 * first // BLOCK <= block <= (2 * (first + 65) - 1) // BLOCK
         if touched:
             with pytest.raises(
-                DataError, match=r"\.bin was changed after the run had opened it: bytes [\d,]+ to"
+                DataError, match=r"\.bin was changed after it was written: bytes [\d,]+ to"
             ):
                 loader.rows(position, 1)
         else:
@@ -85,7 +84,7 @@ def test_another_text_of_equal_path_size_and_time_is_tokenised_anew(
     new = build(tmp_path)
     assert new.fingerprint != old.fingerprint
     assert build(tmp_path).fingerprint == new.fingerprint
-    assert len(list((tmp_path / "cache").glob("*.bin"))) == 2
+    assert len(list((tmp_path / "cache").glob("*/*.bin"))) == 2
 
 
 @pytest.mark.parametrize("left", [0, 1, BLOCK - 1, BLOCK, 100_000])
@@ -125,28 +124,26 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "sparse": sparse,
     "deeply nested": lambda path: path.write_text("[" * 1_000_000),
     "a link": lambda path: path.symlink_to("/dev/zero"),
-    "huge numbers": lambda path: path.write_text(
-        '{"dtype": "<u2", "tokens": 1e300, "digests": []}'
-    ),
+    "huge numbers": lambda path: path.write_text('{"dtype": "<u2", "tokens": 1e300, "parts": []}'),
     "more ids than there are": lambda path: path.write_text(
-        '{"dtype": "<u2", "tokens": 99, "digests": []}'
+        '{"dtype": "<u2", "tokens": 99, "parts": []}'
     ),
-    "objects": lambda path: path.write_text('{"dtype": "O", "tokens": 9, "digests": ["a"]}'),
-    "no width": lambda path: path.write_text('{"dtype": "V0", "tokens": 9, "digests": ["a"]}'),
+    "objects": lambda path: path.write_text('{"dtype": "O", "tokens": 9, "parts": [[9]]}'),
+    "no width": lambda path: path.write_text('{"dtype": "V0", "tokens": 9, "parts": [[9]]}'),
     "a long type": lambda path: path.write_text(
-        '{"dtype": "%s", "tokens": 9, "digests": []}' % ("x" * 10**6)
+        '{"dtype": "%s", "tokens": 9, "parts": []}' % ("x" * 10**6)
     ),
-    "no digests": lambda path: path.write_text('{"dtype": "<u2", "tokens": 312000, "digests": 7}'),
+    "no parts": lambda path: path.write_text('{"dtype": "<u2", "tokens": 312000, "parts": 7}'),
 }
 
 
-@pytest.mark.parametrize("suffix", [".json", ".bin"])
+@pytest.mark.parametrize("name", ["index.json", "00000.bin", "00000.crc"])
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_what_no_run_has_written_is_tokenised_anew_at_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, suffix: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, name: str
 ) -> None:
     good = read_all(build(tmp_path))
-    path = entry(tmp_path, suffix)
+    path = entry(tmp_path, name)
     path.unlink()
     HOSTILE[kind](path)
     assert np.array_equal(read_all(build(tmp_path)), good)
@@ -159,17 +156,16 @@ def test_what_no_run_has_written_is_tokenised_anew_at_once(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file is given to another user by root alone")
-@pytest.mark.parametrize("suffix", [".json", ".bin"])
+@pytest.mark.parametrize("name", [".", "index.json"])
 def test_an_entry_of_another_user_is_not_read_and_ones_own_is_made_beside_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     good = read_all(build(tmp_path))
-    path = entry(tmp_path, suffix)
     theirs = entry(tmp_path)
     ids = np.fromfile(theirs, np.uint16)
     ids[:] = ord("x")
     theirs.write_bytes(ids.tobytes())
-    os.chown(path, 12345, -1)
+    os.chown(theirs.parent / name, 12345, -1)
     with caplog.at_level(logging.WARNING):
         assert np.array_equal(read_all(build(tmp_path)), good)
     assert (
@@ -177,18 +173,6 @@ def test_an_entry_of_another_user_is_not_read_and_ones_own_is_made_beside_it(
         "beside it" in caplog.text
     )
     assert theirs.read_bytes() == ids.tobytes()
-    assert (tmp_path / "cache" / f"{path.stem}-{os.geteuid()}{suffix}").is_file()
+    beside = theirs.parent.with_name(f"{theirs.parent.name}-{os.geteuid()}")
+    assert (beside / "index.json").is_file()
     assert np.array_equal(read_all(build(tmp_path)), good), "from the entry beside it"
-
-
-def test_the_digests_of_an_entry_are_those_of_its_chunks(tmp_path: Path) -> None:
-    """An entry of an earlier version is read: its digests are of chunks of 4 MB, whatever blocks
-    are compared later.
-    """
-    build(tmp_path)
-    info = json.loads(entry(tmp_path, ".json").read_text())
-    assert (
-        info["tokens"] == len(LINES) + 1
-        and len(info["digests"]) == 1
-        and len(info["digests"][0]) == 16
-    )

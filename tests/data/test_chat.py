@@ -66,7 +66,7 @@ def test_the_cache_gives_the_same_tokens(tmp_path: Path) -> None:
     first, second = (source(path).build(tmp_path / "run", 128, 0) for _ in range(2))
     assert (
         first.fingerprint == second.fingerprint
-        and len(list((tmp_path / "cache").glob("*.bin"))) == 2
+        and len(list((tmp_path / "cache").glob("*/*.bin"))) == 2
     )
     assert np.array_equal(first.train.ids, second.train.ids)
     other = source(path).build(tmp_path / "run", 256, 0)
@@ -80,7 +80,7 @@ def test_answers_of_an_earlier_version_are_not_taken_from_the_cache(
     source(path).build(tmp_path / "run", 128, 0)
     monkeypatch.setattr(chat, "VERSION", VERSION + 1)
     source(path).build(tmp_path / "run", 128, 0)
-    assert len(list((tmp_path / "cache").glob("*.bin"))) == 4
+    assert len(list((tmp_path / "cache").glob("*/*.bin"))) == 4
 
 
 def test_what_is_learned_is_part_of_the_fingerprint(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_broken_lines_are_refused_with_their_number(tmp_path: Path, line: str, s
     path = write(tmp_path / "a.jsonl", [TALKS[0], "", line, TALKS[1]])
     with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{said.removeprefix('line 3: ')}"):
         source(path).build(tmp_path / "run", 128, 0)
-    assert not list((tmp_path / "cache").glob("*.bin"))
+    assert not list((tmp_path / "cache").glob("*/*.bin"))
 
 
 def in_parquet(path: Path) -> None:

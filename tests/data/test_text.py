@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from limits import set_limit
 
 from fp4train.data import PIECE_CHARACTERS, DataError, Text, TokenData, read_pieces
 
@@ -148,48 +147,53 @@ def test_a_changed_file_is_tokenised_again_and_has_another_fingerprint(tmp_path:
     assert first.fingerprint != second.fingerprint
 
 
-def test_every_flipped_byte_of_the_cache_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_every_flipped_byte_of_the_cache_is_noticed_when_it_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    set_limit(monkeypatch, "bytes of a digest", 1000)
-    set_limit(monkeypatch, "bytes of a checksum", 500)
     # longer than the places that a fingerprint looks at
     (tmp_path / "a.txt").write_text(LINES * 20)
     before = whole(build(tmp_path / "a.txt", tmp_path))
-    (tokens,) = (tmp_path / "cache").glob("*.bin")
+    (tokens,) = (tmp_path / "cache").glob("*/*.bin")
     good = tokens.read_bytes()
     for place in range(0, len(good), max(1, len(good) // 7)):
         bad = bytearray(good)
         bad[place] ^= 1
         tokens.write_bytes(bad)
         caplog.clear()
+        with pytest.raises(DataError, match=r"00000\.bin was changed after it was written: bytes"):
+            whole(build(tmp_path / "a.txt", tmp_path))
         assert whole(build(tmp_path / "a.txt", tmp_path)) == before, place
-        assert "1 of" in caplog.text and "chunks are not as they were written" in caplog.text
+        assert "is damaged" in caplog.text and tokens.read_bytes() == good
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncated", "overwritten", "json cut off", "json of another shape", "bin lost"]
+    "damage",
+    ["truncated", "cut off", "json cut off", "json of another shape", "bin lost", "crc lost"],
 )
 def test_a_damaged_cache_is_built_anew(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "a.txt").write_text(LINES)
     before = whole(build(tmp_path / "a.txt", tmp_path))
-    (tokens,) = (tmp_path / "cache").glob("*.bin")
+    (tokens,) = (tmp_path / "cache").glob("*/*.bin")
+    names = sorted(path.name for path in tokens.parent.iterdir())
     match damage:
         case "truncated":
             tokens.write_bytes(tokens.read_bytes()[:-2])
-        case "overwritten":
-            tokens.write_bytes(bytes(tokens.stat().st_size))
+        case "cut off":
+            tokens.with_suffix(".crc").write_bytes(b"")
         case "json cut off":
+            tokens.with_name("index.json").write_text('{"dtype": "<u2", "tok')
             tokens.with_suffix(".json").write_text('{"dtype": "<u2", "tok')
         case "json of another shape":
-            tokens.with_suffix(".json").write_text("[]")
+            tokens.with_name("index.json").write_text("[]")
         case "bin lost":
             tokens.unlink()
+        case "crc lost":
+            tokens.with_suffix(".crc").unlink()
     assert whole(build(tmp_path / "a.txt", tmp_path)) == before
-    assert len(list((tmp_path / "cache").iterdir())) == 2, "nothing else is left behind"
-    assert damage == "bin lost" or "damaged" in caplog.text
+    assert sorted(path.name for path in tokens.parent.iterdir()) == names
+    assert "damaged" in caplog.text
 
 
 def test_an_interrupted_tokenisation_leaves_no_entry(
@@ -205,7 +209,7 @@ def test_an_interrupted_tokenisation_leaves_no_entry(
         patch.setattr("fp4train.data.source.token_chunks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             build(tmp_path / "a.txt", tmp_path)
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert not list((tmp_path / "cache").glob("*/*.*"))
     assert whole(build(tmp_path / "a.txt", tmp_path)) == LINES.encode() + b"\0"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4train.data import DataError, Loader, StoredIds, TokenData, Tokens, cache
+from fp4train.data import DataError, Loader, StoredIds, TokenData, Tokens, digests
 
 IDS = np.arange(1000) % 500
 
@@ -183,10 +183,10 @@ def test_a_file_that_has_not_changed_is_read_once_per_run(
     (np.arange(2000, dtype=np.uint16) % 500).tofile(path)
     first = build(path).fingerprint
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "digests", lambda ids: pytest.fail("it is read again"))
+        patch.setattr(digests, "digests", lambda ids: pytest.fail("it is read again"))
         assert build(path).fingerprint == first
     for damage in (b"", b"[]", b'{"x": 1}', b"\xff"):
-        (tmp_path / "run" / cache.KEPT).write_bytes(damage)
+        (tmp_path / "run" / digests.KEPT).write_bytes(damage)
         assert build(path).fingerprint == first
 
 

@@ -18,7 +18,9 @@ from shown import commands as shown_commands, shortened, write_shown
 from fp4train import backends
 from fp4train.cli import help as screens, main
 from fp4train.cli.main import VERBS
+from fp4train.cli.prepare import PrepareOptions
 from fp4train.config import bind, own_options
+from fp4train.config.command_line import option_names
 from fp4train.data import Chat, Dna, HuggingFace, Mixture, Stdlib, Text, Tokens
 from fp4train.data.tokenizers import BytePairs
 from fp4train.lab.doctor.report import HEADER
@@ -82,7 +84,9 @@ def test_commands_name_existing_options_and_keys(page: str) -> None:
         if words[0] == "help":
             assert screens.of_words(words[1:], VERBS)
         else:
-            assert points_of(words[1:] if words[0] in VERBS else words)
+            own = option_names(PrepareOptions) if words[0] == "prepare" else []
+            keys = [word for word in words if word.partition("=")[0] not in own]
+            assert points_of(keys[1:] if words[0] in VERBS else keys)
 
 
 def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy() -> None:

@@ -36,7 +36,7 @@ from fp4train import checkpoint, files, sealed
 from fp4train.config.binding import MISSING_KEY, bind
 from fp4train.config.plugins import check_targets, walk
 from fp4train.config.schema import plain
-from fp4train.data.cache import KEPT as DIGESTS
+from fp4train.data.digests import KEPT as DIGESTS
 from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.data.tokenizer_settings import KEPT as SETTINGS
 from fp4train.errors import (
