@@ -96,11 +96,7 @@ def train(run: Run) -> Result:
                     ledger.add(step)
                     evaluating = due(run.step, config.eval.every, steps)
                     if evaluating:
-                        ledger.check()
-                        values = evaluate(run, stretch)
-                        companions.after_evaluation(values)
-                        ledger.flush(values)
-                        check_evaluation(run, values, stretch.recipe.name)
+                        values = _evaluated(run, ledger, stretch)
                     if due(run.step, config.checkpoint.every, steps):
                         ledger.flush()
                         save(run, proven=evaluating and proven_by(run, values))
@@ -124,6 +120,16 @@ def train(run: Run) -> Result:
         diverged=world.broadcast(run.divergence.beyond_noise),
         passes=run.data.training.passes(run.batch_index),
     )
+
+
+def _evaluated(run: Run, ledger: Ledger, stretch: PlannedStretch) -> Values:
+    """Evaluate the weights and log the losses."""
+    ledger.check()
+    values = evaluate(run, stretch)
+    run.companions.after_evaluation(values)
+    ledger.flush(values)
+    check_evaluation(run, values, stretch.recipe.name)
+    return values
 
 
 @contextmanager

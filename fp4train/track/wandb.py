@@ -48,6 +48,7 @@ RESERVED = ":;,#?/'"
 """Characters that are in no id."""
 PROBE_SECONDS = 2.0
 ASKED_FOR = "asked for"
+_LATER = "wandb is offline (%s); send the run later with:\n  wandb sync %s"
 NOT_LOGGED_IN = "not logged in, see `wandb login`"
 
 
@@ -161,8 +162,7 @@ class WandbTracker:
             self._run = start(mode="offline")
             expected = why_offline in (ASKED_FOR, NOT_LOGGED_IN)
             level = logging.INFO if expected else logging.WARNING
-            later = "wandb is offline (%s); send the run later with:\n  wandb sync %s"
-            _log.log(level, later, why_offline, self._local())
+            _log.log(level, _LATER, why_offline, self._local())
         self._run.define_metric("*", step_metric="step")
         self._keep(kept)
 
