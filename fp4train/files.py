@@ -101,10 +101,6 @@ class Folder:
         except OSError as error:
             raise with_cure(error, self.path) from None
 
-    def empty(self) -> bool:
-        """Whether there is nothing in it but what killed processes left."""
-        return all(_TEMPORARY.fullmatch(name) for name in self.names())
-
     def status(self, name: str) -> os.stat_result | None:
         """Status of the entry itself, which may be a link; None if there is none."""
         try:

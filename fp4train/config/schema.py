@@ -253,8 +253,6 @@ class CheckpointSettings:
     memory.
 
     Args:
-        also: a folder that gets a second copy of the run's configuration, metrics and checkpoints,
-            `also`/`run.name`; it can be resumed like the run itself. None: no second copy.
         keep_before_cooldown: beside the newest, keep the last checkpoint from before the schedule's
             cooldown, from which a finished run is extended; it costs the disk one checkpoint more.
         milestones: beside the newest, keep so many older ones at growing distance: with keep=2 and
@@ -264,12 +262,10 @@ class CheckpointSettings:
 
     every: int
     keep: int
-    also: Path | None = None
     keep_before_cooldown: bool = True
     milestones: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "also", None if self.also is None else Path(self.also))
         check_least(
             self, "checkpoint.", "every", least=0, must="a number of steps, or 0 for the end only"
         )

@@ -42,7 +42,6 @@ from fp4train.run.run import Run
 from fp4train.run.supervise.divergence import take_over
 from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.timeline import build_timeline, with_swap
-from fp4train.sealed import CONFIG_LIMIT
 from fp4train.text import printable
 from fp4train.track import mend, start_tracker
 from fp4train.track.config import METRICS
@@ -152,7 +151,6 @@ class Origin(ABC):
         if self.place != directory:
             run_directory.take_aside(directory)
         write_config(directory, self.cfg, self.text, identity)
-        configuration = run.record.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
         ran_on = environment(run.device, run.data.fingerprint, run.world.size)
         history = self.open_journal(run, identity)
         values, events = self.open_records(run, history, ran_on)
@@ -165,9 +163,7 @@ class Origin(ABC):
             plain(self.cfg),
             resume_step=self.resume_step,
         )
-        run.record = replace(
-            run.record, journal=history, configuration=configuration, tracker=tracker
-        )
+        run.record = replace(run.record, journal=history, tracker=tracker)
         for event, details in events:
             tracker.log_event(run.step, event, details)
         write_plan(directory, history.records, run.gathers())

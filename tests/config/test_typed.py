@@ -31,12 +31,12 @@ def test_a_text_that_looks_like_a_number_reaches_its_key_as_typed(text: str) -> 
     }
     config = values(
         *("data=hf", f"data.path=[{text},b]", f"data.column={text}", f"data.cache_dir={text}"),
-        *(f"init={text}", f"checkpoint.also={text}", "train.steps=1_000", "gpu=null"),
+        *(f"init={text}", "train.steps=1_000", "gpu=null"),
         *("data/tokenizer=pretrained", f"data.tokenizer.name={text}"),
     )
     assert config["data"]["path"] == [text, "b"]
     assert config["data"]["column"] == config["data"]["cache_dir"] == config["init"] == text
-    assert config["checkpoint"]["also"] == config["data"]["tokenizer"]["name"] == text
+    assert config["data"]["tokenizer"]["name"] == text
     assert config["train"]["steps"] == 1000 and config["gpu"] is None
 
 
@@ -82,7 +82,7 @@ def test_a_path_of_another_storage_is_refused_wherever_it_is_given(
     with pytest.raises(UserError, match=f"{scheme}:// is no path"), new_folder(Path(place)):
         pass
     for words in (
-        *(["run.dir"], ["run.name"], ["checkpoint.also"], ["resume"], ["init"], ["teacher"]),
+        *(["run.dir"], ["run.name"], ["resume"], ["init"], ["teacher"]),
         *(["data.path", "data=text"], ["data.cache_dir", "data=text", "data.path=a"]),
     ):
         key, *others = words

@@ -239,14 +239,13 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
             RunRecord.empty(place),
             inbox=SimpleNamespace(sync=lambda journal: None),
             journal=Journal(place, ""),
-            configuration=b"",
         ),
     )
     run.state = lambda: state(model, optimizer)
     run.row_orders = dict
     run.states = states(model, optimizer)
     run.must_be_finite = lambda path: path.startswith(("model/", "optimizer/"))
-    settings = CheckpointSettings(every=0, keep=10, also=folder / "also")
+    settings = CheckpointSettings(every=0, keep=10)
     parts = {
         "audit": AuditSettings(sums=1),
         "run": SimpleNamespace(name="a"),
@@ -259,7 +258,6 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
     for step in (1, 2, 3, 4):
         run.step = step
         last = ranks.rank == ranks.size - 1
-        run.config.checkpoint = replace(settings, also=folder / "also" if step == 1 else None)
         if step == 2 and last:
             failing("full")
         if step == 3 and last:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import STEADY, Cli, StopAt, events, losses, recorded, reseal_config
+from command_line import Cli, StopAt, events, losses, recorded
 from lengths import long_but
 
 from fp4train import checkpoint
@@ -181,15 +181,6 @@ def test_a_run_from_before_an_option_existed_has_its_default(cli: Cli, stop_at: 
     ]  # an unsigned configuration's are asked
     assert cli("resume=runs/b", *paths).code == 0
     assert losses("runs/a") == losses("runs/b") == losses("runs/whole")
-
-
-def test_a_run_with_an_empty_path_goes_on_with_another_or_none(cli: Cli) -> None:
-    run = cli.trained("run.name=a", "train.steps=1", *STEADY)
-    reseal_config(run, lambda values: values["checkpoint"].update(also=""))
-    command = ("resume=runs/a", "train.steps=2", *cli.paths)
-    remedy = "checkpoint.also is empty: give a path, or checkpoint.also=null"
-    assert remedy in cli.raw(*command).message
-    assert cli.raw(*command, "checkpoint.also=null").code == 0
 
 
 def test_more_steps_go_on_where_a_finished_run_ended(cli: Cli) -> None:

@@ -22,14 +22,12 @@ class RunRecord:
         folder: the run's directory, open: whatever happens to its path, the files go there.
         inbox: requests to the run.
         journal: the journal, with the random number that all parts of the run carry.
-        configuration: config.yaml as it was written; None: the run has none.
         tracker: receives metrics and events.
     """
 
     folder: Folder
     inbox: Inbox
     journal: Journal
-    configuration: bytes | None
     tracker: Tracker
 
     @classmethod
@@ -39,7 +37,6 @@ class RunRecord:
             folder=folder,
             inbox=Inbox(folder),
             journal=Journal(folder, None),
-            configuration=None,
             tracker=NullTracker(),
         )
 

@@ -15,7 +15,7 @@ class Outcome:
 
     Args:
         step: optimizer steps done at it.
-        problem: why it could not be written; None if it was, at least to `checkpoint.also`.
+        problem: why it could not be written; None if it was.
         bad: the tensor that is not finite, in which case nothing was written.
     """
 

@@ -36,7 +36,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,16 +43,11 @@ from torch import Tensor
 
 from fp4train import checkpoint
 from fp4train.checkpoint.writing import ENDED
-from fp4train.errors import UserError
-from fp4train.files import Folder
 from fp4train.run.finite import first_non_finite
 from fp4train.run.record import directory as run_directory
 from fp4train.run.supervise.checkpoints import Outcome
 from fp4train.run.supervise.sums import BitSums, changed_copy, same_extent, sums_of
 from fp4train.shards import TensorShard, local, owned, separate
-from fp4train.track.config import METRICS
-from fp4train.track.metrics import LIMIT as METRICS_LIMIT
-from fp4train.track.statistics import STATISTICS
 from fp4train.track.tracker import mark, sync
 from fp4train.worker import Worker
 
@@ -211,12 +205,7 @@ class Saver:
         """
 
         def job() -> None:
-            mark_in(self.run.record.folder)
-            if (also := self.run.config.checkpoint.also) is not None:
-                with self._also(also / self.run.config.run.name) as second:
-                    mark_in(second)
-
-        def mark_in(place: Folder) -> None:
+            place = self.run.record.folder
             if place.status(run_directory.CHECKPOINTS) is not None:
                 with place.folder(run_directory.CHECKPOINTS) as folder:
                     checkpoint.set_doubt(folder, since, doubt, good=self.good)
@@ -363,11 +352,9 @@ class Saver:
         *,
         unproven: bool,
     ) -> Outcome:
-        run = self.run
-        settings = self.run.config.checkpoint
-        problem = None
-
-        def save_in(place: Folder) -> None:
+        place = self.run.record.folder
+        try:
+            self.ranks.same_outcome(self._sync)
             with ExitStack() as stack:
                 folder = self.ranks.same_outcome(
                     lambda: stack.enter_context(
@@ -381,28 +368,12 @@ class Saver:
                     state,
                     keep=partial(self._kept, unproven=unproven),
                     ranks=self.ranks,
-                    kinds={state.key: state.file for state in run.states},
+                    kinds={state.key: state.file for state in self.run.states},
                 )
-
-        try:
-            self.ranks.same_outcome(self._sync)
-            save_in(run.record.folder)
         except Exception as error:
-            problem = str(error)
-        if settings.also is not None:
-            place = settings.also / run.config.run.name
-            try:
-                with ExitStack() as stack:
-                    save_in(self.ranks.same_outcome(lambda: stack.enter_context(self._also(place))))
-            except Exception as error:
-                _log.error("checkpoint.also: %s", error)
-            else:
-                if problem is not None:
-                    _log.error("%s It is in %s.", problem, place)
-                problem = None
-        if problem is None:
-            self.saved = step
-        return Outcome(step=step, problem=problem)
+            return Outcome(step=step, problem=str(error))
+        self.saved = step
+        return Outcome(step=step)
 
     def _sync(self) -> None:
         """Make durable what the checkpoint counts on: the lines of the metrics, and the record of
@@ -410,29 +381,3 @@ class Saver:
         """
         sync(self.run.record.tracker)
         self.run.record.inbox.sync(self.run.record.journal)
-
-    def _also(self, place: Path) -> Folder:
-        """A second run directory, open, with the first one's files: it can be resumed like the
-        first.
-        """
-        run = self.run
-        also = Folder.open(place, create=True)
-        if not self.ranks.first:
-            return also
-        try:
-            there = run_directory.identity(place)
-            if there != run.record.journal.identity and not (there is None and also.empty()):
-                if there is None:
-                    what = "files that are not this run's"
-                else:
-                    what = f"another run ({there})"
-                raise UserError(f"{place} holds {what}: nothing is written there")
-            if run.record.configuration is not None:
-                also.write(run_directory.CONFIG, run.record.configuration)
-            for name in (run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
-                if run.record.folder.has_file(name):
-                    also.write(name, run.record.folder.pieces(name, METRICS_LIMIT))
-        except BaseException:
-            also.close()
-            raise
-        return also

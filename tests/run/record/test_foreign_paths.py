@@ -23,7 +23,6 @@ from fp4train.run.record.trust import own_tokenizer
 HOSTILE = {
     "data.path": "secret",
     "data.cache_dir": "tmp/pub",
-    "checkpoint.also": "home",
     "init": "runs/other",
     "data.tokenizer.name": "secret/tokenizer.json",
 }
@@ -118,10 +117,10 @@ def test_paths_of_a_foreign_configuration_are_refused_by_name_and_not_touched(
     named = [
         f"{key}={value}"
         for key, value in HOSTILE.items()
-        if key not in ("data.path", "checkpoint.also")
+        if key not in ("data.path", "data.cache_dir")
     ]
     said = cli.raw(*VERBS[verb], *named).message
-    assert said.endswith("to the command: checkpoint.also=home"), "a path in the run is its own"
+    assert said.endswith("to the command: data.cache_dir=tmp/pub"), "a path in the run is its own"
 
 
 @pytest.mark.parametrize(
@@ -163,9 +162,9 @@ def test_verbs_that_only_show_a_foreign_run_follow_none_of_its_paths(
 
 
 def test_a_command_that_names_the_paths_goes_on_and_signs_them(cli: Cli, foreign: Path) -> None:
-    reseal_config(foreign, lambda values: put(values, "checkpoint.also", "home"))
-    assert "checkpoint.also=home" in cli.raw("resume=runs/a", "train.steps=3", *cli.paths).message
-    assert cli.raw("resume=runs/a", "train.steps=3", "checkpoint.also=null", *cli.paths).code == 0
+    reseal_config(foreign, lambda values: put(values, "data.cache_dir", "home"))
+    assert "data.cache_dir=home" in cli.raw("resume=runs/a", "train.steps=3").message
+    assert cli.raw("resume=runs/a", "train.steps=3", *cli.paths).code == 0
     assert sorted(losses("runs/a")) == [1, 2, 3]
     assert cli.raw("resume=runs/a", "train.steps=4").code == 0, "they are this user's by now"
 
@@ -181,23 +180,6 @@ def test_a_run_of_another_machine_says_what_to_add(
     assert "has the signature of another user or another machine" in said
     assert set(said.rpartition("to the command: ")[2].split()) == set(cli.paths)
     assert cli.raw("resume=runs/a", "train.steps=3", *cli.paths).code == 0
-
-
-def test_no_folder_with_somebody_elses_files_takes_the_second_copy_of_a_run(
-    cli: Cli, foreign: Path
-) -> None:
-    reseal_config(foreign, lambda values: put(values, "run.name", ".kube"))
-    before = everything(Path("home"))
-    ended = cli.raw("resume=runs/a", "train.steps=3", "checkpoint.also=home", *cli.paths)
-    assert (
-        ended.code == 0
-        and "home/.kube holds files that are not this run's: nothing is written there" in ended.err
-    )
-    assert everything(Path("home")) == before
-    # a kill may leave this
-    Path("home/.kube/config.yaml").rename("home/.kube/.config.yaml.0123456789abcdef.tmp")
-    assert cli.raw("resume=runs/a", "train.steps=4", "checkpoint.also=home").code == 0
-    assert Path("home/.kube/checkpoints").is_dir()
 
 
 def test_the_key_is_the_users_alone_and_defaults_need_none(

@@ -10,6 +10,7 @@ from command_line import Cli, StopAt, losses
 
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.directory import SETTLED
+from fp4train.text import as_written
 
 
 def test_a_run_of_another_configuration_is_left_alone(cli: Cli) -> None:
@@ -118,7 +119,7 @@ def test_a_key_that_went_is_read_with_the_value_that_every_run_has(cli: Cli, key
     saved_with("17")
     said = cli("resume=runs/a", "train.steps=2", *cli.paths).message
     assert said.startswith(f"runs/a/config.yaml holds {key}, which is no longer an option: take it")
-    saved_with(SETTLED[key][-1])
+    saved_with(as_written(SETTLED[key][-1]))
     assert cli("run.name=a", "train.steps=1").code == 0
     assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0
     assert f"  {name}:" not in path.read_text()

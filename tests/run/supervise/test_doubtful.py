@@ -153,13 +153,6 @@ def test_a_sweep_goes_on_past_a_run_that_diverges(cli: Cli) -> None:
     ]
 
 
-def test_a_second_copy_has_the_marks_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled(monkeypatch, {8: 30})
-    copies = cli.folder / "copies"
-    ended = cli("run.name=a", *RUN, "train.steps=15", f"checkpoint.also={copies}")
-    assert ended.code == 3 and marked(copies / "a") == marked("runs/a") != {}
-
-
 def test_a_mark_is_part_of_what_is_verified(cli: Cli) -> None:
     cli.trained("run.name=a")
     state = Path("runs/a/checkpoints/step_00000006/state.json")

@@ -1,7 +1,6 @@
-"""Checkpoints that are written beside the loop, retried, and kept in a second place."""
+"""Checkpoints that are written beside the loop, and retried."""
 
 import os
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -9,43 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import PATIENCE, STEADY, Cli, StopAt, before_steps, events, losses, steps
+from command_line import PATIENCE, STEADY, Cli, before_steps, events, losses, steps
 from limits import set_limit
 
 import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.checkpoint import CheckpointError
-
-
-def test_a_second_place_has_a_run_that_can_be_resumed(cli: Cli, stop_at: StopAt) -> None:
-    cli.trained("run.name=whole", "checkpoint.every=2")
-    stop_at(5)
-    assert cli("run.name=a", "checkpoint.every=2", "checkpoint.also=second").code == 137
-    stop_at(-1)
-    assert steps("second/a") == [2, 4]
-    shutil.rmtree("runs/a")
-    assert cli("resume=second/a", "run.name=a").code == 0
-    assert losses("runs/a") == losses("runs/whole")
-    assert cli("run.name=b", "run.dir=runs/b", "train.steps=1", "checkpoint.also=second").code == 0
-    Path("second/b").rename("second/c")
-    ended = cli("run.name=c", "train.steps=1", "checkpoint.also=second")
-    assert ended.code == 0 and "second/c holds another run" in ended.err
-
-
-def test_a_full_disk_is_survived_by_the_second_place(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = checkpoint.save
-
-    def save(folder: Any, *rest: Any, **options: Any) -> Path:
-        if "second" not in str(folder.path):
-            raise CheckpointError("No space left on device.")
-        return original(folder, *rest, **options)
-
-    monkeypatch.setattr(checkpoint, "save", save)
-    ended = cli("run.name=a", "train.steps=2", "checkpoint.also=second", *STEADY)
-    assert ended.code == 0 and "No space left on device. It is in second/a" in ended.err
-    assert steps("second/a") == [2]
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_two_never_overlap(
