@@ -94,7 +94,6 @@ class ObservedCall:
         means: x or dy → mean of its tokens that is taken out, float32 [columns].
         scaling: tensors of the layer's delayed scaling before the step.
         fused: weights that share a global scale with w, or their amaxes.
-        hidden: tensor, x or dy → why it is None although it was multiplied.
         returned: whether its backward pass has run, with a dy or without.
         channels: numbers of the in features of a part of the layer, int64; None: it has all.
         first_feature: number of its first in feature, for random bits.
@@ -119,7 +118,6 @@ class ObservedCall:
     means: dict[str, Tensor] = field(default_factory=dict)
     scaling: dict[str, Tensor] = field(default_factory=dict)
     fused: Sequence[Tensor] = ()
-    hidden: dict[str, str] = field(default_factory=dict)
     returned: bool = False
     channels: Tensor | None = None
     first_feature: int = 0

@@ -188,8 +188,7 @@ class GemmComparison:
     def _of_operand(self, tensor: str, operand: Prepared) -> Iterator[CallFinding]:
         source = self.audited.source(self.gemm.name, tensor)
         if source is None:
-            reason = self.audited.call.hidden.get(tensor, "its values are on other ranks")
-            self.uncovered.append(f", operand {tensor}: {reason}")
+            self.uncovered.append(f", operand {tensor}: its values are on other ranks")
             return
         finding = _codes_apart(operand, source)
         if finding is not None:

@@ -82,11 +82,11 @@ class Watcher:
             out, accumulate = arguments[4], arguments[14]
             self._before = out.detach().clone() if accumulate else None
 
-    def saw(self, arguments: Any, options: dict[str, Any], result: Any) -> None:
+    def saw(self, arguments: Any, result: Any) -> None:
         """Report the product that was multiplied."""
 
         with self._guarding():
-            self._report(_read(arguments, options, result[0], self._before))
+            self._report(_read(arguments, result[0], self._before))
 
 
 class _Tap:
@@ -102,13 +102,11 @@ class _Tap:
             return self.multiply(*arguments, **options)
         watcher.sees(arguments)
         result = self.multiply(*arguments, **options)
-        watcher.saw(arguments, options, result)
+        watcher.saw(arguments, result)
         return result
 
 
-def _read(
-    arguments: Any, options: dict[str, Any], result: Any, before: Tensor | None
-) -> Multiplied:
+def _read(arguments: Any, result: Any, before: Tensor | None) -> Multiplied:
     """The product of one call.
 
     Raises:
@@ -117,8 +115,6 @@ def _read(
     a, transa, b, transb, _, out_quantizer, _, bias, _, gelu, _, grad, *_ = arguments
     if gelu or out_quantizer is not None or not isinstance(result, Tensor):
         raise NotShownError("its product is fused with an activation, or quantised")
-    if options.get("comm_overlap") is not None:
-        raise NotShownError("its product overlaps with a collective")
     gemm = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
     return Multiplied(
         gemm=gemm[bool(transa), bool(transb)],
@@ -168,8 +164,6 @@ def _form(operand: Any, column: bool) -> tuple[Tensor, Tensor]:
 
 
 def _nvfp4(operand: Any, column: bool) -> Quantized:
-    if operand._row_scaled_nvfp4:
-        raise NotShownError("its global scales are of rows, and applied after the product")
     data, scales = _form(operand, column)
     # the column-wise form is transposed: [K, M]
     codes = data.reshape(data.shape[0], -1) if column else data.reshape(-1, data.shape[-1])
