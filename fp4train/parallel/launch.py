@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fp4train.errors import LostError, UserError
-from fp4train.parallel.attendance import Attendance
+from fp4train.parallel.attendance import BEAT_SECONDS, Attendance
 from fp4train.parallel.rendezvous import PREFIX, Round
 from fp4train.worker import within
 
@@ -186,6 +186,8 @@ GRACE = 4.0
 """Seconds in which ranks that lose another one tell each other so."""
 _UNWINDING = 10.0
 """Seconds that a rank has to end by itself after another one gave its word."""
+_LOOK_SECONDS = 0.1
+"""Between two looks at who is still missing."""
 _HEARD = 0.5
 """Seconds after which all ranks have heard a word."""
 _WORD = "word"
@@ -211,6 +213,7 @@ class Meeting:
         self.first_word: str | None = None
         """The first word that a rank gave: its exit code and what it said."""
         self._own: str | None = None
+        self._waited = 0
         self._listener = Thread(target=self._listen, args=(listening,), daemon=True)
         self._listener.start()
 
@@ -300,6 +303,36 @@ class Meeting:
         if silent is None or self.first_word is not None:
             return None
         return self.named(silent)
+
+    def wait_for_all(self, timeout: float) -> None:
+        """Wait until all ranks have called this as often, however long that takes.
+
+        Args:
+            timeout: seconds without a sign of a rank, after which it is lost; not less than a few
+                signs.
+
+        Raises:
+            LostError: one gives no sign.
+        """
+        self._waited += 1
+        what = f"waited/{self._waited}"
+        self.store.set(f"{what}/{self.place.rank}", "")
+        patience = max(timeout, 3 * BEAT_SECONDS)
+        signs: dict[int, bytes] = {}
+        heard_at: dict[int, float] = {}
+        while missing := self._without(what):
+            for rank in missing:
+                sign = self.store.get(f"sign/{rank}")
+                if signs.get(rank) != sign:
+                    signs[rank] = sign
+                    heard_at[rank] = time.monotonic()
+            silent = [rank for rank in missing if time.monotonic() - heard_at[rank] > patience]
+            if silent:
+                raise LostError(
+                    f"{self.named(silent)} gave no sign for {patience:g} s while others waited for "
+                    "the data: killed, stopped, or its machine cannot be reached"
+                )
+            time.sleep(_LOOK_SECONDS)
 
     def leave(self, code: int) -> NoReturn:
         """End this process; if the store ends with it, when the others have heard a word, or have

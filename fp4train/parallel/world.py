@@ -310,12 +310,23 @@ class World:
         """
         mine = 0 if self.lead else 1 if self.place.local_rank == 0 else 2
         for turn in range(3):
-            with self.same_outcome():
+            with self.same_outcome(), self.met_after():
                 if turn == mine:
                     outcome = make()
             if self.size == 1:
                 break
         return outcome
+
+    @contextmanager
+    def met_after(self) -> Iterator[None]:
+        """Context of work that may take any time: behind it ranks wait for each other at the store,
+        for as long as all of them give signs, and in no collective.
+        """
+        try:
+            yield
+        finally:
+            if self.meeting is not None:
+                self.meeting.wait_for_all(self.timeout)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@ the state is loaded; and only then the run directory says that the run begins.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fp4train.config import Config
+from fp4train.data.cache import CacheEntry
 from fp4train.data.loader import RunRows
 from fp4train.data.source import RunData
 from fp4train.errors import UserError, user_errors
@@ -239,9 +240,17 @@ def assemble(
 
 
 def _data(config: Config, place: Path, world: World) -> RunData:
-    """The data, the same on all ranks: the lead tokenises what no cache holds; then one rank of each
-    other machine, whose cache may be its own.
+    """The data, the same on all ranks: those that a cache keeps are tokenised by all ranks, when the
+    lead has trained their tokenizer; others are read by the lead, then by one rank of each other
+    machine.
     """
+    if world.size > 1 and (entries_of := getattr(config.data, "entries", None)) is not None:
+        entries: Sequence[CacheEntry] = world.by_machine(
+            lambda: entries_of(place, config.train.seq_len)
+        )
+        with world.same_outcome(), world.met_after():
+            for entry in entries:
+                entry.ids()
     data: RunData = world.by_machine(
         lambda: config.data.build(place, config.train.seq_len, config.run.seed)
     )
