@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,27 +104,35 @@ def instructions(cubin: Path) -> int:
     return sum(name != "NOP" for name in INSTRUCTION.findall(text))
 
 
-def rows(capability: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """A row per kernel, compiled for a compute capability (times ten)."""
+def rows(capability: int) -> list[dict[str, Any]]:
+    """A row per kernel, compiled for a compute capability (times ten).
+
+    Triton's JIT keeps what it compiled, whatever the GPU: a process counts for one.
+    """
     driver.set_active(gpu_compile.Driver(capability))
-    cubin = folder / "kernel.cubin"
-    for kernel in timed_kernels():
-        compiled = gpu_compile.compiled_kernel(kernel.record)
-        cubin.write_bytes(compiled.asm["cubin"])
-        used = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        resources = {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", used)}
-        yield {
-            "kernel": kernel.name,
-            "sm": capability,
-            "instructions": round(instructions(cubin) / kernel.elements, 1),
-            "registers": resources["REG"],
-            "spilled": resources["STACK"] + resources["LOCAL"],
-        }
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = str(Path(folder, "cache"))
+        return [row(kernel, capability, Path(folder, "cubin")) for kernel in timed_kernels()]
+
+
+def row(kernel: Counted, capability: int, cubin: Path) -> dict[str, Any]:
+    compiled = gpu_compile.compiled_kernel(kernel.record)
+    assert compiled.metadata.target.arch == capability
+    cubin.write_bytes(compiled.asm["cubin"])
+    used = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    resources = {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", used)}
+    return {
+        "kernel": kernel.name,
+        "sm": capability,
+        "instructions": round(instructions(cubin) / kernel.elements, 1),
+        "registers": resources["REG"],
+        "spilled": resources["STACK"] + resources["LOCAL"],
+    }
 
 
 def main(words: list[str] | None = None) -> int:
@@ -134,12 +143,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--sm", type=int, nargs="+", default=[89, 90, 100, 120])
     options = parser.parse_args(words)
     found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        triton.knobs.cache.dir = str(Path(folder, "cache"))
-        for capability in options.sm:
-            for row in rows(capability, Path(folder)):
-                print(json.dumps(row), flush=True)
-                found.append(row)
+    spawned = multiprocessing.get_context("spawn")
+    for capability in options.sm:
+        with ProcessPoolExecutor(1, mp_context=spawned) as process:
+            for counted in process.submit(rows, capability).result():
+                print(json.dumps(counted), flush=True)
+                found.append(counted)
     results = {"triton": triton.__version__, "rows": found}
     options.out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     return int(any(row["spilled"] for row in found))

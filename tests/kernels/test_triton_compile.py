@@ -285,6 +285,13 @@ def test_fp8_is_cast_by_the_hardware_that_can_and_atomics_wait_for_no_memory() -
 
 
 @pytest.mark.long
+def test_bf16_is_not_rounded_before_the_transform_nor_each_result_for_an_amax() -> None:
+    """A thread of the amaxes transforms four groups of 16, whose largest alone are rounded."""
+    measure, _ = launches_of(CALLS["nvfp4 codes of both forms"])
+    assert 1 <= len(re.findall(r"cvt\.rn\.bf16", compile_launch(measure, 90).asm["ptx"])) <= 4
+
+
+@pytest.mark.long
 def test_random_words_are_drawn_where_they_are_used() -> None:
     """A layout conversion would send every word through shared memory: 4 KB are for turning the
     codes over, no more.

@@ -1,5 +1,6 @@
 """The programs of the GPU check: what they call equal, what they do with an error, how they are called."""
 
+import json
 import re
 import runpy
 import sys
@@ -216,3 +217,21 @@ def test_a_row_tells_the_clock_and_the_power(
     assert gpu_results.clock() == {"SM MHz": 1755, "W": 690.12}
     tool.write_text("#!/bin/sh\necho '[N/A], [N/A]'\n")
     assert gpu_results.clock() == {}
+
+
+def test_figures_computed_later_follow_from_the_rows_of_the_visit() -> None:
+    path = Path(__file__).parents[2] / "benchmarks/h200.json"
+    visit = json.loads(path.read_text("utf-8"))
+    later = visit["computed later"]
+    for row, corrected in zip(visit["profile"], later["profile"], strict=True):
+        ranges = [
+            ms for name, _, ms, _ in row["kernels"] if name.startswith(("Optimizer.", "## Call"))
+        ]
+        assert corrected["gpu ms"] == round(row["gpu ms"] - sum(ranges), 1), row["name"]
+        assert sum(corrected["by kind"].values()) == pytest.approx(corrected["gpu ms"], abs=0.3)
+    shares = {row["name"]: row["of copy"] for row in later["bandwidth"]}
+    for row in visit["bandwidth"]:
+        assert "bytes" not in row or shares[row["name"]] == round(row["GB/s"] / 4200, 2)
+    page = path.with_suffix(".md").read_text("utf-8")
+    assert all(f"{row['gpu ms']} ms" in page for row in later["profile"])
+    assert all(f"| {share:.2f} |" in page for share in shares.values())

@@ -13,9 +13,11 @@ columns.py    1xN blocks along a strided axis (a transposed view), with the Hada
 Exactness. Kernels are launched with enable_fp_fusion=False: a multiplication and an addition
 contracted into an fma would round once instead of twice; every fma here is written out. Divisions
 are tl.div_rn (IEEE). Float32 subnormals are kept: Triton's NVIDIA backend emits no .ftz for add,
-mul, fma, min, max and div.rn (a test compiles all kernels for SM 8.0, 9.0 or 10.0 and looks). FP8
-and FP4 casts are arithmetic on float32 bits: SM 8.0 has no FP8 cast, and the interpreter's is
-wrong.
+mul, fma, min, max and div.rn (a test compiles all kernels for SM 8.0, 9.0 or 10.0 and looks).
+
+FP8 casts to nearest are the hardware's from SM 8.9 on (`rounding.casts`). SM 8.0 has none, and the
+interpreter's is wrong: there, and in FP4, they are arithmetic on float32 bits. Tests show that PTX's
+definition of the cast, and kernels with it, have the bits of the reference.
 
 What a kernel is compiled for is one compile-time argument V (`quantize.triton_variant.Variant`).
 
