@@ -230,9 +230,9 @@ def recipes() -> dict[str, Recipe]:
     """Name → recipe of every file in recipes/. Names of cases do not need it: composing all takes
     half a second.
     """
-    from fp4train.cli.doctor import own_recipes
+    from configured import recipes_by_name
 
-    return own_recipes()
+    return recipes_by_name()
 
 
 @pytest.fixture(scope="session")

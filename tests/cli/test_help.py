@@ -28,16 +28,21 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def shape(section: object) -> object:
-    """The keys and classes of a section, whatever its values are."""
+def keys_of(section: object, place: str) -> Iterator[tuple[str, str]]:
+    """The keys of a section and of those in it, each with its class, or else with its place."""
     if isinstance(section, Mapping):
-        return {key: section[key] if key == "_target_" else shape(section[key]) for key in section}
-    return [shape(entry) for entry in section] if isinstance(section, list) else None
+        place = section.get("_target_", place)
+        for key, value in section.items():
+            yield place, key
+            yield from keys_of(value, f"{place}.{key}")
+    elif isinstance(section, list):
+        for entry in section:
+            yield from keys_of(entry, place)
 
 
 def commands_of(group: str) -> Iterator[tuple[str, Composed]]:
-    """Option → what the command that chooses it composes, one for each shape of their sections; a
-    section is put into one composition.
+    """Option → what the command that chooses it composes, for options that have all keys of the
+    group between them; a section is put into one composition.
     """
     options = own_options()[group]
     if group == "experiment":  # it has no section
@@ -47,8 +52,12 @@ def commands_of(group: str) -> Iterator[tuple[str, Composed]]:
     words = {"phases": ["schedule=wsd"], "data/tokenizer": ["data=text"]}.get(group, [])
     command = next(composed(words))
     named = sections({group: options})
-    by_shape = {str(shape(section)): (option, section) for (_, option), section in named.items()}
-    for option, section in by_shape.values():
+    described: set[tuple[str, str]] = set()
+    for (_, option), section in named.items():
+        keys = set(keys_of(section, group))
+        if keys <= described:
+            continue
+        described |= keys
         cfg = copy.deepcopy(command.cfg)
         OmegaConf.update(cfg, group.replace("/", "."), section, merge=False)
         yield option, replace(command, cfg=cfg, choices={**command.choices, group: option})

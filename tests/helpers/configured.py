@@ -1,9 +1,11 @@
 """What words of a command line configure: the whole of it, its model, a recipe or policy by name."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from omegaconf import DictConfig
 
+from fp4train.cli.doctor import own_recipes
 from fp4train.config import Config, bind, to_config
 from fp4train.config.composition import Composed, compose, composed, named
 from fp4train.models import Architecture
@@ -30,9 +32,15 @@ def shape_of(model: str, *words: str) -> Architecture:
     return config_of(f"model={model}", *words).model
 
 
+@cache
+def recipes_by_name() -> dict[str, Recipe]:
+    """Every file of recipes/: all of them at once take as long as three of them one by one."""
+    return own_recipes()
+
+
 def recipe_named(name: str) -> Recipe:
     """The recipe of `recipe=`."""
-    return bind(named("recipe", name), Recipe, "recipe")  # type: ignore[no-any-return]
+    return recipes_by_name()[name]
 
 
 def policy_named(name: str) -> LayerPolicy:

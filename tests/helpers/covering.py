@@ -1,5 +1,5 @@
 """Few recipes that together have every part that a file of recipes/ has: tests of what all recipes
-share, such as a model's layers, take them; tests/run/test_every_recipe.py trains them all.
+share, such as a model's layers, take them; tests/run/test_every_recipe.py ranks them all.
 """
 
 from collections.abc import Hashable, Iterator

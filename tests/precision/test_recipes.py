@@ -315,10 +315,9 @@ def test_recipe_files_stand_for_what_they_are_called() -> None:
     )
 
 
-def test_names_fit_a_legend_and_differ() -> None:
-    recipes = [from_file(name) for name in NAMES]
+def test_names_fit_a_legend_and_differ(recipes: dict[str, Recipe]) -> None:
     variants = [
-        *recipes,
+        *recipes.values(),
         NVFP4().with_high_precision("fprop", "wgrad"),
         NVFP4(hadamard=False),
         FP16(scaling=LossScaling(interval=10)),

@@ -1,4 +1,4 @@
-"""The package as a newcomer gets it: from a zip of the tree, an sdist, a wheel, or the tree itself (-e)."""
+"""The package as a newcomer gets it: from a wheel that an sdist gives, or the tree itself (-e)."""
 
 import os
 import re
@@ -7,16 +7,12 @@ import subprocess
 import sys
 import sysconfig
 import venv
-import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KINDS = (
-    "wheel",
-    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zip", "sdist", "editable")),
-)
+KINDS = ("wheel", "editable")
 SMALL = (
     "model.layers=1",
     "train.steps=2",
@@ -56,18 +52,12 @@ def copy_tree(target: Path) -> Path:
 
 def package(kind: str, tree: Path, folder: Path) -> Path:
     """What `pip install` is given."""
-    if kind == "zip":
-        with zipfile.ZipFile(folder / "fp4train-main.zip", "w") as archive:
-            for path in sorted(tree.rglob("*")):
-                archive.write(path, Path("fp4train-main") / path.relative_to(tree))
-        return folder / "fp4train-main.zip"
     if kind == "editable":
         return tree
-    python(
-        "-m", "build", "--no-isolation", f"--{kind}", "--outdir", str(folder), str(tree), cwd=folder
-    )
-    (found,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
-    return found
+    # without a word for one of both: an sdist, and the wheel of that
+    python("-m", "build", "--no-isolation", "--outdir", str(folder), str(tree), cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 def install(kind: str, folder: Path) -> Path:

@@ -22,7 +22,7 @@ from fp4train.lab.gate import (
 )
 from fp4train.lab.studies import ALPHA
 
-SIZES = [(300, 150), pytest.param(4000, 300, marks=pytest.mark.long)]
+SIZES = [(300, 150), pytest.param(1000, 300, marks=pytest.mark.long)]
 
 
 def at_most(trials: int) -> float:
