@@ -283,7 +283,7 @@ def test_a_rank_that_is_killed_is_named_by_another_and_ends_all(ranks: Ranks, ra
     ranks.same(ranks.reference("train.microbatch=2"), "a")
 
 
-KILLS = int(os.environ.get("FP4TRAIN_KILLS", "3"))
+KILLS = int(os.environ.get("FP4TRAIN_KILLS", "2"))
 """Random moments at which a rank is killed; docs/scale.md says how many were tried by hand."""
 
 

@@ -49,9 +49,9 @@ CUT: dict[str, Cut] = {
     for family in BEYOND_LLAMA
 }
 EXPERTS = CUT["moe"]
-KINDS = ("moe", "hyena")
-"""Experts, and a family whose linear layers are those of a llama: for tests of what is sent and
-summed, where families differ in nothing else.
+PARTED = ("moe", "hybrid")
+"""Experts, and segments of a weight: what ranks hold of these is put together otherwise than that of
+a llama, on which the same is tested. The tests above and below of what is computed take each family.
 """
 GPIPE = ("parallel.pp=2", "parallel.pp_schedule=gpipe", "model.recompute=true")
 INTERLEAVED = ("parallel.pp=2", "parallel.pp_schedule=interleaved")
@@ -79,8 +79,6 @@ def four(family: str) -> Cut:
         *(("nvfp4", family) for family in RUNS),
         # Of experts each form of codes is sent apart; linear layers are those of a llama.
         *((recipe, "moe") for recipe in ("mxfp8", "fp8_delayed", "quartet_ii")),
-        ("mxfp8", "hybrid"),
-        ("fp8_delayed", "hyena"),
     ],
 )
 def test_shards_and_stages_are_one_rank(ranks: Ranks, recipe: str, family: str) -> None:
@@ -113,24 +111,23 @@ def test_recomputed_experts_without_tokens_on_a_rank_are_sent_along(ranks: Ranks
     ranks.same(ranks.reference(*options), "two")
 
 
-@pytest.mark.parametrize("family", KINDS)
 def test_outlier_channels_are_those_of_one_rank_on_shards_and_refused_elsewhere(
-    ranks: Ranks, family: str
+    ranks: Ranks,
 ) -> None:
     """Experts too: a rank has tokens for some of them, and all ranks choose by the tokens of
     all.
     """
     own = ("recipe=tetrajet_v2_outliers", "policy=all", "recipe.outliers.multiple=8")
     own = (*own, "recipe.outliers.start=0", "recipe.outliers.steps=2")
-    options = (*RUNS[family], *own)
+    options = (*RUNS["moe"], *own)
     ranks.train(2, "shards", *options, "parallel.dp_shard=2", "parallel.gather=fp32")
     ranks.same(ranks.reference(*options), "shards")
-    for key, cut in {"pp": options, "tp": (*CUT[family], *own)}.items():
+    for key, cut in {"pp": options, "tp": (*EXPERTS, *own)}.items():
         said = ranks(2, f"run.name={key}", *cut, f"parallel.{key}=2").message
         assert "outlier channels" in said and "recipe.outliers=null" in said
 
 
-@pytest.mark.parametrize("family", RUNS)
+@pytest.mark.parametrize("family", PARTED)
 def test_a_run_goes_on_in_every_bit(ranks: Ranks, family: str) -> None:
     """With recomputed blocks, from shards to stages."""
     options = (*RUNS[family], "recipe=nvfp4", "model.recompute=true")
@@ -167,7 +164,7 @@ def test_tensor_parallel_ranks_give_the_first_step_of_one_rank_in_nvfp4(
     close(ranks, ranks.reference(*options), two, 2e-4, 2e-2)
 
 
-@pytest.mark.parametrize("family", CUT)
+@pytest.mark.parametrize("family", PARTED)
 def test_a_run_goes_over_tensor_parallel_ranks_shards_and_one_rank(
     ranks: Ranks, family: str
 ) -> None:
@@ -185,7 +182,7 @@ def test_a_run_goes_over_tensor_parallel_ranks_shards_and_one_rank(
     close(ranks, ranks.reference(*options, "train.steps=4"), "parts", 1e-6, 1e-5)
 
 
-@pytest.mark.parametrize("family", CUT)
+@pytest.mark.parametrize("family", PARTED)
 def test_stages_of_tensor_parallel_ranks_are_one_stage(ranks: Ranks, family: str) -> None:
     options = (*CUT[family], "recipe=nvfp4", "train.steps=2", "parallel.tp=2")
     ranks.train(4, "stages", *options, "parallel.pp=2")

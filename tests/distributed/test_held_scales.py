@@ -17,10 +17,9 @@ Ranks = Any
     "cut",
     [
         ("parallel.dp_shard=2",),
-        ("parallel.dp_shard=2", "parallel.gather=fp32"),
         ("parallel.tp=2", "model.kv_heads=2", "train.microbatch=2"),
     ],
-    ids=["codes of shards", "values of shards", "cut layers"],
+    ids=["codes of shards", "cut layers"],
 )
 def test_two_ranks_resume_to_the_bit_with_the_amaxes_of_both(
     ranks: Ranks, cut: tuple[str, ...]

@@ -45,14 +45,10 @@ def same(ranks: Ranks, one: Path, other: str) -> None:
     ("name", "mesh"),
     [
         ("qwen2", "parallel.tp=2"),
-        ("qwen3", "parallel.tp=2"),
         ("qwen3", "parallel.tp=2 parallel.sp=false"),
-        ("llama-3", "parallel.tp=2"),
         ("llama-3", "parallel.dp_shard=2"),
         ("qwen3", "parallel.pp=2 train.microbatch=1"),
-        ("qwen3", "parallel.dp_replicate=2"),
         ("qwen3", "parallel.tp=2 train.compile=true"),
-        ("qwen2", "parallel.dp_shard=2 train.compile=true"),
     ],
 )
 def test_two_ranks_that_begin_with_a_folder_train_as_one(

@@ -10,7 +10,7 @@ import storm
 from command_line import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-COUNTS = {"parts": 60, "damages": 150, "inputs": 2, "corruption": 5}
+COUNTS = {"parts": 25, "damages": 80, "inputs": 2, "corruption": 5}
 
 
 @pytest.mark.long
