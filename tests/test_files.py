@@ -160,6 +160,7 @@ def test_files_have_the_usual_rights(run: Path) -> None:
     assert stat.S_IMODE((run / "a").stat().st_mode) & ~0o644 == 0
 
 
+@pytest.mark.long
 def test_what_is_read_takes_the_memory_that_it_has_bytes_and_not_its_limit(run: Path) -> None:
     """As under `ulimit -v`, or on a machine that has less memory than a file may have."""
     (run / "thing").write_bytes(b"precious")

@@ -29,6 +29,7 @@ def test_numbers_of_a_mesh_are_grouped_and_have_no_exponents(
     assert not re.findall(r"\de[+-]\d|0–0|\b1 steps|\d{5,}", shown)
 
 
+@pytest.mark.long
 def test_a_model_that_is_large_for_its_tokens_is_counted_in_billions(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

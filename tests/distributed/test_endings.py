@@ -62,6 +62,7 @@ class Halved(Constant):
 """
 
 
+@pytest.mark.long
 def test_another_version_of_a_plugin_on_a_rank_is_refused(ranks: Ranks) -> None:
     """The rank's learning rate would be half of the others': each trains on, and no number shows
     it.
@@ -333,6 +334,7 @@ def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
     assert recorded(Path(ranks.folder, "runs/asked")) == [(2, "mxfp8")]
 
 
+@pytest.mark.long
 def test_the_lead_decides_whether_this_user_wrote_a_configuration(ranks: Ranks) -> None:
     """Each machine may have a key of its own, or none."""
     ranks.train(2, "a", "train.steps=1", XDG_STATE_HOME=str(ranks.folder / "state{rank}"))

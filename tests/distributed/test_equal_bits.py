@@ -19,7 +19,8 @@ def test_two_ranks_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
     ranks.same(ranks.reference("train.microbatch=2", *options), "two")
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 def test_two_ranks_recompute_what_two_microbatches_do(ranks: Ranks, recipe: str) -> None:
     """Of weights that are gathered as codes (MXFP8), and with one scale as values (NVFP4); blocks
     are recomputed.
@@ -58,6 +59,7 @@ def test_with_the_defaults_two_ranks_are_two_microbatches_while_gradients_are_cl
     ranks.same(reference, "two")
 
 
+@pytest.mark.long
 def test_the_lead_logs_the_ranks_speed_and_memory(ranks: Ranks) -> None:
     greedy = (
         "import torch\nheld = torch.ones(100_000_000) if rank else None\nimport "

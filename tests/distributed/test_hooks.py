@@ -55,6 +55,7 @@ def test_a_hook_that_raises_on_one_rank_ends_both_with_the_state_saved(
     assert ended.codes == [1, 1] and steps(ranks.folder / "runs/a") == [saved]
 
 
+@pytest.mark.long
 def test_a_hook_of_the_first_rank_is_on_no_other(ranks: Ranks, mine: None) -> None:
     hooks = "hooks=[{_target_: ranklab.First}]"
     ended = ranks(2, *OWN, hooks, "profile.steps=[2]", "profile.ranks=[1]")

@@ -4,6 +4,8 @@ were.
 
 from typing import Any
 
+import pytest
+
 Ranks = Any
 
 LAB = """from dataclasses import dataclass
@@ -34,6 +36,7 @@ def train(ranks: Ranks, count: int, *words: str) -> None:
     assert ended.codes == [0] * count, ended.err
 
 
+@pytest.mark.long
 def test_ranks_take_their_rows_and_another_number_of_ranks_goes_on(ranks: Ranks) -> None:
     (ranks.folder / "mine/data").mkdir(parents=True)
     (ranks.folder / "mine/rowlab.py").write_text(LAB)

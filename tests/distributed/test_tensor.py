@@ -123,6 +123,7 @@ def test_in_every_recipe_the_first_loss_is_that_of_one_rank(ranks: Ranks, world:
         assert llama_steps.difference(ours, one, "norms", 0) <= RARE, ours
 
 
+@pytest.mark.long
 def test_what_is_requantised_and_turned_by_signs_of_the_step_is_that_of_one_rank(
     ranks: Ranks,
 ) -> None:

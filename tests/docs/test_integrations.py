@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.long
 def test_all_python_of_the_page_runs(
     working_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

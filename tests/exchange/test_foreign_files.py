@@ -75,6 +75,7 @@ def test_a_key_that_the_export_did_not_write_is_named(
     assert any(line.startswith(f"{name}: {key} is ") for line in verify(copy, run).others)
 
 
+@pytest.mark.long
 def test_a_tokenizer_that_autotokenizer_changes_is_said_at_export_and_not_verified_as_equal(
     finished: FinishedRuns, tmp_path: Path
 ) -> None:

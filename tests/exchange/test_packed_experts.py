@@ -343,6 +343,7 @@ def test_what_no_format_has_of_experts_is_refused_by_name(
     assert said in shown and not (tmp_path / "a").exists()
 
 
+@pytest.mark.long
 def test_a_plan_that_divides_the_experts_of_a_layer_is_said(
     finished: FinishedRuns, tmp_path: Path
 ) -> None:

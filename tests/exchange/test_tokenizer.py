@@ -102,6 +102,7 @@ def test_a_token_that_begins_documents_is_trained_exported_and_scored_alike(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.long
 def test_conversations_are_the_text_that_the_run_was_trained_on(
     finished: FinishedRuns, command: Command, tmp_path: Path
 ) -> None:

@@ -67,7 +67,7 @@ BYTES = {
         "mxfp4": 0.5 + 1 / 32,
         "mxfp8": 1 + 1 / 32,
     },
-    **{"fp8_delayed": 1, "bf16": 2, "mxfp6": 1 + 1 / 32},
+    **{"fp8_current": 1, "fp8_delayed": 1, "bf16": 2, "mxfp6": 1 + 1 / 32},
     # A float32 scale for each of 576 rows, which are no longer than an outer block.
     **{
         "quartet_ii": 0.5 + 1 / 16,

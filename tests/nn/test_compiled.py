@@ -143,6 +143,7 @@ def test_torchs_autocast_decides_the_output_dtype_as_in_eager_mode() -> None:
     assert same(run(compiled), expected)
 
 
+@pytest.mark.long
 def test_other_batch_sizes_and_frozen_parameters_keep_their_bits() -> None:
     model = f4.convert(pair())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -62,6 +62,7 @@ def test_recomputation_inside_of_a_graph_finds_the_call_that_it_repeats(recipe: 
         assert same(tuple(a.values()), tuple(b.values()))
 
 
+@pytest.mark.long
 def test_a_layer_recomputed_by_a_graph_that_called_it_twice_is_refused() -> None:
     model = f4.convert(nn.Sequential(nn.Linear(16, 16)))
     compiled = torch.compile(Checkpointed(model, times=2), backend="aot_eager")

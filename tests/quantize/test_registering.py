@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from fp4train.config import plugins
@@ -99,6 +99,7 @@ def test_a_name_stands_for_one_definition() -> None:
         register("e3m0")  # type: ignore[arg-type]
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(-20, 20))
 def test_the_values_of_a_format_give_the_format_back(
     exponent_bits: int, mantissa_bits: int, bias: int

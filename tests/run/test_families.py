@@ -85,19 +85,15 @@ def test_a_run_whose_filters_had_weight_decay_is_not_resumed_in_silence(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", BEYOND_LLAMA)
 @pytest.mark.parametrize(
-    "recipe",
+    ("family", "recipe"),
     [
-        ("recipe=nvfp4",),
-        ("recipe=fp8_delayed",),
-        pytest.param(
-            ("recipe=tetrajet_v2_outliers", *OUTLIERS[:1], *RECORDED), marks=pytest.mark.long
-        ),
+        *((family, ("recipe=fp8_delayed",)) for family in BEYOND_LLAMA),
+        ("moe", ("recipe=tetrajet_v2_outliers", *OUTLIERS[:1], *RECORDED)),
     ],
-    ids=["nvfp4", "histories of amaxes", "in the middle of recording outlier channels"],
 )
 def test_a_family_resumes_in_every_bit(cli: Cli, family: str, recipe: tuple[str, ...]) -> None:
+    """With histories of amaxes; and experts in the middle of recording outlier channels."""
     options = (*tiny_run(family), *recipe, "phases=none")
     assert cli("run.name=whole", *options, "schedule=constant").code == 0
     assert cli("run.name=a", *options, "schedule=constant", "train.steps=4").code == 0

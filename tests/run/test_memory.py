@@ -18,6 +18,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults of glibc's allocator")
 def test_a_tensor_of_a_size_that_was_freed_costs_no_page_faults() -> None:
     """Eight fresh 64 MB tensors would fault 131072 pages of 4 kB; the ones before fit the heap to

@@ -51,13 +51,11 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 Recorders = list[RecorderOnCpu]
 
 
-LONG = [
-    pytest.param(recipe, moments, False, marks=pytest.mark.long)
-    for recipe, moments in (("bf16", "bfloat16"), ("mxfp8", "float32"), ("fp8_current", "float32"))
-]
-
-
-@pytest.mark.parametrize(("recipe", "moments", "recompute"), [("nvfp4", "float32", True), *LONG])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("recipe", "moments", "recompute"),
+    [("nvfp4", "float32", True), ("bf16", "bfloat16", False), ("fp8_current", "float32", False)],
+)
 def test_a_recorded_run_equals_an_eager_one_in_every_bit(
     cli: Cli, recorded: Callable[[bool], Recorders], recipe: str, moments: str, recompute: bool
 ) -> None:
@@ -95,6 +93,7 @@ def test_a_graph_is_dropped_where_the_recipe_changes_and_recorded_again(
     assert [each.replays for each in recorders] == [6 - WARM_UP, 6 - WARM_UP]
 
 
+@pytest.mark.long
 def test_a_recorded_run_goes_on_from_its_checkpoint_as_if_it_had_never_ended(
     cli: Cli, recorded: Callable[[bool], Recorders], stop_at: StopAt
 ) -> None:
@@ -122,6 +121,7 @@ def test_a_recorded_run_goes_on_from_its_checkpoint_as_if_it_had_never_ended(
     )
 
 
+@pytest.mark.long
 def test_a_replayed_step_that_fails_changes_nothing_and_is_blamed_as_an_eager_one(
     cli: Cli, recorded: Callable[[bool], Recorders], before: Before
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_run_is_resumed_to_the_bit_and_reads_no_file_that_it_had_read(
     assert refused.code == 1 and "was trained on other data" in refused.message
 
 
+@pytest.mark.long
 def test_a_run_whose_rows_end_is_saved(cli: Cli) -> None:
     ended = cli(*WORDS, "run.name=a", "train.steps=99")
     assert ended.code == 1

@@ -16,6 +16,7 @@ from fp4train.cli.console import kept_console
 from fp4train.lab.analysis import training_loss
 
 
+@pytest.mark.long
 def test_runs_that_differ_in_their_seed_are_averaged_below_the_jobs(cli: Cli) -> None:
     ended = cli("-m", "recipe=bf16,mxfp8", "run.seed=0,1", "run.name=s", "train.steps=2", *STEADY)
     assert ended.code == 0, ended.err
@@ -42,6 +43,7 @@ def test_a_sweep_names_plans_and_losses_without_metrics_too(cli: Cli) -> None:
     assert "the train loss is that of the last batch" in ended.out
 
 
+@pytest.mark.long
 def test_the_sweep_of_an_experiment_can_be_left_out() -> None:
     command = ["-m", "experiment=nvfp4_ablations", "run.seed=0,1"]
     alone = points_of([*command, "~hydra.sweeper.params.recipe"])
@@ -60,6 +62,7 @@ def test_the_runs_of_a_sweep_share_a_group(cli: Cli) -> None:
     assert [body["track"]["group"] for body in saved] == ["recipe=bf16,mxfp8"] * 2
 
 
+@pytest.mark.long
 def test_what_a_run_prints_is_kept_in_its_folder_and_with_its_charts(cli: Cli) -> None:
     ended = cli("run.name=a", "train.steps=2", "track=wandb", "track.mode=offline", *STEADY)
     kept = Path("runs/a/console.log").read_text("utf-8")

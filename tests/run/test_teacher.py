@@ -61,6 +61,7 @@ def test_a_quantised_student_comes_nearer_to_its_teacher(cli: Cli, teacher: Path
     assert losses("runs/a") == whole
 
 
+@pytest.mark.long
 def test_a_loss_near_zero_is_not_judged_by_its_own_size_and_a_rise_is_seen(
     cli: Cli, teacher: Path
 ) -> None:

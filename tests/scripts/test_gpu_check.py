@@ -101,6 +101,7 @@ def test_a_step_that_ended_is_not_run_again_and_results_of_one_that_failed_come_
     assert take(steps[:2]) == [], "what cannot run on a machine is no failure"
 
 
+@pytest.mark.long
 def test_steps_beside_each_other_share_a_limit_and_each_is_noted_when_it_ends(
     take: Any, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_steps_beside_each_other_share_a_limit_and_each_is_noted_when_it_ends(
     assert sorted((tmp_path / "x.done").read_text().split()) == ["a", "b"]
 
 
+@pytest.mark.long
 def test_total_bounds_the_whole_call_whatever_a_step_does(
     take: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_total_bounds_the_whole_call_whatever_a_step_does(
     assert {"x-found.json", "x-stubborn.log"} <= packed(tmp_path)
 
 
+@pytest.mark.long
 def test_a_step_has_a_limit_of_its_own_and_what_it_leaves_is_for_the_next(
     take: Any, tmp_path: Path
 ) -> None:
@@ -159,6 +162,7 @@ def test_a_first_visit_takes_nine_minutes_and_is_what_a_call_without_parts_runs(
     assert gpu_check.read(["x", "--total", "9"]).parts == ["nine"]
 
 
+@pytest.mark.long
 def test_without_a_gpu_nothing_runs_and_the_exit_code_says_so(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     command = ["bash", str(SCRIPT), "out/x", "--total", "9"]

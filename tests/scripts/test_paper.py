@@ -26,6 +26,7 @@ def number(cell: str) -> float:
     return float(match[0])
 
 
+@pytest.mark.long
 def test_a_draw_of_each_figure_lies_as_near_to_it_as_the_page_says() -> None:
     figures = script.figures()
     assert [figure.what for figure in figures] == list(ROWS)[2:]

@@ -218,6 +218,7 @@ class Useless(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
+@pytest.mark.long
 def test_a_server_that_refuses_the_run_leaves_it_offline_also_when_resumed(
     tmp_path: Path,
     wandb_at: Callable[[str | None], None],

@@ -160,6 +160,7 @@ def test_an_accumulator_that_te_does_not_choose_is_refused() -> None:
             to_te(recipe.table())
 
 
+@pytest.mark.long
 def test_tes_environment_variables_change_nothing() -> None:
     program = (
         "from fp4train.backends.te import to_te; from fp4train.precision.recipes import *; "

@@ -45,6 +45,7 @@ def test_the_baseline_is_the_run_that_gaps_are_to_and_labels_name_runs(
     assert "width=1 must be a number of inches" in said and "did you mean 'baseline'?" in said
 
 
+@pytest.mark.long
 def test_a_report_writes_its_figures_to_files_and_takes_a_baseline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

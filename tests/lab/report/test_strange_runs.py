@@ -123,6 +123,7 @@ def test_results_of_studies_that_were_changed_or_are_of_another_run_are_left_out
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize("opening", ["[", "- "])
 def test_a_deeply_nested_configuration_stalls_nothing(tmp_path: Path, opening: str) -> None:

@@ -204,6 +204,7 @@ def test_candidates_that_are_added_are_further_looks_that_ask_for_more_and_other
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 def test_several_checkpoints_are_ranked_together_and_one_is_said_to_hold_for_itself(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]]

@@ -122,6 +122,7 @@ def test_two_studies_are_equal_to_the_bit_and_a_killed_one_goes_on(
     )
 
 
+@pytest.mark.long
 def test_one_batch_has_no_interval_and_another_recipe_is_refused_in_its_folder(cli: Cli) -> None:
     said = cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0.2")
     assert said.code == 0, said.err
@@ -149,6 +150,7 @@ def test_an_earlier_step_and_a_fresh_model(cli: Cli) -> None:
     assert names == ["sensitivity-mxfp8-0", "sensitivity-mxfp8-3"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sketched")
 @pytest.mark.long
 def test_a_model_without_a_run_is_studied_as_one_is_that_a_run_initialised(cli: Cli) -> None:

@@ -323,6 +323,7 @@ def test_a_checkpoint_whose_copy_has_other_bits_is_not_written(
     assert steps("runs/a") == [3, 4, 6]
 
 
+@pytest.mark.long
 def test_a_layer_that_the_policy_keeps_and_other_code_multiplies_is_no_fault(cli: Cli) -> None:
     ended = cli("run.name=a", "recipe=nvfp4", "policy=last15", "train.steps=16", "audit.every=1")
     assert ended.code == 0
