@@ -40,7 +40,7 @@ GIVEN = {
 OPTIONS = [
     f"{group}={option}" for group, options in overrides.groups().items() for option in options
 ]
-SHORT = [option for option in OPTIONS if not option.startswith(("recipe=", "model="))] + [
+SHORT = list({option.partition("=")[0]: option for option in OPTIONS}.values()) + [
     "model=llama_tiny",
     "model=moe_tiny",
     "model=hybrid_tiny",
@@ -50,7 +50,7 @@ SHORT = [option for option in OPTIONS if not option.startswith(("recipe=", "mode
     "recipe=fp16",
     "recipe=bf16_forward_nvfp4_backward",
 ]
-"""Every recipe is built and every published size counted in tests of their own."""
+"""One of each group, and of models and recipes those that are planned otherwise than the others."""
 PLANNED = ("model=", "recipe=", "policy=", "phases=", "experiment=")
 """Options that change what a plan has."""
 
