@@ -40,7 +40,8 @@ GIVEN = {
 OPTIONS = [
     f"{group}={option}" for group, options in overrides.groups().items() for option in options
 ]
-SHORT = list({option.partition("=")[0]: option for option in OPTIONS}.values()) + [
+SHORT = [
+    *{option.partition("=")[0]: option for option in OPTIONS}.values(),
     "model=llama_tiny",
     "model=moe_tiny",
     "model=hybrid_tiny",
