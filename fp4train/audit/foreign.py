@@ -97,6 +97,9 @@ class ForeignObserver(CallRecorder):
         record = next(iter(self.records), None)
         if record is None or record.y is not None or self._edges is None:
             return None
+        if not isinstance(result, Tensor):  # None where the pass raised
+            self.hide("it returned no tensor")
+            return None
         record.returned = not result.requires_grad  # nothing learns: no backward pass comes
         return self._edges.returned(result)
 

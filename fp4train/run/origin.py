@@ -461,10 +461,10 @@ def abandon_later(run: Run, doubt: str | None, *, even_if_none: bool = False) ->
             "steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1
         )
     begun = run.saver.begin(proven=doubt is None, doubt=doubt)
-    run.saver.wait()
     with run.world.same_outcome():
         if not run.world.lead:
             return
+        run.saver.wait()
         outcomes = run.saver.outcomes()
         if not begun or not outcomes or not outcomes[-1].written:
             why = next(

@@ -18,7 +18,8 @@ beginning of a divergence that is seen later: a mark in their state says so to w
 rise of the loss was but noise, it takes its marks with it. Beside the newest `checkpoint.keep` there
 stay
 
-    the good one               the newest that is proven, so that doubtful ones never stand alone
+    the good one               the newest that is proven, so that doubtful ones never stand alone; and the one that
+                               was it when the loss last diverged, even if the loss is back within its past
     the one before cooldown    `checkpoint.keep_before_cooldown`: a longer run goes on from it
     milestones                 number k of `checkpoint.milestones` (from 0) is the oldest whose age, in units of
                                `checkpoint.every` times `checkpoint.keep`, is from 4ᵏ to below 4ᵏ⁺¹
@@ -67,8 +68,7 @@ class Saver:
     """Writes the checkpoints of one run.
 
     Args:
-        ranks: those that write them together; all call `begin`, `prove` and `wait` after the same
-            steps.
+        ranks: those that write them together; all call `begin` and `prove` after the same steps.
     """
 
     def __init__(self, run: Run, ranks: checkpoint.CheckpointGroup = checkpoint.ALONE) -> None:
@@ -78,6 +78,8 @@ class Saver:
         """The newest step that is written."""
         self.good: int | None = None
         """The newest step whose state gave a loss within its past."""
+        self.named: int | None = None
+        """The good one when the loss last diverged: messages name it, and it stays."""
         self.last: Outcome | None = None
         self._expected: BitSums = {}
         """Sums of the coming checkpoint's tensors that were taken before."""
@@ -204,14 +206,17 @@ class Saver:
         the good one; None: take the marks away.
         """
 
+        newest = self.saved if self._begun is None else self._begun
+
         def job() -> None:
+            self.named = None if doubt is None else self.good
             place = self.run.record.folder
-            if place.status(run_directory.CHECKPOINTS) is not None:
+            is_later = newest is not None and newest >= since
+            if is_later and place.status(run_directory.CHECKPOINTS) is not None:
                 with place.folder(run_directory.CHECKPOINTS) as folder:
                     checkpoint.set_doubt(folder, since, doubt, good=self.good)
 
-        newest = self.saved if self._begun is None else self._begun
-        if self.ranks.first and newest is not None and newest >= since:
+        if self.ranks.first:
             self._worker.put(job)
 
     def outcomes(self) -> list[Outcome]:
@@ -230,7 +235,7 @@ class Saver:
 
     def wait(self) -> None:
         """Wait, within bounds, until nothing is being written; `outcomes` then says how it went."""
-        if not self._is_written():
+        if not self._worker.wait(WAIT_SECONDS):
             _log.error(
                 "the checkpoint of step %s is not written after %g s; it is left behind",
                 self._begun,
@@ -326,7 +331,7 @@ class Saver:
         config = self.run.config
         settings = config.checkpoint
         cooldown = config.schedule.cooldown_start(config.train.steps)
-        stay = {step for step in past if step == self.good}
+        stay = {step for step in past if step in (self.good, self.named)}
         stay |= set(past[-settings.keep - unproven :])
         if settings.keep_before_cooldown and cooldown is not None:
             stay |= set([step for step in past if step <= cooldown][-1:])

@@ -90,6 +90,16 @@ def test_a_divergence_marks_the_checkpoints_from_its_beginning_and_later_ones_ar
     assert max(marked("runs/a"), default=0) < 26 and steps()[-1] == 30
 
 
+def test_the_good_checkpoint_that_a_divergence_names_stays_when_the_loss_is_back(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled(monkeypatch, {8: 30, 15: 1 / 30})
+    ended = cli("run.name=a", *RUN, "train.steps=30", "checkpoint.keep=1")
+    assert ended.code == 0 and "The last good checkpoint is that of step 7: go on" in ended.err
+    assert "back within its past" in ended.err
+    assert steps() == [7, 30]
+
+
 def test_a_mark_goes_where_the_high_losses_were_but_noise_of_a_batch(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
