@@ -56,7 +56,7 @@ class CacheEntry:
     """The ids of a corpus in the cache.
 
     Args:
-        key: what they are known by.
+        key: mapping that names them in the cache.
         parts: function that gives the corpus in parts.
         encode: function from documents to their packed ids.
         max_tokens: most ids that are taken.
