@@ -95,13 +95,14 @@ def timed_kernels(processors: int = 132) -> list[Counted]:
 
 def instructions(cubin: Path) -> int:
     """Those of a thread."""
-    text = subprocess.run(
-        [triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    text = printed(triton.knobs.nvidia.nvdisasm.path, "-c", cubin)
     return sum(name != "NOP" for name in INSTRUCTION.findall(text))
+
+
+def printed(program: str, option: str, cubin: Path) -> str:
+    """What a program of NVIDIA's says of a compiled kernel."""
+    command = [program, option, str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def rows(capability: int) -> list[dict[str, Any]]:
@@ -119,12 +120,7 @@ def row(kernel: Counted, capability: int, cubin: Path) -> dict[str, Any]:
     compiled = gpu_compile.compiled_kernel(kernel.record)
     assert compiled.metadata.target.arch == capability
     cubin.write_bytes(compiled.asm["cubin"])
-    used = subprocess.run(
-        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    used = printed(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
     resources = {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", used)}
     return {
         "kernel": kernel.name,

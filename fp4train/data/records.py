@@ -344,8 +344,12 @@ def table_batches(
 
 
 def _row_groups(path: Path, column: str, size: int) -> Iterator[tuple[int, FileStretch]]:
-    """The row groups of Parquet in stretches of which `column` has about `size` bytes."""
-    try:
+    """The row groups of Parquet in stretches of which `column` has about `size` bytes.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    with table_errors(path):
         import pyarrow.parquet
 
         metadata = pyarrow.parquet.read_metadata(path)
@@ -356,8 +360,6 @@ def _row_groups(path: Path, column: str, size: int) -> Iterator[tuple[int, FileS
             )
             for group in range(metadata.num_row_groups)
         ]
-    except Exception:  # who reads it says what is wrong
-        sizes = []
     start = total = 0
     for group, bytes_of_group in enumerate(sizes):
         total += bytes_of_group

@@ -236,14 +236,18 @@ def test_a_full_disk_keeps_what_is_finished(
     assert there.items() <= entry_files(tmp_path).items()
 
 
+def made_entry(folder: Path) -> tuple[Any, Any, dict[str, bytes], Path]:
+    """A source, its entry, the files of the entry once it is made, and their folder."""
+    source = json_lines(folder)
+    entry = entry_of(source, folder)
+    entry.ids()
+    return source, entry, entry_files(folder), next((folder / "cache").iterdir())
+
+
 def test_a_damaged_shard_alone_is_made_anew_and_verify_finds_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = json_lines(tmp_path)
-    entry = entry_of(source, tmp_path)
-    entry.ids()
-    good = entry_files(tmp_path)
-    folder = next((tmp_path / "cache").iterdir())
+    _, entry, good, folder = made_entry(tmp_path)
     inodes = {path.name: path.stat().st_ino for path in folder.glob("*.bin")}
     changed = sorted(inodes)[3]
     gone = sorted(inodes)[6]
@@ -262,11 +266,7 @@ def test_a_damaged_shard_alone_is_made_anew_and_verify_finds_it(
 def test_shards_of_another_tokenizer_are_not_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = json_lines(tmp_path)
-    entry = entry_of(source, tmp_path)
-    entry.ids()
-    good = entry_files(tmp_path)
-    folder = next((tmp_path / "cache").iterdir())
+    source, entry, good, folder = made_entry(tmp_path)
     other = json.loads(good["00002.json"])
     (folder / "00002.json").write_text(json.dumps({**other, "entry": "another"}))
     (folder / "00002.bin").write_bytes(bytes(len(good["00002.bin"])))
