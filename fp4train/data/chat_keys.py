@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.data.frames import ANSWERS
-from fp4train.data.records import Repeated, column_place, holds_text, name_of, parsed
+from fp4train.data.records import Repeated, name_of, parsed
+from fp4train.data.tables import column_place, holds_text
 from fp4train.errors import DataError
 
 _RENDERED = ("tools", "documents", "functions", "system", "chat_template_kwargs")

@@ -21,8 +21,9 @@ from fp4train import files
 from fp4train.data.compressed import plain_name
 from fp4train.data.files import expanded, input_files, shown, stamp
 from fp4train.data.parts import SHARD, CorpusPart, joined_parts
-from fp4train.data.records import ALL, FileStretch, OtherFile, read_records, stretches
+from fp4train.data.records import read_records, stretches
 from fp4train.data.source import Texts, TextSource, Workers, check_workers
+from fp4train.data.tables import ALL, FileStretch, OtherFile
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.paths import CacheFolder, DataPaths, PathOrHubName

@@ -14,8 +14,8 @@ import numpy as np
 
 from fp4train.data.cache import CacheEntry
 from fp4train.data.files import container_of, stamp
-from fp4train.data.records import TABLES, column_place, table_batches, table_errors
 from fp4train.data.stored import Ids
+from fp4train.data.tables import TABLES, column_place, table_batches, table_errors
 from fp4train.data.tokens import ids_dtype
 from fp4train.errors import DataError
 
