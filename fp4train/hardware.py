@@ -44,14 +44,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import yaml
 
 from fp4train.text import first_line, near_miss
 
-OLDEST_GPU: Final = (8, 0)
+OLDEST_GPU = (8, 0)
 """Compute capability from which on GPUs multiply BF16."""
 
 
@@ -99,7 +99,7 @@ class Gpu:
         return self.name
 
 
-_UNITS: Final = {"bandwidth": 1e9, "capacity": 1e9, "l2": 1e6, "nvlink": 1e9, "network": 1e9}
+_UNITS = {"bandwidth": 1e9, "capacity": 1e9, "l2": 1e6, "nvlink": 1e9, "network": 1e9}
 """Field → what its number in hardware.yaml is multiplied by."""
 
 

@@ -32,7 +32,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,7 @@ WITHOUT_INSTRUCTIONS = frozenset(
     if not any(torch.cpu.get_capabilities().get(n) for n in names)
 )
 
-_SMALLEST_OF_ONEDNN: Final = 16**3
+_SMALLEST_OF_ONEDNN = 16**3
 """Multiplications of a product that torch still does itself (`use_mkldnn_bf16_matmul`)."""
 
 _UNREAD = {

@@ -29,7 +29,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -44,18 +43,18 @@ from fp4train.hardware import Device
 from fp4train.quantize import Quantized, QuantSpec, to_torch
 from fp4train.text import first_line
 
-FP8: Final = (E4M3, E5M2)
+FP8 = (E4M3, E5M2)
 """The element formats of one scale per tensor or row."""
-_WHOLE: Final = ((None, None), (1, None))
+_WHOLE = ((None, None), (1, None))
 """Blocks of one scale per tensor or row."""
-_MULTIPLE: Final = 16
+_MULTIPLE = 16
 """Rows of A and B are padded to multiples of this; so are the columns of those with one scale per
 tensor or row.
 """
-_SQUARE: Final = (128, 128)
-_TILES: Final = [SwizzleType.SWIZZLE_32_4_4]
-_PLAIN: Final = [SwizzleType.NO_SWIZZLE]
-_TILES_AND_PLAIN: Final = _TILES + _PLAIN
+_SQUARE = (128, 128)
+_TILES = [SwizzleType.SWIZZLE_32_4_4]
+_PLAIN = [SwizzleType.NO_SWIZZLE]
+_TILES_AND_PLAIN = _TILES + _PLAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +105,7 @@ class BlockScheme:
         )
 
 
-SCHEMES: Final = (
+SCHEMES = (
     BlockScheme(
         title="NVFP4",
         elements=(E2M1,),
@@ -136,7 +135,7 @@ SCHEMES: Final = (
 )
 
 
-_BY_COLUMNS: Final[dict[int | None, BlockScheme]] = {scheme.cols: scheme for scheme in SCHEMES}
+_BY_COLUMNS: dict[int | None, BlockScheme] = {scheme.cols: scheme for scheme in SCHEMES}
 """The scheme of operands that `Native.why_not` has nothing against, by the width of their
 blocks.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ class KernelCall(NamedTuple):
     codes: Callable[[bool], Prepared] | None = None
 
 
-ALONE: Final = KernelCall()
+ALONE = KernelCall()
 """A call that shares nothing."""
 
 

@@ -39,7 +39,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -57,15 +57,15 @@ Way = Literal["cublas", "triton"]
 Tile = tuple[int, int, int, int]
 """Rows, columns and depth of a tile, and warps of its program."""
 
-_LARGE: Final[Tile] = (128, 256, 64, 8)
-_WIDE: Final[Tile] = (128, 128, 64, 8)
-_STAGED: Final[Tile] = (128, 128, 32, 8)
+_LARGE: Tile = (128, 256, 64, 8)
+_WIDE: Tile = (128, 128, 64, 8)
+_STAGED: Tile = (128, 128, 32, 8)
 """Where operands, or what is added to, take registers, too."""
-_SMALL: Final[Tile] = (64, 64, 64, 4)
-_INTERPRETED: Final[Tile] = (32, 32, 32, 4)
-_GROUP: Final = 8
+_SMALL: Tile = (64, 64, 64, 4)
+_INTERPRETED: Tile = (32, 32, 32, 4)
+_GROUP = 8
 """Rows of tiles that are taken together."""
-_HOLD_LARGE: Final = ((9, 0), (10, 0), (10, 3))
+_HOLD_LARGE = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities whose multiprocessors have shared memory for three stages of the largest
 tile.
 """

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,9 +44,9 @@ from torch import Tensor
 from fp4train.formats import E2M1, E4M3, E5M2, ElementFormat, decode
 from fp4train.quantize import Quantized
 
-SAMPLED: Final = 32
+SAMPLED = 32
 """Rows of each operand in which `error_share` looks."""
-_ZERO: Final = -(1 << 20)
+_ZERO = -(1 << 20)
 """The exponent of zero: below that of every other number."""
 
 
@@ -91,17 +91,17 @@ class TensorCore:
         return torch.trunc(total_MN / grid) * grid + 0.0  # no sum is -0
 
 
-_FP8: Final = frozenset({E4M3, E5M2})
-HOPPER_FP8: Final = TensorCore(
+_FP8 = frozenset({E4M3, E5M2})
+HOPPER_FP8 = TensorCore(
     name="Hopper, FP8", elements=_FP8, block=32, fraction=13, kept=13, least=-132, restart=128
 )
-ADA_FP8: Final = TensorCore(
+ADA_FP8 = TensorCore(
     name="Ada, FP8", elements=_FP8, block=16, fraction=13, kept=13, least=-132, restart=128
 )
-BLACKWELL_FP8: Final = TensorCore(
+BLACKWELL_FP8 = TensorCore(
     name="Blackwell, FP8", elements=_FP8, block=32, fraction=25, kept=23, least=-126
 )
-BLACKWELL_FP4: Final = TensorCore(
+BLACKWELL_FP4 = TensorCore(
     name="Blackwell, FP4",
     elements=frozenset({E2M1}),
     block=64,
@@ -110,7 +110,7 @@ BLACKWELL_FP4: Final = TensorCore(
     least=-126,
     exact=16,
 )
-UNITS: Final = {(8, 9): (ADA_FP8,), (9, 0): (HOPPER_FP8,), (10, 0): (BLACKWELL_FP8, BLACKWELL_FP4)}
+UNITS = {(8, 9): (ADA_FP8,), (9, 0): (HOPPER_FP8,), (10, 0): (BLACKWELL_FP8, BLACKWELL_FP4)}
 """Compute capability → the units whose sums are known."""
 
 

@@ -10,7 +10,6 @@ plugins stand after the program's own.
 import inspect
 import sys
 from collections.abc import Iterator
-from typing import Final
 
 from fp4train.cli.output import print_screen
 from fp4train.config import plugins
@@ -21,7 +20,7 @@ from fp4train.quantize import ROUNDINGS, Transform
 from fp4train.quantize.outer import GLOBAL_SCALES
 from fp4train.quantize.rounding import FEW_BITS
 
-TRANSFORMS: Final = ("fp4train.quantize.Hadamard", "fp4train.quantize.Rotation")
+TRANSFORMS = ("fp4train.quantize.Hadamard", "fp4train.quantize.Rotation")
 """The program's own, as `_target_` names them."""
 
 

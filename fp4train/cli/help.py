@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config import overrides, plugins
@@ -19,9 +19,9 @@ from fp4train.config.schema import Config, plain
 from fp4train.config.unknown import unknown_key
 from fp4train.text import screen, shortened
 
-_KEY_COLUMNS: Final = 33
+_KEY_COLUMNS = 33
 """Room of a key and its value; its description follows."""
-_LONGEST_VALUE: Final = 40
+_LONGEST_VALUE = 40
 
 
 @dataclass(frozen=True)

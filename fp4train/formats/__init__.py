@@ -8,7 +8,7 @@ any.
 """
 
 import math
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from fp4train.formats.element import (
     BF16 as BF16,
@@ -54,14 +54,14 @@ from fp4train.formats.scale import (
     e8m0_encode as e8m0_encode,
 )
 
-ELEMENT_FORMATS: Final = Registry[ElementFormat](
+ELEMENT_FORMATS = Registry[ElementFormat](
     "element format", (E2M1, E1M2, INT4, E2M3, E3M2, E4M3, E5M2)
 )
 """Formats that tensors are quantised to: the program's own, narrowest first, then those of
 plugins.
 """
 
-SCALE_FORMATS: Final = Registry[ScaleFormat](
+SCALE_FORMATS = Registry[ScaleFormat](
     "scale format",
     (
         E4M3_SCALE,

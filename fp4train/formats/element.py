@@ -23,13 +23,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Final, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-SMALLEST: Final = 2.0**-64
-LARGEST: Final = 2.0**64
+SMALLEST = 2.0**-64
+LARGEST = 2.0**64
 """What magnitudes of an element format must lie between, so that their products with scales and the
 positions on the grid are normal numbers of float32.
 """
@@ -256,15 +256,15 @@ def _shown(values: list[float]) -> str:
     return ", ".join([*texts, "…"] if len(values) > 6 else texts)
 
 
-E2M1: Final = ElementFormat(
+E2M1 = ElementFormat(
     name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, dtype=torch.float4_e2m1fn_x2, rate="FP4"
 )
-E1M2: Final = ElementFormat(name="e1m2", exponent_bits=1, mantissa_bits=2, bias=1)
-INT4: Final = ElementFormat(name="int4", exponent_bits=1, mantissa_bits=2, bias=-1)
+E1M2 = ElementFormat(name="e1m2", exponent_bits=1, mantissa_bits=2, bias=1)
+INT4 = ElementFormat(name="int4", exponent_bits=1, mantissa_bits=2, bias=-1)
 """The integers from -7 to 7, as sign and magnitude: with one exponent bit the grid is uniform."""
-E2M3: Final = ElementFormat(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, rate="FP6")
-E3M2: Final = ElementFormat(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, rate="FP6")
-E4M3: Final = ElementFormat(
+E2M3 = ElementFormat(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, rate="FP6")
+E3M2 = ElementFormat(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, rate="FP6")
+E4M3 = ElementFormat(
     name="e4m3",
     exponent_bits=4,
     mantissa_bits=3,
@@ -273,7 +273,7 @@ E4M3: Final = ElementFormat(
     dtype=torch.float8_e4m3fn,
     rate="FP8",
 )
-E5M2: Final = ElementFormat(
+E5M2 = ElementFormat(
     name="e5m2",
     exponent_bits=5,
     mantissa_bits=2,
@@ -299,11 +299,11 @@ def _wide(name: str, dtype: torch.dtype, exponent_bits: int, mantissa_bits: int)
     )
 
 
-FP16: Final = _wide("fp16", torch.float16, 5, 10)
-BF16: Final = _wide("bf16", torch.bfloat16, 8, 7)
-FP32: Final = _wide("fp32", torch.float32, 8, 23)
+FP16 = _wide("fp16", torch.float16, 5, 10)
+BF16 = _wide("bf16", torch.bfloat16, 8, 7)
+FP32 = _wide("fp32", torch.float32, 8, 23)
 
-WIDE_FORMATS: Final = (FP16, BF16, FP32)
+WIDE_FORMATS = (FP16, BF16, FP32)
 """Formats of operands in high precision: dtypes of torch, which this package does not encode."""
 
 

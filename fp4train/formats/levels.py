@@ -23,7 +23,7 @@ whether the elements of the block are integers from -7 to 7 times 6/7, in place 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,11 @@ from torch import Tensor
 from fp4train.formats.element import E1M2, E2M1, E4M3, INT4, ElementFormat
 from fp4train.formats.scale import ScaleFormat, e4m3_decode, e4m3_encode
 
-E6M2_NAN: Final = 255
-E6M2_BIAS: Final = 48
-SMALLEST: Final = 2.0**-E6M2_BIAS
-LARGEST: Final = 1.5 * 2.0**15
-SIGN: Final = 0x80
+E6M2_NAN = 255
+E6M2_BIAS = 48
+SMALLEST = 2.0**-E6M2_BIAS
+LARGEST = 1.5 * 2.0**15
+SIGN = 0x80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ def _magnitude(codes: Tensor) -> Tensor:
     return e4m3_decode(codes & (SIGN - 1))
 
 
-HIF4_SCALE: Final = LevelledScale(
+HIF4_SCALE = LevelledScale(
     name="hif4",
     dtype=torch.uint8,
     mantissa_bits=2,
@@ -171,7 +171,7 @@ HIF4_SCALE: Final = LevelledScale(
     encode=e6m2_encode,
     decode=e6m2_decode,
 )
-IF4_SCALE: Final = AdaptiveScale(
+IF4_SCALE = AdaptiveScale(
     name="if4",
     dtype=torch.uint8,
     mantissa_bits=3,

@@ -9,11 +9,11 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterator, Sequence
 from types import FunctionType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fp4train.text import near_miss
 
-NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 """What an entry may be called."""
 
 

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ from fp4train.formats.element import (
 )
 
 E8M0_NAN = 255
-SMALLEST_SCALE: Final = 2.0**-126
-LARGEST_SCALE: Final = 2.0**127
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**127
 """What values of a format of scales with a mantissa must lie between: normal numbers of BF16."""
 BF16_SIGNIFICANT_BITS = 8
 
@@ -283,18 +283,18 @@ def _scale_of(element: ElementFormat, dtype: torch.dtype = torch.uint8, **its: A
     )
 
 
-E4M3_SCALE: Final = _scale_of(E4M3, needs_global=True, encode=e4m3_encode, decode=e4m3_decode)
-UE5M3_SCALE: Final = ScaleFormat.unsigned(
+E4M3_SCALE = _scale_of(E4M3, needs_global=True, encode=e4m3_encode, decode=e4m3_decode)
+UE5M3_SCALE = ScaleFormat.unsigned(
     name="ue5m3", exponent_bits=5, mantissa_bits=3, bias=15, needs_global=False
 )
-UE5M3_IEEE_SCALE: Final = ScaleFormat.unsigned(
+UE5M3_IEEE_SCALE = ScaleFormat.unsigned(
     name="ue5m3_ieee", exponent_bits=5, mantissa_bits=3, bias=15, needs_global=False, ieee=True
 )
-FP32_SCALE: Final = _scale_of(FP32, torch.float32, encode=_unchanged, decode=_unchanged)
-POW2_SCALE: Final = replace(
+FP32_SCALE = _scale_of(FP32, torch.float32, encode=_unchanged, decode=_unchanged)
+POW2_SCALE = replace(
     FP32_SCALE, name="pow2", mantissa_bits=0, smallest=2.0**-126, max=2.0**127, encode=pow2_encode
 )
-E8M0_SCALE: Final = ScaleFormat(
+E8M0_SCALE = ScaleFormat(
     name="e8m0",
     dtype=torch.uint8,
     mantissa_bits=0,

@@ -20,7 +20,7 @@ find it loaded.
 
 import contextlib
 import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from fp4train.backends.te.availability import recipe_module, version
 from fp4train.errors import UserError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AcceleratePrecision", "LightningPrecision", "Precision", "TrainerPrecision"]
 
-_PLACES: Final = {
+_PLACES = {
     "AcceleratePrecision": ("accelerate", "accelerate"),
     "LightningPrecision": ("lightning", "lightning"),
     "TrainerPrecision": ("trainer", "transformers"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,9 @@ from fp4train.quantize import Position, RunStep
 
 _log = logging.getLogger(__name__)
 
-_TOKENS: Final = 1 << 31
+_TOKENS = 1 << 31
 """Token indices of a step, which the ranks share out (`quantize.random`)."""
-_MOST_STEPS: Final = 1 << 28
+_MOST_STEPS = 1 << 28
 """Steps of a loop that does not know its end."""
 
 

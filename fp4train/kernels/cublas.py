@@ -17,17 +17,17 @@ Sources: cuBLAS's documentation, 2.1.6 (scalar parameters), 2.2 (types), 2.8.13 
 import ctypes
 import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_TYPES: Final = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 """cudaDataType."""
 _PLAIN = 0
 _TRANSPOSED = 1
 """cublasOperation_t."""
-_OPPOSITE: Final = {_PLAIN: _TRANSPOSED, _TRANSPOSED: _PLAIN}
+_OPPOSITE = {_PLAIN: _TRANSPOSED, _TRANSPOSED: _PLAIN}
 """The operation that reads the transpose."""
 _HOST = 0
 _DEVICE = 1
@@ -37,7 +37,7 @@ _FLOAT32_PARTS = 16
 """cublasMath_t: torch's; partial sums of a long contraction in float32."""
 _COMPUTE_32F = 68
 _DEFAULT_ALGORITHM = -1
-_LARGEST: Final = 2**31 - 1
+_LARGEST = 2**31 - 1
 
 Layout = tuple[int, int]
 """(operation, leading dimension) of a matrix, as cuBLAS sees it: column by column."""

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
 
 from fp4train.audit.fault import Audited, Fault
 from fp4train.audit.observe import Observer
@@ -28,7 +27,7 @@ from fp4train.run.supervise.planned_calls import PlannedCalls, weight_of
 from fp4train.shards import local
 from fp4train.text import first_line
 
-LAYERS: Final = 16
+LAYERS = 16
 """Most layers whose tensors are kept at the same time."""
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +42,11 @@ from fp4train.precision.layer_plan import Gemm
 
 _log = logging.getLogger(__name__)
 
-FOLDER: Final = "profile"
+FOLDER = "profile"
 """RUN/profile: the traces."""
-_EVENTS: Final = 100_000
+_EVENTS = 100_000
 """Allocations that a memory snapshot has at most."""
-_PASSED: Final = (
+_PASSED = (
     "ViewBackward0",
     "UnsafeViewBackward0",
     "ReshapeAliasBackward0",

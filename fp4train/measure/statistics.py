@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,11 +38,11 @@ from fp4train.quantize.transform import transform
 if TYPE_CHECKING:
     from fp4train.nn.planned import PlannedLayer
 
-GROUPS: Final = 2
-GROUP: Final = 128
-NAMES: Final = tuple(f"{gemm}.{operand}" for gemm in GEMMS for operand in OPERANDS[gemm])
+GROUPS = 2
+GROUP = 128
+NAMES = tuple(f"{gemm}.{operand}" for gemm in GEMMS for operand in OPERANDS[gemm])
 """The six operands, in the order in which results number them."""
-RAW: Final = (
+RAW = (
     "amax",
     "signal",
     "error",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import islice
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ where that can, or autograd after it; None: it is the whole gradient.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
 
-ADDING: Final = frozenset({"cuda"})
+ADDING = frozenset({"cuda"})
 """Types of devices on which a backend that `adds` makes one product of a product and a sum."""
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -241,7 +241,7 @@ class DelayedScaling(LayerState):
         torch._foreach_copy_(newest, joined.unbind())
 
 
-EARLIER_AMAXES: Final = (DelayedScaling.kind, HeldAmaxes.kind)
+EARLIER_AMAXES = (DelayedScaling.kind, HeldAmaxes.kind)
 """The kinds of states that give the amaxes of earlier steps; a layer's recipe has one of them."""
 
 

@@ -10,7 +10,7 @@ kept: those of all layers would be a whole model on every rank.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class EarlierAmax(NamedTuple):
     history_entry: Tensor | None = None
 
 
-MEASURED: Final = EarlierAmax()
+MEASURED = EarlierAmax()
 """Of a spec whose amax is measured in each step."""
 
 

@@ -4,7 +4,7 @@ one.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from fp4train.optim.rounded import RoundedAdamW
 from fp4train.shards import is_sharded
 from fp4train.text import check_choice
 
-MOMENT_BYTES: Final = {"float32": 8, "bfloat16": 4}
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4}
 """Bytes per parameter of both moments, by their dtype."""
 
 

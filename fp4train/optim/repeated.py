@@ -3,7 +3,6 @@ the kernels of the optimizers are compared with. Of the matrices of Muon the mom
 """
 
 from collections.abc import Callable, Mapping
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from fp4train.optim.adamw import AdamW
 from fp4train.optim.muon import Muon
 from fp4train.optim.sgd import SGD
 
-WEIGHT: Final = "weight"
+WEIGHT = "weight"
 Tensors = Mapping[str, Tensor]
 """A weight and its moments by their names in the optimizer's state, float64."""
 
@@ -50,7 +49,7 @@ def _muon(
     return {"momentum_buffer": mean}
 
 
-UPDATES: Final[Mapping[type, Callable[..., dict[str, Tensor]]]] = {
+UPDATES: Mapping[type, Callable[..., dict[str, Tensor]]] = {
     AdamW: _adamw,
     SGD: _sgd,
     Muon: _muon,

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
 from functools import cache
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +46,12 @@ from fp4train.shards import TensorShard, is_sharded, local, shard_of
 
 _log = logging.getLogger(__name__)
 
-TILE: Final = 64
+TILE = 64
 """Eights of columns of a program of the Triton kernel: one per thread of two warps. Of four warps
 Triton 3.6 spills registers.
 """
 
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 """The names of the two moments in the state, which are those of torch's AdamW."""
 
 

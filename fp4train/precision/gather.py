@@ -16,7 +16,7 @@ says so. Float32 is sent where shards are not whole blocks of scales, where anot
 `wire_form` alone decides: the run, its plan.txt and `fp4train plan` ask it.
 """
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Own, why_not_cut
 from fp4train.quantize.source import source_bytes
 
-GATHERS: Final = ("recipe", "bf16", "fp32")
+GATHERS = ("recipe", "bf16", "fp32")
 """Forms of weights between ranks: by the recipe; all in BF16, which rounds masters before they are
 quantised; all in float32.
 """

@@ -5,7 +5,7 @@ handed out again in the second one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 T = TypeVar("T")
 ReplayRecord = dict[object, list[object]]
@@ -46,4 +46,4 @@ def replay_of(record: ReplayRecord) -> Replay:
     return Replay(values={owner: iter(values) for owner, values in record.items()})
 
 
-NO_REPLAY: Final = Replay()
+NO_REPLAY = Replay()

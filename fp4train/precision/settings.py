@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -15,7 +15,7 @@ Counts: TypeAlias = Literal["calls", "tokens", "nothing"]
 """What layers count in a context: their calls, each a step of its own, where the step is not known;
 the tokens of their calls within a step, where the first one's index is not; or nothing.
 """
-START_WITHOUT_SEED: Final = Position(RunStep(0, 0))
+START_WITHOUT_SEED = Position(RunStep(0, 0))
 """The place of the first token of a run without a seed."""
 
 

@@ -1,15 +1,14 @@
 """What a rounding promises, asked of it on a few positions: see `Rounding.integers`."""
 
 import math
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from fp4train.quantize.rounding import RANDOM_BITS, Rounding
 
-SHAPE: Final = (4, 16)
-FRACTIONS: Final = (0.0, 2.0**-16, 0.25, 0.5, 0.75, 1 - 2.0**-12)
+SHAPE = (4, 16)
+FRACTIONS = (0.0, 2.0**-16, 0.25, 0.5, 0.75, 1 - 2.0**-12)
 """Parts of a position above the grid: on it, next to it, and between."""
 
 

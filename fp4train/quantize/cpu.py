@@ -9,7 +9,7 @@ first. A spec with `requantises` is two quantizers one after the other.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,27 +25,27 @@ from fp4train.quantize.scaling import element_range, product_factor
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, hadamard_signs
 
-_pack_job: Final = cpu.JOB.pack
-_pack_decode: Final = cpu.DECODE.pack
+_pack_job = cpu.JOB.pack
+_pack_decode = cpu.DECODE.pack
 
-_new_float32: Final = torch.empty(0, dtype=torch.float32, device="cpu").new_empty
-_new_bfloat16: Final = torch.empty(0, dtype=torch.bfloat16, device="cpu").new_empty
-_new_uint8: Final = torch.empty(0, dtype=torch.uint8, device="cpu").new_empty
-_number: Final = torch.empty((), dtype=torch.float32, device="cpu")
-_empty_like: Final = torch.empty_like
+_new_float32 = torch.empty(0, dtype=torch.float32, device="cpu").new_empty
+_new_bfloat16 = torch.empty(0, dtype=torch.bfloat16, device="cpu").new_empty
+_new_uint8 = torch.empty(0, dtype=torch.uint8, device="cpu").new_empty
+_number = torch.empty((), dtype=torch.float32, device="cpu")
+_empty_like = torch.empty_like
 """The fastest way to allocate a tensor: two thirds of the time of `torch.empty` with a shape and a
 dtype.
 """
 
-PAIR_BYTES: Final = 1 << 25
+PAIR_BYTES = 1 << 25
 """Size of a tensor from which on each tile is read once for both forms. Smaller tensors stay in the
 cache between two reads, which are faster then, because each form works on whole rows or columns.
 """
 
-ALL: Final = 1 << 62
+ALL = 1 << 62
 """Rows or columns that share a scale, where all do."""
 
-_KNOWN: Final[dict[str, tuple[object, ...]]] = {
+_KNOWN: dict[str, tuple[object, ...]] = {
     "scale": tuple(cpu.SCALES),
     "scale_rounding": tuple(cpu.SCALE_ROUNDINGS),
     "formula": tuple(cpu.FORMULAS),

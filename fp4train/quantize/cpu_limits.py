@@ -2,14 +2,12 @@
 gives the reason.
 """
 
-from typing import Final
-
 from fp4train.kernels import cpu
 from fp4train.quantize.rotation import Transform
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard
 
-_GLOBAL_SCALES: Final = (None, "tensor", "row", "block", "macro")
+_GLOBAL_SCALES = (None, "tensor", "row", "block", "macro")
 """The names of scales above block scales that the kernels know."""
 
 

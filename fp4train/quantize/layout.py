@@ -7,8 +7,6 @@ cuBLAS and torch's `scaled_mm` read block scales of NVFP4 and MX in tiles of 128
 their own: they are the transposed tensor, quantised and stored.
 """
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
@@ -44,8 +42,8 @@ def nvfp4_quantize(a_MK: Tensor, sf_g: Tensor) -> tuple[Tensor, Tensor]:
     return pack_fp4(codes), swizzle_scales(scales)
 
 
-TILED_DTYPES: Final = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
-_FLOAT_SCALES: Final = ("fp32", "pow2")
+TILED_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+_FLOAT_SCALES = ("fp32", "pow2")
 
 
 def why_no_layout(spec: QuantSpec) -> str | None:

@@ -13,7 +13,7 @@ applied to the product. Others multiply the elements, so emulation multiplies in
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from fp4train.text import check_choice
 
@@ -21,12 +21,12 @@ GlobalScale: TypeAlias = str | tuple[int, int | None] | None
 Extent: TypeAlias = tuple[int, int | None]
 """Rows and columns that share a scale; None: all columns."""
 
-GLOBAL_SCALES: Final = (None, "tensor", "row", "block", "macro")
-OUTER_COLUMNS: Final = 128
+GLOBAL_SCALES = (None, "tensor", "row", "block", "macro")
+OUTER_COLUMNS = 128
 """Columns that share a scale with "block" and "macro"; of the latter, rows under square blocks,
 too.
 """
-_NAMED: Final[dict[Extent, str]] = {(1, None): "row", (1, OUTER_COLUMNS): "block"}
+_NAMED: dict[Extent, str] = {(1, None): "row", (1, OUTER_COLUMNS): "block"}
 
 
 def read_global_scale(value: Any) -> GlobalScale:

@@ -11,7 +11,7 @@ import math
 import warnings
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, transform
 from fp4train.text import check_choice
 
-KERNELS: Final = ("auto", "reference", "cpu", "triton")
-DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
+KERNELS = ("auto", "reference", "cpu", "triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Tensor classes that hold their own memory, if their device has any."""
 
 _log = logging.getLogger(__name__)

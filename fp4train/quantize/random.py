@@ -10,7 +10,7 @@ and for every sharding (the offsets give the position of a shard).
 from __future__ import annotations
 
 from struct import Struct, error as StructError
-from typing import Any, Final, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ _LIMITS = {
     "col_offset": 1 << 35,
 }
 
-_pack_words: Final = Struct("=QIIII").pack
-_words: Final = Struct("=QIIII").unpack
-_signed_words: Final = Struct("=6i").unpack
+_pack_words = Struct("=QIIII").pack
+_words = Struct("=QIIII").unpack
+_signed_words = Struct("=6i").unpack
 
 
 class _Words(NamedTuple):
@@ -141,7 +141,7 @@ def _refuse(*numbers: int) -> NoReturn:
     )
 
 
-_NO_WORDS: Final = (0,) * 9
+_NO_WORDS = (0,) * 9
 
 
 def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:

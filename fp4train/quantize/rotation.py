@@ -11,13 +11,12 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
 
 import torch
 from torch import Tensor
 
-KINDS: Final = ("dct", "orthogonal")
-TOLERANCE: Final = 1e-5
+KINDS = ("dct", "orthogonal")
+TOLERANCE = 1e-5
 """How far QᵀQ may be from the identity."""
 
 

@@ -48,7 +48,6 @@ which gives large blocks of a group less weight. A block whose scale rounds to z
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ from fp4train.formats import E4M3, ElementFormat
 from fp4train.formats.element import grid_code, grid_position, grid_value
 from fp4train.formats.registry import Registry
 
-RANDOM_BITS: Final = 16
+RANDOM_BITS = 16
 """Random bits of an element."""
 
 
@@ -149,15 +148,13 @@ class Eden(Nearest):
     random: bool = True
 
 
-NEAREST: Final = Nearest(name="nearest")
-NEAREST_AWAY: Final = NearestAway(name="nearest_away")
-STOCHASTIC: Final = Stochastic(name="stochastic")
-EDEN: Final = Eden(name="eden")
-FEW_BITS: Final = tuple(
-    FewBits(name=f"stochastic_{bits}", bits=bits) for bits in range(1, RANDOM_BITS)
-)
-MIDPOINT: Final = Midpoint(name="stochastic_8_midpoint", bits=8)
-ROUNDINGS: Final = Registry[Rounding](
+NEAREST = Nearest(name="nearest")
+NEAREST_AWAY = NearestAway(name="nearest_away")
+STOCHASTIC = Stochastic(name="stochastic")
+EDEN = Eden(name="eden")
+FEW_BITS = tuple(FewBits(name=f"stochastic_{bits}", bits=bits) for bits in range(1, RANDOM_BITS))
+MIDPOINT = Midpoint(name="stochastic_8_midpoint", bits=8)
+ROUNDINGS = Registry[Rounding](
     "rounding", (NEAREST, STOCHASTIC, EDEN, NEAREST_AWAY, *FEW_BITS, MIDPOINT)
 )
 """Roundings, those of plugins last."""

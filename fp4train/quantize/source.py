@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Final, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,15 +30,15 @@ from fp4train.quantize.spec import QuantSpec
 
 Axis: TypeAlias = Literal["in", "out", "tokens"]
 
-AXES: Final[dict[str, tuple[Axis, Axis]]] = {
+AXES: dict[str, tuple[Axis, Axis]] = {
     "x": ("tokens", "in"),
     "w": ("out", "in"),
     "dy": ("tokens", "out"),
 }
 """Tensor → the axes of its rows and of its columns."""
-CONTRACTED: Final[dict[str, Axis]] = {"fprop": "in", "dgrad": "out", "wgrad": "tokens"}
+CONTRACTED: dict[str, Axis] = {"fprop": "in", "dgrad": "out", "wgrad": "tokens"}
 """GEMM → the axis that it contracts."""
-_RANDOM_OPERANDS: Final[dict[tuple[str, str], int]] = {
+_RANDOM_OPERANDS: dict[tuple[str, str], int] = {
     ("x", "in"): FPROP_X,
     ("x", "tokens"): WGRAD_X,
     ("w", "in"): FPROP_W,

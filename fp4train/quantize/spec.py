@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Final
 
 from fp4train.formats import (
     E2M1,
@@ -44,12 +43,12 @@ from fp4train.quantize.rounding import ROUNDINGS, Rounding
 from fp4train.quantize.transform import Hadamard
 from fp4train.text import check_choice
 
-FORMULAS: Final = ("te2.14", "te2.13", "encode_centric")
-ERROR_METRICS: Final = (None, "mae", "mse")
-DELAYED_ALGORITHMS: Final = ("max", "most_recent")
-_LATER: Final = ("held", "chunks")
+FORMULAS = ("te2.14", "te2.13", "encode_centric")
+ERROR_METRICS = (None, "mae", "mse")
+DELAYED_ALGORITHMS = ("max", "most_recent")
+_LATER = ("held", "chunks")
 """Fields that a spec's text has only where they are set."""
-LONGEST_HISTORY: Final = 1 << 20
+LONGEST_HISTORY = 1 << 20
 """Steps; each operand of each layer keeps 4 bytes per step."""
 
 

@@ -14,7 +14,6 @@ Numerics: x is rounded to BF16 first; the butterfly runs in float32 in the order
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +22,9 @@ from torch import Tensor
 from fp4train.quantize.random import MASK, RandomKey, philox4x32
 from fp4train.quantize.rotation import Transform, transform_matrix
 
-SIZES: Final = (2, 4, 8, 16, 32, 64, 128)
-SIGN_CHOICES: Final = ("fixed", "none", "random", "step")
-FIXED_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+SIZES = (2, 4, 8, 16, 32, 64, 128)
+SIGN_CHOICES = ("fixed", "none", "random", "step")
+FIXED_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Transformer Engine's sign vector for n = 16; other sizes repeat or truncate it."""
 
 

@@ -21,7 +21,7 @@ import importlib.util
 from collections.abc import Callable
 from functools import cache, cached_property
 from importlib.metadata import version
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,13 +39,13 @@ from fp4train.quantize.triton_limits import why_not_spec as why_not_spec
 from fp4train.quantize.triton_steps import StepsQuantizer, last_step, why_not_steps
 from fp4train.quantize.triton_variant import draws_signs, parts
 
-LARGEST_EXTENT: Final = 2**31 - 2**12
-MOST_KINDS: Final = 512
+LARGEST_EXTENT = 2**31 - 2**12
+MOST_KINDS = 512
 """Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from
 step to step.
 """
 
-_UNKNOWN: Final = object()
+_UNKNOWN = object()
 """The plan of a kind of tensor that is met for the first time."""
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from fp4train.formats import AdaptiveScale, LevelledScale
 from fp4train.quantize.random import LANES
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.triton_variant import parts
 
-COLUMN_BLOCKS: Final = (16, 32)
-TILE: Final = 4096  # elements per program: 32 per thread
+COLUMN_BLOCKS = (16, 32)
+TILE = 4096  # elements per program: 32 per thread
 
 
 @dataclass(frozen=True)

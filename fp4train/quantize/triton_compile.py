@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-PATIENCE: Final = 120.0
+PATIENCE = 120.0
 """Seconds that a process waits for another that compiles the same kernel, before it compiles it as
 well.
 """
-FIRST_PAUSE: Final = 0.001
-LONGEST_PAUSE: Final = 0.05
+FIRST_PAUSE = 0.001
+LONGEST_PAUSE = 0.05
 """Seconds between two looks at a lock: what is only read from the disk is free soon."""
 
 _log = logging.getLogger(__name__)

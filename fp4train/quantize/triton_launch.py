@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +45,9 @@ from fp4train.quantize.triton_variant import (
     scales_of_codes,
 )
 
-WIDEST: Final = 128
+WIDEST = 128
 """Columns of a program that measures extents."""
-WORDS: Final[Mapping[int, torch.dtype]] = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
+WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
 """Bytes of a word of codes → dtype in which the kernels store it."""
 
 Room = Callable[[], Tensor]
@@ -253,7 +253,7 @@ def _rooms_of_form(blocks: Blocks, x_RC: Tensor, codes: bool, tiled: bool) -> li
     return rooms
 
 
-TURNED_TILE: Final = 64, 16
+TURNED_TILE = 64, 16
 """Tokens, and groups of eight features, of a program of `plan_turned`."""
 
 

@@ -1,7 +1,6 @@
 """What the Triton kernels know of a spec; for others `quantize.triton` gives the reason."""
 
 from dataclasses import replace
-from typing import Final
 
 from fp4train.formats import (
     SCALE_FORMATS,
@@ -18,13 +17,13 @@ from fp4train.quantize.transform import Hadamard
 from fp4train.quantize.triton_blocks import COLUMN_BLOCKS
 from fp4train.quantize.triton_variant import ROUNDINGS
 
-ROW_BLOCKS: Final = (16, 32, 64, 128)
-LARGEST_TRANSFORM: Final = 32
+ROW_BLOCKS = (16, 32, 64, 128)
+LARGEST_TRANSFORM = 32
 """Of 64 neighbours the compiler takes minutes."""
-LARGEST_SCALE: Final = 2.0**96
+LARGEST_SCALE = 2.0**96
 """Block scales are rounded by adding 2^23 times their power of two at most, in float32."""
 
-_KNOWN: Final[dict[str, tuple[object, ...]]] = {
+_KNOWN: dict[str, tuple[object, ...]] = {
     "scale_rounding": (None, "rceil", "floor", "even", "ceil"),
     "formula": ("te2.14", "te2.13"),
     "rounding": tuple(rounding.name for rounding in ROUNDINGS),

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 
@@ -163,7 +162,7 @@ class Variant:
     transform: TransformConstants = TransformConstants()
 
 
-ROUNDINGS: Final = (NEAREST, NEAREST_AWAY, STOCHASTIC, *FEW_BITS, MIDPOINT)
+ROUNDINGS = (NEAREST, NEAREST_AWAY, STOCHASTIC, *FEW_BITS, MIDPOINT)
 """Roundings that the kernels know."""
 
 

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-THRESHOLD: Final = math.sqrt(3)
+THRESHOLD = math.sqrt(3)
 """Least ratio of the gradient's norm to that of its noise."""
 
 

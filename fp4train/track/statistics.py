@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,10 +35,10 @@ from fp4train.sealed import LogWriter, ScannedPart, cut
 
 _log = logging.getLogger(__name__)
 
-STATISTICS: Final = "statistics.bin"
-LIMIT: Final = 1 << 31
+STATISTICS = "statistics.bin"
+LIMIT = 1 << 31
 """Bytes of a file that are read, and written."""
-OPERAND: Final = np.dtype(
+OPERAND = np.dtype(
     [
         ("layer", "<u2"),
         ("operand", "u1"),
@@ -58,13 +58,13 @@ elements beyond the range of their block. kurtosis: 3 for a normal distribution.
 of the 256 codes in use (0 for float32 scales), and log2 of the smallest above zero and of the
 largest.
 """
-GRADIENT: Final = np.dtype([("layer", "<u2"), ("gradient", "<f4"), ("noise", "<f4")])
+GRADIENT = np.dtype([("layer", "<u2"), ("gradient", "<f4"), ("noise", "<f4")])
 """A layer's weight gradient: its norm, and that of the error its own quantised product adds (0: not
 quantised).
 """
 
-_MAGIC: Final = b"f4s1"
-_HEAD: Final = struct.Struct("<4sIIII")
+_MAGIC = b"f4s1"
+_HEAD = struct.Struct("<4sIIII")
 
 
 @dataclass(frozen=True, kw_only=True)

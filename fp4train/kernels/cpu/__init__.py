@@ -21,19 +21,18 @@ from dataclasses import dataclass
 from functools import cache
 from struct import Struct
 from types import ModuleType
-from typing import Final
 
 import torch
 
 from fp4train.formats import E2M1, E2M3, E3M2, E4M3, E5M2, ElementFormat
 
-INSTRUCTION_SETS: Final = ("plain", "avx2", "avx512")
+INSTRUCTION_SETS = ("plain", "avx2", "avx512")
 """Instruction sets, slowest first."""
 
 # The supported formats and names: others have no kernel. The numbers are those of csrc/job.h.
-INPUTS: Final = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-ELEMENTS: Final = {E2M1: 0, E2M3: 1, E3M2: 2, E4M3: 3, E5M2: 4}
-SCALES: Final = {
+INPUTS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+ELEMENTS = {E2M1: 0, E2M3: 1, E3M2: 2, E4M3: 3, E5M2: 4}
+SCALES = {
     "e4m3": 0,
     "e8m0": 1,
     "fp32": 2,
@@ -43,9 +42,9 @@ SCALES: Final = {
     "hif4": 7,
     "if4": 8,
 }
-SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
-FORMULAS: Final = {"te2.14": 0, "te2.13": 1, "encode_centric": 2}
-ROUNDINGS: Final = {
+SCALE_ROUNDINGS = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
+FORMULAS = {"te2.14": 0, "te2.13": 1, "encode_centric": 2}
+ROUNDINGS = {
     "nearest": 0,
     "stochastic": 1,
     "eden": 2,
@@ -53,12 +52,12 @@ ROUNDINGS: Final = {
     **{f"stochastic_{bits}": 1 | bits << 8 for bits in range(1, 16)},
     "stochastic_8_midpoint": 1 | 8 << 8 | 1 << 16,
 }
-FOUR_OVER_SIX: Final = {None: None, "mae": 3, "mse": 4}
+FOUR_OVER_SIX = {None: None, "mae": 3, "mse": 4}
 """Number of the error by which a block chooses between 4 and 6; it stands in place of the
 formula's.
 """
-EXTENTS: Final = {None: 0, "tensor": 1, "row": 2, "block": 3, "tile": 4}
-FUSED_KINDS: Final = (
+EXTENTS = {None: 0, "tensor": 1, "row": 2, "block": 3, "tile": 4}
+FUSED_KINDS = (
     "norm",
     "norm_gradients",
     "gate",
@@ -68,27 +67,27 @@ FUSED_KINDS: Final = (
 )
 """By number."""
 
-ROW_BLOCKS: Final = (16, 32, 64, 128)
+ROW_BLOCKS = (16, 32, 64, 128)
 """Widths of blocks along contiguous memory."""
-COLUMN_BLOCKS: Final = (16, 32)
+COLUMN_BLOCKS = (16, 32)
 """Widths of blocks along the strided axis of x.T, and of those that a transform or four over six
 needs.
 """
-HADAMARD_SIZES: Final = (16, 32, 64, 128)
-REPEATED_SIGNS: Final = 32
+HADAMARD_SIZES = (16, 32, 64, 128)
+REPEATED_SIGNS = 32
 """Signs that a scheme holds; those of larger transforms repeat, or the random words draw them."""
-OUTER_COLUMNS: Final = 128
+OUTER_COLUMNS = 128
 """Columns that share a scale of extent "block" or "tile"."""
-TILE_MULTIPLE: Final = 16
+TILE_MULTIPLE = 16
 """What the rows of a tile are a multiple of."""
-PAIR_ROWS: Final = 128
+PAIR_ROWS = 128
 """Rows per work item where a tile is read once for both forms (PAIR_TOKENS in module.c); a multiple
 of block_rows.
 """
-STREAM_BYTES: Final = 1 << 24
+STREAM_BYTES = 1 << 24
 """Larger outputs bypass the caches, which could not hold them."""
 
-LARGEST_BIAS: Final = 63
+LARGEST_BIAS = 63
 """Of a format whose number holds its fields."""
 
 LAYOUT = 4
@@ -96,7 +95,7 @@ VERSION = 9
 """Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of
 functions.
 """
-SCHEME: Final = Struct("=4i2i2i2i2iI2i3fq")
+SCHEME = Struct("=4i2i2i2i2iI2i3fq")
 """How to quantise: numbers of element, scale, scale rounding, formula; block; whole, extent of the
 amax; rows that share one, 0; rounding, Hadamard size; signs; whether they are drawn instead,
 whether values are float32; largest, bound, margin; stream bytes.
@@ -112,21 +111,21 @@ a block's amax is scaled to; bound: that of the tensor, S_enc = bound / amax; of
 powers of two, what multiplies the scaled elements. margin: divisor of
 `whole` scales. stream bytes: `STREAM_BYTES`.
 """
-JOB: Final = Struct(f"={SCHEME.size}s24s6Q4q2i")
+JOB = Struct(f"={SCHEME.size}s24s6Q4q2i")
 """scheme; random words; addresses of x, values, codes, scales, amax, decode; rows, cols, strides;
 input, measure.
 """
-DECODE: Final = Struct(f"={SCHEME.size}s5Q6q")
+DECODE = Struct(f"={SCHEME.size}s5Q6q")
 """scheme; addresses of codes, scales, values, amax, decode; rows, cols, code bytes per row,
 strides, amaxes.
 """
-STEP: Final = Struct("=4Q3q5I9f")
+STEP = Struct("=4Q3q5I9f")
 """One step of AdamW with moments in BF16 (`optim.rounded`): addresses of weights, gradients and
 moments; rows, columns, columns to skip; row offset, column offset / 8, the counter's word of the
 step, layers of the two moments; the numbers of the step, and what stays the same over steps.
 """
 
-FUSED: Final = Struct("=3if3q6Q")
+FUSED = Struct("=3if3q6Q")
 """A norm, a gate, a rotation or the gradients of one (csrc/fused.h): kind, whether tensors are
 float32 and not BF16, heads of a token, eps; tokens of a sequence, rows, columns; addresses, of what
 is read first.
@@ -152,7 +151,7 @@ def element_number(fmt: ElementFormat) -> int:
     return 1 << 6 | fields
 
 
-NO_RANDOM: Final = bytes(24)
+NO_RANDOM = bytes(24)
 """The words of a `RandomKey` for nearest rounding."""
 
 
@@ -278,5 +277,5 @@ class Machine:
             raise ValueError(f"threads={self.threads!r}: allowed are integers >= 1")
 
 
-HERE: Final = Machine()
+HERE = Machine()
 """The fastest instruction set of this CPU, with torch's number of threads."""

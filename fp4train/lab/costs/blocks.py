@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.recipe import Recipe
 
-BACKWARD_OF_ATTENTION: Final = 2.5
+BACKWARD_OF_ATTENTION = 2.5
 """Floating-point operations of attention's backward pass over those of its forward pass: five
 products instead of two."""
 
@@ -129,7 +129,7 @@ class _Kernel(torch.autograd.Function):
         return None, None, None, *map(torch.empty_like, ctx.inputs)
 
 
-_RUN: Final[Any] = _Kernel.apply
+_RUN: Any = _Kernel.apply
 
 
 class _Kernels(Liger, TorchFunctionMode):

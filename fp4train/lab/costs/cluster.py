@@ -18,7 +18,7 @@ than the GPU runs them.
 """
 
 from collections import defaultdict
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import BlockCost
@@ -32,35 +32,35 @@ from fp4train.models.common.liger import MOVED
 from fp4train.parallel.config import Mesh
 from fp4train.run.state.moments import Moments
 
-ATTENTION: Final = 0.525
+ATTENTION = 0.525
 """Share of the BF16 peak that attention reaches, forward and backward: FlashAttention-3 on H100,
 causal, head dimension 128, 8 k tokens, near 0.60 and 0.50 (arXiv:2407.08608, figures 5 and 6: 600
 and 550 of 989 TFLOP/s). Other GPUs: assumed equal."""
 
-FUSED: Final = 0.5
+FUSED = 0.5
 """Share of the bytes counted between GEMMs that compiled blocks move, at the speed of a copy:
 assumed, chains of two operations become one."""
 
-EAGER: Final = 0.4
+EAGER = 0.4
 """Speed of torch's operators between GEMMs over that of a copy, where each is a kernel by itself.
 Calibrated: the least squares of the logarithms of three published eager steps (torchtitan on H100,
 and two of arXiv:2610.00053). It stands for all that other people's eager code takes beyond the
 bytes counted here: kernels slower than a copy, gaps between them, norms and rotations in
 float32."""
 
-CAST: Final = 6
+CAST = 6
 """Bytes per weight and step of casting its gradient from BF16 to float32. Products add those of
 further microbatches in float32."""
 
-ROUNDING: Final = 3
+ROUNDING = 3
 """Bytes per byte of a weight that is rounded to BF16, once per step: float32 is read."""
 
-OPTIMIZER: Final = 20
+OPTIMIZER = 20
 """Bytes moved per parameter and step beside the moments, which are read and written: the norm reads
 the gradient, AdamW reads weight and gradient and writes the weight, and torch's writes the clipped
 gradient."""
 
-ENDS: Final = 32 + 10 + 8
+ENDS = 32 + 10 + 8
 """Bytes per element of the residual stream that embedding (float32 rows are read and rounded, their
 gradients added), the last norm and the loss move."""
 

@@ -12,24 +12,23 @@ per GPU and direction.
 
 import math
 from collections.abc import Sequence
-from typing import Final
 
 from fp4train.hardware import Gpu
 from fp4train.parallel.config import Mesh
 
-NVLINK_SHARE: Final = 0.80
+NVLINK_SHARE = 0.80
 """Share of NVLink's speed that large collectives reach: nccl-tests on DGX H100, about 360 of 450
 GB/s."""
 
-NETWORK_SHARE: Final = 0.85
+NETWORK_SHARE = 0.85
 """Share of the network's speed that large collectives reach: assumed, a little below the 0.9 and
 more of nccl-tests on a network without other traffic."""
 
-LATENCY: Final = 5e-6
+LATENCY = 5e-6
 """Seconds per doubling of the group: assumed, near what nccl-tests prints for 8-byte all-reduces
 (15 to 50 µs)."""
 
-_ORDER: Final = ("tensor", "context", "shard", "replicate", "pipeline")
+_ORDER = ("tensor", "context", "shard", "replicate", "pipeline")
 """Kinds of ranks; neighbours in the first differ by 1."""
 
 

@@ -18,17 +18,15 @@
 The host holds a copy of the states while a checkpoint is written.
 """
 
-from typing import Final
-
 from fp4train.lab.costs.weights import on_rank
 from fp4train.lab.costs.workload import BlockCounts, Workload
 from fp4train.models.common.loss import chunk_rows
 from fp4train.parallel.config import Mesh
 
-RESERVE: Final = 2 * 2**30
+RESERVE = 2 * 2**30
 """Bytes that are not tensors: assumed."""
 
-USABLE: Final = 0.95
+USABLE = 0.95
 """Share of the memory that a plan may fill; the rest is lost to fragmentation: assumed."""
 
 

@@ -17,25 +17,24 @@ Peaks and bandwidths are published, and the shares of them that products reach c
 """
 
 import math
-from typing import Final
 
 from fp4train.formats import formats_of, product_rate
 from fp4train.hardware import Gpu, stored_bytes
 
-COPY: Final = 0.90
+COPY = 0.90
 """Share of the bandwidth that a copy reaches: 4.3 of 4.8 TB/s measured on an H200. There a later
 `copy_` of 0.5 GB reached 2.73, read and written bytes counted (benchmarks/h200.md)."""
 
-LAUNCH: Final = 0.7e-6
+LAUNCH = 0.7e-6
 """Seconds from the end of one kernel to the start of the next in a queue that is never empty. From
 the sizes at which quantising begins to pay on B200, which depend on it most: near 2048³ for MXFP8
 and 1800³ for NVFP4."""
 
-EXPOSED: Final = 3.0
+EXPOSED = 3.0
 """Bytes per element of an output-sized matrix whose transfer no GEMM hides. From cuBLAS FP4 on B200
 at 8192³ and 4096×4096×7168: 5239 and 3939 TFLOP/s (DeepGEMM, pull request 348)."""
 
-L2_SPEEDUP: Final = 2.5
+L2_SPEEDUP = 2.5
 """Bandwidth of the L2 cache divided by that of the memory."""
 
 

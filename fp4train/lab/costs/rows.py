@@ -21,7 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Self
 
 from fp4train.backends import GEMMS, LAYER_BACKENDS
 from fp4train.hardware import Gpu, stored_bytes
@@ -29,17 +29,17 @@ from fp4train.lab.costs.roofline import gemm_seconds, move_seconds
 from fp4train.precision.layer_plan import Gemm, LayerPlan
 from fp4train.quantize import QuantSpec
 
-EMULATING: Final = ("emulate", "reference")
+EMULATING = ("emulate", "reference")
 """Backends that use no low-precision tensor cores."""
 
-QUANTISE_SHARE: Final = 0.33
+QUANTISE_SHARE = 0.33
 """Share of the bandwidth that fp4train's own quantising kernels reach in a step: from steps of
 llama_1b on an H200 in emulated NVFP4 and MXFP8. Transformer Engine's is `Gpu.quantise_share`."""
 
-CENTRED_BYTES: Final = 2 + 4
-RESIDUAL_BYTES: Final = 4 + 2 + 4
-SUM_BYTES: Final = 4 + 8 + 6
-RANK_ONE_BYTES: Final = 8
+CENTRED_BYTES = 2 + 4
+RESIDUAL_BYTES = 4 + 2 + 4
+SUM_BYTES = 4 + 8 + 6
+RANK_ONE_BYTES = 8
 """Bytes per element that second terms move: of a tensor whose mean is taken out (the mean reads it,
 the subtraction reads and writes it); of one with a residual (it and the values of its codes are
 read, what is left is written, read, and written as codes or values); of a result that is a sum in

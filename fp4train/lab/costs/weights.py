@@ -9,7 +9,7 @@ cuts every weight along its first dimension, and ranks gather it in the form tha
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from fp4train.precision.gather import WireForm, wire_form
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize.source import source_bytes
 
-_SIDE: Final = 1 << 12
+_SIDE = 1 << 12
 """Rows and columns of a tensor whose bytes per element stand for those of all."""
 
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from functools import cache
 from importlib import import_module, metadata
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ OLDEST = (0, 8, 5)
 BEFORE = (0, 9)
 """Versions of liger-kernel whose functions are those that are called here."""
 
-MOVED: Final = MappingProxyType(
+MOVED = MappingProxyType(
     {
         "rms_norm": (4, 6),
         "silu_product": (6, 10),

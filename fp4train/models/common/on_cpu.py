@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +39,11 @@ from fp4train.kernels import cpu
 from fp4train.models.common.operators import OF_TORCH, Operators, rotate
 from fp4train.quantize.quantizer import PLAIN
 
-_GRAIN: Final = 1 << 15
+_GRAIN = 1 << 15
 """Elements of a thread's share that torch starts another thread for (at::internal::GRAIN_SIZE)."""
-_VECTORS: Final = 64
+_VECTORS = 64
 """Elements of two vectors of BF16 at most; the kernels take half as many at a time."""
-_PROBES: Final = 32
+_PROBES = 32
 """Rows of random numbers on which a norm is compared."""
 
 
@@ -315,4 +315,4 @@ def _rotation_is_torchs(dtype: torch.dtype) -> bool:
     return _same(ours, _with_gradients(lambda x: rotate(x, *angles), (x,), dy))
 
 
-_CHECKS: Final = {"gate": _gate_is_torchs, "rotation": _rotation_is_torchs}
+_CHECKS = {"gate": _gate_is_torchs, "rotation": _rotation_is_torchs}

@@ -4,7 +4,6 @@ those here, Liger's kernels on NVIDIA GPUs (`liger.py`), or C kernels on CPUs (`
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +34,7 @@ class Operators:
         return rotate(q_BHTE, cos_TE, sin_TE), rotate(k_BHTE, cos_TE, sin_TE)
 
 
-OF_TORCH: Final = Operators()
+OF_TORCH = Operators()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from fp4train.models.common import (
 from fp4train.parameters import Initial, Normal, ParameterSpec, Split, Spread, inside, norm
 from fp4train.text import check_least
 
-FIRST_SPREAD: Final = 0.02
+FIRST_SPREAD = 0.02
 """Standard deviation of the first weights (arXiv:2501.00656, section 3)."""
 
 

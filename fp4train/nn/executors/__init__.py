@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from fp4train.nn.layer_shard import LayerShard
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import Layer
 
-EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
+EXECUTORS: Mapping[type[Executor], Callable[[LayerPlan], object]] = {
     BackendExperts: lambda plan: plan.layer.experts and plan.layer_backend,
     GroupGemms: lambda plan: plan.layer.experts,
     CutGemms: lambda plan: plan.layer.cut,
@@ -48,7 +48,7 @@ EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
 }
 """Executor → whether it can run a layer with this plan. The first one that can does."""
 
-STATES: Final[Mapping[str, type[LayerState]]] = {
+STATES: Mapping[str, type[LayerState]] = {
     kind.kind: kind for executor in EXECUTORS for kind in executor.kinds
 }
 """The kinds of states that are not a backend's, in the order in which they are joined."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from fp4train.quantize import Decoded
 Term: TypeAlias = tuple[Decoded, Decoded]
 """a [R, C] and b [S, C] of a product a·bᵀ."""
 
-COLUMNS: Final = 32
+COLUMNS = 32
 """What the columns of joined operands are a multiple of."""
-PARTS: Final = 3
-_LARGEST: Final = 2.0**120
+PARTS = 3
+_LARGEST = 2.0**120
 
 
 def joined(terms: Sequence[Term]) -> Term | None:

@@ -10,7 +10,7 @@ one of another dtype would be taken in silence: both are refused before anything
 
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,11 @@ from fp4train.optim import DECAYS, moment_bytes
 from fp4train.run.finite import first_non_finite
 from fp4train.run.state.base import RunState, Trained, check_tensor
 
-GROUP: Final = "param_group"
+GROUP = "param_group"
 """Entry of a parameter: the values of its group that the optimizer changed."""
-BESIDE: Final = ""
+BESIDE = ""
 """Entry beside those of parameters: what the optimizer keeps under other keys."""
-_SET: Final = frozenset(("params", "lr"))
+_SET = frozenset(("params", "lr"))
 """Entries of a group that are not the optimizer's to change: every step sets the rate."""
 
 
