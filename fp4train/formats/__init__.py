@@ -26,10 +26,7 @@ from fp4train.formats.element import (
     decode as decode,
     encode as encode,
     pack_fp4 as pack_fp4,
-    pack_fp6 as pack_fp6,
     unpack_fp4 as unpack_fp4,
-    unpack_fp6 as unpack_fp6,
-    value_table as value_table,
 )
 from fp4train.formats.levels import (
     HIF4_SCALE,

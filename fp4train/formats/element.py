@@ -9,8 +9,7 @@ stochastic, is the step from u to an integer k <= 2^(m+1), which gives back the 
 code k + ((max(exponent, 1-b) - (1-b)) << m); at k = 2^(m+1) the code carries into the exponent.
 
 Packing of sub-byte codes. FP4: two codes per byte, the first in the low nibble (the order of TE,
-cuBLAS and torch's `float4_e2m1fn_x2`). FP6: four codes in three bytes, little-endian bit order:
-code i fills bits 6i..6i+5 of the 24. Unpacked FP6 is one code per byte.
+cuBLAS and torch's `float4_e2m1fn_x2`). FP6: one code per byte.
 
 Sources: OCP Microscaling Formats (MX) v1.0, sections 5.3.1-5.3.3 (E4M3, E5M2, E3M2, E2M3, E2M1);
 OCP 8-bit floating point v1.0 for infinities and NaN: E4M3 has no infinity and one NaN magnitude
@@ -18,12 +17,8 @@ OCP 8-bit floating point v1.0 for infinities and NaN: E4M3 has no infinity and o
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -59,48 +54,6 @@ class ElementFormat:
     has_nan: bool = False
     dtype: torch.dtype | None = None
     rate: str | None = None
-
-    @classmethod
-    def of_values(cls, name: str, magnitudes: Sequence[float]) -> Self:
-        """The format without infinity and NaN whose codes, sign aside, stand for `magnitudes`.
-
-        Args:
-            magnitudes: the values of the codes 0, 1, 2, …: zero first, ascending, two, four, … of
-                them.
-
-        Raises:
-            ValueError: they are no numbers, have no zero, are not exact in BF16, or lie on no
-                floating-point grid, such as a table of quantiles.
-        """
-        place = f"element format {name!r}"
-        values = _numbers(magnitudes, place)
-        if not values or values[0] != 0.0:
-            raise ValueError(
-                f"{place}: the grid has no zero as its first value: padding and blocks of zeros "
-                "need it"
-            )
-        if any(low >= high for low, high in pairwise(values)):
-            raise ValueError(f"{place}: values={values} must ascend; the sign has a bit of its own")
-        inexact = [value for value in values if not _exact_in_bf16(value)]
-        if inexact:
-            raise ValueError(
-                f"{place}: {inexact[0]!r} is not exact in BF16, in which products take it; scale "
-                "all values by a power of two, or round them"
-            )
-        for exponent_bits, mantissa_bits in _fields_for(len(values)):
-            unbiased = cls(
-                name=name, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=0
-            )
-            bias = math.log2(unbiased.magnitude_of(1) / values[1])
-            if bias.is_integer():
-                candidate = replace(unbiased, bias=int(bias))
-                if [candidate.magnitude_of(code) for code in range(len(values))] == values:
-                    return candidate
-        raise ValueError(
-            f"{place}: {len(values)} values {_shown(values)} are no floating-point grid of two, "
-            "four, eight, … values, each binade of which is uniform; look-up tables (NF4) and zero "
-            "points cannot be expressed"
-        )
 
     @cached_property
     def bits(self) -> int:
@@ -224,38 +177,6 @@ def check_element(fmt: ElementFormat) -> None:
         )
 
 
-def _numbers(magnitudes: Sequence[float], place: str) -> list[float]:
-    """The magnitudes as finite numbers.
-
-    Raises:
-        ValueError: they are no list of such numbers.
-    """
-    values = [math.nan]
-    if not isinstance(magnitudes, str):
-        with suppress(TypeError, ValueError, OverflowError):
-            values = [float(value) for value in magnitudes]
-    if not all(map(math.isfinite, values)):
-        raise ValueError(f"{place}: magnitudes={magnitudes!r} must be a list of finite numbers")
-    return values
-
-
-def _exact_in_bf16(value: float) -> bool:
-    return torch.tensor(value, dtype=torch.float64).bfloat16().double().item() == value
-
-
-def _fields_for(count: int) -> list[tuple[int, int]]:
-    """The bits of exponent and mantissa with which codes without sign stand for `count` values."""
-    bits = count.bit_length() - 1
-    if count < 2 or count != 1 << bits:
-        return []
-    return [(bits - mantissa, mantissa) for mantissa in range(bits + 1)]
-
-
-def _shown(values: list[float]) -> str:
-    texts = [f"{value:g}" for value in values[:6]]
-    return ", ".join([*texts, "…"] if len(values) > 6 else texts)
-
-
 E2M1 = ElementFormat(
     name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, dtype=torch.float4_e2m1fn_x2, rate="FP4"
 )
@@ -370,21 +291,6 @@ def encode(x: Tensor, fmt: ElementFormat, *, saturate: bool = True) -> Tensor:
     return torch.where(x.isnan(), fmt.nan_code, codes).to(torch.uint8)
 
 
-def value_table(fmt: ElementFormat) -> list[float]:
-    """The value of every code, in code order."""
-    values = []
-    for code in range(1 << fmt.bits):
-        sign = -1.0 if code & fmt.sign_bit else 1.0
-        unsigned = code & fmt.nan_code
-        if unsigned > fmt.last_number_code:
-            values.append(math.nan)
-        elif fmt.has_inf and unsigned == fmt.infinity_code:
-            values.append(sign * math.inf)
-        else:
-            values.append(sign * fmt.magnitude_of(unsigned))
-    return values
-
-
 def decode(codes: Tensor, fmt: ElementFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of uint8 codes (one per byte; for FP6 and FP4 the upper bits must be zero), same
     shape, exact in BF16 and float32.
@@ -414,26 +320,3 @@ def pack_fp4(codes: Tensor) -> Tensor:
 def unpack_fp4(packed: Tensor) -> Tensor:
     """Bytes [..., C/2] -> uint8 codes 0..15 [..., C]."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-
-
-def pack_fp6(codes: Tensor) -> Tensor:
-    """uint8 codes 0..63 [..., C] -> bytes [..., 3C/4]. C must be a multiple of 4."""
-    if codes.shape[-1] % 4:
-        raise ValueError(
-            f"codes: {codes.shape[-1]} columns cannot be packed; the last axis must be a "
-            "multiple of 4"
-        )
-    a, b, c, d = (codes[..., i::4] for i in range(4))
-    return torch.stack((a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2)), dim=-1).flatten(-2)
-
-
-def unpack_fp6(packed: Tensor) -> Tensor:
-    """Bytes [..., 3C/4] -> uint8 codes 0..63 [..., C]."""
-    if packed.shape[-1] % 3:
-        raise ValueError(
-            f"packed: {packed.shape[-1]} bytes are no whole groups; the last axis must be a "
-            "multiple of 3"
-        )
-    x, y, z = (packed[..., i::3] for i in range(3))
-    codes = (x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2)
-    return torch.stack(codes, dim=-1).flatten(-2)

@@ -4,7 +4,6 @@ kernel.
 
 from fp4train.quantize.launch import Launch as Launch
 from fp4train.quantize.layout import (
-    nvfp4_quantize as nvfp4_quantize,
     tiled_scales as tiled_scales,
     to_torch as to_torch,
 )
@@ -12,7 +11,6 @@ from fp4train.quantize.quantized import Decoded as Decoded, Quantized as Quantiz
 from fp4train.quantize.quantizer import (
     PairQuantizer as PairQuantizer,
     Quantizer as Quantizer,
-    cast_to_representable as cast_to_representable,
     quantize as quantize,
     quantize_dequantize as quantize_dequantize,
     quantizer as quantizer,

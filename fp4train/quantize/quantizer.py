@@ -7,7 +7,6 @@ bit-identical. The methods handle what depends on the call: empty tensors, NaN, 
 
 import importlib
 import logging
-import math
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -16,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4train.formats import LevelledScale
 from fp4train.quantize import reference
 from fp4train.quantize.quantized import Decoded, Prepared, Quantized
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.scaling import out_of_chunks
 from fp4train.quantize.spec import QuantSpec
-from fp4train.quantize.transform import Hadamard, transform
+from fp4train.quantize.transform import transform
 from fp4train.text import check_choice
 
 KERNELS = ("auto", "reference", "cpu", "triton")
@@ -218,36 +216,6 @@ def tensor_of(prepared: Prepared, dtype: torch.dtype) -> Tensor:
     if isinstance(prepared, Quantized):
         prepared = quantizer(prepared.spec, prepared.codes.device.type).decode(prepared)
     return prepared.tensor(dtype)
-
-
-def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
-    """x rounded to nearest onto what `spec` represents; same shape and dtype, in the domain of x.
-
-    Leading dimensions are rows. Quantising the result again gives the same values to the precision
-    of x's dtype (with a Hadamard transform: to that of its BF16 rounding), so a product of such
-    tensors shows no quantisation error. With delayed scaling the tensor's own amax is used.
-
-    Raises:
-        ValueError: the transform is drawn anew in each step, or rounding moves the scales: those of
-            macro-blocks, of chunks, encode-centric ones, of HiF4, and of powers of two with a guard.
-    """
-    if spec.rounding == "eden" or (
-        isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step"
-    ):
-        raise ValueError(
-            f"{spec}: its transform is drawn anew in each step, so no values stay representable"
-        )
-    levelled = isinstance(spec.scale_format, LevelledScale)
-    chunks = spec.chunks is not None or spec.formula == "encode_centric"
-    if levelled or chunks or spec.global_scale == "macro" or spec.product_factor is not None:
-        raise ValueError(
-            f"{spec}: its scales follow an amax that rounding changes, so no values stay "
-            "representable"
-        )
-    spec = replace(spec, rounding="nearest", delayed=None, requantises=None)
-    cols = x.shape[-1] if x.ndim else 1
-    x_RC = x.detach().reshape(math.prod(x.shape[:-1]), cols)
-    return quantize(x_RC, spec).restore(x.dtype).reshape(x.shape)
 
 
 class PairQuantizer:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from value_tables import value_table
 
-from fp4train.formats import ELEMENT_FORMATS, ElementFormat, decode, encode, get_format, value_table
+from fp4train.formats import ELEMENT_FORMATS, ElementFormat, decode, encode, get_format
 
 ORACLES = {
     "e2m1": ml_dtypes.float4_e2m1fn,

@@ -16,9 +16,7 @@ from fp4train.formats import (
     e8m0_encode,
     formats_table,
     pack_fp4,
-    pack_fp6,
     unpack_fp4,
-    unpack_fp6,
 )
 
 
@@ -30,21 +28,9 @@ def test_fp4_pairs_pack_with_the_first_in_the_low_nibble() -> None:
     assert torch.equal(unpack_fp4(packed), every_pair)
 
 
-def test_fp6_packs_four_codes_in_three_bytes() -> None:
-    codes = torch.randint(
-        0, 64, (7, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
-    packed = pack_fp6(codes)
-    assert packed.shape == (7, 48)
-    assert torch.equal(unpack_fp6(packed), codes)
-    little_endian = sum(int(code) << (6 * i) for i, code in enumerate(codes[0, :4]))
-    assert bytes(packed[0, :3].tolist()) == little_endian.to_bytes(3, "little")
-
-
-@pytest.mark.parametrize(("function", "columns"), [(pack_fp4, 3), (pack_fp6, 6), (unpack_fp6, 4)])
-def test_packing_refuses_columns_that_fill_no_byte(function, columns: int) -> None:
-    with pytest.raises(ValueError, match=f"{columns} (columns|bytes)"):
-        function(torch.zeros(2, columns, dtype=torch.uint8))
+def test_packing_refuses_columns_that_fill_no_byte() -> None:
+    with pytest.raises(ValueError, match="3 columns"):
+        pack_fp4(torch.zeros(2, 3, dtype=torch.uint8))
 
 
 def test_every_e8m0_byte_decodes_as_in_ml_dtypes_and_encodes_back() -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from value_tables import value_table
 
 from fp4train.formats import (
     ELEMENT_FORMATS,
@@ -14,7 +15,6 @@ from fp4train.formats import (
     formats_of,
     get_format,
     product_rate,
-    value_table,
 )
 from fp4train.hardware import gpus
 from fp4train.quantize import QuantSpec, register

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from value_tables import value_table
 
 from fp4train.formats import (
     E2M1,
@@ -16,7 +17,6 @@ from fp4train.formats import (
     AdaptiveScale,
     ScaleFormat,
     get_scale_format,
-    value_table,
 )
 
 formats = pytest.mark.parametrize("fmt", SCALE_FORMATS, ids=lambda fmt: fmt.name)

@@ -8,7 +8,6 @@ import torch
 from fp4train.backends import cpu_multiplies_rows
 from fp4train.quantize import (
     QuantSpec,
-    nvfp4_quantize,
     quantize,
     swizzle_scales,
     to_torch,
@@ -121,18 +120,3 @@ def test_scaled_mm_multiplies_our_rowwise_fp8_as_emulation_does() -> None:
         ta.codes, tb.codes.T, scale_a=ta.scales, scale_b=tb.scales.T, out_dtype=torch.float32
     )
     torch.testing.assert_close(y, a.dequantize() @ b.dequantize().T, rtol=1e-4, atol=1e-4)
-
-
-def test_nvfp4_quantize_equals_the_te213_formula() -> None:
-    a = torch.randn(130, 64, generator=torch.Generator().manual_seed(5)).half()
-    sf_g = torch.tensor([448.0 * 6.0]) / a.abs().max().float()
-    codes, scales = nvfp4_quantize(a, sf_g)
-    expected = quantize(a, QuantSpec(formula="te2.13"), kernel="reference")
-    assert torch.equal(codes, expected.codes)
-    assert torch.equal(unswizzle_scales(scales, 130, 4), expected.scales)
-
-
-@pytest.mark.parametrize(("shape", "count"), [((4, 24), 1), ((16,), 1), ((4, 32), 2)])
-def test_nvfp4_quantize_refuses_what_the_contract_excludes(shape: tuple, count: int) -> None:
-    with pytest.raises(ValueError, match="nvfp4_quantize takes"):
-        nvfp4_quantize(torch.zeros(shape).half(), torch.ones(count))

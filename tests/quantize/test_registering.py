@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import Tensor
+from value_tables import value_table as values_of
 
 from fp4train.config import plugins
 from fp4train.errors import UserError
@@ -19,7 +19,6 @@ from fp4train.formats import (
     ScaleFormat,
     decode,
     encode,
-    value_table as values_of,
 )
 from fp4train.quantize import (
     Nearest,
@@ -99,21 +98,6 @@ def test_a_name_stands_for_one_definition() -> None:
         register("e3m0")  # type: ignore[arg-type]
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 5), st.integers(0, 5), st.integers(-20, 20))
-def test_the_values_of_a_format_give_the_format_back(
-    exponent_bits: int, mantissa_bits: int, bias: int
-) -> None:
-    if not 1 <= exponent_bits + mantissa_bits <= 7:
-        return
-    fmt = own(exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=bias)
-    codes = range(1 << (fmt.bits - 1))
-    magnitudes = [fmt.magnitude_of(code) for code in codes]
-    assert [
-        ElementFormat.of_values("own", magnitudes).magnitude_of(code) for code in codes
-    ] == magnitudes
-
-
 @pytest.mark.parametrize("has_inf", [False, True])
 def test_codes_of_nan_and_infinity_decode_as_the_table_says(has_inf: bool) -> None:
     fmt = own(exponent_bits=4, mantissa_bits=2, bias=7, has_nan=True, has_inf=has_inf)
@@ -121,24 +105,6 @@ def test_codes_of_nan_and_infinity_decode_as_the_table_says(has_inf: bool) -> No
     torch.testing.assert_close(
         decode(codes, fmt), torch.tensor(values_of(fmt)), rtol=0, atol=0, equal_nan=True
     )
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([0.5, 1.0], "the grid has no zero as its first value"),
-        ([0.0, 0.3, 0.6, 0.9], "0.3 is not exact in BF16"),
-        ([0.0, 2.0, 1.0, 3.0], "must ascend; the sign has a bit of its own"),
-        ([0.0, 1.0, 2.0], "are no floating-point grid"),
-        (None, "magnitudes=None must be a list of finite numbers"),
-        ([0.0, float("inf")], "magnitudes=[0.0, inf] must be a list"),
-        ([0.0, 0.078125, 0.1640625, 0.24609375], "look-up tables (NF4) and zero points"),
-    ],
-)
-def test_values_that_are_no_grid_are_refused(values: list[float], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        ElementFormat.of_values("own", values)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("exponent_bits", range(1, 8))

@@ -4,8 +4,9 @@ its random bits.
 
 import pytest
 import torch
+from value_tables import value_table
 
-from fp4train.formats import ELEMENT_FORMATS, ElementFormat, decode, encode, value_table
+from fp4train.formats import ELEMENT_FORMATS, ElementFormat, decode, encode
 from fp4train.quantize import (
     QuantSpec,
     RandomKey,
