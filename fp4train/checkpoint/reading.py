@@ -10,10 +10,9 @@ import json
 import math
 import os
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from fp4train.sealed import checksum as checksum_of
 from fp4train.shards import RowOrder, like, shard_of
 
 _OPEN_FILES = 64
-_MOST_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,28 +268,13 @@ def _file(folder: Folder, name: str, described: Mapping[str, Any], *, verify: bo
 
 
 def _check_whole(name: str, boxes: list[Box]) -> None:
-    """Raises ValueError where the boxes of a tensor do not tile it."""
+    """Raises ValueError where the boxes of a tensor are not as many elements as it has."""
     shape = boxes[0].shape
     dtype = boxes[0].dtype
     if any((box.shape, box.dtype) != (shape, dtype) for box in boxes):
         raise ValueError(f"the parts of {name} differ in shape or dtype")
     if (stored := sum(math.prod(box.sizes) for box in boxes)) != math.prod(shape):
         raise ValueError(f"the parts of {name} have {stored} elements of {math.prod(shape)}")
-    if len(boxes) == 1:
-        return
-    if len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"{name} has {len(shape)} dimensions; parts may have {_MOST_DIMENSIONS}")
-    # A box is a sum of orthants at its corners with the signs of the corners. So boxes tile the
-    # whole where these sums are equal, which needs no comparison of each with each.
-    corners: Counter[tuple[int, ...]] = Counter()
-    outline = ((0,) * len(shape), shape)
-    signed = [(-1, outline), *((1, (box.offsets, box.sizes)) for box in boxes)]
-    for sign, (offsets, sizes) in signed:
-        for ends in product((0, 1), repeat=len(sizes)):
-            corner = tuple(o + end * n for o, n, end in zip(offsets, sizes, ends, strict=True))
-            corners[corner] += sign * (-1) ** sum(ends)
-    if any(corners.values()):
-        raise ValueError(f"the parts of {name} overlap and leave gaps")
 
 
 def _close(descriptors: OrderedDict[str, int]) -> None:

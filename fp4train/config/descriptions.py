@@ -1,9 +1,9 @@
 """What keys mean: the comments of the YAML files in `configs/` and `recipes/`, read where they
 stand.
 
-The comment of a key stands behind its value, or in lines of their own above the key; what follows
-behind no value in the lines below belongs to it, too. The comment at the top of a file describes
-the option that the file is. Keys that no option sets are in `configs/classes.yaml`, by class.
+The comment of a key stands in its line, behind its value. The comment at the top of a file
+describes the option that the file is. Keys that no option sets are in `configs/classes.yaml`, by
+class.
 """
 
 import re
@@ -63,31 +63,14 @@ class _Entry:
     value: yaml.Node
 
     def comment(self, lines: list[str]) -> str:
-        """The comment behind the value, with the lines that go on with it; else the lines above the
-        key.
-        """
+        """The comment in the line of the key, behind a value that ends there."""
         row = self.name.start_mark.line
         inline = self.value.end_mark.line == row
         begin = (self.value if inline else self.name).end_mark.column
-        behind = re.search(r"(?:^|\s)#\s?(.*)$", lines[row][begin:])
-        if behind:
-            parts = [behind[1]]
-            column = lines[row].index("#", begin)
-            for line in lines[row + 1 :]:
-                if line[:column].strip() or line[column : column + 1] != "#":
-                    break
-                parts.append(line[column + 1 :])
-            return _joined(parts)
-        indent = lines[row][: self.name.start_mark.column]
-        above: list[str] = []
-        for line in reversed(lines[:row]):
-            if not line.startswith(f"{indent}#"):
-                break
-            above.insert(0, line.strip().lstrip("#"))
-        at_top = len(above) == row  # it is the header of the file
-        if indent.strip() or at_top:
+        behind = re.search(r"(?:^|\s)#(.*)$", lines[row][begin:])
+        if behind is None:
             return ""
-        return _joined(above)
+        return behind[1].strip()
 
 
 def _entries(node: yaml.Node | None, prefix: str) -> Iterator[_Entry]:
@@ -112,11 +95,7 @@ def _header(lines: Iterable[str]) -> str:
             break
         if not _PLACE.match(line):
             top.append(line.lstrip("#"))
-    return _joined(top)
-
-
-def _joined(parts: Iterable[str]) -> str:
-    return " ".join(part.strip() for part in parts if part.strip())
+    return " ".join(" ".join(top).split())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ HASH is that of source, settings and tokenizer. A start reads the index alone; e
 batch reads is compared with its checksum (`stored.py`), so that a run trains on what was
 tokenised, to the bit. A shard that a run found damaged has a mark beside it: the next start reads
 it whole, and has it made anew (`sharding.py`). Files are written under another name and then
-renamed. An entry that belongs to another user is not read, whatever it says: a user's own is made
-beside it, as HASH-UID.
+renamed. Users who name one folder share what is in it.
 """
 
 import errno
@@ -37,8 +36,6 @@ from fp4train.paths import PathText
 from fp4train.text import counted, shortened
 
 VERSION = 3
-WHOLE_FILE = 2
-"""The version whose entries were one file of ids."""
 LIMIT = 1 << 26
 """Bytes that are read of an index: those of a quarter of a million shards have 4 MB."""
 QUOTED = 300
@@ -138,41 +135,14 @@ class CacheEntry:
         return data_errors(OSError, before=refused, message=reason, after=remedy)
 
     def _folder(self) -> files.Folder:
-        """The folder of this entry that belongs to this user."""
-        name = self._name(VERSION)
+        """The folder of this entry."""
+        entry = {"version": VERSION, "max_tokens": self.max_tokens, **self.key}
+        name = hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()[:20]
         with files.Folder.open(self._place, create=True) as cache:
-            if cache.has_file(f"{self._name(WHOLE_FILE)}.json") and not cache.has_folder(name):
-                _log.warning(
-                    "tokenised data in %s is of an older form, which is not read: it is made anew "
-                    "in %s. Remove the older .bin and .json",
-                    cache.path / self._name(WHOLE_FILE),
-                    name,
-                )
             cache.remove_litter()
             if cache.status(name) is not None and not cache.has_folder(name):
                 cache.remove(name)
-            folder = cache.folder(name, create=True)
-            user = os.geteuid()
-            if (owner := _other_owner(folder)) is None:
-                return folder
-            beside = f"{name}-{user}"
-            text = (
-                "tokenised data in %s belongs to user %d, not to you (%d): it is not read; yours is "
-                "kept beside it as %s"
-            )
-            _log.warning(text, folder.path, owner, user, beside)
-            return cache.folder(beside, create=True)
-
-    def _name(self, version: int) -> str:
-        entry = {"version": version, "max_tokens": self.max_tokens, **self.key}
-        return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def _other_owner(folder: files.Folder) -> int | None:
-    """The number of another user to whom the folder or its index belongs; None: there is none."""
-    statuses = os.fstat(folder.descriptor), folder.status(INDEX)
-    owners = [status.st_uid for status in statuses if status is not None]
-    return next((owner for owner in owners if owner != os.geteuid()), None)
+            return cache.folder(name, create=True)
 
 
 def opened(folder: files.Folder, *, verify: bool = False) -> ShardedIds | None:

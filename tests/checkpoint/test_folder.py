@@ -324,17 +324,8 @@ def test_parts_of_a_tensor_tile_it(tmp_path: Path) -> None:
     for whole in ([((0, 0), (4, 2))], [((0, 0), (2, 2)), ((2, 0), (2, 2))], quarters):
         StoredTensors(folder, boxes(*whole), {})
     StoredTensors(folder, boxes(((0, 0), (0, 2)), ((0, 0), (0, 2)), shape=(0, 2)), {})
-    for places in (
-        [((0, 0), (2, 2)), ((0, 0), (2, 2))],
-        [*quarters[:3], quarters[0]],
-        [((0, 0), (3, 2)), ((2, 0), (1, 2))],
-    ):
-        with pytest.raises(ValueError, match="the parts of w overlap and leave gaps"):
-            StoredTensors(folder, boxes(*places), {})
-    with pytest.raises(ValueError, match="w has 40 dimensions; parts may have 8"):
-        StoredTensors(
-            folder, boxes(*[((0,) * 40, (1,) * 39 + (2,))] * 2, shape=(1,) * 39 + (4,)), {}
-        )
+    with pytest.raises(ValueError, match="the parts of w have 6 elements of 8"):
+        StoredTensors(folder, boxes(*quarters[:3]), {})
     folder.close()
 
 

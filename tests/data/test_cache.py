@@ -1,6 +1,5 @@
 """The token cache while a run reads it, and entries that somebody has prepared."""
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -153,26 +152,3 @@ def test_what_no_run_has_written_is_tokenised_anew_at_once(
         and len(caplog.text) < 2000
     )
     assert path.is_file() and not path.is_symlink()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a file is given to another user by root alone")
-@pytest.mark.parametrize("name", [".", "index.json"])
-def test_an_entry_of_another_user_is_not_read_and_ones_own_is_made_beside_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    good = read_all(build(tmp_path))
-    theirs = entry(tmp_path)
-    ids = np.fromfile(theirs, np.uint16)
-    ids[:] = ord("x")
-    theirs.write_bytes(ids.tobytes())
-    os.chown(theirs.parent / name, 12345, -1)
-    with caplog.at_level(logging.WARNING):
-        assert np.array_equal(read_all(build(tmp_path)), good)
-    assert (
-        f"belongs to user 12345, not to you ({os.geteuid()}): it is not read; yours is kept "
-        "beside it" in caplog.text
-    )
-    assert theirs.read_bytes() == ids.tobytes()
-    beside = theirs.parent.with_name(f"{theirs.parent.name}-{os.geteuid()}")
-    assert (beside / "index.json").is_file()
-    assert np.array_equal(read_all(build(tmp_path)), good), "from the entry beside it"
